@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.npu.auxiliary.call import computed
+from fusion_attention.npu.auxiliary.call import as_given, computed
 from fusion_attention.ops.auxiliary.block_scores import BLOCK, FIRST, INDEX_SCORE, LOCAL, NOT_SCORED
 
 Tensor = torch.Tensor
@@ -44,7 +44,8 @@ def msa_index_score(
         if scale is not None:
             rows = rows * scale[at].reshape(-1, 1)[: k_lengths[b]]
         out = result[:, first:end, :count]
-        _write_scores(out, query[first:end].float(), rows, sparse_mode == 3)
+        with as_given(query):
+            _write_scores(out, query[first:end].float(), rows, sparse_mode == 3)
         _raise_blocks(out, start_loc[b], init_blocks, local_blocks)
     return result
 
