@@ -43,7 +43,7 @@ private:
 };
 
 SparseProblem sparse_problem_of(const nb::tuple &t) {
-    if (t.size() != 15) refuse("a problem of selected keys has 15 fields");
+    if (t.size() != 16) refuse("a problem of selected keys has 16 fields");
     SparseProblem p{};
     p.heads_q = item<std::int64_t>(t, 0);
     p.heads_kv = item<std::int64_t>(t, 1);
@@ -60,6 +60,7 @@ SparseProblem sparse_problem_of(const nb::tuple &t) {
     p.weights_dtype = static_cast<Dtype>(choice(t[12], "weights_dtype", 3));
     p.wide_values = item<bool>(t, 13);
     p.compressed_ratio = item<std::int64_t>(t, 14);
+    p.ratio = item<std::int64_t>(t, 15);
     return p;
 }
 

@@ -35,6 +35,7 @@ struct SparseProblem {
     // Rows for which one key of a second source is added to those that a row sees: it reads its whole band of the first
     // source, and lists name keys of the second. 0: one source.
     std::int64_t compressed_ratio = 0;
+    std::int64_t ratio = 1;      // rows for which one key is added to those that a row sees (of one source)
     std::int64_t most_keys = 0;  // that a row reads, at most: a plan finds it
 };
 

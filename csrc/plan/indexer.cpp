@@ -26,7 +26,8 @@ constexpr Require require{"indexer"};
 IndexerPlan::IndexerPlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences)
     : kernels_(variant.kernels(problem.dtype)), panel_(kernels_.panel), problem_(problem),
       sequences_(std::move(sequences)) {
-    require(problem_.heads_q > 0 && problem_.dim_qk > 0 && problem_.select_count >= 0, "a size is not positive");
+    require(problem_.heads_q > 0 && problem_.dim_qk > 0 && problem_.select_count >= 0 && problem_.ratio > 0,
+            "a size is not positive");
     std::int64_t rows = 0;
     std::size_t used = 0;
     for (std::size_t b = 0; b < sequences_.size(); ++b) {

@@ -118,6 +118,7 @@ void SparsePlan::divide() {
     require.heads(p);
     require.dims(p.dim_qk > 0 && (p.dim_v > 0 || p.indexes) && p.dim_rope >= 0);
     require(p.select_count >= 0 && p.select_block > 0, "a size of the selection is negative");
+    require(p.ratio > 0 && (p.ratio == 1 || p.indexes), "a ratio is one of an indexer's keys");
     require(!p.shares_kv || p.dim_v <= p.dim_qk, "shared values are longer than keys");
     require(!p.compressed_ratio || (p.compressed_ratio > 0 && !p.dim_rope && !p.indexes && !attention_),
             "two key sources have no rope tails, and no indexer");

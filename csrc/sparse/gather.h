@@ -42,6 +42,11 @@ inline void load_weights(const SparseProblem &p, const Rows &weights, std::int64
 
 // ---------------------------------------------------------------------------------------------------------- selection
 
+// The end of the keys that a row sees.
+inline std::int64_t end_key(const SparseProblem &p, const Sequence &seq, std::int64_t row) {
+    return least(most((row + seq.hi) / p.ratio, seq.prefix), seq.kv_len);
+}
+
 // How many keys of the second source a row sees.
 inline std::int64_t compressed_end(const SparseProblem &p, const Sequence &seq, std::int64_t row) {
     return least(most<std::int64_t>(row + seq.compressed_hi, 0) / p.compressed_ratio, seq.compressed_len);
@@ -53,7 +58,7 @@ inline std::int64_t compressed_end(const SparseProblem &p, const Sequence &seq, 
 inline std::int64_t expand(const SparseJob &job, const SparseItem &item, std::int32_t *keys) {
     const SparseProblem &p = *job.problem;
     const Sequence &seq = job.sequences[item.seq];
-    std::int64_t first = first_key(seq, item.row), end = end_key(seq, item.row), block = p.select_block;
+    std::int64_t first = first_key(seq, item.row), end = end_key(p, seq, item.row), block = p.select_block;
     std::int64_t count = 0, before = 0;
     if (p.compressed_ratio) {
         for (std::int64_t j = first; j < end; ++j) keys[count++] = static_cast<std::int32_t>(j);

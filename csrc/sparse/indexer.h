@@ -381,12 +381,12 @@ FUSION_INLINE void score_chunks(const IndexWork<Format> &w, std::int64_t row0, s
     std::int64_t last = 0;
     for (std::int64_t row = row0; row < row1; ++row) {
         load_index_row<Format, T>(w, row, row - row0);
-        last = most(last, end_key(lengths, row));
+        last = most(last, end_key(w.p, lengths, row));
     }
     for (std::int64_t at = 0; at < last; at += index_chunk) {
         for (std::int64_t row = row0; row < row1; ++row) {
             const std::int64_t first = most(at, first_key(lengths, row));
-            const std::int64_t end = least(at + index_chunk, end_key(lengths, row));
+            const std::int64_t end = least(at + index_chunk, end_key(w.p, lengths, row));
             if (end <= first) continue;
             const std::int64_t begin = first / panel * panel;
             score_keys<Format, T>(w, row - row0, begin, end - begin, w.s.scores,
@@ -438,7 +438,7 @@ template <class Format, class T>
 void index_choose(const SparseJob &job, std::int64_t seq, std::int64_t row, const float *scores, void *scratch) {
     const IndexWork<Format> w(job, seq, 1, nullptr, scratch);
     begin_choice(w, 0);
-    const std::int64_t end = end_key(job.sequences[seq], row);
+    const std::int64_t end = end_key(*job.problem, job.sequences[seq], row);
     for (std::int64_t j = first_key(job.sequences[seq], row); j < end; j += index_chunk) {
         take(w, 0, j, least(j + index_chunk, end), scores + j);
     }

@@ -220,7 +220,7 @@ double row_loss(const SparseJob &job, const SparseItem &tile, const TileBlock &b
     const Sequence &seq = job.sequences[tile.seq];
     const SparseItem item = {tile.seq, 0, 0, tile.heads, tile.row + r};
     const std::int64_t first = most(first_key(seq, item.row), block.first) - block.first;
-    const std::int64_t end = least(end_key(seq, item.row), block.end) - block.first;
+    const std::int64_t end = least(end_key(*job.problem, seq, item.row), block.end) - block.first;
     if (end <= first) return 0.0;
     const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
@@ -278,7 +278,8 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
     const SparseGradientWork<Format> w(job, item, scratch);
     const TileScratch<Format> t(*job.attention, w.p, static_cast<char *>(scratch) + w.s.bytes);
     const std::int64_t rows = least(loss_tile_rows, seq.q_len - item.row);
-    const std::int64_t begin = first_key(seq, item.row), end = most<std::int64_t>(end_key(seq, item.row + rows - 1), 0);
+    const std::int64_t begin = first_key(seq, item.row),
+                       end = most<std::int64_t>(end_key(*job.problem, seq, item.row + rows - 1), 0);
     std::memset(t.dq, 0, rows * t.heads * t.columns * sizeof *t.dq);
     std::memset(t.dweights, 0, rows * t.heads * sizeof *t.dweights);
     for (std::int64_t h = 0; h < t.heads; ++h) w.s.ones[h] = 1.0f;
@@ -286,7 +287,7 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
     *loss = 0.0;
     for (std::int64_t at = begin; at < end; at += t.width) {
         TileBlock block = {0, rows, at, least(at + t.width, end)};
-        while (block.row0 < rows && end_key(seq, item.row + block.row0) <= at) ++block.row0;
+        while (block.row0 < rows && end_key(*job.problem, seq, item.row + block.row0) <= at) ++block.row0;
         while (block.row1 > block.row0 && first_key(seq, item.row + block.row1 - 1) >= block.end) --block.row1;
         tile_target<Format, T>(job, item, block, t);
         for (std::int64_t stop = block.end; block.first < stop; block.first = block.end) {

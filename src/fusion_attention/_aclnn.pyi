@@ -501,6 +501,22 @@ def aclnnLightningIndexerGradGetWorkspaceSize(
 
 aclnnLightningIndexerGrad: _Run
 
+def aclnnLightningIndexerV2GetWorkspaceSize(
+    q: acl.Tensor | None, k: acl.Tensor | None, w: acl.Tensor | None,
+    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, block_table: acl.Tensor | None,
+    output_idx_offset: acl.Tensor | None, metadata: acl.Tensor | None, topk: int, max_seqlen_q: int, layout_q: str,
+    layout_k: str, mask_mode: int, cmp_ratio: int, return_value: int, sparse_indices: acl.Tensor | None,
+    sparse_values: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Scores of keys that may stand for several tokens each, and per row the keys that score highest. Phase 1:
+    checks, plans, and says how much workspace phase 2 needs."""
+
+aclnnLightningIndexerV2: _Run
+
 def aclnnSparseFlashAttentionGetWorkspaceSize(
     query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, sparse_indices: acl.Tensor | None,
     block_table: acl.Tensor | None, actual_seq_lengths_query: acl.IntArray | acl.Tensor | Sequence[int] | None,

@@ -52,11 +52,11 @@ class Plan:
     def update(self, kv_len: Any) -> None:
         """Other key lengths for the same sequences: what a decode loop says before each step, instead of planning anew.
 
-            lo' = lo + kv_len - capacity,  hi' = hi + kv_len - capacity        (finite edges only)
+            lo' = lo + kv_len - capacity,  hi' = hi + ratio * (kv_len - capacity)        (finite edges only)
 
-        A finite edge of the band keeps its distance from the last key; what slopes count distances from (extents.shift)
-        stays where it was planned. Results are those of a fresh plan, bit by bit (on a GPU, few rows without a page
-        table: within rounding).
+        A finite edge of the band keeps its distance from the last key (ratio: of an IndexerProblem, else 1); what
+        slopes count distances from (extents.shift) stays where it was planned. Results are those of a fresh plan, bit
+        by bit (on a GPU, few rows without a page table: within rounding).
 
         Args:
             kv_len: keys of each sequence, int64 [sequences] or a list; each from 0 to what was planned for.
@@ -89,8 +89,8 @@ class Plan:
 class _Capacity:
     """The lengths that an updatable plan was made for, and which of their band edges move with the last key."""
 
-    def __init__(self, extents: Extents) -> None:
-        self.extents = extents
+    def __init__(self, problem: AnyProblem, extents: Extents) -> None:
+        self.extents, self.ratio = extents, getattr(problem, "ratio", 1)
         self.moves_lo, self.moves_hi = (
             edge if (edge := (np.abs(a) < INFINITE // 2).astype(np.int64)).any() else None
             for a in (extents.lo, extents.hi)
@@ -115,7 +115,7 @@ class _Capacity:
         if self.moves_lo is not None:
             lo = lo + (lengths - planned.kv_len) * self.moves_lo
         if self.moves_hi is not None:
-            hi = hi + (lengths - planned.kv_len) * self.moves_hi
+            hi = hi + (lengths - planned.kv_len) * self.ratio * self.moves_hi
         return Extents(planned.q_len, lengths, lo, hi, planned.prefix, planned.shift)
 
 
@@ -143,7 +143,7 @@ def plan(
         ValueError, BackendError: as choose().
     """
     if updatable:
-        return _build(problem, extents, device, backend, op_kind, _Capacity(extents))
+        return _build(problem, extents, device, backend, op_kind, _Capacity(problem, extents))
     key = (problem, extents.key, device, backend, op_kind)
     with _PLANS_LOCK:
         if result := _PLANS.get(key):

@@ -14,7 +14,7 @@ from fusion_attention.npu.surface import cann_ops
 from fusion_attention.ops import RECORDS
 
 # Parameters of our own functions that no record has.
-OURS = {"return_lse", "backend", "foreign", "visible"}
+OURS = {"return_lse", "backend", "foreign"}
 # What may be None, but stands before parameters that may not.
 POSITIONAL = {
     ("npu_sparse_flash_attention", "value"),
@@ -104,6 +104,7 @@ KEYWORD_ONLY_FROM = {
     "cann_ops_transformer.sparse_flash_mla": None,
     "cann_ops_transformer.sparse_flash_mla_grad": None,
     "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm": "sparse_indices",
+    "cann_ops_transformer.lightning_indexer": "cu_seqlens_q",
 }
 
 
@@ -192,6 +193,9 @@ LENGTHS_OF_TWO = "cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seq
 SHARED_TAIL = "cmp_residual_kv ori_topk_length cmp_topk_length sinks metadata"
 MODES_OF_TWO = "ori_mask_mode=0 cmp_mask_mode=0 ori_win_left=-1 ori_win_right=-1 layout_q='BSND' layout_kv='BSND'"
 CANN_OPS = {
+    "cann_ops_transformer.lightning_indexer": "q k w topk cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k"
+    " block_table output_idx_offset metadata max_seqlen_q=-1 layout_q='BSND' layout_k='BSND' mask_mode=0 cmp_ratio=1"
+    " return_value=0",
     "cann_ops_transformer.sparse_flash_mla": "q ori_kv cmp_kv ori_sparse_indices cmp_sparse_indices ori_block_table"
     f" cmp_block_table {LENGTHS_OF_TWO} {SHARED_TAIL} softmax_scale=1.0 cmp_ratio=1 {MODES_OF_TWO} topk_value_mode=1"
     " return_softmax_lse=False",
@@ -346,6 +350,10 @@ ACLNN = {
     "aclnnLightningIndexer": """
         query key weights actual_seq_lengths_query actual_seq_lengths_key block_table layout_query layout_key
         sparse_count sparse_mode pre_tokens next_tokens return_values sparse_indices_out sparse_values_out
+    """,
+    "aclnnLightningIndexerV2": """
+        q k w cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k block_table output_idx_offset metadata
+        topk max_seqlen_q layout_q layout_k mask_mode cmp_ratio return_value sparse_indices sparse_values
     """,
     "aclnnLightningIndexerGrad": """
         query key dy sparse_indices weights actual_seq_lengths_query actual_seq_lengths_key head_num layout sparse_mode

@@ -115,3 +115,61 @@ def test_steps_of_a_decode(both: Both, kind: str) -> None:
     assert len(both.pairs) == 18
     for ours, theirs in both.pairs:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+# --------------------------------------------------------------------------------------------------------- the indexer
+
+
+def indexer() -> tuple[Any, Any, list[Any]]:
+    """An indexer, and the scores that it has computed: rows, keys and weights, and the scores."""
+    config, _ = layer(CSA)
+    config.index_n_heads = 64  # with few heads some keys score 0, and tie
+    chooses, computed = modeling.DeepseekV4Indexer(config).eval(), []
+    for parameter in chooses.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    scorer = chooses.scorer
+
+    def noted(_: Any, given: Any, scores: torch.Tensor) -> None:
+        q, keys, hidden = given
+        weights = scorer.weights_proj(hidden) * scorer.weights_scaling * scorer.softmax_scale
+        computed.append((q, keys.unsqueeze(2), weights, scores))
+
+    scorer.register_forward_hook(noted)
+    return config, chooses, computed
+
+
+def same_choice(theirs: torch.Tensor, computed: Any, tokens: int, backend: str) -> None:
+    q, k, weights, scores = computed
+    rows = q.shape[1]
+    positions = torch.arange(tokens - rows, tokens)
+    for row in range(rows):  # no two of them tie
+        visible = scores[0, row, : (int(positions[row]) + 1) // 4]
+        assert len(visible.unique()) == len(visible)
+    ours, _ = fa.lightning_indexer(q, k, weights, 3, ratio=4, residual=[tokens % 4], backend=backend)
+    want = torch.full_like(ours, -1)
+    want[:, :, 0, : theirs.shape[-1]] = theirs
+    assert torch.equal(ours, want)
+
+
+@pytest.mark.parametrize("backend", ["golden", "cpu"])
+@pytest.mark.parametrize("rows", [3, 8, 21, 40])
+@torch.no_grad()
+def test_an_indexer_chooses_the_same_keys(rows: int, backend: str) -> None:
+    torch.manual_seed(rows)
+    _, chooses, computed = indexer()
+    position = torch.arange(rows)[None]
+    theirs = chooses(torch.randn(1, rows, 32), torch.randn(1, rows, 24), position, None, 0)
+    same_choice(theirs, computed[0], rows, backend)
+
+
+@torch.no_grad()
+def test_an_indexer_chooses_the_same_keys_step_by_step() -> None:
+    """Every residual is met, behind a first part of any length."""
+    torch.manual_seed(0)
+    config, chooses, computed = indexer()
+    hidden, queries = torch.randn(1, 40, 32), torch.randn(1, 40, 24)
+    cache = DynamicCache(config=config)
+    for first, end in [(0, 9), (9, 15), *((n, n + 1) for n in range(15, 40))]:
+        position = torch.arange(first, end)[None]
+        theirs = chooses(hidden[:, first:end], queries[:, first:end], position, cache, 0)
+        same_choice(theirs, computed.pop(), end, "cpu")

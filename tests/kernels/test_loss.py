@@ -39,6 +39,8 @@ WARM = [
     LossCase(q_len=(40,), kv_len=(70,), count=0, window=21, dim_qk=24, dim_rope=8, heads_q=2, heads=5, dim=16, **HALF),
     LossCase(q_len=(0, 0), kv_len=(4, 4), count=0),
     replace(PACKED, q_len=(0,), kv_len=(0,), count=0),
+    LossCase(q_len=(70, 20), kv_len=(37, 37), count=0, ratio=2, residual=(1, 0)),
+    replace(PACKED, q_len=(9, 2, 3), kv_len=(40, 0, 5), count=0, ratio=3, residual=(2, 1, 0), **HALF),
 ]
 
 LISTS = ("all", "repeated", "short", "none", "wild")
@@ -55,6 +57,8 @@ SELECTED = [
     LossCase(q_len=(3,), kv_len=(90,), count=40, lists="all", heads_q=33, heads=33, mode=0, window=60),
     LossCase(q_len=(0, 0), kv_len=(4, 4), count=6),
     replace(PACKED, q_len=(0,), kv_len=(0,), count=6),
+    LossCase(q_len=(9, 7), kv_len=(3, 3), count=6, lists="all", ratio=3, residual=(0, 2)),
+    replace(PACKED, q_len=(9, 2, 3), kv_len=(40, 0, 5), count=7, lists="wild", ratio=4, residual=(2, 1, 0), **HALF),
 ]
 
 

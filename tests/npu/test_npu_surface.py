@@ -285,26 +285,6 @@ def test_cann_attention_of_padded_rows(torch_npu: Any) -> None:
     assert none.tolist() == [0.0]
 
 
-@pytest.mark.parametrize("layout", ["BSND", "TND", "PA_BBND"])
-def test_cann_indexer(layout: str, torch_npu: Any) -> None:
-    q, k, w = torch.randn(2, 4, 2, 8), torch.randn(2, 4, 1, 8), torch.rand(2, 4, 2)
-    cann().lightning_indexer_metadata(2, 1, 8, 3)
-    want, scores = torch_npu.npu_lightning_indexer(q, k, w, sparse_count=3, sparse_mode=3, return_value=True)
-    words: dict[str, Any] = {"mask_mode": 3, "layout_k": layout}
-    if layout == "TND":
-        ends = torch.tensor([0, 4, 8], dtype=torch.int32)
-        words |= {"layout_q": "TND", "cu_seqlens_q": ends, "cu_seqlens_k": ends, "return_value": 1}
-        q, k, w, want, scores = (t.flatten(0, 1) for t in (q, k, w, want, scores))
-    elif layout == "BSND":
-        words |= {"return_value": 1}
-    else:
-        words |= {"block_table": torch.tensor([[0], [1]], dtype=torch.int32), "seqused_k": torch.tensor([4, 4])}
-    indices, values = cann().lightning_indexer(q, k, w, 3, **words)
-    same_bits(indices, want)
-    if words.get("return_value"):
-        same_bits(values, scores.float())
-
-
 def test_cann_operators_around(torch_npu: Any) -> None:
     x, r1, r2 = torch.randn(2, 3, 2, 8), torch.randn(1, 3, 1, 4), torch.randn(1, 3, 1, 4)
     leaf = x.clone().requires_grad_()
@@ -324,7 +304,7 @@ def test_cann_operators_around(torch_npu: Any) -> None:
 
 def test_what_of_cann_is_not_here_says_so(torch_npu: Any) -> None:
     q, ends, ops = torch.randn(1, 4, 2, 8), torch.tensor([0, 4]), cann()
-    w, k = torch.rand(1, 4, 2), q[:, :, :1]
+    k = q[:, :, :1]
     refused: dict[str, Any] = {
         "flash_attn: layout_kv": lambda: ops.flash_attn(q, k, k, layout_kv="PA_BBND", block_table=ends[None]),
         "flash_attn: layout_out": lambda: ops.flash_attn(q, k, k, layout_out="BNSD"),
@@ -333,13 +313,6 @@ def test_what_of_cann_is_not_here_says_so(torch_npu: Any) -> None:
         "flash_attn: win_right": lambda: ops.flash_attn(q, k, k, mask_mode=3, win_right=0),
         "flash_attn: mask_mode": lambda: ops.flash_attn(q, k, k, mask_mode=1),
         "flash_attn: seqused_q": lambda: ops.flash_attn(q, k, k, cu_seqlens_q=ends, seqused_q=ends[1:]),
-        "lightning_indexer: cmp_ratio": lambda: ops.lightning_indexer(q, k, w, 2, cmp_ratio=4),
-        "lightning_indexer: cmp_residual_k": lambda: ops.lightning_indexer(
-            q, k, w, 2, mask_mode=3, cmp_ratio=4, cmp_residual_k=torch.tensor([4])
-        ),
-        "lightning_indexer: output_idx_offset": lambda: ops.lightning_indexer(q, k, w, 2, output_idx_offset=ends),
-        "lightning_indexer: seqused_q": lambda: ops.lightning_indexer(q, k, w, 2, layout_q="TND", seqused_q=ends),
-        "lightning_indexer: seqused_k": lambda: ops.lightning_indexer(q, k, w, 2, layout_k="TND", seqused_k=ends),
         "moe_token_permute: quant_mode": lambda: ops.moe_token_permute(q[0, 0], ends, quant_mode=3),
     }
     for message, call in refused.items():

@@ -85,11 +85,11 @@ ATTENTION = [
 ]  # fmt: skip
 BANDS = [
     package("a row sees a key too many", "ir/problem.py",
-          "end = np.minimum(np.maximum(row + self.hi[b], self.prefix[b])",
-          "end = np.minimum(np.maximum(row + self.hi[b] + 1, self.prefix[b])", FORMULAS),
+          "end = np.minimum(np.maximum((row + self.hi[b]) // ratio, self.prefix[b])",
+          "end = np.minimum(np.maximum((row + self.hi[b] + 1) // ratio, self.prefix[b])", FORMULAS),
     package("a tile's edge is taken as seen by all rows", "ir/tiles.py",
-          "full_end = np.clip(np.maximum(row0 + hi, prefix), 0, kv_len)",
-          "full_end = np.clip(np.maximum(row0 + hi + 1, prefix), 0, kv_len)",
+          "full_end = np.clip(np.maximum((row0 + hi) // ratio, prefix), 0, kv_len)",
+          "full_end = np.clip(np.maximum((row0 + hi + 1) // ratio, prefix), 0, kv_len)",
           "training/test_ir.py::test_tiles_cover_what_is_seen"),
     package("mode 2 aligned like mode 3", "ops/shared/sparse_modes.py",
           'return Band.causal("start")', 'return Band.causal("end")', *MODES),

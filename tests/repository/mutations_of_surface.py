@@ -6,6 +6,7 @@ from mutant import package
 
 PROGRAMS = "npu/test_npu_programs.py"
 AROUND = "npu/test_npu_surface.py"
+CANN_INDEXER = "npu/test_cann_indexer.py"
 SHARED = "npu/test_shared_keys.py"
 SURFACE = [
     package("a relative import is one of the chip's", "npu/coverage.py",
@@ -29,9 +30,16 @@ SURFACE = [
     package("a replay computes into memory of its own", "npu/surface/graphs.py",
           "old.copy_(new)", "old.set_(new)",
           "npu/test_npu_graphs.py::test_a_replay_is_an_eager_call_into_the_same_outputs"),
-    package("CANN's leading zero is a sequence", "npu/surface/cann_ops.py",
-          "if cu_seqlens_k is None else cu_seqlens_k[1:]", "if cu_seqlens_k is None else cu_seqlens_k",
-          f"{AROUND}::test_cann_indexer"),
+    package("CANN's ends are lengths", "ops/shared/cumulative.py",
+          "if ends is None else np.diff(ends)", "if ends is None else ends[1:]", f"{CANN_INDEXER}::test_packed_rows"),
+    package("sequences lie end to end although some are shorter than their memory", "ops/indexer/call.py",
+          'self.room or self.extents, "q")', 'self.extents, "q")', f"{CANN_INDEXER}::test_packed_rows"),
+    package("an offset moves the -1 of a list", "ops/indexer/call.py",
+          "self.call.offsets() * (indices >= 0)", "self.call.offsets()", f"{CANN_INDEXER}::test_packed_rows"),
+    package("a key of several tokens is visible a token early", "ops/indexer/lower.py",
+          'behind - n["q_len"] + 1', 'behind - n["q_len"] + 2', f"{CANN_INDEXER}::test_padded_rows"),
+    package("a hidden key of a block scores", "npu/surface/block_scores.py",
+          ".masked_fill(~visible, -torch.inf)", "", "npu/test_msa_index_score.py::test_scores"),
     package("lse of packed rows token by token", "npu/surface/cann_ops.py",
           "lse.mT.contiguous() if", "lse if", f"{AROUND}::test_cann_attention_of_packed_rows"),
     package("metadata is not zeros", "npu/surface/metadata.py",

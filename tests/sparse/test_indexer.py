@@ -30,6 +30,18 @@ from fusion_attention.torch_ops.eager import run
 PACKED = IndexerCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
 HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
 
+# Keys that stand for several tokens each: from position 0, behind earlier ones, rows without a key, pages, decoding.
+COMPRESSED = [
+    IndexerCase(ratio=4, q_len=(23, 20), kv_len=(5, 5), residual=(3, 0), top_k=3),
+    IndexerCase(ratio=3, q_len=(4, 1), kv_len=(9, 9), residual=(0, 2), top_k=12, **HALF),
+    replace(PACKED, ratio=2, q_len=(5, 0, 9), kv_len=(2, 3, 0), residual=(1, 1, 1), q_rest=2, top_k=5, dtype="float16"),
+    *(
+        IndexerCase(ratio=4, q_len=(1,) * 4, kv_len=(n,) * 4, residual=(0, 1, 2, 3), page=page)
+        for n, page in ((40, 0), (33, 16))
+    ),
+    replace(PACKED, ratio=128, q_len=(300, 130), kv_len=(2, 1), residual=(44, 2), top_k=2),
+]
+
 CASES = [
     *(IndexerCase(layout=layout, dtype=d) for layout in ("BSND", "TND") for d in ("float32", "float16", "bfloat16")),
     replace(PACKED, top_k=5),
@@ -46,6 +58,7 @@ CASES = [
     IndexerCase(q_len=(70,), kv_len=(300,), heads=16, dim=64, top_k=100, **HALF),
     IndexerCase(q_len=(1, 1), kv_len=(700, 700), heads=8, dim=32, top_k=512),
     *(IndexerCase(page=16, kv_len=(33, 7), q_len=(3, 5), layout=layout, top_k=8, **HALF) for layout in ("BSND", "TND")),
+    *COMPRESSED,
 ]
 EXACT = [
     IndexerCase(exact=True, top_k=6, q_len=(7, 7)),
@@ -55,6 +68,7 @@ EXACT = [
     IndexerCase(exact=True, q_len=(40,), kv_len=(400,), dim=4, top_k=300, **HALF),
     IndexerCase(exact=True, q_len=(3,), kv_len=(2500,), dim=4, heads=2, top_k=2048, mode=0),
     IndexerCase(exact=True, page=16, kv_len=(65, 20), q_len=(3, 5), dim=4, top_k=40),
+    *(replace(case, exact=True) for case in COMPRESSED),
 ]
 
 
@@ -179,12 +193,27 @@ def test_interfaces_have_the_same_bits(case: IndexerCase) -> None:
     leaves = leaves_of(args, "query", "key", "weights")
     call = lowered_indexer(args)
     indices, values = chosen(call, "auto")
-    own = shown(own_indexer.RECORD, case, {**args, **leaves})
-    results = npu.npu_lightning_indexer(**by_name(indexer.TORCH, {**args, **leaves})), fa.lightning_indexer(**own)
+    results = [fa.lightning_indexer(**shown(own_indexer.RECORD, case, {**args, **leaves}))]
+    if case.ratio == 1:
+        results.append(npu.npu_lightning_indexer(**by_name(indexer.TORCH, {**args, **leaves})))
     for own_indices, own_values in results:
         same_bits(own_indices, indices, "indices")
         same_bits(own_values.detach(), values, "values")
         assert not own_indices.requires_grad
+    if case.page:
+        return
+    want = indexer_gradients(call, args["dy"], indices, "auto")
+    for _, own_values in results:
+        gradients = torch.autograd.grad(own_values, list(leaves.values()), args["dy"])
+        for name, gradient in zip(leaves, gradients, strict=True):
+            same_bits(gradient, want[f"d{name}"], name)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if max(c.kv_len) < 100 and c.ratio == 1], ids=lambda case: case.id)
+def test_torch_npu_has_values_on_request_and_gradients_by_name(case: IndexerCase) -> None:
+    args = operands(case)
+    call = lowered_indexer(args)
+    indices, _ = chosen(call, "auto")
     alone, nothing = npu.npu_lightning_indexer(**by_name(indexer.TORCH, {**args, "return_values": False}))
     same_bits(alone, indices, "indices")
     assert nothing.shape == (0,)
@@ -197,10 +226,6 @@ def test_interfaces_have_the_same_bits(case: IndexerCase) -> None:
         explicit = npu.npu_lightning_indexer_grad(**by_name(indexer.TORCH_GRAD, given))
         for name, gradient in zip(want, explicit, strict=True):
             same_bits(gradient, want[name], name)
-    for _, own_values in results:
-        gradients = torch.autograd.grad(own_values, list(leaves.values()), args["dy"])
-        for name, gradient in zip(leaves, gradients, strict=True):
-            same_bits(gradient, want[f"d{name}"], name)
 
 
 def test_from_the_indexer_to_attention() -> None:

@@ -4,6 +4,9 @@ rules.
 Every rule is written a second time here, by loops over single rows and keys, or with Python's own integers.
 """
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,9 +20,9 @@ from fusion_attention.ir.problem import EXTENT_ROWS, Extents, Problem
 # ---------------------------------------------------------------------------------------------------- bands and tiles
 
 
-def sees(row: int, key: int, kv_len: int, lo: int, hi: int, prefix: int) -> bool:
-    """The interval rule, for one row and one key."""
-    first, end = row + lo, row + hi
+def sees(row: int, key: int, kv_len: int, lo: int, hi: int, prefix: int, ratio: int = 1) -> bool:
+    """The interval rule, for one row and one key, which stands for `ratio` tokens."""
+    first, end = row + lo, math.floor((row + hi) / ratio)
     if first < 0:
         first = 0
     if prefix > end:
@@ -29,8 +32,8 @@ def sees(row: int, key: int, kv_len: int, lo: int, hi: int, prefix: int) -> bool
     return first <= key < end
 
 
-def literal(q_len: int, kv_len: int, lo: int, hi: int, prefix: int) -> list[list[bool]]:
-    return [[sees(i, j, kv_len, lo, hi, prefix) for j in range(kv_len)] for i in range(q_len)]
+def literal(q_len: int, kv_len: int, lo: int, hi: int, prefix: int, ratio: int = 1) -> list[list[bool]]:
+    return [[sees(i, j, kv_len, lo, hi, prefix, ratio) for j in range(kv_len)] for i in range(q_len)]
 
 
 def extents_of(q_len: list[int], kv_len: list[int], lo: list[int], hi: list[int], prefix: list[int]) -> Extents:
@@ -49,15 +52,30 @@ def random_extents(rng: np.random.Generator, count: int) -> Extents:
     return extents_of(rng.integers(0, 10, count).tolist(), rng.integers(0, 10, count).tolist(), lo, hi, prefix)
 
 
-def matrices(extents: Extents) -> list[np.ndarray]:
+def matrices(extents: Extents, ratio: int = 1) -> list[np.ndarray]:
     """The literal rule as one boolean matrix per sequence."""
     result = []
     for b in range(len(extents)):
         q_len, kv_len, lo, hi, prefix = (
             int(a[b]) for a in (extents.q_len, extents.kv_len, extents.lo, extents.hi, extents.prefix)
         )
-        result.append(np.array(literal(q_len, kv_len, lo, hi, prefix), bool).reshape(q_len, kv_len))
+        result.append(np.array(literal(q_len, kv_len, lo, hi, prefix, ratio), bool).reshape(q_len, kv_len))
     return result
+
+
+def of_ratio(extents: Extents) -> Extents:
+    """The extents with the bands that keys of several tokens have: no first key and no prefix."""
+    return replace(extents, lo=np.full_like(extents.lo, -INFINITE), prefix=np.zeros_like(extents.prefix))
+
+
+@pytest.mark.parametrize("ratio", [2, 3, 128])
+def test_a_row_sees_one_key_more_every_ratio_rows(ratio: int) -> None:
+    extents = of_ratio(random_extents(np.random.default_rng(ratio), 200))
+    extents = replace(extents, hi=extents.hi * 3)
+    for b, visible in enumerate(matrices(extents, ratio)):
+        first, end = extents.row_interval(b, np.arange(len(visible)), ratio)
+        assert (first == 0).all()
+        assert np.array_equal(np.maximum(end, 0), visible.sum(1))
 
 
 def test_interval_forms_agree() -> None:
@@ -89,14 +107,17 @@ def test_bands_by_hand(q_len: int, kv_len: int) -> None:
     assert Band.window(2**31 - 1, 0) == Band.causal()
 
 
+@pytest.mark.parametrize("ratio", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 64])
 @pytest.mark.parametrize("tiles_by", [tiles.by_query, tiles.by_key])
-def test_tiles_cover_what_is_seen(tiles_by, size: int) -> None:
+def test_tiles_cover_what_is_seen(tiles_by, size: int, ratio: int) -> None:
     extents = random_extents(np.random.default_rng(size), 500)
+    extents = extents if ratio == 1 else of_ratio(extents)
     # by_key is the same statement about the transposed matrix.
-    visible = matrices(extents) if tiles_by is tiles.by_query else [m.T for m in matrices(extents)]
+    visible = matrices(extents, ratio)
+    visible = visible if tiles_by is tiles.by_query else [m.T for m in visible]
     listed = [np.zeros(len(m), int) for m in visible]
-    t = tiles_by(extents, size)
+    t = tiles_by(extents, size, ratio)
     for b, row0, row1, begin, full_begin, full_end, end in zip(
         t.seq, t.row0, t.row1, t.begin, t.full_begin, t.full_end, t.end, strict=True
     ):

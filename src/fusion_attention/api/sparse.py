@@ -8,7 +8,6 @@ from typing import Literal, overload
 
 import torch
 
-from fusion_attention.api.visible_keys import choose_visible
 from fusion_attention.backends import BackendName
 from fusion_attention.contract import show
 from fusion_attention.ops.indexer import fa_record as indexer
@@ -35,7 +34,8 @@ def lightning_indexer(
     q_len: Lengths = None,
     kv_len: Lengths = None,
     causal: bool = True,
-    visible: Tensor | None = None,
+    ratio: int = 1,
+    residual: Lengths = None,
     page_table: Tensor | None = None,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -53,8 +53,10 @@ def lightning_indexer(
         layout: "BSND", or packed "TND": [T1, N1, D], [T2, 1, D], [T1, N1].
         q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len).
         causal: rows see keys up to their own, the last row the last key; False: all keys.
-        visible: int32 or int64 [B, S1], how many keys, from the first on, each row sees, in place of causal: of
-            compressed keys those that are closed. Layout BSND, without lengths and pages.
+        ratio: tokens that a key stands for, as in compressed_attention(): a row at position p of its sequence sees the
+            first (p + 1) // ratio keys; with causal alone.
+        residual: tokens behind those of the last key, of every sequence: its tokens % ratio. None: the rows are all
+            tokens of their sequences, with q_len // ratio keys.
         page_table: int32 or int64 [B, M], the pages of every sequence: k is pages [P, page, 1, D].
         backend: "auto", "cpu", "triton" or "golden".
 
@@ -76,11 +78,9 @@ def lightning_indexer(
     """
     args = {
         "query": q, "key": k, "weights": weights, "sparse_count": top_k, "layout": layout, "actual_seq_qlen": q_len,
-        "actual_seq_kvlen": kv_len, "causal": causal, "block_table": page_table,
+        "actual_seq_kvlen": kv_len, "causal": causal, "ratio": ratio, "residual": residual, "block_table": page_table,
     }  # fmt: skip
     dispatch.autocast(args, ("query", "key"))
-    if visible is not None:
-        return choose_visible(args, visible, backend)
     results = dispatch.results(indexer.RECORD, args, backend)
     return results["sparse_indices_out"], results["sparse_values_out"]
 

@@ -148,6 +148,12 @@ INDEX = Call(
     },
     "indices, values",
 )
+INDEX_OF_TOKENS = Call(
+    (*INDEX.setup[:2], "weights = torch.rand(1, 128, 8)"),
+    INDEX.values | {"residual": "[0]", "sparse_mode": "3", "ratio": "4", "return_values": "1"},
+    dict(zip(INDEX.outputs, (f"torch.empty(1, 128, 1, 2048{of})" for of in (", dtype=torch.int32", "")), strict=True)),
+    INDEX.returns,
+)
 INDEX_GRAD = Call(
     (
         *INDEX.setup,
@@ -391,6 +397,8 @@ FAMILIES = {  # what a name begins with, the most specific first
     "npu_fused_infer_attention_score": FUSED,
     "aclnnLightningIndexerGrad": INDEX_GRAD,
     "npu_lightning_indexer_grad": INDEX_GRAD,
+    "aclnnLightningIndexerV2": INDEX_OF_TOKENS,
+    "cann_ops_transformer.lightning_indexer": INDEX_OF_TOKENS,
     "aclnnLightningIndexer": INDEX,
     "npu_lightning_indexer": INDEX,
     "aclnnSparseFlashAttentionGrad": SELECT_GRAD,

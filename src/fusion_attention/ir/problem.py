@@ -258,10 +258,13 @@ class Extents:
         stream, row, key = (b * heads, 0, 0) if p is None else (int(a[b]) for a in (p.stream, p.first_row, p.first_key))
         return stream, slice(row, row + int(self.q_len[b])), slice(key, key + int(self.kv_len[b]))
 
-    def row_interval(self, b: int, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(first, end) of the keys that the given rows of sequence b see; end <= first where they see none."""
+    def row_interval(self, b: int, row: np.ndarray, ratio: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """(first, end) of the keys that the given rows of sequence b see; end <= first where they see none.
+
+        ratio: as in IndexerProblem.
+        """
         first = np.maximum(row + self.lo[b], 0)
-        end = np.minimum(np.maximum(row + self.hi[b], self.prefix[b]), self.kv_len[b])
+        end = np.minimum(np.maximum((row + self.hi[b]) // ratio, self.prefix[b]), self.kv_len[b])
         return first, end
 
     def compressed_end(self, b: int, row: np.ndarray, ratio: int) -> np.ndarray:
@@ -384,6 +387,8 @@ class IndexerProblem(_Typed):
         has_values: the chosen scores are returned too.
         page_size: tokens of a page of k; 0: not paged.
         wide_values: they are returned as they are compared, in float32, whatever dtype is.
+        ratio: tokens that a key stands for: row i sees the keys j < min(kv_len, (i + hi) // ratio). Where it is not 1,
+            lo is -INFINITE and prefix 0 (Extents).
     """
 
     heads: int
@@ -394,6 +399,7 @@ class IndexerProblem(_Typed):
     has_values: bool = False
     page_size: int = 0
     wide_values: bool = False
+    ratio: int = 1
 
 
 @dataclass(eq=False)
@@ -441,6 +447,7 @@ class IndexerLossProblem(_Typed):
         heads_q, heads_kv, dim_qk, dim_rope, dtype, scale, has_sink: of the attention, as in Problem.
         heads_index, dim_index, weights_dtype: of the indexer; its q and k have dtype too, and one key head.
         select_count: entries of a row's list, shared by all heads; 0: no selection.
+        ratio: as in IndexerProblem.
     """
 
     heads_q: int
@@ -454,6 +461,7 @@ class IndexerLossProblem(_Typed):
     scale: float = 1.0
     has_sink: bool = False
     select_count: int = 0
+    ratio: int = 1
 
 
 @dataclass(eq=False)

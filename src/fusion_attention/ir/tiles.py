@@ -64,8 +64,10 @@ def _cut_parts(extents: Extents, first_row: np.ndarray, size: int) -> tuple[np.n
     return seq, first - ahead[seq], end - ahead[seq]
 
 
-def by_query(extents: Extents, size: int) -> Tiles:
+def by_query(extents: Extents, size: int, ratio: int = 1) -> Tiles:
     """Tiles of `size` query rows, every row listed (a tile that sees no key has begin = end: its rows are empty).
+
+    ratio: as in IndexerProblem.
 
     Parts are cut where their whole sequence is, and begin with the keys that the whole tile begins with.
     """
@@ -78,19 +80,18 @@ def by_query(extents: Extents, size: int) -> Tiles:
     begin = np.clip(row0 + lo, 0, kv_len)
     row0 = np.maximum(row0, 0)
     full_begin = np.clip(last + lo, 0, kv_len)
-    full_end = np.clip(np.maximum(row0 + hi, prefix), 0, kv_len)
-    end = np.where(_sees(lo, hi, prefix), np.clip(np.maximum(last + hi, prefix), 0, kv_len), begin)
+    full_end = np.clip(np.maximum((row0 + hi) // ratio, prefix), 0, kv_len)
+    end = np.where(_sees(lo, hi, prefix), np.clip(np.maximum((last + hi) // ratio, prefix), 0, kv_len), begin)
     return _tiles(seq, row0, row1, (begin, full_begin, full_end, end))
 
 
-def by_key(extents: Extents, size: int) -> Tiles:
+def by_key(extents: Extents, size: int, ratio: int = 1) -> Tiles:
     """Tiles of `size` keys, every key listed (a tile that no row sees has begin = end: its gradient is zero)."""
     seq, key0, key1 = _tiles_of(extents.kv_len, size)
     lo, hi, prefix, q_len = (a[seq] for a in (extents.lo, extents.hi, extents.prefix, extents.q_len))
-    last = key1 - 1
-    # Row i sees key j when i <= j - lo, and j < prefix or i > j - hi.
-    begin = np.where(key0 < prefix, 0, np.clip(key0 - hi + 1, 0, q_len))
-    full_begin = np.where(key1 <= prefix, 0, np.clip(last - hi + 1, 0, q_len))
+    # Row i sees key j when i <= j - lo, and j < prefix or i + hi >= (j + 1) * ratio.
+    begin = np.where(key0 < prefix, 0, np.clip((key0 + 1) * ratio - hi, 0, q_len))
+    full_begin = np.where(key1 <= prefix, 0, np.clip(key1 * ratio - hi, 0, q_len))
     full_end = np.clip(key0 - lo + 1, 0, q_len)
-    end = np.where(_sees(lo, hi, prefix), np.clip(last - lo + 1, 0, q_len), begin)
+    end = np.where(_sees(lo, hi, prefix), np.clip(key1 - lo, 0, q_len), begin)
     return _tiles(seq, key0, key1, (begin, full_begin, full_end, end))

@@ -68,14 +68,17 @@ class Index:
 
     def visible(self, b: int, rows: slice) -> Tensor:
         """[rows, kv_len] bool: what the band shows."""
-        first, end = self.extents.row_interval(b, np.arange(rows.start, rows.stop))
+        first, end = self.extents.row_interval(b, np.arange(rows.start, rows.stop), self.problem.ratio)
         key = torch.arange(int(self.extents.kv_len[b]))
         return (key >= torch.from_numpy(first)[:, None]) & (key < torch.from_numpy(end)[:, None])
 
     def stored(self, kind: str) -> torch.dtype:
         """In which dtype an output is."""
         p = self.problem
-        names = {"dweights": p.weights_dtype, "values": "float32" if getattr(p, "wide_values", False) else p.dtype}
+        names = {
+            "dweights": p.weights_dtype,
+            "values": "float32" if getattr(p, "wide_values", False) and p.dtype != "float64" else p.dtype,
+        }
         if kind in ("max", "sum", "loss"):
             return torch.float64 if p.dtype == "float64" and kind != "loss" else torch.float32
         return getattr(torch, names.get(kind, p.dtype))
@@ -221,7 +224,7 @@ def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype
 def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:
     """(entries, whether they are read), [1, rows, entries], of the lists."""
     entries = x.index.indices.sequence(b, 1, int(x.extents.q_len[b]))[:, rows].long()
-    _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop))
+    _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop), x.problem.ratio)
     within = torch.arange(entries.shape[2]) < torch.from_numpy(np.maximum(end, 0))[:, None]
     return entries, within & (entries >= 0).cumprod(-1).bool()
 
@@ -229,7 +232,7 @@ def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:
 def given(x: Index, b: int, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """(dI, the squares behind it, how often a key was chosen), [rows, keys]: gradients of values, added up by lists."""
     entries, read = _entries(x, b, rows)
-    _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop))
+    _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop), x.problem.ratio)
     kv_len = int(x.extents.kv_len[b])
     read = read & (entries < torch.from_numpy(end)[:, None]) & (entries < kv_len)
     dvalues = x.grads.dvalues.sequence(b, 1, int(x.extents.q_len[b]))[:, rows].to(dtype)

@@ -22,6 +22,8 @@ from fusion_attention.testing.cases import Results, Tensor, hostile
 from fusion_attention.testing.sparse import (
     Maker,
     SparseCase,
+    bound_of,
+    bounded,
     in_float64,
     keys_of,
     layouts_of,
@@ -72,6 +74,7 @@ def arguments(case: LossCase) -> dict[str, Any]:
         "scale_value": case.scale,
         **lengths_of(case),
         **layouts_of(case),
+        **bound_of(case),
     }
     return args | statistics(case, args)
 
@@ -144,6 +147,7 @@ def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
     else:
         call = lower(bind(indexer_loss.TORCH if case.count else indexer_loss.TORCH_DENSE, args))
     assert isinstance(call, Loss)
+    call = bounded(call, args)
     if case.window is None:
         return call
     e = call.extents

@@ -5,6 +5,7 @@ The lists of rows are read here once more, entry by entry, from CANN's page: not
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ class Rows(Named):
         dtype: of all tensors that CANN wants in the query's dtype.
         q_len, kv_len: tokens of every sequence; q_rest, kv_rest: tokens of no sequence behind them.
         mode: 0, all keys, or 3, causal.
+        ratio, residual: of causal rows of the indexer and its loss: tokens that a key stands for, and of every sequence
+            the tokens behind those of its last key; () for none.
     """
 
     layout: str = "BSND"
@@ -50,6 +53,8 @@ class Rows(Named):
     q_rest: int = 0
     kv_rest: int = 0
     mode: int = 3
+    ratio: int = 1
+    residual: tuple[int, ...] = ()
 
     @property
     def packed(self) -> bool:
@@ -66,9 +71,11 @@ class Rows(Named):
         return rest + (sum(lengths) if self.packed else max(lengths, default=3))
 
     def seen(self, b: int, row: int) -> int:
-        """How many keys a row of sequence b sees."""
-        rows, keys = self.q_len[b], self.kv_len[b]
-        return keys if self.mode == 0 else min(max(keys - rows + row + 1, 0), keys)
+        """How many keys a row of sequence b sees: those whose last tokens are not behind its own."""
+        keys, tokens = self.kv_len[b], self.kv_len[b] * self.ratio + (self.residual[b] if self.residual else 0)
+        if self.mode == 0:
+            return keys
+        return bisect.bisect(range(self.ratio - 1, keys * self.ratio, self.ratio), tokens - self.q_len[b] + row)
 
 
 @dataclass(frozen=True)
@@ -184,6 +191,20 @@ def lengths_of(case: Rows) -> dict[str, Any]:
     return {"actual_seq_qlen": q, "actual_seq_kvlen": kv}
 
 
+def bound_of(case: Rows) -> dict[str, Any]:
+    """What its keys stand for, in the words of the Python API."""
+    return {"ratio": case.ratio, "residual": list(case.residual) or None}
+
+
+def bounded(call: Call, args: Mapping[str, Any]) -> Call:
+    """A lowered call whose keys stand for as many tokens as its arguments say."""
+    if args.get("ratio", 1) == 1:
+        return call
+    e, behind = call.extents, 0 if args["residual"] is None else np.array(args["residual"], np.int64)
+    extents = replace(e, hi=e.kv_len * args["ratio"] + behind - e.q_len + 1)
+    return replace(call, extents=extents, problem=replace(call.problem, ratio=args["ratio"]))
+
+
 def layouts_of(case: Rows) -> dict[str, Any]:
     """How the tensors of a case lie, and what its rows see, in CANN's words."""
     return {"layout": case.layout, "layout_kv": "PA_BSND" if case.page else case.layout, "sparse_mode": case.mode}
@@ -258,6 +279,7 @@ def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
         "block_table": table,
         "sparse_count": case.top_k,
         "return_values": True,
+        **bound_of(case),
         **lengths_of(case),
         **layouts_of(case),
     }
@@ -317,7 +339,7 @@ def expected(call: Sparse, dy: Tensor | None = None) -> dict[str, Expected]:
 
 def lowered_indexer(args: Mapping[str, Any]) -> Indexer:
     """The call that the npu interface makes."""
-    return indexer_call(bind(indexer.TORCH, args))
+    return bounded(indexer_call(bind(indexer.TORCH, args)), args)
 
 
 def chosen(call: Indexer, backend: str) -> tuple[Tensor, Tensor]:

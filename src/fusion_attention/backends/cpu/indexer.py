@@ -36,7 +36,7 @@ def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: st
     p, dtype = problem, DTYPES[problem.torch_dtype]
     attention = p.heads_q, p.heads_kv, p.dim_qk, 0, p.dim_rope, dtype, p.scale, p.has_sink, False, 0, 1, False, dtype
     index = _fields(p, p.heads_index, p.dim_index, p.select_count)
-    return _native.SparsePlan(index, (*attention, False, 0), extents_of(extents), variant)
+    return _native.SparsePlan(index, (*attention, False, 0, 1), extents_of(extents), variant)
 
 
 def run_indexer(plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands) -> None:
@@ -95,7 +95,7 @@ def _weights_dtype(problem: IndexerProblem | IndexerLossProblem) -> torch.dtype:
 def _fields(p: IndexerProblem | IndexerLossProblem, heads: int, dim: int, count: int) -> tuple[Any, ...]:
     dtype, weights_dtype = DTYPES[p.torch_dtype], DTYPES[_weights_dtype(p)]
     wide = isinstance(p, IndexerProblem) and p.wide_values
-    return heads, 1, dim, 0, 0, dtype, 1.0, False, False, count, 1, True, weights_dtype, wide, 0
+    return heads, 1, dim, 0, 0, dtype, 1.0, False, False, count, 1, True, weights_dtype, wide, 0, p.ratio
 
 
 def _arguments(p: IndexerProblem | IndexerLossProblem, o: IndexerOperands, **more: Any) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str
     p, dtype = problem, DTYPES[problem.torch_dtype]
     sizes = p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope
     selection = p.has_sink, p.shares_kv, p.select_count, p.select_block
-    fields = *sizes, dtype, p.scale, *selection, False, dtype, False, p.compressed_ratio
+    fields = *sizes, dtype, p.scale, *selection, False, dtype, False, p.compressed_ratio, 1
     return _native.SparsePlan(fields, extents_of(extents), backward, variant)
 
 

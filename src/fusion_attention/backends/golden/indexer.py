@@ -36,7 +36,7 @@ def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: None, oper
     for b in range(len(extents)):
         _, _, weights, dots = dots_of(problem.heads, extents, operands, b)
         q_len, kv_len = dots.shape[1:]
-        edges = extents.row_interval(b, np.arange(q_len))
+        edges = extents.row_interval(b, np.arange(q_len), problem.ratio)
         first, end = (torch.from_numpy(edge).to(dots.device)[:, None] for edge in edges)
         key = torch.arange(kv_len, device=dots.device)
         scores = (weights * dots.clamp(min=0)).sum(0).where((key >= first) & (key < end), -_INF)
@@ -64,7 +64,7 @@ def indexer_backward(
     for b in range(len(extents)):
         q, k, weights, dots = dots_of(problem.heads, extents, operands, b)
         heads, q_len, kv_len = dots.shape
-        _, end = extents.row_interval(b, np.arange(q_len))
+        _, end = extents.row_interval(b, np.arange(q_len), problem.ratio)
         entries, read = scanned(operands.indices, end, b, 1, 1)
         read = read & (entries < torch.from_numpy(end).to(q.device)[:, None])
         dvalues = grads.dvalues.sequence(b, 1, q_len).double()

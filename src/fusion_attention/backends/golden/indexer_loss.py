@@ -44,9 +44,9 @@ def _scores(operands: IndexerOperands, extents: Extents, b: int, heads: int) -> 
     return _Scores(q, k, weights, dots, (weights * dots.clamp(min=0)).sum(0))
 
 
-def _shown(extents: Extents, b: int, device: torch.device) -> torch.Tensor:
+def _shown(extents: Extents, b: int, ratio: int, device: torch.device) -> torch.Tensor:
     """[q_len, kv_len]: 1.0 where the band shows the row a key."""
-    edges = extents.row_interval(b, np.arange(extents.q_len[b]))
+    edges = extents.row_interval(b, np.arange(extents.q_len[b]), ratio)
     first, end = (torch.from_numpy(edge).to(device)[:, None] for edge in edges)
     key = torch.arange(int(extents.kv_len[b]), device=device)
     return ((key >= first) & (key < end)).double()
@@ -66,18 +66,18 @@ def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: None, opera
     assert operands.stats is not None
     for b in range(len(extents)):
         scores = _scores(operands, extents, b, problem.heads).total
-        result = _statistics(scores, _shown(extents, b, scores.device))
+        result = _statistics(scores, _shown(extents, b, problem.ratio, scores.device))
         for view, values in zip((operands.stats.max, operands.stats.sum), result, strict=True):
             view.sequence(b, 1, len(scores)).copy_(values)
 
 
 def _times(problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int) -> torch.Tensor:
     """[q_len, kv_len]: how often a row weighs each key; a listed key that its band hides, never."""
-    shown = _shown(extents, b, operands.loss.device)
+    shown = _shown(extents, b, problem.ratio, operands.loss.device)
     if not problem.select_count:
         return shown
     assert operands.index.indices is not None
-    _, end = extents.row_interval(b, np.arange(len(shown)))
+    _, end = extents.row_interval(b, np.arange(len(shown)), problem.ratio)
     entries, read = scanned(operands.index.indices, end, b, 1, 1)
     return added_up(read.double(), entries, read, shown.shape[1])[0] * shown
 

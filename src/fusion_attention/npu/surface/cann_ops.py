@@ -14,16 +14,19 @@ from typing import Annotated, Any
 import torch
 
 from fusion_attention.api.attention import attention
-from fusion_attention.api.sparse import lightning_indexer as lightning_indexer_of_rows
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.ir.mask import UNLIMITED, Band
+from fusion_attention.npu.surface.block_scores import msa_index_score
+from fusion_attention.npu.surface.indexer import lightning_indexer
 from fusion_attention.npu.surface.metadata import METADATA
 from fusion_attention.npu.surface.shared_keys import SHARED_KEYS
 
 Tensor = torch.Tensor
 NAME = "cann_ops_transformer"
 # By the names of their records.
-FROM_RECORDS: dict[str, Callable[..., Any]] = {f"{NAME}.{one.__name__}": one for one in SHARED_KEYS}
+FROM_RECORDS: dict[str, Callable[..., Any]] = {
+    f"{NAME}.{one.__name__}": one for one in (*SHARED_KEYS, lightning_indexer, msa_index_score)
+}
 _SLICE_ADVICE = "cut the packed rows instead"
 
 
@@ -33,7 +36,7 @@ def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Args:
         functions: torch_npu's, by name.
     """
-    operators = [flash_attn, *_indexer(functions), *_around(functions), *FROM_RECORDS.values(), *METADATA]
+    operators = [flash_attn, *_around(functions), *FROM_RECORDS.values(), *METADATA]
     names = {one.__name__: one for one in operators}
     return {NAME: names, f"{NAME}.ops": dict(names)}
 
@@ -110,75 +113,6 @@ def _lengths(op: str, which: str, ends: Tensor | None, used: Tensor | None) -> T
     if used is not None:
         raise _refused(op, f"seqused_{which}", "None beside cu_seqlens", "a tensor", _SLICE_ADVICE)
     return ends.diff()
-
-
-def _closed(name: str, q: Tensor, k: Tensor, ratio: int, residual: Tensor | None) -> Tensor:
-    """[B, S1]: how many compressed keys each row sees; the last row is `residual` tokens behind the last of them."""
-    if ratio < 1:
-        raise _refused(name, "cmp_ratio", "at least 1", ratio, "tokens of a compressed key")
-    behind = torch.zeros(len(q), dtype=torch.int64, device=q.device) if residual is None else residual.to(torch.int64)
-    if bool(((behind < 0) | (behind >= ratio)).any()):
-        expected = "numbers from 0 to cmp_ratio - 1"
-        raise _refused(name, "cmp_residual_k", expected, behind.tolist(), "tokens % cmp_ratio")
-    ends = k.shape[1] * ratio + behind[:, None] - q.shape[1] + 1 + torch.arange(q.shape[1], device=q.device)
-    return torch.div(ends.clamp(min=0), ratio, rounding_mode="floor").clamp(max=k.shape[1])
-
-
-def _indexer(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
-    choose = functions["npu_lightning_indexer"]
-
-    def lightning_indexer(
-        q: Tensor,
-        k: Tensor,
-        w: Tensor,
-        topk: int,
-        *,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        seqused_q: Tensor | None = None,
-        seqused_k: Tensor | None = None,
-        cmp_residual_k: Tensor | None = None,
-        block_table: Tensor | None = None,
-        output_idx_offset: Tensor | None = None,
-        metadata: Tensor | None = None,
-        max_seqlen_q: int = -1,
-        layout_q: str = "BSND",
-        layout_k: str = "BSND",
-        mask_mode: int = 0,
-        cmp_ratio: int = 1,
-        return_value: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        """The keys with the largest scores of every row, and float32 scores if asked for."""
-        name = "lightning_indexer"
-        if output_idx_offset is not None:
-            raise _refused(name, "output_idx_offset", "None", "a tensor", "add it to the indices")
-        if cmp_ratio != 1 or cmp_residual_k is not None:
-            given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
-            if (layout_q, layout_k, mask_mode) != ("BSND", "BSND", 3) or any(t is not None for t in given):
-                expected = "1, or padded sequences (BSND) without lengths in mask_mode 3"
-                raise _refused(name, "cmp_ratio", expected, cmp_ratio, "compressed keys of others are not chosen here")
-            visible = _closed(name, q, k, cmp_ratio, cmp_residual_k)
-            indices, values = lightning_indexer_of_rows(q, k, w, topk, visible=visible)
-            return indices, values.float() if return_value else values.new_zeros(0, dtype=torch.float32)
-        for side, used, layout in (("q", seqused_q, layout_q), ("k", seqused_k, layout_k)):
-            if used is not None and layout == "TND":
-                raise _refused(name, f"seqused_{side}", "None beside cu_seqlens", "a tensor", _SLICE_ADVICE)
-        indices, values = choose(
-            q,
-            k,
-            w,
-            actual_seq_lengths_query=seqused_q if cu_seqlens_q is None else cu_seqlens_q[1:],
-            actual_seq_lengths_key=seqused_k if cu_seqlens_k is None else cu_seqlens_k[1:],
-            block_table=block_table,
-            layout_query=layout_q,
-            layout_key="PA_BSND" if layout_k == "PA_BBND" else layout_k,
-            sparse_count=topk,
-            sparse_mode=mask_mode,
-            return_value=bool(return_value),
-        )
-        return indices, values.float()
-
-    return [lightning_indexer]
 
 
 def _around(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:

@@ -10,20 +10,10 @@ import torch
 
 from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops.shared.checks import Outcome, stays_unread
+from fusion_attention.ops.shared.cumulative import ends_fit
 from fusion_attention.ops.sparse.checks import FUNCTIONS as OF_LISTS
 
 Lengths = np.ndarray
-
-
-def ends_fit(ends: Lengths | None, tokens: int | None) -> Outcome:
-    """Whether cumulative lengths begin with 0, never fall, and end with the tokens of their tensor."""
-    if ends is None:
-        return True
-    if not len(ends) or ends[0] != 0:
-        return "no 0 before them"
-    if bool((np.diff(ends) < 0).any()):
-        return "a length below 0"
-    return int(ends[-1]) == (tokens or 0) or f"{ends[-1]} tokens in all, {tokens} in the tensor"
 
 
 def used_fit(used: Lengths | None, count: int, ends: Lengths | None, longest: int | None) -> Outcome:

@@ -10,9 +10,10 @@ import torch
 
 from fusion_attention.ir.call import Filled, Further, buffer
 from fusion_attention.ir.kv import PagedView, RowView
-from fusion_attention.ir.problem import IndexerGrads, IndexerOperands, IndexerProblem
+from fusion_attention.ir.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.call import OfCall, Results, Run, TensorCall
+from fusion_attention.ops.shared.layouts import row_view
 from fusion_attention.ops.sparse.call import key_view, narrow, unpaged
 
 Tensor = torch.Tensor
@@ -29,11 +30,19 @@ class Indexer(TensorCall):
 
     Args:
         layout_kv: of key rows.
+        room: lengths as sequences lie in memory, where those that count may be shorter; None: they are the same.
+        offset: int32, added to the indices of a row: [B, S1, 1], [T1, 1], or one number for every sequence. None: 0.
     """
 
     problem: IndexerProblem
     layout_kv: str
+    room: Extents | None = None
+    offset: Tensor | None = None
     op_kind = "indexer_topk"
+
+    def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
+        """Rows of the query side."""
+        return row_view(tensor, self.layout, heads, self.room or self.extents, "q")
 
     def lists(self, tensor: Tensor) -> RowView:
         """Rows of one head, whose axis may be left out."""
@@ -41,7 +50,7 @@ class Indexer(TensorCall):
 
     def keys(self, tensor: Tensor) -> RowView | PagedView:
         """Rows of the key side."""
-        return key_view(tensor, self.layout_kv, 1, self.extents, self.tensors["block_table"])
+        return key_view(tensor, self.layout_kv, 1, self.room or self.extents, self.tensors["block_table"])
 
     def operands(self, lists: Mapping[str, Tensor]) -> IndexerOperands:
         """The views of the call's tensors, and of its indices and perhaps values."""
@@ -61,7 +70,7 @@ class Indexer(TensorCall):
     @property
     def repeats(self) -> bool:
         """As ir.call.Repeatable."""
-        return self.covers(self.given("query"))
+        return self.offset is None and self.covers(self.given("query"))
 
     @property
     def further(self) -> Further:
@@ -84,25 +93,39 @@ class Indexer(TensorCall):
     def results(self) -> dict[str, Tensor]:
         """Fresh memory for sparse_indices_out and, where they are wanted, sparse_values_out."""
         p = self.problem
-        return fresh({"query": self.given("query"), "sparse_count": p.top_k, "return_values": p.has_values})
+        given = {"query": self.given("query"), "sparse_count": p.top_k, "return_values": p.has_values}
+        return fresh(given, p.wide_values)
+
+    def offsets(self) -> Tensor:
+        """The offset as it broadcasts to lists."""
+        offset = self.offset
+        assert offset is not None
+        if offset.dim() > 1:
+            return offset.unsqueeze(-1)
+        if self.layout == "BSND":
+            return offset[:, None, None, None]
+        counts = torch.from_numpy((self.room or self.extents).q_len).to(offset.device)
+        return offset.repeat_interleave(counts, output_size=len(self.given("query")))[:, None, None]
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors and its results."""
         return _ForwardRun(self, outputs)
 
 
-def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Memory for the results of a forward call with these arguments."""
+def fresh(n: Mapping[str, Any], wide: bool = False) -> dict[str, Tensor]:
+    """Memory for the results of a forward call with these arguments; wide: values are float32 at least."""
     q = n["query"]
     shape = (*q.shape[:-2], 1, n["sparse_count"])
     results = {RESULTS[0]: empty(q, shape, torch.int32)}
-    return results | ({RESULTS[1]: empty(q, shape)} if n["return_values"] else {})
+    dtype = torch.promote_types(q.dtype, torch.float32) if wide else q.dtype
+    return results | ({RESULTS[1]: empty(q, shape, dtype)} if n["return_values"] else {})
 
 
 class _ForwardRun(Filled):
-    __slots__ = ()
+    __slots__ = ("call",)
 
     def __init__(self, call: Indexer, outputs: Mapping[str, Tensor]) -> None:
+        self.call = call
         results = tuple(outputs[name] for name in RESULTS if name in outputs)
         buffers = tuple(buffer(tensor) for tensor in results)
         clears = () if call.covers(call.given("query")) else buffers
@@ -112,6 +135,12 @@ class _ForwardRun(Filled):
     def begin(self) -> None:
         for tensor, nothing in zip(self.clears, (-1, -torch.inf), strict=False):
             tensor.fill_(nothing)  # Rows of no sequence choose nothing.
+
+    def finish(self) -> None:
+        if self.call.offset is not None:
+            indices = self.buffers[0]
+            indices += self.call.offsets() * (indices >= 0)
+        super().finish()
 
 
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fusion_attention.ops.indexer.records import COUNT, HEADS, KEY, NEUTRAL, SCORES, V1, WEIGHTS
+from fusion_attention.ops.indexer.records import (
+    COUNT,
+    HEADS,
+    KEY,
+    NEUTRAL,
+    RATIO,
+    RESIDUAL,
+    RESIDUALS,
+    SCORES,
+    V1,
+    WEIGHTS,
+)
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
 from fusion_attention.ops.shared.rules import doubt
 from fusion_attention.ops.sparse import fa_record as sparse
@@ -26,10 +37,13 @@ RECORD = V1.version(
         *(spelled(QUERY, "q", dtypes=OWN_FLOATS), spelled(KEY, "k")),
         replace(WEIGHTS, dtypes=OWN_FLOATS),
         spelled(COUNT, "top_k", default=2048),
-        *(LAYOUT, sparse.Q_LENGTHS, sparse.KV_LENGTHS, sparse.CAUSAL, spelled(TABLE, "page_table")),
+        *(LAYOUT, sparse.Q_LENGTHS, sparse.KV_LENGTHS, sparse.CAUSAL, RATIO),
+        replace(RESIDUAL, text=f"{RESIDUAL.text} None: rows are all tokens of their sequences."),
+        spelled(TABLE, "page_table"),
     ),
     rules=(
         *(*LENGTHS, sparse.PAGED_KEYS, sparse.PACKED_KEYS, *sparse.COVERED, *TABLES, HEADS, *SCORES),
+        *RESIDUALS,
         doubt(
             "sparse_count <= max(S2, 8192)",
             "sparse_count",

@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from fusion_attention.contract import Bound, dtype_text
-from fusion_attention.ir.problem import IndexerProblem
+from fusion_attention.ir.problem import Extents, IndexerProblem
 from fusion_attention.ops.indexer.call import INPUTS, Indexer, IndexerBackward
 from fusion_attention.ops.sparse.call import page_table
-from fusion_attention.ops.sparse.checks import keys_in
 from fusion_attention.ops.sparse.lower import extents_of
 
 
 def indexer_call(bound: Bound) -> Indexer:
     """The call of a bound record of the indexer."""
     n = bound.names
-    problem, extents = bound.once(lambda n: (_problem(n), extents_of(n)))
-    form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
+    problem, extents, room = bound.once(lambda n: (_problem(n), bounded_extents(n), _room(n)))
+    form = bound.op.layout_of(bound.op.by_name["key"], n)  # type: ignore[arg-type]  # a tensor
     tensors = {name: n[name] for name in INPUTS} | {"block_table": page_table(n["block_table"])}
-    return Indexer(extents, n["layout"], tensors, problem, form)
+    return Indexer(extents, n["layout"], tensors, problem, form, room, n["index_offset"])
+
+
+def bounded_extents(n: Mapping[str, Any]) -> Extents:
+    """Lengths and bands of a bound call whose keys stand for `ratio` tokens each.
+
+    Without a residual a call has all rows of its sequences.
+    """
+    extents, ratio = extents_of(n), n["ratio"]
+    if ratio == 1 or n["sparse_mode"] != 3:
+        return extents
+    behind = n["q_len"] % ratio if n["residual"] is None else n["residual"]
+    return replace(extents, hi=n["kv_len"] * ratio + behind - n["q_len"] + 1)
+
+
+def _room(n: Mapping[str, Any]) -> Extents | None:
+    """Lengths as sequences lie in memory, where they may be longer than those that count; None: they are the same."""
+    if n["q_room"] is None:
+        return None
+    none = np.zeros_like(n["q_room"])
+    return Extents(n["q_room"], n["k_room"], none, none, none, none)
 
 
 def lower(bound: Bound) -> Indexer | IndexerBackward:
@@ -37,6 +59,8 @@ def _problem(n: Mapping[str, Any]) -> IndexerProblem:
         dtype=dtype_text(n["query"]),
         weights_dtype=dtype_text(n["weights"]),
         top_k=n["K"],
-        has_values=n["return_values"],
+        has_values=bool(n["return_values"]),
         page_size=n["Ps"] if n["block_table"] is not None else 0,
+        wide_values=n["wide_values"],
+        ratio=n["ratio"] if n["sparse_mode"] == 3 else 1,
     )

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Attr, Op, Tensor
+from fusion_attention.contract import INVALID, Array, Attr, Op, Rule, Tensor
 from fusion_attention.ops.indexer.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
 from fusion_attention.ops.indexer.call import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.indexer.lower import lower
 from fusion_attention.ops.shared.params import FLOATS, or_none, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
-from fusion_attention.ops.shared.rules import invalid, limit, no_float32, only_dim
+from fusion_attention.ops.shared.rules import invalid, limit, no_float32, of_lengths, only_dim
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse.records import (
     DETERMINISTIC,
@@ -89,6 +89,14 @@ INDICES = Tensor(
 CHOSEN = output("sparse_indices_out", "The keys chosen, best first; -1 behind the last.", rows("1", "1", "K"), "int32")
 VALUES = output("sparse_values_out", "Their scores; -inf behind the last.", rows("1", "1", "Kv"))
 RETURN_VALUES = Attr("return_values", "Return the scores of the chosen keys.", type=bool, default=False)
+RATIO = Attr(
+    "ratio",
+    "Tokens that a key stands for: a row sees the keys whose last token is not behind its own.",
+    default=1,
+    domain="1 <= ratio <= 1048576",
+    bad=0,
+)
+RESIDUAL = Array("residual", "Tokens behind those of the last key, of every sequence: its tokens % ratio.", True)
 HEAD_NUM = Attr("head_num", "Query heads.", axis="N1", code=INVALID)
 GRADIENTS = (
     output("dquery", "Gradient of query.", rows("1", "N1", "D")),
@@ -119,6 +127,32 @@ LIMITS = (
         invalid={"return_values": True},
     ),
     LISTS_OF_2048,
+)
+RESIDUALS = (
+    Rule(
+        "residual is None or len(residual) == len(q_len)",
+        "residual",
+        "one for each sequence",
+        text="as many numbers as there are sequences",
+        given={"ratio": 3, "residual": [0, 0]},
+        invalid={"residual": [0, 0, 0]},
+    ),
+    Rule(
+        "ratio == 1 or sparse_mode != 3 or residual is not None or all(kv_len == q_len // ratio)",
+        "residual",
+        "rows that are not all tokens of their sequences do not show where the last one stands: its tokens % ratio",
+        text="a residual, or q_len // ratio keys",
+        given={"ratio": 3, "residual": [0, 0]},
+        invalid={"residual": None},
+    ),
+    of_lengths(
+        "residual is None or all(0 <= n < ratio for n in residual)",
+        "residual",
+        "more tokens would close another key",
+        text="numbers from 0 to ratio - 1",
+        given={"ratio": 3, "residual": [0, 2]},
+        invalid={"residual": [0, 3]},
+    ),
 )
 FORWARD = (
     invalid(
@@ -157,11 +191,14 @@ dw_h &= \sum_k dy_k \max(0, S_{hk}), \qquad dq_h = \sum_k dS_{hk}\, k_{idx(k)},
 TRAINS = {"sparse_values_out": DIFFERENTIABLE}
 INDEXER_SIZES = {**SIZES, "D": 128}
 NEUTRAL: dict[str, Any] = {
+    "ratio": 1,
+    "wide_values": False,
     "cumulative": True,
     "sparse_block_size": 1,
     "N2": 1,
     "return_values": False,
     **dict.fromkeys(("layout_kv", "block_table", "actual_seq_qlen", "actual_seq_kvlen")),
+    **dict.fromkeys(("residual", "index_offset", "q_room", "k_room")),
     **dict.fromkeys(("B", "S1", "S2", "T1", "T2", "P", "Ps", "R", "M", "K", "Kv", "sparse_count", "causal")),
 }
 

@@ -129,7 +129,7 @@ class Loss(_Call):
         if self.tensors["sparse_indices"] is not None or self.tensors[INDEX_STATISTICS[0]] is not None:
             return None
         p = self.problem
-        problem = IndexerProblem(p.heads_index, p.dim_index, p.dtype, p.weights_dtype, top_k=0)
+        problem = IndexerProblem(p.heads_index, p.dim_index, p.dtype, p.weights_dtype, top_k=0, ratio=p.ratio)
         call = Statistics(self.extents, self.layout, {name: self.tensors[name] for name in DIFFERENTIABLE}, problem)
         return call, call.results()
 

@@ -167,6 +167,9 @@ _HEADERS = {
         query key weights actualSeqLengthsQueryOptional actualSeqLengthsKeyOptional blockTableOptional
         layoutQueryOptional layoutKeyOptional sparseCount sparseMode preTokens nextTokens returnValues
         sparseIndicesOut sparseValuesOut""",
+    "aclnnLightningIndexerV2": """
+        q k w cuSeqlensQ cuSeqlensK sequsedQ sequsedK cmpResidualK blockTable outputIdxOffset metadata
+        topk maxSeqlenQ layoutQ layoutK maskMode cmpRatio returnValue sparseIndices sparseValues""",
     "aclnnLightningIndexerGrad": """
         query key dy sparseIndices weights actualSeqQLenOptional actualSeqKvLenOptional
         headNum inputLayout sparseMode preTokens nextTokens deterministic dqOut dkOut dweightsOut""",
@@ -207,7 +210,8 @@ _PAGES["aclnnSparseFlashMlaSoftmaxL1NormMetadata"] = """
 _LENGTHS_ON_DEVICE = {
     f"aclnn{name}"
     for name in (
-        *("SparseFlashAttention", "SparseFlashAttentionGrad", "LightningIndexer", "LightningIndexerGrad"),
+        *("SparseFlashAttention", "SparseFlashAttentionGrad"),
+        *("LightningIndexer", "LightningIndexerV2", "LightningIndexerGrad"),
         *(f"SparseFlashMla{kind}{suffix}" for kind in ("", "Grad", "SoftmaxL1Norm") for suffix in ("", "Metadata")),
     )
 }

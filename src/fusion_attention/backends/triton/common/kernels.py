@@ -55,11 +55,11 @@ def lengths_at(lengths, count, b):
 
 
 @triton.jit
-def interval(row, valid, kv_len, lo, hi, prefix):
-    """int32 (first, end) of the keys that rows see; nothing where a row is not there."""
+def interval(row, valid, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
+    """int32 (first, end) of the keys that rows see; nothing where a row is not there. RATIO: of an IndexerProblem."""
     row64 = row.to(tl.int64)
     first = tl.minimum(tl.maximum(row64 + lo, 0), kv_len)
-    end = tl.minimum(tl.maximum(row64 + hi, prefix), kv_len)
+    end = tl.minimum(tl.maximum((row64 + hi) // RATIO, prefix), kv_len)
     return first.to(tl.int32), tl.where(valid, end, 0).to(tl.int32)
 
 

@@ -88,8 +88,8 @@ def prune(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "begin", "width", "pitch"])
 def index_choice(scores, entries, counts, strides, lengths, tiles, count: tl.int32, begin: tl.int32, width: tl.int32,
-                 pitch: tl.int32, TOP: tl.constexpr, BUFFER: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr,
-                 BN: tl.constexpr):  # fmt: skip
+                 pitch: tl.int32, TOP: tl.constexpr, BUFFER: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr,
+                 BT: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """The TOP best keys of one row, its first `counts` entries in no order, from its scores BN at a time; grid (rows of
     tiles from `begin` on). entries: room for BUFFER candidates of each row, for TOP and a piece at least."""
     tile = tiles + (begin + tl.program_id(0) // BT).to(tl.int64) * PER_TILE
@@ -98,7 +98,7 @@ def index_choice(scores, entries, counts, strides, lengths, tiles, count: tl.int
         _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
         if PAGE:
             kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
-        first, end = band_of(row, kv_len, lo, hi, prefix)
+        first, end = band_of(row, kv_len, lo, hi, prefix, RATIO)
         slot = tl.program_id(0).to(tl.int64)
         scores, entries = scores + slot * pitch, entries + slot * BUFFER
         have, floor = tl.full([], 0, tl.int32), tl.full([], UNSEEN, tl.int32)

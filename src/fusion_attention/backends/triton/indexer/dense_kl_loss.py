@@ -14,8 +14,8 @@ from fusion_attention.backends.triton.common import layout_index
 from fusion_attention.backends.triton.common.kernels import (
     LOG2E,
     PER_TILE,
-    band_at,
     heads_at,
+    interval,
     lengths_at,
     load_part,
     rows_at,
@@ -33,12 +33,11 @@ from fusion_attention.backends.triton.indexer.loss_parts import (
 
 
 @triton.jit
-def sees(row, key, band):
-    """[rows, keys]: whether the band shows a key to a row."""
-    rows, keys, lo, hi, prefix = band
-    end = tl.minimum(tl.maximum(row + hi, prefix), keys)
-    visible = (key[None, :] >= (row + lo)[:, None]) & (key[None, :] < tl.where(row < rows, end, 0)[:, None])
-    return visible & (key >= 0)[None, :]
+def sees(row, key, extents, RATIO: tl.constexpr):
+    """[rows, keys]: whether the band shows a key to a row; extents: of lengths_at()."""
+    q_len, kv_len, lo, hi, prefix, _ = extents
+    first, end = interval(row, row < q_len, kv_len, lo, hi, prefix, RATIO)
+    return (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
 
 
 @triton.jit
@@ -64,21 +63,22 @@ def index_scores(q, k, weights, strides, count, b, heads, row, valid, key, insid
 
 @triton.jit(do_not_specialize=["count", "heads", "plane"])
 def warm_lse(q, k, weights, partial, strides, lengths, tiles, count: tl.int32, heads: tl.int32, plane: tl.int64,
-             E: tl.constexpr, DIM: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+             E: tl.constexpr, DIM: tl.constexpr, RATIO: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
+             BN: tl.constexpr):  # fmt: skip
     """Writes max and sum of one tile of rows over one share of its keys; grid (tiles)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     begin, turns, split, flat = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 7)
     row = row0 + tl.arange(0, BM)
     valid = row < row1
-    band = band_at(lengths_at(lengths, count, b))
+    extents = lengths_at(lengths, count, b)
     top, total = tl.full([BM], -float("inf"), tl.float32), tl.zeros([BM], tl.float32)
     strange = tl.zeros([BM], tl.int32)
     for t in tl.range(0, turns):
         key = begin + t * BN + tl.arange(0, BN)
-        x = index_scores(q, k, weights, strides, count, b, heads, row, valid, key, key < band[1], layout_index.Q,
+        x = index_scores(q, k, weights, strides, count, b, heads, row, valid, key, key < extents[1], layout_index.Q,
                          layout_index.K, E, DIM, ALIGN)  # fmt: skip
-        x = tl.where(sees(row, key, band), x, -float("inf"))
+        x = tl.where(sees(row, key, extents, RATIO), x, -float("inf"))
         strange = tl.maximum(strange, tl.max((x != x).to(tl.int32), 1))
         now = tl.maximum(top, tl.max(x, 1))
         shift = tl.where(now == -float("inf"), 0.0, now)
@@ -184,8 +184,8 @@ def warm_target(q, k, q_rope, k_rope, notes, differences, strides, lengths, tile
 @triton.jit(do_not_specialize=["count", "first_tile", "first_block", "heads_index"])
 def warm_difference(index_q, index_k, weights, index_max, index_sum, differences, losses, strides, lengths, tiles,
                     count: tl.int32, first_tile: tl.int32, first_block: tl.int32, heads_index: tl.int32,
-                    E: tl.constexpr, DIM_INDEX: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
-                    BN: tl.constexpr):  # fmt: skip
+                    E: tl.constexpr, DIM_INDEX: tl.constexpr, RATIO: tl.constexpr, ALIGN: tl.constexpr,
+                    BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Overwrites p of one tile of rows and one of its keys by y - p, and writes their part of the loss; grid (tiles of
     keys, tiles)."""
     tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * PER_TILE
@@ -194,8 +194,8 @@ def warm_difference(index_q, index_k, weights, index_max, index_sum, differences
         return
     b, row0, row1, begin = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     row, key = row0 + tl.arange(0, BM), begin + turn * BN + tl.arange(0, BN)
-    valid, band = row < row1, band_at(lengths_at(lengths, count, b))
-    x = index_scores(index_q, index_k, weights, strides, count, b, heads_index, row, valid, key, key < band[1],
+    valid, extents = row < row1, lengths_at(lengths, count, b)
+    x = index_scores(index_q, index_k, weights, strides, count, b, heads_index, row, valid, key, key < extents[1],
                      layout_index.INDEX_Q, layout_index.INDEX_K, E, DIM_INDEX, ALIGN)  # fmt: skip
     at_max, stride_max = rows_at(strides, count, b, 0, layout_index.INDEX_MAX, 1)
     at_sum, stride_sum = rows_at(strides, count, b, 0, layout_index.INDEX_SUM, 1)
@@ -204,7 +204,7 @@ def warm_difference(index_q, index_k, weights, index_max, index_sum, differences
     total = tl.load(index_sum + at_sum + row64 * stride_sum, mask=valid, other=1.0)
     at, line = block_at(differences, tile, turn, BM, BN)
     at += (tl.arange(0, BM) * line)[:, None] + tl.arange(0, BN)[None, :]
-    visible = sees(row, key, band) & valid[:, None]
+    visible = sees(row, key, extents, RATIO) & valid[:, None]
     gap, loss = difference(tl.load(at), x, top[:, None], total[:, None], visible, False)
     tl.store(losses + first_block + tl.load(tile + 5) + turn, tl.sum(loss))
     tl.store(at, gap)

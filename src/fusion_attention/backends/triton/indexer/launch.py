@@ -66,10 +66,10 @@ def row_tiles(extents: Extents) -> np.ndarray:
     return table
 
 
-def ends_of(extents: Extents, tiles: np.ndarray) -> np.ndarray:
+def ends_of(extents: Extents, tiles: np.ndarray, ratio: int) -> np.ndarray:
     """The end of the keys that some row of a tile sees."""
     e, seq = extents, tiles[:, 0]
-    return np.clip(np.maximum(tiles[:, 2] - 1 + e.hi[seq], e.prefix[seq]), 0, e.kv_len[seq])
+    return np.clip(np.maximum((tiles[:, 2] - 1 + e.hi[seq]) // ratio, e.prefix[seq]), 0, e.kv_len[seq])
 
 
 def tiles_per_chunk(problem: IndexerProblem, pitch: int) -> int:
@@ -84,11 +84,11 @@ def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constant
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(p.dim))}
     of_all, resident_heads = {"BT": shapes_sparse.SCORED}, shapes_sparse.heads_held(p.heads, tile.BM)
     of_scores = of_all | d | {
-        "HEADS": p.heads, "H": resident_heads, "ADDS": False, "DIM": p.dim, "PAGE": p.page_size, "ALIGN": align,
-        "BM": tile.BM, "BN": tile.BN,
+        "HEADS": p.heads, "H": resident_heads, "ADDS": False, "DIM": p.dim, "PAGE": p.page_size, "RATIO": p.ratio,
+        "ALIGN": align, "BM": tile.BM, "BN": tile.BN,
     }  # fmt: skip
     buffer = candidates(p.top_k, block)
-    of_choice = of_all | {"TOP": p.top_k, "BUFFER": buffer, "PAGE": p.page_size, "BN": block}
+    of_choice = of_all | {"TOP": p.top_k, "BUFFER": buffer, "PAGE": p.page_size, "RATIO": p.ratio, "BN": block}
     sorts = shapes_sparse.sorts(p.top_k)
     of_write = of_all | {
         "TOP": p.top_k, "BUFFER": buffer if sorts else p.top_k, "SORTS": sorts,
@@ -174,7 +174,7 @@ def ready_topk(
         return Choice([], ())
     tiled = device_tables.on(device, "rows", row_tiles)
     strides, lengths = layout_table.Copied.of(where, device), device_tables.on(device, "lengths", layout_table.lengths)
-    ends = ends_of(device_tables.capacity, planned)
+    ends = ends_of(device_tables.capacity, planned, p.ratio)
     pitch = max(-(-int(ends.max()) // tile.BN), 1) * tile.BN
     per = tiles_per_chunk(p, pitch)
     of_scores, of_choice, of_write = constants(p, tile, align)
@@ -215,7 +215,7 @@ def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> in
     planned = row_tiles(e)
     if not len(planned):
         return 0
-    pitch = -(-int(ends_of(e, planned).max()) // shapes_sparse.WIDEST) * shapes_sparse.WIDEST
+    pitch = -(-int(ends_of(e, planned, p.ratio).max()) // shapes_sparse.WIDEST) * shapes_sparse.WIDEST
     chunk = min(tiles_per_chunk(p, pitch), len(planned)) * shapes_sparse.SCORED
     sorting = 0 if shapes_sparse.sorts(p.top_k) else 4 * 8 * p.top_k  # masked, sorted, and what torch.sort takes
     return chunk * (4 * pitch + 8 * candidates(p.top_k, shapes_sparse.CHOICE.BN) + 4 + sorting)
@@ -251,10 +251,10 @@ def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, tuple[int, torch.dt
     }
 
 
-def list_constants(slots: int) -> Constants:
-    """What read_lists knows while compiling, of lists of tokens."""
+def list_constants(slots: int, ratio: int) -> Constants:
+    """The compile-time values of read_lists, of lists of tokens."""
     widths = {"SLOTS": slots, "N": min(ENTRIES, shapes.power(slots))}
-    return {"SELECT": slots, "BLOCK": 1, "RATIO": 0, "BAND": 0} | widths
+    return {"SELECT": slots, "BLOCK": 1, "RATIO": ratio, "COMPRESSED": 0, "BAND": 0} | widths
 
 
 def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
@@ -354,7 +354,7 @@ def ready_backward(
     chunks = []
     for n in range(0, schedule.rows, per):
         count, here = min(per, schedule.rows - n), shared | {"first": n}
-        lists = GRADIENT.launch(read_lists, (count, 1), here, names, list_constants(p.top_k), LISTS)
+        lists = GRADIENT.launch(read_lists, (count, 1), here, names, list_constants(p.top_k, p.ratio), LISTS)
         chunks.append((count, [lists, *gradient_launches(GRADIENT, sizes, tile, align, count, here, names)]))
     return Gradient(
         [], (strides, lengths, listed, tiles), {}, chunks, buffers, Where(strides.tensor, tiles.tensor, len(e)),

@@ -64,19 +64,19 @@ def given_by(views: dict[str, layout_table.View | None]) -> dict[str, Any]:
     return {ARGUMENTS[name]: layout_table.tensor_of(view) for name, view in views.items() if view is not None}
 
 
-def turns_of(e: Extents, tile: shapes.Tile) -> tuple[tiles.Tiles, np.ndarray, np.ndarray]:
+def turns_of(e: Extents, tile: shapes.Tile, ratio: int = 1) -> tuple[tiles.Tiles, np.ndarray, np.ndarray]:
     """Tiles of rows, and of each the first tile of keys that it meets, as a key, and how many there are."""
-    t = tiles.by_query(e, tile.BM)
+    t = tiles.by_query(e, tile.BM, ratio)
     begin = t.begin // tile.BN * tile.BN
     return t, begin, np.where(t.end > t.begin, -(-(t.end - begin) // tile.BN), 0)
 
 
-def most_turns(capacity: Extents, tile: shapes.Tile) -> np.ndarray:
+def most_turns(capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> np.ndarray:
     """At most so many tiles of keys does each tile of rows meet, whatever Plan.update says.
 
     Bands move with the last key and get no wider; but one that has a first key may then lie across one tile more.
     """
-    t, _, turns = turns_of(capacity, tile)
+    t, _, turns = turns_of(capacity, tile, ratio)
     across = np.minimum((t.end - t.begin + 2 * tile.BN - 2) // tile.BN, -(-capacity.kv_len[t.seq] // tile.BN))
     return np.where((capacity.lo[t.seq] > -INFINITE // 2) & (turns > 0), across, turns)
 
@@ -99,13 +99,14 @@ def run_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, o: In
 
 def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants]:
     """The compile-time values of warm_lse and join_lse."""
-    constexprs = {"E": shapes.power(p.dim), "DIM": p.dim, "ALIGN": align, "BM": tile.BM, "BN": tile.BN}
+    constexprs = {"E": shapes.power(p.dim), "DIM": p.dim, "RATIO": p.ratio, "ALIGN": align}
+    constexprs |= {"BM": tile.BM, "BN": tile.BN}
     return constexprs, {"BM": tile.BM}
 
 
-def shares(e: Extents, tile: shapes.Tile) -> tuple[np.ndarray, np.ndarray]:
+def shares(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, np.ndarray]:
     """Tables of tiles of rows: one with every share of their keys, and one with how many there are."""
-    (t, begin, turns), most = turns_of(e, tile), max(KEYS_PER_SPLIT // tile.BN, 1)
+    (t, begin, turns), most = turns_of(e, tile, ratio), max(KEYS_PER_SPLIT // tile.BN, 1)
     count = -(-turns // most)
     of = np.repeat(np.arange(len(t)), count)
     split = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
@@ -117,9 +118,9 @@ def shares(e: Extents, tile: shapes.Tile) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(columns, 1)[order].astype(np.int32), np.stack(full, 1).astype(np.int32)
 
 
-def most_shares(capacity: Extents, tile: shapes.Tile) -> np.ndarray:
+def most_shares(capacity: Extents, tile: shapes.Tile, ratio: int) -> np.ndarray:
     """most_turns() in shares."""
-    return -(-most_turns(capacity, tile) // max(KEYS_PER_SPLIT // tile.BN, 1))
+    return -(-most_turns(capacity, tile, ratio) // max(KEYS_PER_SPLIT // tile.BN, 1))
 
 
 def ready_lse(
@@ -133,11 +134,15 @@ def ready_lse(
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
     tile = tiles_on(p, device, align).lse
-    buffer = int(most_shares(e, tile).sum())
+    buffer = int(most_shares(e, tile, p.ratio).sum())
     constexprs, known_join = lse_constants(p, tile, align)
     strides, lengths = layout_table.Copied.of(table, device), device_tables.on(device, "lengths", layout_table.lengths)
-    of_shares = device_tables.on(device, f"shares {tile}", lambda e: layout_table.padded(shares(e, tile)[0], buffer))
-    of_rows = device_tables.on(device, f"shared {tile}", lambda e: shares(e, tile)[1])
+
+    def each_share(e: Extents) -> np.ndarray:
+        return layout_table.padded(shares(e, tile, p.ratio)[0], buffer)
+
+    of_shares = device_tables.on(device, f"shares {tile}", each_share)
+    of_rows = device_tables.on(device, f"shared {tile}", lambda e: shares(e, tile, p.ratio)[1])
     split_tiles, full, rows = of_shares.tensor, of_rows.tensor, int(e.q_len.sum())
     numbers = {
         "strides": strides.tensor, "lengths": lengths.tensor, "count": len(e), "heads": p.heads, "plane": rows
@@ -154,12 +159,12 @@ def ready_lse(
         launches.append(
             FAMILY.launch(dense_kl_loss.join_lse, (len(full),), numbers | {"tiles": full}, names, known_join, tile)
         )
-    return Roomy(launches, (strides, lengths, of_shares, of_rows), {}, lse_buffers(e, tile))
+    return Roomy(launches, (strides, lengths, of_shares, of_rows), {}, lse_buffers(p, e, tile))
 
 
-def lse_buffers(capacity: Extents, tile: shapes.Tile) -> Buffers:
+def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> Buffers:
     """Scratch of indexer_lse: statistics of every share of a row's keys."""
-    most = int(most_shares(capacity, tile).max(initial=0))
+    most = int(most_shares(capacity, tile, p.ratio).max(initial=0))
     return {"partial": (2 * int(capacity.q_len.sum()) * most, torch.float32, False)}
 
 
@@ -195,6 +200,7 @@ class Work:
     """What a loss without lists makes of its lengths: room for those that were planned, tables of those that are."""
 
     tile: shapes.Tile
+    ratio: int
     buffer: np.ndarray  # of each tile of rows, in turns
     chunks: list[Chunk]
     block: np.ndarray  # of each tile of rows, its first in its chunk
@@ -202,17 +208,17 @@ class Work:
     padded_keys: int
 
     @classmethod
-    def of(cls, capacity: Extents, tile: shapes.Tile) -> Work:
+    def of(cls, capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> Work:
         """Chunks of rows, and where things lie."""
-        buffer = most_turns(capacity, tile)
+        buffer = most_turns(capacity, tile, ratio)
         ranges = chunks(buffer, BUFFER // (tile.BM * tile.BN))
         block = np.cumsum(buffer) - buffer - np.repeat([c.first_block for c in ranges], [c.tiles for c in ranges])
         lines = -(-capacity.kv_len // tile.BN) * tile.BN
-        return cls(tile, buffer, ranges, block.astype(np.int64), np.cumsum(lines) - lines, int(lines.sum()))
+        return cls(tile, ratio, buffer, ranges, block.astype(np.int64), np.cumsum(lines) - lines, int(lines.sum()))
 
     def rows(self, e: Extents) -> np.ndarray:
         """The tiles of rows."""
-        t, begin, turns = turns_of(e, self.tile)
+        t, begin, turns = turns_of(e, self.tile, self.ratio)
         assert (turns <= self.buffer).all()  # memory of other tiles lies behind
         at = self.key_at[t.seq] + begin
         rows = t.seq, t.row0, t.row1, begin, turns, self.block, at, e.q_start[t.seq] + t.row0
@@ -220,7 +226,7 @@ class Work:
 
     def keys(self, e: Extents) -> np.ndarray:
         """The tiles of keys."""
-        t, k = tiles.by_query(e, self.tile.BM), tiles.by_key(e, self.tile.BN)
+        t, k = tiles.by_query(e, self.tile.BM, self.ratio), tiles.by_key(e, self.tile.BN, self.ratio)
         stride = np.int64(1) << 32
         starts = t.seq * stride + t.row0
         first, end = (np.searchsorted(starts, k.seq * stride + row, side="right") - 1 for row in (k.begin, k.end - 1))
@@ -238,7 +244,7 @@ def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> di
     return {
         "note": {"BM": tile["BM"]},
         "clean_keys": index | {"ALIGN": align, "BN": tile["BN"]},
-        "warm_difference": index | {"BM": tile["BM"], "BN": tile["BN"], "ALIGN": align},
+        "warm_difference": index | tile | {"RATIO": p.ratio, "ALIGN": align},
         "warm_target": tile | {
             "GROUP": p.heads_q // p.heads_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "BC": t.columns, "ALIGN": align,
         },
@@ -261,7 +267,7 @@ def ready_warm(
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
     t = tiles_on(p, device, align)
-    work, constexprs = Work.of(e, t.target), warm_constants(p, t, align)
+    work, constexprs = Work.of(e, t.target, p.ratio), warm_constants(p, t, align)
     tables = (
         layout_table.Copied.of(table, device),
         device_tables.on(device, "lengths", layout_table.lengths),
@@ -327,11 +333,11 @@ def bytes_of(buffers: Buffers) -> int:
 
 def lse_bytes(p: IndexerProblem, e: Extents) -> int:
     """What indexer_lse allocates."""
-    return bytes_of(lse_buffers(e, tiles_on(p, torch.device("cuda")).lse))
+    return bytes_of(lse_buffers(p, e, tiles_on(p, torch.device("cuda")).lse))
 
 
 def warm_bytes(p: IndexerLossProblem, e: Extents) -> int:
     """What a loss without lists allocates, at most: which tiles it takes depends on where rows start."""
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
     served = {tiles_on(p, torch.device("cuda"), align).target for align in (8, 1)}
-    return max(bytes_of(buffers_of(p, Work.of(e, tile), tile, width, rows)) for tile in served)
+    return max(bytes_of(buffers_of(p, Work.of(e, tile, p.ratio), tile, width, rows)) for tile in served)

@@ -123,7 +123,7 @@ def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: in
     heads = shapes.power(p.heads_index)
     return {
         "note": {"BM": ROWS},
-        "read_lists": list_constants(p.select_count),
+        "read_lists": list_constants(p.select_count, p.ratio),
         "target": {
             "GROUP": group, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "ALIGN": align,
             "BH": min(shapes.power(group), t.target.BN), "BK": t.target.BM, "BC": t.columns,

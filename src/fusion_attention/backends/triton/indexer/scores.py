@@ -33,8 +33,8 @@ def index_product(keys, rows, D1: tl.constexpr, D2: tl.constexpr):
 def index_scores(q, k, weights, scores, table, strides, lengths, tiles, count: tl.int32, begin: tl.int32,
                  head0: tl.int32, width: tl.int32, step: tl.int32, last: tl.int32, pitch: tl.int32,
                  HEADS: tl.constexpr, H: tl.constexpr, ADDS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-                 D2: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr, BT: tl.constexpr,
-                 BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+                 D2: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr, ALIGN: tl.constexpr,
+                 BT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Scores of BN keys against the BT rows of a tile, BM columns of (token, head) at a time, H heads of a token from
     head0 on, whose scores are added to those of heads before where ADDS; grid (tiles of keys, tiles of rows from
     `begin` on).
@@ -50,7 +50,8 @@ def index_scores(q, k, weights, scores, table, strides, lengths, tiles, count: t
         kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
     j0 = tl.program_id(0) * BN
     # Rows that may see one of these keys.
-    start = tl.where(prefix > j0, row0, tl.maximum(row0, j0 + 1 - hi)).to(tl.int32)
+    earliest = tl.minimum(tl.maximum(row0, (j0 + 1).to(tl.int64) * RATIO - hi), row1)
+    start = tl.where(prefix > j0, row0, earliest).to(tl.int32)
     stop = tl.minimum(row1, j0 + BN - lo).to(tl.int32)
     if (j0 < kv_len) & (start < stop):
         j = j0 + tl.arange(0, BN)

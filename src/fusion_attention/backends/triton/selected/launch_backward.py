@@ -292,7 +292,8 @@ def launches(
     p, (band, slots_of_token) = problem, slots
     shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots_of_token, "ALIGN": align}
     sources = {"RATIO": p.compressed_ratio, "BAND": band}
-    lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots_of_token, "N": cuts.ENTRIES} | sources
+    lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots_of_token, "N": cuts.ENTRIES}
+    lists |= {"RATIO": 1, "COMPRESSED": p.compressed_ratio, "BAND": band}
     tile = tiles["weigh_slots"]
     sizes = {"SHARED": p.shares_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "DIM_V": p.dim_v}
     grid = slots_of_token // tile.BN, -(-p.group // tile.BH), "token_heads"

@@ -28,10 +28,10 @@ def token_at(tokens, n):
 
 
 @triton.jit
-def band_of(row, kv_len, lo, hi, prefix):
-    """int32 (first, end) of the keys that one row sees."""
+def band_of(row, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
+    """int32 (first, end) of the keys that one row sees. RATIO: of an IndexerProblem."""
     first = tl.minimum(tl.maximum(row + lo, 0), kv_len)
-    end = tl.minimum(tl.maximum(row + hi, prefix), kv_len)
+    end = tl.minimum(tl.maximum((row + hi) // RATIO, prefix), kv_len)
     return first.to(tl.int32), tl.maximum(end, 0).to(tl.int32)
 
 
@@ -109,8 +109,8 @@ def write_keys(keys, ids, id0, step, entries, slots, first, end, FIRST: tl.const
 
 @triton.jit(do_not_specialize=["count", "first"])
 def read_lists(indices, keys, ids, used, noted, strides, lengths, tokens, count: tl.int32, first: tl.int64,
-               SELECT: tl.constexpr, BLOCK: tl.constexpr, RATIO: tl.constexpr, BAND: tl.constexpr,
-               SLOTS: tl.constexpr, N: tl.constexpr):  # fmt: skip
+               SELECT: tl.constexpr, BLOCK: tl.constexpr, RATIO: tl.constexpr, COMPRESSED: tl.constexpr,
+               BAND: tl.constexpr, SLOTS: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Writes the key of every slot and its id, -1 where it counts nothing, and how many slots are used at most; and a 0
     for kernels that note what is not finite.
 
@@ -120,17 +120,17 @@ def read_lists(indices, keys, ids, used, noted, strides, lengths, tokens, count:
     b, row = token_at(tokens, first + token_head)
     token_head = token_head * tl.num_programs(1) + hk
     _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
-    first_key, end = band_of(row, kv_len, lo, hi, prefix)
+    first_key, end = band_of(row, kv_len, lo, hi, prefix, RATIO)
     id0, step = rows_at(strides, count, b, hk, layout_index.IDS, 1)
     keys, ids = keys + token_head * SLOTS, ids + token_head * SLOTS
     entries = indices
     if SELECT:
         entries = list_at(indices, strides, count, b, hk, row)
-    if RATIO:
+    if COMPRESSED:
         slots = tl.minimum(tl.maximum(end - first_key, 0), BAND)
         last = write_keys(keys, ids, id0, step, entries, slots, first_key, end, 0, BAND, False, 1, N)
         id0, step = rows_at(strides, count, b, hk, layout_index.IDS_COMPRESSED, 1)
-        first_key, end = first_key * 0, compressed_end(lengths, count, b, row, RATIO)
+        first_key, end = first_key * 0, compressed_end(lengths, count, b, row, COMPRESSED)
         slots = tl.minimum(end, SLOTS - BAND)
         if SELECT:
             slots = slots_read(entries, end, SELECT, BLOCK)

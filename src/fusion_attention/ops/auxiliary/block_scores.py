@@ -1,0 +1,186 @@
+"""Scores of blocks of keys, by which a model chooses what its rows attend to: the record of MsaIndexScore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import Array, Attr, Op, Rule, Tensor
+from fusion_attention.ops.auxiliary.common import result
+from fusion_attention.ops.shared.checks import float32, pages_exist
+from fusion_attention.ops.shared.cumulative import ends_fit
+from fusion_attention.ops.shared.params import PAGE_IDS, in_order
+from fusion_attention.ops.shared.rules import group, limit, needed, of_lengths, presence, typed
+
+BLOCK = 128  # keys of a block, and of a page
+NOT_SCORED = torch.finfo(torch.float32).min
+FIRST, LOCAL = 1e30, 1e29  # of the first blocks, and of those at a row
+
+
+def _form(names: Mapping[str, Any]) -> str:
+    key, layout = names.get("key"), str(names.get("layout_key", ""))
+    return "BBND without heads" if layout == "BBND" and getattr(key, "ndim", 4) == 3 else layout
+
+
+PARAMS = (
+    Tensor("query", "Rows of the index heads, packed.", dtypes="float16 bfloat16 float32", shape="T1 N1 D"),
+    Tensor(
+        "key",
+        "Key rows, one head: pages of 128 keys (BBND, whose axis of heads may be left out, or BNBD), or packed (TND).",
+        dtypes="float16 bfloat16 float32 int8",
+        shape={"BBND": "P Ps 1 D", "BNBD": "P 1 Ps D", "TND": "T2 1 D", "BBND without heads": "P Ps D"},
+        form=_form,
+    ),
+    Tensor(
+        "start_loc",
+        "The block of a sequence's rows, one for each sequence: it and local_blocks - 1 before it score 1e29.",
+        dtypes="int32",
+        shape="B",
+        make=lambda shape: torch.zeros(shape, dtype=torch.int32),
+    ),
+    Tensor("block_table", "The pages of every sequence; of keys in pages.", True, dtypes=PAGE_IDS, shape="B M",
+           make=in_order),
+    Tensor("scale", "What an integer of a key means; of int8 keys.", True, dtypes="float32",
+           shape={"BBND": "P 1 Ps", "BNBD": "P 1 Ps", "TND": "T2 1"}),
+    Tensor("atten_mask", "Without effect: the chip's triangle says nothing that sparse_mode does not.", True),
+    Array("actual_seq_qlen", "Ends of the sequences' rows, a 0 before them; needed.", True),
+    Array("actual_seq_klen", "Keys of every sequence; packed keys: their ends, a 0 before them. Needed.", True),
+    Attr("layout_key", "BBND or BNBD: pages; TND: packed.", type=str, default="BBND"),
+    Attr("sparse_mode", "3: causal, the last row sees the last key; 0: all keys.", default=3,
+         domain="sparse_mode in (0, 3)", bad=1),
+    Attr("init_blocks", "First blocks, which score 1e30.", default=0, domain="init_blocks >= 0", bad=-1),
+    Attr("local_blocks", "Blocks up to the rows' own one, which score 1e29.", default=1, domain="local_blocks >= 0",
+         bad=-1),
+)  # fmt: skip
+IN_PAGES = {"actual_seq_qlen": [0, 3, 8], "actual_seq_klen": [100, 200], "block_table": "B M"}
+IN_TND = {"actual_seq_qlen": [0, 3, 8], "actual_seq_klen": [0, 100, 300]}
+
+
+def lengths_within(lengths: Any, count: int, room: int) -> bool | str:
+    """Whether there is a length for each of `count` sequences, from 0 to the keys of its pages."""
+    if len(lengths) != count:
+        return f"{len(lengths)} lengths for {count} sequences"
+    wrong = [n for n in lengths if not 0 <= n <= room]
+    return not wrong or f"{wrong[0]}, outside [0, {room}]"
+
+
+RULES = (
+    needed("actual_seq_qlen", "packed rows do not show where a sequence ends", text="the ends of the sequences' rows"),
+    needed("actual_seq_klen", "keys do not show where a sequence ends", text="lengths of keys, or ends of packed ones"),
+    presence(
+        "(block_table is None) == (layout_key == 'TND')",
+        "block_table",
+        "it says which pages a sequence has",
+        text="a table where keys are in pages, and nowhere else",
+        invalid={"block_table": None},
+    ),
+    presence(
+        "(scale is None) == (not int8(key))",
+        "scale",
+        "integers mean nothing without it",
+        text="a scale of int8 keys, and of no others",
+        invalid={"scale": "P 1 Ps"},
+    ),
+    typed(
+        "int8(key) or same_dtype(key, query)",
+        "key",
+        "convert it with .to(query.dtype)",
+        text="the dtype of query, or int8 with a scale",
+        when="floating(key) or int8(key)",
+        invalid={"key": ("P Ps 1 D", "bfloat16"), "query": ("T1 N1 D", "float16")},
+    ),
+    of_lengths(
+        "ends_fit(actual_seq_qlen, T1)",
+        "actual_seq_qlen",
+        "a 0, then the end of every sequence",
+        text="cumulative lengths of all rows of the tensor",
+        invalid={"actual_seq_qlen": [0, 3, 9]},
+    ),
+    of_lengths(
+        "len(actual_seq_qlen) == B + 1",
+        "actual_seq_qlen",
+        "start_loc has one number for each",
+        text="one end for every sequence, and a 0 before them",
+        invalid={"actual_seq_qlen": [0, 8]},
+    ),
+    of_lengths(
+        "layout_key == 'TND' or lengths_within(actual_seq_klen, B, block_table.shape[1] * 128)",
+        "actual_seq_klen",
+        "no more than the pages of a sequence hold",
+        text="a length for every sequence",
+        invalid={"actual_seq_klen": [100, 999]},
+    ),
+    of_lengths(
+        "layout_key != 'TND' or len(actual_seq_klen) == B + 1 and ends_fit(actual_seq_klen, T2)",
+        "actual_seq_klen",
+        "a 0, then the end of every sequence",
+        text="cumulative lengths of all keys of the tensor",
+        only=("TND",),
+        invalid={"actual_seq_klen": [0, 100, 999]},
+    ),
+    *group(
+        Rule("Ps == 128", "key", "a block is a page", text="pages of 128 keys", invalid={"Ps": 64}),
+        Rule(
+            "pages_exist(block_table, klen, Ps, P)",
+            "block_table",
+            "entries behind a sequence's last page are not read",
+            text="numbers of pages",
+            reads=True,
+            invalid={"block_table": torch.tensor([[7, 0], [1, 2]], dtype=torch.int32)},
+        ),
+        when="layout_key != 'TND'",
+    ),
+    Rule("N1 >= 1", "query", "scores are those of heads", text="at least one head", invalid={"N1": 0}),
+    limit("D == 128", "query", "the chip takes no other dim", invalid={"D": 64}),
+    limit("not float32(query)", "query", "the chip computes no float32 here", text="float16 or bfloat16",
+          invalid={"query": ("T1 N1 D", "float32"), "key": ("P Ps 1 D", "float32")}),
+)  # fmt: skip
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "ends_fit": ends_fit,
+    "pages_exist": pages_exist,
+    "lengths_within": lengths_within,
+    "float32": float32,
+    "floating": torch.is_floating_point,
+    "int8": lambda t: t.dtype == torch.int8,
+    "same_dtype": lambda a, b: a.dtype == b.dtype,
+}
+
+
+def derive(n: dict[str, Any]) -> dict[str, Any]:
+    """Keys of every sequence."""
+    given = n["actual_seq_klen"]
+    return {"klen": given[1:] - given[:-1] if n["layout_key"] == "TND" else given}
+
+
+INDEX_SCORE = Op(
+    "cann_ops_transformer.msa_index_score",
+    "The largest score of every row and head with a key of every block of 128 keys.",
+    (
+        *PARAMS,
+        result("score", "[N1, T1, blocks rounded up to 16]; -3.4028235e38 where a row sees no key of a block.", ""),
+    ),
+    rules=RULES,
+    formula="""score[h, t, b] = max over the keys j of block b that row t sees of q[t, h] . k_j
+blocks b < init_blocks score 1e30; max(0, start_loc + 1 - local_blocks) <= b <= start_loc: 1e29, of those too""",
+    tex=r"score_{htb} = \max_{j \in b,\; j \le t}\; q_{th} \cdot k_j",
+    source="CANN's cann_ops_transformer",
+    layouts=("BBND", "BNBD", "TND"),
+    layout_attr="layout_key",
+    results=("score",),
+    derive=derive,
+    functions=FUNCTIONS,
+    sizes={"T1": 8, "N1": 4, "D": 128, "P": 5, "Ps": BLOCK, "B": 2, "M": 2, "T2": 300},
+    samples={"BBND": IN_PAGES, "BNBD": IN_PAGES, "TND": IN_TND},
+    keywords="block_table",
+    returns="Scores of float32. Without gradients; their choice (torch.topk) and the attention are the caller's.",
+    example="""\
+>>> q, pages = torch.randn(2, 4, 128), torch.randn(3, 128, 1, 128)
+>>> lengths = {"actual_seq_qlen": [0, 1, 2], "actual_seq_klen": [100, 200]}
+>>> table, blocks = torch.tensor([[0, 0], [1, 2]]), torch.tensor([0, 1], dtype=torch.int32)
+>>> list(msa_index_score(q, pages, blocks, block_table=table, **lengths).shape)
+[4, 2, 16]""",
+)
+RECORDS = (INDEX_SCORE,)

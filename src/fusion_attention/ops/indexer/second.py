@@ -1,0 +1,286 @@
+"""CANN's lightning indexer of the second generation, whose keys may stand for several tokens each: the records of its
+two-phase interface and of its package cann_ops_transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fusion_attention.contract import Array, Attr, Op, Rule, Tensor
+from fusion_attention.ops.indexer.call import RESULTS, fresh
+from fusion_attention.ops.indexer.lower import lower
+from fusion_attention.ops.indexer.records import (
+    CHOSEN,
+    COUNT,
+    FORMULA,
+    FORWARD,
+    HEADS,
+    INDEXER_SIZES,
+    KEY,
+    NEUTRAL,
+    SCORES,
+    TEX,
+    VALUES,
+    WEIGHTS,
+)
+from fusion_attention.ops.shared import cumulative
+from fusion_attention.ops.shared.params import spelled
+from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.shared.rules import (
+    PACKED,
+    group,
+    limit,
+    needed,
+    no_float32,
+    note,
+    of_lengths,
+    only_dim,
+    presence,
+    typed,
+)
+from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED
+from fusion_attention.ops.sparse.records import LAYOUT, LAYOUTS, MODE, QUERY, TABLE
+from fusion_attention.ops.sparse.rules import TABLE_LIMITS, TABLES
+
+PAGES = "PA_BBND"  # as these operators spell sparse.checks.PAGED
+
+
+def _key_layout(names: Mapping[str, Any]) -> str:
+    layout = str(names.get("layout_kv", ""))
+    return PAGED if layout == PAGES else layout
+
+
+def _offset_layout(names: Mapping[str, Any]) -> str:
+    offset = names.get("index_offset")
+    return "of sequences" if getattr(offset, "ndim", 0) == 1 else str(names.get("layout", ""))
+
+
+# ---------------------------------------------------------------------------------------------------------- parameters
+
+SIDES = (("q", "rows"), ("k", "keys"))
+ENDS = tuple(cumulative.ends_param(side, of) for side, of in SIDES)
+USED = tuple(cumulative.used_param(side, of) for side, of in SIDES)
+RESIDUAL = Array(
+    "residual",
+    "Tokens behind those of the last key, of every sequence: its tokens % cmp_ratio. For cmp_ratio above 1 in "
+    "mask_mode 3 alone, where it is needed.",
+    True,
+    spelled="cmp_residual_k",
+)
+OFFSET = Tensor(
+    "index_offset",
+    "Added to the indices of a row, not to -1: a number for every row, or for every sequence.",
+    True,
+    spelled="output_idx_offset",
+    dtypes="int32",
+    shape={"BSND": "B S1 1", "TND": "T1 1", "of sequences": "R"},
+    form=_offset_layout,
+)
+PAGE_TABLE = replace(TABLE, text=f"The pages of every sequence, for keys in layout {PAGES}.")
+METADATA = Tensor("metadata", "Without effect: work is not divided before a call.", True)
+LONGEST = Attr("max_seqlen_q", "Without effect.", default=-1)
+RATIO = Attr("ratio", "Tokens that a key stands for.", default=1, domain="1 <= ratio <= 1048576", bad=0,
+             spelled="cmp_ratio")  # fmt: skip
+RETURN_VALUES = Attr("return_values", "1: return the scores of the chosen keys.", default=0,
+                     domain="return_values in (0, 1)", bad=2, spelled="return_value")  # fmt: skip
+PARAMS = (
+    spelled(QUERY, "q"),
+    spelled(KEY, "k", form=_key_layout),
+    spelled(WEIGHTS, "w", text="Weight of every query head; scale factors belong into it.", dtypes="float32"),
+)
+LAYOUTS_OF = (
+    spelled(LAYOUT, "layout_q"),
+    Attr("layout_kv", f"Axis order of key rows: as the queries', or {PAGES}.", type=str, default="BSND",
+         spelled="layout_k"),
+)  # fmt: skip
+OUTPUTS = (
+    spelled(
+        CHOSEN, "sparse_indices", text="The keys chosen, best first; -1 behind the last, and in rows of no sequence."
+    ),
+    spelled(VALUES, "sparse_values", text="Their scores; -inf where an index is -1.", dtypes="float32"),
+)
+
+# --------------------------------------------------------------------------------------------------------------- rules
+
+PACKED_SAMPLE: dict[str, Any] = {"layout_kv": "TND", "cu_seqlens_q": [0, 3, 8], "cu_seqlens_k": [0, 5, 12]}
+IN_PAGES = {"block_table": "2 M", "layout_kv": PAGES, "seqused_k": [6, 6]}
+COMPRESSED = {"sparse_mode": 3, "ratio": 3, "residual": [0, 2]}
+LENGTHS = (
+    *cumulative.rules_of("q", "T1", "layout", PACKED_SAMPLE),
+    *cumulative.rules_of("k", "T2", "layout_kv", PACKED_SAMPLE),
+    of_lengths(
+        "cu_seqlens_q is None or cu_seqlens_k is None or len(cu_seqlens_q) == len(cu_seqlens_k)",
+        "cu_seqlens_k",
+        "one end per sequence in both, and a 0 before them",
+        text="as many ends as cu_seqlens_q has",
+        only=PACKED,
+        given=PACKED_SAMPLE,
+        invalid={"cu_seqlens_k": [0, 12]},
+    ),
+    needed(
+        "seqused_k",
+        "pages do not show where a sequence ends",
+        text="the lengths of keys in pages",
+        when=f"layout_kv == '{PAGES}'",
+        given=IN_PAGES,
+    ),
+)
+FORMS = (
+    typed(
+        f"layout_kv in (layout, '{PAGES}')",
+        "layout_kv",
+        "keys lie as queries do, or in pages",
+        text=f"what the queries have, or {PAGES}",
+        when="layout in ('BSND', 'TND')",
+        invalid={"layout_kv": "BNSD"},
+    ),
+    presence(
+        f"(block_table is not None) == (layout_kv == '{PAGES}')",
+        "block_table",
+        "it says which pages a sequence has",
+        text=f"a table where keys are {PAGES}, and nowhere else",
+        given=IN_PAGES,
+        invalid={"block_table": None},
+    ),
+    Rule(
+        "index_offset.dim() > 1 or len(index_offset) == len(q_len)",
+        "index_offset",
+        "or one for every row: [B, S1, 1], packed [T1, 1]",
+        text="one number for every sequence",
+        when="index_offset is not None",
+        given={"index_offset": "2"},
+        invalid={"index_offset": "3"},
+    ),
+)
+RESIDUALS = (
+    presence(
+        "residual is not None or ratio == 1 or sparse_mode != 3",
+        "residual",
+        "the tokens of every sequence % cmp_ratio",
+        text="tokens behind the last key, for cmp_ratio above 1 in mask_mode 3",
+        given=COMPRESSED,
+        invalid={"residual": None},
+    ),
+    presence(
+        "residual is None or ratio > 1 and sparse_mode == 3",
+        "residual",
+        "elsewhere no row depends on it",
+        text="None where cmp_ratio is 1 or mask_mode 0",
+        invalid={"residual": [0, 0]},
+    ),
+    of_lengths(
+        "one_each(residual, B, cu_seqlens_q)",
+        "residual",
+        "one for each sequence",
+        text="a number for every sequence",
+        given=COMPRESSED,
+        invalid={"residual": [0, 0, 0]},
+    ),
+    of_lengths(
+        "residual is None or all(0 <= n < ratio for n in residual)",
+        "residual",
+        "more tokens would close another key: tokens % cmp_ratio",
+        text="numbers from 0 to cmp_ratio - 1",
+        given=COMPRESSED,
+        invalid={"residual": [0, 3]},
+    ),
+    note(
+        "residual is None or tokens_fit(q_len, kv_len, ratio, residual)",
+        "residual",
+        "it is the tokens of a sequence % cmp_ratio, not its keys % cmp_ratio: rows would see tokens behind their own",
+        text="as many tokens as there are rows",
+        given=COMPRESSED,
+        invalid={"S1": 19},
+    ),
+)
+LIMITS = (
+    no_float32("query"),
+    limit("N1 <= 64", "query", "the chip takes no more heads", invalid={"N1": 65}),
+    only_dim("D", 128, "query"),
+    limit("sparse_count <= 8192", "sparse_count", "the chip takes no more", invalid={"sparse_count": 8193}),
+    limit("ratio <= 128", "ratio", "the chip takes no more", given=COMPRESSED, invalid={"ratio": 129}),
+)
+
+
+def tokens_fit(q_len: np.ndarray, kv_len: np.ndarray, ratio: int, residual: np.ndarray) -> bool | str:
+    """Whether no sequence has a few tokens more than rows, fewer than one key stands for: those that a residual of keys
+    instead of tokens makes of a sequence from its first token on."""
+    tokens = kv_len * ratio + residual
+    few = np.flatnonzero((q_len >= ratio) & (tokens > q_len) & (tokens < q_len + ratio))
+    return not len(few) or f"{tokens[few[0]]} tokens and {q_len[few[0]]} rows of sequence {few[0]}"
+
+
+def derive(n: dict[str, Any]) -> dict[str, Any]:
+    """Lengths and axes; without values they have no axis Kv."""
+    count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
+    q_room = cumulative.stored(n["cu_seqlens_q"], count, n["S1"])
+    k_room = cumulative.stored(n["cu_seqlens_k"], count, n["S2"])
+    if n["block_table"] is not None:
+        k_room = np.full(count, n["block_table"].shape[1] * n["Ps"], np.int64)
+    q_len, kv_len = (
+        room if used is None else used for room, used in ((q_room, n["seqused_q"]), (k_room, n["seqused_k"]))
+    )
+    result = {"q_len": q_len, "kv_len": kv_len, "q_room": q_room, "k_room": k_room, "K": n["sparse_count"]}
+    result["Kv"] = n["sparse_count"] if n["return_values"] else None
+    if n["layout"] == "TND":
+        result |= {"B": count, "S1": int(q_len.max(initial=0))}
+    if n["layout_kv"] != "BSND":
+        result["S2"] = int(kv_len.max(initial=0))
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------------- records
+
+OF_TOKENS = FORMULA.replace(
+    "over the keys j that the row sees", "over the keys j < (position + 1) // cmp_ratio (mask_mode 3), or all (0)"
+)
+V2 = of_cann(
+    "aclnnLightningIndexerV2",
+    "Scores of keys that may stand for several tokens each, and per row the keys that score highest.",
+    (
+        *(*PARAMS, *ENDS, *USED, RESIDUAL, PAGE_TABLE, OFFSET, METADATA),
+        *(spelled(COUNT, "topk"), LONGEST, *LAYOUTS_OF, replace(MODE, default=0, spelled="mask_mode"), RATIO),
+        *(RETURN_VALUES, *OUTPUTS),
+    ),
+    (
+        *(*LENGTHS, *FORMS, *RESIDUALS, *group(*TABLES, given=IN_PAGES), *group(*TABLE_LIMITS, given=IN_PAGES), HEADS),
+        *(*SCORES[1:], replace(FORWARD[0], given={"return_values": 1}), FORWARD[1], *LIMITS),  # weights have one dtype
+    ),
+    formula=OF_TOKENS,
+    tex=TEX,
+    rulings=(6, 13, 17, 18, 20, 23, 43),
+    layouts=LAYOUTS,
+    layout_attr="layout",
+    neutral={**NEUTRAL, "wide_values": True},
+    derive=derive,
+    functions={**FUNCTIONS, **cumulative.FUNCTIONS, "tokens_fit": tokens_fit},
+    lower=lower,
+    results=RESULTS,
+    fresh=partial(fresh, wide=True),
+    repeats=True,
+    sizes=INDEXER_SIZES,
+    samples={"BSND": {"sparse_count": 8}, "TND": {"sparse_count": 8, **PACKED_SAMPLE}},
+)
+TORCH = V2.version(
+    "cann_ops_transformer.lightning_indexer",
+    V2.summary,
+    source="CANN's cann_ops_transformer",
+    keywords="cu_seqlens_q",
+    returns="(sparse_indices, sparse_values): positions within the sequence, by descending score, and float32 scores, "
+    "empty unless they are asked for. Without gradients.",
+    example="""\
+>>> q, k, w = torch.randn(1, 9, 4, 16), torch.randn(1, 2, 1, 16), torch.rand(1, 9, 4)
+>>> indices, _ = lightning_indexer(q, k, w, 2, cmp_residual_k=torch.tensor([1]), mask_mode=3, cmp_ratio=4)
+>>> indices[0, 2:4, 0].tolist()
+[[-1, -1], [0, -1]]""",
+    params=(
+        *(*PARAMS, spelled(COUNT, "topk"), *ENDS, *USED, RESIDUAL, PAGE_TABLE, OFFSET, METADATA, LONGEST, *LAYOUTS_OF),
+        *(replace(MODE, default=0, spelled="mask_mode"), RATIO, RETURN_VALUES, *OUTPUTS),
+    ),
+)
+ACLNN = (V2,)
+RECORDS: tuple[Op, ...] = (V2, TORCH)

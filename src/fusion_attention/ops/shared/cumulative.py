@@ -1,0 +1,113 @@
+"""Lengths as CANN's newer operators take them: ends of packed sequences with a 0 before them (cu_seqlens), and how much
+of every sequence counts (seqused)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fusion_attention.contract import Array, Rule
+from fusion_attention.ops.shared.checks import Outcome
+from fusion_attention.ops.shared.rules import PACKED, needed, of_lengths, presence
+
+
+def ends_param(side: str, of: str) -> Array:
+    """cu_seqlens_SIDE of a record."""
+    return Array(f"cu_seqlens_{side}", f"Ends of packed sequences of {of}, a 0 before them: TND alone, needed.", True)
+
+
+def used_param(side: str, of: str) -> Array:
+    """seqused_SIDE of a record."""
+    text = f"{of} of every sequence that count, the first ones; None: all."
+    return Array(f"seqused_{side}", text[0].upper() + text[1:], True)
+
+
+def ends_fit(ends: np.ndarray | None, tokens: int | None) -> Outcome:
+    """Whether cumulative ends begin with 0, never fall, and end with the tokens of their tensor."""
+    if ends is None:
+        return True
+    if not len(ends) or ends[0] != 0:
+        return "no 0 before them"
+    if bool((np.diff(ends) < 0).any()):
+        return "a length below 0"
+    return int(ends[-1]) == (tokens or 0) or f"{ends[-1]} tokens in all, {tokens} in the tensor"
+
+
+def one_each(given: np.ndarray | None, count: int | None, ends: np.ndarray | None) -> Outcome:
+    """Whether there is a number for every sequence: as many as packed ones have ends, else `count`."""
+    count = count if ends is None else len(ends) - 1
+    return given is None or len(given) == count or f"{len(given)} for {count} sequences"
+
+
+def within(used: np.ndarray | None, room: np.ndarray) -> Outcome:
+    """Whether lengths lie between 0 and the tokens that there is memory for."""
+    if used is None:
+        return True
+    outside = np.flatnonzero((used < 0) | (used > room))
+    return not len(outside) or f"{used[outside[0]]} of sequence {outside[0]}, outside [0, {room[outside[0]]}]"
+
+
+def stored(ends: np.ndarray | None, count: int, padded: int | None) -> np.ndarray:
+    """Tokens of every sequence that there is memory for: between its ends, or of a padded axis."""
+    return np.full(count, padded or 0, np.int64) if ends is None else np.diff(ends)
+
+
+FUNCTIONS = {f.__name__: f for f in (ends_fit, one_each, within)}
+
+
+def rules_of(side: str, axis: str, layout: str, packed: Mapping[str, Any]) -> tuple[Rule, ...]:
+    """The rules of cu_seqlens_SIDE and seqused_SIDE.
+
+    Args:
+        axis: of all tokens of a packed tensor.
+        layout: the name of the attribute that says the layout of this side.
+        packed: settings of a sample of packed sequences. `derive` of the record gives SIDE_room, what within() asks.
+    """
+    ends, used = f"cu_seqlens_{side}", f"seqused_{side}"
+    wrong = list(packed[ends])
+    wrong[-1] = 999
+    return (
+        needed(
+            ends,
+            "packed rows do not show where a sequence ends",
+            text="the ends of packed sequences",
+            when=f"{layout} == 'TND'",
+            only=PACKED,
+            given=packed,
+        ),
+        presence(
+            f"{ends} is None or {layout} == 'TND'",
+            ends,
+            f"{used} says how much of a padded sequence counts",
+            text="None, as rows are not packed",
+            only=("BSND",),
+            invalid={ends: [0, 4, 8]},
+        ),
+        of_lengths(
+            f"ends_fit({ends}, {axis})",
+            ends,
+            "a 0, then the end of every sequence",
+            text="cumulative lengths of all rows of the tensor",
+            only=PACKED,
+            given=packed,
+            invalid={ends: wrong},
+        ),
+        of_lengths(
+            f"one_each({used}, B, cu_seqlens_q)",
+            used,
+            "one for each sequence",
+            text="a length for every sequence",
+            invalid={used: [1, 1, 1]},
+        ),
+        Rule(
+            f"within({used}, {side}_room)",
+            used,
+            "no more tokens than there is memory for",
+            text="lengths from 0 to those of the sequences",
+            when=f"{used} is not None",
+            given={used: [1, 1]},
+            invalid={used: [1, 99]},
+        ),
+    )
