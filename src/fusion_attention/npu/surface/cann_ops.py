@@ -17,13 +17,14 @@ from fusion_attention.api.attention import attention
 from fusion_attention.api.sparse import lightning_indexer as lightning_indexer_of_rows
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.ir.mask import UNLIMITED, Band
+from fusion_attention.npu.auxiliary.compressor import compressor
 from fusion_attention.npu.surface.metadata import METADATA
 from fusion_attention.npu.surface.shared_keys import SHARED_KEYS
 
 Tensor = torch.Tensor
 NAME = "cann_ops_transformer"
 # By the names of their records.
-FROM_RECORDS: dict[str, Callable[..., Any]] = {f"{NAME}.{one.__name__}": one for one in SHARED_KEYS}
+FROM_RECORDS: dict[str, Callable[..., Any]] = {f"{NAME}.{one.__name__}": one for one in (*SHARED_KEYS, compressor)}
 _SLICE_ADVICE = "cut the packed rows instead"
 
 

@@ -12,6 +12,7 @@ from fusion_attention.ops.auxiliary import (
     atb,
     atb_rows,
     caches,
+    compressor,
     experts,
     gates,
     latent_caches,
@@ -30,7 +31,7 @@ from fusion_attention.ops.auxiliary import (
 
 FAMILIES = (
     *(norms, gates, rotary, caches, latent_caches, shapes, softmax, experts, routing, quantised, products),
-    *(losses, atb, atb_rows, quantised_sparse, merging, prolog),
+    *(compressor, losses, atb, atb_rows, quantised_sparse, merging, prolog),
 )
 AUXILIARY: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
 # Every record that there is.
