@@ -124,7 +124,7 @@ def test_a_page_shows_the_call_a_program_and_what_computes_it(name: str) -> None
     page = pages()[f"docs/ops/{name}.md"]
     for heading in ("Call", "Example", "Support", "Parameters"):
         assert page.count(f"\n## {heading}\n") == 1, heading
-    assert f"{name}(" in blocks(page)[0] or f"{name}GetWorkspaceSize(" in page
+    assert f"{CONTRACTS[name].called}(" in blocks(page)[0] or f"{name}GetWorkspaceSize(" in page
     assert "\n$$\n" in page or name in AUXILIARY, "its record has no formula in TeX"
 
 

@@ -156,6 +156,10 @@ def _text(called: Any) -> str:
 def _example(op: Op) -> str:
     """The docstring's example as a program."""
     code = "\n".join(re.findall(r"^(?:>>>|\.\.\.) (.*)", op.example, re.M))
+    if op.name != op.called:
+        package = op.name.removesuffix(f".{op.called}")
+        imports = f"import torch\nfrom fusion_attention import npu\n\nnpu.install()\nfrom {package} import {op.called}"
+        return f"{imports}\n\n{code}"
     used = ", ".join(sorted({op.name, *re.findall(r"\b(?:get)?_?npu_\w+(?=\()", code)}))
     return f"import torch\nfrom fusion_attention.npu import {used}\n\n{code}"
 
