@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated
 
@@ -74,6 +74,14 @@ def shapes_fit(x: torch.Tensor, weight: torch.Tensor, coff: int) -> bool:
 
 
 _LENGTHS = "x, cu_seqlens, seqused, start_pos"
+
+
+def _of_float32(rules: Callable[..., tuple[Rule, ...]], sample: torch.Tensor) -> tuple[Rule, ...]:
+    """Rules of caches for state_cache, with a sample of its dtype."""
+    shape, name = tuple(sample.shape), "state_cache"
+    return tuple(replace(rule, invalid={name: sample}) for rule in rules(name, shape=shape))
+
+
 COMPRESSOR = replace(
     auxiliary(
         "cann_ops_transformer.compressor",
@@ -135,8 +143,8 @@ COMPRESSOR = replace(
             Rule("state_block_table is None or within(state_block_table, state_cache.shape[0])", "state_block_table",
                  "numbers of blocks", "blocks that state_cache has", reads=True, when="state_cache.dim() == 3",
                  invalid={"state_block_table": torch.tensor([[1, 9], [0, 2]], dtype=torch.int32)}),
-            *waits_for_none("state_cache", shape=(3, 4, 8)),
-            *own_memory("state_cache", shape=(3, 4, 8)),
+            *_of_float32(waits_for_none, torch.zeros(3, 4, 8, requires_grad=True)),
+            *_of_float32(own_memory, torch.zeros(3, 1, 1).expand(3, 4, 8)),
         ),
         functions={one.__name__: one for one in (lengths_fit, positions_fit, shapes_fit, apart)},
         sizes={"C": 4},
