@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusion_attention.api.attention import attention
     from fusion_attention.api.cache import CacheFullError, PagedKVCache
+    from fusion_attention.api.compress import CompressionState, compress
     from fusion_attention.api.compressed import compressed_attention
     from fusion_attention.api.decode import decode_attention
     from fusion_attention.api.int8_rope import divided_rope
@@ -32,6 +33,7 @@ __all__ = [
     "Band",
     "CacheFullError",
     "CaptureError",
+    "CompressionState",
     "ContractError",
     "ContractWarning",
     "JudgeError",
@@ -40,6 +42,7 @@ __all__ = [
     "Replay",
     "attention",
     "capture",
+    "compress",
     "compressed_attention",
     "decode_attention",
     "diagnose",
@@ -62,6 +65,7 @@ _HOMES = {
     "Band": "ir.mask",
     "CacheFullError": "api.cache",
     "CaptureError": "captures.reader",
+    "CompressionState": "api.compress",
     "ContractError": "contract",
     "ContractWarning": "contract",
     "JudgeError": "judging.calls",
@@ -70,6 +74,7 @@ _HOMES = {
     "Replay": "judging.replay",
     "attention": "api.attention",
     "capture": "captures.capture",
+    "compress": "api.compress",
     "compressed_attention": "api.compressed",
     "decode_attention": "api.decode",
     "diagnose": "judging.judge",

@@ -318,5 +318,5 @@ def test_what_of_cann_is_not_here_says_so(torch_npu: Any) -> None:
     for message, call in refused.items():
         with pytest.raises(fa.ContractError, match=message):
             call()
-    with pytest.raises(AttributeError, match=r"no compressor; instead: fusion_attention\.compressed_attention"):
-        ops.compressor  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no compressor_grad; instead: cann_ops_transformer\.compressor"):
+        ops.compressor_grad  # noqa: B018

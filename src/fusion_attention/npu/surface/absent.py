@@ -53,7 +53,7 @@ _INSTEAD = (
     (r"npu_prefetch|npu_sim_\w+|npu_set_\w+|matmul_checksum", "nothing: it changes no result"),
     (r"(Float|Double|Half|BFloat16|Byte|Char|Short|Int|Long|Bool)Tensor", 'torch.tensor(..., dtype=..., device="npu")'),
     (r"empty_with_format|empty_with_swapped_memory|npu_empty_\w+", "torch.empty"),
-    (r"compressor.*", "fusion_attention.compressed_attention"),
+    (r"compressor.*", "cann_ops_transformer.compressor"),
     (r"flash_attn.*|.*_metadata", "fusion_attention.sparse_attention"),
     (r"Npu\w*(Adam|AdamW|SGD|Lamb|RMSprop\w*|Adadelta)|optim", "torch.optim's own"),
     (r"dynamo|inductor.*", "torch.compile without a back end of the chip, or torchair's"),

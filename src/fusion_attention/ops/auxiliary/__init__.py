@@ -13,6 +13,7 @@ from fusion_attention.ops.auxiliary import (
     atb_rows,
     block_scores,
     caches,
+    compressor,
     experts,
     gates,
     latent_caches,
@@ -31,7 +32,7 @@ from fusion_attention.ops.auxiliary import (
 
 FAMILIES = (
     *(norms, gates, rotary, caches, latent_caches, shapes, softmax, experts, routing, quantised, products),
-    *(losses, atb, atb_rows, block_scores, quantised_sparse, merging, prolog),
+    *(losses, atb, atb_rows, block_scores, compressor, quantised_sparse, merging, prolog),
 )
 AUXILIARY: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
 # Every record that there is.

@@ -1,0 +1,184 @@
+"""The Python API of compressed keys: pooling of windows of rows, for whole sequences and token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from fusion_attention.contract import ContractError, Failure
+from fusion_attention.torch_ops.pooling import pooled
+
+__all__ = ["CompressionState", "compress"]
+
+Tensor = torch.Tensor
+
+
+class CompressionState:
+    """The rows of sequences that no complete window holds yet, between calls of compress().
+
+    Attributes:
+        tokens: rows of each sequence so far.
+        residual: tokens % ratio, as compressed_attention() takes it; 0 before the first call.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.residual = 0
+        self._rows: tuple[Tensor, Tensor] | None = None
+
+    def joined(self, rows: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+        """The kept rows and gates, then the new ones."""
+        if self._rows is None:
+            return rows, gates
+        before, z = self._rows
+        return torch.cat((before, rows), 1), torch.cat((z, gates), 1)
+
+    def keep(self, rows: Tensor, gates: Tensor, tokens: int, ratio: int, overlap: bool) -> None:
+        """Keeps the rows of the unfinished window, and with overlap those of the window before it."""
+        self.tokens += tokens
+        self.residual = self.tokens % ratio
+        kept = self.residual + (ratio if overlap and self.tokens >= ratio else 0)
+        first = rows.shape[1] - kept
+        self._rows = rows[:, first:].detach().clone(), gates[:, first:].detach().clone()
+
+
+def compress(
+    kv: Tensor,
+    gate: Tensor,
+    *,
+    ratio: int,
+    position_bias: Tensor | None = None,
+    overlap: bool = False,
+    layout: Literal["BSND", "TND"] = "BSND",
+    kv_len: Sequence[int] | Tensor | None = None,
+    state: CompressionState | None = None,
+) -> Tensor:
+    """Pools every window of `ratio` rows to one, with a softmax per channel over the rows of the window.
+
+        z_p = gate_p + position_bias[p % ratio]
+        out[w, d] = sum_p exp(z[p, d]) kv[p, d] / sum_p exp(z[p, d]),  p from w * ratio to w * ratio + ratio - 1
+
+    With overlap, rows have 2 D channels, and a window pools two sets of rows: channels 0 to D - 1 of the window before
+    it (none before window 0), and channels D to 2 D - 1 of its own. These are the compressed keys of
+    compressed_attention(). A sequence's unfinished last window gives none. Differentiable in kv, gate and
+    position_bias; torch's operators compute it in float32, on any device.
+
+    Args:
+        kv: rows [B, S, N2, C], C = D or, with overlap, 2 D; float16, bfloat16, float32 or float64.
+        gate: as kv.
+        ratio: rows of a window.
+        position_bias: [ratio, C], added to the gates by the position of a row in its window; None: none.
+        overlap: windows overlap as above.
+        layout: "BSND", or packed "TND": [T, N2, C].
+        kv_len: tokens of every sequence; packed: needed.
+        state: of earlier calls, whose unfinished windows go on here; this call's rows are kept in it. Rows of earlier
+            calls receive no gradient. "BSND" without kv_len only.
+
+    Returns:
+        [B, S // ratio, N2, D], with zeros behind the kv_len // ratio windows of a sequence; packed, [sum(kv_len //
+        ratio), N2, D]. With a state, the windows that this call completes.
+
+    Raises:
+        ContractError: shapes, lengths or a state that do not go together, named by parameter.
+
+    Source: this library; the pooling of CANN's compressor, whose projections are the caller's.
+
+    Example:
+        >>> kv, gate = torch.randn(1, 9, 1, 16), torch.randn(1, 9, 1, 16)
+        >>> compress(kv, gate, ratio=4).shape
+        torch.Size([1, 2, 1, 16])
+    """
+    lengths = _checked(kv, gate, ratio, position_bias, overlap, layout, kv_len, state)
+    if layout == "TND":
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        spans = [slice(end - n, end) for n, end in zip(lengths, ends, strict=True)]
+        results = [_windows(kv[None, at], gate[None, at], ratio, position_bias, overlap)[0] for at in spans]
+        return torch.cat(results) if results else kv.new_zeros(0, *kv.shape[1:-1], kv.shape[-1] // (1 + overlap))
+    if state is not None:
+        return _continued(kv, gate, ratio, position_bias, overlap, state)
+    if kv_len is None:
+        return _windows(kv, gate, ratio, position_bias, overlap)
+    # Rows behind a sequence may hold anything, and take no part: neither in sums nor in gradients.
+    used = torch.tensor(lengths, device=kv.device)[:, None, None, None]
+    valid = torch.arange(kv.shape[1], device=kv.device)[None, :, None, None] < used
+    out = _windows(kv.where(valid, 0), gate.where(valid, 0), ratio, position_bias, overlap)
+    closed = torch.arange(out.shape[1], device=kv.device)[None, :, None, None] < used // ratio
+    return out.where(closed, 0)
+
+
+def _biased(gate: Tensor, bias: Tensor | None, ratio: int, position: int = 0) -> Tensor:
+    """Gates with the bias of their positions, the first of which is `position`; in float32 or float64."""
+    gate = gate.to(torch.promote_types(gate.dtype, torch.float32))
+    if bias is None:
+        return gate
+    at = (torch.arange(gate.shape[1], device=gate.device) + position) % ratio
+    return gate + bias.to(gate.dtype)[at][:, None]
+
+
+def _windows(kv: Tensor, gate: Tensor, ratio: int, bias: Tensor | None, overlap: bool) -> Tensor:
+    """The complete windows of rows from position 0 on."""
+    complete = kv.shape[1] // ratio * ratio
+    return pooled(kv[:, :complete], _biased(gate[:, :complete], bias, ratio), ratio, overlap)
+
+
+def _continued(
+    kv: Tensor, gate: Tensor, ratio: int, bias: Tensor | None, overlap: bool, state: CompressionState
+) -> Tensor:
+    """The windows that rows behind those of the state complete."""
+    first = state.tokens < ratio
+    rows, gates = state.joined(kv, _biased(gate, bias, ratio, state.tokens))
+    complete = rows.shape[1] // ratio * ratio
+    result = pooled(rows[:, :complete], gates[:, :complete], ratio, overlap, first=first or not overlap)
+    state.keep(rows, gates, kv.shape[1], ratio, overlap)
+    return result
+
+
+def _checked(
+    kv: Tensor, gate: Tensor, ratio: int, bias: Tensor | None, overlap: bool, layout: str,
+    kv_len: Sequence[int] | Tensor | None, state: CompressionState | None,
+) -> list[int]:  # fmt: skip
+    """The lengths of a call.
+
+    Raises:
+        ContractError: the first parameter that does not fit.
+    """
+    lengths = [] if kv_len is None else [int(n) for n in kv_len]
+    rows, axes = ("[B, S, N2, C]", 4) if layout == "BSND" else ("[T, N2, C]", 3)
+    tokens = kv.shape[1] if layout == "BSND" and kv.dim() == 4 else kv.shape[0] if kv.dim() else 0
+    fit = (
+        (len(lengths) == len(kv) and max(lengths, default=0) <= tokens) if layout == "BSND" else sum(lengths) == tokens
+    )
+    kept = None if state is None or state._rows is None else state._rows[0]
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    table: tuple[tuple[bool, str, str, Any, str], ...] = (
+        (layout in ("BSND", "TND"), "layout", '"BSND" or "TND"', layout, "transpose the rows"),
+        (kv.dim() == axes and kv.dtype in floats, "kv", f"floats {rows}", _shown(kv),
+         "one row for each token and head"),
+        (gate.shape == kv.shape, "gate", f"the shape of kv, {list(kv.shape)}", list(gate.shape),
+         "one for each channel"),
+        (ratio >= 1, "ratio", "at least 1", ratio, "rows of a window"),
+        (kv.dim() > 0 and not (overlap and kv.shape[-1] % 2), "kv", "an even number of channels with overlap",
+         list(kv.shape), "they are two sets"),
+        (bias is None or list(bias.shape) == [ratio, kv.shape[-1]], "position_bias",
+         f"[ratio, C] = {[ratio, kv.shape[-1] if kv.dim() else 0]}", None if bias is None else list(bias.shape),
+         "a row for each position in a window"),
+        (layout == "BSND" or kv_len is not None, "kv_len", "the tokens of every sequence", None,
+         "packed rows do not show where a sequence ends"),
+        (kv_len is None or (fit and min(lengths, default=0) >= 0), "kv_len",
+         f"lengths of sequences within {tokens} tokens", lengths, "one for each sequence; packed, their sum is T"),
+        (state is None or (layout == "BSND" and kv_len is None), "state", "None beside kv_len or packed rows",
+         "a state", "sequences of a state have one length: call without kv_len"),
+        (kept is None or (kept.shape[0] == kv.shape[0] and kept.shape[2:] == kv.shape[2:]), "state",
+         f"the state of {len(kv) if kv.dim() else 0} sequences of rows {list(kv.shape[2:])}",
+         None if kept is None else list(kept.shape), "start a new CompressionState"),
+    )  # fmt: skip
+    for holds, param, expected, got, advice in table:
+        if not holds:
+            raise ContractError([Failure("compress", param, expected, str(got), advice)])
+    return lengths
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

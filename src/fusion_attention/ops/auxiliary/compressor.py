@@ -1,0 +1,169 @@
+"""CANN's compressor, which projects rows and pools their windows to compressed keys: the record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Annotated
+
+import torch
+
+from fusion_attention.contract import Array, Attr, Rule, Tensor
+from fusion_attention.ops.auxiliary.caches import apart, own_memory, waits_for_none
+from fusion_attention.ops.auxiliary.common import auxiliary, floats, result
+from fusion_attention.ops.shared.params import TENSOR_FIRST
+from fusion_attention.ops.shared.rules import invalid
+
+
+def lengths_of(
+    x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[int] | None, start: Sequence[int] | None
+) -> tuple[list[int], list[int], list[int]]:
+    """(first row in x, tokens, position of the first token) of every sequence of a call whose lengths fit."""
+    if cumulative is None:
+        ends = [(b + 1) * x.shape[1] for b in range(x.shape[0])]
+        first = [end - x.shape[1] for end in ends]
+    else:
+        ends = [int(n) for n in cumulative[1:]]
+        first = [int(n) for n in cumulative[:-1]]
+    tokens = [end - begin for begin, end in zip(first, ends, strict=True)] if used is None else [int(n) for n in used]
+    return first, tokens, [0] * len(first) if start is None else [int(n) for n in start]
+
+
+def lengths_fit(
+    x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[int] | None, start: Sequence[int] | None
+) -> bool | str:
+    """True if lengths describe sequences of x; otherwise what does not fit."""
+    if cumulative is not None:
+        ends = [int(n) for n in cumulative]
+        if not ends or ends[0] or ends[-1] != x.shape[0] or ends != sorted(ends):
+            return f"cu_seqlens {ends} of {x.shape[0]} rows"
+    first, tokens, _ = lengths_of(x, cumulative, None, None)
+    for name, given in (("seqused", used), ("start_pos", start)):
+        if given is not None and (len(given) != len(first) or min(given, default=0) < 0):
+            return f"{name} {[int(n) for n in given]} of {len(first)} sequences"
+    if used is not None and any(n > most for n, most in zip(used, tokens, strict=True)):
+        return f"seqused {[int(n) for n in used]} of sequences with {tokens} rows"
+    return True
+
+
+def positions_fit(
+    table: torch.Tensor | None, cache: torch.Tensor, x: torch.Tensor, cumulative: Sequence[int] | None,
+    used: Sequence[int] | None, start: Sequence[int] | None, mode: int, reach: int,
+) -> bool | str:  # fmt: skip
+    """True if a state table has a block for every row that a call writes or reads; otherwise what is missing.
+
+    reach: rows before the first token that a window may read.
+    """
+    first, tokens, positions = lengths_of(x, cumulative, used, start)
+    if table is None:
+        return max(positions, default=0) == 0 or f"None with start_pos {positions}"
+    if table.dim() != (2 if mode == 1 else 1) or table.shape[0] != len(first):
+        return f"{list(table.shape)} for {len(first)} sequences in cache_mode {mode}"
+    size = cache.shape[1]
+    end = max((p + n for p, n in zip(positions, tokens, strict=True)), default=0)
+    if mode == 1 and end > table.shape[1] * size:
+        return f"{table.shape[1]} blocks of {size} rows, and {end} positions"
+    if mode == 2 and max(tokens, default=0) + reach > size:
+        return f"blocks of {size} rows, and {max(tokens)} new rows behind {reach}"
+    return True
+
+
+def shapes_fit(x: torch.Tensor, weight: torch.Tensor, coff: int) -> bool:
+    """True if a projection [coff * D, H] takes rows of x."""
+    return weight.dim() == 2 and weight.shape[1] == x.shape[-1] and weight.shape[0] % coff == 0
+
+
+_LENGTHS = "x, cu_seqlens, seqused, start_pos"
+
+
+def _of_float32(rules: Callable[..., tuple[Rule, ...]], sample: torch.Tensor) -> tuple[Rule, ...]:
+    """Rules of caches for state_cache, with a sample of its dtype."""
+    shape, name = tuple(sample.shape), "state_cache"
+    return tuple(replace(rule, invalid={name: sample}) for rule in rules(name, shape=shape))
+
+
+COMPRESSOR = replace(
+    auxiliary(
+        "cann_ops_transformer.compressor",
+        "Projects rows to keys and gates, and pools every window of cmp_ratio rows to one compressed key.",
+        (
+            floats("x", "Rows [B, S, H], or packed [T, H] with cu_seqlens."),
+            floats("wkv", "Projection to keys, [coff * D, H].", like="x"),
+            floats("wgate", "Projection to gates, [coff * D, H].", like="x"),
+            Tensor(
+                "state_cache",
+                "Keys and gates of earlier rows, in blocks [blocks, rows, 2 * coff * D]; written in place.",
+                dtypes="float32",
+            ),
+            Tensor("ape", "Bias of gates by the position in a window, [cmp_ratio, coff * D].", dtypes="float32"),
+            Attr("cmp_ratio", "Rows of a window.", default=4, domain="cmp_ratio >= 1", bad=0),
+            Tensor(
+                "state_block_table",
+                "Blocks of state_cache: [B, blocks of a sequence] in cache_mode 1, of which 0 keeps nothing; [B] in "
+                "cache_mode 2. None: nothing is kept.",
+                True,
+                dtypes="int32",
+            ),
+            Array("cu_seqlens", "Packed rows: 0, and the cumulative ends of the sequences.", True),
+            Array("seqused", "Rows of every sequence that count; None: all.", True),
+            Array("start_pos", "Position of the first row of every sequence; None: 0.", True),
+            Attr("coff", "1; or 2, windows overlap: rows have 2 * D channels, and the first D of them belong to the "
+                 "next window.", default=1, domain="coff in (1, 2)", bad=3),
+            Attr("cache_mode", "1: a block for each position; 2: one block of a sequence as a ring.", default=1,
+                 domain="cache_mode in (1, 2)", bad=0),
+        ),
+        (
+            result("cmp_kv", "[B, ceil(S / cmp_ratio), D], or packed [min(T, T // cmp_ratio + B), D]; zeros behind the "
+                   "last window of a sequence, packed behind that of the last.", "=x"),
+        ),
+        rules=(
+            invalid(
+                "x.dim() == (3 if cu_seqlens is None else 2)", "x", "packed rows need cu_seqlens",
+                "[B, S, H], or [T, H] with cu_seqlens", invalid={"x": "4 W"},
+            ),
+            invalid("shapes_fit(x, wkv, coff)", "wkv", "a row for each channel", "[coff * D, H], H as x has",
+                    invalid={"wkv": "4 6", "wgate": "4 6"}, when="x.dim() > 1"),
+            invalid("wgate.shape == wkv.shape", "wgate", "a gate for each channel", "the shape of wkv",
+                    invalid={"wgate": "6 W"}),
+            invalid("ape.dim() == 2 and ape.shape[0] == cmp_ratio and ape.shape[1] == wkv.shape[0]", "ape",
+                    "a row for each position in a window", "[cmp_ratio, coff * D]", invalid={"ape": "3 4"},
+                    when="wkv.dim() == 2"),
+            invalid("state_cache.dim() == 3 and state_cache.shape[2] == 2 * wkv.shape[0]", "state_cache",
+                    "keys, then gates", "[blocks, rows, 2 * coff * D]", invalid={"state_cache": "3 4 6"},
+                    when="wkv.dim() == 2"),
+            Rule(f"lengths_fit({_LENGTHS})", "cu_seqlens", "they count rows of x", "lengths of sequences within x",
+                 invalid={"seqused": [7, 2]}, when="x.dim() == (3 if cu_seqlens is None else 2)"),
+            Rule(
+                f"positions_fit(state_block_table, state_cache, {_LENGTHS}, cache_mode, coff * cmp_ratio - 1)",
+                "state_block_table", "earlier rows are read from there", "a block for every row that is kept",
+                invalid={"start_pos": [30, 0]},
+                when=f"x.dim() == (3 if cu_seqlens is None else 2) and state_cache.dim() == 3"
+                f" and lengths_fit({_LENGTHS}) is True",
+            ),
+            Rule("state_block_table is None or within(state_block_table, state_cache.shape[0])", "state_block_table",
+                 "numbers of blocks", "blocks that state_cache has", reads=True, when="state_cache.dim() == 3",
+                 invalid={"state_block_table": torch.tensor([[1, 9], [0, 2]], dtype=torch.int32)}),
+            *_of_float32(waits_for_none, torch.zeros(3, 4, 8, requires_grad=True)),
+            *_of_float32(own_memory, torch.zeros(3, 1, 1).expand(3, 4, 8)),
+        ),
+        functions={one.__name__: one for one in (lengths_fit, positions_fit, shapes_fit, apart)},
+        sizes={"C": 4},
+        sample={
+            "x": "B 6 W", "wkv": "C W", "wgate": "C W", "state_cache": "3 4 8", "ape": "4 C",
+            "state_block_table": torch.tensor([[1, 2], [0, 2]], dtype=torch.int32),
+        },
+        formula="z_p = wgate x_p + ape[p % r],  cmp_w = sum_p softmax_p(z_p) * (wkv x_p),  p in window w",
+        tex=r"z_p = W_{gate}\, x_p + ape_{p \bmod r} \qquad cmp_w = \sum_{p=wr}^{wr+r-1} "
+            r"\operatorname{softmax}_p(z_p) \odot W_{kv}\, x_p",
+        keywords="state_block_table",
+        declared={"state_cache": Annotated[torch.Tensor, "a!"]}
+        | dict.fromkeys(("cu_seqlens", "seqused", "start_pos"), TENSOR_FIRST),
+        example="""\
+>>> x, wkv, wgate = torch.randn(1, 9, 32), torch.randn(16, 32), torch.randn(16, 32)
+>>> state, table = torch.zeros(2, 16, 32), torch.ones(1, 1, dtype=torch.int32)
+>>> compressor(x, wkv, wgate, state, torch.zeros(4, 16), 4, state_block_table=table).shape
+torch.Size([1, 3, 16])""",
+    ),
+    source="CANN's cann_ops_transformer",
+)  # fmt: skip
+RECORDS = (COMPRESSOR,)

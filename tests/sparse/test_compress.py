@@ -1,0 +1,255 @@
+"""Compressed keys: fa.compress and CANN's compressor by loops, by transformers' layers, and in several calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+
+import fusion_attention as fa
+from fusion_attention import ContractError
+from fusion_attention.npu.auxiliary.compressor import compressor
+from fusion_attention.testing.drawn import compare_with
+
+Tensor = torch.Tensor
+RATIO, HEADS, DIM = 4, 2, 6
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def by_loops(kv: Tensor, gate: Tensor, bias: Tensor, ratio: int, overlap: bool) -> Tensor:
+    """[windows, ..., D] of one sequence [tokens, ..., C], channel by channel of each window."""
+    half, results = kv.shape[-1] // 2, []
+    for w in range(len(kv) // ratio):
+        own = [(p, slice(half, None) if overlap else slice(None)) for p in range(w * ratio, (w + 1) * ratio)]
+        before = [(p - ratio, slice(0, half)) for p, _ in own] if overlap and w else []
+        pairs = [(gate[p][..., c] + bias[p % ratio][c], kv[p][..., c]) for p, c in before + own]
+        weights = torch.stack([z for z, _ in pairs]).softmax(0)
+        results.append(sum(weight * x for weight, (_, x) in zip(weights, pairs, strict=True)))
+    return torch.stack(results) if results else kv.new_zeros(0, *kv.shape[1:-1], half if overlap else 2 * half)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_and_gradients_are_those_of_loops(dtype: torch.dtype, overlap: bool) -> None:
+    given = drawn(2, 11, HEADS, 2 * DIM, dtype=dtype), drawn(2, 11, HEADS, 2 * DIM, seed=1, dtype=dtype)
+    leaves = *(t.requires_grad_() for t in given), drawn(RATIO, 2 * DIM, seed=2).requires_grad_()
+    out = fa.compress(leaves[0], leaves[1], ratio=RATIO, position_bias=leaves[2], overlap=overlap)
+    dout = drawn(*out.shape, seed=3, dtype=dtype)
+    got = out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    def program() -> tuple[Tensor, ...]:
+        wide = [t.detach().double().requires_grad_() for t in leaves]
+        rows = torch.stack([by_loops(wide[0][b], wide[1][b], wide[2], RATIO, overlap) for b in range(2)])
+        return rows.detach(), *torch.autograd.grad(rows, wide, dout.double())
+
+    compare_with(f"overlap {overlap}", got, program)
+
+
+@pytest.mark.parametrize("kind", ["HCA", "CSA"])
+def test_the_layers_of_transformers_pool_alike(kind: str) -> None:
+    """Before their norm and rotation."""
+    overlap = kind == "CSA"
+    config = v4.DeepseekV4Config(hidden_size=16, head_dim=2 * DIM, index_head_dim=8, index_n_heads=2, q_lora_rank=8)
+    layer = getattr(v4, f"DeepseekV4{kind}Compressor")(config)
+    layer.compress_rate = RATIO
+    width = layer.kv_proj.weight.shape[0]
+    layer.position_bias = torch.nn.Parameter(drawn(RATIO, width, seed=5))
+    pooled: list[Tensor] = []
+
+    class Found(Exception):
+        pass
+
+    def norm(rows: Tensor) -> Tensor:
+        pooled.append(rows.detach())
+        raise Found
+
+    layer.kv_norm = torch.nn.Module()
+    layer.kv_norm.forward = norm
+    x = drawn(1, 11, 16, seed=6)
+    with pytest.raises(Found):
+        layer(x, None, torch.arange(11)[None], None, 0)
+    kv, gate = layer.kv_proj(x).detach(), layer.gate_proj(x).detach()
+    ours = fa.compress(
+        kv[:, :, None], gate[:, :, None], ratio=RATIO, position_bias=layer.position_bias.detach(), overlap=overlap
+    )
+
+    def program() -> tuple[Tensor, ...]:
+        rows = by_loops(kv[0].double(), gate[0].double(), layer.position_bias.detach().double(), RATIO, overlap)
+        return (rows,)
+
+    compare_with(f"{kind} of transformers", (pooled[0][0],), program)
+    compare_with(f"{kind}", (ours[0, :, 0],), program)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_calls_with_a_state_give_the_bits_of_one_call(overlap: bool) -> None:
+    kv, gate, bias = drawn(2, 23, 1, 8), drawn(2, 23, 1, 8, seed=1), drawn(RATIO, 8, seed=2)
+    options: dict[str, Any] = {"ratio": RATIO, "position_bias": bias, "overlap": overlap}
+    want, state, parts, at = fa.compress(kv, gate, **options), fa.CompressionState(), [], 0
+    for n in (1, 5, 3, 1, 0, 8, 2, 3):
+        parts.append(fa.compress(kv[:, at : at + n], gate[:, at : at + n], **options, state=state))
+        at += n
+        assert (state.tokens, state.residual) == (at, at % RATIO)
+    same_bits(torch.cat(parts, 1), want, "rows")
+
+
+def test_packed_and_padded_sequences_give_equal_bits_and_nothing_behind_them_counts() -> None:
+    lengths = [9, 0, 3, 8]
+    kv, gate, bias = drawn(4, 9, 1, 8), drawn(4, 9, 1, 8, seed=1), drawn(RATIO, 8, seed=2)
+    options: dict[str, Any] = {"ratio": RATIO, "position_bias": bias, "overlap": True, "kv_len": lengths}
+    for b, n in enumerate(lengths):
+        kv[b, n:], gate[b, n:] = float("nan"), float("inf")
+    leaves = kv.requires_grad_(), gate.requires_grad_()
+    padded = fa.compress(*leaves, **options)
+    packed = fa.compress(
+        *(torch.cat([t[b, :n] for b, n in enumerate(lengths)]) for t in leaves), **options, layout="TND"
+    )
+    same_bits(torch.cat([padded[b, : n // RATIO] for b, n in enumerate(lengths)]), packed, "rows")
+    for b, n in enumerate(lengths):
+        assert not padded[b, n // RATIO :].any()
+    for gradient in torch.autograd.grad(padded.sum(), leaves):
+        assert gradient.isfinite().all()
+        assert gradient.any()
+
+
+def test_compressed_keys_are_those_that_attention_takes() -> None:
+    q, k = drawn(1, 11, 4, 8), drawn(1, 11, 1, 8, seed=1)
+    keys = fa.compress(k, drawn(1, 11, 1, 8, seed=2), ratio=RATIO)
+    out = fa.compressed_attention(q, k, keys, ratio=RATIO, band=fa.Band.window(2))
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"layout": "SBH"}, 'compress: layout: expected "BSND" or "TND", got SBH'),
+        ({"kv": torch.zeros(2, 3)}, "compress: kv: expected floats [B, S, N2, C], got torch.float32 [2, 3]"),
+        ({"gate": torch.zeros(1, 8, 1, 5)}, "compress: gate: expected the shape of kv, [1, 8, 1, 6]"),
+        ({"ratio": 0}, "compress: ratio: expected at least 1, got 0"),
+        (dict.fromkeys(("kv", "gate"), torch.zeros(1, 8, 1, 5)) | {"overlap": True}, "an even number of channels"),
+        ({"position_bias": torch.zeros(3, 6)}, "compress: position_bias: expected [ratio, C] = [4, 6], got [3, 6]"),
+        ({"kv_len": [9]}, "compress: kv_len: expected lengths of sequences within 8 tokens, got [9]"),
+        ({"kv_len": [1, 2]}, "compress: kv_len:"),
+        ({"kv_len": [4], "state": fa.CompressionState()}, "compress: state: expected None beside kv_len"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(changed: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {"kv": torch.zeros(1, 8, 1, 6), "gate": torch.zeros(1, 8, 1, 6), "ratio": RATIO}
+    with pytest.raises(ContractError) as error:
+        fa.compress(**{**given, **changed})
+    assert words in str(error.value)
+
+
+def test_a_state_of_other_rows_is_refused() -> None:
+    state = fa.CompressionState()
+    fa.compress(drawn(1, 3, 1, 6), drawn(1, 3, 1, 6), ratio=RATIO, state=state)
+    with pytest.raises(ContractError, match="start a new CompressionState"):
+        fa.compress(drawn(2, 3, 1, 6), drawn(2, 3, 1, 6), ratio=RATIO, state=state)
+
+
+# ------------------------------------------------------------------------------------------ CANN's compressor
+
+H = 10
+
+
+def weights(coff: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    wide = coff * DIM
+    return {
+        "wkv": drawn(wide, H, seed=1, dtype=dtype), "wgate": drawn(wide, H, seed=2, dtype=dtype),
+        "ape": drawn(RATIO, wide, seed=3),
+    }  # fmt: skip
+
+
+def state_of(coff: int, mode: int, sequences: int) -> dict[str, Tensor]:
+    """Blocks of garbage, given to sequences in a mixed order."""
+    cache = torch.full((3 * sequences + 1, 16 if mode == 1 else 40, 2 * coff * DIM), float("nan"))
+    order = torch.randperm(3 * sequences, generator=torch.Generator().manual_seed(4)).int() + 1
+    table = order[: 2 * sequences].view(sequences, 2) if mode == 1 else order[:sequences]
+    return {"state_cache": cache, "state_block_table": table}
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+@pytest.mark.parametrize("coff", [1, 2])
+def test_the_compressor_pools_its_projections(coff: int, mode: int) -> None:
+    x, w = drawn(2, 23, H), weights(coff)
+    leaves = [x.requires_grad_(), *(t.requires_grad_() for t in w.values())]
+    out = compressor(x, **w, **state_of(coff, mode, 2), cmp_ratio=RATIO, coff=coff, cache_mode=mode)
+    assert out.shape == (2, 6, DIM)
+    assert not out[:, 5:].any()
+    dout = drawn(*out.shape, seed=7)
+    got = out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    def program() -> tuple[Tensor, ...]:
+        wide = [t.detach().double().requires_grad_() for t in leaves]
+        rows = [by_loops(one @ wide[1].T, one @ wide[2].T, wide[3], RATIO, coff == 2) for one in wide[0]]
+        full = torch.nn.functional.pad(torch.stack(rows), (0, 0, 0, 1))
+        return full.detach(), *torch.autograd.grad(full, wide, dout.double())
+
+    compare_with(f"coff {coff}", got, program)
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+@pytest.mark.parametrize("coff", [1, 2])
+def test_several_calls_of_the_compressor_go_on_from_its_state(coff: int, mode: int) -> None:
+    """Sequences at positions of their own; windows that begin inside the state, both halves of them."""
+    x, w, given = drawn(2, 23, H, dtype=torch.float64).float(), weights(coff), state_of(coff, mode, 2)
+    parts: list[list[Tensor]] = [[], []]
+    at = [0, 0]
+    for counts in ((1, 6), (5, 1), (3, 9), (9, 0), (5, 7)):
+        rows = torch.zeros(2, max(counts), H)
+        for b, n in enumerate(counts):
+            rows[b, :n] = x[b, at[b] : at[b] + n]
+        out = compressor(
+            rows, **w, **given, cmp_ratio=RATIO, coff=coff, cache_mode=mode, start_pos=torch.tensor(at),
+            seqused=torch.tensor(counts),
+        )  # fmt: skip
+        for b, n in enumerate(counts):
+            closed = (at[b] + n) // RATIO - at[b] // RATIO
+            parts[b].append(out[b, :closed])
+            assert not out[b, closed:].any()
+            at[b] += n
+    assert at == [23, 23]
+    got = tuple(torch.cat(rows) for rows in parts)
+
+    def program() -> tuple[Tensor, ...]:
+        wide = [t.double() for t in w.values()]
+        return tuple(by_loops(one @ wide[0].T, one @ wide[1].T, wide[2], RATIO, coff == 2) for one in x.double())
+
+    compare_with(f"coff {coff}", got, program)
+
+
+def test_packed_rows_of_the_compressor() -> None:
+    lengths = [9, 0, 7]
+    x, w = drawn(16, H).round(), {name: t.round() for name, t in weights(2).items()}  # products of any shape are exact
+    table = torch.zeros(3, 2, dtype=torch.int32)  # block 0: nothing is kept
+    cache = torch.full((2, 16, 4 * DIM), float("nan"))
+    ends = torch.tensor([0, 9, 9, 16])
+    given: dict[str, Any] = {"state_cache": cache, "state_block_table": table, "cmp_ratio": RATIO, "coff": 2}
+    out = compressor(x, **w, **given, cu_seqlens=ends)
+    assert cache.isnan().all()
+    alone = {**given, "state_block_table": None}
+    first = [0, 9, 9]
+    rows = [
+        compressor(x[at : at + n][None], **w, **alone)[0, : n // RATIO] for at, n in zip(first, lengths, strict=True)
+    ]
+    same_bits(out[:3], torch.cat(rows), "rows")
+    assert out.shape == (7, DIM)
+    assert not out[3:].any()
+    used = compressor(x, **w, **given, cu_seqlens=ends, seqused=torch.tensor([4, 0, 7]))
+    same_bits(used[:1], out[:1], "rows that count")
+    same_bits(used[1:2], out[2:3], "rows that count")
+
+
+def test_blocks_that_are_not_there_are_refused() -> None:
+    w, table = weights(1), torch.tensor([[1, 9]], dtype=torch.int32)
+    cache = torch.zeros(4, 16, 2 * DIM)
+    with pytest.raises(ContractError, match="state_block_table: expected blocks that state_cache has"):
+        compressor(drawn(1, 9, H), **w, state_cache=cache, cmp_ratio=RATIO, state_block_table=table)
+    with pytest.raises(ContractError, match="a block for every row that is kept"):
+        compressor(drawn(1, 9, H), **w, state_cache=cache, cmp_ratio=RATIO, start_pos=[30], state_block_table=table)
