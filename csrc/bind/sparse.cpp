@@ -71,7 +71,7 @@ struct SparseArgument {
     KeysArgument k, k_rope, v;
     RowsArgument out, max, sum, weights, values, dout, dlse, dq, dq_rope, dk, dk_rope, dv, dweights;
     KeysArgument k_compressed, v_compressed;  // of a second source
-    RowsArgument dk_compressed, dv_compressed;
+    RowsArgument dk_compressed, dv_compressed, target;
     fusion::SparseOperands operands;
 
     enum class Of { forward, backward, loss };  // a loss starts from no gradient; its attention is that of a forward
@@ -80,14 +80,17 @@ struct SparseArgument {
         : writes(of != Of::forward), q(at(t, 0), "q", p.dim_qk, n), q_rope(at(t, 1), "q_rope", p.dim_rope, n),
           indices(at(t, 2), "indices", p.select_count, n), k(at(t, 3), "k", p.dim_qk, n),
           k_rope(at(t, 4), "k_rope", p.dim_rope, n), v(at(t, 5), "v", p.dim_v, n), out(at(t, 6), "out", p.dim_v, n),
-          max(at(t, 7), "max", p.indexes && p.select_count ? 0 : 1, n),
-          sum(at(t, 8), "sum", p.indexes && p.select_count ? 0 : 1, n),
-          weights(at(t, 9), "weights", p.indexes ? p.heads_q : 0, n),
-          values(at(t, 10), "values", at(t, 10).is_none() ? 0 : p.select_count, n), dout(at(t, 11), "dout",
-                                                                                         of != Of::backward ? 0
-                                                                                         : p.indexes ? p.select_count
-                                                                                                     : p.dim_v,
-                                                                                         n),
+          max(at(t, 7), "max", has_statistics(p), n), sum(at(t, 8), "sum", has_statistics(p), n),
+          weights(at(t, 9), "weights", p.indexes ? p.heads_q : 0, n), values(at(t, 10), "values",
+                                                                             of == Of::loss        ? width_of(t, 10)
+                                                                             : at(t, 10).is_none() ? 0
+                                                                                                   : p.select_count,
+                                                                             n),
+          dout(at(t, 11), "dout",
+               of != Of::backward ? 0
+               : p.indexes        ? p.select_count
+                                  : p.dim_v,
+               n),
           dlse(at(t, 12), "dlse", at(t, 12).is_none() ? 0 : 1, n), dq(at(t, 13), "dq", writes ? p.dim_qk : 0, n),
           dq_rope(at(t, 14), "dq_rope", writes ? p.dim_rope : 0, n), dk(at(t, 15), "dk", writes ? p.dim_qk : 0, n),
           dk_rope(at(t, 16), "dk_rope", writes ? p.dim_rope : 0, n),
@@ -96,7 +99,8 @@ struct SparseArgument {
           k_compressed(at(t, 22), "k_compressed", p.compressed_ratio ? p.dim_qk : 0, n),
           v_compressed(at(t, 23), "v_compressed", p.compressed_ratio ? p.dim_v : 0, n),
           dk_compressed(at(t, 24), "dk_compressed", p.compressed_ratio && writes ? p.dim_qk : 0, n),
-          dv_compressed(at(t, 25), "dv_compressed", p.compressed_ratio && writes && !p.shares_kv ? p.dim_v : 0, n) {
+          dv_compressed(at(t, 25), "dv_compressed", p.compressed_ratio && writes && !p.shares_kv ? p.dim_v : 0, n),
+          target(at(t, 26), "target", of == Of::loss ? width_of(t, 26) : 0, n) {
         const auto sink = item<std::uintptr_t>(t, 19), dsink = item<std::uintptr_t>(t, 20);
         if (p.has_sink != (sink != 0)) refuse(p.has_sink ? "sink is missing" : "sink belongs to no operand");
         if ((p.has_sink && of == Of::backward) != (dsink != 0)) refuse("dsink is missing, or belongs to no operand");
@@ -122,13 +126,23 @@ struct SparseArgument {
                     dweights.rows,
                     dk_compressed.rows,
                     dv_compressed.rows,
+                    target.rows,
                     reinterpret_cast<float *>(dsink),
                     item<bool>(t, 21)};
     }
 
+    // Lists of an indexer need none, and an attention without heads is none.
+    static bool has_statistics(const SparseProblem &p) { return p.heads_q && !(p.indexes && p.select_count); }
+
+    // Elements of rows that a problem's sizes do not determine; 0: there are none.
+    static std::int64_t width_of(const nb::tuple &t, std::size_t i) {
+        const nb::object from = at(t, i);
+        return from.is_none() ? 0 : item<std::int64_t>(nb::cast<nb::tuple>(from), 4);
+    }
+
 private:
     static nb::object at(const nb::tuple &t, std::size_t i) {
-        if (t.size() != 26) refuse("operands of selected keys are 26 values");
+        if (t.size() != 27) refuse("operands of selected keys are 27 values");
         return nb::borrow(t[i]);
     }
 };
@@ -157,9 +171,11 @@ void run_sparse(const fusion::SparsePlan &self, int threads, const nb::tuple &op
 }
 
 void construct_loss(fusion::SparsePlan *self, const nb::tuple &problem, const nb::tuple &attention,
-                    const nb::tuple &extents, const nb::object &variant) {
-    new (self) fusion::SparsePlan(sparse_variant_named(variant), sparse_problem_of(problem), sequences_of(extents),
-                                  sparse_problem_of(attention));
+                    const nb::tuple &extents, bool unit_target, const nb::object &variant) {
+    SparseProblem own = sparse_problem_of(problem);
+    own.unit_target = unit_target;
+    new (self)
+        fusion::SparsePlan(sparse_variant_named(variant), own, sequences_of(extents), sparse_problem_of(attention));
 }
 
 void run_loss(const fusion::SparsePlan &self, int threads, const nb::tuple &operands, const nb::tuple &attended,
@@ -167,6 +183,10 @@ void run_loss(const fusion::SparsePlan &self, int threads, const nb::tuple &oper
     require_threads(threads);
     if (!self.attention() || !loss) refuse("this is the plan of no loss, or the loss has no place");
     const SparseArgument given(operands, self.problem(), SparseArgument::Of::loss, self.sequences());
+    const std::int64_t target = SparseArgument::width_of(operands, 26), values = SparseArgument::width_of(operands, 10);
+    if (self.given_target() ? target < self.target_width() : target)
+        refuse("target is missing, too short, or no operand");
+    if (values && values < self.target_width()) refuse("values are too short");
     SparseArgument read(attended, *self.attention(), SparseArgument::Of::forward, self.sequences());
     read.operands.v = read.operands.k;
     const nb::gil_scoped_release released;
@@ -231,7 +251,8 @@ void bind_sparse(nb::module_ &m) {
                                    "Attention to selected keys, a backward, or the indexer's loss, on given lengths.")
         .def("__init__", &construct_sparse, "problem"_a, "extents"_a, "backward"_a, "variant"_a = nb::none())
         .def("workspace_bytes", &fusion::SparsePlan::workspace_bytes, "threads"_a)
-        .def("__init__", &construct_loss, "problem"_a, "attention"_a, "extents"_a, "variant"_a = nb::none())
+        .def("__init__", &construct_loss, "problem"_a, "attention"_a, "extents"_a, "unit_target"_a = false,
+             "variant"_a = nb::none())
         .def("run", &run_sparse, "threads"_a, "operands"_a)
         .def("run", &run_loss, "threads"_a, "operands"_a, "attended"_a, "loss"_a);
     nb::class_<fusion::IndexerPlan>(m, "IndexerPlan", "The lightning indexer's forward on given lengths.")

@@ -37,6 +37,7 @@ struct SparseProblem {
     std::int64_t compressed_ratio = 0;
     std::int64_t ratio = 1;      // rows for which one key is added to those that a row sees (of one source)
     std::int64_t most_keys = 0;  // that a row reads, at most: a plan finds it
+    bool unit_target = false;    // of a loss: its given target counts as one that sums to 1
 };
 
 struct SparseOperands {
@@ -44,9 +45,10 @@ struct SparseOperands {
     Keys k, k_rope, v;
     Rows out, max, sum;
     const float *sink = nullptr;                    // [heads_q]
-    Rows weights, values;                           // of the indexer
+    Rows weights, values;                           // of the indexer; values of a loss: y, where rows read, or null
     Rows dout, dlse, dq, dq_rope, dk, dk_rope, dv;  // dout: of the indexer, dvalues; dlse: as in Gradients
     Rows dweights, dk_compressed, dv_compressed;
+    Rows target;             // of a loss without an attention: float32, an element per entry of a list, or per key
     float *dsink = nullptr;  // [heads_q]
     bool wide_keys = false;  // dk, dk_rope, dv and those of a second source are float32, whatever dtype is
 };

@@ -108,8 +108,10 @@ SparsePlan::SparsePlan(const SparseVariant &variant, const SparseProblem &proble
     : kernels_(variant.kernels(problem.dtype)), problem_(problem), attention_(attention),
       sequences_(std::move(sequences)), backward_(true), tile_rows_(problem.select_count ? 1 : loss_tile_rows) {
     require(problem_.indexes && problem_.dtype == attention.dtype, "a loss is that of an indexer of the same dtype");
-    require.heads(attention);
-    require.dims(attention.dim_qk > 0 && attention.dim_rope >= 0);
+    if (!given_target()) {
+        require.heads(attention);
+        require.dims(attention.dim_qk > 0 && attention.dim_rope >= 0);
+    }
     divide();
 }
 

@@ -22,7 +22,7 @@ public:
     SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences,
                bool backward);
 
-    // The indexer's loss and its gradients: `problem` is the indexer.
+    // The indexer's loss and its gradients: `problem` is the indexer; an attention of no heads: the target is given.
     SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences,
                const SparseProblem &attention);
 
@@ -35,6 +35,8 @@ public:
 
     const SparseProblem &problem() const { return problem_; }
     const std::optional<SparseProblem> &attention() const { return attention_; }
+    bool given_target() const { return attention_ && !attention_->heads_q; }
+    std::int64_t target_width() const { return problem_.select_count ? problem_.select_count : longest_; }
     std::size_t sequences() const { return sequences_.size(); }
     bool backward() const { return backward_; }
 

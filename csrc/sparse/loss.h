@@ -4,6 +4,8 @@
 //   S = k q^T, I = sum_h w_h * max(0, S_h)        of the indexer, [key][head]
 //   dI = y - p, and gradients from it             by sparse/index_gradient.h
 //
+// p may be given instead (the attention has no heads): dI = y * sum p - p.
+//
 // Here: what both forms share, and the one with lists. An item is a row; one key head of the attention is met by all
 // its query heads at once. Start reading at list_loss(). Without lists: sparse/loss_tiles.h.
 
@@ -115,21 +117,30 @@ inline void weigh_scores(const float *products, std::int64_t pitch, std::int64_t
 
 struct Likelihood {  // y = exp(I - top) * share, ln y = I - top - log_sum
     float top, share, log_sum;
-    float head_share;  // 1 / N
-    bool clamped;      // p as a factor is clamped too
+    float head_share;   // 1 / N
+    bool clamped;       // p as a factor is clamped too
+    float mass = 1.0f;  // what p sums to
 
     Likelihood(float top_, float sum, float head_share_, bool clamped_)
         : top(top_), share(1.0f / sum), log_sum(__builtin_logf(sum)), head_share(head_share_), clamped(clamped_) {}
 };
 
 // The softmax of a whole row; behind its scores is room for a vector.
-inline Likelihood likelihood_of(float *scores, std::int64_t count, float head_share) {
+inline Likelihood likelihood_of(float *scores, std::int64_t count, float head_share, bool clamped) {
     store(scores + count, all(-infinity));
     Floats found = all(-infinity), sum = {};
     for (std::int64_t i = 0; i < count; i += lanes) found = larger(found, load<Floats>(scores + i));
     const float top = largest_of(found);
     for (std::int64_t i = 0; i < count; i += lanes) sum += exp2<6>((load<Floats>(scores + i) - top) * log2_e);
-    return {top, sum_of(sum), head_share, true};
+    return {top, sum_of(sum), head_share, clamped};
+}
+
+// y of `count` scores, a vector at a time: take(first of them, y).
+template <class Take> FUSION_INLINE void each_likelihood(const float *scores, std::int64_t count, const Likelihood y,
+                                                         Take take) {
+    for (std::int64_t i = 0; i < count; i += lanes) {
+        take(i, exp2<6>((load_floats(scores + i, count - i) - y.top) * log2_e) * y.share);
+    }
 }
 
 // dI in place of the scores of keys whose probabilities over all heads add up to `target`; returns their loss.
@@ -143,7 +154,7 @@ __attribute__((noinline)) inline double kl_divergence(float *scores, const float
         float terms[lanes];
         store(terms, (y.clamped ? clamped : p) * (natural_log(clamped) - log_y));
         for (std::int64_t k = 0; k < least<std::int64_t>(lanes, count - i); ++k) loss += terms[k];
-        store_floats(scores + i, exp2<6>(score * log2_e) * y.share - p, count - i);
+        store_floats(scores + i, exp2<6>(score * log2_e) * y.share * y.mass - p, count - i);
     }
     return loss;
 }
@@ -222,6 +233,28 @@ void list_target(const SparseJob &job, const SparseItem &item, const ListScratch
     form_target_anew<T>(p, o, item.seq, item.row, s.target, count, 0, keys);
 }
 
+// What a list's target sums to; the target in the order of the keys, not of the list, whose entries `sorted` has.
+inline float take_target(const SparseOperands &o, const SparseItem &item, const std::uint64_t *sorted,
+                         std::int64_t count, float *target) {
+    const float *const given = row_of<const float>(o.target, item.seq, 0, item.row);
+    double sum = 0.0;
+    for (std::int64_t i = 0; i < count; ++i) sum += target[i] = given[static_cast<std::uint32_t>(sorted[i])];
+    return static_cast<float>(sum);
+}
+
+// y of a list's entries.
+inline void store_likelihood(const SparseOperands &o, const SparseItem &item, const std::uint64_t *sorted,
+                             const float *scores, std::int64_t count, const Likelihood y) {
+    float *const to = row_of<float>(o.values, item.seq, 0, item.row);
+    each_likelihood(scores, count, y, [&](std::int64_t at, Floats found) {
+        float each[lanes];
+        store(each, found);
+        for (std::int64_t i = 0; i < least<std::int64_t>(lanes, count - at); ++i) {
+            to[static_cast<std::uint32_t>(sorted[at + i])] = each[i];
+        }
+    });
+}
+
 // All of a row but what it adds to sums of keys, which its notes keep.
 template <class Format, class T>
 void list_loss(const SparseJob &job, const SparseItem &item, const Notes &notes, double *loss, void *scratch) {
@@ -230,16 +263,23 @@ void list_loss(const SparseJob &job, const SparseItem &item, const Notes &notes,
     const auto &w = work.gradient;
     const ListScratch<Format> s(*job.attention, w.p, static_cast<char *>(scratch) + work.bytes());
     float *const given = work.left.given;
-    const std::int64_t count = order_keys(w);
+    const bool attends = job.attention->heads_q;
+    std::uint64_t *sorted;
+    const std::int64_t count = attends ? order_keys(w) : sort_keys(w, sorted);
     find_strips(notes, w.s.keys, count, job.sequences[item.seq].kv_len);
     *loss = 0.0;
     if (count) {
         const SparseJob attention = {job.attention, job.attended, job.sequences};
-        list_target<Format, T>(attention, item, s, w.s.keys, count);
+        if (attends) list_target<Format, T>(attention, item, s, w.s.keys, count);
         score_list<Format, T>(work, count);
         weigh_scores(work.list.products, w.s.pitch, item.heads, w.s.share, count, given);
-        const float share = head_share(*job.attention, *job.attended, item.seq, item.row);
-        *loss = kl_divergence(given, s.target, count, likelihood_of(given, count, share));
+        const float share = attends ? head_share(*job.attention, *job.attended, item.seq, item.row) : 1.0f;
+        Likelihood y = likelihood_of(given, count, share, attends);
+        if (!attends) {
+            y.mass = take_target(w.o, item, sorted, count, s.target);
+            if (w.o.values.base) store_likelihood(w.o, item, sorted, given, count, y);
+        }
+        *loss = kl_divergence(given, s.target, count, y);
     }
     descend_list<Format, T>(work, count);
 }

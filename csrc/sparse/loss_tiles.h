@@ -20,7 +20,7 @@ template <class Format> struct TileScratch {
     Word *q, *keys, *index_rows;  // of one head: [row][word], [key panel][word][key]; of the indexer: [key][word]
     float *scores, *target;       // [block_rows][width], [row][width]
     float *shift, *share;         // [head][row]
-    float *head_share;            // [row]
+    float *head_share, *mass;     // [row]: 1 / N, what a given target sums to
     float *dq, *dweights;         // [row][heads][columns], [row][heads]
     float *sums;                  // [key][columns]
     Word *finite;                 // two rows of the indexer's keys
@@ -40,6 +40,7 @@ template <class Format> struct TileScratch {
         carver.take(shift, attention.heads_q * loss_tile_rows);
         carver.take(share, attention.heads_q * loss_tile_rows);
         carver.take(head_share, loss_tile_rows);
+        carver.take(mass, loss_tile_rows);
         carver.take(dq, loss_tile_rows * heads * columns);
         carver.take(dweights, loss_tile_rows * heads);
         carver.take(sums, chunk * columns);
@@ -53,7 +54,16 @@ struct TileBlock {  // rows [row0, row1) of a tile, keys [first, end)
     std::int64_t row0, row1, first, end;
 };
 
-// What rows of a tile need of the attention's statistics.
+// What a row's given target sums to over the keys that it sees.
+inline float sum_of_target(const SparseJob &job, std::int64_t b, std::int64_t row) {
+    const Sequence &seq = job.sequences[b];
+    const float *const given = row_of<const float>(job.operands->target, b, 0, row);
+    double sum = 0.0;
+    for (std::int64_t j = first_key(seq, row); j < end_key(*job.problem, seq, row); ++j) sum += given[j];
+    return static_cast<float>(sum);
+}
+
+// What rows of a tile need of the attention's statistics, or of a given target.
 template <class Format>
 void load_saved(const SparseJob &job, const SparseItem &item, std::int64_t rows, const TileScratch<Format> &t) {
     for (std::int64_t h = 0; h < job.attention->heads_q; ++h) {
@@ -64,7 +74,10 @@ void load_saved(const SparseJob &job, const SparseItem &item, std::int64_t rows,
         }
     }
     for (std::int64_t r = 0; r < rows; ++r) {
-        t.head_share[r] = head_share(*job.attention, *job.attended, item.seq, item.row + r);
+        const std::int64_t row = item.row + r;
+        t.mass[r] = t.head_share[r] = 1.0f;
+        if (job.attention->heads_q) t.head_share[r] = head_share(*job.attention, *job.attended, item.seq, row);
+        else if (!job.problem->unit_target) t.mass[r] = sum_of_target(job, item.seq, row);
     }
 }
 
@@ -133,6 +146,18 @@ void tile_target(const SparseJob &job, const SparseItem &item, const TileBlock &
     }
     for (std::int64_t r = block.row0; r < block.row1; ++r) {
         form_target_anew<T>(p, o, item.seq, item.row + r, t.target + r * t.width, count, block.first, nullptr);
+    }
+}
+
+// The given target of a block's rows and keys; a row's elements of keys that it does not see are not read.
+template <class Format>
+void take_target(const SparseJob &job, const SparseItem &item, const TileBlock &block, const TileScratch<Format> &t) {
+    const Sequence &seq = job.sequences[item.seq];
+    for (std::int64_t r = block.row0; r < block.row1; ++r) {
+        const float *const given = row_of<const float>(job.operands->target, item.seq, 0, item.row + r);
+        const std::int64_t first = most(first_key(seq, item.row + r), block.first);
+        const std::int64_t end = least(end_key(*job.problem, seq, item.row + r), block.end);
+        for (std::int64_t j = first; j < end; ++j) t.target[r * t.width + j - block.first] = given[j];
     }
 }
 
@@ -236,8 +261,15 @@ double row_loss(const SparseJob &job, const SparseItem &tile, const TileBlock &b
     std::memset(s.scores, 0, first * s.pitch * sizeof *s.scores);
     std::memset(s.given, 0, first * sizeof *s.given);
     weigh_in_order(s.scores + first * s.pitch, s.pitch, item.heads, s.share, end - first, s.given + first);
-    const Likelihood y(*row_of<float>(w.o.max, item.seq, 0, item.row), *row_of<float>(w.o.sum, item.seq, 0, item.row),
-                       t.head_share[r], false);
+    Likelihood y(*row_of<float>(w.o.max, item.seq, 0, item.row), *row_of<float>(w.o.sum, item.seq, 0, item.row),
+                 t.head_share[r], false);
+    y.mass = t.mass[r];
+    if (w.o.values.base) {
+        float *const to = row_of<float>(w.o.values, item.seq, 0, item.row) + block.first + first;
+        each_likelihood(s.given + first, end - first, y,
+                        [&](std::int64_t at, Floats found)
+                            __attribute__((always_inline)) { store_floats(to + at, found, end - first - at); });
+    }
     const double loss = kl_divergence(s.given + first, target + first, end - first, y);
     weigh_chunk<Format, false>(s, end, IndexerWeights{s.scores, s.given, s.share, t.dweights + r * t.heads, s.pitch},
                                nullptr, s.dscores);
@@ -289,7 +321,8 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
         TileBlock block = {0, rows, at, least(at + t.width, end)};
         while (block.row0 < rows && end_key(*job.problem, seq, item.row + block.row0) <= at) ++block.row0;
         while (block.row1 > block.row0 && first_key(seq, item.row + block.row1 - 1) >= block.end) --block.row1;
-        tile_target<Format, T>(job, item, block, t);
+        if (job.attention->heads_q) tile_target<Format, T>(job, item, block, t);
+        else take_target(job, item, block, t);
         for (std::int64_t stop = block.end; block.first < stop; block.first = block.end) {
             block.end = least(block.first + t.chunk, stop);
             *loss += keys_loss<Format, T>(w, job, item, block, at, t, scratch);

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from fusion_attention.api.compressed import compressed_attention
     from fusion_attention.api.decode import decode_attention
     from fusion_attention.api.int8_rope import divided_rope
-    from fusion_attention.api.sparse import indexer_loss, lightning_indexer, pack_lists, sparse_attention
+    from fusion_attention.api.sparse import (
+        indexer_loss,
+        indexer_target_loss,
+        lightning_indexer,
+        pack_lists,
+        sparse_attention,
+    )
     from fusion_attention.backends import use_backend
     from fusion_attention.captures.capture import capture
     from fusion_attention.captures.reader import CaptureError
@@ -49,6 +55,7 @@ __all__ = [
     "divided_rope",
     "explain",
     "indexer_loss",
+    "indexer_target_loss",
     "judge",
     "lightning_indexer",
     "pack_lists",
@@ -81,6 +88,7 @@ _HOMES = {
     "divided_rope": "api.int8_rope",
     "explain": "refusals.explanation",
     "indexer_loss": "api.sparse",
+    "indexer_target_loss": "api.sparse",
     "judge": "judging.judge",
     "lightning_indexer": "api.sparse",
     "pack_lists": "api.sparse",

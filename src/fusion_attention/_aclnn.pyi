@@ -697,3 +697,90 @@ def aclnnDenseLightningIndexerSoftmaxLseGetWorkspaceSize(
 
 aclnnDenseLightningIndexerSoftmaxLse: _Run
 
+def aclnnSparseLightningIndexerKLLossGradGetWorkspaceSize(
+    q: acl.Tensor | None, k: acl.Tensor | None, w: acl.Tensor | None, sparse_indices: acl.Tensor | None,
+    attn_softmax_l1_norm: acl.Tensor | None, cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, metadata: acl.Tensor | None, layout_q: str,
+    layout_k: str, mask_mode: int, cmp_ratio: int, dq: acl.Tensor | None, dk: acl.Tensor | None,
+    dw: acl.Tensor | None, softmax_out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """The gradients that bring the indexer's distribution over selected keys nearer to a given target. Phase 1:
+    checks, plans, and says how much workspace phase 2 needs."""
+
+aclnnSparseLightningIndexerKLLossGrad: _Run
+
+def aclnnDenseLightningIndexerKLLossGradGetWorkspaceSize(
+    q: acl.Tensor | None, k: acl.Tensor | None, w: acl.Tensor | None, attn_softmax_l1_norm: acl.Tensor | None,
+    softmax_lse: acl.Tensor | None, cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, metadata: acl.Tensor | None, layout_q: str,
+    layout_k: str, mask_mode: int, cmp_ratio: int, dq: acl.Tensor | None, dk: acl.Tensor | None,
+    dw: acl.Tensor | None, softmax_out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """The gradients that bring the indexer's distribution over all keys nearer to a given target. Phase 1: checks,
+    plans, and says how much workspace phase 2 needs."""
+
+aclnnDenseLightningIndexerKLLossGrad: _Run
+
+def aclnnDenseLightningIndexerSoftmaxLseV2GetWorkspaceSize(
+    query_index: acl.Tensor | None, key_index: acl.Tensor | None, weight: acl.Tensor | None,
+    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, metadata: acl.Tensor | None, layout_q: str,
+    layout_k: str, mask_mode: int, cmp_ratio: int, softmax_lse: acl.Tensor | None, *, strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """The log-sum-exp of an indexer's scores over all keys of a row. Phase 1: checks, plans, and says how much
+    workspace phase 2 needs."""
+
+aclnnDenseLightningIndexerSoftmaxLseV2: _Run
+
+def aclnnSparseLightningIndexerKLLossGradMetadataGetWorkspaceSize(
+    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, batch_size: int, max_seqlen_q: int,
+    max_seqlen_k: int, num_heads_q: int, num_heads_k: int, head_dim: int, topk: int, layout_q: str, layout_k: str,
+    mask_mode: int, cmp_ratio: int, meta_data: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Metadata of SparseLightningIndexerKLLossGrad: zeros, for no work is divided here. Phase 1: checks, plans, and
+    says how much workspace phase 2 needs."""
+
+aclnnSparseLightningIndexerKLLossGradMetadata: _Run
+
+def aclnnDenseLightningIndexerKLLossGradMetadataGetWorkspaceSize(
+    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, batch_size: int, max_seqlen_q: int,
+    max_seqlen_k: int, num_heads_q: int, num_heads_k: int, head_dim: int, layout_q: str, layout_k: str,
+    mask_mode: int, cmp_ratio: int, meta_data: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Metadata of DenseLightningIndexerKLLossGrad: zeros, for no work is divided here. Phase 1: checks, plans, and
+    says how much workspace phase 2 needs."""
+
+aclnnDenseLightningIndexerKLLossGradMetadata: _Run
+
+def aclnnDenseLightningIndexerSoftmaxLseV2MetadataGetWorkspaceSize(
+    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, batch_size: int, max_seqlen_q: int,
+    max_seqlen_k: int, num_heads_q: int, num_heads_k: int, head_dim: int, layout_q: str, layout_k: str,
+    mask_mode: int, cmp_ratio: int, meta_data: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Metadata of DenseLightningIndexerSoftmaxLseV2: zeros, for no work is divided here. Phase 1: checks, plans, and
+    says how much workspace phase 2 needs."""
+
+aclnnDenseLightningIndexerSoftmaxLseV2Metadata: _Run
+

@@ -85,7 +85,12 @@ class SparsePlan:
     ) -> None: ...
     @overload
     def __init__(
-        self, problem: tuple[Any, ...], attention: tuple[Any, ...], extents: tuple[Any, ...], variant: str | None = None
+        self,
+        problem: tuple[Any, ...],
+        attention: tuple[Any, ...],
+        extents: tuple[Any, ...],
+        unit_target: bool = False,
+        variant: str | None = None,
     ) -> None: ...
     def workspace_bytes(self, threads: int) -> int: ...
     @overload

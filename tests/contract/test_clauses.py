@@ -1,4 +1,4 @@
-"""Six pages of CANN, clause by clause: prototypes, and calls with what the page says of them (tests/clauses)."""
+"""Seven pages of CANN, clause by clause: prototypes, and calls with what the page says of them (tests/clauses)."""
 
 import re
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from clauses import (
     flash_attention_score_v2,
     incre_flash_attention_v4,
     indexer_grad_kl_loss,
+    indexer_kl_loss_grad,
     sparse_flash_attention_grad,
     sparse_flash_mla,
     table,
@@ -32,6 +33,7 @@ PAGES: dict[Page, int] = {
     incre_flash_attention_v4.PAGE: 245,
     indexer_grad_kl_loss.PAGE: 151,
     sparse_flash_mla.PAGE: 180,
+    indexer_kl_loss_grad.PAGE: 150,
 }
 ROWS = [
     pytest.param(page, clause, id=f"{page.operator.removeprefix('aclnn')}-{clause.id}")

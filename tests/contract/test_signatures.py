@@ -101,6 +101,10 @@ KEYWORD_ONLY_FROM = {
     "npu_dense_lightning_indexer_softmax_lse": "actual_seq_qlen",
     "npu_dense_lightning_indexer_grad_kl_loss": "query_rope",
     "indexer_loss": "layout",
+    "indexer_target_loss": "layout",
+    "cann_ops_transformer.sparse_lightning_indexer_kl_loss_grad": "cu_seqlens_q",
+    "cann_ops_transformer.dense_lightning_indexer_kl_loss_grad": "cu_seqlens_q",
+    "cann_ops_transformer.dense_lightning_indexer_softmax_lse": "cu_seqlens_q",
     "cann_ops_transformer.sparse_flash_mla": None,
     "cann_ops_transformer.sparse_flash_mla_grad": None,
     "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm": "sparse_indices",
@@ -192,10 +196,17 @@ def test_torch_npu_signatures(name: str) -> None:
 LENGTHS_OF_TWO = "cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv"
 SHARED_TAIL = "cmp_residual_kv ori_topk_length cmp_topk_length sinks metadata"
 MODES_OF_TWO = "ori_mask_mode=0 cmp_mask_mode=0 ori_win_left=-1 ori_win_right=-1 layout_q='BSND' layout_kv='BSND'"
+OF_ONE = "cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k metadata"
+OF_LOSS = f"{OF_ONE} layout_q='TND' layout_k='TND' mask_mode=3 cmp_ratio=1"
 CANN_OPS = {
     "cann_ops_transformer.lightning_indexer": "q k w topk cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k"
     " block_table output_idx_offset metadata max_seqlen_q=-1 layout_q='BSND' layout_k='BSND' mask_mode=0 cmp_ratio=1"
     " return_value=0",
+    "cann_ops_transformer.sparse_lightning_indexer_kl_loss_grad": "q k w sparse_indices attn_softmax_l1_norm "
+    + OF_LOSS,
+    "cann_ops_transformer.dense_lightning_indexer_kl_loss_grad": "q k w attn_softmax_l1_norm softmax_lse " + OF_LOSS,
+    "cann_ops_transformer.dense_lightning_indexer_softmax_lse": "query_index key_index weight "
+    f"{OF_ONE} layout_q='BSND' layout_k='BSND' mask_mode=0 cmp_ratio=1",
     "cann_ops_transformer.sparse_flash_mla": "q ori_kv cmp_kv ori_sparse_indices cmp_sparse_indices ori_block_table"
     f" cmp_block_table {LENGTHS_OF_TWO} {SHARED_TAIL} softmax_scale=1.0 cmp_ratio=1 {MODES_OF_TWO} topk_value_mode=1"
     " return_softmax_lse=False",
@@ -373,6 +384,30 @@ ACLNN = {
         query key query_index key_index weights sparse_indices softmax_max softmax_sum query_rope key_rope
         actual_seq_lengths_query actual_seq_lengths_key scale_value layout sparse_mode pre_tokens next_tokens
         deterministic dquery_index dkey_index dweights loss
+    """,
+    "aclnnSparseLightningIndexerKLLossGrad": """
+        q k w sparse_indices attn_softmax_l1_norm cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k metadata
+        layout_q layout_k mask_mode cmp_ratio dq dk dw softmax_out
+    """,
+    "aclnnDenseLightningIndexerKLLossGrad": """
+        q k w attn_softmax_l1_norm softmax_lse cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k metadata
+        layout_q layout_k mask_mode cmp_ratio dq dk dw softmax_out
+    """,
+    "aclnnDenseLightningIndexerSoftmaxLseV2": """
+        query_index key_index weight cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k metadata layout_q
+        layout_k mask_mode cmp_ratio softmax_lse
+    """,
+    "aclnnSparseLightningIndexerKLLossGradMetadata": """
+        cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k batch_size max_seqlen_q max_seqlen_k num_heads_q
+        num_heads_k head_dim topk layout_q layout_k mask_mode cmp_ratio meta_data
+    """,
+    "aclnnDenseLightningIndexerKLLossGradMetadata": """
+        cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k batch_size max_seqlen_q max_seqlen_k num_heads_q
+        num_heads_k head_dim layout_q layout_k mask_mode cmp_ratio meta_data
+    """,
+    "aclnnDenseLightningIndexerSoftmaxLseV2Metadata": """
+        cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k batch_size max_seqlen_q max_seqlen_k num_heads_q
+        num_heads_k head_dim layout_q layout_k mask_mode cmp_ratio meta_data
     """,
     "aclnnDenseLightningIndexerSoftmaxLse": """
         query_index key_index weight actual_seq_lengths_query actual_seq_lengths_key layout sparse_mode pre_tokens

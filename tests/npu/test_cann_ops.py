@@ -17,6 +17,9 @@ OPAQUE: dict[str, tuple[int, tuple[int, ...]]] = {
     "sparse_flash_mla_metadata": (1024, (64, 1, 512)),
     "sparse_flash_mla_grad_metadata": (1024, (64, 1, 512)),
     "sparse_flash_mla_softmax_l1_norm_metadata": (64, (64, 1, 512)),
+    "sparse_lightning_indexer_kl_loss_grad_metadata": (64, (64, 1, 128)),
+    "dense_lightning_indexer_kl_loss_grad_metadata": (64, (64, 1, 128)),
+    "dense_lightning_indexer_softmax_lse_metadata": (64, (64, 1, 128)),
 }
 
 

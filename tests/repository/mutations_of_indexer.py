@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutant import package
 
 CHOICE, LOSS = "kernels/test_indexer_kernels.py", "kernels/test_loss.py"
+TARGET, PACKAGE = "sparse/test_target_loss.py", "npu/test_target_losses.py"
 HIDDEN = "kernels/test_lists_not_finite.py::test_what_a_weight_of_zero_hides_stays_hidden"
 INDEXER = [
     package("Triton: a score that is no number is chosen last", "backends/triton/indexer/choice.py",
@@ -35,4 +36,14 @@ INDEXER = [
     package("Triton: differences of float16 have no room", "backends/triton/indexer/loss_parts.py",
           "tl.constexpr(256.0)", "tl.constexpr(4096.0)",
           f"{LOSS}::test_float16_holds_differences_of_statistics_of_fewer_keys"),
+    package("Golden: a given target counts as one that sums to 1", "backends/golden/indexer_loss.py",
+          "mass = 1 if problem.unit_target else", "mass = 1 if problem.has_target else",
+          f"{TARGET}::test_golden_is_the_formula"),
+    package("Lists of shorter packed sequences are checked at other rows", "ops/indexer_loss/checks.py",
+          "room = q_len if q_room is None else q_room", "room = q_len",
+          "contract/test_clauses.py::test_the_clause_holds"),
+    package("A log-sum-exp is a sum", "ops/indexer_loss/call.py",
+          "max_ + sum_.log()", "max_ + sum_", f"{PACKAGE}::test_dense_pair_is_the_formula"),
+    package("A target of zeros is divided by nothing", "npu/surface/target_losses.py",
+          "(y.sum(-1, keepdim=True) + eps)", "y.sum(-1, keepdim=True)", f"{PACKAGE}::test_the_scalar_loss"),
 ]  # fmt: skip

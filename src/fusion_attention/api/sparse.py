@@ -12,6 +12,7 @@ from fusion_attention.backends import BackendName
 from fusion_attention.contract import show
 from fusion_attention.ops.indexer import fa_record as indexer
 from fusion_attention.ops.indexer_loss import fa_record as indexer_loss_record
+from fusion_attention.ops.indexer_loss import fa_target_record as target_loss_record
 from fusion_attention.ops.sparse import fa_record as sparse
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.aliases import aliased
@@ -282,6 +283,73 @@ def indexer_loss(
     }  # fmt: skip
     dispatch.autocast(args, ("query", "key", "query_index", "key_index", "query_rope", "key_rope"))
     return dispatch.results(indexer_loss_record.RECORD, args, backend)["loss"].reshape(())
+
+
+@aliased
+def indexer_target_loss(
+    index_q: Tensor,
+    index_k: Tensor,
+    weights: Tensor,
+    target: Tensor,
+    indices: Tensor | None = None,
+    *,
+    layout: Layout = "BSND",
+    q_len: Lengths = None,
+    kv_len: Lengths = None,
+    causal: bool = True,
+    ratio: int = 1,
+    residual: Lengths = None,
+    backend: BackendName = "auto",
+) -> Tensor:
+    """How far the indexer's distribution over keys is from a given target: the loss that trains an indexer.
+
+        y    = softmax(I),   I_j = sum_h w_h * max(0, index_q_h . index_k_j)
+        loss = sum_j p_j * (ln p_j - ln y_j),   dI = y * sum_j p_j - p
+
+    over the keys that a row selects, or (indices None) that it sees. The target p is constant, and may sum to less
+    than 1: where the attention reads other keys too, or a sink. The loss is a sum over all rows: divide it by their
+    number. Differentiable in index_q, index_k and weights; the gradients are computed together with the loss.
+
+    Args:
+        index_q, index_k: of the indexer, [B, S1, Ni, Di] and [B, S2, 1, Di]; float16, bfloat16 or float32.
+        weights: of the indexer's heads, [B, S1, Ni], in index_q's dtype or float32.
+        target: p, float32, an element for every entry of indices, [B, S1, 1, K], or for every key, [B, S1, 1, S2].
+            Entries and keys that a row does not read may have any.
+        indices: int32 or int64 [B, S1, 1, K], as lightning_indexer returned them: the keys that every row selects;
+            None: all that it sees.
+        layout: "BSND", or packed "TND": [T1, Ni, Di], ...; without indices target is [T1, 1, longest kv_len].
+        q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len).
+        causal: rows see keys up to their own, the last row the last key; False: all keys.
+        ratio, residual: as lightning_indexer() has them: tokens that a key stands for, and those behind the last key.
+        backend: "auto", "cpu" or "golden".
+
+    Returns:
+        The loss, a float32 scalar; 0 where no row sees a key. p and y enter the logarithms as 1e-8 at least, so it may
+        be a little below the exact sum.
+
+    Raises:
+        ContractError: a call that `fusion-attention ops indexer_target_loss` does not allow; an index out of range is
+            named by batch, row and slot.
+        BackendError: no back end computes it, and why.
+
+    Source: this library; the problem of CANN's SparseLightningIndexerKLLossGrad.
+
+    Example:
+        >>> index_q, index_k = torch.randn(1, 6, 2, 8, requires_grad=True), torch.randn(1, 6, 1, 8)
+        >>> weights, target = torch.rand(1, 6, 2), torch.rand(1, 6, 1, 3).softmax(-1)
+        >>> indices, _ = lightning_indexer(index_q, index_k, weights, 3)
+        >>> loss = indexer_target_loss(index_q, index_k, weights, target, indices)
+        >>> loss.backward()
+        >>> index_q.grad.shape
+        torch.Size([1, 6, 2, 8])
+    """
+    args = {
+        "query_index": index_q, "key_index": index_k, "weights": weights, "target": target, "sparse_indices": indices,
+        "layout": layout, "actual_seq_qlen": q_len, "actual_seq_kvlen": kv_len, "causal": causal, "ratio": ratio,
+        "residual": residual,
+    }  # fmt: skip
+    dispatch.autocast(args, ("query_index", "key_index"))
+    return dispatch.results(target_loss_record.RECORD, args, backend)["loss"].reshape(())
 
 
 def lse_of(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from fusion_attention.cli import package_examples
+from fusion_attention.cli.example_call import Call, named
 
+if TYPE_CHECKING:
     from fusion_attention.contract import Op
 
 WIDTH = 84
 MASK = "mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)  # CANN's compressed causal mask"
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a program gives to an operator.
-
-    Args:
-        setup: lines that make the tensors.
-        values: an expression for each parameter that is given, by canonical name; records that lack one leave it out.
-        outputs: what makes the results' memory, by canonical name; of two-phase operators.
-        returns: names of what the function gives back.
-    """
-
-    setup: tuple[str, ...]
-    values: Mapping[str, str]
-    outputs: Mapping[str, str] = field(default_factory=dict)
-    returns: str = "out"
-
-    def plus(self, *setup: str, **values: str) -> Call:
-        """The same with more lines and values."""
-        return replace(self, setup=(*self.setup, *setup), values={**self.values, **values})
 
 
 def filled(head: str, arguments: list[str]) -> list[str]:
@@ -46,11 +26,6 @@ def filled(head: str, arguments: list[str]) -> list[str]:
         else:
             lines.append(f"    {argument},")
     return [*lines, ")"]
-
-
-def named(*names: str) -> dict[str, str]:
-    """Parameters whose tensors have the same names."""
-    return {name: name for name in names}
 
 
 QKV = named("query", "key", "value")
@@ -147,12 +122,6 @@ INDEX = Call(
         "sparse_values_out": "torch.empty(0, dtype=torch.bfloat16)",
     },
     "indices, values",
-)
-INDEX_OF_TOKENS = Call(
-    (*INDEX.setup[:2], "weights = torch.rand(1, 128, 8)"),
-    INDEX.values | {"residual": "[0]", "sparse_mode": "3", "ratio": "4", "return_values": "1"},
-    dict(zip(INDEX.outputs, (f"torch.empty(1, 128, 1, 2048{of})" for of in (", dtype=torch.int32", "")), strict=True)),
-    INDEX.returns,
 )
 INDEX_GRAD = Call(
     (
@@ -254,58 +223,6 @@ DENSE_LOSS = Call(
     INDEX_OUTPUTS,
     "dquery_index, dkey_index, dweights, loss",
 )
-SHARED_KEYS = Call(
-    (
-        "query = torch.randn(1, 64, 8, 512, dtype=torch.bfloat16)",
-        "key = torch.randn(1, 64, 1, 512, dtype=torch.bfloat16)  # keys that are values too",
-        "key_compressed = torch.randn(1, 16, 1, 512, dtype=torch.bfloat16)  # one for every 4 tokens",
-        "row, entry = torch.arange(64).view(-1, 1), torch.arange(16)",
-        "seen = entry < (row + 1) // 4  # entries whose tokens have all come",
-        "sparse_indices = entry.where(seen, -1).int().view(1, 64, 1, 16)",
-        "sinks = torch.zeros(8)",
-    ),
-    named("query", "key", "key_compressed", "sparse_indices", "sinks")
-    | {"cmp_residual_kv": "[0]", "scale_value": "512**-0.5", "ratio": "4", "ori_mask_mode": "4"}
-    | {"cmp_mask_mode": "3", "ori_win_left": "15", "ori_win_right": "0", "return_softmax_lse": "True"},
-    {"attention_out": "torch.empty_like(query)", "softmax_lse": "torch.empty(1, 1, 64, 8)"},
-    "out, lse",
-)
-SHARED_KEYS_SAVED = (
-    *SHARED_KEYS.setup,
-    "attention_in, lse = fa.compressed_attention(",
-    "    query, key, key_compressed, sparse_indices, ratio=4, band=fa.Band.window(15), sink=sinks,",
-    "    scale=512**-0.5, return_lse=True,",
-    ")",
-    "softmax_lse = lse.mT[:, None].contiguous()  # [B, 1, S, N], of both sources and the sink",
-)
-SHARED_KEYS_GRAD = Call(
-    (*SHARED_KEYS_SAVED, "dout = torch.randn_like(attention_in)"),
-    {**SHARED_KEYS.values, **named("dout", "attention_in", "softmax_lse")},
-    {
-        "dquery": "torch.empty_like(query)",
-        "dkey": "torch.empty_like(key)",
-        "dkey_compressed": "torch.empty_like(key_compressed)",
-        "dsinks": "torch.empty_like(sinks)",
-        "cmp_softmax_l1_norm": "torch.empty(1, 64, 1, 16)",
-    },
-    "dq, dori_kv, dcmp_kv, dsinks, _, cmp_softmax_l1_norm",
-)
-SHARED_KEYS_L1 = Call(
-    SHARED_KEYS_SAVED,
-    named("query", "softmax_lse", "sparse_indices")
-    | {
-        "key": "key_compressed",
-        "cmp_residual_k": "[0]",
-        "scale_value": "512**-0.5",
-        "ratio": "4",
-        "mask_mode": "3",
-    },
-    {"l1_norm": "torch.empty(1, 64, 1, 16)"},
-    "target",
-)
-SIZES_OF_HEADS = {"num_heads_q": "64", "num_heads_kv": "1", "num_heads_k": "1", "head_dim": "512"}
-SHARED_KEYS_METADATA = Call((), SIZES_OF_HEADS, {"meta_data": "torch.empty(1024, dtype=torch.int32)"})
-L1_METADATA = Call((), SIZES_OF_HEADS, {"meta_data": "torch.empty(64, dtype=torch.int32)"})
 EXAMPLES = {
     "attention": """
 q = torch.randn(2, 128, 8, 64, requires_grad=True)  # [B, S, N, D]
@@ -365,8 +282,10 @@ out, lse = fa.sparse_attention(q, latent, None, indices, return_lse=True)
 loss = fa.indexer_loss(q, latent, lse, rows, keys, weights, indices) / (2 * 128)
 loss.backward()  # teaches the indexer alone
 """,
+    "indexer_target_loss": package_examples.TARGET_LOSS,
 }
 FAMILIES = {  # what a name begins with, the most specific first
+    **package_examples.CALLS,
     "npu_fusion_attention_grad_v2": backward(
         PACKED.plus(ROPE, **named("query_rope", "key_rope")), "npu_fusion_attention_v2", "query_rope", "key_rope"
     ),
@@ -397,8 +316,6 @@ FAMILIES = {  # what a name begins with, the most specific first
     "npu_fused_infer_attention_score": FUSED,
     "aclnnLightningIndexerGrad": INDEX_GRAD,
     "npu_lightning_indexer_grad": INDEX_GRAD,
-    "aclnnLightningIndexerV2": INDEX_OF_TOKENS,
-    "cann_ops_transformer.lightning_indexer": INDEX_OF_TOKENS,
     "aclnnLightningIndexer": INDEX,
     "npu_lightning_indexer": INDEX,
     "aclnnSparseFlashAttentionGrad": SELECT_GRAD,
@@ -411,15 +328,6 @@ FAMILIES = {  # what a name begins with, the most specific first
     "npu_dense_lightning_indexer_grad_kl_loss": DENSE_LOSS,
     "aclnnDenseLightningIndexerSoftmaxLse": INDEX_LSE,
     "npu_dense_lightning_indexer_softmax_lse": INDEX_LSE,
-    "aclnnSparseFlashMlaSoftmaxL1NormMetadata": L1_METADATA,
-    "aclnnSparseFlashMlaMetadata": SHARED_KEYS_METADATA,
-    "aclnnSparseFlashMlaGradMetadata": SHARED_KEYS_METADATA,
-    "aclnnSparseFlashMlaSoftmaxL1Norm": SHARED_KEYS_L1,
-    "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm": SHARED_KEYS_L1,
-    "aclnnSparseFlashMlaGrad": SHARED_KEYS_GRAD,
-    "cann_ops_transformer.sparse_flash_mla_grad": SHARED_KEYS_GRAD,
-    "aclnnSparseFlashMla": SHARED_KEYS,
-    "cann_ops_transformer.sparse_flash_mla": SHARED_KEYS,
 }
 
 
@@ -447,9 +355,13 @@ def _function(op: Op, call: Call) -> str:
     lines = filled(f"{call.returns} = {op.called}(", arguments)
     if op.name == op.called:
         return _text(["import torch"], [op.name], call, lines)
+    return _text([installed(op)], [], call, lines)
+
+
+def installed(op: Op) -> str:
+    """How a program comes to a function of CANN's package."""
     package = op.name.removesuffix(f".{op.called}")
-    installed = ["import torch", "from fusion_attention import npu", "", "npu.install()"]
-    return _text([*installed, f"from {package} import {op.called}"], [], call, lines)
+    return f"import torch\nfrom fusion_attention import npu\n\nnpu.install()\nfrom {package} import {op.called}"
 
 
 def _two_phase(op: Op, call: Call) -> str:

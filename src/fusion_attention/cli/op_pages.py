@@ -157,15 +157,15 @@ def _example(op: Op) -> str:
     """The docstring's example as a program."""
     code = "\n".join(re.findall(r"^(?:>>>|\.\.\.) (.*)", op.example, re.M))
     if op.name != op.called:
-        package = op.name.removesuffix(f".{op.called}")
-        installed = "import torch\nfrom fusion_attention import npu\n\nnpu.install()\n"
-        return f"{installed}from {package} import {op.called}\n\n{code}"
+        return f"{op_examples.installed(op)}\n\n{code}"
     used = ", ".join(sorted({op.name, *re.findall(r"\b(?:get)?_?npu_\w+(?=\()", code)}))
     return f"import torch\nfrom fusion_attention.npu import {used}\n\n{code}"
 
 
 def _support(op: Op) -> str:
     """The matrix, and what a back end refuses of what the record allows."""
+    if not op.tensors():
+        return "It has no tensor to compute from: no back end runs."
     names = [*op_support.COLUMNS.values(), op_support.CHIP]
     lines = [f"| `{op.tensors()[0].shown}` | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for dtype, row in op_support.matrix(op):

@@ -406,7 +406,8 @@ class IndexerProblem(_Typed):
 class IndexerOperands:
     """The memory of one call of the indexer; indices and values are written by the choice of keys, read by gradients.
 
-    The indexer's statistics (one head) are written by indexer_lse and read by a loss without selection.
+    The indexer's statistics (one head) are written by indexer_lse and read by a loss without selection. values of a
+    loss are y of its target's elements, written where a row reads them: the caller zeroes the others.
     """
 
     q: RowView
@@ -443,11 +444,20 @@ class IndexerLossProblem(_Typed):
     selection the factor before the logarithms is max(p_j, 1e-8) too. The loss is a sum over all rows; the gradients are
     those of the sum, and none reaches the attention. A row without keys contributes nothing.
 
+    A target that is an operand (heads_q 0) may sum to less than 1, where a row attends to other keys too:
+
+        loss = sum_j p_j * (ln max(p_j, 1e-8) - ln max(y_j, 1e-8)),   dI = y * sum_j p_j - p
+
+    with a p per entry of a row's list, or per key of its band, and nothing is read of entries and keys that the row
+    does not read. y may be a result (IndexerOperands.values, float32).
+
     Args:
-        heads_q, heads_kv, dim_qk, dim_rope, dtype, scale, has_sink: of the attention, as in Problem.
+        heads_q, heads_kv, dim_qk, dim_rope, dtype, scale, has_sink: of the attention, as in Problem; heads_q 0: there
+            is none, and the target is an operand.
         heads_index, dim_index, weights_dtype: of the indexer; its q and k have dtype too, and one key head.
         select_count: entries of a row's list, shared by all heads; 0: no selection.
         ratio: as in IndexerProblem.
+        unit_target: a target without selection counts as one that sums to 1: dI = y - p.
     """
 
     heads_q: int
@@ -462,17 +472,25 @@ class IndexerLossProblem(_Typed):
     has_sink: bool = False
     select_count: int = 0
     ratio: int = 1
+    unit_target: bool = False
+
+    @property
+    def has_target(self) -> bool:
+        """Whether the target is an operand."""
+        return self.heads_q == 0
 
 
 @dataclass(eq=False)
 class IndexerLossOperands:
-    """The memory of one indexer_loss: what it reads of the attention and of the indexer, and the loss, overwritten."""
+    """The memory of one indexer_loss: what it reads of the attention or of a target, and of the indexer, and the loss,
+    overwritten."""
 
-    q: RowView
-    k: RowView
-    stats: Stats  # of the attention, read
     index: IndexerOperands
     loss: torch.Tensor  # float32 [1]
+    target: RowView | None = None  # float32, one head, an element per entry of a list, or per key
+    q: RowView | None = None
+    k: RowView | None = None
+    stats: Stats | None = None  # of the attention, read
     q_rope: RowView | None = None
     k_rope: RowView | None = None
     sink: torch.Tensor | None = None  # float32 [heads_q]

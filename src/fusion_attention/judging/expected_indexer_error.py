@@ -8,14 +8,15 @@ u, r, a, w are expected_error's. All functions give variances: squares of expect
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from fusion_attention.judging.expected_error import Grade, faint, products_of_squares, quantum, summed
+from fusion_attention.judging.expected_error import LEAST_WEIGHT, Grade, faint, products_of_squares, quantum, summed
 from fusion_attention.judging.indexer_formulas import (
     Attended,
     Compared,
+    Given,
     Index,
     Scored,
     chosen,
@@ -152,10 +153,27 @@ def spread(c: Compared, u: Uncertain, dtype: torch.dtype, grade: Grade) -> Sprea
     y_row = (a + r) * (2 + _clean(c.total.to(error_dtype).log()).square())
     if c.own_statistics:
         y_row = y_row + a * c.times.square().sum(-1, keepdim=True).to(error_dtype) / 3
+    if c.attended is None:
+        assert c.given is not None
+        none = torch.zeros_like(of_y)
+        return Spread(of_y, y_row, none, torch.zeros_like(y_row), none, _shares(c, error_dtype))
     of_p, p_row = target(c.attended, dtype, grade, error_dtype)
     p_row = p_row.masked_fill(~(c.times > 0).any(-1, keepdim=True), 0)  # a sink may take all of a row without keys
     p = _clean(c.p.to(error_dtype))
-    return Spread(of_y, y_row, of_p, p_row, p, _clean((c.times * c.y).to(error_dtype)) if c.own_statistics else None)
+    return Spread(of_y, y_row, of_p, p_row, p, _shares(c, error_dtype))
+
+
+def _shares(c: Compared, error_dtype: torch.dtype) -> Tensor | None:
+    return _clean((c.times * c.y).to(error_dtype)) if c.own_statistics else None
+
+
+def _of_mass(given: Given, a: float) -> Tensor:
+    """[rows, 1]: of what a given target sums to, relative to it: a (1 + n (1 / 3 + sum_j p_j^2 / sum^2))."""
+    if given.unit:
+        return torch.zeros_like(given.mass)
+    p, mass = _clean(given.p), _clean(given.mass).square()
+    n = given.read.sum(-1, keepdim=True)
+    return (a * (1 + n / 3 + n * p.square().sum(-1, keepdim=True) / mass)).masked_fill(mass == 0, 0)
 
 
 def target(x: Attended, dtype: torch.dtype, grade: Grade, error_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -308,6 +326,7 @@ def wanted(
         done, kinds = statistics(x, b, rows, grade), ("max", "sum")
     else:
         done, kinds = _with_gradients(x, b, rows, grade), ("dq", "dweights")
+        kinds = (*kinds, "y") if "y" in done else kinds
     for kind in kinds:
         done[kind] = completed(x, b, kind, done[kind], grade, (dtypes or {}).get(kind))
     return done
@@ -322,10 +341,16 @@ def _with_gradients(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wa
     else:
         c = compared(x, b, rows, torch.float64)
         s, dscores, times, squares = c.scored, c.dscores, c.times, c.dscores.square() / c.times.clamp(min=1)
+        if c.given is not None:
+            squares = c.given.squares
         u = uncertain(s, dtype, grade, dscores)
         off = spread(c, u, dtype, grade)
         slopes = off, c.by_y, c.by_p
         values["loss"] = c.losses.sum().reshape(1)
+        if c.given is not None:
+            of_y = off.of_pairs(c.y.to(off.of_y.dtype), torch.zeros_like(off.of_y)).double() + LEAST_WEIGHT**2
+            values["y"], variances["y"] = (c.given.of_elements(t)[None] for t in (c.y, of_y))
+            slopes = replace(off, y_row=off.y_row + _of_mass(c.given, grade.sums(dtype))), c.by_y, c.by_p
         variances["loss"] = of_loss(c, off, int(x.extents.q_len.sum()), dtype, grade)
     values |= gradients(s, dscores, times > 0)
     variances |= of_gradients(s, u, times, dscores, slopes, length, dtype, grade, squares)

@@ -30,7 +30,7 @@ PAIRS = 1 << 21
 _LEFT = 0.25
 KINDS = {"sparse_indices_out": "indices", "sparse_values_out": "values", "softmax_max": "max", "softmax_sum": "sum",
           "dquery_index": "dq", "dkey_index": "dk", "dquery": "dq", "dkey": "dk", "dweights": "dweights",
-          "loss": "loss"}  # fmt: skip
+          "loss": "loss", "softmax_out": "y"}  # fmt: skip
 _OP_KINDS = ("indexer_topk", "indexer_lse", "indexer_loss", "indexer_backward")
 
 
@@ -242,7 +242,8 @@ def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
         return {"indices": o.indices, "values": o.values}
     if lowered.op_kind == "indexer_lse":
         return {"max": o.stats.max, "sum": o.stats.sum}
-    return {"dq": grads[0].dq, "dk": grads[0].dk, "dweights": grads[0].dweights}
+    of_loss = {"y": o.index.values} if lowered.op_kind == "indexer_loss" else {}
+    return {"dq": grads[0].dq, "dk": grads[0].dk, "dweights": grads[0].dweights, **of_loss}
 
 
 def judgeable(x: Index, view: Any, block: Block) -> tuple[Tensor, Wanted]:

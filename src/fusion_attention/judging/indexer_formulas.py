@@ -79,7 +79,7 @@ class Index:
             "dweights": p.weights_dtype,
             "values": "float32" if getattr(p, "wide_values", False) and p.dtype != "float64" else p.dtype,
         }
-        if kind in ("max", "sum", "loss"):
+        if kind in ("max", "sum", "loss", "y"):
             return torch.float64 if p.dtype == "float64" and kind != "loss" else torch.float32
         return getattr(torch, names.get(kind, p.dtype))
 
@@ -165,10 +165,11 @@ class Compared:
     Attributes:
         times: how often a key counts. own: the row's statistics are its own. losses: what each adds to the loss.
         dscores: dI. by_y, by_p: how dI changes with log y and with p; loss_by_y, loss_by_p: how the loss does.
+        given: of a target that is an operand, which has no `attended`.
     """
 
     scored: Scored
-    attended: Attended
+    attended: Attended | None
     times: Tensor
     top: Tensor
     total: Tensor
@@ -182,11 +183,33 @@ class Compared:
     by_p: Tensor
     loss_by_y: Tensor
     loss_by_p: Tensor
+    given: Given | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """A target that is an operand, on some rows: p of its elements, their keys (behind the last: none), and what p sums
+    to.
+
+    squares: dI^2 element by element, added up by keys. mass: [rows, 1], 1 where p counts as one that sums to 1.
+    """
+
+    p: Tensor
+    key: Tensor
+    read: Tensor
+    mass: Tensor
+    unit: bool
+    squares: Tensor
+
+    def of_elements(self, matrix: Tensor) -> Tensor:
+        """A matrix of keys, [rows, keys], at the target's elements; 0 where they are not read."""
+        extended = torch.cat((matrix, matrix.new_zeros(len(matrix), 1)), 1)
+        return extended.gather(1, self.key).masked_fill(~self.read, 0)
 
 
 def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype | None = None) -> Compared:
     """The two distributions over rows of a sequence, compared; low: dI is rounded to bfloat16, if it is that."""
-    p, s, a = x.problem, x.scored(b, rows, dtype), _attended(x, b, rows, dtype)
+    p, s = x.problem, x.scored(b, rows, dtype)
     times = x.visible(b, rows).to(dtype)
     if p.select_count:
         entries, read = _entries(x, b, rows)
@@ -198,6 +221,11 @@ def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype
         views = x.index.stats.max, x.index.stats.sum
         top, total = (v.sequence(b, 1, int(x.extents.q_len[b]))[0, rows].to(dtype) for v in views)
     y = ((s.scores - top).exp() / total).masked_fill(~visible, 0)
+    if p.has_target:
+        own_statistics = own_statistics or x.own_statistics
+        begun = {"scored": s, "attended": None, "times": times, "top": top, "total": total, "y": y}
+        return _compared_to_given(x, b, rows, {**begun, "own_statistics": own_statistics})
+    a = _attended(x, b, rows, dtype)
     target = a.target.masked_fill(~visible, 0)
     log_p, log_y = target.clamp(min=_LEAST).log(), y.clamp(min=_LEAST).log()
     factor = target.clamp(min=_LEAST) if p.select_count else target
@@ -219,6 +247,41 @@ def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype
     results = tuple(t.masked_fill(~visible, 0) for t in results)  # type: ignore[assignment]
     own_statistics = own_statistics or x.own_statistics
     return Compared(s, a, times / divisor_share, top, total, own_statistics, y, target, (log_p, log_y), *results)
+
+
+def _compared_to_given(x: Index, b: int, rows: slice, begun: dict[str, Any]) -> Compared:
+    """The same, to a target that is an operand; begun: fields of the result."""
+    times, of_y = begun["times"], begun["y"]
+    dtype, kv_len = of_y.dtype, of_y.shape[1]
+    target = x.of_loss.target.sequence(b, 1, int(x.extents.q_len[b]))[0, rows].to(dtype)
+    key, read = torch.arange(target.shape[1]).expand(len(target), -1), torch.ones_like(target, dtype=torch.bool)
+    if x.problem.select_count:
+        key, read = (t[0] for t in _entries(x, b, rows))
+    g = Given(target, key.clamp(0, kv_len), read, target, x.problem.unit_target, target)
+    g = replace(g, read=g.of_elements(times) > 0)
+    p = target.masked_fill(~g.read, 0)
+    mass = torch.ones_like(p[:, :1]) if g.unit else p.sum(-1, keepdim=True)
+    y = g.of_elements(of_y)
+    log_p, log_y = p.clamp(min=_LEAST).log(), y.clamp(min=_LEAST).log()
+    each = (p, p * (log_p - log_y), (y * mass - p).square(), -p * (y >= _LEAST))
+    summed = [added_up(t[None], g.key[None], g.read[None], kv_len)[0] for t in each]
+    divisor_share = 1.0 / max(int(x.extents.q_len.sum()), 1) if x.reduction == "mean" else 1.0
+    of_keys, losses, squares, by_log = (t * divisor_share for t in summed)
+    by_y = (times * of_y * mass * divisor_share).masked_fill(times == 0, 0)
+    mean = summed[0] / times.clamp(min=1)
+    none = torch.zeros_like(mean)
+    return Compared(
+        **begun,
+        p=mean,
+        logs=(mean.clamp(min=_LEAST).log(), of_y.clamp(min=_LEAST).log()),
+        losses=losses,
+        dscores=(by_y - of_keys) * x.sign,
+        by_y=by_y,
+        by_p=none,
+        loss_by_y=by_log,
+        loss_by_p=none,
+        given=replace(g, p=p, mass=mass, squares=squares * divisor_share),
+    )
 
 
 def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -78,7 +78,7 @@ def _loss(x: Index) -> bool:
 
 
 def _direction(x: Index) -> Tries:
-    if _loss(x):
+    if _loss(x) and not x.problem.has_target:
         yield "the loss and its gradients", x.changed(direction="y|p")
         yield "the loss alone", x.changed(direction="y|p", loss_alone=True)
 
@@ -91,6 +91,11 @@ def _mean(x: Index) -> Tries:
 def _sign(x: Index) -> Tries:
     if _loss(x):
         yield "", x.changed(sign=-1.0)
+
+
+def _mass(x: Index) -> Tries:
+    if _loss(x) and x.problem.has_target:
+        yield "", x.changed(problem=replace(x.problem, unit_target=not x.problem.unit_target))
 
 
 def _heads(x: Index) -> Tries:
@@ -151,6 +156,12 @@ INDEX_MISTAKES = (
         "The target is not divided by the number of heads.",
         "p is the mean of the heads' probabilities.",
         _heads,
+    ),
+    IndexMistake(
+        "target-mass",
+        "A given target that sums to less than 1 counts as one that sums to 1, or the other way round.",
+        "dI = y * sum_j p_j - p; without lists CANN's is y - p.",
+        _mass,
     ),
     IndexMistake("scale-missing", "Products of the attention are not scaled.", "Is scale_value passed?", _scale),
 )

@@ -11,7 +11,9 @@ from fusion_attention.ops.indexer import fa_record as lightning_indexer
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer import second as indexer_of_ratio
 from fusion_attention.ops.indexer_loss import fa_record as own_indexer_loss
+from fusion_attention.ops.indexer_loss import fa_target_record as own_target_loss
 from fusion_attention.ops.indexer_loss import records as indexer_loss
+from fusion_attention.ops.indexer_loss import target_records as target_loss
 from fusion_attention.ops.inference import fa_record as decode_attention
 from fusion_attention.ops.inference import records as inference
 from fusion_attention.ops.sparse import fa_record as sparse_attention
@@ -21,8 +23,8 @@ from fusion_attention.ops.training import records as training
 
 FAMILIES = (
     *(attention, decode_attention, training, inference, fused_inference),
-    *(indexer, indexer_of_ratio, lightning_indexer, sparse, sparse_attention),
-    *(compressed, compressed_l1_norm, compressed_attention),
-    *(indexer_loss, own_indexer_loss),
+    *(indexer, indexer_of_ratio, lightning_indexer),
+    *(sparse, sparse_attention, compressed, compressed_l1_norm, compressed_attention),
+    *(indexer_loss, own_indexer_loss, target_loss, own_target_loss),
 )
 RECORDS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}

@@ -34,9 +34,23 @@ def plan_indexer(
 def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: str | None) -> _native.SparsePlan:
     """As plan_indexer."""
     p, dtype = problem, DTYPES[problem.torch_dtype]
-    attention = p.heads_q, p.heads_kv, p.dim_qk, 0, p.dim_rope, dtype, p.scale, p.has_sink, False, 0, 1, False, dtype
+    attention = (
+        p.heads_q,
+        max(p.heads_kv, 1),
+        p.dim_qk,
+        0,
+        p.dim_rope,
+        dtype,
+        p.scale,
+        p.has_sink,
+        False,
+        0,
+        1,
+        False,
+        dtype,
+    )
     index = _fields(p, p.heads_index, p.dim_index, p.select_count)
-    return _native.SparsePlan(index, (*attention, False, 0, 1), extents_of(extents), variant)
+    return _native.SparsePlan(index, (*attention, False, 0, 1), extents_of(extents), p.unit_target, variant)
 
 
 def run_indexer(plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands) -> None:
@@ -69,20 +83,16 @@ def run_indexer_loss(
 ) -> None:
     """Writes the loss, and dq, dk and dweights of the indexer."""
     p, o, dtype = problem, operands, problem.torch_dtype
-    q_rope, k_rope = (rows_of(view, dtype) if p.dim_rope else None for view in (o.q_rope, o.k_rope))
-    max_, sum_ = (rows_of(view, torch.float32) for view in (o.stats.max, o.stats.sum))
-    loss = empty(o.q.keep[0], (1,), torch.float32)
+    q, k, q_rope, k_rope = (rows_of(view, dtype) if view else None for view in (o.q, o.k, o.q_rope, o.k_rope))
+    views = (o.stats.max, o.stats.sum) if o.stats else (None, None)
+    max_, sum_, target, values = (
+        rows_of(view, torch.float32) if view and view.dim else None for view in (*views, o.target, o.index.values)
+    )
+    loss = empty(o.loss, (1,), torch.float32)
     with Floats() as floats:
-        attention = arguments(
-            q=rows_of(o.q, dtype),
-            k=rows_of(o.k, dtype),
-            q_rope=q_rope,
-            k_rope=k_rope,
-            max_=max_,
-            sum_=sum_,
-            sink=floats.address(o.sink) if p.has_sink else 0,
-        )
-        own = _arguments(p, o.index, **_written(p, grads))
+        sink = floats.address(o.sink) if p.has_sink else 0
+        attention = arguments(q=q, k=k, q_rope=q_rope, k_rope=k_rope, max_=max_, sum_=sum_, sink=sink)
+        own = _arguments(p, o.index, target=target, values=values, **_written(p, grads))
         plan.run(torch.get_num_threads(), own, attention, loss.data_ptr())
     o.loss.copy_(loss)
 

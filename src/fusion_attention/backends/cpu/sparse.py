@@ -100,9 +100,9 @@ def arguments(
     out: Any = None, max_: Any = None, sum_: Any = None, weights: Any = None, values: Any = None, dout: Any = None,
     dlse: Any = None, dq: Any = None, dq_rope: Any = None, dk: Any = None, dk_rope: Any = None, dv: Any = None,
     dweights: Any = None, sink: int = 0, dsink: int = 0, wide_keys: bool = False, k_compressed: Any = None,
-    v_compressed: Any = None, dk_compressed: Any = None, dv_compressed: Any = None,
+    v_compressed: Any = None, dk_compressed: Any = None, dv_compressed: Any = None, target: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """What a plan of selected keys or of the indexer reads and writes, in the core's order."""
     read = q, q_rope, indices, k, k_rope, v, out, max_, sum_, weights, values
     written = dout, dlse, dq, dq_rope, dk, dk_rope, dv, dweights, sink, dsink, wide_keys
-    return *read, *written, k_compressed, v_compressed, dk_compressed, dv_compressed
+    return *read, *written, k_compressed, v_compressed, dk_compressed, dv_compressed, target

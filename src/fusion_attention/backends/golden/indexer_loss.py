@@ -87,6 +87,9 @@ def _target(
 ) -> torch.Tensor:
     """[q_len, kv_len]: p, the mean over heads of the attention's probabilities, from its saved statistics."""
     p, (q_len, kv_len) = problem, times.shape
+    assert operands.q is not None
+    assert operands.k is not None
+    assert operands.stats is not None
 
     def query(view: RowView) -> torch.Tensor:
         return view.sequence(b, p.heads_q, q_len).double()
@@ -108,13 +111,69 @@ def _target(
     return probabilities.sum(0) / heads
 
 
+def _attended(
+    problem: IndexerLossProblem,
+    extents: Extents,
+    operands: IndexerLossOperands,
+    b: int,
+    y: torch.Tensor,
+    times: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, dI [q_len, kv_len]) of the attention's own distribution."""
+    seen = times > 0
+    p = _target(problem, extents, operands, b, times).where(seen, 0)
+    factor = p.clamp(min=_LEAST) if problem.select_count else p
+    losses = factor * (p.clamp(min=_LEAST).log() - y.clamp(min=_LEAST).log())
+    return (times * losses).where(seen, 0).sum(), times * (y - p)
+
+
+def _entries(
+    problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, target: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(key, read), both as the target: the key of each element, and whether the row's list reads it."""
+    if not problem.select_count:
+        key = torch.arange(target.shape[1], device=target.device).expand(len(target), -1)
+        return key, key >= 0
+    assert operands.index.indices is not None
+    _, end = extents.row_interval(b, np.arange(len(target)), problem.ratio)
+    entries, read = scanned(operands.index.indices, end, b, 1, 1)
+    return entries[0], read[0]
+
+
+def _given(
+    problem: IndexerLossProblem,
+    extents: Extents,
+    operands: IndexerLossOperands,
+    b: int,
+    y: torch.Tensor,
+    times: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, dI [q_len, kv_len]) of a target that is an operand; writes y of its elements."""
+    assert operands.target is not None
+    q_len, kv_len = y.shape
+    target = operands.target.sequence(b, 1, q_len)[0].double()
+    key, read = _entries(problem, extents, operands, b, target)
+    key = key.clamp(0, kv_len)  # behind the last key is one that no row sees
+
+    def of_elements(matrix: torch.Tensor) -> torch.Tensor:
+        return torch.cat((matrix, matrix.new_zeros(q_len, 1)), 1).gather(1, key)
+
+    read = read & (of_elements(times) > 0)
+    p, y = target.where(read, 0), of_elements(y).where(read, 0)
+    losses = (p * (p.clamp(min=_LEAST).log() - y.clamp(min=_LEAST).log())).where(read, 0)
+    if operands.index.values is not None:
+        operands.index.values.sequence(b, 1, q_len).copy_(y[None])
+    mass = 1 if problem.unit_target else p.sum(-1, keepdim=True)
+    return losses.sum(), added_up((y * mass - p)[None], key[None], read[None], kv_len)[0]
+
+
 @torch.no_grad()
 def indexer_loss(
     problem: IndexerLossProblem, extents: Extents, schedule: None, operands: IndexerLossOperands, grads: IndexerGrads
 ) -> None:
-    """Writes the loss, summed over all rows, and its gradients in the indexer's q, k and weights.
+    """Writes the loss, summed over all rows, and its gradients in the indexer's q, k and weights, from dI.
 
-    dI = y - p,  dw_h = sum_j dI_j * max(0, S_hj),  dS = dI * w * [S > 0],  dq = dS k,  dk = sum_h dS^T q
+    dw_h = sum_j dI_j * max(0, S_hj),  dS = dI * w * [S > 0],  dq = dS k,  dk = sum_h dS^T q
     """
     total = torch.zeros((), dtype=torch.float64, device=operands.loss.device)
     for b in range(len(extents)):
@@ -129,11 +188,8 @@ def indexer_loss(
             assert saved is not None
             row_max, row_sum = (view.sequence(b, 1, q_len)[0].double() for view in (saved.max, saved.sum))
         y = ((s.total - row_max).exp() / row_sum).where(seen, 0)
-        p = _target(problem, extents, operands, b, times).where(seen, 0)
-        factor = p.clamp(min=_LEAST) if problem.select_count else p
-        losses = factor * (p.clamp(min=_LEAST).log() - y.clamp(min=_LEAST).log())
-        total += (times * losses).where(seen, 0).sum()
-        dscores = times * (y - p)
+        loss, dscores = (_given if problem.has_target else _attended)(problem, extents, operands, b, y, times)
+        total += loss
         live = seen & (s.dots > 0)
         ddots = (dscores * s.weights).where(live, 0)
         dweights = (dscores * s.dots.clamp(min=0)).where(seen, 0).sum(-1)

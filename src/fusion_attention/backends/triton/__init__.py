@@ -159,6 +159,8 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: st
     against = against_device(where)
     if isinstance(p, IndexerProblem | IndexerLossProblem):
         against += refused((("dtype", p.dtype, DTYPES), ("weights_dtype", p.weights_dtype, DTYPES)))
+        if isinstance(p, IndexerLossProblem) and p.has_target:
+            return [*against, "the triton back end computes no loss of an indexer against a given target."]
         return against + against_family(p, where, op_kind)
     if p.selects:
         return against + against_selection(p) + against_family(p, where, op_kind)

@@ -21,12 +21,14 @@ from fusion_attention.npu.surface.block_scores import msa_index_score
 from fusion_attention.npu.surface.indexer import lightning_indexer
 from fusion_attention.npu.surface.metadata import METADATA
 from fusion_attention.npu.surface.shared_keys import SHARED_KEYS
+from fusion_attention.npu.surface.target_losses import TARGET_LOSSES
 
 Tensor = torch.Tensor
 NAME = "cann_ops_transformer"
 # By the names of their records.
 FROM_RECORDS: dict[str, Callable[..., Any]] = {
-    f"{NAME}.{one.__name__}": one for one in (*SHARED_KEYS, lightning_indexer, msa_index_score, compressor)
+    f"{NAME}.{one.__name__}": one
+    for one in (*SHARED_KEYS, lightning_indexer, msa_index_score, compressor, *TARGET_LOSSES)
 }
 _SLICE_ADVICE = "cut the packed rows instead"
 

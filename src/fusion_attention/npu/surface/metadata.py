@@ -67,6 +67,8 @@ _SHARED_KEYS = f"""
     ori_topk_length cmp_topk_length batch_size=0 max_seqlen_q=0 max_seqlen_ori_kv=0 max_seqlen_cmp_kv=0 ori_topk=0
     cmp_topk=0 cmp_ratio=1 ori_mask_mode=0 cmp_mask_mode=0 ori_win_left=-1 ori_win_right=-1 layout_q='BSND'
     layout_kv='BSND' has_ori_kv=True has_cmp_kv=True"""
+_OF_LOSS = f"num_heads_q:int num_heads_k:int head_dim:int * {_lengths('q', 'k')} cmp_residual_k"
+_NUMBERS, _HOW = "batch_size=0 max_seqlen_q=0 max_seqlen_k=0", "layout_q='BSND' layout_k='BSND' mask_mode=0 cmp_ratio=1"
 METADATA = (
     metadata("flash_attn", "..."),
     metadata(
@@ -82,4 +84,7 @@ METADATA = (
         max_seqlen_q=0 max_seqlen_k=0 topk=0 layout_q='BSND' layout_k='BSND' mask_mode=0 cmp_ratio=1""",
         64,
     ),
+    metadata("sparse_lightning_indexer_kl_loss_grad", f"{_OF_LOSS} {_NUMBERS} topk=0 {_HOW}", 64),
+    metadata("dense_lightning_indexer_kl_loss_grad", f"{_OF_LOSS} {_NUMBERS} {_HOW}", 64),
+    metadata("dense_lightning_indexer_softmax_lse", f"{_OF_LOSS} {_NUMBERS} {_HOW}", 64),
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fusion_attention.contract import INVALID, Attr, Rule, Tensor
-from fusion_attention.ops.auxiliary.common import auxiliary, floats, result
+from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, same_shape
 from fusion_attention.ops.auxiliary.experts import counting
 from fusion_attention.ops.shared.rules import invalid
 
@@ -116,4 +117,36 @@ g = dloss of the row,  dloss,  or dloss / sum(weight[y]);  0 of a row that is ig
 >>> torch.allclose(npu_cross_entropy_loss_backward(torch.ones(1), log_prob, y), x.grad, atol=1e-6)
 True""",
 )
-RECORDS = (CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD)
+KL_LOSS = replace(
+    auxiliary(
+        "cann_ops_transformer.lightning_indexer_kl_loss",
+        "How far an indexer's distribution over keys is from a target: the value of the loss alone.",
+        (
+            floats("target_score", "y, how much every key takes: [.., K].", make=torch.rand),
+            floats("index_probs", "p, the indexer's softmax over the same keys.", like="target_score", make=torch.rand),
+            Attr("eps", "The least that enters a logarithm.", type=float, default=1e-9, domain="0 < eps < 3.4e38",
+                 bad=0.0, code=INVALID),
+            Attr("weight_type", '"logits" or "probs": what the logarithms are weighted by, y or q.', type=str,
+                 default="logits", domain="weight_type in ('logits', 'probs')", bad="mean", code=INVALID),
+        ),
+        (result("loss", "A scalar.", "=target_score"),),
+        rules=(
+            same_shape("index_probs", "target_score"),
+            invalid("target_score.dim() in (2, 3)", "target_score", "packed or padded rows", "[T, K] or [B, S, K]",
+                    invalid={"target_score": "7", "index_probs": "7"}),
+        ),
+        formula="""q = y / (sum(y) + eps)                                                 over the keys of a row
+loss = sum((ln max(q, eps) - ln(p + eps)) * (y or q))                  over all rows""",
+        rulings=(45,),
+        returns="The loss, a sum over all rows; added up in float32, and without a gradient.",
+        tex=r"""loss = \sum \Big(\ln \max(q, \epsilon) - \ln(p + \epsilon)\Big)\, w
+\qquad q = \frac{y}{\sum y + \epsilon}, \quad w = y \text{ or } q""",
+        sample={"target_score": "B S1 W", "index_probs": "B S1 W"},
+        example="""\
+>>> y = torch.tensor([[0.5, 0.25, 0.0]])
+>>> round(lightning_indexer_kl_loss(y, torch.tensor([[0.25, 0.5, 0.25]])).item(), 3)
+0.389""",
+    ),
+    source="CANN's cann_ops_transformer",
+)  # fmt: skip
+RECORDS = (CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, KL_LOSS)

@@ -18,7 +18,7 @@ from fusion_attention.ops.sparse.lower import extents_of
 def indexer_call(bound: Bound) -> Indexer:
     """The call of a bound record of the indexer."""
     n = bound.names
-    problem, extents, room = bound.once(lambda n: (_problem(n), bounded_extents(n), _room(n)))
+    problem, extents, room = bound.once(lambda n: (_problem(n), bounded_extents(n), room_of(n)))
     form = bound.op.layout_of(bound.op.by_name["key"], n)  # type: ignore[arg-type]  # a tensor
     tensors = {name: n[name] for name in INPUTS} | {"block_table": page_table(n["block_table"])}
     return Indexer(extents, n["layout"], tensors, problem, form, room, n["index_offset"])
@@ -36,7 +36,7 @@ def bounded_extents(n: Mapping[str, Any]) -> Extents:
     return replace(extents, hi=n["kv_len"] * ratio + behind - n["q_len"] + 1)
 
 
-def _room(n: Mapping[str, Any]) -> Extents | None:
+def room_of(n: Mapping[str, Any]) -> Extents | None:
     """Lengths as sequences lie in memory, where they may be longer than those that count; None: they are the same."""
     if n["q_room"] is None:
         return None

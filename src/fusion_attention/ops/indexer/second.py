@@ -158,7 +158,7 @@ FORMS = (
 )
 RESIDUALS = (
     presence(
-        "residual is not None or ratio == 1 or sparse_mode != 3",
+        "residual is not None or ratio <= 1 or sparse_mode != 3",
         "residual",
         "the tokens of every sequence % cmp_ratio",
         text="tokens behind the last key, for cmp_ratio above 1 in mask_mode 3",

@@ -11,6 +11,7 @@ import torch
 from fusion_attention.ir.call import Filled, buffer
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import (
+    Extents,
     IndexerGrads,
     IndexerLossOperands,
     IndexerLossProblem,
@@ -30,6 +31,8 @@ STATISTICS = ("softmax_max", "softmax_sum")
 INDEX_STATISTICS = ("softmax_max_index", "softmax_sum_index")
 INPUTS = (*DIFFERENTIABLE, *ATTENTION, "sparse_indices", *STATISTICS, *INDEX_STATISTICS, "lse")
 RESULTS = ("dquery_index", "dkey_index", "dweights", "loss")
+TARGET_INPUTS = (*DIFFERENTIABLE, "target", "sparse_indices", "softmax_lse")
+TARGET_RESULTS = (*RESULTS[:3], "softmax_out")
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -37,6 +40,14 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     gradients = (empty(n[name], n[name].shape) for name in DIFFERENTIABLE)
     loss = empty(n["query"], (1,), torch.float32)
     return dict(zip(RESULTS, (*gradients, loss), strict=True))
+
+
+def fresh_target(n: Mapping[str, Any], names: tuple[str, ...] = TARGET_RESULTS) -> dict[str, Tensor]:
+    """The same of a loss against a given target."""
+    results = fresh({**n, "query": n["query_index"]})
+    if "loss" not in names:
+        results["softmax_out"] = empty(n["target"], n["target"].shape)
+    return {name: results[name] for name in names}
 
 
 def fresh_statistics(n: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -47,13 +58,28 @@ def fresh_statistics(n: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: empty(q, shape, dtype) for name in STATISTICS}
 
 
+def fresh_lse(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Memory for the log-sum-exp of an indexer with these arguments."""
+    return {"softmax_lse": fresh_statistics(n)[STATISTICS[0]]}
+
+
 @dataclass(frozen=True, eq=False)
 class _Call(TensorCall):
-    """What both calls are."""
+    """What all calls are; room: lengths as sequences lie in memory, where those that count may be shorter."""
+
+    @property
+    def memory(self) -> Extents:
+        """How sequences lie."""
+        room: Extents | None = getattr(self, "room", None)
+        return room or self.extents
+
+    def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
+        """Rows of the query side."""
+        return row_view(tensor, self.layout, heads, self.memory, "q")
 
     def keys(self, tensor: Tensor, heads: int = 1) -> RowView:
         """Rows of the key side."""
-        return row_view(tensor, self.layout, heads, self.extents, "kv")
+        return row_view(tensor, self.layout, heads, self.memory, "kv")
 
     def statistic(self, tensor: Tensor) -> RowView:
         """Statistics of the indexer's one head, [B, 1, S1] or [1, T1]."""
@@ -79,6 +105,7 @@ class Statistics(_Call):
     """The softmax statistics of the indexer's scores over all keys that a row sees."""
 
     problem: IndexerProblem
+    room: Extents | None = None
     op_kind = "indexer_lse"
 
     def results(self) -> dict[str, Tensor]:
@@ -103,12 +130,37 @@ class _StatisticsRun(Filled):
         max_.masked_fill_(max_ == -torch.inf, 0)  # A row without keys has 0 and 0.
 
 
+@dataclass(frozen=True, eq=False)
+class LogSum(Statistics):
+    """max + log(sum) of the same statistics."""
+
+    def results(self) -> dict[str, Tensor]:
+        """Fresh memory."""
+        return fresh_lse({**self.tensors, "layout": self.layout})
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors and its results."""
+        return _LogSumRun(self, outputs)
+
+
+class _LogSumRun(_StatisticsRun):
+    __slots__ = ("lse",)
+
+    def __init__(self, call: LogSum, outputs: Mapping[str, Tensor]) -> None:
+        super().__init__(call, fresh_statistics({**call.tensors, "layout": call.layout}))
+        self.lse = outputs["softmax_lse"]
+
+    def finish(self) -> None:
+        max_, sum_ = self.buffers
+        self.lse.copy_(torch.where(sum_ == 0, -torch.inf, max_ + sum_.log()))
+
+
 # ---------------------------------------------------------------------------------------------------------------- loss
 
 
 @dataclass(frozen=True, eq=False)
-class Loss(_Call):
-    """The loss with its gradients, which a derivative only scales."""
+class _AnyLoss(_Call):
+    """A loss with its gradients, which a derivative only scales."""
 
     problem: IndexerLossProblem
     op_kind = "indexer_loss"
@@ -120,18 +172,41 @@ class Loss(_Call):
         factor = upstream["loss"].reshape(())
         return {name: results[f"d{name}"] * factor for name in DIFFERENTIABLE}
 
+    def first(self) -> tuple[Statistics, dict[str, Tensor]] | None:
+        """The call that finds the indexer's statistics, and their memory; None where they were given or not needed."""
+        if self.tensors["sparse_indices"] is not None or self.given_statistics() is not None:
+            return None
+        p = self.problem
+        problem = IndexerProblem(p.heads_index, p.dim_index, p.dtype, p.weights_dtype, top_k=0, ratio=p.ratio)
+        tensors = {name: self.tensors[name] for name in DIFFERENTIABLE}
+        call = Statistics(self.extents, self.layout, tensors, problem, self.memory)
+        return call, call.results()
+
+    def given_statistics(self) -> tuple[Tensor, Tensor] | None:
+        """The indexer's statistics, where the call has them."""
+        raise NotImplementedError
+
+    def written(self, dq: Tensor, dk: Tensor, dweights: Tensor) -> tuple[IndexerGrads, list[Tensor]]:
+        """The views of gradients, and those with rows of no sequence."""
+        grads = IndexerGrads(
+            dq=self.rows(dq, self.problem.heads_index), dk=self.keys(dk), dweights=self.rows(dweights.unsqueeze(-2))
+        )
+        sides = (dq, "q"), (dk, "kv"), (dweights, "q")
+        return grads, [tensor for tensor, side in sides if not self.covers(tensor, side)]
+
+
+@dataclass(frozen=True, eq=False)
+class Loss(_AnyLoss):
+    """The loss against the attention's own distribution."""
+
     def results(self) -> dict[str, Tensor]:
         """Fresh memory."""
         return fresh(self.tensors)
 
-    def first(self) -> tuple[Statistics, dict[str, Tensor]] | None:
-        """The call that finds the indexer's statistics, and their memory; None where they were given or not needed."""
-        if self.tensors["sparse_indices"] is not None or self.tensors[INDEX_STATISTICS[0]] is not None:
-            return None
-        p = self.problem
-        problem = IndexerProblem(p.heads_index, p.dim_index, p.dtype, p.weights_dtype, top_k=0, ratio=p.ratio)
-        call = Statistics(self.extents, self.layout, {name: self.tensors[name] for name in DIFFERENTIABLE}, problem)
-        return call, call.results()
+    def given_statistics(self) -> tuple[Tensor, Tensor] | None:
+        """The two that the call has."""
+        max_, sum_ = (self.tensors[name] for name in INDEX_STATISTICS)
+        return None if max_ is None or sum_ is None else (max_, sum_)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors and its results."""
@@ -147,7 +222,7 @@ class _LossRun(Filled):
         dq, dk, dweights, loss = buffers = tuple(buffer(tensor) for tensor in result)
         query_rope, key_rope = t["query_rope"], t["key_rope"]
         first = call.first()
-        index_stats = [t[name] for name in INDEX_STATISTICS] if first is None else first[1].values()
+        index_stats = (call.given_statistics() or (None, None)) if first is None else first[1].values()
         operands = IndexerLossOperands(
             q=call.rows(q, p.heads_q),
             k=call.keys(call.given("key"), p.heads_kv),
@@ -158,11 +233,7 @@ class _LossRun(Filled):
             k_rope=None if key_rope is None else call.keys(key_rope, p.heads_kv),
             sink=t["sinks"],
         )
-        grads = IndexerGrads(
-            dq=call.rows(dq, p.heads_index), dk=call.keys(dk), dweights=call.rows(dweights.unsqueeze(-2))
-        )
-        sides = (dq, "q"), (dk, "kv"), (dweights, "q")
-        clears = (tensor for tensor, side in sides if not call.covers(tensor, side))
+        grads, clears = call.written(dq, dk, dweights)
         nothing = () if len(call.extents) else (loss,)  # Then no back end runs.
         super().__init__((operands, grads), (*buffers, *self.stats), result, (*clears, *nothing), first)
 
@@ -177,3 +248,44 @@ class _LossRun(Filled):
             max_.copy_(lse if call.layout == "TND" else lse.mT)
             sum_.copy_(max_ != -torch.inf)  # exp(s - lse) is the probability; 0 in a row without keys
         max_.masked_fill_(sum_ == 0, -torch.inf)
+
+
+# --------------------------------------------------------------------------------------------------------- given target
+
+
+@dataclass(frozen=True, eq=False)
+class TargetLoss(_AnyLoss):
+    """The loss against a given target.
+
+    Args:
+        room: lengths as sequences lie in memory, where those that count may be shorter; None: they are the same.
+        names: of its results: gradients, and the loss or "softmax_out", y of the target's elements.
+    """
+
+    room: Extents | None = None
+    names: tuple[str, ...] = RESULTS
+
+    def results(self) -> dict[str, Tensor]:
+        """Fresh memory."""
+        return fresh_target(self.tensors, self.names)
+
+    def given_statistics(self) -> tuple[Tensor, Tensor] | None:
+        """The one that the call has, which stands for two."""
+        lse = self.tensors["softmax_lse"]
+        return None if lse is None else (lse, torch.ones_like(lse))
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors and its results."""
+        result = tuple(outputs[name] for name in self.names)
+        dq, dk, dweights, last = buffers = tuple(buffer(tensor) for tensor in result)
+        grads, clears = self.written(dq, dk, dweights)
+        first = self.first()
+        index_stats = (self.given_statistics() or (None, None)) if first is None else first[1].values()
+        index = self.index(self.problem.heads_index, self.tensors["sparse_indices"], *index_stats)
+        loss = last
+        if self.names[-1] != "loss":
+            loss, index.values = empty(last, (1,), torch.float32), self.rows(last)
+            clears.append(last)
+        operands = IndexerLossOperands(index=index, loss=loss, target=self.rows(self.given("target")))
+        nothing = () if len(self.extents) else (loss,)  # Then no back end runs.
+        return Filled((operands, grads), buffers, result, (*clears, *nothing), first)

@@ -7,7 +7,16 @@ from typing import Any
 
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
-from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, INPUTS, Loss, Statistics
+from fusion_attention.ops.indexer.lower import bounded_extents, room_of
+from fusion_attention.ops.indexer_loss.call import (
+    DIFFERENTIABLE,
+    INPUTS,
+    TARGET_INPUTS,
+    LogSum,
+    Loss,
+    Statistics,
+    TargetLoss,
+)
 from fusion_attention.ops.shared.layouts import wide
 from fusion_attention.ops.shared.params import scale_of
 from fusion_attention.ops.sparse.lower import extents_of
@@ -24,8 +33,46 @@ def lower(bound: Bound) -> Loss | Statistics:
     return Loss(extents, n["layout"], tensors, problem)
 
 
+def lower_lse(bound: Bound) -> LogSum:
+    """A bound record of the indexer's log-sum-exp."""
+    n = bound.names
+    indexer, extents, room = bound.once(lambda n: (_indexer(n), bounded_extents(n), room_of(n)))
+    return LogSum(extents, n["layout"], {name: n[name] for name in DIFFERENTIABLE}, indexer, room)
+
+
+def lower_target(bound: Bound) -> TargetLoss:
+    """A bound record of the loss against a given target."""
+    n, names = bound.names, bound.op.results
+    problem, extents, room = bound.once(
+        lambda n: (_target_loss(n, "loss" not in names), bounded_extents(n), room_of(n))
+    )
+    return TargetLoss(extents, n["layout"], {name: n[name] for name in TARGET_INPUTS}, problem, room, names)
+
+
+def _target_loss(n: Mapping[str, Any], unit: bool) -> IndexerLossProblem:
+    listed = n["sparse_indices"] is not None
+    return IndexerLossProblem(
+        heads_q=0,
+        heads_kv=0,
+        dim_qk=0,
+        heads_index=n["N1"],
+        dim_index=n["D"],
+        dtype=dtype_text(n["query_index"]),
+        weights_dtype=dtype_text(n["weights"]),
+        select_count=n["K"] if listed else 0,
+        ratio=_ratio(n),
+        unit_target=unit and not listed,
+    )
+
+
 def _indexer(n: Mapping[str, Any]) -> IndexerProblem:
-    return IndexerProblem(n["N1"], n["D"], dtype_text(n["query_index"]), dtype_text(n["weights"]), top_k=0)
+    return IndexerProblem(
+        n["N1"], n["D"], dtype_text(n["query_index"]), dtype_text(n["weights"]), top_k=0, ratio=_ratio(n)
+    )
+
+
+def _ratio(n: Mapping[str, Any]) -> int:
+    return int(n["ratio"]) if n["sparse_mode"] == 3 else 1
 
 
 def _loss(n: Mapping[str, Any]) -> IndexerLossProblem:

@@ -200,9 +200,10 @@ DENSE_SIZES = {**SPARSE_SIZES, "N1": 32, "N2": 32, "G": 1, "D": 128}
 NEUTRAL: dict[str, Any] = {
     "cumulative": True,
     "sparse_block_size": 1,
+    "ratio": 1,
     **dict.fromkeys(("layout_kv", "block_table", "query_rope", "key_rope", "sinks", "sparse_indices", "lse")),
     **dict.fromkeys(("softmax_max", "softmax_sum", "softmax_max_index", "softmax_sum_index")),
-    **dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen", "causal")),
+    **dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen", "causal", "residual", "q_room", "k_room")),
     **dict.fromkeys(("B", "S1", "S2", "T1", "T2", "Ps", "N1", "N2", "D", "Dr", "G", "K", "Ni", "Di")),
 }
 OF_ATTENTION = (QUERY, replace(KEY, form=None))

@@ -32,6 +32,15 @@ _PAGES = {
         actualSeqLengthskvOptional queryRopeOptional keyRopeOptional scaleValue sparseBlockSize layoutOptional
         sparseMode preTokens nextTokens deterministic
         dQueryOut dKeyOut dValueOut dQueryRopeOutOptional dKeyRopeOutOptional""",
+    "aclnnSparseLightningIndexerKLLossGrad": """
+        q k w sparseIndices attnSoftmaxL1Norm cuSeqLensQOptional cuSeqLensKOptional seqUsedQOptional seqUsedKOptional
+        cmpResidualKOptional metadataOptional layoutQ layoutK maskMode cmpRatio dq dk dw softmaxOut""",
+    "aclnnDenseLightningIndexerKLLossGrad": """
+        q k w attnSoftmaxL1Norm softmaxLse cuSeqLensQOptional cuSeqLensKOptional seqUsedQOptional seqUsedKOptional
+        cmpResidualKOptional metadataOptional layoutQ layoutK maskMode cmpRatio dq dk dw softmaxOut""",
+    "aclnnDenseLightningIndexerSoftmaxLseV2": """
+        queryIndex keyIndex weight cuSeqLensQOptional cuSeqLensKOptional seqUsedQOptional seqUsedKOptional
+        cmpResidualKOptional metadataOptional layoutQ layoutK maskMode cmpRatio softmaxLse""",
     "aclnnSparseLightningIndexerGradKLLoss": """
         query key queryIndex keyIndex weights sparseIndices softmaxMax softmaxSum queryRope keyRope
         actualSeqLengthsQuery actualSeqLengthsKey scaleValue layout sparseMode pre_tokens next_tokens deterministic
@@ -206,12 +215,31 @@ _PAGES |= {
 _PAGES["aclnnSparseFlashMlaSoftmaxL1NormMetadata"] = """
     cuSeqlensQ cuSeqlensK sequsedQ sequsedK cmpResidualK topkLength numHeadsQ numHeadsK headDim batchSize maxSeqlenQ
     maxSeqlenK topk layoutQ layoutK maskMode cmpRatio metaData"""
+_LOSS_NUMBERS = "batchSize maxSeqLenQ maxSeqLenK numHeadsQ numHeadsK headDim"
+_PAGES |= {
+    f"aclnn{name}Metadata": f"""
+        cuSeqLensQOptional cuSeqLensKOptional seqUsedQOptional seqUsedKOptional cmpResidualKOptional {_LOSS_NUMBERS}
+        {topk} layoutQ layoutK maskMode cmpRatio metadata"""
+    for name, topk in (
+        ("SparseLightningIndexerKLLossGrad", "topk"),
+        ("DenseLightningIndexerKLLossGrad", ""),
+        ("DenseLightningIndexerSoftmaxLseV2", ""),
+    )
+}
 # Operators that take lengths as tensors: selections run without asking the host.
 _LENGTHS_ON_DEVICE = {
     f"aclnn{name}"
     for name in (
         *("SparseFlashAttention", "SparseFlashAttentionGrad"),
         *("LightningIndexer", "LightningIndexerV2", "LightningIndexerGrad"),
+        *(
+            f"{name}{suffix}"
+            for name in (
+                *("SparseLightningIndexerKLLossGrad", "DenseLightningIndexerKLLossGrad"),
+                "DenseLightningIndexerSoftmaxLseV2",
+            )
+            for suffix in ("", "Metadata")
+        ),
         *(f"SparseFlashMla{kind}{suffix}" for kind in ("", "Grad", "SoftmaxL1Norm") for suffix in ("", "Metadata")),
     )
 }
@@ -227,7 +255,7 @@ def _header(name: str) -> str:
 
 def _prototype(name: str, text: str, source: str) -> Prototype:
     names = tuple(text.split())
-    lengths = r"PaddingSize|actualSeq|cuSeqlens|seqused|cmpResidual" if name in _LENGTHS_ON_DEVICE else r"PaddingSize"
+    lengths = r"PaddingSize|actualSeq|cuSeq|(?i:seqUsed)|cmpResidual" if name in _LENGTHS_ON_DEVICE else r"PaddingSize"
     return Prototype(names, source, _header(name), frozenset(result for result in names if re.search(lengths, result)))
 
 

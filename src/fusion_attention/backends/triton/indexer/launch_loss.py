@@ -62,6 +62,7 @@ def run_loss(
 ) -> None:
     """Writes the loss and its gradients."""
     p, index = problem, o.index
+    assert o.stats is not None
     views: dict[str, layout_table.View | None] = {
         "q": o.q, "k": o.k, "max": o.stats.max, "sum": o.stats.sum,
         "q_rope": o.q_rope if p.dim_rope else None,

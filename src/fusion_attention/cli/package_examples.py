@@ -1,0 +1,143 @@
+"""Programs of CANN's newer operators, which its package cann_ops_transformer has too."""
+
+from __future__ import annotations
+
+from fusion_attention.cli.example_call import Call, named
+
+INDEX_OF_TOKENS = Call(
+    (
+        "query = torch.randn(1, 128, 8, 128, dtype=torch.bfloat16)  # the indexer's heads",
+        "key = torch.randn(1, 32, 1, 128, dtype=torch.bfloat16)  # one for every 4 tokens",
+        "weights = torch.rand(1, 128, 8)",
+    ),
+    named("query", "key", "weights")
+    | {"sparse_count": "16", "residual": "[0]", "sparse_mode": "3", "ratio": "4", "return_values": "1"},
+    {
+        "sparse_indices_out": "torch.empty(1, 128, 1, 16, dtype=torch.int32)",
+        "sparse_values_out": "torch.empty(1, 128, 1, 16)",
+    },
+    "sparse_indices, values",
+)
+SHARED_KEYS = Call(
+    (
+        "query = torch.randn(1, 64, 8, 512, dtype=torch.bfloat16)",
+        "key = torch.randn(1, 64, 1, 512, dtype=torch.bfloat16)  # keys that are values too",
+        "key_compressed = torch.randn(1, 16, 1, 512, dtype=torch.bfloat16)  # one for every 4 tokens",
+        "row, entry = torch.arange(64).view(-1, 1), torch.arange(16)",
+        "seen = entry < (row + 1) // 4  # entries whose tokens have all come",
+        "sparse_indices = entry.where(seen, -1).int().view(1, 64, 1, 16)",
+        "sinks = torch.zeros(8)",
+    ),
+    named("query", "key", "key_compressed", "sparse_indices", "sinks")
+    | {"cmp_residual_kv": "[0]", "scale_value": "512**-0.5", "ratio": "4", "ori_mask_mode": "4"}
+    | {"cmp_mask_mode": "3", "ori_win_left": "15", "ori_win_right": "0", "return_softmax_lse": "True"},
+    {"attention_out": "torch.empty_like(query)", "softmax_lse": "torch.empty(1, 1, 64, 8)"},
+    "out, lse",
+)
+SHARED_KEYS_SAVED = (
+    *SHARED_KEYS.setup,
+    "attention_in, lse = fa.compressed_attention(",
+    "    query, key, key_compressed, sparse_indices, ratio=4, band=fa.Band.window(15), sink=sinks,",
+    "    scale=512**-0.5, return_lse=True,",
+    ")",
+    "softmax_lse = lse.mT[:, None].contiguous()  # [B, 1, S, N], of both sources and the sink",
+)
+SHARED_KEYS_GRAD = Call(
+    (*SHARED_KEYS_SAVED, "dout = torch.randn_like(attention_in)"),
+    {**SHARED_KEYS.values, **named("dout", "attention_in", "softmax_lse")},
+    {
+        "dquery": "torch.empty_like(query)",
+        "dkey": "torch.empty_like(key)",
+        "dkey_compressed": "torch.empty_like(key_compressed)",
+        "dsinks": "torch.empty_like(sinks)",
+        "cmp_softmax_l1_norm": "torch.empty(1, 64, 1, 16)",
+    },
+    "dq, dori_kv, dcmp_kv, dsinks, _, cmp_softmax_l1_norm",
+)
+SHARED_KEYS_L1 = Call(
+    SHARED_KEYS_SAVED,
+    named("query", "softmax_lse", "sparse_indices")
+    | {
+        "key": "key_compressed",
+        "cmp_residual_k": "[0]",
+        "scale_value": "512**-0.5",
+        "ratio": "4",
+        "mask_mode": "3",
+    },
+    {"l1_norm": "torch.empty(1, 64, 1, 16)"},
+    "target",
+)
+SIZES_OF_HEADS = {"num_heads_q": "64", "num_heads_kv": "1", "num_heads_k": "1", "head_dim": "512"}
+SHARED_KEYS_METADATA = Call((), SIZES_OF_HEADS, {"meta_data": "torch.empty(1024, dtype=torch.int32)"})
+L1_METADATA = Call((), SIZES_OF_HEADS, {"meta_data": "torch.empty(64, dtype=torch.int32)"})
+INDEXER = (
+    "query_index = torch.randn(1, 128, 8, 128, dtype=torch.bfloat16)  # the indexer, which learns",
+    "key_index = torch.randn(1, 128, 1, 128, dtype=torch.bfloat16)",
+    "weights = torch.rand(1, 128, 8)",
+)
+GIVEN = {name: name for name in ("query_index", "key_index", "weights")}
+GIVEN |= {"layout": '"BSND"', "layout_kv": '"BSND"', "sparse_mode": "3"}
+OUTPUTS = {
+    "dquery_index": "torch.empty_like(query_index)",
+    "dkey_index": "torch.empty_like(key_index)",
+    "dweights": "torch.empty_like(weights)",
+    "softmax_out": "torch.empty_like(target)",
+}
+LSE = (
+    'dots = torch.einsum("bihd,bjd->bihj", query_index, key_index[:, :, 0])',
+    "scores = (dots.relu().float() * weights[..., None]).sum(2)",
+    "hidden = torch.ones(128, 128).triu(1) > 0",
+    "softmax_lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)[:, None]",
+)
+TARGET = "target = torch.rand(1, 128, 1, {}).softmax(-1)  # how much of the attention every key takes"
+LISTED = Call(
+    (
+        *INDEXER,
+        "sparse_indices = torch.full((1, 128, 1, 512), -1, dtype=torch.int32)",
+        "sparse_indices[..., :128] = torch.arange(128)  # of these a row reads those that it sees",
+        TARGET.format(512),
+    ),
+    {**GIVEN, "sparse_indices": "sparse_indices", "target": "target"},
+    OUTPUTS,
+    "dq, dk, dw, softmax_out",
+)
+DENSE = Call(
+    (*INDEXER, TARGET.format(128), *LSE),
+    {**GIVEN, "target": "target", "softmax_lse": "softmax_lse"},
+    OUTPUTS,
+    "dq, dk, dw, softmax_out",
+)
+STATISTICS = Call(INDEXER, GIVEN, {"softmax_lse": "torch.empty(1, 1, 128)"}, "softmax_lse")
+NUMBERS = {"num_heads_q": "8", "num_heads_k": "1", "head_dim": "128"}
+OPAQUE = Call((), NUMBERS, {"meta_data": "torch.empty(64, dtype=torch.int32)"})
+CALLS = {  # what a name begins with, the most specific first
+    "aclnnLightningIndexerV2": INDEX_OF_TOKENS,
+    "cann_ops_transformer.lightning_indexer": INDEX_OF_TOKENS,
+    "aclnnSparseFlashMlaSoftmaxL1NormMetadata": L1_METADATA,
+    "aclnnSparseFlashMlaMetadata": SHARED_KEYS_METADATA,
+    "aclnnSparseFlashMlaGradMetadata": SHARED_KEYS_METADATA,
+    "aclnnSparseFlashMlaSoftmaxL1Norm": SHARED_KEYS_L1,
+    "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm": SHARED_KEYS_L1,
+    "aclnnSparseFlashMlaGrad": SHARED_KEYS_GRAD,
+    "cann_ops_transformer.sparse_flash_mla_grad": SHARED_KEYS_GRAD,
+    "aclnnSparseFlashMla": SHARED_KEYS,
+    "cann_ops_transformer.sparse_flash_mla": SHARED_KEYS,
+    "aclnnSparseLightningIndexerKLLossGradMetadata": OPAQUE,
+    "aclnnDenseLightningIndexerKLLossGradMetadata": OPAQUE,
+    "aclnnDenseLightningIndexerSoftmaxLseV2Metadata": OPAQUE,
+    "cann_ops_transformer.sparse_lightning_indexer_kl_loss_grad": LISTED,
+    "cann_ops_transformer.dense_lightning_indexer_kl_loss_grad": DENSE,
+    "cann_ops_transformer.dense_lightning_indexer_softmax_lse": STATISTICS,
+    "aclnnSparseLightningIndexerKLLossGrad": LISTED,
+    "aclnnDenseLightningIndexerKLLossGrad": DENSE,
+    "aclnnDenseLightningIndexerSoftmaxLseV2": STATISTICS,
+}
+TARGET_LOSS = """
+rows, keys = torch.randn(2, 128, 4, 32, requires_grad=True), torch.randn(2, 32, 1, 32)  # a key for every four tokens
+weights = torch.rand(2, 128, 4)
+indices, _ = fa.lightning_indexer(rows, keys, weights, 16, ratio=4)
+target = 0.7 * torch.rand(2, 128, 1, 16).softmax(-1)  # the listed keys' part of the attention
+
+loss = fa.indexer_target_loss(rows, keys, weights, target, indices, ratio=4) / (2 * 128)
+loss.backward()
+"""

@@ -1,0 +1,266 @@
+"""CANN's losses of the indexer whose target is given, and the statistics that one of them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import Attr, Tensor
+from fusion_attention.ops.indexer.second import (
+    COMPRESSED,
+    ENDS,
+    LENGTHS,
+    METADATA,
+    PACKED_SAMPLE,
+    PAGES,
+    RATIO,
+    RESIDUAL,
+    RESIDUALS,
+    USED,
+    tokens_fit,
+)
+from fusion_attention.ops.indexer_loss import checks
+from fusion_attention.ops.indexer_loss.call import TARGET_RESULTS, fresh_lse, fresh_target
+from fusion_attention.ops.indexer_loss.lower import lower_lse, lower_target
+from fusion_attention.ops.indexer_loss.records import INDEX_STATISTICS, INDICES, LSE_SCORES, NEUTRAL, of_index
+from fusion_attention.ops.shared import cumulative
+from fusion_attention.ops.shared.metadata import metadata
+from fusion_attention.ops.shared.params import FLOATS, TENSOR_FIRST, output, spelled
+from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.shared.rules import content, invalid, limit, no_float32, only_dim, typed
+from fusion_attention.ops.sparse.checks import FUNCTIONS
+from fusion_attention.ops.sparse.records import LAYOUT, LAYOUTS, MODE
+from fusion_attention.ops.sparse.rules import SELECTION, SIZES, SOME_ENTRIES, lists
+
+# ------------------------------------------------------------------------------------------------------- parameters
+
+QUERY, KEY, WEIGHTS = of_index("N1", "D", FLOATS, "query_index")
+WEIGHTS = replace(WEIGHTS, text="Weight of every head; scale factors belong into it.", dtypes="float32")
+ROWS = (spelled(QUERY, "q"), spelled(KEY, "k"), spelled(WEIGHTS, "w"))
+ELEMENTS = {"BSND": "B S1 1 Pk", "TND": "T1 1 Pk"}
+TARGET = Tensor(
+    "target",
+    "How much of the attention's softmax every key takes, a mean over heads, of sparse_flash_mla_grad or"
+    " sparse_flash_mla_softmax_l1_norm.",
+    dtypes="float32",
+    shape=ELEMENTS,
+    spelled="attn_softmax_l1_norm",
+)
+SOFTMAX_LSE = Tensor(
+    "softmax_lse",
+    "log(sum(exp(I))) of the indexer's scores, of dense_lightning_indexer_softmax_lse.",
+    dtypes="float32",
+    shape=INDEX_STATISTICS,
+    make=lambda shape: torch.full(shape, 64.0),  # above the scores of a sample
+)
+LENGTHS_OF = (*ENDS, *USED, RESIDUAL, METADATA)
+LAYOUTS_OF = (
+    replace(LAYOUT, spelled="layout_q", default="TND"),
+    Attr("layout_kv", "Axis order of key rows: as the queries'.", type=str, default="TND", spelled="layout_k"),
+)
+TAIL = (*LENGTHS_OF, *LAYOUTS_OF, replace(MODE, spelled="mask_mode"), RATIO)
+RESULTS = (
+    output("dquery_index", "Gradient of q.", QUERY.shape, "=query_index", spelled="dq"),
+    output("dkey_index", "Gradient of k.", KEY.shape, "=query_index", spelled="dk"),
+    output("dweights", "Gradient of w.", WEIGHTS.shape, "=weights", spelled="dw"),
+    output("softmax_out", "y of the target's elements; 0 where a row does not read them.", ELEMENTS, "float32"),
+)
+
+
+def derive(n: Mapping[str, Any]) -> dict[str, Any]:
+    """Lengths, those that there is memory for, and axes."""
+    count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
+    result: dict[str, Any] = {}
+    for side, axis, length in (("q", "S1", "q_len"), ("k", "S2", "kv_len")):
+        room, used = cumulative.stored(n[f"cu_seqlens_{side}"], count, n[axis]), n[f"seqused_{side}"]
+        result |= {f"{side}_room": room, length: room if used is None else used}
+        if n["layout"] == "TND":
+            result[axis] = int(room.max(initial=0))
+    return result | ({"B": count} if n["layout"] == "TND" else {})
+
+
+# -------------------------------------------------------------------------------------------------------------- rules
+
+RULES = (
+    *(rule for rule in LENGTHS if PAGES not in rule.when),
+    typed(
+        "layout_kv == layout",
+        "layout_kv",
+        "keys lie as queries do",
+        text="what layout_q is",
+        when="layout in ('BSND', 'TND')",
+        invalid={"layout_kv": "BNSD"},
+    ),
+    *RESIDUALS,
+    *(rule for rule in LSE_SCORES if rule.stage != "dtype"),  # weights have one dtype
+)
+LISTS = (
+    replace(SELECTION[0], check="keys_exist(sparse_indices, layout, q_len, q_room, kv_len)"),
+    SELECTION[1],
+    content(
+        "keys_read(sparse_indices, layout, q_len, q_room, kv_len, sparse_mode, ratio, residual)",
+        "sparse_indices",
+        "a list is read no further than its row sees keys, and later keys are dropped",
+        text="entries that their rows read",
+        given={"sparse_mode": 3},
+        invalid={"sparse_indices": lists(0, 5)},
+    ),
+)
+WIDTH = invalid(
+    "Pk == K",
+    "target",
+    "an element for every entry of a list",
+    text="as many elements as a row has entries",
+    when="K >= 1",
+    invalid={"Pk": 5},
+)
+DENSE_WIDTH = invalid(
+    "Pk == S2 or layout == 'TND' and Pk >= S2",
+    "target",
+    "an element for every key; TND: of the longest sequence, at least",
+    text="as many elements as a row has keys",
+    invalid={"Pk": 5},
+)
+LIMITS = (
+    no_float32("query_index"),
+    limit("N1 <= 128", "query_index", "the chip takes no more", text="up to 128 heads", invalid={"N1": 129}),
+    only_dim("D", 128, "query_index"),
+    limit("ratio <= 128", "ratio", "the chip takes no more", given=COMPRESSED, invalid={"ratio": 129}),
+)  # fmt: skip
+LIST_LIMITS = (
+    limit(
+        "K in (512, 1024, 2048, 4096, 8192)",
+        "sparse_indices",
+        "the chip takes lists of no other length",
+        when="K >= 1",
+        invalid={"K": 64, "Pk": 64},
+    ),
+)
+
+# ------------------------------------------------------------------------------------------------------------ records
+
+FORMULA = """I_j = sum_h w_h * max(0, S_hj),   S_hj = q_h . k_j,   y = softmax(I)      over the keys j of a row
+dI = {}
+dw_h = sum_j dI_j * max(0, S_hj),   dS = dI * w * [S > 0],   dq = dS k,   dk = sum_h dS^T q"""
+TEX = r"""\begin{aligned}
+I_j &= \sum_h w_h \max(0, S_{hj}), \qquad S_{hj} = q_h \cdot k_j, \qquad y = SOFTMAX, \qquad dI = DIFFERENCE \\
+dw_h &= \sum_j dI_j \max(0, S_{hj}), \quad dS_{hj} = dI_j\, w_h\, [S_{hj} > 0],
+  \quad dq_h = \sum_j dS_{hj}\, k_j, \quad dk_j = \sum_h dS_{hj}\, q_h
+\end{aligned}"""
+PACKAGE = "CANN's cann_ops_transformer"
+LENGTHS_AS_TENSORS = dict.fromkeys([p.name for p in (*ENDS, *USED, RESIDUAL)], TENSOR_FIRST)
+HERE = {**NEUTRAL, **dict.fromkeys(("target", "softmax_lse", "Pk"))}
+PADDED_SAMPLE = {"layout_kv": "BSND"}
+
+V1 = of_cann(
+    "aclnnSparseLightningIndexerKLLossGrad",
+    "The gradients that bring the indexer's distribution over selected keys nearer to a given target.",
+    (*ROWS, INDICES, TARGET, *TAIL, *RESULTS),
+    (*RULES, SOME_ENTRIES, *LISTS, WIDTH, *LIMITS, *LIST_LIMITS),
+    formula=FORMULA.format("y * sum_j p_j - p"),
+    tex=TEX.replace("SOFTMAX", r"\operatorname{softmax}(I)").replace("DIFFERENCE", r"y \sum_j p_j - p"),
+    rulings=(6, 12, 17, 18, 23, 45),
+    layouts=LAYOUTS,
+    layout_attr="layout",
+    neutral=HERE,
+    derive=derive,
+    functions={**FUNCTIONS, **cumulative.FUNCTIONS, **checks.FUNCTIONS, "tokens_fit": tokens_fit},
+    lower=lower_target,
+    results=TARGET_RESULTS,
+    fresh=fresh_target,
+    sizes={**SIZES, "N1": 8, "D": 128, "Pk": SIZES["K"]},
+    samples={"BSND": PADDED_SAMPLE, "TND": PACKED_SAMPLE},
+)
+DENSE_V1 = V1.version(
+    "aclnnDenseLightningIndexerKLLossGrad",
+    "The gradients that bring the indexer's distribution over all keys nearer to a given target.",
+    params=(*ROWS, TARGET, SOFTMAX_LSE, *TAIL, *RESULTS),
+    rules=(*RULES, DENSE_WIDTH, *LIMITS),
+    formula=FORMULA.format("y - p").replace("softmax(I)", "exp(I - softmax_lse)"),
+    tex=TEX.replace("SOFTMAX", r"e^{I - lse}").replace("DIFFERENCE", "y - p"),
+    rulings=(6, 17, 23, 45),
+    sizes={**V1.sizes, "Pk": SIZES["S2"]},
+    samples={"BSND": PADDED_SAMPLE, "TND": {**PACKED_SAMPLE, "Pk": 7}},
+)
+LSE_QUERY, LSE_KEY, LSE_WEIGHTS = (
+    replace(p, spelled=name) for p, name in zip(ROWS, ("query_index", "key_index", "weight"), strict=True)
+)
+LSE_TAIL = tuple(
+    replace(p, default={"layout": "BSND", "layout_kv": "BSND", "sparse_mode": 0}.get(p.name, p.default)) for p in TAIL
+)
+LSE_V2 = V1.version(
+    "aclnnDenseLightningIndexerSoftmaxLseV2",
+    "The log-sum-exp of an indexer's scores over all keys of a row.",
+    params=(
+        *(LSE_QUERY, LSE_KEY, LSE_WEIGHTS, *LSE_TAIL),
+        output("softmax_lse", "log(sum(exp(I))); -inf where a row sees no key.", INDEX_STATISTICS, "float32"),
+    ),
+    rules=(*RULES, *LIMITS),
+    formula="""I_j = sum_h w_h * max(0, query_index_h . key_index_j)        over the keys j that the row sees
+softmax_lse = log(sum_j exp(I_j))""",
+    tex=r"I_j = \sum_h w_h \max(0,\; q^{index}_h \cdot k^{index}_j), \qquad lse = \log \sum_j e^{I_j}",
+    rulings=(6, 17, 23, 45),
+    lower=lower_lse,
+    results=("softmax_lse",),
+    fresh=fresh_lse,
+    samples={"TND": PACKED_SAMPLE},
+)
+TORCH = V1.version(
+    "cann_ops_transformer.sparse_lightning_indexer_kl_loss_grad",
+    V1.summary,
+    source=PACKAGE,
+    keywords="cu_seqlens_q",
+    declared=LENGTHS_AS_TENSORS,
+    returns="(dq, dk, dw, softmax_out).",
+    example="""\
+>>> q, k, w = torch.randn(6, 2, 16), torch.randn(6, 1, 16), torch.rand(6, 2)
+>>> lists, target, ends = torch.arange(6).expand(6, 1, 6), torch.full((6, 1, 6), 0.1), torch.tensor([0, 6])
+>>> dq, dk, dw, y = sparse_lightning_indexer_kl_loss_grad(
+...     q, k, w, lists, target, cu_seqlens_q=ends, cu_seqlens_k=ends
+... )
+>>> list(dq.shape), float(y[0, 0, 0])
+([6, 2, 16], 1.0)""",
+)
+TORCH_DENSE = DENSE_V1.version(
+    "cann_ops_transformer.dense_lightning_indexer_kl_loss_grad",
+    DENSE_V1.summary,
+    source=PACKAGE,
+    keywords="cu_seqlens_q",
+    declared=LENGTHS_AS_TENSORS,
+    returns="(dq, dk, dw, softmax_out).",
+    example="""\
+>>> q, k, w, ends = torch.randn(6, 2, 16), torch.randn(6, 1, 16), torch.rand(6, 2), torch.tensor([0, 6])
+>>> lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+>>> lse = dense_lightning_indexer_softmax_lse(q, k, w, **lengths, layout_q="TND", layout_k="TND", mask_mode=3)
+>>> dq, dk, dw, y = dense_lightning_indexer_kl_loss_grad(q, k, w, torch.full((6, 1, 6), 0.1), lse, **lengths)
+>>> list(y.shape)
+[6, 1, 6]""",
+)
+TORCH_LSE = LSE_V2.version(
+    "cann_ops_transformer.dense_lightning_indexer_softmax_lse",
+    LSE_V2.summary,
+    source=PACKAGE,
+    keywords="cu_seqlens_q",
+    declared=LENGTHS_AS_TENSORS,
+    returns="softmax_lse.",
+    example="""\
+>>> q, k, w = torch.randn(1, 6, 2, 16), torch.randn(1, 6, 1, 16), torch.rand(1, 6, 2)
+>>> list(dense_lightning_indexer_softmax_lse(q, k, w).shape)
+[1, 1, 6]""",
+)
+
+OPAQUE = tuple(
+    metadata(
+        op.name,
+        (*ENDS, *USED, RESIDUAL),
+        f"batch_size=0 max_seqlen_q=0 max_seqlen_k=0 num_heads_q num_heads_k head_dim {topk}"
+        "layout_q=BSND layout_k=BSND mask_mode=0 cmp_ratio=1",
+        64,
+    )
+    for op, topk in ((V1, "topk=0 "), (DENSE_V1, ""), (LSE_V2, ""))
+)
+ACLNN = (V1, DENSE_V1, LSE_V2, *OPAQUE)
+RECORDS = (*ACLNN, TORCH, TORCH_DENSE, TORCH_LSE)

@@ -1,0 +1,119 @@
+"""Cases of the indexer's loss against a given target: hostile operands, and a witness of golden, slot by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import bind
+from fusion_attention.ops.indexer_loss import fa_target_record
+from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, TargetLoss
+from fusion_attention.ops.indexer_loss.lower import lower_target
+from fusion_attention.testing.cases import Results, Tensor
+from fusion_attention.testing.sparse import Maker, SparseCase, bound_of, in_float64, lists_of, part
+from fusion_attention.torch_ops.eager import run
+
+LEAST = 1e-8
+
+
+@dataclass(frozen=True)
+class TargetCase(SparseCase):
+    """One loss with its gradients.
+
+    Args:
+        heads, dim: of the indexer; weights: the dtype of its weights.
+        count: entries of a list; 0: no selection.
+        target: "part" (sums to less than 1), "unit" (to 1), "zero", or "nan" (a NaN in every third row).
+    """
+
+    heads: int = 3
+    dim: int = 8
+    weights: str = "float32"
+    target: str = "part"
+
+
+def slots_of(case: TargetCase, args: Mapping[str, Any], b: int, row: int) -> list[tuple[int, int]]:
+    """(slot, key) of everything that a row reads: entry by entry of its list, or all keys that it sees."""
+    visible = case.seen(b, row)
+    if not case.count:
+        return [(key, key) for key in range(visible)]
+    result = []
+    for slot, key in enumerate(part(case, args["sparse_indices"], "q", b)[row, 0].tolist()[:visible]):
+        if key < 0:
+            break
+        if key < visible:
+            result.append((slot, key))
+    return result
+
+
+def arguments(case: TargetCase) -> dict[str, Any]:
+    """The arguments of indexer_target_loss() by canonical name; a target is NaN where no row reads it."""
+    make = Maker(case)
+    args = {
+        "query_index": make.rows("q", case.heads, case.dim),
+        "key_index": make.rows("kv", 1, case.dim),
+        "weights": make.rows("q", case.heads, dtype=getattr(torch, case.weights)),
+        "target": make.empty("q", 1, case.count or case.tokens("kv"), dtype=torch.float32),
+        "sparse_indices": lists_of(case, make, 1) if case.count else None,
+        "layout": case.layout,
+        "actual_seq_qlen": list(case.q_len),
+        "actual_seq_kvlen": list(case.kv_len),
+        "causal": case.mode == 3,
+        **bound_of(case),
+    }
+    for b, rows in enumerate(case.q_len):
+        for row in range(rows):
+            if slots := [slot for slot, _ in slots_of(case, args, b, row)]:
+                part(case, args["target"], "q", b)[row, 0, slots] = _target(case, make, len(slots), row)
+    return args
+
+
+def _target(case: TargetCase, make: Maker, count: int, row: int) -> Tensor:
+    p = (2 * make.draw(count)).softmax(-1) * {"zero": 0.0, "part": 0.6}.get(case.target, 1.0)
+    if case.target == "nan" and row % 3 == 0:
+        p[0] = torch.nan
+    return p
+
+
+def lowered(case: TargetCase, args: Mapping[str, Any], names: tuple[str, ...] = ()) -> TargetLoss:
+    """The call of the Python API; names: of other results."""
+    call = lower_target(bind(fa_target_record.RECORD, args))
+    return replace(call, names=names or call.names)
+
+
+def golden(call: TargetLoss) -> Results:
+    """The results in float64 by golden; the loss is rounded to float32."""
+    return run(in_float64(call), "golden")
+
+
+def reference(case: TargetCase, args: Mapping[str, Any], unit: bool = False) -> Results:
+    """The formulas slot by slot, in float64: a witness of golden; the loss is rounded to float32."""
+    results = {f"d{name}": torch.zeros(args[name].shape, dtype=torch.float64) for name in DIFFERENTIABLE}
+    results["softmax_out"] = torch.zeros(args["target"].shape, dtype=torch.float64)
+    total = torch.zeros(1, dtype=torch.float64)
+    for b, row, slots, keys in each_row(case, args):
+        q, w = (part(case, args[name], "q", b)[row].double() for name in ("query_index", "weights"))
+        k = part(case, args["key_index"], "kv", b)[keys, 0].double()
+        dots = q @ k.mT
+        y = (w[:, None] * dots.relu()).sum(0).softmax(-1)
+        p = part(case, args["target"], "q", b)[row, 0, slots].double()
+        total += (p * (p.clamp(min=LEAST).log() - y.clamp(min=LEAST).log())).sum()
+        di = (y if unit else y * p.sum()) - p
+        ds = torch.where(dots > 0, di * w[:, None], 0)
+        part(case, results["softmax_out"], "q", b)[row, 0, slots] = y
+        part(case, results["dweights"], "q", b)[row] = (di * dots.relu()).sum(-1)
+        part(case, results["dquery_index"], "q", b)[row] = ds @ k
+        part(case, results["dkey_index"], "kv", b)[:, 0].index_add_(0, torch.tensor(keys), ds.mT @ q)
+    return results | {"loss": total.float()}
+
+
+def each_row(case: TargetCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, list[int], list[int]]]:
+    """(b, row, slots, keys) of every row that reads a key."""
+    for b, rows in enumerate(case.q_len):
+        for row in range(rows):
+            if pairs := slots_of(case, args, b, row):
+                slots, keys = zip(*pairs, strict=True)
+                yield b, row, list(slots), list(keys)

@@ -1,0 +1,199 @@
+"""cann_ops_transformer's losses of the indexer whose target is given, as programs call them."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.selected import close
+
+from fusion_attention import ContractError
+from fusion_attention.contract import bind
+from fusion_attention.npu.surface import target_losses as losses
+from fusion_attention.ops.indexer_loss import target_records as records
+from fusion_attention.testing.expected_indexer import check_index
+from fusion_attention.testing.sparse import in_float64
+from fusion_attention.torch_ops.eager import run
+
+LISTED, DENSE = losses.sparse_lightning_indexer_kl_loss_grad, losses.dense_lightning_indexer_kl_loss_grad
+LSE = losses.dense_lightning_indexer_softmax_lse
+PADDED = {"layout_q": "BSND", "layout_k": "BSND"}
+
+
+def scores(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (w[..., None] * torch.einsum("ihd,jd->ihj", q, k[:, 0]).relu()).sum(1)
+
+
+def of_row(i: int, rows: int, keys: int, ratio: int, residual: int) -> list[int]:
+    """The keys whose tokens have all come when row i has, token by token."""
+    last = keys * ratio + residual - rows + i
+    return [e for e in range(keys) if all(token <= last for token in range(e * ratio, (e + 1) * ratio))]
+
+
+@pytest.mark.parametrize("ratio", [1, 3])
+def test_dense_pair_is_the_formula(ratio: int) -> None:
+    """y from the log-sum-exp, dI = y - p, and rows without keys, in float64; the core within its roundings."""
+    torch.manual_seed(3)
+    rows, keys, residual = 11, 3, ratio - 1
+    inputs = {"query_index": torch.randn(1, rows, 2, 8), "key_index": torch.randn(1, keys, 1, 8)}
+    inputs["weights"] = torch.rand(1, rows, 2)
+    q, k, w = (t[0].double().requires_grad_() for t in inputs.values())
+    target = torch.rand(1, rows, 1, keys) * 0.3
+    common = {"layout": "BSND", "layout_kv": "BSND", "sparse_mode": 3, "ratio": ratio}
+    common |= {"residual": [residual]} if ratio > 1 else {}
+    total, all_scores = torch.zeros((), dtype=torch.float64), scores(q, k, w)
+    y, lse = torch.zeros(1, rows, 1, keys).double(), torch.full((1, 1, rows), -math.inf).double()
+    for i in range(rows):
+        visible = of_row(i, rows, keys, ratio, residual)
+        if visible:
+            of_visible = all_scores[i, visible]
+            total = total + of_visible.logsumexp(0) - (target[0, i, 0, visible].double() * of_visible).sum()
+            y[0, i, 0, visible], lse[0, 0, i] = of_visible.softmax(0).detach(), of_visible.logsumexp(0).detach()
+    assert (lse == -math.inf).any()
+    call = records.TORCH_LSE.lower(bind(records.TORCH_LSE, {**inputs, **common}))  # type: ignore[misc]
+    close(run(in_float64(call), "golden"), {"softmax_lse": lse})
+    given = {**inputs, **common, "target": target, "softmax_lse": lse.float()}
+    call = records.TORCH_DENSE.lower(bind(records.TORCH_DENSE, given))  # type: ignore[misc]
+    exact = in_float64(call)
+    exact = replace(exact, tensors={**exact.tensors, "softmax_lse": lse})
+    gradients = [t[None] for t in torch.autograd.grad(total, (q, k, w))]
+    close(run(exact, "golden"), dict(zip(call.names, (*gradients, y), strict=True)))
+    check_index(call, {"cpu": run(call, "cpu")})
+
+
+def test_defaults_of_the_package() -> None:
+    """Rows are packed and causal in the losses, padded and free in the statistics."""
+    q, k, w = torch.randn(5, 2, 8), torch.randn(5, 1, 8), torch.rand(5, 2)
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    lists = torch.arange(3, dtype=torch.int32).expand(5, 1, 3).contiguous()
+    lists[:2, 0, 2] = -1
+    packed: Any = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    *_, y = LISTED(q, k, w, lists, torch.full((5, 1, 3), 0.2), **packed)
+    assert [(row[0] > 0).sum().item() for row in y] == [1, 2, 1, 2, 3]
+    full = LSE(q[None], k[None], w[None])
+    same_bits(full, LSE(q[None], k[None], w[None], mask_mode=0, **PADDED))
+    causal = LSE(q[None], k[None], w[None], mask_mode=3)
+    assert (full > causal)[0, 0, :-1].any()
+    same_bits(full[..., -1], causal[..., -1])
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_shorter_packed_sequences(dense: bool) -> None:
+    """What seqused leaves out is not read, and has zeros; the rest has the bits of sequences of these lengths."""
+    torch.manual_seed(2)
+    q, k, w = torch.randn(9, 2, 8), torch.randn(7, 1, 8), torch.rand(9, 2)
+    target = torch.rand(9, 1, 4) * 0.2
+    lists = torch.arange(4, dtype=torch.int32).expand(9, 1, 4).clone()
+    counted, keys = [0, 1, 2, 5, 6, 7], [0, 1, 4, 5, 6]
+    lists[:5, 0, 2:] = -1
+    lists[5:, 0, 3] = -1
+    short: dict[str, Any] = {
+        "cu_seqlens_q": [0, 5, 9],
+        "cu_seqlens_k": [0, 4, 7],
+        "seqused_q": [3, 3],
+        "seqused_k": [2, 3],
+    }
+    full: dict[str, Any] = {"cu_seqlens_q": [0, 3, 6], "cu_seqlens_k": [0, 2, 5]}
+    for t, used in ((q, counted), (w, counted), (target, counted), (k, keys)):
+        rest = [i for i in range(len(t)) if i not in used]
+        t[rest] = torch.nan
+    results = []
+    for lengths, rows, of_keys in ((short, slice(None), slice(None)), (full, counted, keys)):
+        args = [q[rows], k[of_keys], w[rows]]
+        if dense:
+            args += [target[rows], LSE(*args, **lengths, layout_q="TND", layout_k="TND", mask_mode=3)]
+            results.append(DENSE(*args, **lengths))
+        else:
+            results.append(LISTED(*args, lists[rows], target[rows], **lengths))
+    for i, (got, want) in enumerate(zip(*results, strict=True)):
+        used = keys if i == 1 else counted
+        same_bits(got[used], want)
+        rest = [j for j in range(len(got)) if j not in used]
+        assert not got[rest].any()
+
+
+def test_the_scalar_loss() -> None:
+    """Both weights, every dtype, rows of zeros, and rank 0."""
+    torch.manual_seed(1)
+    y, p = torch.rand(4, 7), torch.rand(4, 7).softmax(-1)
+    y[1] = 0
+    unit = torch.finfo(torch.float32).eps
+    for eps in (1e-9, 1e-3):
+        for kind in ("logits", "probs"):
+            want, bound = 0.0, 0.0
+            for row, probs in zip(y.double().tolist(), p.double().tolist(), strict=True):
+                for value, prob in zip(row, probs, strict=True):
+                    fraction = value / (sum(row) + eps)
+                    logs = math.log(max(fraction, eps)), math.log(prob + eps)
+                    weight = value if kind == "logits" else fraction
+                    want += (logs[0] - logs[1]) * weight
+                    # A quotient of a sum of 7, two logarithms, a difference, a product, and a sum of 28.
+                    bound += unit * weight * (10 + 32 * (abs(logs[0]) + abs(logs[1])))
+            got = losses.lightning_indexer_kl_loss(y, p, eps, kind)
+            assert got.shape == ()
+            assert abs(got.item() - want) <= bound
+    for dtype in (torch.float16, torch.bfloat16):
+        assert losses.lightning_indexer_kl_loss(y.to(dtype), p.to(dtype)[None][0]).dtype == dtype
+    with pytest.raises(ContractError, match="weight_type"):
+        losses.lightning_indexer_kl_loss(y, p, weight_type="mean")
+
+
+def test_the_scalar_loss_descends_along_the_gradient() -> None:
+    """softmax_out is what it reads: its derivative in y, chained to scores, is dI where eps is nearly 0."""
+    q, k, w = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 1, 8), torch.rand(1, 6, 2)
+    lists = torch.arange(6, dtype=torch.int32).expand(1, 6, 1, 6)
+    target = torch.rand(1, 6, 1, 6) * 0.1
+    losses_along = []
+    for _ in range(2):
+        *gradients, y = LISTED(q, k, w, lists, target, mask_mode=0, **PADDED)
+        losses_along.append(losses.lightning_indexer_kl_loss(target[:, :, 0], y[:, :, 0]).item())
+        q, k, w = (t - 0.05 * g for t, g in zip((q, k, w), gradients, strict=True))
+    assert losses_along[1] < losses_along[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attn_softmax_l1_norm": torch.rand(1, 6, 1, 5)}, "attn_softmax_l1_norm"),
+        ({"w": torch.rand(1, 6, 2).half()}, "float32"),
+        ({"cmp_ratio": 2}, "cmp_residual_k"),
+        ({"cmp_ratio": 2, "cmp_residual_k": [2]}, "cmp_residual_k"),
+        ({"mask_mode": 4}, "mask_mode"),
+        ({"layout_k": "TND"}, "layout_k"),
+        ({"cu_seqlens_q": [0, 6]}, "cu_seqlens_q"),
+        ({"seqused_k": [7]}, "seqused_k"),
+        ({"sparse_indices": torch.full((1, 6, 1, 4), 6)}, "sparse_indices"),
+    ],
+)
+def test_bad_calls_are_named(change: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {
+        "q": torch.randn(1, 6, 2, 8), "k": torch.randn(1, 6, 1, 8), "w": torch.rand(1, 6, 2),
+        "sparse_indices": torch.zeros(1, 6, 1, 4, dtype=torch.int32), "attn_softmax_l1_norm": torch.rand(1, 6, 1, 4),
+    }  # fmt: skip
+    with pytest.raises(ContractError, match=words):
+        LISTED(**{**given, **PADDED, **change})
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+def test_every_interface_has_the_same_bits(device: str, torch_npu: Any) -> None:
+    q, k, w = (t.to(device) for t in (torch.randn(6, 2, 8), torch.randn(6, 1, 8), torch.rand(6, 2)))
+    lists = torch.arange(6, dtype=torch.int32, device=device).expand(6, 1, 6)
+    target, ends = torch.full((6, 1, 6), 0.1, device=device), torch.tensor([0, 6], dtype=torch.int32, device=device)
+    metadata = torch.randint(-9, 9, (64,), dtype=torch.int32, device=device)
+    name, functions = "sparse_lightning_indexer_kl_loss_grad", list[Callable[..., Any]]()
+    functions += [getattr(import_module(f"cann_ops_transformer{suffix}"), name) for suffix in ("", ".ops")]
+    functions.append(getattr(torch.ops.cann_ops_transformer, name))
+    results = [
+        function(q, k, w, lists, target, cu_seqlens_q=ends, cu_seqlens_k=ends, metadata=metadata)
+        for function in functions
+    ]
+    for result in results:
+        assert [t.device.type for t in result] == [device] * 4
+        same_bits([t.cpu() for t in result], [t.cpu() for t in results[0]])
+    with torch.no_grad():
+        loss = torch.ops.cann_ops_transformer.lightning_indexer_kl_loss(target[:, 0], results[0][3][:, 0])
+    assert (loss.shape, loss.device.type) == ((), device)

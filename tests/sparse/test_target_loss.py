@@ -1,0 +1,163 @@
+"""The indexer's loss against a given target: golden against autograd and loops, every back end against golden."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.records import by_name
+from support.selected import Args, Results, close, leaves_of
+
+import fusion_attention as fa
+from fusion_attention import ContractError
+from fusion_attention.backends import cpu
+from fusion_attention.ops.indexer_loss import fa_target_record as record
+from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, RESULTS, TARGET_RESULTS
+from fusion_attention.testing.expected_indexer import check_index
+from fusion_attention.testing.sparse import part
+from fusion_attention.testing.target_loss import TargetCase, arguments, each_row, golden, lowered, reference
+from fusion_attention.torch_ops.eager import run
+
+PACKED = TargetCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
+HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
+LISTS = ("all", "repeated", "short", "none", "wild")
+CASES = [
+    *(TargetCase(dtype=d, layout=n, count=c) for d in ("float32", "float16") for n in ("BSND", "TND") for c in (0, 4)),
+    *(replace(PACKED, count=count, **HALF) for count in (0, 4)),
+    *(TargetCase(lists=lists, count=7, mode=mode, dtype="bfloat16") for lists in LISTS for mode in (0, 3)),
+    *(TargetCase(target=target, count=count) for target in ("unit", "zero", "nan") for count in (0, 6)),
+    TargetCase(dtype="float16", weights="float16", lists="repeated", wide=True, count=9, dim=5),
+    *(TargetCase(q_len=(9, 9), kv_len=(4, 4), count=count, lists="all") for count in (0, 6)),
+    *(
+        replace(PACKED, q_len=(9, 2, 0, 3), kv_len=(4, 0, 5, 8), q_rest=2, kv_rest=3, lists="all", count=count)
+        for count in (0, 6)
+    ),
+    *(TargetCase(q_len=(5, 2, 0), kv_len=(3, 9, 4), q_rest=1, kv_rest=2, count=count) for count in (0, 6)),
+    *(TargetCase(q_len=(0, 0), kv_len=(4, 4), count=count) for count in (0, 6)),
+    *(replace(PACKED, q_len=(0,), kv_len=(0,), count=count) for count in (0, 6)),
+    *(TargetCase(q_len=(9, 8), kv_len=(2, 2), ratio=4, residual=(1, 0), count=count) for count in (0, 3)),
+    *(TargetCase(q_len=(2, 3), kv_len=(5, 5), ratio=4, residual=(3, 0), count=count, **HALF) for count in (0, 9)),
+    *(replace(PACKED, q_len=(9, 2, 7), kv_len=(3, 6, 1), ratio=3, residual=(0, 2, 1), count=count) for count in (0, 5)),
+    *(TargetCase(q_len=(13,), kv_len=(3,), ratio=4, residual=(1,), lists="wild", count=count) for count in (0, 5)),
+    *(TargetCase(q_len=(70,), kv_len=(450,), count=count, lists="all", heads=8, dim=32, **HALF) for count in (0, 300)),
+]
+
+
+@cache
+def operands(case: TargetCase) -> Args:
+    return arguments(case)
+
+
+def both(case: TargetCase) -> list[Any]:
+    """The call with a loss, and the one with y."""
+    return [lowered(case, operands(case), names) for names in (RESULTS, TARGET_RESULTS)]
+
+
+def chosen(call: Any, results: Results) -> Results:
+    return {name: results[name] for name in call.names}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_golden_is_the_formula(case: TargetCase) -> None:
+    want = reference(case, operands(case))
+    for call in both(case):
+        close_with_nan(golden(call), chosen(call, want))
+
+
+def close_with_nan(got: Results, want: Results) -> None:
+    """close(), and NaN in the same places."""
+    for name, t in want.items():
+        assert torch.equal(got[name].isnan(), t.isnan()), name
+    close(*({name: t.nan_to_num(0.0) for name, t in each.items()} for each in (got, want)))
+
+
+def test_a_target_that_counts_as_one() -> None:
+    case = TargetCase(count=0)
+    call = lowered(case, operands(case), TARGET_RESULTS)
+    call = replace(call, problem=replace(call.problem, unit_target=True))
+    close(golden(call), chosen(call, reference(case, operands(case), unit=True)))
+    check_index(call, {"cpu": run(call, "cpu")})
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if max(c.q_len) < 20 and c.target != "nan"], ids=lambda c: c.id)
+def test_golden_against_autograd(case: TargetCase) -> None:
+    """The gradients of sum p (ln p - ln softmax(I)) with a constant p by torch.autograd, in float64."""
+    args = operands(case)
+    leaves = {name: args[name].double().detach().requires_grad_() for name in DIFFERENTIABLE}
+    total = torch.zeros((), dtype=torch.float64)
+    for b, row, slots, keys in each_row(case, args):
+        q, w = (part(case, leaves[name], "q", b)[row] for name in ("query_index", "weights"))
+        scores = (w[:, None] * (q @ part(case, leaves["key_index"], "kv", b)[keys, 0].mT).relu()).sum(0)
+        p = part(case, args["target"], "q", b)[row, 0, slots].double()
+        total = total + (torch.special.xlogy(p, p) - p * scores.log_softmax(-1)).sum()
+    grads = torch.autograd.grad(total, list(leaves.values())) if total.requires_grad else None
+    want = {f"d{name}": grads[i] if grads else torch.zeros_like(t) for i, (name, t) in enumerate(leaves.items())}
+    got = golden(lowered(case, args))
+    del got["loss"]
+    close(got, want)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_back_end_is_right(case: TargetCase) -> None:
+    for call in both(case):
+        assert not cpu.reasons_against(call.problem, torch.device("cpu"))
+        check_index(call, {"cpu": run(call, "cpu")})
+
+
+@pytest.mark.parametrize("count", [0, 6])
+def test_bits_do_not_depend_on_threads(count: int) -> None:
+    case = TargetCase(q_len=(70,), kv_len=(450,), count=count, lists="all", heads=8, dim=32, **HALF)
+    threads = torch.get_num_threads()
+    results = []
+    for n in (1, 3):
+        torch.set_num_threads(n)
+        results.append([run(call, "cpu") for call in both(case)])
+    torch.set_num_threads(threads)
+    for one, other in zip(*results, strict=True):
+        same_bits(one, other)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if max(c.q_len) < 20], ids=lambda case: case.id)
+def test_the_pythonic_api_scales_what_came_with_the_loss(case: TargetCase) -> None:
+    args = operands(case)
+    leaves = leaves_of(args, *DIFFERENTIABLE)
+    want = run(lowered(case, args), "cpu")
+    loss = fa.indexer_target_loss(**by_name(record.RECORD, {**args, **leaves}))
+    assert loss.shape == ()
+    same_bits(loss.detach().reshape(1), want["loss"], "loss")
+    (loss * 0.5).backward()
+    for name in DIFFERENTIABLE:
+        gradient = leaves[name].grad
+        assert gradient is not None
+        same_bits(gradient, want[f"d{name}"] * 0.5, name)
+
+
+def test_it_is_the_loss_against_an_attention() -> None:
+    """With the attention's own distribution as its target, over all keys: indexer_loss()."""
+    torch.manual_seed(1)
+    q, k = torch.randn(1, 7, 4, 16).double(), torch.randn(1, 7, 1, 16).double()
+    shapes = (1, 7, 2, 8), (1, 7, 1, 8), (1, 7, 2)
+    index = [torch.rand(shape).double().requires_grad_() for shape in shapes]
+    _, lse = fa.attention(q, k, k, band=fa.Band.causal(), return_lse=True, backend="golden")
+    scores = torch.einsum("bihd,bjd->bhij", q, k[:, :, 0]) / 4
+    target = (scores - lse[..., None]).exp().mean(1).tril()[:, :, None]
+    both_losses = (
+        fa.indexer_loss(q, k, lse, *index, backend="golden"),
+        fa.indexer_target_loss(*index, target, backend="golden"),
+    )
+    results = [dict(zip(RESULTS, (*torch.autograd.grad(loss, index), loss), strict=True)) for loss in both_losses]
+    close(*results)
+
+
+def test_bad_targets_are_named() -> None:
+    case = TargetCase(count=4)
+    args = operands(case)
+    for name, wrong, words in (
+        ("target", args["target"][..., :3], "target"),
+        ("target", args["target"].half(), "float32"),
+        ("sparse_indices", None, "target"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            fa.indexer_target_loss(**by_name(record.RECORD, {**args, name: wrong}))
