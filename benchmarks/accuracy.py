@@ -54,15 +54,14 @@ FAULTS = ("the last 64 keys never read", "one token of dv not written", "10 % mo
 
 @dataclass(frozen=True)
 class Row:
-    """The z of an output, over the whole and of its worst tile; call: which one of the family's."""
+    """The z of each output of one call and program, over all elements and of the worst tile; call: index in family."""
 
     family: str
     call: int
     dtype: str
     program: str
-    output: str
-    z: float
-    tile: float
+    z: dict[str, float]
+    tile: dict[str, float]
 
 
 def core(call: Lowered, outputs: Mapping[str, Tensor], variant: str) -> None:
@@ -125,8 +124,11 @@ def rows(
     for family in families:
         for dtype in dtypes:
             for place, make in enumerate(FAMILIES[family]):
+                measured_rows: dict[str, Row] = {}
                 for who, name, errors in every(make(dtype, length), triton):
-                    yield Row(family, place, dtype, who, name, round(errors.z, 4), round(errors.z_tile, 4))
+                    row = measured_rows.setdefault(who, Row(family, place, dtype, who, {}, {}))
+                    row.z[name], row.tile[name] = round(errors.z, 4), round(errors.z_tile, 4)
+                yield from measured_rows.values()
 
 
 def of_triton(length: int) -> list[Row]:
@@ -208,7 +210,8 @@ def main(
     results = []
     for row in [*rows(length), *of_triton(short)]:
         results.append(row)
-        report.add(row.dtype, row.program, row.output, f"{row.z:.3f}", f"{row.tile:.3f}", section=row.family)
+        for name, z in row.z.items():
+            report.add(row.dtype, row.program, name, f"{z:.3f}", f"{row.tile[name]:.3f}", section=row.family)
     if output:
         facts = {"torch": torch.__version__, "variants": VARIANTS, "length": length, "short": short}
         head = json.dumps({**facts, "picture": right_and_wrong(long)})

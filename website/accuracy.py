@@ -41,10 +41,8 @@ def table() -> str:
 
 def worst(rows: list[dict[str, Any]], family: str, dtype: str, program: str) -> float | None:
     """The z of the worst tile of all calls and outputs; of the native core by any instruction set."""
-    results = [
-        r["tile"] for r in rows if (r["family"], r["dtype"], r["program"].split()[0]) == (family, dtype, program)
-    ]
-    return max(results, default=None)
+    matching = (r for r in rows if (r["family"], r["dtype"], r["program"].split()[0]) == (family, dtype, program))
+    return max((tile for r in matching for tile in r["tile"].values()), default=None)
 
 
 class _Panel:
