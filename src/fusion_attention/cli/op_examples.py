@@ -1,28 +1,29 @@
-"""A program for every operator, as its page shows it: made from its record and the values of its family."""
+"""An example program for every operator's page, made from its record and the values of its family."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from fusion_attention.cli.docstrings import filled
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fusion_attention.contract import Op
 
-WIDTH = 84
 MASK = "mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)  # CANN's compressed causal mask"
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a program gives to an operator.
+    """The arguments of an example program.
 
     Args:
         setup: lines that make the tensors.
-        values: an expression for each parameter that is given, by canonical name; records that lack one leave it out.
-        outputs: what makes the results' memory, by canonical name; of two-phase operators.
-        returns: names of what the function gives back.
+        values: an expression for each argument, by canonical name; records without a parameter ignore it.
+        outputs: expressions for the memory of results, by canonical name, for two-phase operators.
+        returns: names of the function's results.
     """
 
     setup: tuple[str, ...]
@@ -31,25 +32,12 @@ class Call:
     returns: str = "out"
 
     def plus(self, *setup: str, **values: str) -> Call:
-        """The same with more lines and values."""
+        """Returns a call with more setup lines and values."""
         return replace(self, setup=(*self.setup, *setup), values={**self.values, **values})
 
 
-def filled(head: str, arguments: list[str]) -> list[str]:
-    """A call on one line, or with its arguments on lines as full as they may be."""
-    if len(head) + len(", ".join(arguments)) < WIDTH:
-        return [f"{head}{', '.join(arguments)})"]
-    lines = [head]
-    for argument in arguments:
-        if len(lines) > 1 and len(lines[-1]) + len(argument) + 2 < WIDTH:
-            lines[-1] += f" {argument},"
-        else:
-            lines.append(f"    {argument},")
-    return [*lines, ")"]
-
-
 def named(*names: str) -> dict[str, str]:
-    """Parameters whose tensors have the same names."""
+    """Returns arguments whose variables have the parameters' names."""
     return {name: name for name in names}
 
 
@@ -89,7 +77,7 @@ MORE_GRADS = {
 
 
 def backward(call: Call, forward: str, *more: str) -> Call:
-    """The gradient's program: the forward first, by torch_npu's name."""
+    """Makes the call of a gradient; its setup calls the forward by torch_npu's name."""
     given = [*("query", "key", "value", "8"), call.values["input_layout"]]
     words = ["scale", "atten_mask", "sparse_mode", "actual_seq_qlen", "actual_seq_kvlen", *more]
     given += [f"{name}={call.values.get(name, name)}" for name in words if name in call.values or name in more]
@@ -308,7 +296,7 @@ loss = fa.indexer_loss(q, latent, lse, rows, keys, weights, indices) / (2 * 128)
 loss.backward()  # teaches the indexer alone
 """,
 }
-FAMILIES = {  # what a name begins with, the most specific first
+FAMILIES = {  # prefixes of names, the most specific first
     "npu_fusion_attention_grad_v2": backward(
         PACKED.plus(ROPE, **named("query_rope", "key_rope")), "npu_fusion_attention_v2", "query_rope", "key_rope"
     ),
@@ -355,7 +343,7 @@ FAMILIES = {  # what a name begins with, the most specific first
 
 
 def program(op: Op) -> str:
-    """A program that calls an operator; "" of one that no family here knows."""
+    """Returns a program that calls an operator; "" if no family matches."""
     if op.name in EXAMPLES:
         return f"import torch\nimport fusion_attention as fa\n{EXAMPLES[op.name]}".rstrip()
     call = next((call for begin, call in FAMILIES.items() if op.name.startswith(begin)), None)
@@ -365,7 +353,7 @@ def program(op: Op) -> str:
 
 
 def _function(op: Op, call: Call) -> str:
-    """By torch_npu's name: what has to be given by its place, the rest by name."""
+    """Formats a call by torch_npu's name: required arguments by position, others by name."""
     from fusion_attention.contract import REQUIRED, Attr
 
     arguments, by_place = [], True
@@ -379,7 +367,7 @@ def _function(op: Op, call: Call) -> str:
 
 
 def _two_phase(op: Op, call: Call) -> str:
-    """Both phases; None is a null pointer."""
+    """Formats both phases of a call; None is a null pointer."""
     from fusion_attention.contract import Attr, Tensor
 
     arguments, outputs = [], []
@@ -408,14 +396,14 @@ def _two_phase(op: Op, call: Call) -> str:
 
 
 def _shown(value: object) -> str:
-    """A default as a program writes it."""
+    """Formats a default value."""
     if value in (2**31 - 1, 2**63 - 1):
         return "2**31 - 1" if value == 2**31 - 1 else "2**63 - 1"
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _text(imports: list[str], called: list[str], call: Call, lines: list[str]) -> str:
-    """Imports, what makes the tensors, and the call."""
+    """Joins imports, setup and call."""
     body = "\n".join([*call.setup, *lines])
     words = ("npu_fusion_attention_v2", "npu_fusion_attention", "npu_lightning_indexer", "npu_sparse_flash_attention")
     used = {name for name in (*words, "npu_dense_lightning_indexer_softmax_lse") if f" {name}(" in body} | {*called}
