@@ -1,1 +1,1 @@
-"""Benchmarks: this library beside what a user would pick instead, alternating in one process."""
+"""Times this library and the alternatives that a user has, in alternation in one process."""

@@ -1,10 +1,8 @@
-"""`python -m benchmarks`: every pair in turns, row by row; on request the figures as JSON and as a chart."""
+"""`python -m benchmarks`: times every call beside its alternatives; optionally writes JSON and a chart."""
 
 from __future__ import annotations
 
 import json
-import platform
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -37,16 +35,7 @@ from fusion_attention import _native
 from fusion_attention.bench import chart
 from fusion_attention.bench.pair import REACHED, Pair, Timing, measure
 from fusion_attention.bench.report import Report
-
-
-def processor() -> str:
-    """The processor's name, as far as the system tells."""
-    try:
-        names = re.findall(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-    except OSError:
-        names = []
-    return f"{names[0] if names else platform.machine()}, {_native.cpu_features()['chosen']}"
-
+from fusion_attention.cli.machine import processor
 
 GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "training": (dense.training,),
@@ -62,24 +51,18 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "loss": (loss.lists, loss.bands),
     "inference": (inference.rows_of_all,),
     "integrations": (
-        integrations.encoders,
-        integrations.training,
-        integrations.windows,
-        integrations.flash,
-        integrations.flex,
+        *(integrations.encoders, integrations.training, integrations.windows, integrations.flash, integrations.flex),
     ),
     "npu": (npu.steps,),
 }
 MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED, SCALE = "memory", "decode", "busy", "schedule", "distributed", "scale"
 CAPI, LAUNCHES = "capi", "launches"
 NAMES = (*GROUPS, MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED, SCALE, CAPI, LAUNCHES)
-
-
 TITLE = (
     "Medians of alternating runs; ratio = peer's time / ours (rates: our GFLOP/s / the peer's);"
     f" reached from {REACHED} of the goal on"
 )
-# What a group measures in microseconds, and what it may take.
+# Of each group: the name of a measured time, its function, and its limit in microseconds.
 COSTS = {
     "threads": ("plan.run, us", features.overhead_us, 15),
     "integrations": ("registered function beside fa.attention, us", integrations.registered_us, 15),
@@ -87,7 +70,7 @@ COSTS = {
 
 
 def pairs(quick: bool, only: str) -> Iterator[Pair]:
-    """The rows of one group, or of all ("all"); quick: small sizes, for a look."""
+    """Returns the rows of one group, or of every group for "all"; quick: with small sizes."""
     for name, rows in GROUPS.items():
         if only in ("all", name):
             for group in rows:
@@ -98,7 +81,7 @@ COLUMNS = {"case": -42, "peer": -32, "ours ms": 9, "peer ms": 9, "ratio": 6, "GF
 
 
 def timed(given: Iterator[Pair], turns: int, console: Console) -> Iterator[Timing]:
-    """Measures pairs, and shows each as it comes."""
+    """Measures each row and prints it at once."""
     report = None
     for pair in given:
         t = measure(pair, turns)
@@ -119,12 +102,13 @@ def main(
         Path | None, typer.Option(help="Write NAME.json, NAME.png, NAME-schedule.png and NAME-scale.png besides.")
     ] = None,
 ) -> None:
-    """Times this library beside what a user would pick instead, alternating in one process."""
+    """Times this library and the alternatives that a user has, in alternation in one process."""
     console = Console(width=None if sys.stdout.isatty() else 150)  # a file has room for every column
     if only not in ("all", *NAMES):
         raise typer.BadParameter(f"expected all or one of {', '.join(NAMES)}, got {only!r}", param_hint="--only")
     peak = _native.machine_peak(torch.get_num_threads())
-    console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {processor()}")
+    chip = f"{processor()}, {_native.cpu_features()['chosen']}"
+    console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {chip}")
     measured = ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items())
     console.print(f"measured peaks: {measured} (GFLOP/s, read: GB/s)")
     turns = min(turns, 3) if quick else turns
@@ -145,14 +129,14 @@ def main(
             others[name] = cost()
             console.print(f"{name}: {others[name]:.1f} (goal: at most {goal})")
     if output:
-        facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor(), "peak": peak}
+        facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": chip, "peak": peak}
         tables = {"rows": [asdict(t) for t in timings], "memory": [asdict(m) for m in result]}
         tables |= {DECODE: [asdict(row) for row in decoded[0]], "waits": [asdict(wait) for wait in decoded[1]]}
         tables |= {BUSY: [asdict(wait) for wait in waits]}
         tables |= {SCHEDULE: [asdict(row) for row in scheduled], DISTRIBUTED: [asdict(row) for row in shared]}
         tables |= {SCALE: scales, CAPI: [asdict(cost) for cost in calls]}
         tables |= {LAUNCHES: [asdict(cost) for cost in planned]}
-        text = json.dumps({**facts, **others, **tables}, indent=1)
+        text = json.dumps({**facts, **others, **tables}).replace("}, {", "},\n{")  # a row per line
         output.with_suffix(".json").write_text(text + "\n")
         if timings:
             chart.draw(timings, output.with_suffix(".png"))

@@ -1,11 +1,11 @@
-"""How exact this library and other programs are, in expected errors, for docs/accuracy.md.
+"""Measures the errors of this library and of other programs, relative to expected errors, for docs/accuracy.md.
 
     .venv/bin/python -m benchmarks.accuracy --output docs/figures/accuracy.json    # minutes; then: make docs
 
-Every program computes the same calls. What a call should give, and how large the error of a right program is at every
-number, is the judge's; z is the root mean square of error / expected size, over the whole and of the worst tile of 32
-rows. Eager programs are measured as programs in the dtype, as are SDPA's gradients, whose running sums are in it; all
-others as kernels that sum in float32.
+Every program computes the same calls. fusion_attention.judging provides correct results and the expected error of each
+number; z is the root mean square of error / expected error, over all numbers and in the worst tile of 32 rows. Eager
+programs and SDPA's gradients, which accumulate in the dtype, are compared with the errors of such programs; all others
+with those of kernels that accumulate in float32.
 """
 
 from __future__ import annotations
@@ -54,19 +54,18 @@ FAULTS = ("the last 64 keys never read", "one token of dv not written", "10 % mo
 
 @dataclass(frozen=True)
 class Row:
-    """The z of an output, over the whole and of its worst tile; call: which one of the family's."""
+    """The z of each output of one call by one program, overall and for the worst tile; call: index in family."""
 
     family: str
     call: int
     dtype: str
     program: str
-    output: str
-    z: float
-    tile: float
+    z: dict[str, float]
+    tile: dict[str, float]
 
 
 def core(call: Lowered, outputs: Mapping[str, Tensor], variant: str) -> None:
-    """Computes a call by the native core's variant."""
+    """Computes a call with one instruction set of the native core."""
     filled = call.fill(outputs)
     if filled.first is not None:
         core(*filled.first, variant)
@@ -78,7 +77,7 @@ def core(call: Lowered, outputs: Mapping[str, Tensor], variant: str) -> None:
 
 
 def ours(call: Lowered, triton: bool) -> Iterator[tuple[str, Results]]:
-    """(program, results) of this library's."""
+    """Yields (program, results) for each of this library's implementations."""
     if triton:
         with suppress(BackendError):  # some calls are refused
             yield "Triton", run(call, "triton")
@@ -91,7 +90,7 @@ def ours(call: Lowered, triton: bool) -> Iterator[tuple[str, Results]]:
 
 
 def every(call: Lowered, triton: bool = False) -> Iterator[tuple[str, str, Errors]]:
-    """(program, output, errors) of all that can compute a call."""
+    """Yields (program, output, errors) for every program that supports a call."""
     results: dict[str, Results] = dict(ours(call, triton))
     if not triton:
         results |= {who: program_results for who in programs.NAMES if (program_results := programs.results(who, call))}
@@ -103,7 +102,7 @@ def every(call: Lowered, triton: bool = False) -> Iterator[tuple[str, str, Error
 
 
 def measured(call: Any, by_program: Mapping[str, Results], grade: Grade) -> Iterator[tuple[str, str, Errors]]:
-    """(program, output, errors) of results of a call, which may lack some of its outputs."""
+    """Yields (program, output, errors) for a call's results; outputs may be missing."""
     output_names = {name for results in by_program.values() for name in results}
     given = {name: t for name, t in call.results().items() if name in output_names}
     if indexer.serves(call):
@@ -121,16 +120,19 @@ def measured(call: Any, by_program: Mapping[str, Results], grade: Grade) -> Iter
 def rows(
     length: int, triton: bool = False, families: tuple[str, ...] = tuple(FAMILIES), dtypes: tuple[str, ...] = DTYPES
 ) -> Iterator[Row]:
-    """The z of every family, dtype and program."""
+    """Measures every family, dtype and program."""
     for family in families:
         for dtype in dtypes:
             for place, make in enumerate(FAMILIES[family]):
+                measured_rows: dict[str, Row] = {}
                 for who, name, errors in every(make(dtype, length), triton):
-                    yield Row(family, place, dtype, who, name, round(errors.z, 4), round(errors.z_tile, 4))
+                    row = measured_rows.setdefault(who, Row(family, place, dtype, who, {}, {}))
+                    row.z[name], row.tile[name] = round(errors.z, 4), round(errors.z_tile, 4)
+                yield from measured_rows.values()
 
 
 def of_triton(length: int) -> list[Row]:
-    """Rows of the Triton kernels, by their interpreter, which wants a process of its own."""
+    """Measures the Triton kernels with Triton's interpreter, which needs a separate process."""
     command = [sys.executable, "-m", "benchmarks.accuracy", "--triton", "--length", str(length)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -141,7 +143,7 @@ def of_triton(length: int) -> list[Row]:
 
 
 def right_and_wrong(length: int) -> dict[str, Any]:
-    """How many tiles have which z: of right results, and of wrong ones with a fault in one place; bfloat16."""
+    """Counts tiles by z, for correct results and for results with an error in one place; bfloat16."""
     sizes = {**CAUSAL, "heads_q": 2, "heads_kv": 1}
     call, gradients = forward("bfloat16", length, **sizes), backward("bfloat16", length, **sizes)
     attended, result = run(call, "cpu"), run(gradients, "cpu")
@@ -166,17 +168,17 @@ def right_and_wrong(length: int) -> dict[str, Any]:
 
 
 def blind(length: int) -> Edit:
-    """A kernel's last 64 keys are never read, but by rows that would see none."""
+    """Simulates a kernel that never reads the last 64 keys, except in rows that would then have no key."""
     return lambda x: replace(x, visible=x.visible & ((x.positions < length - 64) | (x.positions == 0)))
 
 
 def _tiles(errors: Errors) -> list[float]:
-    """The z of every tile of 32 rows."""
+    """Computes the z of every tile of 32 rows."""
     return [float(z) for result in errors.of_rows for z in result.unflatten(-1, (-1, 32)).mean(-1).sqrt().flatten()]
 
 
 def _counts(tiles: list[float]) -> list[int]:
-    """How many lie in each bin of a logarithmic axis."""
+    """Counts the values in each bin of a logarithmic axis."""
     decades = torch.log10(torch.tensor([HIGH / LOW])).item()
     bins = ((torch.tensor(tiles) / LOW).log10() * BINS).floor().clamp(0, BINS * decades - 1).long()
     return torch.bincount(bins, minlength=round(BINS * decades)).tolist()
@@ -208,12 +210,12 @@ def main(
     results = []
     for row in [*rows(length), *of_triton(short)]:
         results.append(row)
-        report.add(row.dtype, row.program, row.output, f"{row.z:.3f}", f"{row.tile:.3f}", section=row.family)
+        for name, z in row.z.items():
+            report.add(row.dtype, row.program, name, f"{z:.3f}", f"{row.tile[name]:.3f}", section=row.family)
     if output:
         facts = {"torch": torch.__version__, "variants": VARIANTS, "length": length, "short": short}
-        head = json.dumps({**facts, "picture": right_and_wrong(long)})
-        lines = ",\n".join(json.dumps(asdict(row)) for row in results)
-        output.write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+        facts |= {"picture": right_and_wrong(long), "rows": [asdict(row) for row in results]}
+        output.write_text(json.dumps(facts).replace("}, {", "},\n{") + "\n", encoding="utf-8")  # a row per line
 
 
 if __name__ == "__main__":

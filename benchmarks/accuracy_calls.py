@@ -1,4 +1,4 @@
-"""The calls whose errors benchmarks/accuracy.py measures: of every family a plain one, or several with its features."""
+"""Defines the calls whose errors benchmarks/accuracy.py measures: one or several for every family of operators."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FEATURES: tuple[dict[str, Any], ...] = (
 
 
 def dense(dtype: str, length: int, **more: Any) -> tuple[Any, torch.Tensor]:
-    """(a dense call, the gradient of its output); queries share keys by two."""
+    """Returns (a dense call, the gradient of its output); two query heads use each key head."""
     sizes: dict[str, Any] = {"heads_q": 4, "heads_kv": 2, "dim_qk": 64, "dim_v": 64, "scale": 0.125}
     case = Case(dtype=dtype, **(sizes | {"q_len": (length,), "kv_len": (length,)} | more))
     args = arguments(case)
@@ -47,12 +47,12 @@ def dense(dtype: str, length: int, **more: Any) -> tuple[Any, torch.Tensor]:
 
 
 def forward(dtype: str, length: int, **more: Any) -> Lowered:
-    """Dense attention."""
+    """Makes a call of dense attention."""
     return DenseForward(dense(dtype, length, **more)[0])
 
 
 def backward(dtype: str, length: int, **more: Any) -> Lowered:
-    """Its gradients, from what golden saved."""
+    """Makes a call of the gradients of dense attention, with outputs of the golden model."""
     call, dy = dense(dtype, length, **more)
     out, *stats = run(DenseForward(call), "golden").values()
     pse = call.extras[BIAS]
@@ -60,7 +60,8 @@ def backward(dtype: str, length: int, **more: Any) -> Lowered:
 
 
 def cached(dtype: str, length: int, rows: int, bits: int = 16, *, by: int = 1, int8_results: bool = False) -> Lowered:
-    """Fused inference over pages in no order; bits of a stored number; by: modes of scales; whole: int8 results."""
+    """Makes a call of fused inference over pages in random order. bits: of a stored number; by: quantization modes of
+    the scales; whole: return int8 results."""
     lengths, heads = [length, length // 3 + 1, length // 2 + 5], 2
     make = torch.Generator().manual_seed(bits + by + rows)
     kind, counts = getattr(torch, dtype), [-(-n // PAGE) for n in lengths]
@@ -99,33 +100,33 @@ def cached(dtype: str, length: int, rows: int, bits: int = 16, *, by: int = 1, i
 
 
 def selections(dtype: str, length: int) -> tuple[Any, torch.Tensor]:
-    """(sparse attention over lists of a quarter of the keys, the gradient of its output)."""
+    """Returns (sparse attention over lists of a quarter of the keys, the gradient of its output)."""
     sizes: dict[str, Any] = {"dim_qk": 64, "dim_v": 64, "scale": 0.125, "heads_q": 8, "count": max(length // 4, 4)}
     args = sparse.arguments(sparse.SparseCase("BSND", 0, dtype, (length // 2,), (length,), sink=False, **sizes))
     return sparse.lowered(args), args["dy"]
 
 
 def sparse_backward(dtype: str, length: int) -> Lowered:
-    """The gradients of sparse attention, from what golden saved."""
+    """Makes a call of the gradients of sparse attention, with outputs of the golden model."""
     call, dy = selections(dtype, length)
     return SparseBackward(call, dy, *run(call, "golden").values())
 
 
 def indexer(dtype: str, length: int) -> tuple[Any, torch.Tensor]:
-    """(the indexer, the gradient of its values)."""
+    """Returns (a call of the indexer, the gradient of its values)."""
     sizes: dict[str, Any] = {"heads": 8, "dim": 64, "top_k": max(length // 8, 4), "weights": dtype}
     args = sparse.indexer_arguments(sparse.IndexerCase("BSND", 0, dtype, (length // 2,), (length,), **sizes))
     return sparse.lowered_indexer(args), args["dy"]
 
 
 def indexer_backward(dtype: str, length: int) -> Lowered:
-    """The gradients of the indexer's values, from what golden chose."""
+    """Makes a call of the gradients of the indexer's values, for the keys that the golden model selects."""
     call, dy = indexer(dtype, length)
     return IndexerBackward(call, dy[..., : call.problem.top_k], next(iter(run(call, "golden").values())))
 
 
 def losses(dtype: str, length: int, *, selected: bool) -> Lowered:
-    """The indexer's loss with its gradients."""
+    """Makes a call of the indexer's loss with its gradients."""
     sizes: dict[str, Any] = {"heads_q": 4, "heads_kv": 2, "dim_qk": 64, "heads": 4, "dim": 32, "scale": 0.125}
     count = max(length // 4, 4) if selected else 0
     case = loss.LossCase("BSND", 0, dtype, (length // 2,), (length,), weights=dtype, count=count, **sizes)
@@ -133,7 +134,7 @@ def losses(dtype: str, length: int, *, selected: bool) -> Lowered:
 
 
 def of_each(make: Callable[..., Lowered], *more: dict[str, Any]) -> tuple[Callable[[str, int], Lowered], ...]:
-    """Makers of calls of half the length, with a feature each."""
+    """Returns functions that make calls of half the length, each with one optional feature."""
     return tuple(partial(lambda dtype, length, each: make(dtype, length // 2, **each), each=each) for each in more)
 
 

@@ -1,4 +1,4 @@
-"""Programs of others, beside which benchmarks/accuracy.py shows this library: plain torch, one sequence at a time.
+"""Implements attention in other ways, which benchmarks/accuracy.py compares with this library: simple torch programs.
 
 All compute on a judge's Block: queries, keys and values of a sequence, exact in the dtype or made of stored integers.
 """
@@ -24,7 +24,7 @@ BEYOND = ("bias", "keep", "sink", "q_rope", "weight_scale")
 
 
 def leaves(x: Block, dtype: torch.dtype) -> Leaves:
-    """The tensors of a block in the dtype, those of keys once for a key head."""
+    """Returns the tensors of a block in the dtype, with keys once for each key head."""
     one = {
         n: t if len(t) == 1 else t[:: x.problem.group] for n in ("k", "v", "k_rope") if (t := getattr(x, n)) is not None
     }
@@ -34,12 +34,12 @@ def leaves(x: Block, dtype: torch.dtype) -> Leaves:
 
 
 def by_query_head(t: Leaves, name: str) -> Tensor:
-    """[heads_q, keys, dim]."""
+    """Returns keys or values expanded to [heads_q, keys, dim]."""
     return t[name].repeat_interleave(len(t["q"]) // len(t[name]), 0)
 
 
 def eager(x: Block, t: Leaves) -> Tensor:
-    """Every step in the dtype, but for the softmax, as models do it."""
+    """Computes every step in the dtype, except softmax, as models do."""
     k, v = by_query_head(t, "k"), by_query_head(t, "v")
     products = t["q"] @ k.mT
     if "q_rope" in t:
@@ -59,14 +59,14 @@ def eager(x: Block, t: Leaves) -> Tensor:
 
 
 def torch_sdpa(x: Block, t: Leaves) -> Tensor:
-    """torch's own function."""
+    """Computes torch's scaled_dot_product_attention."""
     q, k, v = (tensor[None] for tensor in (t["q"], by_query_head(t, "k"), by_query_head(t, "v")))
     mask = x.visible.expand(len(t["q"]), -1, -1)[None]
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=x.problem.scale)[0]
 
 
 def tiled(x: Block, t: Leaves) -> tuple[Tensor, Tensor]:
-    """(out, lse) as flash-attn finds them: the online softmax over tiles of keys, sums in float32."""
+    """Returns (out, lse) as flash-attn computes them: an online softmax over tiles of keys with sums in float32."""
     q, k, v = t["q"].float(), by_query_head(t, "k").float(), by_query_head(t, "v").float()
     top = torch.full((*q.shape[:-1], 1), -1e30)
     total, out = torch.zeros_like(top), torch.zeros(*q.shape[:-1], v.shape[-1])
@@ -82,7 +82,7 @@ def tiled(x: Block, t: Leaves) -> tuple[Tensor, Tensor]:
 
 
 def tiled_gradients(x: Block, t: Leaves, dout: Tensor) -> Leaves:
-    """Gradients from out and lse, tile by tile: probabilities and dS in the dtype, sums in float32."""
+    """Computes gradients from out and lse by tiles: probabilities and dS in the dtype, sums in float32."""
     dtype, scale, out_lse = t["q"].dtype, x.problem.scale, tiled(x, t)
     q, k, v, out = t["q"].float(), by_query_head(t, "k").float(), by_query_head(t, "v").float(), out_lse[0].float()
     delta, dout = (dout.float() * out).sum(-1, keepdim=True), dout.float()
@@ -100,7 +100,7 @@ def tiled_gradients(x: Block, t: Leaves, dout: Tensor) -> Leaves:
 
 
 def autograd(program: Callable[[Block, Leaves], Tensor]) -> Callable[[Block, Leaves, Tensor], Leaves]:
-    """The gradients of a program that autograd finds."""
+    """Returns the gradients that torch's autograd computes for a program."""
 
     def gradients(x: Block, t: Leaves, dout: Tensor) -> Leaves:
         t = {n: each.clone().requires_grad_() for n, each in t.items()}
@@ -118,7 +118,7 @@ BACKWARD = {"SDPA": autograd(torch_sdpa), "tiles": tiled_gradients, "eager": aut
 
 
 def results(who: str, call: Any, change: Edit | None = None) -> Leaves:
-    """What a program makes of a call, by the names of its outputs; none where it cannot compute it.
+    """Returns a program's results for a call, by output names; empty where the program cannot compute it.
 
     Args:
         change: what is done to every block before: a fault.
@@ -158,7 +158,7 @@ def results(who: str, call: Any, change: Edit | None = None) -> Leaves:
 
 
 def _indexer(x: Index, views: dict[str, Any]) -> None:
-    """The indexer's lists and values, or the gradients of values, by plain torch in the dtype; into views by kind."""
+    """Computes the indexer's lists and values, or the gradients of values, in the dtype; into views by kind."""
     dtype = x.problem.torch_dtype
     for b in range(len(x.extents)):
         q_len, kv_len = int(x.extents.q_len[b]), int(x.extents.kv_len[b])

@@ -1,5 +1,4 @@
-"""The gradients of training attention beyond full and causal: what a feature costs beside our own plain backward, what
-a user would pick instead, and what a second thread brings."""
+"""Times gradients of training attention with bands, biases and dropout, for packed sequences and on several threads."""
 
 from __future__ import annotations
 
@@ -18,28 +17,28 @@ from fusion_attention.bench.pair import Pair
 Call = Callable[[], object]
 MATMULS = 5
 RATE = "ours full, by rate"  # the peer computes other work: its rate is compared, not its time
-# What a feature may cost: how fast beside 1.
+# Goals of features: speed relative to the call without the feature.
 GROUPED, VISIBLE, SLOPES, DROPOUT, DBIAS = 0.9, 1 / 1.3, 1 / 1.1, 1 / 1.2, 1 / 1.25
 
 
 def gradients(out: torch.Tensor, *inputs: torch.Tensor) -> Call:
-    """The backward of a result alone, as often as one likes."""
+    """Returns a function that computes the gradients of a result any number of times."""
     dout = torch.randn_like(out)
     return functools.partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
 
 
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Tensor, **options: Any) -> Call:
-    """Our backward of a padded call; more: further inputs that want a gradient."""
+    """Returns a function that runs our backward of a padded call; more: further inputs with gradients."""
     return gradients(fa.attention(q, k, v, layout="BNSD", **options), q, k, v, *more)
 
 
 def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Call:
-    """SDPA's backward."""
+    """Returns a function that runs SDPA's backward."""
     return gradients(sdpa(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options), q, k, v)
 
 
 def grouped(quick: bool) -> Iterator[Pair]:
-    """Four query heads to a key head."""
+    """Returns tensors with four query heads to a key head."""
     size = 256 if quick else 1024
     for label, dtype in DTYPES.items():
         full_heads = rows(dtype, (32, 8), size, 128, grad=True)
@@ -51,7 +50,7 @@ def grouped(quick: bool) -> Iterator[Pair]:
 
 
 def features(quick: bool) -> Iterator[Pair]:
-    """Bands by their visible pairs; biases and dropout beside the same call without."""
+    """Times bands relative to their visible pairs, and biases and dropout beside the same call without them."""
     size = 512 if quick else 2048
     row, key = torch.arange(size)[:, None], torch.arange(size)
     window, prefix = size // 8, size // 4
@@ -83,7 +82,7 @@ def features(quick: bool) -> Iterator[Pair]:
 
 
 def packed(quick: bool) -> Iterator[Pair]:
-    """A long-tailed mix of lengths: the backward by its visible pairs, and a whole step beside padded SDPA."""
+    """Times very different lengths: the backward relative to its visible pairs, and a step beside padded SDPA."""
     lengths, heads, dim, size = packed_lengths(32 if quick else 100), 12, 64, 512 if quick else 2048
     for label in ("fp32", "bf16"):
         dtype, peak = DTYPES[label], PEAKS[label]
@@ -109,12 +108,12 @@ def packed(quick: bool) -> Iterator[Pair]:
 def forward_and_backward(
     call: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...], dout: torch.Tensor
 ) -> None:
-    """One step of training."""
+    """Returns a function that runs one training step."""
     torch.autograd.grad(call(), inputs, dout)
 
 
 def threads(quick: bool) -> Iterator[Pair]:
-    """All threads beside one: many heads, and one head alone."""
+    """Times all threads beside one thread, for many heads and for a single head."""
     for label in ("bf16", "fp32"):
         for heads, goal in ((8, 1.9), (1, 1.75)):
             length = (512 if quick else 2048) * (1 if heads > 1 else 2)
@@ -126,6 +125,6 @@ def threads(quick: bool) -> Iterator[Pair]:
 
 
 def training(quick: bool) -> Iterator[Pair]:
-    """Everything that a padded call may add."""
+    """Times every optional feature of a padded call."""
     yield from grouped(quick)
     yield from features(quick)

@@ -1,4 +1,4 @@
-"""Short calls beside other work: a process that computes on every core, and how long calls then take."""
+"""Times short calls while another process computes on every core."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Waits:
 
 
 def _measured(calls: int) -> Waits:
-    """So many calls in a row, by torch's number of threads."""
+    """Times `calls` calls with torch's current number of threads."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, tokens, 8, 128, dtype=torch.bfloat16) for tokens in (1, 512, 512))
     taken = np.empty(calls)
@@ -48,7 +48,7 @@ def _measured(calls: int) -> Waits:
 
 
 def show(quick: bool, console: Console) -> list[Waits]:
-    """One thread and all of them, twice, since who is late is chance."""
+    """Measures one thread and all threads, twice, because outliers are random."""
     report, result, all_threads = Report(console, TITLE, COLUMNS), [], torch.get_num_threads()
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(all_threads)]
     try:

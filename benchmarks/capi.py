@@ -1,4 +1,4 @@
-"""What the C API costs: a start, a call's two phases, and how much of a large problem's time is its own.
+"""Times the C API: process start, the two phases of a call, and its share of the time of a large problem.
 
 benchmarks/capi_calls.cpp is the program. Times are of the processor, on one thread: neighbours disturb them little.
 """
@@ -30,7 +30,7 @@ ONE = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 @dataclass(frozen=True)
 class Cost:
-    """One figure; goal: it should be at most this, None: it is shown beside another."""
+    """One measured time; goal: its upper limit, or None where it is shown for comparison."""
 
     name: str
     unit: str
@@ -43,7 +43,7 @@ class Cost:
 
 
 def build(folder: Path) -> Path:
-    """The program, compiled and linked as any program of CANN's.
+    """Compiles and links the C++ program as a user of CANN would.
 
     Raises:
         FileNotFoundError: there is no C++ compiler.
@@ -58,7 +58,7 @@ def build(folder: Path) -> Path:
 
 
 def seconds(command: Sequence[str]) -> tuple[float, float]:
-    """(wall, processor) seconds of a process from start to end."""
+    """Returns (wall, processor) seconds of a process from start to end."""
     began, before = time.perf_counter(), os.times()
     subprocess.run(command, check=True, env=ONE, stdout=subprocess.DEVNULL)
     after = os.times()
@@ -67,13 +67,13 @@ def seconds(command: Sequence[str]) -> tuple[float, float]:
 
 
 def figures_of(program: Path, *words: str) -> list[list[float]]:
-    """The numbers that the program prints, line by line."""
+    """Parses the numbers that the program prints."""
     run = subprocess.run([str(program), *words], check=True, env=ONE, capture_output=True, text=True)
     return [[float(word) for word in line.split()] for line in run.stdout.splitlines()]
 
 
 def in_python(tokens: int, turns: int) -> tuple[float, float]:
-    """Microseconds of the same call on one thread in Python: phase 2, and of it what is computed (a job's run)."""
+    """Returns microseconds of the same call on one thread in Python: phase 2, and the computation alone."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     acl.init()
@@ -104,7 +104,7 @@ def in_python(tokens: int, turns: int) -> tuple[float, float]:
 
 
 def measured(quick: bool, turns: int) -> list[Cost]:
-    """All figures: medians of the turns, pairs in turns."""
+    """Returns medians of all times; pairs are measured in alternation."""
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
         start = [figures_of(program, "start")[0][0] for _ in range(turns)]
@@ -133,7 +133,7 @@ def measured(quick: bool, turns: int) -> list[Cost]:
 
 
 def show(quick: bool, turns: int, console: Console) -> list[Cost]:
-    """A table of all figures; returns them."""
+    """Prints a table of all times and returns them."""
     title = "The C API; medians, on one thread"
     report = Report(console, title, {"cost": -48, "": -3, "figure": 10, "goal": 8, "reached": -7})
     result = measured(quick, turns)

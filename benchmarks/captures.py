@@ -1,4 +1,4 @@
-"""What recording a small call costs, among the first files of a folder and as its 20,000th.
+"""Times the recording of a small call, for the first files of a folder and for the 20,000th.
 
 python -m benchmarks.captures      # the lowest of all turns, in microseconds
 """
@@ -19,7 +19,7 @@ ALONE, EMPTY, FULL, DISK = "the call alone", "among the first files", "as file {
 
 
 def lowest(call: Callable[[], object], turns: int) -> tuple[float, float]:
-    """(wall, CPU) microseconds of a call."""
+    """Returns the lowest (wall, CPU) microseconds of a call."""
     best = float("inf"), float("inf")
     for _ in range(turns):
         wall, cpu = time.perf_counter(), time.process_time()
@@ -30,7 +30,7 @@ def lowest(call: Callable[[], object], turns: int) -> tuple[float, float]:
 
 
 def costs(files: int = FILES, turns: int = TURNS) -> dict[str, tuple[float, float]]:
-    """(wall, CPU) microseconds of a call of two tokens, recorded or not, and of writing its file alone."""
+    """Returns (wall, CPU) microseconds of a call of two tokens without and with recording, and of writing its file."""
     q = torch.ones(1, 2, 1, 8)
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         for number in range(files - 1):

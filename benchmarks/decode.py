@@ -1,4 +1,4 @@
-"""A decode step of one query token per sequence over a long cache, and what a user would compute it with on a CPU.
+"""Defines a decode step of one query token per sequence over a long cache, and its alternatives on a CPU.
 
 Peers: torch's SDPA with the heads of a group folded into query rows, SDPA with enable_gqa, a gather of pages before
 SDPA, and onnxruntime's GroupQueryAttention where it is installed. decode_rows.py measures them.
@@ -25,9 +25,9 @@ READ_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Shape:
-    """One decode step: sequences, heads, sizes, how the cache is stored, tokens of a page (0: rows); called: through
-    npu_incre_flash_attention, over pages in memory from torch.empty, rather than planned over huge pages; cached: the
-    table names one page all over, which stays in a cache, so that arithmetic is all that takes time."""
+    """The sizes of a decode step and the storage of its cache. page: tokens of a page; 0 stands for contiguous rows.
+    called: calls npu_incre_flash_attention over pages in memory of torch.empty, instead of a plan over huge pages.
+    cached: every table entry is the same page, which stays in a cache, so that only arithmetic takes time."""
 
     name: str
     batch: int = 8
@@ -44,32 +44,32 @@ class Shape:
 
     @property
     def stored(self) -> bool:
-        """Whether the cache holds integers."""
+        """True if the cache contains integers."""
         return self.kind.startswith("int")
 
     @property
     def bytes(self) -> float:
-        """What must be read of the cache."""
+        """Returns the bytes of the cache that a step must read."""
         size = {"float32": 4, "int8": 1, "int4": 0.5}.get(self.kind, 2)
         columns = self.dim + (0 if self.shares else self.dim_v or self.dim)
         return self.batch * self.heads_kv * self.keys * columns * size
 
     @property
     def flops(self) -> int:
-        """Multiply-adds counted twice."""
+        """Returns the floating-point operations of a step."""
         columns = self.dim + (self.dim_v or self.dim)
         return 2 * self.batch * self.heads_kv * self.group * self.keys * columns
 
 
 def rows(tensor: torch.Tensor, dim: int) -> RowView:
-    """[batch, heads, tokens, dim] as it lies."""
+    """Returns [batch, heads, tokens, dim] in contiguous memory."""
     count = tensor.shape[0]
     strides = np.full(count, tensor.stride(1))
     return RowView((tensor,), np.arange(count) * tensor.stride(0), tensor.stride(2), strides, dim)
 
 
 def numbers(s: Shape, dim: int) -> torch.Tensor:
-    """[batch, heads, keys, dim] of the cache, in huge pages as PagedKVCache's; two int4 in a byte."""
+    """Returns [batch, heads, keys, dim] of the cache in huge pages, like PagedKVCache; a byte has two int4 numbers."""
     shape = (s.batch, s.heads_kv, s.keys, dim // 2 if s.kind == "int4" else dim)
     if s.stored:
         values = zeros(shape, torch.int8).copy_(torch.randint(-128, 128, shape, dtype=torch.int8))
@@ -78,7 +78,7 @@ def numbers(s: Shape, dim: int) -> torch.Tensor:
 
 
 def paged(s: Shape, tensor: torch.Tensor, dim: int, table: torch.Tensor) -> PagedView:
-    """The same rows in pages [heads, page, dim], in the table's order."""
+    """Returns the same rows as pages [heads, page, dim], in the table's order."""
     pages = table.shape[1]
     full = torch.nn.functional.pad(tensor, (0, 0, 0, pages * s.page - s.keys))
     parts = full.unflatten(2, (pages, s.page)).transpose(1, 2).flatten(0, 1)
@@ -89,7 +89,7 @@ def paged(s: Shape, tensor: torch.Tensor, dim: int, table: torch.Tensor) -> Page
 
 @dataclass
 class Step:
-    """A shape's tensors, our call, and what peers need."""
+    """The tensors of a decode step, our call, and the inputs of its alternatives."""
 
     shape: Shape
     q: torch.Tensor
@@ -100,14 +100,14 @@ class Step:
     operands: Operands
 
     def ours(self) -> None:
-        """One step."""
+        """Computes one step with a plan."""
         if self.shape.called:
             self.call()
         else:
             self.plan.run(self.operands)
 
     def call(self) -> torch.Tensor:
-        """The step as users call it: stored integers with scales per channel in the query's dtype."""
+        """Computes one step with the public function; stored integers use scales per channel in the query's dtype."""
         s, pools = self.shape, [view.pool for view in (self.operands.k, self.operands.v) if isinstance(view, PagedView)]
         scale = torch.full((2, s.heads_kv, 1, s.dim), 0.02, dtype=self.q.dtype) if s.stored else None
         return npu.npu_incre_flash_attention(
@@ -118,7 +118,7 @@ class Step:
 
 
 def step(s: Shape) -> Step:
-    """Random tensors of a shape."""
+    """Makes a step with random tensors."""
     torch.manual_seed(0)
     dtype = "bfloat16" if s.stored else s.kind
     dim_v, heads = s.dim_v or s.dim, s.heads_kv * s.group
@@ -154,15 +154,14 @@ def step(s: Shape) -> Step:
 
 
 def reader(small_pages: bool) -> Callable[[], object]:
-    """Reads memory of the kind that a case's cache lies in, with torch's threads: in huge pages, or as torch.empty has
-    it."""
+    """Returns a function that reads memory with torch's threads: huge pages or torch.empty, as the case's cache."""
     count = READ_BYTES // 8
-    # The fastest reading that torch has.
+    # The fastest function of torch that reads memory.
     return (torch.empty(count, dtype=torch.int64).zero_() if small_pages else zeros((count,), torch.int64)).max
 
 
 def onnx_peer(s: Shape) -> Callable[[], object] | None:
-    """onnxruntime's GroupQueryAttention over a float32 cache of the same numbers; None where it is not installed."""
+    """Returns onnxruntime's GroupQueryAttention over a float32 cache of the same numbers; None if not installed."""
     try:
         import onnxruntime
         from onnx import TensorProto, helper
@@ -207,7 +206,7 @@ def onnx_peer(s: Shape) -> Callable[[], object] | None:
 
 
 def peers(t: Step) -> dict[str, Callable[[], object]]:
-    """What else computes the step: over the contiguous cache, and over pages by gathering them first."""
+    """Returns the alternatives: over the contiguous cache, and over pages with a gather before the computation."""
     s = t.shape
     if s.stored or s.shares:
         return {}

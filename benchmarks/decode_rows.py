@@ -1,8 +1,8 @@
-"""What `make bench` shows of decode: the cases, the goal of each, and how much of it is reached.
+"""Defines the decode cases of `make bench` and their goals, and measures them.
 
-A case is measured in turns with its peers, with other forms of itself and with reading memory and multiplying in
-registers, so that a drifting machine slows all alike. A share is our rate of reading the cache / the rate of reading
-memory in pages of the same size.
+Each case alternates with its alternatives, with other forms of the call, and with reading memory and multiplying in
+registers, so that a machine whose speed changes affects all equally. bandwidth_share is our rate of reading the cache
+divided by the rate of reading memory in pages of the same size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusion_attention import plan as planning
 from fusion_attention.bench.pair import REACHED, Probe, seconds
 from fusion_attention.bench.report import Report
 
-# A machine that reads faster than this, in GB/s, need not be read from at the same share.
+# Memory that reads faster than this, in GB/s, has a lower goal for bandwidth_share.
 FAST = 40.0
 
 
@@ -30,11 +30,11 @@ class Case:
     """A shape and its goals.
 
     Args:
-        peers: whether to measure what a user would pick instead; ratios are their time / ours.
-        others: forms of ours in the same turns, by name; ratios are our rate of reading / theirs, or, by_time, times.
+        peers: measure a user's alternatives; ratios are their time / ours.
+        others: other forms of the call by name; ratios are our rate of reading / theirs, or of times with by_time.
         goals: of ratios, by the names of peers and others.
-        slow, fast: the share to reach where memory is slower or faster than FAST; 0: none.
-        part: of the share, or of what 0.75 of the peak arithmetic allows where that is less.
+        slow, fast: the goal of bandwidth_share where memory is slower or faster than FAST; 0: none.
+        read_part: factor of that goal, or of the rate that 0.75 of the peak arithmetic allows where that is less.
     """
 
     shape: Shape
@@ -49,8 +49,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Medians over turns: milliseconds, GB/s, our share of the reading rate, GFLOP/s and their share of the peak, and
-    ratios; goals of the share and of ratios, by name."""
+    """Medians over turns: milliseconds, GB/s, fraction of the reading rate, GFLOP/s and their fraction of the peak, and
+    ratios; goals of the fraction and of ratios, by name."""
 
     name: str
     ms: float
@@ -64,7 +64,7 @@ class Row:
 
     @property
     def reached(self) -> bool | None:
-        """Whether what has a goal reaches it; None without a goal."""
+        """True if every goal is met; None without a goal."""
         results = {"share": self.bandwidth_share, **self.ratios}
         return (
             all(results[n] >= REACHED * goal for n, goal in self.goals.items() if n in results) if self.goals else None
@@ -73,7 +73,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Latency:
-    """Microseconds of a call, the median of many, and what they must stay below."""
+    """The median microseconds of a call, and their upper limit."""
 
     name: str
     us: float
@@ -108,7 +108,7 @@ CASES = (
 
 
 def measure(case: Case, turns: int) -> Row:
-    """Times a case, its peers, its other forms, reading and multiplying in turns, after one of each."""
+    """Times a case, its alternatives, its other forms, reading and multiplying in alternation, after a warm-up."""
     s, t = case.shape, step(case.shape)
     calls: dict[str, Callable[[], object]] = {"ours": t.ours, "read": reader(s.called)}
     named = {name: step(other) for name, other in case.others.items()}
@@ -147,19 +147,19 @@ def measure(case: Case, turns: int) -> Row:
 
 
 def smaller(case: Case) -> Case:
-    """One sequence of every shape, for a look."""
+    """Returns the shape with one sequence, for quick runs."""
     others = {name: replace(other, batch=1) for name, other in case.others.items()}
     return replace(case, shape=replace(case.shape, batch=1), others=others)
 
 
 def table(quick: bool, turns: int) -> Iterator[Row]:
-    """Every row; int8 is compared with bfloat16 peers of the same shape."""
+    """Measures every row; int8 is compared with bfloat16 alternatives of the same shape."""
     for case in CASES:
         yield measure(smaller(case) if quick else case, turns)
 
 
 def latencies(turns: int = 3000) -> list[Latency]:
-    """A call for one sequence, one head, 16 tokens."""
+    """Times a call for one sequence, one head and 16 tokens."""
     t = step(Shape("small", batch=1, heads_kv=1, group=1, keys=16, page=16))
     plan = planning.plan(t.plan.problem, t.plan.extents, torch.device("cpu"), updatable=True)
     lengths = np.array([16])
@@ -195,7 +195,7 @@ COLUMNS = {
 
 
 def show(row: Row, report: Report) -> None:
-    """A line of the table of decode, which is measured in bytes."""
+    """Prints a row of the decode table, which contains rates of bytes."""
 
     def listed(values: dict[str, float]) -> str:
         return ", ".join(f"{name} {value:.2f}" for name, value in values.items())
@@ -212,7 +212,7 @@ def show(row: Row, report: Report) -> None:
 
 
 def measured(quick: bool, turns: int, console: Console) -> tuple[list[Row], list[Latency]]:
-    """All of it, shown as it comes."""
+    """Measures and prints every row."""
     report, result = Report(console, TITLE, COLUMNS), []
     for row in table(quick, turns):
         show(row, report)

@@ -1,5 +1,4 @@
-"""Training attention beside what a user would pick on a CPU: torch's SDPA (with a mask where it needs one), and
-FlexAttention where it can say the same."""
+"""Times training attention beside torch's SDPA, with a mask where necessary, and FlexAttention where it applies."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from fusion_attention.bench.pair import Pair
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 PEAKS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float32"}  # float16 is computed as float32
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-# What we want to reach at full size (S 2048, 8 heads), full and causal: times SDPA, and share of the peak.
+# Goals at full size (S 2048, 8 heads), full and causal: speed relative to SDPA, and fraction of the peak.
 FORWARD = {
     ("bf16", 128): (2.3, 2.75),
     ("fp32", 128): (1.18, 1.40),
@@ -39,7 +38,7 @@ BACKWARD_SHARES = {"bf16": (0.88, 0.85), "fp32": (0.88, 0.86), "fp16": (0.88, 0.
 
 
 def rows(dtype: torch.dtype, heads: tuple[int, int], size: int, dim: int, *, grad: bool = False) -> Rows:
-    """q, k, v of one sequence, [1, heads, size, dim]."""
+    """Returns q, k and v of one sequence, [1, heads, size, dim]."""
     torch.manual_seed(0)
     shapes = (heads[0], heads[1], heads[1])
     q, k, v = (torch.randn(1, n, size, dim, dtype=dtype, requires_grad=grad) for n in shapes)
@@ -47,40 +46,40 @@ def rows(dtype: torch.dtype, heads: tuple[int, int], size: int, dim: int, *, gra
 
 
 def arithmetic(q: torch.Tensor, pairs: int, matmuls: int) -> int:
-    """Multiply-adds counted twice, over the visible pairs of all heads."""
+    """Returns the floating-point operations over the visible pairs of all heads."""
     return 2 * q.shape[1] * pairs * q.shape[-1] * matmuls
 
 
 def triangle(size: int) -> int:
-    """Visible pairs of a causal square."""
+    """Returns the number of visible pairs of a causal square."""
     return size * (size + 1) // 2
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:
-    """Our forward, as a call without arguments."""
+    """Returns a function without arguments that runs our forward."""
     return torch.no_grad()(lambda: fa.attention(q, k, v, layout="BNSD", **options))
 
 
 def peer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:
-    """SDPA's forward."""
+    """Returns a function that runs SDPA's forward."""
     return torch.no_grad()(lambda: sdpa(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options))
 
 
 @functools.cache
 def compiled_flex() -> Callable[..., torch.Tensor]:
-    """FlexAttention as its pages say to use it."""
+    """Returns FlexAttention compiled as its documentation recommends."""
     return torch.compile(flex_attention)
 
 
 def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> Callable[[], torch.Tensor]:
-    """FlexAttention's forward with a causal window of so many keys."""
+    """Returns a function that runs FlexAttention's forward with a causal window."""
     size = q.shape[2]
     mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < window), None, None, size, size, device="cpu")
     return torch.no_grad()(lambda: compiled_flex()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]))
 
 
 def training(quick: bool) -> Iterator[Pair]:
-    """Forward and backward, full and causal, in every dtype."""
+    """Times forward and backward, full and causal, in every dtype."""
     size = 512 if quick else 2048
     for dim in (128, 64):
         for label, dtype in DTYPES.items():
@@ -105,7 +104,7 @@ def training(quick: bool) -> Iterator[Pair]:
 
 
 def masks(quick: bool) -> Iterator[Pair]:
-    """What peers need a mask tensor, a bias tensor or a compiled block mask for."""
+    """Times the cases for which alternatives need a mask tensor, a bias tensor or a compiled block mask."""
     size, peak = 512 if quick else 2048, "bfloat16"
     q, k, v = rows(torch.bfloat16, (8, 8), size, 128)
     row, key = torch.arange(size)[:, None], torch.arange(size)
@@ -132,7 +131,7 @@ def masks(quick: bool) -> Iterator[Pair]:
 
 
 def shapes(quick: bool) -> Iterator[Pair]:
-    """Grouped heads, short sequences, odd head dims."""
+    """Times grouped heads, short sequences and odd head dims."""
     size = 512 if quick else 2048
     for label, dtype in DTYPES.items():
         q, k, v = rows(dtype, (32, 8), size // 2, 128)
@@ -149,13 +148,13 @@ def shapes(quick: bool) -> Iterator[Pair]:
 
 
 def packed_lengths(count: int) -> list[int]:
-    """A long-tailed mix of lengths."""
+    """Returns random lengths with a long tail."""
     generator = torch.Generator().manual_seed(0)
     return (torch.exp(torch.randn(count, generator=generator) + 4).int() + 4).clamp(max=512).tolist()
 
 
 def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, ...]:
-    """Packed rows [T, heads, dim] as [B, heads, longest, dim] each, and the mask of keys that are there."""
+    """Returns packed rows [T, heads, dim] padded to [B, heads, longest, dim], and the mask of real keys."""
     longest = max(lengths)
     padded_rows = torch.zeros(3, len(lengths), q.shape[1], longest, q.shape[2], dtype=q.dtype)
     for b, sequence_rows in enumerate(torch.stack((q, k, v)).split(lengths, dim=1)):
@@ -164,7 +163,7 @@ def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]
 
 
 def packed(quick: bool) -> Iterator[Pair]:
-    """Sequences of a long-tailed mix of lengths: packed here, padded with a key mask there."""
+    """Times sequences of very different lengths: packed for us, padded with a key mask for SDPA."""
     lengths, heads, dim = packed_lengths(32 if quick else 100), 12, 64
     count, total, longest = len(lengths), sum(lengths), max(lengths)
     padding = count * longest**2 / sum(n * n for n in lengths)  # what the peer computes for one pair of ours
@@ -182,7 +181,7 @@ def packed(quick: bool) -> Iterator[Pair]:
 
 
 def short(quick: bool) -> Iterator[Pair]:
-    """Sequences of as many tokens as each other, few: packed here, a batch without a mask there."""
+    """Times short sequences of equal length: packed for us, a batch without a mask for SDPA."""
     tokens, heads, dim = 2048 if quick else 8192, 12, 64
     for label, size in (("bf16", 8), ("bf16", 16), ("bf16", 32), ("fp32", 16), ("fp16", 16)):
         count = tokens // size

@@ -1,4 +1,4 @@
-"""Attention over sequences on several processes beside one process: rates, memory of a rank, balance, overhead.
+"""Times attention over sequences on several processes; measures memory, balance and overhead.
 
 python -m benchmarks.distributed RANK WORLD STORE       # a rank, which takes its orders from standard input
 """
@@ -35,13 +35,13 @@ COLUMNS = {"what": -52, "ours": 10, "measure": 10, "ratio": 6, "goal": 6}
 
 @dataclass(frozen=True)
 class Shared:
-    """A figure of several ranks, and what it is held against.
+    """A measured value of several ranks and its reference.
 
     Args:
-        what: is measured.
-        ours, measure: milliseconds, megabytes, pairs or microseconds.
-        ratio: of the two, as the goal has it.
-        goal: at least (rates) or at most (all others); 0: none.
+        what: name of the measured value.
+        ours, measure: value and reference in milliseconds, megabytes, pairs or microseconds.
+        ratio: of the two, to compare with the goal.
+        goal: lower limit of rates, upper limit of all others; 0: none.
     """
 
     what: str
@@ -52,7 +52,7 @@ class Shared:
 
 
 class Ranks:
-    """Processes of a world, which wait for orders."""
+    """Processes of one world that execute commands."""
 
     def __init__(self, world: int) -> None:
         store = str(Path(tempfile.mkdtemp()) / "store")
@@ -67,7 +67,7 @@ class Ranks:
         ]  # fmt: skip
 
     def ask(self, what: str, **words: Any) -> list[dict[str, float]]:
-        """What each rank finds."""
+        """Returns the answer of each rank to a command."""
         for process in self._all:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"what": what, **words}) + "\n")
@@ -100,8 +100,7 @@ def _of_one(length: int) -> Callable[[], None]:
 
 
 def _rank(rank: int, world: int, store: str) -> None:
-    """Takes orders until there are no more: "step" of a schedule, "alone" the same of fa.attention on every rank by
-    itself, "send" bytes to the next rank while those of the one before arrive."""
+    """Executes commands: "step" of a schedule, "alone" (fa.attention on each rank), "send" (bytes in a ring)."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     state: tuple[Any, list[torch.Tensor]] = (None, [])
@@ -135,7 +134,7 @@ def _rank(rank: int, world: int, store: str) -> None:
 
 
 def rates(quick: bool, turns: int) -> list[Shared]:
-    """Two processes of one thread beside one process of two, in turns: wall time, and CPU time of all threads."""
+    """Times two processes of one thread beside one process of two threads: wall time, and CPU time of all threads."""
     length, result = 2048 if quick else 16384, []
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -162,7 +161,7 @@ def rates(quick: bool, turns: int) -> list[Shared]:
 
 
 def memory(quick: bool) -> list[Shared]:
-    """How a rank grows beyond its share, the share being the same in worlds of three and four."""
+    """Measures the memory of a rank beyond its tensors, with equal tensors per rank in worlds of three and four."""
     tokens, grown = 1024 if quick else 8192, []
     for world in (3, 4):  # with two there is one block of others, and no second
         with Ranks(world) as ranks:
@@ -172,7 +171,7 @@ def memory(quick: bool) -> list[Shared]:
 
 
 def balance(length: int = 16384) -> list[Shared]:
-    """Counted causal pairs of the busiest rank beside the mean."""
+    """Counts the causal pairs of the busiest rank relative to the mean."""
     results = []
     for schedule, goal in (("zigzag", 1.05), ("ring", 0.0)):
         placement = layout_of(schedule, (length,), (8,))
@@ -183,7 +182,7 @@ def balance(length: int = 16384) -> list[Shared]:
 
 
 def overhead() -> list[Shared]:
-    """A world of one beside fusion_attention.attention, a tiny call; microseconds."""
+    """Compares a world of one rank with fusion_attention.attention for a tiny call, in microseconds."""
     store = str(Path(tempfile.mkdtemp()) / "store")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     try:
@@ -202,7 +201,7 @@ def overhead() -> list[Shared]:
 
 
 def show(quick: bool, turns: int, console: Console) -> list[Shared]:
-    """All of it, row by row."""
+    """Measures and prints every row."""
     report, result = Report(console, TITLE, COLUMNS), []
     for rows in (balance, overhead, lambda: rates(quick, turns), lambda: memory(quick)):
         for row in rows():

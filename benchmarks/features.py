@@ -1,4 +1,4 @@
-"""What a feature, a shape or a band costs: our forward beside our forward without it, and figures that have no peer."""
+"""Times optional features, shapes and bands beside a call without them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BF16 = torch.bfloat16
 
 
 def costs(quick: bool) -> Iterator[Pair]:
-    """Features beside the same call without: ratio = how fast beside 1."""
+    """Times features beside the same call without them; ratio: relative speed."""
     size = 512 if quick else 2048
     q, k, v = rows(BF16, (8, 8), size, 128)
     flops, half, causal = arithmetic(q, size * size, 2), arithmetic(q, triangle(size), 2), fa.Band.causal()
@@ -54,7 +54,7 @@ def costs(quick: bool) -> Iterator[Pair]:
 
 
 def rates(quick: bool) -> Iterator[Pair]:
-    """Rates of shapes and bands beside the plain one's: ratio of GFLOP/s over what is visible."""
+    """Measures rates of shapes and bands; ratio: GFLOP/s over visible pairs relative to a full call."""
     size, long = (512, 2048) if quick else (2048, 16384)
     q, k, v = rows(BF16, (8, 8), size, 128)
     baseline, flops = forward(q, k, v), arithmetic(q, size * size, 2)
@@ -110,7 +110,7 @@ def with_threads(count: int, call: Callable[[], object]) -> Callable[[], object]
 
 
 def threads(quick: bool) -> Iterator[Pair]:
-    """All threads beside one, and the AVX2 variant beside its own peak."""
+    """Times all threads beside one thread, and the AVX2 variant beside its peak."""
     size, count = 512 if quick else 2048, torch.get_num_threads()
     for heads in (8, 1):
         q, k, v = rows(BF16, (heads, heads), size, 128)
@@ -135,14 +135,14 @@ def threads(quick: bool) -> Iterator[Pair]:
 
 
 def planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Plan, Any]:
-    """The plan of a plain call, and its operands."""
+    """Returns the plan of a simple call and its operands."""
     call = record.dense_call(bind(record.RECORD, {"q": q, "k": k, "v": v, "layout": "BNSD"}))
     stats = [q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2)]
     return plan(call.problem, call.extents, q.device), operands_of(call, torch.empty_like(q), *stats)
 
 
 def overhead_us() -> float:
-    """Microseconds of plan.run() for sixteen rows of one head, where the core has next to nothing to do."""
+    """Returns microseconds of plan.run() for sixteen rows of one head, where the core has almost no work."""
     forward_plan, operands = planned(*rows(torch.float32, (1, 1), 16, 64))
     best = 1e9
     for _ in range(200):

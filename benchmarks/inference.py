@@ -1,4 +1,4 @@
-"""Inference over a cache: prompts, chunks of prompts and mixed batches over pages, a prefix that sequences share, MLA.
+"""Times inference over a cache: prompts, chunks of prompts, mixed batches over pages, a shared prefix, and MLA.
 
 Every row is a planned call in the intermediate representation, beside the same work in another form. A cache lies in
 pages [heads, page, dim] in random order unless a row says otherwise.
@@ -25,14 +25,14 @@ HEADS, DIM, PAGE = 32, 128, 128
 
 @dataclass(frozen=True)
 class Case:
-    """A call: query rows and keys of each sequence, the rows being the last ones.
+    """A call: query rows and keys of each sequence; the rows are its last tokens.
 
     Args:
         page: tokens of a page; 0: rows [sequence, head, token].
-        kind: of the cache: "bfloat16" or "int8", with scales of channels.
-        common: first keys of every sequence, which all of them share.
-        merged: where they share them: in memory of their own (true), or in pages that all tables name.
-        rope, shares: a rope part of so many elements; values are keys.
+        kind: type of the cache: "bfloat16" or "int8", with scales of channels.
+        common: number of first keys that all sequences have in common.
+        merged: store them once in separate memory (true), or in pages of all tables.
+        rope, shares: number of rotary elements; values are the keys.
     """
 
     q_len: tuple[int, ...]
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        """What is computed."""
+        """Returns the call's description for the planner."""
         stored = {"kv_dtype": "int8", "dequant_k": "channel", "dequant_v": "channel"} if self.kind == "int8" else {}
         common = self.common if self.merged else 0
         return Problem(
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def extents(self) -> Extents:
-        """Causal, the last row being the last key's."""
+        """Returns causal visibility in which the last row attends to the last key."""
         lengths = np.array(self.q_len, np.int64), np.array(self.kv_len, np.int64)
         band = Band.causal("end") if max(self.q_len) > 1 else Band.full()
         return Extents(*lengths, *band.resolve(*lengths), np.zeros_like(lengths[0]))
@@ -80,7 +80,7 @@ def _cache(c: Case, dim: int, kind: str, table: torch.Tensor) -> RowView | Paged
 
 
 def _table(c: Case) -> torch.Tensor:
-    """Pages of each sequence; those that sequences share come first."""
+    """Returns the pages of each sequence; pages of the shared prefix come first."""
     count, shared = len(c.kv_len), 0 if c.merged else c.common // max(c.page, 1)
     suffix_pages = -(-(max(c.kv_len) - c.common) // max(c.page, 1))
     order = torch.randperm(shared + count * suffix_pages).int()
@@ -89,7 +89,7 @@ def _table(c: Case) -> torch.Tensor:
 
 
 def call(c: Case) -> Callable[[], None]:
-    """Computes a case on random tensors."""
+    """Returns a function that computes a case with random tensors."""
     torch.manual_seed(0)
     p, count, tokens, table = c.problem, len(c.q_len), max(c.q_len), _table(c)
     queries = [rows(torch.randn(count, c.heads, tokens, d).bfloat16(), d) for d in (c.dim, c.rope) if d]
@@ -112,12 +112,12 @@ def call(c: Case) -> Callable[[], None]:
 
 
 def flops(c: Case) -> int:
-    """Multiply-adds counted twice, over visible pairs."""
+    """Returns the floating-point operations over visible pairs."""
     return c.problem.flops(c.extents)
 
 
 def rows_of_all(quick: bool) -> Iterator[Pair]:
-    """The rows, each with its goal."""
+    """Measures all rows, each with its goal."""
     few = 4 if quick else 1
 
     def pair(name: str, peer: str, ours: Case, other: Case, goal: float, share_goal: float = 0.0) -> Pair:
@@ -144,7 +144,7 @@ def rows_of_all(quick: bool) -> Iterator[Pair]:
 
 
 def mixed(prompt: int, count: int, keys: int, quick: bool) -> Pair:
-    """A prompt and single rows of other sequences, in one call and in two."""
+    """Times a prompt and single rows of other sequences, in one call and in two."""
     first, rest = Case((prompt,), (prompt,)), Case((1,) * count, (keys,) * count)
     both = Case(first.q_len + rest.q_len, first.kv_len + rest.kv_len)
     calls = call(first), call(rest)
@@ -159,8 +159,8 @@ def mixed(prompt: int, count: int, keys: int, quick: bool) -> Pair:
 
 
 def prefix(heads_kv: int, common: int, count: int, goal: float, share_goal: float, quick: bool) -> Pair:
-    """One row of each sequence over a prefix in memory of its own, and in pages that all tables name. The goal of the
-    ratio, or the share of the peak where that is less."""
+    """Times one row of each sequence over a prefix in separate memory and in pages of all tables. The goal applies to
+    the ratio, or to the fraction of the peak where that is less."""
     ours = Case((1,) * count, (common + 64,) * count, heads_kv, common=common, page=0)
     other = replace(ours, page=64, merged=False)
     name = f"shared prefix {common}, suffix 64, batch {count}, {heads_kv} key heads"

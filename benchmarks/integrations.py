@@ -1,4 +1,4 @@
-"""Our core through other libraries' words: models of transformers, flash-attn's functions and FlexAttention's.
+"""Times our functions through the APIs of transformers, flash-attn and FlexAttention.
 
 A model's peer is the same model with the same weights on torch's SDPA. "attention" rows call what a layer calls, with
 the tensors, the mask and the words that the layer hands over.
@@ -28,7 +28,7 @@ STEPS = dict(lr=1e-5, fused=True)
 
 
 def transformers() -> Any:
-    """The module transformers, which knows our attention."""
+    """Imports transformers and registers our attention function."""
     import transformers as module
 
     from fusion_attention.integrations.transformers import register
@@ -38,7 +38,7 @@ def transformers() -> Any:
 
 
 def models(kind: str, config: Any, dtype: torch.dtype) -> list[Any]:
-    """[ours, SDPA's]: one model twice, with the same weights."""
+    """Returns one model twice with the same weights: with our attention and with SDPA."""
     results = []
     for attention in (OURS, "sdpa"):
         torch.manual_seed(0)
@@ -50,12 +50,12 @@ def models(kind: str, config: Any, dtype: torch.dtype) -> list[Any]:
 
 
 def linear(model: Any, tokens: int) -> int:
-    """Multiply-adds of a model's linears, counted twice."""
+    """Returns the floating-point operations of a model's linear layers."""
     return sum(2 * tokens * m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
 
 
 def encoders(quick: bool) -> Iterator[Pair]:
-    """BERT on texts of mixed lengths: one packed row here; padded to the longest, with a mask, there."""
+    """Times BERT on texts of mixed lengths: one packed row for us; padded to the longest with a mask for SDPA."""
     small = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512) if quick else {}
     config = transformers().BertConfig(**small)
     generator = torch.Generator().manual_seed(0)
@@ -80,7 +80,7 @@ def encoders(quick: bool) -> Iterator[Pair]:
 
 
 def training(quick: bool) -> Iterator[Pair]:
-    """A step of a small Llama, and what its attention takes of it."""
+    """Times a training step of a small Llama, and its attention alone."""
     size, width = (256, 256) if quick else (2048, 1024)
     config = transformers().LlamaConfig(
         hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=4, num_attention_heads=width // 64,
@@ -100,14 +100,14 @@ def training(quick: bool) -> Iterator[Pair]:
 
 
 def step(model: Any, optimizer: Any, ids: Tensor) -> None:
-    """Forward, backward, update."""
+    """Runs forward, backward and the optimizer."""
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def windows(quick: bool) -> Iterator[Pair]:
-    """A window layer of Gemma 3 1B, which SDPA computes with a mask."""
+    """Times a layer with a sliding window of Gemma 3 1B, for which SDPA needs a mask."""
     size, window = (512, 128) if quick else (8192, 512)
     config = transformers().Gemma3TextConfig(
         vocab_size=256, hidden_size=1152, intermediate_size=1152, num_hidden_layers=1, num_attention_heads=4,
@@ -123,7 +123,7 @@ def windows(quick: bool) -> Iterator[Pair]:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What the first layer of a model hands to its attention function."""
+    """The arguments that the first layer of a model passes to its attention function."""
 
     function: Callable[..., tuple[Tensor, Any]]
     module: Any
@@ -134,22 +134,22 @@ class LayerCall:
     words: dict[str, Any]
 
     def run(self) -> Tensor:
-        """The layer's call again."""
+        """Repeats the layer's call."""
         return self.function(self.module, self.q, self.k, self.v, self.mask, **self.words)[0]
 
     def forward(self) -> Tensor:
-        """run() without a derivative."""
+        """Repeats the layer's call without gradients."""
         with torch.no_grad():
             return self.run()
 
     def forward_backward(self) -> tuple[Tensor, ...]:
-        """run() and the gradients of q, k and v."""
+        """Repeats the layer's call and computes the gradients of q, k and v."""
         out = self.run()
         return torch.autograd.grad(out, (self.q, self.k, self.v), torch.ones_like(out))
 
 
 def a_layers_call(model: Any, ids: Tensor) -> LayerCall:
-    """The call that a model's first layer makes; q, k and v lie in memory as they do there."""
+    """Returns the call of a model's first layer; q, k and v have the same memory layout."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = model.config._attn_implementation
@@ -166,7 +166,7 @@ def a_layers_call(model: Any, ids: Tensor) -> LayerCall:
 
 
 def flash(quick: bool) -> Iterator[Pair]:
-    """The backward of flash_attn_varlen_func beside fa.attention's: the same computation."""
+    """Times the backward of flash_attn_varlen_func beside that of fa.attention: the same computation."""
     from fusion_attention.integrations.flash_attn import flash_attn_varlen_func
 
     lengths = documents(1024 if quick else 8192)
@@ -183,12 +183,12 @@ def flash(quick: bool) -> Iterator[Pair]:
 
 
 def backward(out: Tensor, given: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
-    """The gradients of an attention, as often as one likes."""
+    """Returns a function that computes the gradients of an attention result any number of times."""
     return functools.partial(torch.autograd.grad, out, given, torch.randn_like(out), retain_graph=True)
 
 
 def documents(tokens: int) -> list[int]:
-    """Lengths of documents that fill a row, long-tailed."""
+    """Returns random lengths of documents that fill a row."""
     generator = torch.Generator().manual_seed(0)
     lengths = (torch.exp(torch.randn(tokens, generator=generator) + 5).int() + 8).tolist()
     count = next(i for i in range(tokens) if sum(lengths[: i + 1]) >= tokens)
@@ -196,7 +196,7 @@ def documents(tokens: int) -> list[int]:
 
 
 def flex(quick: bool) -> Iterator[Pair]:
-    """Documents of one row, causal: FlexAttention's block mask here and compiled there; it has no backward on a CPU."""
+    """Times causal documents in one row beside FlexAttention's compiled block mask, which has no backward on a CPU."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     from fusion_attention.integrations.flex_attention import flex_attention
@@ -224,7 +224,7 @@ def flex(quick: bool) -> Iterator[Pair]:
 
 
 def registered_us() -> float:
-    """Microseconds that the registered function takes beside the call of fa.attention that it makes."""
+    """Returns the microseconds that the registered function adds to fa.attention."""
     config = transformers().LlamaConfig(
         vocab_size=64, hidden_size=512, intermediate_size=64, num_hidden_layers=1, num_attention_heads=8
     )

@@ -1,4 +1,4 @@
-"""What a planned call of the Triton back end costs the host, besides Triton's own launches: no GPU is needed.
+"""Measures the host time of a planned call of the Triton back end without Triton's launches; needs no GPU.
 
 Launches are counted and left out; all else runs as on a GPU, on the CPU's memory. Times are of the processor, on one
 thread: neighbours disturb them little.
@@ -31,7 +31,7 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a planned call: microseconds besides its launches, and how many those are."""
+    """Microseconds of a planned call without its launches, and the number of launches."""
 
     name: str
     us: float
@@ -43,7 +43,7 @@ class Cost:
 
 
 def of_rows(heads: int, dim: int = 128, tokens: int = TOKENS, dtype: torch.dtype = BF16) -> RowView:
-    """Rows of all sequences, one behind the other."""
+    """Returns one tensor with the rows of all sequences."""
     memory = torch.zeros(SEQUENCES, tokens, heads, dim, dtype=dtype)
     at, heads_apart = np.arange(SEQUENCES) * memory.stride(0), np.full(SEQUENCES, memory.stride(2))
     return RowView((memory,), at, memory.stride(1), heads_apart, dim)
@@ -59,14 +59,14 @@ def causal(rows: int, keys: int) -> Extents:
 
 
 def dense() -> tuple[Problem, Extents, Operands, Grads]:
-    """A training step's layer."""
+    """Plans a layer of a training step."""
     operands = Operands(of_rows(8), of_rows(2), of_rows(2), of_rows(8), stats_of(8, TOKENS))
     grads = Grads(of_rows(8), of_rows(8), of_rows(2), of_rows(2))
     return Problem(8, 2, 128, 128, dtype="bfloat16", scale=0.1), causal(TOKENS, TOKENS), operands, grads
 
 
 def decoding(int8: bool) -> tuple[Problem, Extents, Operands]:
-    """One token of every sequence, over pages; integers with a scale for every token."""
+    """Plans one token of every sequence, over pages; integers with a scale for every token."""
     keys = 10 * PAGE
     table = torch.arange(SEQUENCES * keys // PAGE, dtype=torch.int32).view(SEQUENCES, -1)
 
@@ -84,7 +84,7 @@ def decoding(int8: bool) -> tuple[Problem, Extents, Operands]:
 
 @contextlib.contextmanager
 def left_out() -> Iterator[list[Any]]:
-    """A block in which kernels are not launched, and what each would have been."""
+    """Context manager that skips kernel launches and records them."""
     import triton
 
     launched: list[Any] = []
@@ -101,7 +101,7 @@ def left_out() -> Iterator[list[Any]]:
 
 
 def measured(quick: bool, turns: int) -> list[Cost]:
-    """All figures: medians of the turns."""
+    """Returns medians of all times."""
     with left_out() as launched:
         problem, extents, operands, grads = dense()
         op_kinds = ("attention_forward", "attention_backward")
@@ -114,7 +114,7 @@ def measured(quick: bool, turns: int) -> list[Cost]:
 
 
 def cost_of(name: str, call: Callable[[], None], launched: list[Any], count: int, turns: int) -> Cost:
-    """Of a call that has run before."""
+    """Measures a call that has run before."""
     call()
     launched.clear()
     call()
@@ -128,7 +128,7 @@ def cost_of(name: str, call: Callable[[], None], launched: list[Any], count: int
 
 
 def show(quick: bool, turns: int, console: Console) -> list[Cost]:
-    """A table of all figures; returns them."""
+    """Prints a table of all times and returns them."""
     if importlib.util.find_spec("triton") is None:
         console.print("launches: the package triton is not installed")
         return []

@@ -1,5 +1,4 @@
-"""The indexer's loss with its gradients beside eager torch: autograd through the loss, the attention's part without a
-graph, as many rows at a time as are fastest. Our calls go straight to the CPU back end."""
+"""Times the indexer's loss with its gradients beside eager torch: autograd in chunks of the fastest size."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from fusion_attention.ir.problem import (
     Stats,
 )
 
-# (ratio to eager torch, share of the bfloat16 peak)
+# (speed relative to eager torch, fraction of the bfloat16 peak)
 LISTS = {"bf16": (4.0, 0.60), "fp32": (3.0, 0.0)}
 BANDS = {"bf16": (4.0, 0.0), "fp32": (4.0, 0.0)}
 WARM_DIM, WARM_LENGTH = 128, 4096  # of the attention that keys are not selected for: every head has keys of its own
@@ -36,7 +35,7 @@ LEAST = 1e-8
 
 @dataclass(eq=False)
 class Loss:
-    """What a loss reads, [tokens, heads, elements]; indices [rows, 1, slots] or None, the attention's log of sums."""
+    """The inputs of a loss, [tokens, heads, elements]; indices [rows, 1, slots] or None; lse of the attention."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -54,7 +53,7 @@ class Loss:
         return IndexerLossProblem(*sizes, dtype, dtype, self.scale, select_count=slots)  # type: ignore[arg-type]
 
     def ours(self, extents: Extents) -> Callable[[], None]:
-        """Our loss, without a selection after its statistics, as a call without arguments."""
+        """Returns a function that runs our loss, which first computes the statistics where all keys are read."""
         p, dim = self.problem, self.q.shape[2] - ROPE
         statistics = Stats(*(one(torch.empty(len(self.q), 1, 1)) for _ in range(2)))
         listed = None if self.indices is None else one(self.indices)
@@ -76,13 +75,13 @@ class Loss:
 
 
 def divergence(target: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """The loss of rows; without a selection scores of keys not seen are -inf."""
+    """Computes the loss of rows; without a selection, scores of invisible keys are -inf."""
     log_y = torch.log_softmax(scores, -1).clamp(min=float(np.log(LEAST)))
     return (target * (target.clamp(min=LEAST).log() - log_y)).sum()
 
 
 def eager_lists(s: Loss, chunk: int) -> Callable[[], None]:
-    """Gather and batched products, `chunk` rows at a time, and backward through each."""
+    """Computes gathers and batched products in chunks of rows, and the backward of each."""
     qi, ki, w = (t.clone().requires_grad_() for t in (s.qi, s.ki, s.w))
     assert s.indices is not None
     listed = s.indices[:, 0].long()
@@ -104,7 +103,7 @@ def eager_lists(s: Loss, chunk: int) -> Callable[[], None]:
 
 
 def eager_bands(s: Loss, chunk: int, sliced: bool) -> Callable[[], None]:
-    """Products of `chunk` rows with all keys, or (sliced) with those that one of them sees, and backward."""
+    """Computes products of chunks of rows with all keys, or (sliced) with their visible keys, and the backward."""
     qi, ki, w = (t.clone().requires_grad_() for t in (s.qi, s.ki, s.w))
     q, k = s.q.transpose(0, 1).contiguous(), s.k.transpose(0, 1).contiguous()
     rows = len(s.q)
@@ -131,7 +130,7 @@ def eager_bands(s: Loss, chunk: int, sliced: bool) -> Callable[[], None]:
 
 
 def lists_of(dtype: torch.dtype, rows: int) -> Loss:
-    """A loss over random unique keys; the statistics are those of the lists."""
+    """Makes a loss over random unique keys; its statistics are those of the lists."""
     torch.manual_seed(0)
     shapes = (rows, HEADS, DIM + ROPE), (KEYS, 1, DIM + ROPE), (rows, INDEX_HEADS, INDEX_DIM), (KEYS, 1, INDEX_DIM)
     q, k, qi, ki = (torch.randn(shape).to(dtype) for shape in shapes)
@@ -143,7 +142,7 @@ def lists_of(dtype: torch.dtype, rows: int) -> Loss:
 
 
 def bands_of(dtype: torch.dtype, length: int) -> Loss:
-    """A causal loss over all keys."""
+    """Makes a causal loss over all keys."""
     torch.manual_seed(0)
     q, k = (torch.randn(length, HEADS, WARM_DIM + ROPE).to(dtype) for _ in range(2))
     qi, ki = (torch.randn(length, heads, INDEX_DIM).to(dtype) for heads in (INDEX_HEADS, 1))
@@ -154,13 +153,13 @@ def bands_of(dtype: torch.dtype, length: int) -> Loss:
 
 
 def causal(length: int) -> Extents:
-    """One sequence whose rows see the keys up to their own."""
+    """Returns one sequence with causal visibility."""
     n = np.array([length])
     return Extents(n, n, n * 0 - INFINITE, n * 0 + 1, n * 0, n * 0)
 
 
 def lists(quick: bool) -> Iterator[Pair]:
-    """Over selected keys, and all threads beside one."""
+    """Times losses over selected keys, and all threads beside one."""
     rows = 32 if quick else 256
     flops = rows * CHOSEN * (2 * HEADS * (DIM + ROPE) + 6 * INDEX_HEADS * INDEX_DIM)
     for label, dtype in DTYPES.items():
@@ -173,7 +172,7 @@ def lists(quick: bool) -> Iterator[Pair]:
 
 
 def bands(quick: bool) -> Iterator[Pair]:
-    """Over all keys that causal rows see, with the statistics that this needs, and all threads beside one."""
+    """Times losses over all visible keys of causal rows with their statistics, and all threads beside one."""
     length = 512 if quick else WARM_LENGTH
     flops = length * (length + 1) // 2 * (2 * HEADS * (WARM_DIM + ROPE) + 8 * INDEX_HEADS * INDEX_DIM)
     for label, dtype in DTYPES.items():
@@ -187,7 +186,7 @@ def bands(quick: bool) -> Iterator[Pair]:
 
 
 def on_threads(name: str, ours: Callable[[], None], flops: int, quick: bool) -> Iterator[Pair]:
-    """All threads beside one."""
+    """Times all threads beside one."""
     count = torch.get_num_threads()
     goal = 0.0 if quick or count == 1 else TWO_THREADS / 2 * count
     label = f"{name}, {count} threads"

@@ -1,7 +1,6 @@
-"""What a long sequence's forward and backward take besides inputs, outputs and gradients: the growth of a process's
-resident memory at its peak, each measured in a process of its own, beside what the plans announce.
+"""Measures the workspace of a long sequence's forward and backward as the growth of a process's peak memory.
 
-    python -m benchmarks.memory bf16 65536      # one row, as JSON
+python -m benchmarks.memory bf16 65536      # one row, as JSON
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class Memory:
-    """One head of one causal sequence, forward and backward; megabytes of 1e6 bytes.
+    """The memory of one head of one causal sequence, forward and backward; megabytes of 1e6 bytes.
 
     Args:
         dtype, length: of the call.
         operands_mb: q, k, v, dout, the output with its statistics, and the gradients.
-        extra_mb: what the process grew beyond them at its peak.
-        forward_mb, backward_mb: what the plans announce as workspace.
+        extra_mb: growth of the process beyond them at its peak.
+        forward_mb, backward_mb: workspaces of the plans.
     """
 
     dtype: str
@@ -48,13 +47,13 @@ class Memory:
 
 
 def resident(field: str) -> int:
-    """Bytes of this process: VmRSS now, or VmHWM at the peak."""
+    """Returns this process's bytes: VmRSS now, or VmHWM for the peak."""
     line = next(line for line in STATUS.read_text(encoding="ascii").splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
 def workspaces(dtype: torch.dtype, length: int) -> tuple[int, int]:
-    """Bytes that the plans of both operation kinds announce."""
+    """Returns the workspace bytes of the forward and backward plans."""
     n = np.array([length])
     extents = Extents(n, n, n * 0 - INFINITE, n * 0 + 1, n * 0, n * 0)
     problem = Problem(1, 1, DIM, DIM, dtype=str(dtype).removeprefix("torch."))
@@ -63,7 +62,7 @@ def workspaces(dtype: torch.dtype, length: int) -> tuple[int, int]:
 
 
 def measure_here(name: str, length: int) -> Memory:
-    """Runs the call in this process, which must not have run a large one before."""
+    """Runs the call in this process, which must not have run a large call before."""
     dtype = DTYPES[name]
 
     def run(size: int) -> tuple[int, int]:
@@ -86,7 +85,7 @@ COLUMNS = ("dtype", "length", "inputs, outputs, gradients", "beyond them", "work
 
 
 def show(rows: Iterable[Memory], console: Console) -> list[Memory]:
-    """What long sequences take, row by row; all of them."""
+    """Measures and prints every row and returns them."""
     title = "One head, D 64, causal, forward and backward; MB of resident memory"
     report, result = Report(console, title, {name: max(len(name), 7) for name in COLUMNS}), []
     for m in rows:
@@ -97,7 +96,7 @@ def show(rows: Iterable[Memory], console: Console) -> list[Memory]:
 
 
 def measured(length: int, names: Iterable[str] = DTYPES) -> Iterator[Memory]:
-    """A row for every dtype."""
+    """Yields a row for every dtype."""
     for name in names:
         command = [sys.executable, "-m", "benchmarks.memory", name, str(length)]
         run = subprocess.run(command, capture_output=True, text=True, check=True)

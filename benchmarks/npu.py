@@ -1,4 +1,4 @@
-"""A model on device "npu" beside the same one on the CPU, whose kernels compute both."""
+"""Times a model on device "npu" beside the same model on the CPU; both run the same kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GOAL = 1 / 1.1
 
 
 def steps(quick: bool) -> Iterator[Pair]:
-    """Training steps of a Llama 1024 wide, on 512 tokens."""
+    """Times training steps of a Llama of width 1024 on 512 tokens."""
     size, width = (64, 128) if quick else (512, 1024)
     config = transformers().LlamaConfig(
         hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=2, num_attention_heads=width // 64,

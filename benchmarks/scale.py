@@ -1,8 +1,8 @@
-"""How long context parallel attention takes on 8 to 4096 ranks, by a model of operations and bytes.
+"""Models the time of context-parallel attention on 8 to 4096 ranks by operations and bytes.
 
-The model knows what each schedule computes and sends (docs/distributed.md has the formulas); a machine says how fast it
-does both. It knows no contention, no stragglers and no collective that is cleverer than point to point. On this
-machine's gloo it is checked against what is measured.
+The model counts the operations and bytes of each schedule (docs/distributed.md has the formulas) and divides them by a
+machine's rates. It ignores contention and stragglers, and assumes point-to-point messages for collectives. It is
+compared with measurements of gloo on this machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Step:
-    """One layer's attention, forward and backward, of one text that all ranks share; causal.
+    """Attention of one layer, forward and backward, over one causal text that all ranks process together.
 
     Attributes:
         tokens: of the text.
@@ -40,21 +40,21 @@ class Step:
 
     @property
     def flops(self) -> float:
-        """Two products forward and five backward, over half of all pairs."""
+        """Returns the operations of two products forward and five backward, over half of all pairs."""
         return 2 * 7 * self.heads_q * self.dim * self.tokens**2 / 2
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What ranks do in a second.
+    """The rates of a machine's ranks.
 
     Attributes:
-        name: and where the figures are from.
-        flops: of attention, of one rank.
-        node: ranks that the fast links join.
-        near, far: bytes that a rank sends in a second, and receives meanwhile, within a node and between nodes.
-        wait: seconds that a message takes before its first byte.
-        overlaps: what is sent meanwhile costs no computing; on gloo the same cores do both.
+        name: of the machine, and the source of its rates.
+        flops: of attention per second on one rank.
+        node: number of ranks with fast links.
+        near, far: bytes per second that a rank sends while it receives as many, within a node and between nodes.
+        wait: latency of a message in seconds.
+        overlaps: sending does not slow computing; with gloo the same cores do both.
     """
 
     name: str
@@ -66,11 +66,11 @@ class Machine:
     overlaps: bool = True
 
     def beside(self, computing: float, sending: float) -> float:
-        """Seconds of what may happen at once."""
+        """Returns the seconds of computing and sending where they may overlap."""
         return max(computing, sending) if self.overlaps else computing + sending
 
     def sent(self, count: float, ranks: int) -> float:
-        """Seconds for bytes that a rank sends among so many neighbours: the slowest link of a ring decides."""
+        """Returns the seconds to send bytes among `ranks` neighbours; the slowest link of a ring decides."""
         return count / (self.near if ranks <= self.node else self.far)
 
 
@@ -79,10 +79,10 @@ H100 = Machine("H100: 4th-generation NVLink 450 GB/s each way, 400 Gb/s InfiniBa
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank does of a step: bytes sent, messages one behind the other, seconds; None where it cannot run.
+    """The cost of a step on one rank: bytes sent, sequential messages and seconds.
 
     Attributes:
-        memory: bytes of keys, values and their gradients of other ranks that are held at once.
+        memory: largest number of bytes of keys, values and gradients from other ranks at one time.
     """
 
     sent: float
@@ -92,21 +92,21 @@ class Cost:
 
 
 def cost(step: Step, machine: Machine, ranks: int, schedule: str) -> Cost | None:
-    """The cost of a schedule; None where it cannot run on so many ranks.
+    """Returns the cost of a schedule; None if it cannot run on so many ranks.
 
-    Ulysses spreads heads, so it has no more ranks than heads; with a ring it takes a node's ranks, or as many as there
-    are key heads, and the ring the rest.
+    Ulysses shards heads, so it runs on at most as many ranks as heads. Combined with a ring, it uses the ranks of a
+    node, or as many as there are key heads; the ring connects these groups.
     """
     remote_fraction = (ranks - 1) / ranks
     keys = 2 * step.tokens * step.heads_kv * step.dim  # elements of all keys and values
     compute = step.flops / machine.flops / ranks
     if schedule == "allgather":
-        # Gathered forward and again backward; gradients of all keys go home in float32.
+        # Keys are gathered in forward and backward; gradients of all keys return to their ranks in float32.
         sent = remote_fraction * keys * (2 * step.size + 4)
         seconds = compute + machine.sent(sent, ranks) + 3 * machine.wait
         return Cost(sent, 3, seconds, keys * (step.size + 4))
     if schedule == "zigzag":
-        # Forward keys travel, backward keys and their gradients; each step hides behind the computing, or the reverse.
+        # Forward sends keys, backward keys and gradients; sending and computing overlap in each step.
         sent = remote_fraction * keys * (2 * step.size + 4)
         waits = 2 * (ranks - 1) * machine.wait
         seconds = machine.beside(compute, machine.sent(sent, ranks) + waits)
@@ -129,8 +129,8 @@ def cost(step: Step, machine: Machine, ranks: int, schedule: str) -> Cost | None
 
 
 def _exchanged(step: Step, rows: float, ranks: int) -> float:
-    """Bytes of the exchanges of rows against heads: q, k, v and out forward; backward q, k, v, out, dout and the
-    gradients of q, k and v; and both times two statistics of a row and head."""
+    """Returns the bytes of exchanges between sequence and head sharding: q, k, v and out forward; q, k, v, out, dout
+    and the gradients of q, k and v backward; two statistics of each row and head in both."""
     elements = 6 * (step.heads_q + step.heads_kv) * step.dim * step.size + 2 * 8 * step.heads_q
     return rows * elements * (ranks - 1) / ranks
 
@@ -146,7 +146,7 @@ class Checked:
 
 
 def checked(quick: bool, turns: int) -> list[Checked]:
-    """The model with the rates of computing and sending that as many processes at once have here."""
+    """Compares the model with this machine, using its measured rates of computing and sending."""
     tokens, sizes, result = (2048, 1 << 20, []) if quick else (8192, 1 << 24, [])
     step = Step(tokens, HEADS, HEADS, DIM)
     for world in (2, 4, 8):
@@ -169,7 +169,7 @@ def checked(quick: bool, turns: int) -> list[Checked]:
 
 
 def modelled(step: Step, machine: Machine = H100) -> list[dict[str, Any]]:
-    """Seconds of every schedule that can run, by ranks, and what computing alone takes."""
+    """Returns the seconds of every schedule that can run, by ranks, and of the computation alone."""
     rows = []
     for ranks in RANKS:
         results = {name: cost(step, machine, ranks, name) for name in SCHEDULES}
@@ -179,7 +179,7 @@ def modelled(step: Step, machine: Machine = H100) -> list[dict[str, Any]]:
 
 
 def show(quick: bool, turns: int, console: Console) -> dict[str, list[dict[str, Any]]]:
-    """Prints which schedule is fastest on how many ranks, and how well the model knows this machine."""
+    """Prints the fastest schedule for each number of ranks, and the model's error on this machine."""
     tables = {}
     for tokens in (1 << 17, 1 << 20):
         step = Step(tokens)
@@ -209,7 +209,7 @@ def show(quick: bool, turns: int, console: Console) -> dict[str, list[dict[str, 
 
 
 def draw(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Time of a layer by ranks, for two lengths; and the model beside this machine."""
+    """Draws the time of a layer by ranks for two lengths, and the model beside this machine."""
     import matplotlib.pyplot as plt
 
     plt.style.use("default")

@@ -1,7 +1,7 @@
-"""How much faster the native plans' schedules are on up to 64 threads, on a machine of any size.
+"""Simulates the speed-up of the native plans' schedules on up to 64 threads, on a machine of any size.
 
 tests/native/schedule has the program: the real plans on a virtual clock, with kernels that take time instead of
-computing. It knows no caches, no links between cores and no memory's rate.
+computing. It ignores caches, links between cores and the rate of memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GOALS = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """A call's time on one thread, as its kernels say, and its speed-up by number of threads."""
+    """A call's simulated time on one thread, and its speed-up by number of threads."""
 
     family: str
     case: str
@@ -52,23 +52,23 @@ class Schedule:
 
     @property
     def goals(self) -> tuple[float, ...]:
-        """On 8, 16 and 64 threads; none where there is no goal."""
+        """Returns the goals on 8, 16 and 64 threads; empty without a goal."""
         return GOALS.get((self.family, self.case), ())
 
     @property
     def reached(self) -> bool:
-        """Whether every goal is; the clock is exact, so nothing is allowed."""
+        """True if every goal is met; the clock is exact, so there is no tolerance."""
         return all(self.speedup[t] >= goal for t, goal in zip((8, 16, 64), self.goals, strict=False))
 
 
 def compiler() -> str | None:
-    """The C++ compiler that CXX names, or the first that is found."""
+    """Returns the C++ compiler that CXX names, or the first on PATH."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     return next((result for name in names if (result := shutil.which(name))), None)
 
 
 def build(folder: Path, *, sleeps: bool = False) -> Path:
-    """Compiles the program into a folder; sleeps: with real threads instead of the virtual clock.
+    """Compiles the program into a folder; sleeps: with real threads instead of the simulated clock.
 
     Raises:
         FileNotFoundError: there is no C++ compiler.
@@ -96,7 +96,7 @@ def build(folder: Path, *, sleeps: bool = False) -> Path:
 
 
 def run(program: Path, *words: str) -> list[Schedule]:
-    """What the program finds; words: numbers of threads, and what "family case" must contain."""
+    """Runs the program and parses its output; words: numbers of threads, and a filter of "family case"."""
     text = subprocess.run([str(program), "--json", *words], capture_output=True, text=True, check=True).stdout
     results: dict[tuple[str, str], Schedule] = {}
     for row in json.loads(text):
@@ -106,7 +106,7 @@ def run(program: Path, *words: str) -> list[Schedule]:
 
 
 def rows() -> Iterator[Schedule]:
-    """Every case."""
+    """Simulates every case."""
     with tempfile.TemporaryDirectory() as folder:
         yield from run(build(Path(folder)), *map(str, THREADS))
 
@@ -115,7 +115,7 @@ COLUMNS = {"case": -40, "ms": 10, **{str(threads): 6 for threads in SHOWN}, "goa
 
 
 def show(console: Console) -> list[Schedule]:
-    """A table of all cases; returns them."""
+    """Prints a table of all cases and returns them."""
     title = "Speed-up of the plans' schedules by threads, on a virtual clock; ms: of one thread, as kernels say"
     report, result = Report(console, title, COLUMNS), list(rows())
     for row in result:
@@ -127,7 +127,7 @@ def show(console: Console) -> list[Schedule]:
 
 
 def draw(schedules: list[Schedule], path: Path) -> None:
-    """Speed-up over threads, a panel for each family, as a PNG file."""
+    """Draws speed-up over threads, a panel for each family, as a PNG file."""
     from matplotlib import colormaps  # Only a run that asks for a chart needs the bench extra.
     from matplotlib.figure import Figure
 

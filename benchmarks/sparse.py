@@ -1,5 +1,4 @@
-"""Selected keys and the lightning indexer beside eager torch: gather and batched products, autograd through them, a
-masked dense SDPA, and an einsum with topk. Our calls go straight to the CPU back end."""
+"""Times attention over selected keys and the lightning indexer beside eager torch."""
 
 from __future__ import annotations
 
@@ -29,29 +28,29 @@ from fusion_attention.ir.problem import (
 
 HEADS, DIM, ROPE, KEYS, CHOSEN = 64, 512, 64, 8192, 2048
 INDEX_HEADS, INDEX_DIM = 32, 128
-# (ratio to eager torch, share of the bfloat16 peak)
+# (speed relative to eager torch, fraction of the bfloat16 peak)
 FORWARD = {"bf16": (2.4, 0.84), "fp32": (1.8, 0.0)}
 BACKWARD = {"bf16": (4.0, 0.65), "fp32": (3.0, 0.0)}
 INDEXER = {"bf16": (4.0, 0.70), "fp32": (2.0, 0.0)}
-COST = 1 / 1.1  # of a visited key, whatever the list looks like: the rate beside that of unique random keys
+COST = 1 / 1.1  # Goal for all kinds of lists: the rate per visited key relative to unique random keys.
 TWO_THREADS = 1.85
 
 
 def one(tensor: torch.Tensor, start: int = 0, dim: int = 0) -> RowView:
-    """[tokens, heads, elements] as the rows of one sequence, or `dim` of their elements from `start` on."""
+    """Returns views of [tokens, heads, elements] as one sequence; optionally `dim` elements from `start` on."""
     strides = np.array([tensor.stride(1)])
     return RowView((tensor,), np.array([start]), tensor.stride(0), strides, dim or tensor.shape[2])
 
 
 def lengths(rows: int, keys: int, vis: int | None = None) -> Extents:
-    """One sequence whose rows all see all keys, or the first `vis`."""
+    """Returns one sequence whose rows may attend to all keys, or to the first `vis`."""
     q, kv = np.array([rows]), np.array([keys if vis is None else vis])
     return Extents(q, kv, q * 0 - INFINITE, q * 0 + INFINITE, q * 0, q * 0)
 
 
 @dataclass(eq=False)
 class Selection:
-    """Tensors of a sequence in which every row selects keys; keys and values share memory."""
+    """The tensors of a sequence in which every row selects keys; keys and values use the same memory."""
 
     q: torch.Tensor  # [rows, heads, DIM + ROPE]
     kv: torch.Tensor  # [keys, 1, DIM + ROPE]
@@ -66,20 +65,20 @@ class Selection:
         return Problem(HEADS, 1, DIM, DIM, ROPE, dtype, (DIM + ROPE) ** -0.5, **chosen)  # type: ignore[arg-type]
 
     def operands(self) -> Operands:
-        """With room for results."""
+        """Returns the operands with memory for results."""
         rows, stats = len(self.q), [one(torch.empty(len(self.q), HEADS, 1)) for _ in range(2)]
         k, out = one(self.kv, 0, DIM), torch.empty(rows, HEADS, DIM, dtype=self.q.dtype)
         ropes = one(self.q, DIM, ROPE), one(self.kv, DIM, ROPE)
         return Operands(one(self.q, 0, DIM), k, k, one(out), Stats(*stats), *ropes, indices=one(self.indices))
 
     def forward(self, extents: Extents) -> Callable[[], None]:
-        """Our forward, as a call without arguments."""
+        """Returns a function without arguments that runs our forward."""
         problem, operands = self.problem, self.operands()
         plan = cpu.schedule(problem, extents, "attention_forward")
         return lambda: cpu.attention_forward(problem, extents, plan, operands)  # type: ignore[arg-type]
 
     def backward(self, extents: Extents) -> Callable[[], None]:
-        """Our backward, after one forward."""
+        """Returns a function that runs our backward, after one forward."""
         problem, operands = self.problem, self.operands()
         cpu.attention_forward(problem, extents, cpu.schedule(problem, extents, "attention_forward"), operands)  # type: ignore[arg-type]
         dq, dkv, dv = torch.empty_like(self.q), torch.empty_like(self.kv), torch.empty_like(self.kv[..., :DIM])
@@ -91,7 +90,7 @@ class Selection:
 
 
 def select(dtype: torch.dtype, rows: int, local: bool, slots: int = CHOSEN) -> Selection:
-    """Random unique keys of all, or for each row the keys around its place."""
+    """Returns random unique keys, or for each row the keys around its position."""
     torch.manual_seed(0)
     starts = torch.linspace(0, KEYS - slots, rows).long()
     near = starts[:, None] + torch.arange(slots)
@@ -102,7 +101,7 @@ def select(dtype: torch.dtype, rows: int, local: bool, slots: int = CHOSEN) -> S
 
 
 def eager(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chunk: int = 4) -> torch.Tensor:
-    """Gather and batched products, a few rows at a time, as memory allows."""
+    """Computes a gather and batched products, some rows at a time, as memory allows."""
     parts = []
     for i in range(0, len(q), chunk):
         gathered = kv[:, 0][indices[i : i + chunk, 0].long()]
@@ -112,7 +111,7 @@ def eager(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chunk: int =
 
 
 def row_by_row(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chunk: int = 1) -> torch.Tensor:
-    """index_select and plain products, one row at a time: what a row gathers stays in a cache."""
+    """Computes index_select and products one row at a time, so that gathered rows stay in a cache."""
     parts = []
     for i in range(0, len(q), chunk):
         gathered = kv[:, 0].index_select(0, indices[i, 0])
@@ -122,7 +121,7 @@ def row_by_row(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chunk: 
 
 
 def gathered_sdpa(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chunk: int = 4) -> torch.Tensor:
-    """Gather, then SDPA with the heads of a row as its queries."""
+    """Computes a gather, then SDPA with the heads of a row as its queries."""
     parts = []
     for i in range(0, len(q), chunk):
         keys = kv[:, 0][indices[i : i + chunk, 0].long()][:, None]
@@ -132,7 +131,7 @@ def gathered_sdpa(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chun
 
 
 def masked_sdpa(s: Selection) -> Callable[[], torch.Tensor]:
-    """SDPA over all keys with a mask of the selected ones."""
+    """Computes SDPA over all keys with a mask of the selected keys."""
     mask = torch.zeros(len(s.q), KEYS, dtype=torch.bool).scatter_(1, s.indices[:, 0].long(), True)
     k = s.kv.transpose(0, 1)[None].expand(1, HEADS, -1, -1)
     q, scale = s.q.transpose(0, 1)[None], (DIM + ROPE) ** -0.5
@@ -140,7 +139,7 @@ def masked_sdpa(s: Selection) -> Callable[[], torch.Tensor]:
 
 
 def autograd(s: Selection, forward: Callable[..., torch.Tensor], chunk: int) -> Callable[[], None]:
-    """Autograd through an eager form, chunk by chunk, from graphs that are kept; forward is not timed."""
+    """Returns a function that runs the backward of an eager program in chunks; forward is not timed."""
     q, kv = s.q.clone().requires_grad_(), s.kv.clone().requires_grad_()
     graphs = [
         (forward(q[i : i + chunk], kv, s.indices[i : i + chunk], chunk), s.dout[i : i + chunk])
@@ -155,12 +154,12 @@ def autograd(s: Selection, forward: Callable[..., torch.Tensor], chunk: int) -> 
 
 
 def fastest_first(ways: list[tuple[str, Callable[[], object]]]) -> list[tuple[str, Callable[[], object]]]:
-    """Ways to compute one thing, by the better of two calls."""
+    """Sorts implementations by the better time of two calls."""
     return sorted(ways, key=lambda way: min(seconds(way[1]) for _ in range(2)))
 
 
 def goals(table: dict[str, tuple[float, float]], label: str, quick: bool) -> dict[str, float]:
-    """What a row wants to reach; few rows reach nothing."""
+    """Returns a row's goals; cases with few rows have none."""
     ratio, share_goal = (0.0, 0.0) if quick else table.get(label, (0.0, 0.0))
     return {"goal": ratio, "share_goal": share_goal}
 
@@ -168,13 +167,12 @@ def goals(table: dict[str, tuple[float, float]], label: str, quick: bool) -> dic
 def as_fast(
     group: str, name: str, ours: Callable[[], None], float32: Callable[[], None], work: int, quick: bool
 ) -> Pair:
-    """Float16, which torch multiplies up to a hundred times slower, beside ours in float32."""
+    """Returns the rows for float16, whose products torch computes slowly, beside our float32."""
     return Pair(group, name, "ours in fp32", ours, float32, work, goal=0.0 if quick else 1.0)
 
 
 def attention(quick: bool) -> Iterator[Pair]:
-    """The forward beside eager forms, of which the fastest is the one to beat; a peer that needs much memory runs on
-    fewer rows, as ours beside it."""
+    """Times the forward beside the fastest eager program; where memory is short, both run on fewer rows."""
     rows, work = 32 if quick else 256, 2 * HEADS * CHOSEN * (2 * DIM + ROPE)
     for label, dtype in DTYPES.items():
         for local in (False, True):
@@ -202,8 +200,7 @@ def attention(quick: bool) -> Iterator[Pair]:
 
 
 def gradients(quick: bool) -> Iterator[Pair]:
-    """The backward beside autograd through both eager forms, whose graphs are kept. They take a few rows at a time, as
-    long for these as for any others, so that a part of the rows tells their rate."""
+    """Times the backward beside autograd through both eager programs, on enough rows to measure their rate."""
     rows, work = 32 if quick else 256, 2 * HEADS * CHOSEN * (3 * (DIM + ROPE) + 2 * DIM)
     few_rows = rows // 4
     for label, dtype in DTYPES.items():
@@ -234,7 +231,7 @@ def gradients(quick: bool) -> Iterator[Pair]:
 
 
 def indexer(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> Callable[[], None]:
-    """Our choice of keys, as a call without arguments."""
+    """Returns a function without arguments that runs our selection of keys."""
     indices, kind = torch.empty(len(q), 1, CHOSEN, dtype=torch.int32), dtype_text(q)
     problem = IndexerProblem(INDEX_HEADS, INDEX_DIM, kind, kind, CHOSEN)  # type: ignore[arg-type]
     extents, operands = lengths(len(q), len(k)), IndexerOperands(one(q), one(k), one(w), one(indices))
@@ -243,14 +240,14 @@ def indexer(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> Callable[[], N
 
 
 def index_tensors(dtype: torch.dtype, rows: int) -> list[torch.Tensor]:
-    """Queries, keys and weights of the indexer."""
+    """Returns queries, keys and weights of the indexer."""
     torch.manual_seed(0)
     shapes = (rows, INDEX_HEADS, INDEX_DIM), (KEYS, 1, INDEX_DIM), (rows, 1, INDEX_HEADS)
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
 def indexing(quick: bool) -> Iterator[Pair]:
-    """The indexer's choice beside an einsum and topk, 64 rows at a time."""
+    """Times the indexer beside an einsum and topk, 64 rows at a time."""
     rows = 32 if quick else 256
     for label, dtype in DTYPES.items():
         q, k, w = index_tensors(dtype, rows)
@@ -271,7 +268,7 @@ def indexing(quick: bool) -> Iterator[Pair]:
 
 
 def irregular(rows: int) -> Iterator[tuple[str, torch.Tensor, int, int, int]]:
-    """Lists that are not just unique keys: their name, indices, the keys that rows see, a block's, and keys visited."""
+    """Yields lists with duplicates, limits or blocks: name, indices, visible keys, block size, and visited keys."""
     torch.manual_seed(1)
 
     def drawn(blocks: int, slots: int) -> torch.Tensor:
@@ -294,7 +291,7 @@ def irregular(rows: int) -> Iterator[tuple[str, torch.Tensor, int, int, int]]:
 
 
 def lists(quick: bool) -> Iterator[Pair]:
-    """What a visited key costs in lists of all kinds, beside lists of unique random keys."""
+    """Times a visited key in irregular lists relative to lists of unique random keys."""
     rows = 16 if quick else 64
     selection, both, goal = select(torch.bfloat16, rows, False), lengths(rows, KEYS), 0.0 if quick else COST
     for name, indices, visible_keys, block, visited in irregular(rows):
@@ -309,7 +306,7 @@ def lists(quick: bool) -> Iterator[Pair]:
 
 
 def threads(quick: bool) -> Iterator[Pair]:
-    """All threads beside one, for many rows and for a row alone."""
+    """Times all threads beside one, for many rows and for a single row."""
     count = torch.get_num_threads()
     goal = 0.0 if quick or count == 1 else TWO_THREADS / 2 * count
     for rows in (16 if quick else 64, 1):

@@ -1,7 +1,7 @@
 """C declarations and definitions of the operators, from their records: aclnnop/*.h and csrc/capi/operators.inc.
 
-What a header holds is the same text for every operator: its two functions with CANN's names and C types. A definition
-packs its arguments and calls plan() or run() (csrc/capi/entry.h).
+A header declares two functions of every operator, with CANN's names and C types. The macro OPERATOR of
+csrc/capi/operators.cpp defines both; they pack their arguments and call plan() or run() (csrc/capi/entry.h).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RUN = ["void *workspace", "uint64_t workspaceSize", "aclOpExecutor *executor", 
 
 
 def c_type(p: Param, name: str, prototype: Prototype) -> str:
-    """The C type of a parameter that CANN calls name, up to where that name begins.
+    """Returns the C type of a parameter with the given name in CANN, up to the position of the name.
 
     Example:
         >>> c_type(Attr("num_heads", "", type=int), "headNum", Prototype(("headNum",), ""))
@@ -33,13 +33,13 @@ def c_type(p: Param, name: str, prototype: Prototype) -> str:
 
 
 def parameters(op: Op) -> list[tuple[str, str]]:
-    """(C type, CANN's name) of every parameter, in order."""
+    """Returns (C type, CANN's name) of every parameter, in order."""
     prototype = op.prototypes[op.name]
     return [(c_type(p, name, prototype), name) for p, name in zip(op.params, prototype.names, strict=True)]
 
 
 def by_header(records: Mapping[str, Op]) -> dict[str, list[Op]]:
-    """The operators that are CANN's functions, by the file that declares them; both in order of names."""
+    """Returns the operators that are CANN's functions by their header, both sorted by name."""
     results: dict[str, list[Op]] = {}
     for name, op in sorted(records.items()):
         if name.startswith("aclnn"):
@@ -48,7 +48,7 @@ def by_header(records: Mapping[str, Op]) -> dict[str, list[Op]]:
 
 
 def header(name: str, ops: Iterable[Op]) -> str:
-    """The text of aclnnop/<name>."""
+    """Returns the text of aclnnop/<name>."""
     guard = "FUSION_ATTENTION_" + name.upper().replace(".", "_")
     explained: set[str] = set()
     functions = "\n".join(
@@ -74,7 +74,7 @@ extern "C" {{
 
 
 def definitions(records: Mapping[str, Op]) -> str:
-    """The text of operators.inc: every declared function, defined by the library's one plan() and run()."""
+    """Returns the text of operators.inc, which defines every declared function."""
     files = by_header(records)
     includes = "\n".join(f'#include "aclnnop/{name}"' for name in files)
     bodies = "\n".join(_definition(op) for ops in files.values() for op in ops)
@@ -82,7 +82,7 @@ def definitions(records: Mapping[str, Op]) -> str:
 
 
 def _comment(op: Op, explained: set[str]) -> str:
-    """The texts of an operator and of its parameters, but for those that the header has explained."""
+    """Returns the texts of an operator and of its parameters, without those that the header already contains."""
     lines = [fill(op.summary, 116, initial_indent="/* ", subsequent_indent=" * ")]
     for p, name in zip(op.params, op.prototypes[op.name].names, strict=True):
         text = f"{name}: {p.text}{' Null: absent.' if p.optional else ''}".replace("*/", "* /")
@@ -94,39 +94,23 @@ def _comment(op: Op, explained: set[str]) -> str:
 
 def _declaration(op: Op, first: bool) -> str:
     words = [kind + name for kind, name in parameters(op)] + _TAIL if first else _RUN
-    head = f"aclnnStatus {op.name}{PHASE_1 if first else ''}("
-    return "ACL_FUNC_VISIBILITY " + head + "\n" + _flow(words) + ")"
+    return f"ACL_FUNC_VISIBILITY aclnnStatus {op.name}{PHASE_1 if first else ''}(\n{_flow(words)})"
 
 
 def _definition(op: Op) -> str:
-    names = op.prototypes[op.name].names
     outputs = sum(1 << i for i, p in enumerate(op.params) if isinstance(p, Tensor) and p.output)
-    quoted = _flow([f'"{name}"' for name in names])
-    first, second = (_declaration(op, phase).removeprefix("ACL_FUNC_VISIBILITY ") for phase in (True, False))
-    short = op.name.removeprefix("aclnn")
-    return f"""static const char *const names_of_{short}[] = {{
-{quoted}}};
-static const fusion::capi::Operator {short} = {{
-    "{op.name}", names_of_{short}, {len(names)}, {outputs:#x}}};
-{first} {{
-    const fusion::capi::Value values[] = {{
-{_flow(list(names), 8)}}};
-    return fusion::capi::plan({short}, values, workspaceSize, executor);
-}}
-{second} {{
-    return fusion::capi::run({short}, workspace, workspaceSize, executor, stream);
-}}
-"""
+    words = _flow(kind + name for kind, name in parameters(op)).lstrip()
+    names = _flow(op.prototypes[op.name].names)
+    return f"OPERATOR({op.name.removeprefix('aclnn')}, {outputs:#x},\n    ({words}),\n{names})\n"
 
 
-def _flow(words: Iterable[str], indent: int = 4) -> str:
-    """Words with commas between them, in lines of up to 120 columns."""
-    space = " " * indent
+def _flow(words: Iterable[str]) -> str:
+    """Words with commas between them, in indented lines of up to 120 columns."""
     joined = ", ".join(word.replace(" ", "\0") for word in words)  # Words with spaces inside stay whole.
-    lines = wrap(joined, 117 - indent, break_long_words=False, break_on_hyphens=False)  # Leaves room for what follows.
-    return "\n".join(space + line for line in lines).replace("\0", " ")
+    lines = wrap(joined, 113, break_long_words=False, break_on_hyphens=False)  # Leaves room for what follows.
+    return "\n".join("    " + line for line in lines).replace("\0", " ")
 
 
 def files(records: Mapping[str, Op]) -> dict[str, str]:
-    """Every written header by its path below the folder of headers."""
+    """Returns every generated header by its path below the folder of headers."""
     return {f"aclnnop/{name}": header(name, ops) for name, ops in by_header(records).items()}

@@ -1,4 +1,4 @@
-"""A model file written for Ascend's chips, unchanged, on a machine without one: a step of training on device "npu".
+"""Runs a model file for Ascend's chips unchanged on a machine without one: a training step on device "npu".
 
 ascend/model.py asks for `x.device.type == "npu"` and calls torch_npu's fused functions there, plain torch elsewhere.
 Both are run here from the same weights, and plain torch again in float64, which says how exact they are.
@@ -20,7 +20,7 @@ ROWS, RATE = 96, 1e-2
 
 
 def stepped(device: str, dtype: torch.dtype, config: Config, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Both losses, every gradient, and the weights after a step of SGD."""
+    """Returns both losses, every gradient, and the weights after a step of SGD."""
     torch.manual_seed(0)
     model = Model(config).to(device, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)

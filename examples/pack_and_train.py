@@ -31,7 +31,7 @@ Text = dict[str, list[int]]
 
 
 def model(attention: str, dtype: torch.dtype) -> Any:
-    """A small Llama that reads bytes."""
+    """Returns a small Llama that reads bytes."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
@@ -41,7 +41,7 @@ def model(attention: str, dtype: torch.dtype) -> Any:
 
 
 def pad(texts: list[Text]) -> dict[str, torch.Tensor]:
-    """A rectangle of tokens, its mask, and labels where tokens are."""
+    """Returns padded tokens, their mask, and labels of real tokens."""
     rows, longest = [text["input_ids"] for text in texts], max(len(text["input_ids"]) for text in texts)
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     mask = torch.arange(longest) < torch.tensor([[len(row)] for row in rows])
@@ -58,7 +58,7 @@ class Run:
         self.seconds: list[float] = []
 
     def step(self, texts: list[Text]) -> None:
-        """Forward, backward, update."""
+        """Runs forward, backward and the optimizer."""
         start = time.perf_counter()
         loss = self.model(**self.collate(texts), use_cache=False).loss
         loss.backward()
@@ -69,13 +69,13 @@ class Run:
 
 
 def draw(count: int, longest: int) -> list[Text]:
-    """Docstrings of Python's standard library as bytes."""
+    """Returns docstrings of Python's standard library as bytes."""
     texts = [text.encode()[:longest] for text in library_texts() if len(text) > 20]
     return [{"input_ids": list(text)} for text in random.Random(0).sample(texts, count)]
 
 
 def show(runs: list[Run], batches: list[list[Text]]) -> None:
-    """Losses of every step; speed in tokens of texts, padding not counted."""
+    """Prints the losses of every step, and the speed in tokens of texts without padding."""
     print("step  " + "  ".join(f"{run.name:>13}" for run in runs))
     for step in range(len(batches)):
         print(f"{step:4}  " + "  ".join(f"{run.losses[step]:13.6f}" for run in runs))
@@ -87,7 +87,7 @@ def show(runs: list[Run], batches: list[list[Text]]) -> None:
 
 
 def main() -> None:
-    """Three runs on the same batches, in turns."""
+    """Trains three copies on the same batches in alternation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--texts", type=int, default=16, help="in a batch")

@@ -1,4 +1,4 @@
-"""A stock BERT of transformers embeds texts of mixed lengths in one packed row, and padded as usual.
+"""Embeds texts of mixed lengths with an unmodified BERT of transformers, in one packed row and padded as usual.
 
 No line of the model is changed. DataCollatorWithFlattening lays texts one behind the other; the positions that it
 gives start anew in every text, and cu_seq_lens_q says where texts end.
@@ -28,7 +28,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # of a unit vector
 
 
 def padded(model: Any, ids: list[list[int]]) -> Tensor:
-    """[texts, width]: a rectangle of tokens and a mask; the mean of what is real."""
+    """Returns [texts, width] from a padded batch and a mask: the mean over real tokens."""
     longest = max(map(len, ids))
     mask = torch.arange(longest) < torch.tensor([[len(text)] for text in ids])
     rows = torch.tensor([text + [0] * (longest - len(text)) for text in ids])
@@ -37,7 +37,7 @@ def padded(model: Any, ids: list[list[int]]) -> Tensor:
 
 
 def packed(model: Any, ids: list[list[int]]) -> Tensor:
-    """The same from one row of real tokens."""
+    """Returns the same from one row of real tokens."""
     batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True)([{"input_ids": text} for text in ids])
     del batch["labels"]
     (hidden,) = model(**batch).last_hidden_state
@@ -46,7 +46,7 @@ def packed(model: Any, ids: list[list[int]]) -> Tensor:
 
 
 def timed(embed: Callable[[Any, list[list[int]]], Tensor], model: Any, ids: list[list[int]]) -> tuple[Tensor, float]:
-    """What it returns, and its seconds."""
+    """Returns a function's result and its seconds."""
     start = time.perf_counter()
     with torch.inference_mode():
         result = embed(model, ids)
@@ -54,7 +54,7 @@ def timed(embed: Callable[[Any, list[list[int]]], Tensor], model: Any, ids: list
 
 
 def main() -> None:
-    """Both ways in turns, on one batch."""
+    """Runs both in alternation on one batch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=32)
     parser.add_argument("--turns", type=int, default=5)

@@ -31,7 +31,7 @@ GENERATE = runpy.run_path(str(Path(__file__).parent / "generate.py"))  # the exa
 
 
 class Pool:
-    """Pages of keys and values of every layer, and who holds how many of them."""
+    """Pages of keys and values of every layer, with counts of their users."""
 
     def __init__(self, config: Any, pages: int, size: int) -> None:
         self.size, self.free, self.holders = size, list(range(pages)), [0] * pages
@@ -40,7 +40,7 @@ class Pool:
         self.memory = torch.empty(shape)
 
     def take(self) -> int:
-        """A free page."""
+        """Returns a free page."""
         if not self.free:
             raise RuntimeError("the pool has no page left: let fewer requests in")
         page = self.free.pop()
@@ -48,13 +48,13 @@ class Pool:
         return page
 
     def retain(self, pages: list[int]) -> list[int]:
-        """One holder more of each."""
+        """Adds one user to each page."""
         for page in pages:
             self.holders[page] += 1
         return list(pages)
 
     def give_back(self, pages: list[int]) -> None:
-        """One holder less of each; a page without a holder is free."""
+        """Removes one user from each page; a page without users is free."""
         for page in pages:
             self.holders[page] -= 1
             if self.holders[page] == 0:
@@ -63,7 +63,7 @@ class Pool:
 
 @dataclass
 class Request:
-    """Tokens that are known, how many of them lie in pages, and which pages those are."""
+    """The tokens of a request, the number of them in the cache, and its pages."""
 
     arrives: int
     tokens: list[int]
@@ -77,13 +77,13 @@ class Request:
 
     @property
     def generated(self) -> list[int]:
-        """The tokens that the model chose."""
+        """Returns the tokens that the model generated."""
         return self.tokens[self.prompt :]
 
 
 @dataclass
 class Step:
-    """One packed call: of each request in it, the tokens that are new."""
+    """One packed call: the new tokens of each request in it."""
 
     ends: list[int]
     lengths: list[int]
@@ -108,7 +108,7 @@ class Server:
         self.packed: list[int] = []
 
     def attend(self, module: Any, q: Any, k: Any, v: Any, mask: Any, *, scaling: float, **_: Any) -> tuple[Any, None]:
-        """One layer's attention; q, k, v are [1, heads, packed tokens, dim]."""
+        """Computes one layer's attention; q, k, v are [1, heads, packed tokens, dim]."""
         assert self.step is not None
         pool, step = self.pool, self.step
         keys, values = pool.memory[module.layer_idx]
@@ -126,7 +126,7 @@ class Server:
         return out[None], None
 
     def admit(self, request: Request) -> None:
-        """Lets a request in; whole pages of a beginning that another request has stored serve it too."""
+        """Admits a request; it reuses full pages of a prefix that another request has stored."""
         size = self.pool.size
 
         def common(other: Request) -> int:
@@ -141,7 +141,7 @@ class Server:
         self.running.append(request)
 
     def compute(self) -> None:
-        """One step of the model; requests that have all their tokens leave."""
+        """Runs one step of the model; requests that have all their tokens leave."""
         single = [r for r in self.running if len(r.tokens) - r.stored == 1]
         chunks, left = [(r, 1) for r in single], self.budget - len(single)
         for request in self.running:
@@ -178,7 +178,7 @@ class Server:
 
     @torch.inference_mode()
     def serve(self, requests: list[Request]) -> float:
-        """Runs all requests, each from the step on at which it arrives; returns seconds."""
+        """Runs all requests, each from the step of its arrival; returns seconds."""
         waiting, step, begun = sorted(requests, key=lambda r: r.arrives), 0, time.perf_counter()
         while waiting or self.running:
             while waiting and waiting[0].arrives <= step:
@@ -190,7 +190,7 @@ class Server:
 
 
 def load() -> tuple[Any, list[list[int]], str]:
-    """(model, prompts, its name): the packaged weights, or random ones."""
+    """Returns (model, prompts, its name): the installed weights, or random weights."""
     if all(importlib.util.find_spec(name) for name in GENERATE["PACKAGES"]):
         model, tokenizer = GENERATE["load"](torch.float32)
         return model, [tokenizer(PREFIX + question).input_ids for question in QUESTIONS], "Gemma 3 270M"
@@ -204,14 +204,14 @@ def load() -> tuple[Any, list[list[int]], str]:
 
 
 def one_by_one(model: Any, prompts: list[list[int]], steps: int) -> tuple[list[list[int]], float]:
-    """(tokens, seconds) of transformers' own attention and cache, a request after the other."""
+    """Returns (tokens, seconds) of transformers' attention and cache, one request after the other."""
     begun = time.perf_counter()
     results = [GENERATE["by_transformers"](model, torch.tensor([prompt]), steps, "sdpa")[0] for prompt in prompts]
     return results, time.perf_counter() - begun
 
 
 def main() -> None:
-    """Serves all questions together and one by one: the same tokens, and how fast."""
+    """Serves all questions together and one by one: compares tokens and speed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     given = parser.parse_args()

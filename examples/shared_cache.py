@@ -1,4 +1,4 @@
-"""A cache that no rank holds whole: its pages go round the ranks, each attends its own, and results are merged.
+"""Decodes with a cache that is distributed over ranks: pages are assigned in turn, and partial results are merged.
 
     torchrun --nproc-per-node 2 examples/shared_cache.py
 

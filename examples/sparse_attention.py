@@ -1,4 +1,4 @@
-"""DeepSeek's sparse attention in small: an indexer chooses 32 of 256 keys for every row, attention reads those alone.
+"""Runs a small example of DeepSeek's sparse attention: an indexer selects 32 of 256 keys for every row.
 
 Forward and gradients, each beside the same thing computed densely; on a GPU where there is one.
 """

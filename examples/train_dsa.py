@@ -38,7 +38,7 @@ Logits = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a run's numbers depend on; a checkpoint belongs to one of these."""
+    """The options on which a run's numbers depend; a checkpoint is valid for one of them."""
 
     steps: int = FULL
     context: int = 512
@@ -52,12 +52,12 @@ class Settings:
     seed: int = 0
 
     def schedule(self) -> list[tuple[str, int]]:
-        """(stage, steps), in order."""
+        """Returns (stage, steps) in order."""
         return [("dense", self.steps), ("warmup", math.ceil(self.steps / 3)), ("sparse", math.ceil(self.steps / 3))]
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each behind a norm and beside a shortcut."""
+    """Attention and a two-layer network, each with a norm and a residual connection."""
 
     def __init__(self, s: Settings) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Bytes in, logits of the next byte and the indexers' losses out."""
+    """A language model: takes bytes, returns logits of the next byte and the indexers' losses."""
 
     def __init__(self, s: Settings) -> None:
         super().__init__()
@@ -93,14 +93,14 @@ class Model(nn.Module):
 
 
 def read_text() -> Tensor:
-    """The help topics of this Python, as bytes."""
+    """Returns the help topics of this Python, as bytes."""
     from pydoc_data.topics import topics
 
     return torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
 
 
 def draw(text: Tensor, s: Settings, seed: int) -> tuple[Tensor, Tensor]:
-    """(bytes, the bytes that follow them), [batch, context]; the same for the same seed."""
+    """Returns random (bytes, next bytes) of [batch, context]; the same for the same seed."""
     starts = torch.randint(len(text) - s.context, (s.batch,), generator=torch.Generator().manual_seed(seed))
     rows = text[starts[:, None] + torch.arange(s.context + 1)]
     return rows[:, :-1], rows[:, 1:]
@@ -118,7 +118,7 @@ class Learner:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=s.rate, betas=(0.9, 0.99), weight_decay=0.01)
 
     def step(self, tokens: Tensor, following: Tensor, stage: str) -> tuple[float, float]:
-        """One step of training; (the model's loss, the indexers' loss)."""
+        """Runs one training step; returns (the model's loss, the indexers' loss)."""
         logits, index_loss = self.model(tokens)
         loss = cross_entropy(logits.flatten(0, 1), following.flatten())
         total = index_loss if stage == "warmup" else loss + index_loss
@@ -130,7 +130,7 @@ class Learner:
 
 @dataclass
 class State:
-    """Where a run stands: what a checkpoint holds."""
+    """The progress of a run, which a checkpoint contains."""
 
     settings: Settings
     learner: Learner
@@ -141,7 +141,7 @@ class State:
     recalls: dict[str, list[float]] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """Replaces the checkpoint at once: a crash meanwhile leaves the old one whole."""
+        """Replaces the checkpoint atomically, so that a crash leaves the old one."""
         learners = {"learner": self.learner, "baseline": self.baseline}
         state: dict[str, Any] = {
             name: {"model": one.model.state_dict(), "optimizer": one.optimizer.state_dict()}
@@ -157,7 +157,7 @@ class State:
         draft.replace(path)
 
     def load(self, path: Path) -> None:
-        """Takes over a checkpoint of the same settings."""
+        """Loads a checkpoint of the same settings."""
         try:
             state = torch.load(path, weights_only=True)
         except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
@@ -181,7 +181,7 @@ class State:
 
 @torch.no_grad()
 def held_out_loss(model: Model, text: Tensor, s: Settings) -> float:
-    """Cross entropy per byte, in the model's present stage."""
+    """Returns the cross entropy per byte of validation text, in the model's present stage."""
     model.eval()
     losses = []
     for seed in range(8):
@@ -193,7 +193,7 @@ def held_out_loss(model: Model, text: Tensor, s: Settings) -> float:
 
 @torch.no_grad()
 def selections(model: Model, tokens: Tensor, by: str) -> Iterator[tuple[float, Tensor]]:
-    """Per layer: the share of the dense attention's mass that lies on the chosen keys, and the lists of keys.
+    """Returns for each layer the fraction of dense attention's mass on the selected keys, and their lists.
 
     The mass is exp(lse of the chosen - lse of all), by head and row; rows that see fewer keys than they may choose are
     left out. by: "indexer"; "chance"; "attention" itself, the most that one list for all heads can reach.
@@ -219,7 +219,7 @@ def selections(model: Model, tokens: Tensor, by: str) -> Iterator[tuple[float, T
 
 
 def recall(model: Model, text: Tensor, s: Settings, by: str = "indexer") -> list[float]:
-    """The recall of every layer on held-out text, attention being dense."""
+    """Returns the recall of every layer on validation text with dense attention."""
     stage = model.blocks[0].attention.stage
     set_stage(model, "dense")
     results = [recalled for recalled, _ in selections(model.eval(), draw(text, s, 99)[0], by)]
@@ -231,7 +231,7 @@ def recall(model: Model, text: Tensor, s: Settings, by: str = "indexer") -> list
 
 
 def advance(state: State, stage: str, train: Tensor) -> None:
-    """One step of a stage; in the sparse stage the dense copy takes the same."""
+    """Runs one step of a stage; in the sparse stage the dense copy takes the same step."""
     tokens, following = draw(train, state.settings, 1000 + state.step)
     for name, one in ((stage, state.learner), ("baseline", state.baseline)):
         if one is None:
@@ -246,7 +246,7 @@ def advance(state: State, stage: str, train: Tensor) -> None:
 
 
 def enter(state: State, stage: str, held_out: Tensor) -> None:
-    """What a stage needs before its first step, and what is measured there."""
+    """Prepares a stage before its first step and measures the model."""
     s, model = state.settings, state.learner.model
     if stage == "warmup" and "best keys" not in state.recalls:
         state.recalls["random keys"] = recall(model, held_out, s, by="chance")
@@ -261,7 +261,7 @@ def enter(state: State, stage: str, held_out: Tensor) -> None:
 
 
 def train(state: State, texts: tuple[Tensor, Tensor], path: Path, every: int, console: Console) -> None:
-    """All steps that are left."""
+    """Runs the remaining steps."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         first = 0
@@ -290,7 +290,7 @@ def show_loss(state: State, stage: str) -> str:
 
 
 def report(state: State, held_out: Tensor, console: Console) -> bool:
-    """Prints the figures; whether the goals are reached."""
+    """Prints the results; returns True if the goals are reached."""
     s, sparse, baseline = state.settings, state.learner.model, state.baseline
     assert baseline is not None
     times = Table(title="Stages")
@@ -325,7 +325,7 @@ def report(state: State, held_out: Tensor, console: Console) -> bool:
 
 
 def picture(state: State, held_out: Tensor, path: Path, console: Console) -> None:
-    """Curves of all stages, and the keys that one layer chooses in one text."""
+    """Draws the curves of all stages, and the keys that one layer selects in one text."""
     try:
         import matplotlib.pyplot as plt
     except ImportError:
@@ -364,7 +364,7 @@ def main(
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
     seed: Annotated[int, typer.Option(help="Of the first weights.")] = 0,
 ) -> None:
-    """Dense, warm-up, sparse, beside a dense baseline."""
+    """Trains dense, warm-up and sparse stages beside a dense baseline."""
     console = Console()
     s = Settings(steps=steps, seed=seed)
     text = read_text()

@@ -1,4 +1,4 @@
-"""One attention layer, four ways to say what a row sees, and the gradient of each: all equal what torch computes."""
+"""Computes one attention layer with four forms of masks, and each gradient, and compares them with torch."""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa

@@ -1,4 +1,4 @@
-"""A program in CANN's own style: memory, tensors, aclnnFlashAttentionScoreV2 in two phases, a mistake, a loop."""
+"""Runs a program in CANN's style: memory, tensors, aclnnFlashAttentionScoreV2 in two phases, an error, a loop."""
 
 import numpy as np
 
@@ -8,13 +8,13 @@ BATCH, ROWS, HEADS, DIM = 2, 64, 4, 32
 
 
 def check(ret: int) -> None:
-    """Stops the program where a call failed, with the text of the failure."""
+    """Exits with the error text if a call failed."""
     if ret != acl.ACL_SUCCESS:
         raise SystemExit(f"{ret}: {acl.get_recent_err_msg()}")
 
 
 def device_tensor(host: np.ndarray, dtype: int) -> tuple[int, acl.Tensor | None]:
-    """Device memory filled from the host, and a tensor over it."""
+    """Returns device memory filled from the host, and a tensor over it."""
     address, ret = acl.rt.malloc(host.nbytes, acl.ACL_MEM_MALLOC_HUGE_FIRST)
     check(ret)
     check(acl.rt.memcpy(address, host.nbytes, host, host.nbytes, acl.ACL_MEMCPY_HOST_TO_DEVICE))
@@ -22,7 +22,7 @@ def device_tensor(host: np.ndarray, dtype: int) -> tuple[int, acl.Tensor | None]
 
 
 def main() -> None:
-    """Phase 1, phase 2, results; then one executor for many inputs."""
+    """Runs phase 1, phase 2 and prints results; then reuses one executor for many inputs."""
     check(acl.init(device="cpu"))
     check(acl.rt.set_device(0))
     stream, ret = acl.rt.create_stream()

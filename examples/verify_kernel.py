@@ -1,4 +1,4 @@
-"""Is my kernel right? A kernel of one's own, judged in ten lines; then the same from files, as `verify` reads them.
+"""Verifies a user's kernel in ten lines; then does the same from files, as `fusion-attention verify` reads them.
 
 python examples/verify_kernel.py
 """
@@ -18,7 +18,7 @@ import fusion_attention as fa
 
 
 def my_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention over [B, S, N, D], written with a mistake: for more keys than queries its diagonal is wrong."""
+    """Computes causal attention over [B, S, N, D] with an error: the diagonal is wrong for more keys than queries."""
     q, k, v = (t.transpose(1, 2).float() for t in (q, k, v))
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).mT * scale
@@ -28,7 +28,7 @@ def my_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -
 
 
 def main() -> None:
-    """Judges the kernel twice."""
+    """Verifies the kernel in both ways."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, rows, heads, 64).bfloat16() for rows, heads in ((100, 8), (160, 2), (160, 2)))
     out = my_kernel(q, k, v, 0.125)

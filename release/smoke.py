@@ -1,4 +1,4 @@
-"""What an installed wheel must do: `python smoke.py torch` (or `core`: the core is imported before torch).
+"""Tests an installed wheel: `python smoke.py torch` (or `core`, which imports the core before torch).
 
 Runs in an environment that holds the wheel and torch, outside the repository; prints one line, or ends with an error.
 """
@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def runtimes() -> list[str]:
-    """Files of the OpenMP runtimes in this process."""
+    """Returns the files of the OpenMP runtimes in this process."""
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     files = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
     return sorted(f for f in files if any(name in Path(f).name for name in ("gomp", "iomp5", "libomp")))
 
 
 def check_c_api() -> None:
-    """A program in this process asks the C libraries: memory, and an operator that refuses what it was given."""
+    """Calls the C libraries in this process: an allocation, and an operator that rejects its arguments."""
     from fusion_attention.capi import environment
 
     assert not environment.missing(), environment.missing()

@@ -1,4 +1,4 @@
-"""`make wheels`: builds the source archive, from it a wheel per processor and Python, and checks each of them.
+"""`make wheels`: builds the source archive, a wheel per processor and Python from it, and tests each wheel.
 
 Whatever is not as docs/dev/release.md says ends it with an error. What is built lies in dist/ afterwards.
 """
@@ -23,7 +23,7 @@ MACHINES = {"x86_64": 62, "aarch64": 183}  # as an ELF file says it
 
 
 def run(*command: object, **environment: str) -> str:
-    """What a command prints; its words and an end where it fails."""
+    """Returns a command's output; if it fails, prints the output and exits."""
     print("  $", *(Path(str(word)).name if str(word).startswith("/") else word for word in command), flush=True)
     done = subprocess.run(
         [str(word) for word in command], env={**os.environ, **environment}, cwd=ROOT, capture_output=True, text=True,
@@ -39,12 +39,12 @@ def fail(why: str) -> NoReturn:
 
 
 def interpreter(name: str) -> str:
-    """The path of a Python: some versions of pip take no name."""
+    """Returns the path of a Python, because some versions of pip accept no name."""
     return shutil.which(name) or fail(f"{name}: expected a Python by name or path, found no such program")
 
 
 def build(python: str, machine: str, archive: Path, work: Path) -> Path:
-    """A wheel of one Python for one processor, with the tag that this machine gives it."""
+    """Builds a wheel for one Python and processor, with this machine's platform tag."""
     folder = work / f"{machine}-{Path(python).name}"
     shutil.rmtree(folder, ignore_errors=True)
     cross = {}
@@ -75,7 +75,7 @@ def build(python: str, machine: str, archive: Path, work: Path) -> Path:
 
 
 def debian_headers(python: str, machine: str, work: Path) -> Path:
-    """What a Python of Debian's includes: its pyconfig.h asks for one in the folder named after the processor."""
+    """Creates the header folder, named after the processor, that Debian's pyconfig.h includes."""
     question = "import sysconfig; print(sysconfig.get_config_h_filename())"
     include = Path(run(python, "-c", question).strip()).parent
     folder = work / f"headers-{machine}"
@@ -88,7 +88,7 @@ def debian_headers(python: str, machine: str, work: Path) -> Path:
 
 
 def tagged(wheel: Path, machine: str, dist: Path) -> Path:
-    """The same wheel with manylinux's tag, after auditwheel has said that it may have it."""
+    """Returns the wheel with manylinux's tag, after auditwheel accepted it."""
     result = run(sys.executable, "-m", "auditwheel", "show", wheel)
     allowed = re.search(rf'following platform tag:\s+"manylinux_2_(\d+)_{machine}"', result)
     if not allowed or int(allowed[1]) > GLIBC:
@@ -101,7 +101,7 @@ def tagged(wheel: Path, machine: str, dist: Path) -> Path:
 
 
 def check_contents(wheel: Path, machine: str) -> None:
-    """The package and nothing else: one module and the three C libraries, for the right processor."""
+    """Checks that a wheel contains only the package: one module and the three C libraries for the processor."""
     if wheel.stat().st_size > MEGABYTES << 20:
         fail(f"{wheel.name} has {wheel.stat().st_size >> 20} MB, expected at most {MEGABYTES}")
     with zipfile.ZipFile(wheel) as archive:
@@ -133,7 +133,7 @@ def check_metadata(files: list[Path]) -> None:
 
 
 def installed(python: str, wheel: Path, work: Path, pip: list[str]) -> None:
-    """A fresh environment with torch in it: how long the wheel takes there without a compiler, and what it computes."""
+    """Installs a wheel and torch in a new environment without a compiler; measures the time and runs a test."""
     folder = work / f"environment-{Path(python).name}"
     run(python, "-m", "venv", "--clear", folder)
     interpreter = folder / "bin/python"
@@ -151,7 +151,7 @@ def installed(python: str, wheel: Path, work: Path, pip: list[str]) -> None:
 
 
 def for_python(version: str, wheels: list[Path], machine: str) -> Path:
-    """The wheel that a Python of this version, "3.12", takes."""
+    """Returns the wheel that Python of this version, for example "3.12", accepts."""
     minor = int(version.split(".")[1])
     tag = "cp312-abi3" if minor >= 12 else f"cp3{minor}-cp3{minor}"
     return next(wheel for wheel in wheels if tag in wheel.name and wheel.name.endswith(f"{machine}.whl"))

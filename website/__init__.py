@@ -1,4 +1,4 @@
-"""What the site has besides its pages: pictures and charts, the reference of docstrings, and mkdocs' hooks.
+"""Generates the pictures, charts and API reference of the documentation site; defines mkdocs' hooks.
 
 Pictures are drawn from what the library computes. Nothing here is part of the package.
 """

@@ -1,4 +1,4 @@
-"""What docs/accuracy.md shows of `python -m benchmarks.accuracy`: the table of worst tiles, and how many lie where."""
+"""Generates the table and chart of docs/accuracy.md from the results of `python -m benchmarks.accuracy`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LIMIT = LEAST  # of a tile of so many rows
 
 
 def figures() -> dict[str, Any]:
-    """What was measured."""
+    """Returns the measured values."""
     result: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8"))
     return result
 
 
 def table() -> str:
-    """z of the worst tile by family and program: of bfloat16, float16 and float32, of all calls and outputs."""
+    """Formats the z of the worst tile by family and program in bfloat16, float16 and float32."""
     rows = figures()["rows"]
     lines = ["| worst tile of | " + " | ".join(PROGRAMS.values()) + " |", "|---" * (len(PROGRAMS) + 1) + "|"]
     for family in dict.fromkeys(row["family"] for row in rows):
@@ -40,15 +40,13 @@ def table() -> str:
 
 
 def worst(rows: list[dict[str, Any]], family: str, dtype: str, program: str) -> float | None:
-    """The z of the worst tile of all calls and outputs; of the native core by any instruction set."""
-    results = [
-        r["tile"] for r in rows if (r["family"], r["dtype"], r["program"].split()[0]) == (family, dtype, program)
-    ]
-    return max(results, default=None)
+    """Returns the largest tile z of all calls and outputs; for the native core, of all instruction sets."""
+    matching = (r for r in rows if (r["family"], r["dtype"], r["program"].split()[0]) == (family, dtype, program))
+    return max((tile for r in matching for tile in r["tile"].values()), default=None)
 
 
 class _Panel:
-    """Bars over a logarithmic axis of z; their height is the logarithm of how many tiles there are."""
+    """A bar chart over a logarithmic axis of z with logarithmic counts of tiles."""
 
     def __init__(self, picture: Picture, data: dict[str, Any], left: float, bottom: float, width: float) -> None:
         self.picture, self.data, self.left, self.bottom = picture, data, left, bottom
@@ -61,7 +59,7 @@ class _Panel:
         return self.bottom - 10 - math.log10(count) * 27
 
     def axes(self, limit: float, top: float) -> None:
-        """Lines of counts, and the limit as far as top."""
+        """Draws lines of counts, and the limit up to `top`."""
         p, right = self.picture, self.x(LAST)
         for count in (1, 10, 100):
             p.line(self.left, self.y(count), right if count == 1 else self.x(limit), self.y(count))
@@ -70,7 +68,7 @@ class _Panel:
         p.line(self.x(limit), top, self.x(limit), self.bottom, "ink", width=1.5, dash="5 4")
 
     def bars(self, counts: list[int], fill: str, beyond: str = "", offset: tuple[int, int] = (0, 1)) -> None:
-        """Bars of a colour; beyond: of bins beyond the limit; share: which of how many that stand side by side."""
+        """Draws bars of one colour; beyond: only bins beyond the limit; share: (index, count) of adjacent bars."""
         width = self.decade / self.data["bins"] / offset[1]
         for i, count in enumerate(counts):
             if count:
@@ -81,7 +79,7 @@ class _Panel:
 
 
 def tiles(tall: bool = False) -> Picture:
-    """How many tiles of right and of wrong results have which error; tall: for a small screen."""
+    """Draws the counts of tiles of correct and incorrect results by z; tall: for a small screen."""
     data = figures()["picture"]
     counts, edge, left, width = data["counts"], *((4, 36, 396) if tall else (32, 72, 796))
     picture = Picture(

@@ -1,4 +1,4 @@
-"""What docs/ascend_code.md shows of the library itself: its functions, what programs call, what the command prints."""
+"""Generates the tables and picture of docs/ascend_code.md from the library: functions, call counts, command output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = 8  # calls; what has fewer is summed up
 
 
 def table() -> str:
-    """Every function of torch_npu that is here, by family, in one sentence."""
+    """Formats the supported functions of torch_npu by family, each with one sentence."""
     functions_here = functions()
     families = groups(sorted(name for name in functions_here if name.startswith("npu_")))
     families["Beside them"] = sorted(set(functions_here) - {name for names in families.values() for name in names})
@@ -52,14 +52,14 @@ def _cell(text: str) -> str:
 
 
 def coverage() -> str:
-    """What the command prints of the example's folder."""
+    """Returns the output of `fusion-attention npu --coverage` for the example's folder."""
     arguments = ["npu", "--coverage", str(ROOT / "examples" / "ascend")]
     ran = CliRunner().invoke(app, arguments, env={"COLUMNS": "100"}, catch_exceptions=False)
     return f"```text\n{ran.output.rstrip()}\n```\n"
 
 
 def calls(tall: bool = False) -> Picture:
-    """Which functions programs call most, and which of them are here; tall: for a small screen."""
+    """Draws the most called functions of torch_npu and marks the supported ones; tall: for a small screen."""
     functions_here = set(functions())
     rows = [(names.split(), count) for names, count in EVERYWHERE if count >= SHOWN]
     rows.sort(key=lambda row: -row[1])

@@ -1,4 +1,4 @@
-"""How often programs for the chip call each function of torch_npu: counted over thirteen public repositories.
+"""Contains counts of calls of each torch_npu function in thirteen public repositories.
 
 Python files outside tests and benchmarks, torch_npu.* and torch.ops.npu.* together. Functions with one call or two, and
 those that belong to one family of formats, stand under the family's name.

@@ -1,4 +1,4 @@
-"""Charts of measured times, from what `python -m benchmarks --output NAME` wrote: docs/figures/*.json.
+"""Draws charts of measured times in docs/figures/*.json, which `python -m benchmarks --output NAME` writes.
 
 A bar begins at 1.0, where both are equally fast, and its length is what is gained.
 """
@@ -16,18 +16,18 @@ Row = dict[str, Any]
 
 
 def rows() -> list[Row]:
-    """Every pair that was timed."""
+    """Returns all measured rows."""
     return list(json.loads(FIGURES.read_text(encoding="utf-8"))["rows"])
 
 
 def machine() -> str:
-    """What was measured on, in one line."""
+    """Describes the machine of the measurements in one line."""
     facts = json.loads(FIGURES.read_text(encoding="utf-8"))
     return f"{facts['threads']} threads of an {facts['processor']}, torch {facts['torch']}"
 
 
 def ratio(group: str, name: str, peer: str = "SDPA") -> float:
-    """How many times faster we were than a peer."""
+    """Returns an alternative's time divided by ours."""
     results = [r["ratio"] for r in rows() if (r["group"], r["name"], r["peer_name"]) == (group, name, peer)]
     if len(results) != 1:
         raise KeyError(f"{FIGURES.name}: expected one row {group!r}, {name!r}, {peer!r}, got {len(results)}")
@@ -35,7 +35,7 @@ def ratio(group: str, name: str, peer: str = "SDPA") -> float:
 
 
 def beside_sdpa(tall: bool = False) -> Picture:
-    """Plain attention of each dtype: the case that every library has; tall: for a small screen."""
+    """Draws simple attention of each dtype, which every library supports; tall: for a small screen."""
     colours, names = {"bf16": "a", "fp32": "b", "fp16": "c"}, {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
     picture = Picture(
         440 if tall else 900, 482 if tall else 452,
@@ -91,7 +91,7 @@ SHAPED = (
 
 
 def beside_masks(tall: bool = False) -> Picture:
-    """Work with a shape, beside what a user would pick instead; whole models last; tall: for a small screen."""
+    """Draws calls with masks or shapes, and entire models at the end; tall: for a small screen."""
     step = 64 if tall else 40
     picture = Picture(
         440 if tall else 900, 116 + step * len(SHAPED),

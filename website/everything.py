@@ -1,4 +1,4 @@
-"""What the site shows and git does not hold: the operators' pages, the reference, pictures, tables inside pages."""
+"""Generates files of the site that are not in git: operator pages, the reference, pictures, and tables in pages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MARK = re.compile(r"<!-- table: ([\w ]+) -->")
 
 
 def operators() -> dict[str, str]:
-    """A page for each record, their index, and the parameters of all versions beside each other."""
+    """Returns a page for each record, their index, and tables of the parameters of all versions."""
     texts = {name: op_pages.page(record) for name, record in CONTRACTS.items()}
     texts |= {"index": op_pages.index(CONTRACTS), "versions": versions(CONTRACTS.values())}
     return {f"ops/{name}.md": text.rstrip() + "\n" for name, text in texts.items()}
@@ -51,12 +51,12 @@ def operators() -> dict[str, str]:
 
 @cache
 def generated() -> dict[str, str]:
-    """Text by name inside docs/."""
+    """Returns texts by path inside docs/."""
     results = {f"pictures/{name}.svg": draw().render() for name, draw in PICTURES.items()}
     results["assets/pictures.css"] = site_stylesheet()
     return results | reference.generated() | operators()
 
 
 def with_tables(markdown: str) -> str:
-    """A page with its tables."""
+    """Inserts generated tables into a page."""
     return MARK.sub(lambda mark: TABLES[mark[1]](), markdown)

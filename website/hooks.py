@@ -1,4 +1,4 @@
-"""mkdocs' hooks: generated pages and tables, pictures inside pages, the mask explorer, weights of search."""
+"""Implements mkdocs' hooks: generated pages and tables, pictures in pages, the mask explorer, and search weights."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ PICTURE = re.compile(r'<p><img alt="([^"]*)" src="(?:\.\./)*pictures/(\w+)\.svg"
 
 
 def operators() -> list[dict[str, list[str]] | str]:
-    """The operators' pages by family, as their index lists them."""
+    """Returns the operators' pages by family, in the order of their index."""
     families = [{title: [f"ops/{name}.md" for name in names]} for title, names in groups(sorted(CONTRACTS)).items()]
     return ["ops/index.md", "ops/versions.md", *families]
 
 
 def on_config(config: Any) -> Any:
-    """Puts the operators where mkdocs.yml says "ops/"."""
+    """Inserts the operators where mkdocs.yml contains "ops/"."""
     config.nav = [{"Operators": operators()} if entry == {"Operators": "ops/"} else entry for entry in config.nav]
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds what is generated."""
+    """Adds the generated files."""
     from mkdocs.structure.files import File
 
     for name, text in generated().items():
@@ -39,14 +39,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_post_build(config: Any) -> None:
-    """The mask explorer is made of the library's rules anew for every site."""
+    """Builds the mask explorer from the library's rules."""
     from fusion_attention.explorer.page import page
 
     (Path(config.site_dir) / "assets" / "explorer.html").write_text(page(), encoding="utf-8")
 
 
 def _of_the_page(name: str) -> str:
-    """A picture without colours and ground of its own."""
+    """Removes a picture's colours and background, which the page then defines."""
     text = generated()[f"pictures/{name}.svg"]
     text = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r'<rect class="f-bg ground"[^>]*/>', "", text)
@@ -54,7 +54,7 @@ def _of_the_page(name: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Puts tables into a page, and tells search which pages answer: one that translates words does, figures seldom."""
+    """Inserts tables into a page and sets its search weight: high for vocabulary pages, low for measurements."""
     boost = {
         "words.md": 4,
         "dev/lab_book.md": 0.4,
@@ -70,7 +70,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Pictures take the page's colours when they are part of it; tables may be wider than the page."""
+    """Embeds pictures so that they use the page's colours; lets tables be wider than the page."""
 
     def inside(match: re.Match[str]) -> str:
         picture_html = _of_the_page(match[2])

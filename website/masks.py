@@ -1,4 +1,4 @@
-"""Pictures of which key a row sees. Each is read off a result of attention itself.
+"""Draws masks by evaluating attention calls.
 
 All keys are equal and values are unit vectors, so element j of a row's output is the weight of key j: above 0 where it
 is seen.
@@ -23,7 +23,7 @@ PREFIX_COMPRESSED[2048:, 1024:] = True
 
 
 def visible_pairs(rows: int = ROWS, keys: int = KEYS, layout: str = "BSND", **call: Any) -> torch.Tensor:
-    """[rows, keys] bool: what npu_fusion_attention gives a weight."""
+    """Returns [rows, keys] bool: True where npu_fusion_attention has a positive weight."""
     width = max(DIM, keys)
     q, k, v = torch.zeros(rows, 1, width), torch.zeros(keys, 1, width), torch.eye(keys, width)[:, None]
     if layout == "BSND":
@@ -33,7 +33,7 @@ def visible_pairs(rows: int = ROWS, keys: int = KEYS, layout: str = "BSND", **ca
 
 
 def of_band(band: fa.Band, rows: int = ROWS, keys: int = KEYS) -> torch.Tensor:
-    """[rows, keys] bool: what fa.attention gives a weight."""
+    """Returns [rows, keys] bool: True where fa.attention has a positive weight."""
     width = max(DIM, keys)
     out = fa.attention(
         torch.zeros(1, rows, 1, width), torch.zeros(1, keys, 1, width), torch.eye(keys, width)[None, :, None], band=band
@@ -42,20 +42,20 @@ def of_band(band: fa.Band, rows: int = ROWS, keys: int = KEYS) -> torch.Tensor:
 
 
 def scattered(rows: int = ROWS, keys: int = KEYS) -> torch.Tensor:
-    """A mask tensor without a form: true removes."""
+    """Returns an unstructured mask tensor; True removes a pair."""
     i, j = torch.arange(rows)[:, None], torch.arange(keys)
     return ((i * 5 + j * 3) % 7 == 0) & (j > 0)
 
 
 def packed(mode: int, q_len: list[int], kv_len: list[int], next_tokens: int) -> torch.Tensor:
-    """A packed call: three sequences one after the other, the cut one shifted by next_tokens."""
+    """Returns visible pairs of a packed call of three sequences; next_tokens shifts one of them."""
     ends = {"actual_seq_qlen": list(accumulate(q_len)), "actual_seq_kvlen": list(accumulate(kv_len))}
     call = {"atten_mask": COMPRESSED, "sparse_mode": mode, "next_tockens": next_tokens, **ends}
     return visible_pairs(sum(q_len), sum(kv_len), "TND", **call)
 
 
 def modes() -> list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]]:
-    """(mode, its name, what the call says, seen, what the mask tensor took inside the band)."""
+    """Yields (mode, name, description of the call, visible pairs, pairs that the mask tensor removes in the band)."""
     mask = scattered()
     window: dict[str, Any] = {"pre_tockens": 3, "next_tockens": 2}
     results: list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]] = []
@@ -82,7 +82,7 @@ def modes() -> list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]]:
 
 
 def gallery() -> Picture:
-    """The nine sparse modes."""
+    """Draws the nine sparse modes."""
     width, high, side = 300, 248, 24
     picture = Picture(3 * width + 40, 3 * high + 74, "Which keys a row sees in CANN's nine sparse modes")
     for place, (mode, name, says, result, taken) in enumerate(modes()):
@@ -115,7 +115,7 @@ def gallery() -> Picture:
 
 
 def bands() -> Picture:
-    """The bands of the Python API."""
+    """Draws the bands of the Python API."""
     shown = [
         ("Band.full()", fa.Band.full()),
         ("Band.causal()", fa.Band.causal()),
@@ -134,7 +134,7 @@ def bands() -> Picture:
 
 
 def two_sources() -> Picture:
-    """What a row reads of a window and of compressed keys: all of them, or those of a list."""
+    """Draws the keys of a row in a window and among compressed keys: all of them, or a list."""
     tokens, ratio, window = 16, 4, 6
     q, width = torch.zeros(1, tokens, 1, 32), tokens + tokens // ratio
     values = torch.eye(width, 32)[None, :, None]

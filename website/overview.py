@@ -1,4 +1,4 @@
-"""Pictures of the package: its interfaces, back ends and layers."""
+"""Draws overviews of the package: its interfaces, back ends and layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENGINES = {
 
 
 def overview() -> Picture:
-    """What the library is: many interfaces, one problem, several ways to compute it."""
+    """Draws the interfaces, the common problem description and the back ends."""
     picture = Picture(1080, 496, "Six APIs, one intermediate representation, three back ends")
     picture.text(170, 34, "code that you have", size=14, fill="soft", anchor="middle")
     picture.text(555, 34, "one meaning", size=14, fill="soft", anchor="middle")
@@ -69,7 +69,7 @@ def overview() -> Picture:
 
 
 def overview_tall() -> Picture:
-    """The same for a small screen: from above to below."""
+    """Draws the overview from top to bottom, for a small screen."""
     picture = Picture(420, 706, "Six APIs, one intermediate representation, three back ends")
     picture.text(210, 20, "code that you have", size=14, fill="soft", anchor="middle")
     for place, (name, _, colour) in enumerate(INTEGRATIONS):
@@ -109,7 +109,7 @@ def overview_tall() -> Picture:
 
 
 def _packed_cells() -> list[list[str]]:
-    """Two packed sequences, one with a window, one causal."""
+    """Returns two packed sequences, one with a window and one causal."""
     cells = [["bg"] * 14 for _ in range(9)]
     for start, first, rows, keys, band, colour in (
         (0, 0, 5, 8, fa.Band.window(3), "a"),

@@ -1,4 +1,4 @@
-"""Pictures of memory, of a cache and of training; masks: masks.py."""
+"""Draws pictures of memory layouts, of a paged cache and of training; masks.py draws masks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOURCE = Path(fa.__file__).parent
 
 
 def in_memory(layout: str, lengths: list[int], heads: int) -> list[Cell]:
-    """The rows of a query tensor in the order in which they lie, from the record's own axis words."""
+    """Returns the rows of a query tensor in memory order, from the axis names in the operator's record."""
     words = RECORDS["attention"].by_name["q"].words(layout)  # type: ignore[attr-defined]
     if words[0] == "T1":
         return [(b, s, n) for b, length in enumerate(lengths) for s in range(length) for n in range(heads)]
@@ -30,7 +30,7 @@ def in_memory(layout: str, lengths: list[int], heads: int) -> list[Cell]:
 
 
 def layouts() -> Picture:
-    """The same two sequences of two heads, in every layout."""
+    """Draws the same two sequences of two heads in every layout."""
     lengths, heads, size = [4, 2], 2, 46
     names = RECORDS["attention"].layouts
     picture = Picture(
@@ -59,7 +59,7 @@ def layouts() -> Picture:
 
 
 def packing() -> Picture:
-    """Three sequences padded, and packed: what is computed."""
+    """Draws three sequences padded and packed, with the computed pairs."""
     lengths = [7, 3, 5]
     longest, total, size = max(lengths), sum(lengths), 13
     picture = Picture(900, 330, "Scores of three sequences: padded to the longest, and packed")
@@ -95,7 +95,7 @@ def packing() -> Picture:
 
 
 def pages() -> Picture:
-    """A real cache: two sequences, one of them forked, and where its tokens lie."""
+    """Draws a real paged cache: two sequences, one of them a fork, and the positions of its tokens."""
     cache = fa.PagedKVCache(heads=1, dim=1, pages=8, page_size=4)
 
     def tokens(sequence: int, first: int, count: int) -> torch.Tensor:
@@ -147,7 +147,7 @@ def pages() -> Picture:
 
 
 def stages() -> Picture:
-    """What attention reads and what learns in each stage; scores are whole numbers: the same on any machine."""
+    """Draws the inputs and the trained parameters of each stage; integer scores make it equal on every machine."""
     size, tokens, top = 11, 20, 5
     numbers = torch.arange(tokens * 8).reshape(1, tokens, 2, 4)
     q, k = (numbers * 7 % 5 - 2).float(), (numbers[:, :, :1] * 11 % 7 - 3).float()

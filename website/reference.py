@@ -1,4 +1,4 @@
-"""The reference of the Python API: pages made of signatures and docstrings."""
+"""Generates the reference of the Python API from signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = "../"  # from a page of reference/ to docs/
 
 @dataclass(frozen=True)
 class Page:
-    """A page: its title, what it says first, and (module, names) of what it shows; "*" is the module's __all__."""
+    """A page: its title, its introduction, and its (module, names); "*" stands for the module's __all__."""
 
     title: str
     words: str
@@ -107,7 +107,7 @@ PUBLIC = {
 
 
 def names_of(module: Any, names: tuple[str, ...]) -> list[str]:
-    """Names as a page lists them: functions and classes alone."""
+    """Returns the functions and classes of a module for a page."""
     if names == ("*",):
         names = tuple(module.__all__)
     names = names or PUBLIC[module.__name__]
@@ -116,7 +116,7 @@ def names_of(module: Any, names: tuple[str, ...]) -> list[str]:
 
 
 def _methods(cls: type) -> list[str]:
-    """A class's own public methods and properties, in the order of its source."""
+    """Returns the public methods and properties that a class itself defines, in source order."""
     inherited = {name for base in cls.__mro__[1:] if base.__module__.startswith("torch") for name in vars(base)}
     lines = []
     for name, value in vars(cls).items():
@@ -134,7 +134,7 @@ def _methods(cls: type) -> list[str]:
 
 
 def entry(module: str, name: str) -> list[str]:
-    """A function or a class, under a heading."""
+    """Formats a function or a class below a heading."""
     thing = getattr(importlib.import_module(module), name)
     short = module.removeprefix("fusion_attention").removeprefix(".")
     called = f"{short.rsplit('.', 1)[-1]}.{name}" if short in ("acl.rt",) else name
@@ -146,7 +146,7 @@ def entry(module: str, name: str) -> list[str]:
 
 
 def render(page: Page) -> str:
-    """A page's Markdown."""
+    """Returns a page as Markdown."""
     lines = [f"# {page.title}", "", page.words, ""]
     for module, names in page.shown:
         for name in names_of(importlib.import_module(module), names):
@@ -155,7 +155,7 @@ def render(page: Page) -> str:
 
 
 def index() -> str:
-    """The page that lists what every page shows."""
+    """Returns the page that lists the contents of every page."""
     words = "The Python API, from its docstrings. Operators by CANN's names and torch_npu's have their rules on "
     lines = ["# Reference", "", f"{words}[pages of their own](../ops/index.md).", ""]
     for file, page in PAGES.items():
@@ -172,5 +172,5 @@ def index() -> str:
 
 
 def generated() -> dict[str, str]:
-    """Text by name inside docs/."""
+    """Returns texts by path inside docs/."""
     return {"reference/index.md": index(), **{f"reference/{name}.md": render(page) for name, page in PAGES.items()}}

@@ -1,4 +1,4 @@
-"""SVG by hand: shapes in a palette of two schemes, the same bytes on every machine.
+"""Writes SVG pictures with a palette for light and dark schemes; the output is equal on every machine.
 
 A picture follows the scheme of the reader's system where it stands alone; the site puts it into its page (hooks.py) and
 gives it the page's own colours by assets/pictures.css.
@@ -31,7 +31,7 @@ MONO = "'JetBrains Mono', ui-monospace, 'SF Mono', Menlo, Consolas, monospace"
 
 
 def stylesheet(root: str = ".fa-pic", scheme: int = 0) -> str:
-    """The palette as rules for classes below a root: f-NAME fills, s-NAME strokes."""
+    """Returns the palette as CSS rules for classes below a root: f-NAME fills, s-NAME strokes."""
     rules = [f"{root} text{{font-family:{FONT}}}{root} .mono{{font-family:{MONO}}}"] if not scheme else []
     for name, colours in PALETTE.items():
         rules.append(f"{root} .f-{name}{{fill:{colours[scheme]}}}{root} .s-{name}{{stroke:{colours[scheme]}}}")
@@ -39,13 +39,13 @@ def stylesheet(root: str = ".fa-pic", scheme: int = 0) -> str:
 
 
 def site_stylesheet() -> str:
-    """What the site's pages give to pictures inside them: generated into assets/pictures.css."""
+    """Returns the CSS for pictures embedded in the site's pages, for assets/pictures.css."""
     head = "/* Written by `python -m website` from website/svg.py. */"
     return "\n".join([head, stylesheet(), stylesheet('[data-md-color-scheme="slate"] .fa-pic', 1), ""])
 
 
 class Picture:
-    """An SVG of a fixed size that grows with its page; coordinates are pixels from the upper left corner.
+    """An SVG of fixed coordinates that scales with its page; coordinates are pixels from the upper left corner.
 
     Args:
         title: what it shows, in one sentence, for those who do not see it.
@@ -68,7 +68,7 @@ class Picture:
         stroke: str = "",
         tip: str = "",
     ) -> None:
-        """A box with round corners; tip: what appears under a pointer."""
+        """Draws a box with round corners; tip: its tooltip."""
         line = f' class="f-{fill} s-{stroke}" stroke-width="1.5"' if stroke else f' class="f-{fill}"'
         text = f"<title>{escape(tip)}</title>" if tip else ""
         self._parts.append(
@@ -80,7 +80,7 @@ class Picture:
         self, x: float, y: float, words: str, *, size: float = 14, fill: str = "ink", anchor: str = "start",
         bold: bool = False, mono: bool = False,
     ) -> None:  # fmt: skip
-        """A line of text on its base line."""
+        """Draws a line of text on its base line."""
         weight = ' font-weight="650"' if bold else ""
         kind = f"f-{fill} mono" if mono else f"f-{fill}"
         self._parts.append(
@@ -91,7 +91,7 @@ class Picture:
     def path(
         self, d: str, *, stroke: str = "", fill: str = "", width: float = 1.5, dash: str = "", arrow: bool = False
     ) -> None:
-        """Any path; arrow: a head at its end."""
+        """Draws a path; arrow: with an arrowhead at its end."""
         classes = " ".join([*([f"s-{stroke}"] if stroke else []), *([f"f-{fill}"] if fill else [])])
         none = "" if fill else ' fill="none"'
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
@@ -100,7 +100,7 @@ class Picture:
         self._parts.append(f'<path d="{d}" class="{classes}"{none}{stroke_width}{dashed}{head}/>')
 
     def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str = "rule", **more: object) -> None:
-        """A straight line."""
+        """Draws a straight line."""
         self.path(f"M{x1:g} {y1:g}L{x2:g} {y2:g}", stroke=stroke, **more)  # type: ignore[arg-type]
 
     def grid(
@@ -112,7 +112,7 @@ class Picture:
         gap: float = 2,
         tips: list[list[str]] | None = None,
     ) -> None:
-        """Rows of squares, each a colour of the palette; without tips those of a colour are one path."""
+        """Draws rows of coloured squares; without tooltips, all squares of a colour are one path."""
         step, soft = size + gap, min(3.0, size / 5)
         if tips:
             for i, row in enumerate(cells):
@@ -133,7 +133,7 @@ class Picture:
             )
 
     def render(self) -> str:
-        """The file."""
+        """Returns the SVG text."""
         heads = "".join(
             f'<marker id="head-{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
             'orient="auto">'

@@ -1,4 +1,4 @@
-"""The Triton kernels beside torch's own on a GPU: `python -m benchmarks.gpu`, `make bench-gpu`.
+"""Times the Triton kernels beside torch's functions on a GPU: `python -m benchmarks.gpu`, `make bench-gpu`.
 
 Needs torch with CUDA, triton and this package's Python sources; matplotlib for the chart, which is left out without it.
 """

@@ -12,12 +12,11 @@ import torch
 import triton
 
 from benchmarks.gpu.cases import GROUPS
-from benchmarks.gpu.row import Row
-from benchmarks.gpu.timing import matmul_rate, milliseconds, read_rate
+from benchmarks.gpu.timing import Row, matmul_rate, milliseconds, read_rate
 
 
 def timed(call: Any) -> float | str:
-    """Milliseconds, or why a peer does not compute this."""
+    """Returns milliseconds, or the reason why an alternative does not support a case."""
     try:
         return milliseconds(call)
     except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
@@ -26,7 +25,7 @@ def timed(call: Any) -> float | str:
 
 
 def measure(row: Row, matmul: float, read: float) -> dict[str, Any]:
-    """The figures of one row. Ours must not fail: then the run ends."""
+    """Times one row; an error of our function ends the run."""
     ours = milliseconds(row.ours)
     peers = {name: timed(call) for name, call in row.peers.items()}
     flops, rate = row.flops / ours * 1e3, row.bytes / ours * 1e3
@@ -44,7 +43,7 @@ def measure(row: Row, matmul: float, read: float) -> dict[str, Any]:
 
 
 def show(row: dict[str, Any]) -> None:
-    """One line of the table."""
+    """Prints one row of the table."""
     rate = f"{row['tflops']:7.1f} TFLOP/s {row['share_of_matmul']:5.2f} of matmul"
     if row["gbytes_per_s"]:
         rate = f"{row['gbytes_per_s']:7.0f} GB/s    {row['share_of_read']:5.2f} of read  "
@@ -53,7 +52,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Every peer's time / ours as bars."""
+    """Draws the time of every alternative divided by ours, as bars."""
     from matplotlib.figure import Figure
 
     bars = [(f"{r['group']}: {r['name']} / {peer}", ratio) for r in rows for peer, ratio in r["ratios"].items()]
@@ -67,7 +66,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Runs what was asked for."""
+    """Measures the requested groups."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
     parser.add_argument("--quick", action="store_true", help="short sequences")
     parser.add_argument("--only", choices=GROUPS, help="one group")

@@ -1,4 +1,4 @@
-"""What is timed: our kernels and, on the same tensors, what a torch user would call."""
+"""Defines the measured calls: our kernels and torch's functions on the same tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks.gpu.compressed import compressed
 from benchmarks.gpu.lists import indexer, loss, selected
-from benchmarks.gpu.row import Call, Row
+from benchmarks.gpu.timing import Call, Row
 from fusion_attention import Band, attention
 from fusion_attention.backends import triton as backend
 from fusion_attention.ir.kv import Dequant, PagedView, RowView
@@ -29,7 +29,7 @@ SDPA = {
 
 
 def _tensors(length: int, dim: int, grad: bool = False) -> tuple[torch.Tensor, ...]:
-    """q, k, v [B, N, S, D] bfloat16."""
+    """Returns q, k and v [B, N, S, D] in bfloat16."""
     shape = (TOKENS // length, WIDTH // dim, length, dim)
     return tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad) for _ in range(3))
 
@@ -65,7 +65,7 @@ def _flex(length: int, visible: Callable[..., torch.Tensor], score: Callable[...
 
 
 def dense(quick: bool) -> Iterator[Row]:
-    """Forward and backward, full and causal."""
+    """Times forward and backward, full and causal."""
     lengths = (2048,) if quick else (2048, 16384)
     for dim in (128, 64):
         for length in lengths:
@@ -90,7 +90,7 @@ def _bound(function: Callable[..., object], tensors: tuple[torch.Tensor, ...]) -
 
 
 def _late(function: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...]) -> Call:
-    """A peer's backward, whose forward runs at the first call: a peer that fails must not end the run."""
+    """Returns an alternative's backward, whose first call computes the forward, so that errors count as failures."""
     calls: list[Call] = []
 
     def call() -> object:
@@ -102,7 +102,7 @@ def _late(function: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ..
 
 
 def masks(quick: bool) -> Iterator[Row]:
-    """Bands, prefixes, ALiBi and packed sequences, forward."""
+    """Times bands, prefixes, ALiBi and packed sequences, forward."""
     length, dim = (2048 if quick else 16384), 128
     heads, tensors = WIDTH // dim, _tensors(length, dim)
     slopes = torch.linspace(0.05, 0.5, heads, device="cuda")
@@ -143,7 +143,7 @@ def _packed(heads: int, dim: int) -> Row:
 
 
 def decode(quick: bool) -> Iterator[Row]:
-    """One token against a paged cache, in bfloat16 and int8."""
+    """Times one token over a paged cache, in bfloat16 and int8."""
     batch, heads_q, heads_kv, dim, length, size = (16 if quick else 64), 32, 8, 128, 8192, 64
     base = Problem(heads_q, heads_kv, dim, dim, dtype="bfloat16", scale=dim**-0.5, page_size=size)
     quantised = dataclasses.replace(base, kv_dtype="int8", dequant_k="channel", dequant_v="channel")

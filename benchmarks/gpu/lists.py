@@ -1,4 +1,4 @@
-"""Lists of selected keys, the indexer and its loss, beside the same in eager torch."""
+"""Times lists of selected keys, the indexer and its loss beside eager torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.row import Call, Row
+from benchmarks.gpu.timing import Call, Row
 from fusion_attention import indexer_loss, lightning_indexer, sparse_attention
 from fusion_attention.backends.triton.selected import launch_backward as launch_sparse_backward
 
@@ -22,7 +22,7 @@ def _drawn(*shape: int, grad: bool = False) -> torch.Tensor:
 
 
 def _lists(keys: int, local: bool) -> torch.Tensor:
-    """[tokens, 1, CHOSEN]: unique keys drawn from all, or those around a token's place."""
+    """Returns [tokens, 1, CHOSEN]: unique random keys, or the keys around a token's position."""
     if local:
         first = torch.linspace(0, keys - CHOSEN, TOKENS, device="cuda").long()[:, None]
         return (first + torch.arange(CHOSEN, device="cuda")).int()[:, None]
@@ -32,7 +32,7 @@ def _lists(keys: int, local: bool) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Attention to latents (MLA): `heads` query heads share one key head, whose rows are the values too."""
+    """The tensors of attention to latents (MLA): all query heads use one key head, whose rows are also the values."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -42,17 +42,17 @@ class Selection:
 
     @classmethod
     def of(cls, heads: int, keys: int, local: bool, grad: bool = False) -> Selection:
-        """Random rows."""
+        """Returns random tensors."""
         shapes = (TOKENS, heads, DIM), (keys, 1, DIM), (TOKENS, heads, ROPE), (keys, 1, ROPE)
         return cls(*(_drawn(*shape, grad=grad) for shape in shapes), _lists(keys, local))
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """What has a gradient."""
+        """Returns the tensors that require gradients."""
         return self.q, self.k, self.q_rope, self.k_rope
 
     def ours(self) -> torch.Tensor:
-        """By our kernels."""
+        """Computes attention with our kernels."""
         out = sparse_attention(
             self.q, self.k, None, self.lists, layout="TND", q_len=[TOKENS], kv_len=[len(self.k)], q_rope=self.q_rope,
             k_rope=self.k_rope, scale=SCALE, causal=False, backend="triton",
@@ -61,7 +61,7 @@ class Selection:
         return out
 
     def eager(self) -> torch.Tensor:
-        """By gathers and batched products of a few tokens."""
+        """Computes attention by gathers and batched products of a few tokens at a time."""
         parts = []
         for i in range(0, TOKENS, CHUNK):
             chosen = self.lists[i : i + CHUNK, 0].long()
@@ -72,7 +72,7 @@ class Selection:
 
 
 def _atomic(call: Call) -> Call:
-    """The call with sums of keys in no fixed order."""
+    """Returns the call with nondeterministic sums of keys."""
 
     def run() -> object:
         before, launch_sparse_backward.ATOMIC = launch_sparse_backward.ATOMIC, True
@@ -85,7 +85,7 @@ def _atomic(call: Call) -> Call:
 
 
 def selected(quick: bool) -> Iterator[Row]:
-    """Forward and backward over lists; 8 heads are padded to 16, and to no more."""
+    """Times forward and backward over lists; 8 heads are padded to 16, the smallest tile."""
     for heads in (8, 16, 64, 128):
         for keys in (8192,) if quick or heads < 128 else (8192, 32768):
             for local in (False, True):
@@ -116,7 +116,7 @@ def _backward(name: str, graded: Selection, flops: int) -> Row:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """The indexer's rows."""
+    """The tensors of the indexer."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -124,19 +124,19 @@ class Index:
 
     @classmethod
     def of(cls, keys: int, grad: bool = False) -> Index:
-        """Random rows."""
+        """Returns random tensors."""
         shapes = (TOKENS, INDEX_HEADS, INDEX_DIM), (keys, 1, INDEX_DIM), (TOKENS, INDEX_HEADS)
         return cls(*(_drawn(*shape, grad=grad) for shape in shapes))
 
     def ours(self) -> object:
-        """The chosen keys."""
+        """Returns the selected keys."""
         return lightning_indexer(
             self.q, self.k, self.weights, CHOSEN, layout="TND", q_len=[TOKENS], kv_len=[len(self.k)], causal=False,
             backend="triton",
         )  # fmt: skip
 
     def eager(self) -> object:
-        """By a product of all scores of a few tokens, and torch.topk."""
+        """Returns the selected keys by scores of a few tokens at a time and torch.topk."""
         results = []
         for i in range(0, TOKENS, CHUNK):
             dots = torch.relu(torch.einsum("thd,sd->ths", self.q[i : i + CHUNK], self.k[:, 0]))
@@ -146,7 +146,7 @@ class Index:
 
 
 def indexer(quick: bool) -> Iterator[Row]:
-    """Scores and the choice of keys."""
+    """Times scores and the selection of keys."""
     for keys in (8192,) if quick else (8192, 65536):
         index = Index.of(keys)
         flops = 2 * TOKENS * keys * INDEX_HEADS * INDEX_DIM
@@ -168,7 +168,7 @@ def _with_gradients(rows: Selection, index: Index, lists: torch.Tensor | None, h
 
 
 def loss(quick: bool) -> Iterator[Row]:
-    """The indexer's loss with its gradients, over lists and, in the warm-up, over all keys; attention has 128 heads."""
+    """Times the indexer's loss and gradients over lists and, for the warm-up stage, over all keys; 128 heads."""
     heads = 128
     for keys in (8192,) if quick else (8192, 32768, 131072):
         for warm in (False, True):

@@ -1,9 +1,10 @@
-"""Times on a GPU: events around many launches, and the rates that the machine reaches in the same run."""
+"""Measures times on a GPU with events around many launches, and the rates that the machine reaches in the same run."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -12,8 +13,20 @@ ROUNDS = 7
 TARGET_MS = 60.0  # of one round
 
 
+@dataclass(frozen=True)
+class Row:
+    """One call, as functions for us and for alternatives; our operations and bytes (0: bytes are not the limit)."""
+
+    group: str
+    name: str
+    ours: Call
+    peers: dict[str, Call]
+    flops: int
+    bytes: int = 0
+
+
 def _elapsed(call: Call, count: int) -> float:
-    """Milliseconds of one of `count` calls in a row."""
+    """Returns the milliseconds per call of `count` consecutive calls."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(count):
@@ -24,7 +37,7 @@ def _elapsed(call: Call, count: int) -> float:
 
 
 def milliseconds(call: Call) -> float:
-    """The median of several rounds, each long enough to be timed; compiled and warm before."""
+    """Returns the median of several rounds, each long enough to be timed, after compilation and warm-up."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -33,13 +46,13 @@ def milliseconds(call: Call) -> float:
 
 
 def matmul_rate() -> float:
-    """FLOP/s of an 8192-cubed bfloat16 product: what this machine's tensor cores give to torch."""
+    """Returns the FLOP/s of an 8192-cubed bfloat16 product in torch, as the peak of the tensor cores."""
     n = 8192
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * n**3 / milliseconds(lambda: a @ b) * 1e3
 
 
 def read_rate() -> float:
-    """Bytes per second of a sum over 4 GiB, far more than the caches hold."""
+    """Returns the bytes per second of a sum over 4 GiB, which is far larger than the caches."""
     values = torch.ones(1 << 30, device="cuda", dtype=torch.float32)
     return values.numel() * 4 / milliseconds(values.sum) * 1e3

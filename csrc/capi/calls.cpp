@@ -11,8 +11,8 @@
 namespace fusion::capi {
 namespace {
 
-// Of each thread: the text that aclGetRecentErrMsg() hands out next, and the one that it handed out last. Programs call
-// when they end too, from destructors: their thread's texts are gone by then.
+// For each thread: the text that aclGetRecentErrMsg() returns next, and the text that it returned last. Programs may
+// call it at exit from destructors, after their thread's texts were destroyed.
 thread_local bool texts_ended = false;
 struct Messages {
     ~Messages() { texts_ended = true; }
@@ -26,7 +26,7 @@ std::string hexadecimal(std::uintptr_t number) {
     return text;
 }
 
-// "program+0x1a2b": what addr2line takes; with the function, where its name is exported.
+// Returns "program+0x1a2b", an argument for addr2line; with the function's name if it is exported.
 std::string place_of(const void *caller) {
     Dl_info found;
     if (caller == nullptr || dladdr(caller, &found) == 0 || found.dli_fname == nullptr) return "";
@@ -67,7 +67,7 @@ void note(const std::string &text) noexcept {
     if (!texts_ended) messages.next = text;
 }
 
-// As in CANN null where no call failed.
+// Returns null where no call failed, as CANN does.
 FUSION_C const char *aclGetRecentErrMsg() {
     if (texts_ended) return nullptr;
     messages.last.swap(messages.next);
@@ -77,7 +77,7 @@ FUSION_C const char *aclGetRecentErrMsg() {
 
 void report(const Call &call, const std::string &text) noexcept {
     const std::string at = place_of(call.caller);
-    // One write, so that lines of several threads do not mix; stderr is the program's, whatever its buffer.
+    // One write, so that lines of several threads do not mix; the program controls the buffer of stderr.
     std::fprintf(stderr, "fusion_attention: checked: %s [call %llu%s%s]\n", text.c_str(),
                  static_cast<unsigned long long>(call.number), at.empty() ? "" : ", ", at.c_str());
     if (aborts()) std::abort();

@@ -1,5 +1,5 @@
-// How a C function of CANN's answers: a code or a handle for its caller, a sentence for aclGetRecentErrMsg(), and in
-// the checked mode a line on stderr. Nothing thrown leaves a library: each has a C++ runtime of its own.
+// Error handling of the C functions: a code or a handle for the caller, a text for aclGetRecentErrMsg(), and in
+// the checked mode a line on stderr. No exception leaves a library, because each links a separate C++ runtime.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 #include <string>
 #include <utility>
 
-// What one of the three libraries offers the others.
+// Marks functions that the three libraries export for each other.
 #define FUSION_SHARED __attribute__((visibility("default")))
-// What programs call.
+// Marks functions that programs call.
 #define FUSION_C extern "C" __attribute__((visibility("default")))
 #define FUSION_CALLER __builtin_return_address(0)
 
@@ -52,7 +52,7 @@ public:
     int code;
 };
 
-// Where a program called, as far as the checked mode remembers it: number 0 otherwise.
+// The place of a program's call, which only the checked mode records; number is 0 otherwise.
 struct CallSite {
     std::string name;
     std::uint64_t number = 0;
@@ -62,7 +62,7 @@ struct CallSite {
 // " (aclrtMalloc, call 3, program+0x1a2b in main)"; "" where calls were not counted.
 FUSION_SHARED std::string in_brackets(const CallSite &site);
 
-// One call of a program's, by name, number and place. Numbers are counted in the checked mode alone, and begin at 1.
+// One call by a program: name, number and place. Only the checked mode counts calls, from 1.
 struct FUSION_SHARED Call {
     Call(const char *name, const void *caller) noexcept;
 
@@ -70,20 +70,20 @@ struct FUSION_SHARED Call {
     const void *caller;
     std::uint64_t number;
 
-    // What outlives the call.
+    // Returns a copy that remains valid after the call.
     CallSite site() const { return number == 0 ? CallSite{} : CallSite{name, number, caller}; }
-    // The call fails: keeps "name: text" as this thread's recent message; in the checked mode also a line on stderr.
+    // Reports a failure: "name: text" becomes this thread's recent message; the checked mode also prints it to stderr.
     int fail(int code, const std::string &text) const noexcept;
-    // The call does what the chip would do, but the program is wrong: as fail(), where the mode is checked.
+    // Reports an error of the program that the chip would not detect: as fail(), but only in the checked mode.
     void defect(const std::string &text) const noexcept;
 };
 
-// Whether defects are looked for: what costs time asks first.
+// True in the checked mode; expensive checks test it first.
 FUSION_SHARED bool checked() noexcept;
-// Keeps a text as this thread's recent message as it is.
+// Stores a text as this thread's recent message.
 FUSION_SHARED void note(const std::string &text) noexcept;
 
-// Runs the body of a C function; what it throws becomes a code.
+// Runs the body of a C function and converts exceptions to codes.
 template <class Body>
 int coded(const char *name, const void *caller, Body body, int no_memory = rt_memory_allocation) noexcept {
     const Call call(name, caller);
@@ -99,7 +99,7 @@ int coded(const char *name, const void *caller, Body body, int no_memory = rt_me
     }
 }
 
-// The same of a function that returns what it makes, or null.
+// Does the same for a function that returns a new handle, or null.
 template <class Body>
 void *made(const char *name, const void *caller, Body body) noexcept {
     void *handle = nullptr;

@@ -11,7 +11,7 @@ namespace fusion::capi {
 namespace {
 
 constexpr const char *section = "fusion_attention";
-constexpr std::size_t largest = 10 << 20;  // bytes, CANN's own limit
+constexpr std::size_t largest = 10 << 20;  // bytes; CANN has the same limit
 
 std::string contents(const std::string &path) {
     struct statx about{};  // stat() is another function in every few versions of glibc
@@ -32,7 +32,7 @@ std::string contents(const std::string &path) {
     return text;
 }
 
-// One setting, from the file or the environment; `from` says which.
+// Applies one setting from the file or the environment, which `from` names.
 void apply(Configuration &found, const std::string &name, const std::string &value, const std::string &from) {
     const auto refuse = [&](int code, const std::string &expected) {
         throw Refusal(code, from + ": expected " + expected + ", got '" + value + "'");
@@ -44,7 +44,7 @@ void apply(Configuration &found, const std::string &name, const std::string &val
         }
         found.settings.device = value;
     } else if (name == "backend") {
-        found.settings.backend = value;  // Python knows which there are
+        found.settings.backend = value;  // Python checks it
     } else if (name == "memory") {
         if (value != "host" && value != "torch") refuse(invalid_file_attribute, "host or torch");
         found.functions = value == "torch";
@@ -79,7 +79,7 @@ void apply_file(Configuration &found, const std::string &path) {
     }
     const std::string shown = "configPath: '" + path + "'";
     if (file.type != Json::Type::object) throw Refusal(parse_file, shown + ": expected {...}");
-    const Json *ours = file.at(section);  // what else stands there is for the chip
+    const Json *ours = file.at(section);  // other sections are for the chip
     if (ours == nullptr) return;
     if (ours->type != Json::Type::object) {
         throw Refusal(invalid_file_attribute, shown + ": " + section + ": expected {...}");
@@ -91,7 +91,7 @@ void apply_file(Configuration &found, const std::string &path) {
 
 Configuration configuration_of(const char *path) {
     Configuration found;
-    if (path != nullptr && *path != 0) apply_file(found, path);  // CANN takes "" for none, and programs give it
+    if (path != nullptr && *path != 0) apply_file(found, path);  // CANN treats "" as no file, and programs pass it
     for (const char *name : {"device", "backend", "memory", "checked"}) {
         std::string variable = "FUSION_ATTENTION_";
         for (const char *letter = name; *letter != 0; ++letter) variable += static_cast<char>(*letter - 32);

@@ -12,16 +12,16 @@ namespace {
 enum Copy : int { host_to_host, host_to_device, device_to_host, device_to_device, by_addresses };
 constexpr const char *kinds[] = {"ACL_MEMCPY_HOST_TO_HOST", "ACL_MEMCPY_HOST_TO_DEVICE", "ACL_MEMCPY_DEVICE_TO_HOST",
                                  "ACL_MEMCPY_DEVICE_TO_DEVICE", "ACL_MEMCPY_DEFAULT"};
-// Newer names of three of them, which say who buffers and where devices lie.
+// Newer names of three kinds, which specify buffering and the positions of devices.
 constexpr int newer[] = {host_to_device, device_to_device, device_to_device};
-// No address of a program lies beyond.
+// All addresses of a program are below.
 constexpr std::uintptr_t last_address = ~std::uintptr_t{0} >> 8;
 
 std::string bytes(std::size_t count) { return std::to_string(count) + " bytes"; }
 
-// One end of a copy: `count` bytes at an address, held while they are copied.
+// The source or target of a copy: `count` bytes at an address; keeps them allocated during the copy.
 struct End {
-    std::shared_ptr<Allocation> memory;  // null: the program's own, of which nothing is known
+    std::shared_ptr<Allocation> memory;  // null: memory of the program, whose size is unknown
     char *address = nullptr;
     std::size_t first = 0;  // byte of the allocation
 
@@ -44,7 +44,7 @@ struct End {
     bool on_device() const { return memory != nullptr && !memory->host; }
 };
 
-// What copies() of a kind must be; refused otherwise, and no byte is copied.
+// Checks the memory of a copy for its kind before any byte is copied.
 void need_kind(int kind, const End &source, const End &target) {
     const int given = (source.on_device() ? 2 : 0) + (target.on_device() ? 1 : 0);
     if (kind == by_addresses || kind == given) return;
@@ -55,8 +55,8 @@ void need_kind(int kind, const End &source, const End &target) {
                                         kinds[kind] + " says, got " + described(end.address));
 }
 
-// What tensors say about bytes that the host copies from or to their place: twice or half as many are the most common
-// mistake there is, a host type that is not the tensor's.
+// Compares the bytes of a copy with the tensor at that address. The most common error is twice or half as many bytes,
+// because the host's type differs from the tensor's.
 void compare_with_traces(const char *param, const End &end, std::size_t count, const Call &call) {
     const std::lock_guard<std::mutex> lock(end.memory->mutex);
     const auto found = end.memory->traces.find({end.first, true});
@@ -182,7 +182,7 @@ std::size_t grain_of(int policy) {
     if (policy < 0 || policy > 0x7fff) {
         throw Refusal(invalid_param, "policy: expected an aclrtMemMallocPolicy, got " + std::to_string(policy));
     }
-    // Of the first six, each third asks for no huge page; further bits say what memory shall be used for.
+    // Of the first six, every third requests no huge pages; further bits state the memory's purpose.
     const int kind = policy & 0xff;
     return kind == 2 || kind == 5 ? small_page : huge_page;
 }

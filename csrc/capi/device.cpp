@@ -1,4 +1,4 @@
-// Memory that torch allocates, for libascendcl: its table of functions, each a method of Python's DeviceMemory.
+// Memory that torch allocates: a table of functions for libascendcl, each of which calls Python's DeviceMemory.
 #include <cstdio>
 #include <initializer_list>
 
@@ -8,11 +8,11 @@
 namespace fusion::capi {
 namespace {
 
-// Of the process, whose runtime has one device at a time: what the table's functions call. Replaced, never taken back.
+// The object that the table's functions call; global, because the runtime has one device at a time. Never released.
 PyObject *device_memory = nullptr;
 thread_local std::string last_error;
 
-// A method with numbers as arguments and as its answer; false, and last_error, where it fails.
+// Calls a method with numbers as arguments and result; on failure returns false and sets last_error.
 bool ask(const char *method, std::initializer_list<unsigned long long> numbers, unsigned long long &answer) noexcept {
     try {
         const Python &py = python();
@@ -84,7 +84,7 @@ FUSION_C bool fusion_attention_device_functions(const char *device, DeviceFuncti
             py.PyUnicode_DecodeUTF8(device, static_cast<std::ptrdiff_t>(std::string(device).size()), "replace"));
         PyObject *const made = py.PyObject_CallObject(entry().memory, arguments.get());
         if (made) {
-            device_memory = made;  // The one before stays: memory of it may still be given back.
+            device_memory = made;  // The previous one remains, because its memory may still be freed.
             *functions = {allocate, release, copy, set, synchronize, total, error};
             return true;
         }

@@ -21,7 +21,7 @@ inline constexpr Dtype dtypes[] = {
     {39, "ACL_FLOAT6_E2M3", 6}, {40, "ACL_FLOAT4_E2M1", 4},   {41, "ACL_FLOAT4_E1M2", 4},
 };
 
-// Null for a number that CANN does not have.
+// Returns null for a number that CANN does not define.
 constexpr const Dtype *dtype_of(int number) {
     for (const Dtype &one : dtypes) {
         if (one.number == number) return &one;

@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <mutex>
+#include <string_view>
 #include <vector>
 
 #include "capi/exchange.h"
@@ -14,9 +15,9 @@
 namespace fusion::capi {
 namespace {
 
-constexpr std::size_t text_limit = 256;  // of a string argument: longer than any word that an operator knows
+constexpr std::size_t text_limit = 256;  // of a string argument; longer than every valid word
 
-// Memory that reads as zeros and costs none, for tensors whose address comes after phase 1.
+// Reserved addresses that read as zeros, for tensors whose memory the program sets after phase 1.
 class Placeholder {
 public:
     explicit Placeholder(std::size_t size) : size_(size) {
@@ -34,10 +35,10 @@ private:
     std::size_t size_;
 };
 
-// A tensor of a call, and what keeps its memory while the call looks at it.
+// A tensor of a call; keeps its memory allocated during the call.
 struct Held {
     std::shared_ptr<const Tensor> tensor;
-    std::shared_ptr<Allocation> memory;  // null where none is needed, or given yet
+    std::shared_ptr<Allocation> memory;  // null where none is necessary, or not yet set
     std::size_t end;                     // bytes from its address to behind its last element
     std::size_t begin;                   // bytes from its address to its first element
 
@@ -74,7 +75,7 @@ std::shared_ptr<const Settings> initialized() {
     return found;
 }
 
-// A live tensor inside memory that was not freed. gone: the code where it is not there (any more).
+// Returns a live tensor in allocated memory. gone: the error code where the tensor or its memory does not exist.
 Held hold(Handle handle, const std::string &param, int gone) {
     const auto tensor = need<Tensor>(handle, param.c_str(), nn_null, gone);
     const Span span = span_of(*tensor, param.c_str());
@@ -91,11 +92,11 @@ Held hold(Handle handle, const std::string &param, int gone) {
     return found;
 }
 
-// The tensors of one argument: one, those of a list, or none.
-std::vector<Handle> tensors_of(const Value &value, const char *param) {
+// Returns the tensors of one argument: one, those of a list, or none.
+std::vector<Handle> tensors_of(const Value &value, const std::string &param) {
     if (value.handle == nullptr) return {};
     if (value.kind == Value::Kind::tensor) return {value.handle};
-    if (value.kind == Value::Kind::tensor_list) return need<TensorList>(value.handle, param)->tensors;
+    if (value.kind == Value::Kind::tensor_list) return need<TensorList>(value.handle, param.c_str())->tensors;
     return {};
 }
 
@@ -103,8 +104,8 @@ bool has_tensors(const Value &value) {
     return value.kind == Value::Kind::tensor || value.kind == Value::Kind::tensor_list;
 }
 
-std::string named(const char *param, const Value &value, std::size_t member) {
-    return value.kind == Value::Kind::tensor ? param : std::string(param) + "[" + std::to_string(member) + "]";
+std::string named(const std::string &param, const Value &value, std::size_t member) {
+    return value.kind == Value::Kind::tensor ? param : param + "[" + std::to_string(member) + "]";
 }
 
 PyObject *text_of(const Python &py, const std::string &text) {
@@ -113,17 +114,17 @@ PyObject *text_of(const Python &py, const std::string &text) {
 
 // ------------------------------------------------------------------------------------------------------------ phase 1
 
-// A call on its way to Python: what its handles stand for, held until it is planned.
+// A call before its plan exists; keeps the objects of its handles alive until Python has planned it.
 class Request {
 public:
-    Request(const Operator &op, const Value *values, const Settings &settings)
+    Request(const Operator &op, std::span<const Value> values, const Settings &settings)
         : op_(op), values_(values), settings_(settings), planned_(std::make_shared<Planned>()) {
         planned_->op = &op;
         planned_->operation = op.name;
-        for (std::size_t i = 0; i < op.count; ++i) hold_argument(i);
+        for (std::size_t i = 0; i < values.size(); ++i) hold_argument(i);
     }
 
-    // Asks Python; under its lock.
+    // Plans the call in Python, under its lock.
     void plan(const Python &py, std::uint64_t &workspace_size) {
         const Reference arguments(py, py.PyTuple_New(4));
         py.PyTuple_SetItem(arguments.get(), 0, text_of(py, op_.name));
@@ -139,7 +140,7 @@ public:
 
     const std::shared_ptr<Planned> &planned() const { return planned_; }
 
-    // Throws what an answer (code, text, ...) says is wrong.
+    // Throws the error of a result (code, text, ...).
     static void refuse(const Python &py, PyObject *answer) {
         if (!answer) throw Refusal(nn_inner, exception_text(py));
         const auto code = py.PyLong_AsUnsignedLongLong(py.PyTuple_GetItem(answer, 0));
@@ -152,10 +153,10 @@ public:
 private:
     void hold_argument(std::size_t i) {
         const Value &value = values_[i];
-        const char *const param = op_.parameters[i];
         if (value.kind == Value::Kind::int_array && value.handle != nullptr)
-            arrays_.push_back(need<IntArray>(value.handle, param));
+            arrays_.push_back(need<IntArray>(value.handle, op_.parameter(i).c_str()));
         if (!has_tensors(value)) return;
+        const std::string param = op_.parameter(i);
         (op_.outputs >> i & 1 ? planned_->outputs : planned_->inputs).push_back(value.handle);
         std::size_t member = 0;
         for (const Handle handle : tensors_of(value, param)) {
@@ -165,8 +166,8 @@ private:
     }
 
     PyObject *packed(const Python &py) {
-        PyObject *const all = py.PyTuple_New(static_cast<std::ptrdiff_t>(op_.count));
-        for (std::size_t i = 0; i < op_.count; ++i)
+        PyObject *const all = py.PyTuple_New(static_cast<std::ptrdiff_t>(values_.size()));
+        for (std::size_t i = 0; i < values_.size(); ++i)
             py.PyTuple_SetItem(all, static_cast<std::ptrdiff_t>(i), object_of(py, i));
         return all;
     }
@@ -206,7 +207,7 @@ private:
     }
 
     const Operator &op_;
-    const Value *values_;
+    std::span<const Value> values_;
     const Settings &settings_;
     std::shared_ptr<Planned> planned_;
     std::vector<Held> held_;  // as planned_->places
@@ -227,7 +228,7 @@ std::shared_ptr<Planned> planned_of(const Operator &op, Handle handle) {
     return found;
 }
 
-// The workspace, held; null where none is needed.
+// Returns the workspace and keeps it allocated; null where none is necessary.
 std::shared_ptr<Allocation> check_workspace(const Planned &planned, void *workspace, std::uint64_t size,
                                             const Call &call) {
     const std::uint64_t needed = planned.workspace;
@@ -251,7 +252,7 @@ std::shared_ptr<Allocation> check_workspace(const Planned &planned, void *worksp
     return memory;
 }
 
-// One run: everything checked, its memory held while it lasts.
+// One run: checks all arguments and keeps their memory allocated during the run.
 class Run {
 public:
     Run(const Operator &op, Planned &planned) : op_(op), planned_(planned) {
@@ -263,7 +264,7 @@ public:
         }
     }
 
-    // Tells Python what lies elsewhere by now, and runs; under its lock.
+    // Passes changed addresses to Python and runs, under its lock.
     void operator()(const Python &py, const Settings &settings) {
         const Reference arguments(py, py.PyTuple_New(2));
         py.Py_IncRef(planned_.job);
@@ -275,7 +276,7 @@ public:
 
 private:
     std::string name(const Place &place) const {
-        const std::string param = op_.parameters[place.position];
+        const std::string param = op_.parameter(place.position);
         return place.member ? param + "[" + std::to_string(place.member) + "]" : param;
     }
 
@@ -302,9 +303,9 @@ private:
     std::vector<Held> held_;
 };
 
-// This executor's turn. Who waits for it must not hold Python's lock, which the one that runs needs.
+// Locks an executor. Threads must not wait with Python's lock, which the running thread requires.
 std::unique_lock<std::mutex> turn(const Python &py, std::mutex &mutex) {
-    // Asked of the mutex first (try_to_lock) would cost less, and a glibc of 2.34.
+    // try_to_lock() before this would be faster, but requires glibc 2.34.
     void *const state = py.PyGILState_Check() ? py.PyEval_SaveThread() : nullptr;
     std::unique_lock<std::mutex> lock(mutex);
     if (state) py.PyEval_RestoreThread(state);
@@ -313,8 +314,14 @@ std::unique_lock<std::mutex> turn(const Python &py, std::mutex &mutex) {
 
 }  // namespace
 
-aclnnStatus plan(const Operator &op, const Value *values, std::uint64_t *workspace_size, aclOpExecutor **executor,
-                 const void *caller) noexcept {
+std::string Operator::parameter(std::size_t i) const {
+    std::string_view rest = parameters;
+    for (; i > 0; --i) rest.remove_prefix(rest.find(',') + 2);
+    return std::string(rest.substr(0, rest.find(',')));
+}
+
+aclnnStatus plan(const Operator &op, std::span<const Value> values, std::uint64_t *workspace_size,
+                 aclOpExecutor **executor, const void *caller) noexcept {
     const std::string name = std::string(op.name) + "GetWorkspaceSize";
     if (workspace_size) *workspace_size = 0;
     if (executor) *executor = nullptr;
@@ -358,7 +365,7 @@ aclnnStatus run(const Operator &op, void *workspace, std::uint64_t workspace_siz
                 const Locked locked(py);
                 job(py, *now);
             } catch (...) {
-                if (!planned->repeatable) planned->used = false;  // Nothing was written: it may be run when corrected.
+                if (!planned->repeatable) planned->used = false;  // Nothing was written: the program may try again.
                 throw;
             }
             if (!planned->repeatable) remove(executor, Kind::executor);

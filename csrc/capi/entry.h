@@ -1,16 +1,18 @@
-// How operators.inc calls an operator: one plan() and one run() for all of them. The C functions pack their arguments
-// in the order of their parameters; which C type an argument has says what kind of value it is.
+// The two functions that implement the C functions of all operators: plan() and run(). The C functions pack arguments
+// in the order of their parameters; the C type of an argument determines the kind of its value.
 
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
+#include <string>
 
 #include "aclnn/aclnn_base.h"
 
 namespace fusion::capi {
 
-// One argument, as its C function got it: nothing is followed or checked yet.
+// One unchecked argument of a C function.
 struct Value {
     enum class Kind : std::uint8_t { tensor, tensor_list, int_array, integer, number, flag, text };
 
@@ -32,19 +34,20 @@ struct Value {
     };
 };
 
-// What the library knows of an operator without Python; everything else its record says.
+// The properties of an operator that the library requires without Python; its record contains all others.
 struct Operator {
-    const char *name;               // of its second phase: "aclnnFlashAttentionScore"
-    const char *const *parameters;  // CANN's names, in its order
-    std::size_t count;
-    std::uint64_t outputs;  // bit i: parameter i is written
+    const char *name;        // of its second phase: "aclnnFlashAttentionScore"
+    const char *parameters;  // CANN's names in its order: "query, key, value"
+    std::uint64_t outputs;   // bit i: parameter i is written
+
+    std::string parameter(std::size_t i) const;
 };
 
-// aclnnXxxGetWorkspaceSize. values: one for each parameter; caller: who called the C function that asks.
-aclnnStatus plan(const Operator &op, const Value *values, std::uint64_t *workspace_size, aclOpExecutor **executor,
-                 const void *caller = __builtin_return_address(0)) noexcept;
+// Implements aclnnXxxGetWorkspaceSize. values: one for each parameter; caller: return address of the C function.
+aclnnStatus plan(const Operator &op, std::span<const Value> values, std::uint64_t *workspace_size,
+                 aclOpExecutor **executor, const void *caller = __builtin_return_address(0)) noexcept;
 
-// aclnnXxx.
+// Implements aclnnXxx.
 aclnnStatus run(const Operator &op, void *workspace, std::uint64_t workspace_size, aclOpExecutor *executor,
                 aclrtStream stream, const void *caller = __builtin_return_address(0)) noexcept;
 

@@ -24,8 +24,8 @@ constexpr const char *capsule_name = "dltensor";
 enum : std::uint8_t { dl_int, dl_uint, dl_float, dl_bfloat = 4, dl_complex, dl_bool };
 enum : std::int32_t { dl_cpu = 1, dl_cuda = 2 };
 
-// aclDataType: how DLPack says it; bits 0: torch has no such type. Types of 8 bits that torch learned late travel as
-// plain bytes, and entry.py says what they are.
+// The DLPack type of each aclDataType; bits 0: torch has no such type. Recent types of 8 bits are passed as plain
+// bytes, and entry.py restores their type.
 struct Type {
     int number;
     std::uint8_t code, bits;
@@ -47,7 +47,7 @@ Type type_of(int number) {
 
 void delete_tensor(DLManagedTensor *tensor) { std::free(tensor); }
 
-// A result that is not read is deleted with its capsule; the reader renames those that it takes.
+// Deletes a tensor whose capsule was not read; readers rename the capsules that they consume.
 void delete_capsule(PyObject *capsule) {
     const Python *const py = running_python();
     if (py && py->PyCapsule_IsValid(capsule, capsule_name))

@@ -1,4 +1,4 @@
-// A call's arguments as Python objects: what fusion_attention.capi.entry reads. All of it under Python's lock.
+// Converts a call's arguments to Python objects for fusion_attention.capi.entry; requires Python's lock.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// The C functions for executors (libnnopbase): their life, and where their tensors lie.
+// The C functions for executors (libnnopbase): creation, destruction, and addresses of their tensors.
 #include "aclnn/acl_meta.h"
 #include "capi/executors.h"
 
@@ -14,7 +14,7 @@ std::shared_ptr<const Executor> live(Handle executor) {
     throw Refusal(ended(executor, Kind::executor) ? nn_runtime : nn_invalid, got);
 }
 
-// What phase 1 was given at an index, which counts absent ones too.
+// Returns the argument of phase 1 at an index, which also counts absent arguments.
 Handle slot(const Executor &of, std::size_t index, Side side, const char *param) {
     std::vector<Handle> slots;
     if (side != Side::outputs) slots = of.inputs;
@@ -93,7 +93,7 @@ FUSION_C aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor *executor) {
     });
 }
 
-// CANN has every one of these under two spellings.
+// CANN defines each of these functions with two spellings.
 #define FUSION_SET_TENSOR(NAME, SIDE)                                                                            \
     FUSION_C aclnnStatus NAME(aclOpExecutor *executor, const std::size_t index, aclTensor *tensor, void *addr) { \
         return set_tensor(#NAME, FUSION_CALLER, {executor, index, addr, SIDE}, tensor);                          \

@@ -1,11 +1,11 @@
-// What libnnopbase's functions for tensors and those for executors share.
+// Declarations for the functions of tensors and executors in libnnopbase.
 #pragma once
 
 #include "capi/handles.h"
 
 namespace fusion::capi {
 
-// Lays a tensor over other memory; refused, and nothing changed, where that does not hold it.
+// Sets a tensor's address; throws and changes nothing if the memory there is too small.
 void move(Handle tensor, void *data, const Call &call, const char *param = "tensor");
 
 }  // namespace fusion::capi

@@ -1,4 +1,4 @@
-// The C functions that know things and do nothing.
+// The C functions that return constants and conversions.
 #include <bit>
 #include <cmath>
 
@@ -35,7 +35,7 @@ FUSION_C float aclFloat16ToFloat(aclFloat16 value) {
     return (value & 0x8000) != 0 ? -found : found;
 }
 
-// To the nearest, ties to even; beyond the largest infinity.
+// Rounds to nearest, ties to even; values beyond the largest become infinity.
 FUSION_C aclFloat16 aclFloatToFloat16(float value) {
     const auto bits = std::bit_cast<std::uint32_t>(value);
     const auto sign = static_cast<aclFloat16>(bits >> 16 & 0x8000);

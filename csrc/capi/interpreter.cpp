@@ -18,7 +18,7 @@ namespace {
 
 constexpr const char *variable = "FUSION_ATTENTION_PYTHON";
 
-// What is known of an interpreter only to itself. Isolated: the program's folder must not hide modules.
+// Queries an interpreter for its paths, in isolated mode so that the program's folder cannot hide modules.
 constexpr const char *question = R"(
 import os, sys, sysconfig
 var = sysconfig.get_config_var
@@ -56,7 +56,7 @@ std::string program() {
     if (const char *const told = getenv(variable); told && *told) return told;
     Dl_info here;
     if (dladdr(reinterpret_cast<const void *>(&program), &here) && here.dli_fname) {
-        // As it was opened first: an environment may hold links to a tree elsewhere.
+        // The unresolved path comes first: an environment may contain links to another tree.
         if (std::string found = environment_of(here.dli_fname); !found.empty()) return found;
         char real[PATH_MAX];
         if (realpath(here.dli_fname, real)) {
@@ -66,7 +66,7 @@ std::string program() {
     return "python3";
 }
 
-// What a program prints; "" where it does not run.
+// Returns a program's output; "" if it does not run.
 std::string output_of(const std::string &program, const char *text) {
     int ends[2];
     if (pipe2(ends, O_CLOEXEC) != 0) return "";
@@ -89,7 +89,7 @@ std::string output_of(const std::string &program, const char *text) {
         if (got == 0 || (got < 0 && errno != EINTR)) break;
     }
     close(ends[0]);
-    // The program may have waited for it already, whatever its children are: the message counts, not how it ended.
+    // The program may already have waited for its child processes, so the output counts, not the exit status.
     while (!failed && waitpid(child, nullptr, 0) < 0 && errno == EINTR) {
     }
     return said;

@@ -1,4 +1,4 @@
-// Which Python this library belongs to.
+// Finds the Python of this library.
 #pragma once
 
 #include <string>
@@ -7,9 +7,9 @@
 namespace fusion::capi {
 
 struct Interpreter {
-    std::string program;                 // its own file: a virtual environment is found from there
+    std::string program;                 // its executable, from which Python finds a virtual environment
     std::string name;                    // "libpython3.11.so.1.0"
-    std::vector<std::string> libraries;  // files of that name, the likeliest first; none: it has no shared library
+    std::vector<std::string> libraries;  // candidate files of that name, most likely first; empty: no shared library
 };
 
 // FUSION_ATTENTION_PYTHON, or the environment that this library lies in, or a source tree's .venv, or python3 of PATH.

@@ -19,7 +19,7 @@ public:
     }
 
 private:
-    // CANN's own limit is 10; far enough from the end of the stack.
+    // CANN's limit is 10; this is far from the end of the stack.
     static constexpr int deepest = 64;
 
     [[noreturn]] void fail(const std::string &expected) const {
@@ -110,7 +110,7 @@ private:
         return text;
     }
 
-    // UTF-8 of \uXXXX, or of two that are the halves of one character.
+    // Returns the UTF-8 of \uXXXX, or of a surrogate pair.
     std::string character() {
         unsigned code = unit();
         if (code >= 0xD800 && code < 0xE000) {

@@ -1,4 +1,4 @@
-// JSON as configuration files have it: a reader for what aclInit() is given.
+// A JSON parser for the configuration files of aclInit().
 #pragma once
 
 #include <string>
@@ -15,7 +15,7 @@ struct Json {
     struct Member;
     std::vector<Member> members;  // of an object; of an array without names
 
-    // The member of that name (the last, as everywhere); null: none.
+    // Returns the last member of that name; null if there is none.
     const Json *at(const std::string &name) const;
 };
 
@@ -24,7 +24,7 @@ struct Json::Member {
     Json value;
 };
 
-// Throws std::runtime_error, which says what is wrong at which line.
+// Throws std::runtime_error with the error and its line.
 Json json_of(const std::string &text);
 
 }  // namespace fusion::capi

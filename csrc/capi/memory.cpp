@@ -12,9 +12,9 @@
 namespace fusion::capi {
 namespace {
 
-// From here on huge pages pay; below, their zeros would cost more than they save.
+// The smallest size for huge pages; below, clearing them costs more than they save.
 constexpr std::size_t worth_huge_pages = std::size_t{1} << 20;
-// Of the checked mode: as many freed allocations are remembered, and their addresses not used again.
+// In the checked mode, the number of freed allocations whose addresses are not reused.
 constexpr std::size_t remembered = 1024;
 
 struct Memory {
@@ -30,7 +30,7 @@ Memory &memory() {
 }
 
 void *from_system(std::size_t size, bool aligned) {
-    // One huge page more than asked for, so that the memory can begin at one.
+    // One huge page more than requested, so that the memory can be aligned to one.
     const std::size_t capacity = aligned ? size + huge_page : size;
     void *found = mmap(nullptr, capacity, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (found == MAP_FAILED) return nullptr;
@@ -136,7 +136,7 @@ void release(const void *address, bool host, const char *maker, const Call &call
     }
     found->alive = false;
     if (call.number == 0 || found->functions != nullptr) return;
-    // These addresses are not used again for a while: a late use is found, not mistaken for another allocation's.
+    // These addresses are not reused for a while, so that a use after free is detected.
     found->freed = call.site();
     madvise(found->address, found->granted, MADV_DONTNEED);
     const std::lock_guard<std::mutex> lock(all.mutex);

@@ -1,5 +1,5 @@
-// Memory that programs ask for: every allocation known by its address. Addresses that no allocation holds are refused
-// where the device's are asked for, and believed where the host's are.
+// The registry of the memory that programs allocate. Addresses outside all allocations are errors
+// for device memory, and accepted for host memory.
 #pragma once
 
 #include <atomic>
@@ -15,10 +15,10 @@
 
 namespace fusion::capi {
 
-// How a device has its memory. Without one (device "cpu") the host's own is the device's.
-// Functions return 0, or another number where they fail; then error() is the text, until this thread calls again.
+// The memory functions of a device. Without them (device "cpu"), host memory is device memory.
+// Functions return 0, or another number on failure; then error() returns the text until this thread's next call.
 struct DeviceFunctions {
-    void *(*allocate)(std::size_t size);  // null where there is none left
+    void *(*allocate)(std::size_t size);  // null if there is no memory
     int (*release)(void *address);
     int (*copy)(void *target, const void *source, std::size_t count, int kind);  // kind: aclrtMemcpyKind, 0 to 3
     int (*set)(void *address, int value, std::size_t count);
@@ -27,15 +27,15 @@ struct DeviceFunctions {
     const char *(*error)();
 };
 
-// What libopapi exports for libascendcl, which opens it (from its own folder) where the device is not "cpu", or where
-// the configuration says "memory": "torch". Fills the table; false, and a text, where there is no such device.
+// Exported by libopapi for libascendcl, which opens it from the same folder if the device is not "cpu", or if
+// the configuration has "memory": "torch". Fills the table; returns false and a text if there is no such device.
 using DeviceFunctionsOf = bool (*)(const char *device, DeviceFunctions *functions, char *text, std::size_t size);
 inline constexpr const char *device_functions_of = "fusion_attention_device_functions";
 
-// What the checked mode remembers of a place inside an allocation.
+// The last use of a range of an allocation, in the checked mode.
 struct Trace {
     std::size_t begin, end;  // bytes
-    int dtype;               // of a tensor that was laid there; -1: the host's data were copied there
+    int dtype;               // of a tensor with this address; -1: data of the host were copied there
     CallSite made;
 };
 
@@ -50,20 +50,20 @@ struct Allocation {
     std::size_t asked;    // by the program
     std::size_t granted;  // as the chip would: whole pages
     bool host;
-    std::atomic<bool> alive = true;  // not freed; holders of this may still read the memory
+    std::atomic<bool> alive = true;  // false once freed; owners of this object may still read the memory
     const DeviceFunctions *functions = nullptr;
 
     CallSite made, freed;
     std::mutex mutex;  // of traces
-    // The last of a tensor (true) and of the host's data (false) at each byte.
+    // For each byte, the last tensor (true) and the last data of the host (false).
     std::map<std::pair<std::size_t, bool>, Trace> traces;
 
     void remember(const Trace &trace) { traces[{trace.begin, trace.dtype >= 0}] = trace; }
 };
 
-// The live allocation that holds an address; null: none does.
+// Returns the live allocation that contains an address; null if none does.
 FUSION_SHARED std::shared_ptr<Allocation> allocation_of(const void *address) noexcept;
-// "an allocation of 64 bytes (aclrtMalloc, call 3)"; of an address in none: whether it was freed, and by whom.
+// Describes "an allocation of 64 bytes (aclrtMalloc, call 3)"; for other addresses, which call freed them.
 FUSION_SHARED std::string described(const void *address) noexcept;
 
 }  // namespace fusion::capi

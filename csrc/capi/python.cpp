@@ -13,7 +13,7 @@
 namespace fusion::capi {
 namespace {
 
-// Of the process, which has one Python: its functions, and what is called in it. Never taken back: threads may be in it
+// The process's Python and the functions called in it. Never unloaded, because threads may execute in it
 // until the process ends.
 Python functions;
 Entry entries;
@@ -67,7 +67,7 @@ Python functions_of(void *library) {
     return py;
 }
 
-// The library of the interpreter that this library belongs to. What it has is global: extension modules expect it.
+// Opens the library of this library's interpreter; its symbols are global, as extension modules require.
 void *opened(const Interpreter &found) {
     std::string why;
     for (const std::string &path : found.libraries) {
@@ -80,11 +80,11 @@ void *opened(const Interpreter &found) {
                                   ", as Debian and Ubuntu call the package, or an interpreter that has one)");
 }
 
-// Starts Python as its own program would, but for what belongs to the program that calls us: signals, locale, and the
+// Starts Python as its executable would, without changing the calling program's signals, locale, and the
 // variables of its environment, which may be meant for another Python.
 void start(const Python &py, void *library, const std::string &program) {
     if (int *const ignores = static_cast<int *>(dlsym(library, "Py_IgnoreEnvironmentFlag"))) *ignores = 1;
-    wchar_t *const name = py.Py_DecodeLocale(program.c_str(), nullptr);  // kept: Python refers to it as long as it runs
+    wchar_t *const name = py.Py_DecodeLocale(program.c_str(), nullptr);  // never freed: Python uses it until it ends
     if (!name) throw Refusal(nn_runtime, "Python: its path cannot be decoded: " + program);
     const char *const before = std::setlocale(LC_CTYPE, nullptr);
     const std::string locale = before ? before : "C";
@@ -98,7 +98,7 @@ void start(const Python &py, void *library, const std::string &program) {
     std::setlocale(LC_CTYPE, locale.c_str());
 }
 
-// Python's functions; of the interpreter that runs already, else of ours, started.
+// Returns Python's functions: of a running interpreter, else of one that it starts.
 Python run_python() {
     static std::mutex starting;  // No thread holds Python's lock here: there is no Python yet.
     const std::lock_guard<std::mutex> lock(starting);
@@ -117,7 +117,7 @@ Python run_python() {
     return py;
 }
 
-// Its program, as sys has it.
+// Returns sys.executable.
 std::string executable(const Python &py) {
     const Reference sys(py, py.PyImport_ImportModule("sys"));
     const Reference path(py, sys.get() ? py.PyObject_GetAttrString(sys.get(), "executable") : nullptr);

@@ -1,5 +1,5 @@
-// Python inside a C program: found, started once, or joined where the process runs it already. Nothing here is linked
-// to libpython: its functions, all of the stable interface, are looked up when they are first needed.
+// Python inside a C program: starts an interpreter once, or uses the one that the process runs. Nothing here is linked
+// to libpython: its functions, all of the stable ABI, are looked up at first use.
 #pragma once
 
 #include <cstddef>
@@ -7,10 +7,10 @@
 
 namespace fusion::capi {
 
-// A Python object, by its address; Python's own header stays out.
+// A pointer to a Python object; Python's header is not included.
 struct PyObject;
 
-// Python's functions by their own names.
+// Python's functions by their names.
 struct Python {
     int (*Py_IsInitialized)();
     void (*Py_InitializeEx)(int signals);
@@ -48,19 +48,19 @@ struct Python {
     PyObject *none;
 };
 
-// What libopapi calls: functions of fusion_attention.capi.entry.
+// The functions of fusion_attention.capi.entry that libopapi calls.
 struct Entry {
     PyObject *plan, *run, *memory;
 };
 
-// The running Python; starts or joins it, and imports the package, when first asked. Throws a Refusal that says what is
+// Returns the running Python; the first call starts it if necessary and imports the package. Throws a Refusal if one is
 // missing.
 const Python &python();
-// Null where python() was never asked, or Python has ended since.
+// Returns null if python() was never called, or Python has ended.
 const Python *running_python() noexcept;
 const Entry &entry() noexcept;
 
-// This thread has Python's lock.
+// Acquires Python's lock for this thread.
 class Locked {
 public:
     explicit Locked(const Python &py) : py_(py), state_(py.PyGILState_Ensure()) {}
@@ -73,7 +73,7 @@ private:
     int state_;
 };
 
-// A reference that is given back; only under the lock.
+// Owns a reference; only under Python's lock.
 class Reference {
 public:
     Reference(const Python &py, PyObject *object) : py_(py), object_(object) {}
@@ -95,7 +95,7 @@ private:
     PyObject *object_;
 };
 
-// The pending exception as text, cleared.
+// Returns the pending exception as text and clears it.
 std::string exception_text(const Python &py);
 
 }  // namespace fusion::capi

@@ -12,8 +12,7 @@ namespace {
 
 struct Process {
     std::mutex mutex;  // of aclInit() and aclFinalize() as a whole
-    // Its own lock, held for a moment: every operator asks, some of them under Python's lock, which aclInit() may wait
-    // for.
+    // Locked only briefly: operators read the settings, some under Python's lock, for which aclInit() may wait.
     std::mutex settings_mutex;
     std::shared_ptr<const Settings> settings;
     bool finalized = false;
@@ -31,7 +30,7 @@ Process &process() {
     return made;
 }
 
-// libopapi lies beside this library: it has Python, and with it torch.
+// libopapi is in this library's folder and provides Python and torch.
 void fill(DeviceFunctions &table, const std::string &device) {
     Dl_info own;
     const std::string path = dladdr(reinterpret_cast<void *>(&process), &own) != 0 ? own.dli_fname : "";
@@ -140,7 +139,7 @@ FUSION_C int aclInit(const char *configPath) {
 FUSION_C int aclFinalize() {
     return coded("aclFinalize", FUSION_CALLER, [&](const Call &call) {
         Process &own = process();
-        Allocations ended;  // given back last, behind the lock
+        Allocations ended;  // freed last, after the lock is released
         const std::lock_guard<std::mutex> lock(own.mutex);
         if (!own.running) {
             throw Refusal(own.finalized ? repeat_finalize : uninitialized, "called twice, or before aclInit()");
@@ -162,7 +161,7 @@ int begin_operators(const char *path, const void *caller) noexcept {
 int end_operators(const void *caller) noexcept {
     return coded("aclnnFinalize", caller, [&](const Call &call) {
         Process &own = process();
-        Allocations ended;  // given back last, behind the lock
+        Allocations ended;  // freed last, after the lock is released
         const std::lock_guard<std::mutex> lock(own.mutex);
         if (own.running && own.by_operators) ended = end(own, call);
     });

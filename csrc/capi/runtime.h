@@ -1,4 +1,4 @@
-// The process's runtime, within libascendcl: what aclInit() decided and what goes on until aclFinalize().
+// The process's runtime, within libascendcl: the settings of aclInit() and the state until aclFinalize().
 // It must be global: CANN's C interface names no runtime. It is never destroyed: programs' threads may outlive main().
 #pragma once
 
@@ -17,24 +17,24 @@ namespace fusion::capi {
 
 inline constexpr int device_count = 8;
 
-// The number of this call, from 1.
+// Returns the number of this call, from 1.
 std::uint64_t next_call() noexcept;
-// Whether a defect ends the process ("checked": "abort").
+// True if a defect ends the process ("checked": "abort").
 bool aborts() noexcept;
 void report(const Call &call, const std::string &text) noexcept;
 
 struct Configuration {
     Settings settings;
     bool abort = false;      // "checked": "abort"
-    bool functions = false;  // "memory": "torch": the device's memory is asked for from Python even on "cpu"
+    bool functions = false;  // "memory": "torch": Python allocates the device's memory even on "cpu"
 };
 
-// A configuration file (null or "": none), then the environment, which wins. Throws Refusal.
+// Reads a configuration file (null or "": none), then the environment, which has priority. Throws Refusal.
 Configuration configuration_of(const char *path);
 
-// Refuses before aclInit() and after aclFinalize().
+// Throws before aclInit() and after aclFinalize().
 void need_init();
-// The table of a device's memory; null: the host's own.
+// Returns the table of a device's memory functions; null: host memory.
 const DeviceFunctions *device_functions() noexcept;
 
 // A context, a stream, an event. Contexts and streams close with their device, streams with their context.
@@ -42,7 +42,7 @@ struct Context : Object {
     static constexpr Kind kind = Kind::context;
     static constexpr const char *name = "aclrtContext";
     int device = 0;
-    bool of_device = false;  // its default one, which aclrtDestroyContext() refuses
+    bool of_device = false;  // the default context, which aclrtDestroyContext() rejects
     mutable std::atomic<bool> open = true;
 };
 
@@ -58,12 +58,12 @@ struct Event : Object {
     mutable std::atomic<std::int64_t> nanoseconds = -1;  // when it was recorded; -1: not yet
 };
 
-// Refuses a thread that has no context.
+// Throws if the thread has no context.
 std::shared_ptr<const Context> need_context();
 // Closes all contexts, for aclFinalize().
 void close_contexts() noexcept;
 
-// Of the checked mode, at aclFinalize(): what was made since `first` calls and is still there, a line for each kind and
+// In the checked mode, lists at aclFinalize() the objects created since call `first` and not destroyed, by kind and
 // place in the program.
 class Leaks {
 public:
@@ -80,17 +80,17 @@ private:
 };
 void add_handles(Leaks &leaks, std::uint64_t first);
 void add_allocations(Leaks &leaks);
-// Ends the handles of streams and events: contexts end with close_contexts().
+// Destroys the handles of streams and events; close_contexts() destroys contexts.
 void close_streams() noexcept;
-// Memory of the device or the host, in whole grains; refused where there is none.
+// Allocates memory of the device or the host, rounded up to its granularity; throws if there is none.
 inline constexpr std::size_t small_page = 4096, huge_page = std::size_t{2} << 20;
 std::shared_ptr<Allocation> allocate(std::size_t asked, std::size_t grain, bool host, const Call &call);
-// Ends the allocation that begins there; refused where none of `maker`'s does.
+// Frees the allocation that begins there; throws if `maker` allocated none there.
 void release(const void *address, bool host, const char *maker, const Call &call);
-// Bytes of the device that programs hold, and that there are.
+// Return the device's allocated bytes and total bytes.
 std::size_t held_bytes() noexcept;
 std::size_t total_bytes();
-// Ends all allocations. The memory is freed when the result is dropped.
+// Removes all allocations; destroying the result frees the memory.
 using Allocations = std::vector<std::shared_ptr<Allocation>>;
 Allocations take_all();
 

@@ -1,4 +1,4 @@
-// The C functions for devices, contexts, streams and events. Streams are synchronous: what is given to one is done when
+// The C functions for devices, contexts, streams and events. Streams are synchronous: work is complete when
 // the call returns.
 #include <chrono>
 #include <vector>
@@ -11,7 +11,7 @@ namespace {
 
 using std::to_string;
 
-// The contexts of every device in use, its default one first; behind handles, which their threads hold too.
+// The contexts of every device in use, default contexts first; threads refer to them too.
 struct Devices {
     std::mutex mutex;
     std::vector<Handle> contexts[device_count];
@@ -22,7 +22,7 @@ Devices &devices() {
     return made;
 }
 
-// A thread has one context at a time, as in CANN; a thread that was just begun has none.
+// A thread has one context at a time, as in CANN; a new thread has none.
 thread_local Handle current = nullptr;
 
 void need_device(int device) {
@@ -183,7 +183,7 @@ FUSION_C int aclrtGetDeviceCount(std::uint32_t *count) {
 FUSION_C int aclrtGetRunMode(aclrtRunMode *runMode) {
     return coded("aclrtGetRunMode", FUSION_CALLER, [&](const Call &) {
         need_init();
-        *need_place(runMode, "runMode") = ACL_HOST;  // host and device memory are two things, also where they are not
+        *need_place(runMode, "runMode") = ACL_HOST;  // distinct in the interface, even on "cpu"
     });
 }
 
@@ -356,7 +356,7 @@ FUSION_C int aclrtQueryEventStatus(void *event, aclrtEventRecordedStatus *status
                  ACL_EVENT_RECORDED_STATUS_NOT_READY);
 }
 
-// A wait for it ends at once: streams are synchronous.
+// Waiting returns immediately, because streams are synchronous.
 FUSION_C int aclrtQueryEventWaitStatus(void *event, aclrtEventWaitStatus *status) {
     return query("aclrtQueryEventWaitStatus", FUSION_CALLER, event, status, ACL_EVENT_WAIT_STATUS_COMPLETE,
                  ACL_EVENT_WAIT_STATUS_COMPLETE);

@@ -1,4 +1,4 @@
-// The C functions for what operators take: tensors, lists, scalars, arrays (libnnopbase).
+// The C functions for arguments of operators: tensors, lists, scalars, arrays (libnnopbase).
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -16,7 +16,7 @@ constexpr std::uint64_t most_dims = 25;                        // CANN's own lim
 constexpr std::uint64_t most_values = std::uint64_t{1} << 40;  // of an array; beyond any memory
 constexpr int formats[] = {-1, 0, 1, 2, 3, 4, 12, 16, 27, 29, 30, 32, 33, 35, 47, 50, 51};
 
-// What aclCreateTensor() and aclInitTensor() take.
+// The arguments of aclCreateTensor() and aclInitTensor().
 struct Request {
     const std::int64_t *dims;
     std::uint64_t dims_count;
@@ -43,7 +43,7 @@ std::vector<std::int64_t> sizes(const std::int64_t *values, std::uint64_t count,
     return found;
 }
 
-// Elements from the first of a window to the one behind its last; 0: it has none.
+// Returns the elements from the first of a view to the end of its last; 0 for an empty view.
 std::int64_t reach(const std::vector<std::int64_t> &dims, const std::vector<std::int64_t> &strides) {
     std::int64_t last = 0, all = 1;
     bool empty = false, large = false;
@@ -68,7 +68,7 @@ std::int64_t bytes_of(std::int64_t elements, int bits) {
     return all / 8 + (all % 8 != 0);
 }
 
-// Bytes from the data's address on that a tensor has: those of its storage, where that is given.
+// Returns the bytes of a tensor from its data's address: those of its storage, if given.
 struct Extent {
     std::int64_t begin, end;
 };
@@ -96,7 +96,7 @@ Extent extent_of(const Tensor &tensor) {
     return {bytes_of(tensor.offset, bits), bytes_of(stop, bits)};
 }
 
-// In the checked mode: what the program copied to the tensor's place before has as many bytes as the tensor.
+// In the checked mode, checks that the data copied to the tensor's address have as many bytes as the tensor.
 void compare_with_copies(const Tensor &tensor, Allocation &memory, std::int64_t begin, std::int64_t end,
                          const Call &call) {
     const auto first = static_cast<std::size_t>(begin), stop = static_cast<std::size_t>(end);
@@ -113,7 +113,7 @@ void compare_with_copies(const Tensor &tensor, Allocation &memory, std::int64_t 
     memory.remember({first, stop, tensor.dtype, call.site()});
 }
 
-// Lays a tensor over memory; refused where no allocation holds it.
+// Sets a tensor's memory; throws if no allocation contains it.
 void place(Tensor &tensor, void *data, const Call &call) {
     static std::atomic<std::uint64_t> versions = 0;
     tensor.version = ++versions;
@@ -189,7 +189,7 @@ void *made_array(const char *name, const void *caller, const void *values, std::
     });
 }
 
-// A list of live handles of another kind.
+// Returns a list of live handles of another kind.
 template <class List, class Member>
 void *made_list(const char *name, const void *caller, const void *const *values, std::uint64_t size,
                 std::vector<Handle> List::*members) {
@@ -205,7 +205,7 @@ void *made_list(const char *name, const void *caller, const void *const *values,
     });
 }
 
-// Ends a handle; null is none to end, as in CANN.
+// Destroys a handle; ignores null, as CANN does.
 template <class T>
 int destroy(const char *name, const void *caller, Handle handle, const char *param) {
     return coded(name, caller, [&](const Call &) {
@@ -236,14 +236,14 @@ void write(T *place, const char *param, T value) {
     *place = value;
 }
 
-// Where an answer goes, and what the program calls the place.
+// The address of a result and the name of its parameter.
 template <class T>
 struct Place {
     T *address;
     const char *param;
 };
 
-// Hands out numbers as CANN does: in an array of new[], which the program deletes.
+// Returns numbers in an array of new[], which the program deletes, as in CANN.
 int hand_out(const char *name, const void *caller, const aclTensor *tensor, Place<std::int64_t *> values,
              Place<std::uint64_t> count, std::vector<std::int64_t> Tensor::*member) {
     return coded(

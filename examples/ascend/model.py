@@ -1,4 +1,4 @@
-"""A small model with DeepSeek's sparse attention for Ascend's chips: fused functions there, plain torch elsewhere.
+"""A small model with DeepSeek's sparse attention for Ascend's chips: fused functions on them, simple torch elsewhere.
 
 Nothing in this file knows of fusion_attention: ../ascend_code.py runs it where there is no chip.
 """
@@ -16,7 +16,7 @@ if importlib.util.find_spec("torch_npu"):
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes; those of a head are the chip's."""
+    """The sizes of the model; those of a head are required by the chip."""
 
     vocabulary: int = 256
     width: int = 256
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns [B, S, N, D] by the angles of [1, S, 1, D]."""
+    """Rotates [B, S, N, D] by the angles of [1, S, 1, D]."""
     if x.device.type == "npu":
         return torch_npu.npu_rotary_mul(x, cos, sin)
     first, second = x.chunk(2, -1)
@@ -48,7 +48,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class IndexerLoss(torch.autograd.Function):
-    """The indexer's KL loss, whose gradients come with it."""
+    """The indexer's KL loss; the forward operator also returns its gradients."""
 
     @staticmethod
     def forward(ctx, query_index, key_index, weights, *rest):  # type: ignore[no-untyped-def]
@@ -66,7 +66,7 @@ class IndexerLoss(torch.autograd.Function):
 
 
 class SparseAttention(nn.Module):
-    """Attention to the keys that an indexer chooses, and the indexer's loss."""
+    """Attention to the keys that an indexer selects, and the indexer's loss."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class SparseAttention(nn.Module):
 
 
 class Model(nn.Module):
-    """One layer: bytes in; the loss of the bytes that follow, and the indexer's, out."""
+    """A model of one layer: takes bytes; returns the loss of the next bytes and the indexer's loss."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

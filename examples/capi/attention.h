@@ -1,4 +1,4 @@
-/* softmax(scale q k') v of one head in double, and its gradients: what the programs compare with. */
+/* softmax(scale q k') v of one head in double, and its gradients: the references of the programs. */
 #ifndef ATTENTION_H
 #define ATTENTION_H
 
@@ -7,7 +7,7 @@
 typedef struct {
     int rows, keys, dim;
     int row_step, key_step; /* floats from a row to the next one */
-    int causal;             /* the last row sees the last key */
+    int causal;             /* the last row attends to the last key */
     double scale;
 } Head;
 
@@ -15,7 +15,7 @@ static inline int visible(const Head *head, int row) {
     return head->causal ? row + 1 + head->keys - head->rows : head->keys;
 }
 
-/* out, and the row's maximum and sum of exponentials, which may be null. */
+/* Computes out, and each row's maximum and sum of exponentials, which may be null. */
 static inline void forward(const Head *head, const float *q, const float *k, const float *v, double *out, double *max,
                            double *sum) {
     double *p = doubles((size_t)head->keys);

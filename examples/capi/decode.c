@@ -7,7 +7,7 @@ enum { ITEMS = 2, HEADS = 8, KEY_HEADS = 2, DIM = 64, PAGE = 16, PAGES = 5, STEP
 static const int32_t TABLE[ITEMS][3] = {{4, 0, 2}, {1, 3, 0}};
 static const int64_t FILLED[ITEMS] = {36, 20};
 
-/* The keys of one item, in its order. */
+/* Copies the keys of one item in the order of its tokens. */
 static void gather(const float *pages, int item, int64_t length, float *rows) {
     for (int64_t t = 0; t < length; t++) {
         const float *slot = pages + (TABLE[item][t / PAGE] * PAGE + t % PAGE) * KEY_HEADS * DIM;
@@ -61,7 +61,7 @@ int main(void) {
         free(q);
     }
 
-    CHECK(aclDestroyTensorList(keys)); /* with the tensors that it holds */
+    CHECK(aclDestroyTensorList(keys)); /* also destroys its tensors */
     CHECK(aclDestroyTensorList(values));
     CHECK(aclrtFree(K.address));
     CHECK(aclrtFree(V.address));

@@ -43,7 +43,7 @@ int main(void) {
     }
     CHECK(aclDestroyAclOpExecutor(executor));
 
-    CHECK(aclDestroyTensorList(key_tensors)); /* with the tensors that it holds */
+    CHECK(aclDestroyTensorList(key_tensors)); /* also destroys its tensors */
     CHECK(aclDestroyTensorList(values));
     CHECK(aclrtFree(K.address));
     CHECK(aclrtFree(V.address));

@@ -28,7 +28,7 @@ int main(void) {
     double *wanted = doubles(ROWS * BEST);
     int wrong = 0;
     for (int i = 0; i < ROWS; i++) {
-        const int seen = i + 1 + KEYS - ROWS; /* mode 3: the last row sees the last key */
+        const int seen = i + 1 + KEYS - ROWS; /* mode 3: the last row attends to the last key */
         double scores[KEYS], worst = INFINITY, missed = -INFINITY;
         int times[KEYS] = {0};
         for (int j = 0; j < seen; j++) {

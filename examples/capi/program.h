@@ -1,4 +1,4 @@
-/* What the programs share: calls that must succeed, tensors filled from the host, and the comparison with a formula. */
+/* Functions of all programs: checked calls, tensors filled from the host, and the comparison with a formula. */
 #ifndef PROGRAM_H
 #define PROGRAM_H
 
@@ -13,7 +13,7 @@
 
 enum { MAX_DIMS = 4, NO_LIMIT = 2147483647 };
 
-/* Ends the program with what the library says of a call that failed. */
+/* Ends the program with the library's error text if a call failed. */
 #define CHECK(call) check((call), #call)
 static inline void check(int code, const char *call) {
     if (code == ACL_SUCCESS) return;
@@ -34,10 +34,10 @@ static inline void *allocated(size_t size) {
 static inline float *floats(size_t count) { return allocated(count * sizeof(float)); }
 static inline double *doubles(size_t count) { return allocated(count * sizeof(double)); }
 
-/* A start of a program, and its end. */
+/* Start and end of every program. */
 static inline aclrtStream begin(void) {
     aclrtStream stream = NULL;
-    CHECK(aclInit(getenv("ACL_CONFIG"))); /* a JSON file of the reader's, or none */
+    CHECK(aclInit(getenv("ACL_CONFIG"))); /* a JSON file, or null */
     CHECK(aclrtSetDevice(0));
     CHECK(aclrtCreateStream(&stream));
     return stream;
@@ -49,7 +49,7 @@ static inline void end(aclrtStream stream) {
     CHECK(aclFinalize());
 }
 
-/* The 16 bits of a bfloat16: the upper half of a float, rounded to even. */
+/* Returns the 16 bits of a bfloat16: the upper half of a float, rounded to even. */
 static inline uint16_t to_bf16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -63,7 +63,7 @@ static inline float from_bf16(uint16_t half) {
     return value;
 }
 
-/* A tensor, and the device memory below it. */
+/* A tensor and its device memory. */
 typedef struct {
     aclTensor *tensor;
     void *address;
@@ -77,7 +77,7 @@ static inline Buffer buffer(const void *host, aclDataType type, int dims, const 
     const size_t bytes = made.count * aclDataTypeSize(type);
     CHECK(aclrtMalloc(&made.address, bytes ? bytes : 1, ACL_MEM_MALLOC_HUGE_FIRST));
     if (host) CHECK(aclrtMemcpy(made.address, bytes, host, bytes, ACL_MEMCPY_HOST_TO_DEVICE));
-    else CHECK(aclrtMemset(made.address, bytes, 0x7F, bytes)); /* NaN: what no one writes does not compare equal */
+    else CHECK(aclrtMemset(made.address, bytes, 0x7F, bytes)); /* NaN, so that unwritten elements differ */
     made.tensor =
         aclCreateTensor(sizes, (uint64_t)dims, type, NULL, 0, ACL_FORMAT_ND, sizes, (uint64_t)dims, made.address);
     if (!made.tensor) check(1, "aclCreateTensor");
@@ -87,7 +87,7 @@ static inline Buffer buffer(const void *host, aclDataType type, int dims, const 
 #define SIZES(...) \
     (int)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (int64_t[]) { __VA_ARGS__ }
 
-/* Floats as a tensor of another type. They are rounded in place too: formulas read what the tensor holds. */
+/* Returns floats as a tensor of another type, and rounds them in place, so that formulas read the same values. */
 static inline Buffer rounded(float *values, aclDataType type, int dims, const int64_t *sizes) {
     size_t count = 1;
     for (int i = 0; i < dims; i++) count *= (size_t)sizes[i];
@@ -102,7 +102,7 @@ static inline Buffer rounded(float *values, aclDataType type, int dims, const in
     return made;
 }
 
-/* What a tensor of floats holds by now. */
+/* Returns the present elements of a tensor of floats. */
 static inline float *contents(Buffer from) {
     const size_t bytes = from.count * aclDataTypeSize(from.type);
     unsigned char *raw = allocated(bytes);
@@ -126,7 +126,7 @@ static inline void release(Buffer old) {
     CHECK(aclrtFree(old.address));
 }
 
-/* Numbers in [-1, 1), the same in every run. */
+/* Returns numbers in [-1, 1), the same in every run. */
 static inline float *drawn(size_t count, uint64_t seed) {
     float *values = floats(count);
     for (size_t i = 0; i < count; i++) {
@@ -136,7 +136,7 @@ static inline float *drawn(size_t count, uint64_t seed) {
     return values;
 }
 
-/* Runs what phase 1 planned: with workspace if it wants some, until it is done. */
+/* Runs phase 2 with the workspace that phase 1 requested, and waits for the end. */
 typedef aclnnStatus (*Phase2)(void *workspace, uint64_t size, aclOpExecutor *executor, aclrtStream stream);
 static inline void run(Phase2 operation, uint64_t size, aclOpExecutor *executor, aclrtStream stream) {
     void *workspace = NULL;
@@ -146,8 +146,8 @@ static inline void run(Phase2 operation, uint64_t size, aclOpExecutor *executor,
     if (workspace) CHECK(aclrtFree(workspace));
 }
 
-/* How far numbers are from the formula's, as a share of their size: what the type rounds to is what may be.
- * size: of the terms that numbers are sums of, where these cancel; 0: of the numbers themselves. 1: too far. */
+/* Returns 1 if numbers differ from the formula's by more than rounding in their type, relative to their size.
+ * size: that of the terms of a sum, where these cancel; 0: that of the numbers. */
 static inline int differs_by(const char *name, Buffer got, const double *wanted, double size) {
     const double unit = got.type == ACL_FLOAT ? FLT_EPSILON : got.type == ACL_BF16 ? 1.0 / 128 : 1.0 / 1024;
     float *values = contents(got);
@@ -158,7 +158,7 @@ static inline int differs_by(const char *name, Buffer got, const double *wanted,
     }
     free(values);
     const double share = sqrt(error) / (size > 0 ? size : sqrt(total));
-    const int far = !(share <= 4 * unit); /* also where it is not a number */
+    const int far = !(share <= 4 * unit); /* also for NaN */
     printf("%-14s %zu numbers, %.1e from the formula%s\n", name, got.count, share, far ? ": WRONG" : "");
     return far;
 }

@@ -1,4 +1,4 @@
-/* Rows that attend to keys of their own choice: lists of keys, and what the sparse programs compare with, in double. */
+/* Lists of keys for sparse attention, and the reference of the sparse programs in double. */
 #ifndef SELECTED_H
 #define SELECTED_H
 
@@ -7,9 +7,9 @@
 /* CANN's sizes: a latent of 512 elements that is key and value, 64 of rotary positions, lists of 2048. */
 enum { ROWS = 12, KEYS = 40, HEADS = 8, LATENT = 512, ROPE = 64, LIST = 2048 };
 
-static inline int seen(int row) { return row + 1 + KEYS - ROWS; } /* mode 3: the last row sees the last key */
+static inline int seen(int row) { return row + 1 + KEYS - ROWS; } /* mode 3: the last row attends to the last key */
 
-/* Of the keys that a row sees about two in three, in order; -1 behind them. */
+/* Returns lists of about two thirds of the visible keys of each row, in order, followed by -1. */
 static inline int32_t *chosen(void) {
     int32_t *lists = allocated(sizeof(int32_t) * ROWS * LIST);
     for (int i = 0; i < ROWS; i++) {
@@ -28,7 +28,7 @@ typedef struct {
     double scale;
 } Selected;
 
-/* Probabilities of the listed keys of one row and head; max and sum of its exponentials; how many keys there are. */
+/* Computes probabilities of one row and head, max and sum of its exponentials; returns the number of keys. */
 static inline int probabilities(const Selected *in, int row, int head, double *p, double *max, double *sum) {
     const float *q = in->q + (row * HEADS + head) * LATENT, *q_rope = in->q_rope + (row * HEADS + head) * ROPE;
     const int32_t *list = in->lists + (size_t)row * LIST;

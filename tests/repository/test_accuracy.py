@@ -48,7 +48,7 @@ def test_a_tiny_run(family: str, others: set[str]) -> None:
     results = [*measuring.rows(24, families=(family,), dtypes=("float16",))]
     expected = {*(f"core {variant}" for variant in measuring.VARIANTS), "golden"}
     assert {row.program for row in results} == expected | others
-    assert all(0 <= row.z <= 3 and 0 <= row.tile < 5 for row in results), results
+    assert all(0 <= z <= 3 and 0 <= row.tile[name] < 5 for row in results for name, z in row.z.items()), results
 
 
 def test_a_tiny_picture() -> None:

@@ -1,6 +1,6 @@
-"""What changed between two runs: their JSON files, row by row.
+"""Compares two runs of the benchmark, row by row, from their JSON files.
 
-A row's peer is timed beside it in both runs, in turns: what changes both, the machine did.
+A row and its peer alternate in both runs, so a change of the machine's speed affects both times equally.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ LARGEST = 64 << 20  # bytes of a file
 
 
 class FiguresError(ValueError):
-    """A file that holds no figures; one sentence."""
+    """A file without benchmark figures; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One row of both files.
+    """The change of one row between two runs.
 
     Attributes:
-        before_ms, after_ms: ours in each file.
-        faster: before / after; peer_faster: the same of the peer, which the machine alone changes.
-        net: how much the ratio to the peer changed, turn by turn: what is left when the machine is taken out.
-        says: "faster" or "slower" where the ratios of nearly all turns lie apart in the two runs, and by more than two
-            runs of one thing differ; else "same".
+        before_ms, after_ms: our time in each file.
+        faster: before / after; peer_faster: the same of the peer, which only the machine changes.
+        net: change of the ratio to the peer, so without changes of the machine.
+        says: "faster" or "slower" if the ranges of the ratio do not overlap in the two runs and differ by more than two
+            runs of the same code; else "same".
     """
 
     group: str
@@ -44,7 +44,7 @@ class Change:
 
 
 class Row(NamedTuple):
-    """Milliseconds of ours and of the peer, their ratio, and what nearly all turns lie between."""
+    """Milliseconds of this library and of the peer, their ratio, and the range of the ratio without outliers."""
 
     ours: float
     peer: float
@@ -54,10 +54,10 @@ class Row(NamedTuple):
 
 
 def compared(before: Path, after: Path) -> tuple[list[Change], list[str], list[str]]:
-    """(the rows of both, those of the first alone, those of the second alone).
+    """Compares two files; returns (rows of both, rows of the first only, rows of the second only).
 
     Raises:
-        FiguresError: a file holds no figures, or no row is in both.
+        FiguresError: a file has no figures, or the files have no row in common.
     """
     one, other = figures(before), figures(after)
     changes = [_change(key, one[key], other[key]) for key in one if key in other]
@@ -68,10 +68,10 @@ def compared(before: Path, after: Path) -> tuple[list[Change], list[str], list[s
 
 
 def figures(path: Path) -> dict[tuple[str, str, str], Row]:
-    """The rows of a file by group, name and peer.
+    """Reads the rows of a file by group, name and peer.
 
     Raises:
-        FiguresError: it cannot be read, or is not what bench writes.
+        FiguresError: the file cannot be read, or bench did not write it.
     """
     try:
         if path.stat().st_size > LARGEST:

@@ -1,4 +1,4 @@
-"""The ratios of a run as a chart: one bar per row, a line where both are equally fast."""
+"""Draws the ratios of a run as a bar chart, with a line at equal speed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fusion_attention.bench.pair import Timing
 
 def draw(timings: list[Timing], path: Path) -> None:
     """Writes the chart as a PNG file."""
-    from matplotlib.figure import Figure  # Only a run that asks for a chart needs the bench extra.
+    from matplotlib.figure import Figure  # only charts need the bench extra
 
     figure = Figure(figsize=(9, 1 + 0.24 * len(timings)), layout="constrained")
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""How benchmarks time: two ways to compute one thing in turns, A B A B ...; a drifting machine slows both alike."""
+"""Times two ways to compute the same result in alternation, A B A B ..., so that drift affects both equally."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from dataclasses import dataclass
 
 import torch
 
-# A figure reaches its goal from this share of it on: what two runs on one machine differ by.
+# A figure reaches its goal at this fraction of it: two runs on one machine differ by 3 %.
 REACHED = 0.97
-# Seconds; shorter calls are made several times in a row, the peer's as often as ours, as a model's layers make them.
+# Seconds; shorter calls are repeated within a turn, the peer's as often as ours.
 SHORTEST = 0.01
-# Seconds of alternations that a row without a goal is worth, once it has FEWEST.
+# A row without a goal gets this many seconds of alternations, but at least FEWEST turns.
 PATIENCE, FEWEST = 2.0, 2
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What is compared: our way and a peer's, and the arithmetic that ours does.
+    """Two computations to compare, ours and a peer's, with the number of operations of ours.
 
     Args:
-        group: rows that a chart shows together.
-        name: what is computed.
-        peer_name: how a user would compute it otherwise; or ours in another form.
-        ours, peer: compute it once.
-        flops: of ours, multiply-adds counted twice.
-        peak: the dtype whose multiply-adds are the peak: "float32" or "bfloat16", "" for none; variant: of which
-            instruction set, None for the one that computes.
-        peer_flops: of a peer that computes something else, so that rates are compared; 0: times are.
-        goal, share_goal: the ratio and the share of the peak that we want to reach; 0 for none.
+        group: heading of the rows that a chart shows together.
+        name: description of the computation.
+        peer_name: name of the alternative, which may be ours in another form.
+        ours, peer: functions that compute the result once.
+        flops: operations of ours; a multiply-add is two.
+        peak: the dtype of the peak rate, "float32" or "bfloat16"; "" for none. variant: the instruction set of the
+            peak, None for the active one.
+        peer_flops: operations of a peer that computes a different problem: rates are compared. 0: times are compared.
+        goal, share_goal: the goals for the ratio and for the fraction of the peak; 0 for none.
     """
 
     group: str
@@ -49,8 +49,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Timing:
-    """Median milliseconds of both, medians over neighbouring turns of the ratio (peer's time / ours, or our rate / the
-    peer's) and of our share of the peak, our rate, and what all ratios lie between but an eighth at each end."""
+    """Median milliseconds of both; medians over turns of the ratio (peer's time / ours, or our rate / the peer's) and
+    of the fraction of the peak; our rate; and the range of the ratios without the highest and lowest eighth."""
 
     group: str
     name: str
@@ -67,14 +67,14 @@ class Timing:
 
     @property
     def reached(self) -> bool | None:
-        """Whether what has a goal reaches it; None without a goal."""
+        """True if every goal is reached; None without a goal."""
         wanted = [(self.ratio, self.goal), (self.share_of_peak, self.share_goal)]
         results = [value >= REACHED * goal for value, goal in wanted if goal]
         return all(results) if results else None
 
 
 def seconds(call: Callable[[], object], times: int = 1) -> float:
-    """Wall time of one call, out of so many in a row."""
+    """Measures the mean wall time of a call over a number of repetitions."""
     start = time.perf_counter()
     for _ in range(times):
         call()
@@ -82,10 +82,10 @@ def seconds(call: Callable[[], object], times: int = 1) -> float:
 
 
 class Probe:
-    """The machine's multiply-adds in registers, for about as long as a call takes: what its rate is a share of."""
+    """Measures the machine's rate of multiply-adds in registers, for about as long as a call takes."""
 
     def __init__(self, dtype: str, variant: str | None, like: float) -> None:
-        from fusion_attention import _native  # a machine without the core times other back ends
+        from fusion_attention import _native  # machines without the native core can still time other back ends
 
         self._multiply_adds, self._given = _native.multiply_adds, (dtype, variant)
         self._turns = 100_000
@@ -97,14 +97,14 @@ class Probe:
         return self._multiply_adds(dtype, torch.get_num_threads(), self._turns, variant)
 
     def rate(self) -> float:
-        """Operations in a second, measured now."""
+        """Returns the operations per second, measured now."""
         start = time.perf_counter()
         return self._work() / (time.perf_counter() - start)
 
 
 def measure(pair: Pair, turns: int) -> Timing:
-    """Times a pair and the probe over `turns` alternations, after one of each that does not count; fewer of a pair that
-    takes long and has no goal to reach."""
+    """Times a pair and the probe over a number of alternations, after one warm-up of each; fewer if a pair takes long
+    and has no goal."""
     pair.ours()
     other = seconds(pair.peer)
     once = seconds(pair.ours)

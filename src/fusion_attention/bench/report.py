@@ -1,4 +1,4 @@
-"""A table that appears row by row: a run of minutes shows what it has found; no thread draws while one is timed."""
+"""Prints a table row by row while a benchmark runs, without a thread that would disturb the timing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from rich.console import Console
 
 
 class Report:
-    """Prints a heading now and a line for every row that comes.
+    """Prints a heading at once and a line per row.
 
     Args:
-        console: where to.
-        title: what the table shows.
-        columns: names and widths, a negative width for text that begins at the left; longer text shifts what follows.
+        console: the output.
+        title: the heading.
+        columns: widths by name, negative for left-aligned text; longer text shifts the following cells.
     """
 
     def __init__(self, console: Console, title: str, columns: dict[str, int]) -> None:
@@ -20,7 +20,7 @@ class Report:
         self._line(list(columns), "bold")
 
     def add(self, *cells: str, section: str = "") -> None:
-        """A row; a section that differs from the row's before gets a line of its own."""
+        """Prints a row; a new section gets a line with its name first."""
         if section != self._section:
             self._section = section
             self._print(section, "bold")

@@ -1,6 +1,6 @@
-"""The rows of `fusion-attention bench`: what most programs compute, beside the peers that are found on this machine.
+"""The rows of `fusion-attention bench`: common attention calls beside the peers installed on this machine.
 
-Few and short on purpose; the repository's `benchmarks` have the rest.
+These are few and short on purpose; the repository's `benchmarks` have more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Call = Callable[[], object]
 
 
 def peers(device: torch.device) -> dict[str, str]:
-    """What computes attention on this machine besides: its release, or why it does not."""
+    """Returns for every possible peer its release, or the reason why it is not compared."""
     results = {"torch SDPA": str(torch.__version__)}
     results["FlashAttention (flash_attn)"] = _flash_attn(device) or _why_no_flash(device)
     if device.type == "cpu":
@@ -35,7 +35,7 @@ def peers(device: torch.device) -> dict[str, str]:
 
 
 def _flash_attn(device: torch.device) -> str:
-    """The release of flash_attn, where it can compute."""
+    """Returns the release of flash_attn; "" if it cannot run."""
     if device.type != "cuda" or importlib.util.find_spec("flash_attn") is None:
         return ""
     try:
@@ -49,7 +49,7 @@ def _why_no_flash(device: torch.device) -> str:
 
 
 def forward(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """Dense attention, all keys and causal."""
+    """Dense attention, full and causal."""
     size = 256 if quick else 1024
     for label, dtype in DTYPES.items():
         q, k, v = _rows(dtype, device, (HEADS, HEADS), size)
@@ -63,7 +63,7 @@ def forward(device: torch.device, quick: bool) -> Iterator[Pair]:
 
 
 def training(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """Forward and backward together, as a training step has them."""
+    """Forward and backward together, as in a training step."""
     size = 256 if quick else 1024
     for label, dtype in DTYPES.items():
         q, k, v = (t.requires_grad_() for t in _rows(dtype, device, (HEADS, HEADS), size))
@@ -75,7 +75,7 @@ def training(device: torch.device, quick: bool) -> Iterator[Pair]:
 
 
 def windows(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """A sliding window, for which others need a mask."""
+    """A sliding window, which the peers compute with a mask."""
     size, left = (512, 63) if quick else (2048, 255)
     q, k, v = _rows(torch.bfloat16, device, (HEADS, HEADS), size)
     row, key = torch.arange(size, device=device)[:, None], torch.arange(size, device=device)
@@ -89,7 +89,7 @@ def windows(device: torch.device, quick: bool) -> Iterator[Pair]:
 
 
 def packed(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """Sequences of many lengths: packed here, padded there."""
+    """Sequences of many lengths, packed for this library and padded for the peers."""
     lengths = [16, 40, 7, 120, 64, 33, 200, 12] * (1 if quick else 4)
     total, longest, count = sum(lengths), max(lengths), len(lengths)
     flops = sum(4 * HEADS * n * n * DIM for n in lengths)
@@ -108,7 +108,7 @@ def packed(device: torch.device, quick: bool) -> Iterator[Pair]:
 
 
 def decoding(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """One new token of every sequence over its cache, eight query heads to a key head."""
+    """One new token per sequence over its cache, with eight query heads per key head."""
     items, tokens, heads = (4, 512, 2) if quick else (16, 2048, 4)
     for label in ("bf16", "fp32"):
         generator = torch.Generator().manual_seed(0)
@@ -159,7 +159,7 @@ def _dense_peers(
 def _pair(
     group: str, name: str, peer: str, ours: Call, theirs: Call, flops: int, device: torch.device, label: str
 ) -> Pair:
-    """A row; calls of a GPU are timed until it has computed them, and no share of a CPU's peak is taken of them."""
+    """Makes a row; on a GPU the timing waits for the result, and no peak rate applies."""
     if device.type == "cuda":
         ours, theirs = _finished(ours), _finished(theirs)
         return Pair(group, name, peer, ours, theirs, flops)

@@ -1,4 +1,4 @@
-"""The C API: headers and libraries under CANN's names, so that C and C++ programs written for it run here unchanged.
+"""The C API: headers and libraries under CANN's names, so that C and C++ programs written for CANN run unchanged.
 
-environment.py says where headers and libraries lie. Imports neither torch nor records by itself.
+environment.py has the paths of headers and libraries. This package imports neither torch nor records.
 """

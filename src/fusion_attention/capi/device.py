@@ -1,7 +1,6 @@
-"""Memory of a device that torch allocates, at plain addresses: what the C library libascendcl has it from where the
-device is not the host's own.
+"""Device memory for the C library libascendcl, allocated by torch and addressed by numbers.
 
-Numbers in, numbers out; what goes wrong is an exception. Which addresses a program may use, the library has checked.
+Arguments and results are numbers, failures are exceptions. The C library validates addresses before it calls.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import torch
 
 from fusion_attention.acl.state import Memory, State
 
-# Of aclrtMemcpyKind: which ends lie on the device.
+# Values of aclrtMemcpyKind with the source, and with the target, on the device.
 _FROM_DEVICE, _TO_DEVICE = (2, 3), (1, 3)
 
 
 class DeviceMemory:
-    """One device's memory; device: as torch names it."""
+    """The memory of one torch device, "cpu" or "cuda" with an optional index."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -31,35 +30,35 @@ class DeviceMemory:
         self._state = State()
 
     def allocate(self, size: int) -> int:
-        """The address of new bytes."""
+        """Allocates bytes and returns their address."""
         return self._state.add(Memory(torch.empty(size, dtype=torch.uint8, device=self._device), host=False))
 
     def release(self, address: int) -> int:
-        """Gives an allocation back."""
+        """Frees an allocation."""
         self._state.remove(address)
         return 0
 
     def copy(self, target: int, source: int, count: int, kind: int) -> int:
-        """Copies bytes; kind: aclrtMemcpyKind."""
+        """Copies count bytes in the direction of kind, an aclrtMemcpyKind."""
         if count:
             to, what = self._bytes(target, count, kind in _TO_DEVICE), self._bytes(source, count, kind in _FROM_DEVICE)
-            # torch does not say what a copy does whose ends overlap.
+            # torch does not define a copy between overlapping ranges.
             to.copy_(what.clone() if to.device == what.device else what)
         return 0
 
     def set(self, address: int, value: int, count: int) -> int:
-        """Sets bytes of the device to a value."""
+        """Sets bytes on the device to a value."""
         self._bytes(address, count, True).fill_(value & 0xFF)
         return 0
 
     def synchronize(self) -> int:
-        """Waits for the device's work."""
+        """Waits until the device has finished its work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return 0
 
     def total(self) -> int:
-        """Bytes that the device has."""
+        """Returns the device's memory in bytes."""
         if self._device.type == "cuda":
             return int(torch.cuda.get_device_properties(self._device).total_memory)
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

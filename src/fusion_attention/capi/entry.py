@@ -1,8 +1,8 @@
-"""What the C library libopapi calls: both phases of any operator, on memory that C programs have.
+"""Both phases of any operator for the C library libopapi, on the memory of a C program.
 
-Arguments come as plain objects, one for each parameter: None, an int, a float, a bool, a str; a DLPack capsule for a
-tensor, or (capsule or None, data type, format) for an unusual one; a list of these for a list; bytes for int64 values.
-Whether handles live, memory is there and an executor may run, the library has checked.
+There is one argument per parameter: None, an int, a float, a bool or a str; a DLPack capsule for a tensor, or (capsule
+or None, data type, format) for a tensor that DLPack cannot describe; a list of these; bytes for int64 values. The C
+library validates handles, memory and the state of executors before it calls.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from fusion_attention.contract import INVALID
 
 __all__ = ["DeviceMemory", "plan", "run"]
 
-# Whether memory is the program's the library asks, at every call.
+# A placeholder: the C library checks at every call that a tensor's memory is allocated.
 _MEMORY = Memory(torch.zeros(0, dtype=torch.uint8), host=False)
 
 
 def plan(name: str, values: tuple[Any, ...], device: str, backend: str) -> tuple[int, int | str, acl.Executor | None]:
-    """(0, workspace size, what run() takes), or (code, text, None). name: of the operator's second phase."""
+    """Plans a call; returns (0, workspace size, executor for run()) or (code, text, None). name: the operator's second
+    phase."""
     op = aclnn.OPERATORS[name]
     try:
         executor = aclnn.planned(op, tuple([_READ.get(type(v), _tensor)(v) for v in values]), _options(device, backend))
@@ -39,8 +40,8 @@ def plan(name: str, values: tuple[Any, ...], device: str, backend: str) -> tuple
 
 
 def run(executor: acl.Executor, moves: tuple[tuple[int, int, Any], ...]) -> tuple[int, str, None] | None:
-    """Runs a planned call; None, or (code, text, None) where nothing was written. moves: (position, place in its list,
-    tensor) of tensors that lie elsewhere than when they were planned, or ran last."""
+    """Runs a planned call; returns None, or (code, text, None) if nothing was written. moves: (position, index in its
+    list, tensor) of tensors whose address changed since the last phase."""
     try:
         for position, member, tensor in moves:
             moved = _READ.get(type(tensor), _tensor)(tensor)
@@ -52,7 +53,7 @@ def run(executor: acl.Executor, moves: tuple[tuple[int, int, Any], ...]) -> tupl
 
 
 def _refused(op: Any, error: Exception) -> tuple[int, str, None]:
-    """A failure's code and text, each line without the name of the function: the library says which one was called."""
+    """Returns a failure's code and text without the function's name, which the C library adds."""
     code, text = aclnn.failure(op, error)
     return code, "\n".join(line.removeprefix(f"{op.name}: ") for line in text.splitlines()), None
 
@@ -72,7 +73,7 @@ def _tensor(capsule: Any) -> acl.Tensor:
 
 
 def _unusual(value: tuple[Any, int, int]) -> acl.Tensor:
-    """A tensor of a type that DLPack lacks, or of another format than ND."""
+    """Makes a tensor of a dtype that DLPack lacks, or of a format other than ND."""
     capsule, number, layout = value
     try:
         dtype, form = acl.DataType(number), acl.Format(layout)

@@ -1,6 +1,6 @@
-"""Where compilers, CMake and pkg-config find the C API. Loads nothing: build systems ask often.
+"""Paths and flags of the C API for compilers, CMake and pkg-config. Imports nothing heavy, as build systems ask often.
 
-Laid out as CANN's own folder is (include, lib64), so that a build that takes CANN's path takes this one.
+The folders have the names of CANN's (include, lib64), so a build that uses CANN's path can use this one.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 INCLUDE, LIBRARY, CMAKE, PKG_CONFIG = ROOT / "include", ROOT / "lib64", ROOT / "cmake", ROOT / "pkgconfig"
-LIBRARIES = ("opapi", "nnopbase", "ascendcl")  # each needs those behind it
+LIBRARIES = ("opapi", "nnopbase", "ascendcl")  # in link order: each depends on the following ones
 
 
 def cflags() -> str:
-    """What a compiler is told."""
+    """Returns the compiler flags."""
     return shlex.join([f"-I{INCLUDE}"])
 
 
 def libs() -> str:
-    """What a linker is told; programs find the libraries where they are now."""
+    """Returns the linker flags, with a run path to the installed libraries."""
     return shlex.join([f"-L{LIBRARY}", f"-Wl,-rpath,{LIBRARY}", *(f"-l{name}" for name in LIBRARIES)])
 
 
 def missing() -> list[Path]:
-    """Libraries that were not built with this package."""
+    """Returns the libraries that were not built with this package."""
     paths = [LIBRARY / f"lib{name}.so" for name in LIBRARIES]
     return [path for path in paths if not path.is_file()]

@@ -1,1 +1,1 @@
-"""Calls recorded to files (capture.py), and read from them (reader.py)."""
+"""Recording of attention calls to files (capture.py) and reading of these files (reader.py)."""

@@ -1,4 +1,4 @@
-"""Calls recorded to files: capture() around any code; judging/replay.py computes them again, on any machine.
+"""Records attention calls to files: capture() around any code; judging/replay.py computes recorded calls again.
 
 A capture is one .safetensors file: tensors by the record's parameter names, everything else as JSON in its metadata.
 """
@@ -33,23 +33,23 @@ from fusion_attention.torch_ops import dense, dispatch
 __all__ = ["capture"]
 
 _INTERFACES = (training, inference, fused_inference, sparse, indexer_loss)
-# Every call passes one of these functions. Captures replace them while they record, rather than have them ask for a
-# recorder: without a recording a call is not slower, and those of a real torch_npu can only be replaced.
+# Every call passes one of these functions. Captures replace them while they record: a call without a recording is not
+# slower, and the functions of a real torch_npu can only be replaced.
 HOOKED = ((training_call, "forward"), (training_call, "backward"), (dense, "forward"), (dispatch, "results"))
 
 
 class capture(Counted):
     """Records every attention call inside a block or a function, each as one file in a folder.
 
-    Recorded are the functions of fusion_attention.npu (and so those of an installed `torch_npu`) and of
-    fusion_attention, in every thread and however they were imported; and those of a real torch_npu, as attributes of
-    its module. What torch.compile has compiled, a call that fails, and one on the meta device is not recorded. Several
-    captures may record at once, in one folder too, and end in any order.
+    It records the functions of fusion_attention.npu (and of an installed `torch_npu`) and of fusion_attention, in every
+    thread and for every way to import them, and those of a real torch_npu as attributes of its module. It does not
+    record compiled calls, calls that fail, and calls on the meta device. Several captures may record at the same time,
+    also to one folder, and may end in any order.
 
     Args:
-        path: the folder; made if absent. Files are named 0000-npu_fusion_attention.safetensors and so on, behind those
-            that are there; behind 9999 come 10000, 10001, ... An existing file is never overwritten, whichever process
-            else writes to the folder.
+        path: the folder, created if it does not exist. Files are named 0000-npu_fusion_attention.safetensors and so on,
+            with numbers after those of existing files; 10000 follows 9999. Existing files are never overwritten, also
+            if several processes write to one folder.
 
     Attributes:
         files: the files written so far.
@@ -68,12 +68,12 @@ class capture(Counted):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()
-        self.path = Path(path).absolute()  # a program may change its folder meanwhile
+        self.path = Path(path).absolute()  # the program may change its working directory
         self.files: list[Path] = []
         self.numbers = count()
 
     def begin(self, changes: Changes) -> None:
-        """Starts recording, when it is entered first."""
+        """Starts recording; called when the first block or function of this capture is entered."""
         self.path.mkdir(parents=True, exist_ok=True)
         beside = [other for other in _recorders if other.path.resolve() == self.path.resolve()]
         self.numbers = beside[0].numbers if beside else count(_first_number(self.path))
@@ -83,20 +83,19 @@ class capture(Counted):
             changes.wrap(owner, name, wrapper)
 
     def record(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: Any, backend: str) -> None:
-        """Writes one call, unless its tensors hold nothing: it is traced, or on the meta device.
+        """Writes one call, unless it is traced or on the meta device.
 
-        A wrapper that was wrapped again outlives the recording, and records nothing.
+        A wrapper that another one wraps outlives the recording, and then records nothing.
         """
         if self not in _recorders or dispatch.is_traced(args.values()):
             return
-        with torch._C.DisableTorchFunction():  # Modes have seen the call; writing it is not theirs.
+        with torch._C.DisableTorchFunction():  # modes must not see the operations that write the file
             if not any(isinstance(t, torch.Tensor) and t.is_meta for t in outputs.values()):
                 self.write(op, args, outputs, int(seed or 0), backend)
-
                 self._watch(op, args, outputs, int(seed or 0), backend)
 
     def _watch(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: int, backend: str) -> None:
-        """Records the backward of a call too, when autograd runs it."""
+        """Records the backward of a call when autograd runs it."""
         saved = {SAVED + n: t.detach() for n, t in outputs.items() if isinstance(t, torch.Tensor) and t.numel()}
 
         def record(upstream: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
@@ -115,8 +114,9 @@ class capture(Counted):
         backend: str,
         beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """Writes one call; a file appears whole or not at all. beside: of a backward, what it was computed from."""
-        inputs = [p for p in op.params if not (isinstance(p, Tensor) and p.output)]  # room for results is none
+        """Writes one call to a file, completely or not at all. beside: for a backward, the forward's results and their
+        gradients."""
+        inputs = [p for p in op.params if not (isinstance(p, Tensor) and p.output)]
         given = {p.name: args.get(p.name) for p in inputs if args.get(p.name) is not None}
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         arrays = {p.name: _integers(given[p.name]) for p in op.params if isinstance(p, Array) and p.name in given}
@@ -140,15 +140,15 @@ class capture(Counted):
         }
         content = tensors | {OUTPUT + name: value for name, value in results.items()} | dict(beside)
         text = {k: v if isinstance(v, str) else json.dumps(v) for k, v in metadata.items()}
-        # A file holds values in order, and none of them twice: views and shared memory end here.
+        # The format stores contiguous tensors that share no memory.
         values = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in content.items()}
-        masks = json.loads(text["bits"])
-        values |= {n: packed_bits(values[n]) for n in masks}  # a mask says one bit of each element
+        values |= {n: packed_bits(values[n]) for n in metadata["bits"]}  # one bit per element of a mask
         self._save(f"{op.name}-backward" if beside else op.name, values, text)
 
     def _save(self, name: str, values: dict[str, torch.Tensor], text: dict[str, str]) -> None:
-        """Writes a file under the next free number; an unfinished file of its name holds it meanwhile."""
-        from safetensors.torch import save_file  # a machine that records nothing needs no safetensors
+        """Writes a file under the next free number; until it is complete, a .part file of that name reserves the
+        number."""
+        from safetensors.torch import save_file  # only recording needs this package
 
         while True:
             path = self.path / f"{next(self.numbers):04}-{name}.safetensors"
@@ -174,7 +174,7 @@ class capture(Counted):
 
 
 def _first_number(folder: Path) -> int:
-    """One more than any file of the folder has; what has more than twelve digits is a name like any other."""
+    """Returns one more than the largest number of the folder's captures; numbers have at most twelve digits."""
     numbers = (re.match(r"([0-9]{4,12})-.*\.safetensors$", file.name) for file in folder.iterdir())
     return max((int(number[1]) for number in numbers if number), default=-1) + 1
 
@@ -184,13 +184,13 @@ def _integers(value: Any) -> list[int]:
 
 
 def _json_value(value: Any) -> Any:
-    """An attribute as JSON; a Band as the list of its fields."""
+    """Converts an attribute to JSON; a Band becomes the list of its fields."""
     if isinstance(value, (bool, int, float, str)):
         return value
     return [getattr(value, field.name) for field in fields(value)]
 
 
-_recorders: list[capture] = []  # those that record now: of one folder, they number their files together
+_recorders: list[capture] = []  # active captures; those of one folder use one sequence of numbers
 
 
 def _forget(recorder: capture) -> None:
@@ -199,7 +199,7 @@ def _forget(recorder: capture) -> None:
 
 
 def _hooks(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
-    """(module, attribute, what wraps it): everything that changes while calls are recorded."""
+    """Returns (module, attribute, wrapper) for every function that is replaced while calls are recorded."""
 
     def training_of(names: tuple[str, ...]) -> Callable[[Layer], Any]:
         def wrap(layer: Layer) -> Any:
@@ -229,7 +229,7 @@ def _hooks(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
     def lowered(layer: Layer) -> Any:
         def recorded(op: Op, args: dict[str, Any], backend: str = "auto", **how: bool) -> Any:
             if op.repeats:
-                how["complete"] = True  # Statistics are recorded, asked for or not.
+                how["complete"] = True  # statistics are recorded, also if the caller did not request them
             results = layer.below(op, args, backend, **how)
             recorder.record(op, args, results, 0, backend)
             return results
@@ -247,7 +247,7 @@ def _hooks(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
 
 
 def _foreign(recorder: capture, name: str, ours: Any) -> Callable[[Layer], Any]:
-    """What wraps a function of a real torch_npu: arguments by our signature of it, which is the same."""
+    """Wraps a function of a real torch_npu; our signature of the function, which is the same, names its arguments."""
     op = RECORDS[name]
     signature = inspect.signature(ours)
     returns = returned(op)

@@ -1,7 +1,7 @@
-"""The backward of a recorded call: seen when autograd runs it, and formed again from what its file holds.
+"""Records the backward of a recorded call when autograd runs it, and lowers it again from its file.
 
-A backward's file is its forward's call, with the forward's results (`saved.`), the gradient that came from above
-(`upstream.`), and the gradients of its inputs as outputs.
+A backward's file has the arguments of its forward, the forward's results (`saved.`), their gradients (`upstream.`), and
+the gradients of the inputs as outputs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _NAMES = {"query": "dq", "key": "dk", "value": "dv", "query_rope": "dq_rope", "k
 
 
 def gradient_name(op: Op, name: str) -> str:
-    """What the gradient of an input is called."""
+    """Returns the name of an input's gradient."""
     return _NAMES.get(name, f"d{name}") if "keep_prob" in op.by_name else f"d{name}"
 
 
 def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], on_gradients: OnGradients) -> None:
-    """Calls seen(upstream, gradients) whenever autograd has run the backward of a call that was just made."""
+    """Calls on_gradients(upstream, gradients) each time autograd runs the backward of a call."""
     results = {n: t for n, t in outputs.items() if isinstance(t, Tensor) and t.grad_fn is not None}
     if not results:
         return
@@ -41,25 +41,24 @@ def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], on_gradie
         upstream = {
             outputs_by_number[i]: g for i, g in enumerate(of_results) if g is not None and i in outputs_by_number
         }
-        left = [(function, place, g) for (function, place), g in zip(node_of.next_functions, of_inputs, strict=False)]
+        left = [(function, place, g) for (function, place), g in zip(node.next_functions, of_inputs, strict=False)]
         result: dict[str, Tensor] = {}
         for name, edge in edges.items():
             at = next((i for i, (f, n, _) in enumerate(left) if f is edge.node and n == edge.output_nr), None)
             if at is not None:
-                gradient = left.pop(at)[2]  # one tensor may be several inputs: each takes its own
+                gradient = left.pop(at)[2]  # one tensor may be several inputs: each takes one gradient
                 if gradient is not None:
                     result[gradient_name(op, name)] = gradient
         if upstream and result:
             on_gradients(upstream, result)
 
-    node_of = node
     node.register_hook(hook)
 
 
 def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Lowered | None:
-    """The lowered backward of a lowered forward, from its results and their gradients; None where there is none."""
+    """Lowers the backward of a lowered forward, from its results and their gradients; None without a derivative."""
     try:
         backward: Lowered = call.backward(saved, upstream)
-    except (AttributeError, KeyError):  # no attention, or one that was recorded without its statistics
+    except (AttributeError, KeyError):  # the operator has no derivative, or its statistics were not recorded
         return None
     return backward

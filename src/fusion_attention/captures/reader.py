@@ -1,4 +1,4 @@
-"""The files that capture.py writes, read again: every part is looked at before it counts."""
+"""Reads the files that capture.py writes, and validates every field before use."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fusion_attention.ops import RECORDS
 
 FORMAT, VERSION = "fusion_attention.capture", 2
 READS = ("1", "2")  # versions of the format
-OUTPUT = "output."  # what the names of tensors that were returned begin with
+OUTPUT = "output."  # prefix of the names of results
 _FIELDS = ("operator", "attributes", "arrays", "strides", "outputs", "seed", "library")
 
 
 class CaptureError(ValueError):
-    """A file that is no capture, or whose parts do not belong together."""
+    """A file that is no capture, or has fields that contradict each other."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What a file holds.
+    """The content of a capture file.
 
     Attributes:
         operator: the record's name; args: its arguments by canonical name; outputs: by name; seed: of drawn dropout.
@@ -46,11 +46,11 @@ class Recording:
 
 
 def read(path: Path, device: torch.device) -> Recording:
-    """What a file holds.
+    """Reads a capture file.
 
     Raises:
-        CaptureError: no capture, or one whose parts do not belong together.
-        OSError: no such file, or no file.
+        CaptureError: the file is no capture, or its fields contradict each other.
+        OSError: the path does not exist, or is not a file.
     """
     if not path.exists():
         raise FileNotFoundError(2, "No such file or directory", str(path))
@@ -62,7 +62,7 @@ def read(path: Path, device: torch.device) -> Recording:
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:
             text = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:  # Whatever the bytes make the format's reader do.
+    except Exception as error:  # safetensors raises many types for invalid bytes
         raise CaptureError(f"{path}: not a readable .safetensors file ({error})") from None
     if text.get("format") != FORMAT or not set(_FIELDS) <= text.keys():
         raise CaptureError(f"{path}: a .safetensors file, but not one that capture() wrote")
@@ -87,12 +87,12 @@ class _Fault(Exception):
 
 
 def packed_bits(mask: torch.Tensor) -> torch.Tensor:
-    """A bool tensor as bits, the lowest first."""
+    """Packs a bool tensor into bits, least significant bit first."""
     return torch.from_numpy(np.packbits(mask.reshape(-1).numpy(), bitorder="little"))
 
 
 def _unpacked(text: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
-    """Puts masks that are stored as bits back."""
+    """Replaces packed masks by bool tensors, in place."""
     for name, shape in (_json(text, "bits", dict) if "bits" in text else {}).items():
         count = math.prod(shape) if _are_integers(shape, 0, 1 << 40) else -1
         bits = tensors.get(name)
@@ -102,7 +102,7 @@ def _unpacked(text: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _taken(tensors: dict[str, torch.Tensor], prefix: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """Takes out the tensors whose names begin with a prefix."""
+    """Removes the tensors whose names begin with a prefix, and returns them by the rest of their names."""
     names = [name for name in tensors if name.startswith(prefix)]
     return {name.removeprefix(prefix): tensors.pop(name).to(device) for name in names}
 
@@ -142,7 +142,7 @@ def _parts(
 
 
 def _json(text: dict[str, str], field: str, wanted: type) -> Any:
-    """The value of a field of the metadata."""
+    """Parses a metadata field as JSON of the expected type."""
     try:
         value = json.loads(text[field])
     except (ValueError, RecursionError) as error:
@@ -156,16 +156,12 @@ def _are_integers(values: Any, low: int, high: int) -> bool:
     return isinstance(values, list) and all(type(n) is int and low <= n < high for n in values)
 
 
-_KINDS = {
-    Param: "",
-    Tensors: " that are lists of tensors",
-    Array: " that are lists of integers",
-    Attr: " that are values",
-}
+_KINDS = {Param: "", Tensors: " that are lists of tensors", Array: " that are lists of integers",
+          Attr: " that are values"}  # fmt: skip
 
 
 def _parameter(op: Op, field: str, name: str, kind: type[Param], args: Mapping[str, Any] | None = None) -> Param:
-    """The parameter of a name, of a kind, that has no value yet."""
+    """Returns the parameter of a name and kind; an error if there is none or if it already has a value."""
     result = op.by_name.get(name)
     if result is None or not isinstance(result, kind):
         raise _Fault(field, f"names of parameters{_KINDS[kind]}", name)
@@ -175,7 +171,7 @@ def _parameter(op: Op, field: str, name: str, kind: type[Param], args: Mapping[s
 
 
 def _lists(tensors: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Lists of tensors from members called name[0], name[1], ..."""
+    """Collects tensors named name[0], name[1], ... into lists."""
     lists: dict[str, list[torch.Tensor]] = {}
     for name in sorted(tensors, key=lambda name: (len(name), name)):
         result = lists.setdefault(name.split("[")[0], [])
@@ -186,7 +182,7 @@ def _lists(tensors: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
 
 
 def _attribute(name: str, p: Param, value: Any) -> Any:
-    """A number, a word, or a Band from the list of its fields."""
+    """Validates a number or string, or makes a Band from the list of its fields."""
     assert isinstance(p, Attr)
     if p.type is not Band:
         if type(value) not in (bool, int, float, str):

@@ -1,4 +1,4 @@
-"""What the functions return that a capture records, by the names of their records."""
+"""Names of the results that recorded functions return."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ _RETURNS: dict[str, tuple[str, ...]] = {
 
 
 def returned(op: Op) -> tuple[str, ...]:
-    """What a function of torch_npu, or of ours, returns, by the record's names."""
+    """Returns the names of a function's results, in order; they are names of its record."""
     kind = op.name.removeprefix("npu_fusion_attention")
     return _RETURNS.get(kind, FORWARD) if kind != op.name else op.results

@@ -1,6 +1,6 @@
 """The command `fusion-attention`: its subcommands by name.
 
-A command's module loads torch, and what needs it, when the command runs.
+A command's module loads torch when the command runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import typer
 
 from fusion_attention import __version__
 
-# Under other names: the modules of these names stay reachable as attributes of the package.
+# Aliases, since the modules of these names must stay attributes of the package.
 from fusion_attention.cli.bench import bench as bench_command
 from fusion_attention.cli.capi import capi as capi_command
 from fusion_attention.cli.demo import demo as demo_command
@@ -34,23 +34,18 @@ app = typer.Typer(
 )
 
 
-def _add(name: str, function: Callable[..., None]) -> None:
-    """A subcommand whose help flows: paragraphs fill the screen, but those behind a line of \\b."""
+def _add(function: Callable[..., None]) -> None:
+    """Adds a subcommand named after its function; paragraphs of its help are reflowed, except after a line of \\b."""
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     text = "\n\n".join(p if p.startswith("\b") else " ".join(p.split()) for p in paragraphs)
-    app.command(name, help=text)(function)
+    app.command(function.__name__, help=text)(function)
 
 
-_add("bench", bench_command)
-_add("capi", capi_command)
-_add("demo", demo_command)
-_add("doctor", doctor_command)
-_add("explain", explain_command)
-_add("mask", mask_command)
-_add("npu", npu_command)
-_add("ops", ops_command)
-_add("replay", replay_command)
-_add("verify", verify_command)
+for _command in (
+    *(bench_command, capi_command, demo_command, doctor_command, explain_command),
+    *(mask_command, npu_command, ops_command, replay_command, verify_command),
+):
+    _add(_command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -70,9 +65,6 @@ def main() -> None:
     """Entry point of the command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A screen that cannot show a character shows "?"; no reason to stop.
+            # A terminal that cannot encode a character shows "?".
             stream.reconfigure(errors="replace")
     app()
-
-
-__all__ = ["app", "main"]

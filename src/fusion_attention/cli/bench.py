@@ -1,4 +1,4 @@
-"""`fusion-attention bench`: how fast this library is here, beside the peers that are found; and what changed since."""
+"""`fusion-attention bench`: times this library beside the peers on this machine, or compares two runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHANGES = {"case": -42, "peer": -18, "before ms": 9, "after ms": 9, "faster": 6,
 CHANGES_TITLE = (
     "faster = before / after; peer's: the same of the peer, which the machine alone changes; net: without it."
 )
-REPOSITORY = Path(__file__).resolve().parents[3]  # of a clone; nothing of ours elsewhere
+REPOSITORY = Path(__file__).resolve().parents[3]  # valid in a clone only
 
 
 def bench(
@@ -61,7 +61,7 @@ def bench(
     """
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 150)  # a file has room for every column
+    console = Console(width=None if sys.stdout.isatty() else 150)  # files are wide enough for every column
     try:
         if compare is not None:
             _compare(*compare, console, as_json)
@@ -118,7 +118,7 @@ def _timings(
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures were taken on."""
+    """Returns the versions, threads and processor of a run."""
     import torch
 
     from fusion_attention import __version__
@@ -151,7 +151,7 @@ def _machine_lines(console: Console, environment: dict[str, Any]) -> None:
 
 
 def _write(output: Path, figures: dict[str, Any], timings: list[Timing]) -> None:
-    """NAME.json, and NAME.png where it can be drawn."""
+    """Writes NAME.json, and NAME.png if matplotlib is installed."""
     output.with_name(f"{output.name}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     try:
         import matplotlib  # noqa: F401
@@ -186,7 +186,7 @@ def _compare(before: Path, after: Path, console: Console, as_json: bool) -> None
 
 
 def _repository(only: str, quick: bool, turns: int, device: str, output: Path | None, as_json: bool) -> None:
-    """The benchmarks of a clone, which this file lies in."""
+    """Runs the benchmarks of the clone that contains this file."""
     if not (REPOSITORY / "benchmarks" / "__main__.py").is_file():
         raise ValueError(
             "--repository: this is an installed package, which holds no benchmarks but `fusion-attention bench`'s own: "
@@ -202,6 +202,3 @@ def _repository(only: str, quick: bool, turns: int, device: str, output: Path | 
     if only not in (ALL, *result.NAMES):
         raise ValueError(f"--only: expected {ALL} or one of {', '.join(result.NAMES)}, got {only!r}")
     result.main(quick=quick, turns=turns, only=only, output=output)
-
-
-__all__ = ["bench"]

@@ -1,4 +1,4 @@
-"""What builds need to know of the C API, one line each."""
+"""`fusion-attention capi`: prints compiler flags and paths of the C API."""
 
 from __future__ import annotations
 

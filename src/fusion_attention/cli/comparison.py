@@ -1,4 +1,4 @@
-"""What `fusion-attention demo` compares: a sentence encoder, packed through our attention, beside the padded one."""
+"""The comparison of `fusion-attention demo`: a sentence encoder with packed attention beside the padded one."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from fusion_attention.cli.encoder import (
 from fusion_attention.cli.output import show_json
 from fusion_attention.ir.problem import Problem
 
-# Embeddings are unit vectors in float32; two correct encoders differ by far less than this.
+# Embeddings are float32 unit vectors; two correct encoders differ by much less.
 TOLERANCE = 2e-5
 NEIGHBOURS = 3
 QUERIES = 5
-# A docstring of fewer tokens (two of them special) is no sentence.
+# Shortest sentence in tokens, two of which are special.
 SHORTEST = 3
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The command's options.
+    """The options of the command.
 
     Attributes:
-        sentences: how many are drawn.
-        seed: which ones are drawn, and which queries are shown.
+        sentences: number of sampled sentences.
+        seed: seed of the samples and of the printed queries.
         runs: timed runs of each encoder.
-        tokens_per_batch: most tokens in a batch, padding included.
+        tokens_per_batch: largest number of tokens in a batch, padding included.
     """
 
     sentences: int
@@ -59,7 +59,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two encoders made of the same sentences.
+    """Embeddings of the same sentences by two encoders, with their times.
 
     Attributes:
         padded, packed: [sentences, width] embeddings.
@@ -73,18 +73,18 @@ class Comparison:
 
     @property
     def differences(self) -> Tensor:
-        """[sentences] largest absolute difference in each embedding; inf where one is not finite."""
+        """Largest absolute difference of each embedding, [sentences]; inf if one is not finite."""
         return (self.padded - self.packed).abs().amax(dim=-1).nan_to_num(nan=math.inf)
 
 
 def library_texts(folder: Path | None = None, advance: Callable[[float], None] = lambda fraction: None) -> list[str]:
-    """The docstrings of the standard library's top-level modules, in the order of module names, each text once.
+    """Returns the docstrings of the standard library's top-level modules, without duplicates, by module name.
 
     Sources are parsed, never imported: importing runs code.
 
     Args:
-        folder: where the modules lie; None for this interpreter's own.
-        advance: called with the share of modules read.
+        folder: the folder of modules; None: that of this interpreter.
+        advance: called with the fraction of modules read.
     """
     files = sorted((folder or Path(sysconfig.get_path("stdlib"))).glob("*.py"))
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -93,7 +93,7 @@ def library_texts(folder: Path | None = None, advance: Callable[[float], None] =
         try:
             tree = ast.parse(file.read_bytes())
         except (OSError, SyntaxError, ValueError):
-            continue  # A test file that is wrong on purpose, or an unreadable one: others have text enough.
+            continue  # an unreadable file, or invalid syntax in a test file
         for node in ast.walk(tree):
             text = " ".join((ast.get_docstring(node) or "").split()) if isinstance(node, documented) else ""
             if text.isprintable() and any(c.isalpha() for c in text):
@@ -103,7 +103,7 @@ def library_texts(folder: Path | None = None, advance: Callable[[float], None] =
 
 
 def draw_sentences(encoder: Encoder, texts: Sequence[str], count: int, seed: int) -> list[str]:
-    """Sentences drawn at random, always with a shortest and a longest of all, no two of the same tokens.
+    """Samples sentences with different tokens; a shortest and a longest one are always included.
 
     Raises:
         DemoUnavailable: there are fewer.
@@ -124,7 +124,7 @@ def draw_sentences(encoder: Encoder, texts: Sequence[str], count: int, seed: int
 def compare(
     encoder: Encoder, tokens: list[list[int]], attention: Attention, settings: Settings, progress: Progress
 ) -> Comparison:
-    """Runs both encoders once to warm up and to compare, then in turns on the clock."""
+    """Runs both encoders once for warm-up and comparison, then times them in alternation."""
     batches = padded_batches([len(ids) for ids in tokens], settings.tokens_per_batch, by_length=True)
     task = progress.add_task("encoding", total=2 * (settings.runs + 1) * len(tokens))
 
@@ -138,7 +138,7 @@ def compare(
     embeddings = [way() for way in ways]
     seconds: list[list[float]] = [[], []]
     for run in range(settings.runs):
-        for which in (0, 1) if run % 2 == 0 else (1, 0):  # Each goes first in turn.
+        for which in (0, 1) if run % 2 == 0 else (1, 0):  # the first one alternates
             start = time.perf_counter()
             ways[which]()
             seconds[which].append(time.perf_counter() - start)
@@ -147,18 +147,18 @@ def compare(
 
 
 def cosines(embeddings: Tensor) -> Tensor:
-    """[sentences, sentences] cosine similarity in float64; -inf with itself, so that none is its own neighbour."""
+    """Returns cosine similarities in float64, [sentences, sentences]; -inf on the diagonal."""
     embeddings64 = embeddings.double()
     return (embeddings64 @ embeddings64.T).fill_diagonal_(-math.inf)
 
 
 def neighbours(similarity: Tensor) -> Tensor:
-    """[sentences, up to 3] the nearest other sentences, nearest first."""
+    """Returns the nearest other sentences, nearest first, [sentences, up to 3]."""
     return similarity.topk(min(NEIGHBOURS, len(similarity) - 1)).indices
 
 
 def rankings_agree(padded: Tensor, packed: Tensor) -> Tensor:
-    """[sentences] whether both similarities rank the same nearest neighbours; equally near ones may swap."""
+    """Returns bool [sentences], true if both similarities rank the same neighbours; equal ones may swap."""
     first, second = neighbours(padded), neighbours(packed)
     gap = (padded.gather(1, first) - padded.gather(1, second)).abs()
     return ((first == second) | (gap <= TOLERANCE)).all(dim=-1) & packed.isnan().logical_not().all(dim=-1)
@@ -173,7 +173,7 @@ def summary_table(
     agreeing: int,
     backend: str,
 ) -> Table:
-    """The one table of the job: input, agreement, cost."""
+    """Makes the table of input, agreement and time."""
     budget = settings.tokens_per_batch
     real = sum(lengths)
     padding = [1 - real / padded_tokens(lengths, padded_batches(lengths, budget, by_length=s)) for s in (True, False)]
@@ -212,9 +212,9 @@ def summary_table(
 
 
 def neighbour_table(sentences: list[str], padded: Tensor, packed: Tensor, agree: Tensor, seed: int) -> Table:
-    """A few queries with their nearest sentences, and the cosine by either encoder."""
+    """Makes a table of a few queries with their nearest sentences and both cosines."""
     table = Table(title="Nearest neighbours", title_justify="left")
-    # The sentences give way on a narrow screen: their column may wrap, their text may not.
+    # On a narrow screen sentences are truncated rather than wrapped.
     table.add_column("query, and its nearest sentences", ratio=1)
     for encoder in ("padded", "packed"):
         table.add_column(encoder, justify="right", no_wrap=True, min_width=6)
@@ -241,17 +241,17 @@ def run(
     progress: Progress,
     as_json: bool = False,
 ) -> int:
-    """Compares, shows, and judges.
+    """Compares both encoders, prints the tables, and returns the exit code.
 
     Args:
         encoder: the model.
         sentences: at least two.
-        attention: called as `npu_fusion_attention`.
+        attention: a function with the signature of `npu_fusion_attention`.
         settings: the command's options.
-        console: where the tables go.
-        backend: what computes the attention, in words.
-        progress: shows the work done; stopped before the tables.
-        as_json: figures in place of tables.
+        console: the output of the tables.
+        backend: description of the attention's back end.
+        progress: a progress bar, which is stopped before the tables.
+        as_json: print figures as JSON in place of tables.
 
     Returns:
         The exit code: 0 if both encoders agree, else 1.
@@ -259,7 +259,7 @@ def run(
     tokens = encoder.tokenize(sentences)
     lengths = [len(ids) for ids in tokens]
     result = compare(encoder, tokens, attention, settings, progress)
-    progress.stop()  # A bar that still draws would cut through the tables.
+    progress.stop()  # else the bar would be drawn into the tables
     padded, packed = cosines(result.padded), cosines(result.packed)
     agree = rankings_agree(padded, packed)
     agreeing, largest = int(agree.sum()), float(result.differences.max())
@@ -280,7 +280,7 @@ def run(
 
 
 def chosen_backend(encoder: Encoder) -> str:
-    """The back end that the library chooses by itself for this encoder's attention on the CPU."""
+    """Returns the back end that the library chooses for this encoder's attention on the CPU."""
     heads = int(encoder.model.config.num_attention_heads)
     dim = encoder.width // heads
     problem = Problem(heads_q=heads, heads_kv=heads, dim_qk=dim, dim_v=dim, scale=dim**-0.5)
@@ -288,10 +288,10 @@ def chosen_backend(encoder: Encoder) -> str:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """A text on one line, cut where the screen ends."""
+    """Returns a text on one line, truncated at the end of the screen."""
     return Text(text, style, no_wrap=True, overflow="ellipsis")
 
 
 def _truncate(text: str, limit: int) -> str:
-    """A text of at most `limit` characters."""
+    """Truncates a text to `limit` characters."""
     return text if len(text) <= limit else text[: limit - 4].rstrip() + " ..."

@@ -1,4 +1,4 @@
-"""The main job on real input: a sentence encoder, packed through our attention, beside transformers' padded one."""
+"""`fusion-attention demo`: encodes sentences with packed attention, beside transformers' padded encoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def demo(
 
     Fails if the embeddings differ by more than 2e-5 or if nearest neighbours differ. Needs no network.
     """
-    # Loaded here: `fusion-attention --help` waits for no torch.
+    # Imported here, so that `fusion-attention --help` does not load torch.
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.text import Text
@@ -28,7 +28,7 @@ def demo(
     settings = Settings(sentences, seed, runs, tokens_per_batch)
     errors = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    # Without a terminal a bar is noise; the tables say everything.
+    # Progress is only for terminals.
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         try:
             folder = model_folder()
@@ -42,13 +42,14 @@ def demo(
             progress.stop()
             errors.print(Text(f"fusion-attention demo: {error}"), soft_wrap=True)
             raise typer.Exit(1) from None
+        backend = chosen_backend(encoder)
         code = run(
             encoder,
             drawn,
             npu_fusion_attention,
             settings,
             Console(),
-            backend=chosen_backend(encoder),
+            backend=backend,
             progress=progress,
             as_json=as_json,
         )

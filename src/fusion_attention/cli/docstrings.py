@@ -1,4 +1,4 @@
-"""Docstrings and signatures as Markdown: for the operators' pages, and for the reference of the site."""
+"""Converts docstrings and signatures to Markdown, for operator pages and for the site's reference."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 WIDTH = 84
-# Where a type stands, which a page need not say.
+# Module names of types, which pages omit.
 _FROM = re.compile(r"\b(?:collections\.abc|typing|torch(?=\.Tensor))\.")
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Source", "Example")
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):[ \t]*(.*)$")
-# A page of docs/ that a docstring names.
-_PAGE = re.compile(r"\bdocs/([\w/]+)\.md")
-_ANNOTATED = re.compile(r"Annotated\[(\w+(?:\[\w+\])?), [^]]*\]")  # what a schema is told of a tensor that is written
+_ANNOTATED = re.compile(r"Annotated\[(\w+(?:\[\w+\])?), [^]]*\]")  # marks tensors that a function writes
 
 
 def signature(function: Callable[..., Any], name: str) -> str:
-    """A call as a type checker reads it, its parameters on lines as full as they may be."""
+    """Formats a signature as a type checker reads it, with filled lines."""
     try:
         result = inspect.signature(function)
     except (TypeError, ValueError):
@@ -34,15 +32,20 @@ def signature(function: Callable[..., Any], name: str) -> str:
     back = inspect.Signature.empty if inspect.isclass(function) else result.return_annotation
     end = ")" if back is inspect.Signature.empty else f") -> {back if isinstance(back, str) else _name(back)}"
     end = _ANNOTATED.sub(r"\1", _FROM.sub("", end))
-    if len(name) + len(", ".join(given)) + len(end) < WIDTH:
-        return f"{name}({', '.join(given)}{end}"
-    lines = [f"{name}("]
-    for text in given:
-        if len(lines) > 1 and len(lines[-1]) + len(text) + 2 < WIDTH:
-            lines[-1] += f" {text},"
+    return "\n".join(filled(f"{name}(", given, end))
+
+
+def filled(head: str, arguments: list[str], end: str = ")") -> list[str]:
+    """Formats a call or signature on one line, or with its arguments on filled lines."""
+    if len(head) + len(", ".join(arguments)) + len(end) <= WIDTH:
+        return [f"{head}{', '.join(arguments)}{end}"]
+    lines = [head]
+    for argument in arguments:
+        if len(lines) > 1 and len(lines[-1]) + len(argument) + 2 < WIDTH:
+            lines[-1] += f" {argument},"
         else:
-            lines.append(f"    {text},")
-    return "\n".join([*lines, end])
+            lines.append(f"    {argument},")
+    return [*lines, end]
 
 
 def _name(annotation: Any) -> str:
@@ -50,7 +53,7 @@ def _name(annotation: Any) -> str:
 
 
 def sections(text: str) -> dict[str, str]:
-    """A docstring's parts by their headings; "" is what stands before the first."""
+    """Returns the sections of a docstring by heading; "" is the text before the first heading."""
     result, current = {"": ""}, ""
     for line in inspect.cleandoc(text).splitlines():
         heading = _SECTION.match(line)
@@ -63,11 +66,11 @@ def sections(text: str) -> dict[str, str]:
 
 
 def prose(text: str, root: str) -> str:
-    """Text as Markdown: indented lines stay code, and no star or line of the rest is an emphasis.
+    """Converts text to Markdown: indented lines stay code, and all other special characters are escaped.
 
     Args:
-        text: of a docstring.
-        root: the way from the page to docs/, "../" or "".
+        text: text of a docstring.
+        root: the relative path from the page to docs/, "../" or "".
     """
     lines: list[str] = []
     code = False
@@ -82,7 +85,7 @@ def prose(text: str, root: str) -> str:
 
 
 def markdown(line: str, root: str) -> str:
-    """A line of text, none of whose characters is Markdown but what `code` is between backticks."""
+    """Escapes a line of text for Markdown, except `code` between backticks."""
     parts = re.split(r"(`[^`]*`)", line)
     return "".join(fragment if fragment.startswith("`") else _escaped(fragment, root) for fragment in parts)
 
@@ -99,13 +102,13 @@ def _escaped(text: str, root: str) -> str:
 
 
 def arguments(text: str, root: str, names: Iterable[str] = ()) -> list[str]:
-    """The entries of Args (or Raises) as a list; names: of parameters, of which several may stand on one line."""
+    """Converts the entries of Args or Raises to a list; names: of parameters, of which one line may describe
+    several."""
     entries: list[list[str]] = []
     alternatives = "|".join(map(re.escape, names))
-    apart = (
-        re.sub(rf"(?<=[.;]) (?=(?:{alternatives})(?:, (?:{alternatives}))*: )", "\n", text) if alternatives else text
-    )
-    for line in apart.splitlines():
+    if alternatives:
+        text = re.sub(rf"(?<=[.;]) (?=(?:{alternatives})(?:, (?:{alternatives}))*: )", "\n", text)
+    for line in text.splitlines():
         if not line.startswith(" ") and re.match(r"^[\w*., ]+:", line):
             entries.append([line])
         elif entries:
@@ -121,7 +124,7 @@ def arguments(text: str, root: str, names: Iterable[str] = ()) -> list[str]:
 
 
 def parameters(function: Any) -> list[str]:
-    """The names of what a function or class takes."""
+    """Returns the parameter names of a function or class."""
     try:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -129,7 +132,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def body(function: Any, root: str) -> list[str]:
-    """Everything that a docstring says, as lines of Markdown."""
+    """Converts a complete docstring to lines of Markdown."""
     text, names = inspect.getdoc(function) or "", parameters(function)
     result = sections(text)
     lines = [prose(result[""], root), ""] if result[""] else []

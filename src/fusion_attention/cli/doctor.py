@@ -1,4 +1,4 @@
-"""What the library finds of the machine it runs on, what computes there, and whether it computes right."""
+"""`fusion-attention doctor`: describes the machine and its back ends, and tests their results."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ FORKED_NOTE = (
     "This process is a child of fork(), which has none of its parent's threads: the core computes on one. "
     'Start processes by "spawn".'
 )
-SHOWN = 5  # steps that went wrong; --json has all
+SHOWN = 5  # failed steps; --json has all
 MANY_THREADS_NOTE = "torch has more threads than this process may use cores: set OMP_NUM_THREADS={}."
 
 
 def notes(features: Sequence[str], tiles_refused: str = "") -> list[str]:
-    """What a user of a processor with these features should know."""
+    """Returns notes for users of a processor with these features."""
     if "amx_bf16" not in features:
         return []
     return [AMX_REFUSED_NOTE.format(tiles_refused) if tiles_refused else AMX_NOTE.format(AMX_FAMILIES)]
@@ -66,7 +66,7 @@ def doctor(
 
 
 def facts() -> dict[str, Any]:
-    """Everything that takes no time to find."""
+    """Collects everything that needs no measurement."""
     import torch
 
     from fusion_attention import __version__
@@ -108,7 +108,7 @@ def facts() -> dict[str, Any]:
 
 
 def _measured(report: dict[str, Any], seconds: float) -> None:
-    """Adds peaks and what came of the self test."""
+    """Adds measured peaks and the results of the self test to a report."""
     from fusion_attention.cli import machine, selftest
 
     if report["native"]["chosen"]:
@@ -124,9 +124,9 @@ def _measured(report: dict[str, Any], seconds: float) -> None:
         "wrong": [asdict(outcome) for outcome in wrong],
     }
     messages = [f"self test: {one.name} ({one.backend}): {one.fault}" for one in wrong]
-    report["problems"] += messages[:SHOWN] + [f"{len(messages) - SHOWN} more steps of the self test are wrong"] * (
-        len(messages) > SHOWN
-    )
+    report["problems"] += messages[:SHOWN]
+    if len(messages) > SHOWN:
+        report["problems"].append(f"{len(messages) - SHOWN} more steps of the self test are wrong")
 
 
 # ------------------------------------------------------------------------------------------------------------- screen
@@ -181,6 +181,3 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         of = ", ".join(test["back_ends"]) or "no back end"
         rows.append(("self test", f"{passed} of {test['steps']} calls right in {test['seconds']:g} s ({of})"))
     return rows
-
-
-__all__ = ["doctor", "notes", "processor"]

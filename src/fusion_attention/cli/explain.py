@@ -1,4 +1,4 @@
-"""Why a call is refused, here or on the chip: `fusion-attention explain`."""
+"""`fusion-attention explain`: explains why a call is refused, here or on the chip."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def explain(
 
 
 def _file(text: str) -> Path | None:
-    """The file that a text names; None where it names none."""
+    """Returns the file that a text names; None if the text is no path."""
     if not text or len(text) > 4096 or "\n" in text or "\0" in text:
         return None
     try:
@@ -87,7 +87,7 @@ def _file(text: str) -> Path | None:
 
 
 def _words(text: str) -> str:
-    """A text, or what a file or standard input holds."""
+    """Returns a text, or the content of the file that it names, or of standard input for "-"."""
     if text == "-":
         return sys.stdin.read(LONGEST + 1)
     path = _file(text)
@@ -166,6 +166,3 @@ def _reading(explanation: Explanation, line: object) -> None:
 
 def _short(value: object) -> str:
     return f"{value[:6]}".replace("]", ", ...]") if isinstance(value, list) and len(value) > 6 else str(value)
-
-
-__all__ = ["explain"]

@@ -1,6 +1,6 @@
-"""What is known of the machine that this library runs on: processor, threads, OpenMP runtimes, packages, GPUs, peaks.
+"""Facts about this machine: processor, threads, OpenMP runtimes, packages, GPUs, peaks.
 
-Every fact is found without changing anything; what cannot be found is said, never raised. Refuses to print.
+Functions change nothing and raise nothing; facts that are not available are marked as missing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# The releases that the tests ran with, the oldest and the newest; others may do as well.
+# Oldest and newest tested releases; others may work too.
 TESTED: dict[str, tuple[str, str]] = {
     "python": ("3.10", "3.13"),
     "torch": ("2.6", "2.15"),
@@ -24,7 +24,7 @@ TESTED: dict[str, tuple[str, str]] = {
     "transformers": ("5.23", "5.23"),
 }
 NEEDED = ("python", "torch", "numpy", "safetensors")
-# Settings of the environment that decide about threads.
+# Environment variables that affect threads and devices.
 _VARIABLES = (
     *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"),
     *("KMP_BLOCKTIME", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "FUSION_ATTENTION_TEAM"),
@@ -34,7 +34,7 @@ _RUNTIME = re.compile(r"(/\S*/lib(?:gomp|iomp5|omp|libomp)[-\w.]*\.(?:so|dylib)\
 
 @dataclass(frozen=True)
 class Release:
-    """A package: what is installed ("" where nothing is), the range that was tested, and what to make of it."""
+    """The installed release of a package ("" if absent), the tested range, and their comparison."""
 
     name: str
     installed: str
@@ -43,13 +43,13 @@ class Release:
 
 
 def processor() -> str:
-    """Its name where the system tells one, else its architecture."""
+    """Returns the processor's name if the system has one, else its architecture."""
     names = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return f"{names[0]} ({platform.machine()})" if names else platform.machine()
 
 
 def cores() -> dict[str, Any]:
-    """Of the system, those that this process may use, and the quota of its container; None where nothing limits it."""
+    """Returns the cores of the system, those that this process may use, and the container's quota (None: no limit)."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = None
     fields = " ".join(_lines("/sys/fs/cgroup/cpu.max")).split()
@@ -59,23 +59,23 @@ def cores() -> dict[str, Any]:
 
 
 def settings() -> dict[str, str]:
-    """What the environment says about threads and devices."""
+    """Returns environment variables about threads and devices."""
     return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
 
 
 def openmp_runtimes(maps: str = "/proc/self/maps") -> list[str]:
-    """The files of all OpenMP runtimes that this process has loaded."""
+    """Returns the files of all OpenMP runtimes loaded in this process."""
     result = (match[1] for line in _lines(maps) if (match := _RUNTIME.search(line)))
     return sorted(dict.fromkeys(result))
 
 
 def releases() -> list[Release]:
-    """Every package that matters, against the releases that were tested."""
+    """Compares every relevant package with its tested releases."""
     return [release(name, _installed(name)) for name in TESTED]
 
 
 def release(name: str, installed: str) -> Release:
-    """What to make of an installed release; "" for one that is not there."""
+    """Compares an installed release ("" if absent) with the tested ones."""
     oldest, newest = TESTED[name]
     tested = oldest if oldest == newest else f"{oldest} to {newest}"
     if not installed:
@@ -89,7 +89,7 @@ def release(name: str, installed: str) -> Release:
 
 
 def gpus() -> dict[str, Any]:
-    """The GPUs, and why they do not compute, where they do not."""
+    """Returns the GPUs, and the reason why they are not used."""
     import torch
 
     results: list[dict[str, Any]] = []
@@ -100,7 +100,7 @@ def gpus() -> dict[str, Any]:
                 memory = round(properties.total_memory / 2**30, 1)
                 capability = f"{properties.major}.{properties.minor}"
                 results.append({"name": properties.name, "capability": capability, "memory_gib": memory})
-    except (RuntimeError, AssertionError) as error:  # a driver that does not fit
+    except (RuntimeError, AssertionError) as error:  # an incompatible driver
         return {"devices": [], "computes": False, "why_not": (str(error) or type(error).__name__).splitlines()[0]}
     why = back_ends()["triton"]
     reasons = [] if why == "yes" else [*_why_no_gpu(results), why]
@@ -122,7 +122,7 @@ def _why_no_gpu(devices: list[dict[str, Any]]) -> list[str]:
 
 
 def npu() -> str:
-    """Whether a real torch_npu is there, or ours stands in its place."""
+    """Describes the installed torch_npu, or this library in its place."""
     if vars(sys.modules.get("torch_npu", object)).get("__fusion_attention__"):
         return "fusion_attention stands in for torch_npu in this process"
     try:
@@ -133,7 +133,7 @@ def npu() -> str:
 
 
 def back_ends() -> dict[str, str]:
-    """For every back end "yes", or why it does not compute here."""
+    """Returns "yes" or the reasons against it for every back end."""
     import torch
 
     from fusion_attention.backends import BACKENDS, reasons_of
@@ -148,7 +148,7 @@ def back_ends() -> dict[str, str]:
 
 
 def peaks(threads: int) -> dict[str, float]:
-    """Multiply-adds of every dtype in GFLOP/s, and memory read in GB/s, measured now by so many threads."""
+    """Measures multiply-adds of every dtype in GFLOP/s, and memory reads in GB/s."""
     from fusion_attention import _native
 
     return {name: round(rate, 1) for name, rate in _native.machine_peak(threads).items()}
@@ -166,7 +166,7 @@ def _installed(name: str) -> str:
 
 
 def _number(text: str) -> tuple[int, ...]:
-    """2.13.0+cpu as (2, 13, 0)."""
+    """Parses a version: (2, 13, 0) for 2.13.0+cpu."""
     return tuple(int(digits) for digits in re.findall(r"\d+", text.split("+")[0])[:3])
 
 

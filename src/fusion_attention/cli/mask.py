@@ -1,4 +1,5 @@
-"""Masks to look at: what a sparse mode or a Band lets each row see, as text, JSON, SVG, PNG, or a page to play with."""
+"""`fusion-attention mask`: the visible keys of a sparse mode or Band, as text, JSON, SVG, PNG, or an interactive
+page."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 NO_EDGE = 2**31 - 1
 EDGE: dict[str, Any] = {"min": -(2**63), "max": 2**63 - 1, "show_default": "no edge"}
 LONGEST = 1 << 20
-# Rows that text and JSON name one by one.
+# Largest number of rows that JSON lists individually.
 NAMED_ROWS = 4096
 INTERFACE_NAMES = {
     "own": "fusion_attention.attention",
@@ -61,7 +62,6 @@ def mask(
     port: int = typer.Option(0, min=0, max=65535, help="Port of --serve; 0: a free one."),
 ) -> None:  # fmt: skip
     """Show which keys each row sees: a sparse mode or a Band, its rule in words, its calls, and what CANN refuses."""
-    # The values of typer are its own: nothing is read twice.
     given = {"mode": mode, "q": q, "kv": kv, "pre": pre, "next": next_, "prefix": prefix, "packed": packed, "own": own}
     if explorer:
         _write_page(explorer)
@@ -106,7 +106,7 @@ def _numbers(text: str, option: str, most: int = LONGEST) -> tuple[int, ...]:
 
 
 def _setting(given: dict[str, Any]) -> Setting:
-    """The setting that options describe."""
+    """Makes a setting from the options."""
     from fusion_attention.explorer.visible import FULL_MODES, MODES, PREFIX_MODES, Setting
 
     q_len = _numbers(given["q"], "--q")
@@ -138,13 +138,12 @@ def _setting(given: dict[str, Any]) -> Setting:
 
 
 def _of_band(s: Setting, given: dict[str, Any]) -> Setting:
-    """The setting of a Band as text: a name of its makers with numbers, nothing that runs."""
+    """Parses a Band from text: a constructor with literal arguments, which is not executed."""
     from fusion_attention.explorer.visible import BAND
     from fusion_attention.ir.mask import INFINITE, Band
 
-    constructors = {name: getattr(Band, name) for name in ("full", "causal", "window", "prefix_causal")} | {
-        "Band": Band
-    }
+    constructors = {name: getattr(Band, name) for name in ("full", "causal", "window", "prefix_causal")}
+    constructors["Band"] = Band
     if given["prefix"] or (given["pre"], given["next"]) != (NO_EDGE, NO_EDGE):
         raise typer.BadParameter("a Band says its edges itself: window(LEFT, RIGHT), prefix_causal([N])")
     text = given["mode"].removeprefix("fa.").removeprefix("Band.")
@@ -167,7 +166,7 @@ def _of_band(s: Setting, given: dict[str, Any]) -> Setting:
 
 
 def _read_mask(path: Path) -> list[list[int]]:
-    """The rows of a mask in a file; nothing in it is executed."""
+    """Reads the rows of a mask from a file, without executing code in it."""
     import numpy as np
 
     try:
@@ -265,7 +264,7 @@ def _title(s: Setting) -> str:
 
 
 def _report(s: Setting, interface: str) -> dict[str, Any]:
-    """Everything that is said of a setting; infinite edges are null."""
+    """Returns all facts about a setting for JSON; infinite edges are null."""
     from fusion_attention.explorer.calls import call
     from fusion_attention.explorer.draw import is_seen
     from fusion_attention.explorer.violations import remarks_on, verdict
@@ -363,7 +362,7 @@ def _show_interface(report: dict[str, Any], console: Console, with_setup: bool) 
 
 
 def _show_gallery(console: Console) -> None:
-    """All modes, small, with what each is for."""
+    """Prints all modes as small pictures with their uses."""
     from rich.table import Table
     from rich.text import Text
 
@@ -386,6 +385,3 @@ def _show_gallery(console: Console) -> None:
         "fusion-attention mask MODE --q 5 --kv 8 ... shows one with your lengths, its calls and what CANN refuses;"
     )
     console.print("fusion-attention mask --serve is a page to play with.", highlight=False)
-
-
-__all__ = ["mask"]

@@ -1,4 +1,4 @@
-"""What of torch_npu is here, and what a tree of sources written for the chip needs of it."""
+"""`fusion-attention npu`: lists the available names of torch_npu, and those that a tree of sources uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-SHOWN_FILES = 5  # that could not be read; --json has all
+SHOWN_FILES = 5  # unreadable files; --json has all
 
 
 def npu(
@@ -66,7 +66,7 @@ def _modules() -> dict[str, Any]:
 
 
 def _here() -> dict[str, list[str]]:
-    """The public names of every module that is played."""
+    """Returns the public names of every module that npu.install() provides."""
     return {name: _names(module) for name, module in sorted(_modules().items())}
 
 

@@ -1,4 +1,4 @@
-"""A program for every operator, as its page shows it: made from its record and the values of its family."""
+"""An example program for every operator's page, made from its record and the values of its family."""
 
 from __future__ import annotations
 
@@ -6,26 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fusion_attention.cli import package_examples
+from fusion_attention.cli.docstrings import filled
 from fusion_attention.cli.example_call import Call, named
 
 if TYPE_CHECKING:
     from fusion_attention.contract import Op
 
-WIDTH = 84
 MASK = "mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)  # CANN's compressed causal mask"
-
-
-def filled(head: str, arguments: list[str]) -> list[str]:
-    """A call on one line, or with its arguments on lines as full as they may be."""
-    if len(head) + len(", ".join(arguments)) < WIDTH:
-        return [f"{head}{', '.join(arguments)})"]
-    lines = [head]
-    for argument in arguments:
-        if len(lines) > 1 and len(lines[-1]) + len(argument) + 2 < WIDTH:
-            lines[-1] += f" {argument},"
-        else:
-            lines.append(f"    {argument},")
-    return [*lines, ")"]
 
 
 QKV = named("query", "key", "value")
@@ -64,7 +51,7 @@ MORE_GRADS = {
 
 
 def backward(call: Call, forward: str, *more: str) -> Call:
-    """The gradient's program: the forward first, by torch_npu's name."""
+    """Makes the call of a gradient; its setup calls the forward by torch_npu's name."""
     given = [*("query", "key", "value", "8"), call.values["input_layout"]]
     words = ["scale", "atten_mask", "sparse_mode", "actual_seq_qlen", "actual_seq_kvlen", *more]
     given += [f"{name}={call.values.get(name, name)}" for name in words if name in call.values or name in more]
@@ -284,7 +271,7 @@ loss.backward()  # teaches the indexer alone
 """,
     "indexer_target_loss": package_examples.TARGET_LOSS,
 }
-FAMILIES = {  # what a name begins with, the most specific first
+FAMILIES = {  # prefixes of names, the most specific first
     **package_examples.CALLS,
     "npu_fusion_attention_grad_v2": backward(
         PACKED.plus(ROPE, **named("query_rope", "key_rope")), "npu_fusion_attention_v2", "query_rope", "key_rope"
@@ -332,7 +319,7 @@ FAMILIES = {  # what a name begins with, the most specific first
 
 
 def program(op: Op) -> str:
-    """A program that calls an operator; "" of one that no family here knows."""
+    """Returns a program that calls an operator; "" if no family matches."""
     if op.name in EXAMPLES:
         return f"import torch\nimport fusion_attention as fa\n{EXAMPLES[op.name]}".rstrip()
     call = next((call for begin, call in FAMILIES.items() if op.name.startswith(begin)), None)
@@ -342,7 +329,7 @@ def program(op: Op) -> str:
 
 
 def _function(op: Op, call: Call) -> str:
-    """By torch_npu's name: what has to be given by its place, the rest by name."""
+    """Formats a call by torch_npu's name: required arguments by position, others by name."""
     from fusion_attention.contract import REQUIRED, Attr
 
     arguments, by_place = [], True
@@ -365,7 +352,7 @@ def installed(op: Op) -> str:
 
 
 def _two_phase(op: Op, call: Call) -> str:
-    """Both phases; None is a null pointer."""
+    """Formats both phases of a call; None is a null pointer."""
     from fusion_attention.contract import Attr, Tensor
 
     arguments, outputs = [], []
@@ -394,14 +381,14 @@ def _two_phase(op: Op, call: Call) -> str:
 
 
 def _shown(value: object) -> str:
-    """A default as a program writes it."""
+    """Formats a default value."""
     if value in (2**31 - 1, 2**63 - 1):
         return "2**31 - 1" if value == 2**31 - 1 else "2**63 - 1"
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _text(imports: list[str], called: list[str], call: Call, lines: list[str]) -> str:
-    """Imports, what makes the tensors, and the call."""
+    """Joins imports, setup and call."""
     body = "\n".join([*call.setup, *lines])
     words = ("npu_fusion_attention_v2", "npu_fusion_attention", "npu_lightning_indexer", "npu_sparse_flash_attention")
     used = {name for name in (*words, "npu_dense_lightning_indexer_softmax_lse") if f" {name}(" in body} | {*called}

@@ -1,4 +1,4 @@
-"""The page of an operator: record, call, docstring, example, support of the back ends."""
+"""The page of an operator: record, call, docstring, example, and support by back ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BY_TORCH = (
     "Computed by torch's own operators, in float32 where the chip adds up in it, on every device that torch has. "
     "There is no two-phase function of it and no C function."
 )
-# Auxiliary operators that another function computes: (what they are called, that function).
+# Auxiliary operators that another function computes, as a pattern of their names.
 BY_ANOTHER = {
     r"_npu_(paged|flash)_attention.*": "npu_fused_infer_attention_score",
     r"npu_quant_lightning_indexer": "npu_lightning_indexer",
@@ -40,7 +40,7 @@ GROUPS = {
 
 
 def groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """Operators by family, in the order of the pages' index; those of no family come last."""
+    """Groups operators by family, in the order of the pages' index; ungrouped ones come last."""
     results: dict[str, list[str]] = {title: [] for title in (*GROUPS, OTHERS)}
     for name in names:
         results[next((title for title, form in GROUPS.items() if re.fullmatch(form, name)), OTHERS)].append(name)
@@ -48,15 +48,17 @@ def groups(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def index(records: Mapping[str, Op]) -> str:
-    """The page that lists all pages."""
+    """Returns the page that lists all pages."""
     lines = [
-        "# Operators",
-        "",
-        "Every page is made of the operator's contract record: its call, a program, which back end",
-    ]
-    lines += [
-        "computes what, parameters, shapes and rules. Which version has which parameter: [versions](versions.md).",
-        "",
+        *(
+            "# Operators",
+            "",
+            "Every page is made of the operator's contract record: its call, a program, which back end",
+        ),
+        *(
+            "computes what, parameters, shapes and rules. Which version has which parameter: [versions](versions.md).",
+            "",
+        ),
     ]
     for title, names in groups(sorted(records)).items():
         lines += [f"## {title}", "", "| operator | what it computes |", "|---|---|"]
@@ -69,21 +71,21 @@ def index(records: Mapping[str, Op]) -> str:
 
 @cache
 def page(op: Op) -> str:
-    """The whole page, in Markdown."""
+    """Returns an operator's page as Markdown."""
     from fusion_attention.contract.doc_pages import render
 
     return render(op, shown(op), tex=True)
 
 
 def terminal_page(op: Op) -> str:
-    """The same with its formula as plain text."""
+    """Returns an operator's page with formulas as plain text."""
     from fusion_attention.contract.doc_pages import render
 
     return render(op, shown(op))
 
 
 def shown(op: Op) -> Shown:
-    """What the page says besides the record."""
+    """Returns the content of a page that is not in the record."""
     from fusion_attention.contract.doc_pages import Shown
 
     two_phase = op.name.startswith("aclnn")
@@ -96,7 +98,7 @@ def shown(op: Op) -> Shown:
 
 
 def _auxiliary(op: Op) -> str:
-    """What computes a function that has no lowering."""
+    """Describes the computation of a function without a lowering."""
     name = another(op.name)
     if not name:
         return BY_TORCH
@@ -104,12 +106,12 @@ def _auxiliary(op: Op) -> str:
 
 
 def another(name: str) -> str:
-    """The function that computes an auxiliary operator; "" of one that torch computes."""
+    """Returns the function that computes an auxiliary operator; "" if torch computes it."""
     return next((result for form, result in BY_ANOTHER.items() if re.fullmatch(form, name)), "")
 
 
 def function(op: Op) -> Any:
-    """The function that users call: torch_npu's, that of CANN's package, or ours."""
+    """Returns the public function of an operator: torch_npu's, that of CANN's package, or ours."""
     import fusion_attention
     from fusion_attention import npu
     from fusion_attention.npu.surface.cann_ops import FROM_RECORDS
@@ -121,7 +123,7 @@ def function(op: Op) -> Any:
 
 def _phases(op: Op) -> str:
     names = [p.shown for p in op.params]
-    first = op_examples.filled(
+    first = docstrings.filled(
         f"ret, workspace_size, executor = aclnn.{op.name}GetWorkspaceSize(", [*names, "*", *_FLAGS]
     )
     return "\n".join([*first, f"ret = aclnn.{op.name}(workspace, workspace_size, executor, stream)"])
@@ -131,12 +133,12 @@ _FLAGS = ("strict=True", "check_content=False")
 
 
 def _returned(op: Op) -> str:
-    """What the tables do not say of a function that is made from its record."""
+    """Describes the results of a function that is made from its record."""
     return f"**Returns**\n\n{docstrings.prose(op.returns, ROOT)}" if op.returns else ""
 
 
 def _text(called: Any) -> str:
-    """The docstring, its arguments folded away: the table of parameters is their place."""
+    """Returns the docstring; its arguments are folded, as the page has a table of parameters."""
     result = docstrings.sections(inspect.getdoc(called) or "")
     paragraphs = result[""].split("\n\n")[1:]  # the first is the summary
     prose_paragraphs = [text for text in paragraphs if " = " not in text.splitlines()[0]]  # formulas are set above
@@ -146,15 +148,14 @@ def _text(called: Any) -> str:
         lines += [*docstrings.arguments(result["Args"], ROOT, docstrings.parameters(called)), "", "</details>", ""]
     for name in ("Returns", "Raises"):
         if result.get(name):
-            code_block = (
-                docstrings.arguments(result[name], ROOT) if name == "Raises" else [docstrings.prose(result[name], ROOT)]
-            )
-            lines += [f"**{name}**", "", *code_block, ""]
+            text = result[name]
+            block = docstrings.arguments(text, ROOT) if name == "Raises" else [docstrings.prose(text, ROOT)]
+            lines += [f"**{name}**", "", *block, ""]
     return "\n".join(lines).rstrip()
 
 
 def _example(op: Op) -> str:
-    """The docstring's example as a program."""
+    """Converts the docstring's example to a program."""
     code = "\n".join(re.findall(r"^(?:>>>|\.\.\.) (.*)", op.example, re.M))
     if op.name != op.called:
         return f"{op_examples.installed(op)}\n\n{code}"
@@ -163,7 +164,7 @@ def _example(op: Op) -> str:
 
 
 def _support(op: Op) -> str:
-    """The matrix, and what a back end refuses of what the record allows."""
+    """Returns the table of back ends, and the calls that a back end refuses although the record allows them."""
     if not op.tensors():
         return "It has no tensor to compute from: no back end runs."
     names = [*op_support.COLUMNS.values(), op_support.CHIP]

@@ -1,4 +1,4 @@
-"""What of an operator each back end computes: its record's sample calls, lowered, and the back ends asked."""
+"""Support of an operator by each back end, determined from sample calls of its record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHIP = "the chip's page"
 
 
 def refusals(problem: Any, name: str) -> list[str]:
-    """Why a back end does not compute a problem, wherever its tensors lie: what this machine lacks is left out."""
+    """Returns a back end's reasons against a problem, without those about this machine."""
     import torch
 
     from fusion_attention.backends import load, triton
@@ -26,7 +26,7 @@ def refusals(problem: Any, name: str) -> list[str]:
 
 
 def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False) -> Any | None:
-    """A sample call, checked and lowered; None of one that the record does not allow."""
+    """Validates and lowers a sample call; None if the record does not allow it."""
     from fusion_attention.contract import ContractError, bind
     from fusion_attention.contract.sampling import sample
 
@@ -36,11 +36,11 @@ def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False) -> Any | 
         try:
             return op.lower(bind(op, sample(op, **settings), strict=strict))
         except (ContractError, AttributeError, TypeError, ValueError, NotImplementedError):
-            return None  # what cannot be lowered is not computed
+            return None
 
 
 def matrix(op: Op) -> list[tuple[str, dict[str, str]]]:
-    """(dtype of the first tensor, column -> the layouts that are computed) for every dtype of the record."""
+    """Returns (dtype of the first tensor, supported layouts by column) for every dtype of the record."""
     first: Tensor = op.tensors()[0]
     rows = []
     for dtype in first.dtypes.split():
@@ -67,7 +67,7 @@ def _layouts(op: Op, computed: list[str]) -> str:
 
 
 def gaps(op: Op) -> dict[str, list[str]]:
-    """Back end -> what it refuses among calls that the record's rules are asked of, beside the plain one."""
+    """Returns by back end the refused features among sample calls for the record's rules."""
     results: dict[str, list[str]] = {}
     for settings in _settings(op):
         call = lowered(op, settings)
@@ -82,7 +82,7 @@ def gaps(op: Op) -> dict[str, list[str]]:
 
 
 def _settings(op: Op) -> Iterator[dict[str, Any]]:
-    """The plain call, and those under which a rule is asked, each once."""
+    """Yields the settings of the default sample call, and of calls for which a rule applies."""
     yield {op.layout_attr: op.layouts[0]}
     settings_listed = set()
     for rule in op.asked:

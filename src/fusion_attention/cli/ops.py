@@ -1,4 +1,4 @@
-"""The operators as their records describe them: a list, or the page of one."""
+"""`fusion-attention ops`: lists the operators, or prints the page of one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _print_page(record: Op) -> None:
     if console.is_terminal:
         console.print(Markdown(terminal_page(record)))
     else:
-        typer.echo(page(record))  # The source itself, for a file or a pager.
+        typer.echo(page(record))  # Markdown, for a file or a pager
 
 
 def _entry(record: Op) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _entry(record: Op) -> dict[str, Any]:
 
 
 def _described(record: Op) -> dict[str, Any]:
-    """What a record says of a call, as JSON holds it."""
+    """Converts a record to JSON values."""
     from fusion_attention.contract import Attr
 
     parameters = [
@@ -99,7 +99,7 @@ def _described(record: Op) -> dict[str, Any]:
 
 
 def _close_names(name: str, names: list[str]) -> list[str]:
-    """Up to three names that contain what was asked for, else the most similar ones."""
+    """Returns up to three names that contain the given one, else the most similar names."""
     within = sorted((candidate for candidate in names if name.lower() in candidate.lower()), key=len)[:3]
     lower = {candidate.lower(): candidate for candidate in names}
     return within or [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.5)]

@@ -1,4 +1,4 @@
-"""Output and input of commands: JSON, errors in a sentence, progress bars, devices."""
+"""Input and output of commands: JSON, errors, progress bars, devices."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ BAD_INPUT = 2
 
 
 def refuse(command: str, sentence: object) -> NoReturn:
-    """Ends a command whose input is wrong: one sentence on stderr, exit code 2."""
+    """Ends a command with a sentence on stderr and exit code 2, for invalid input."""
     line = " ".join(str(sentence).split())
     typer.echo(f"fusion-attention {command}: {_printable(line)}", err=True)
     raise typer.Exit(BAD_INPUT)
 
 
 def show_json(value: Any) -> None:
-    """Prints a value as JSON; numbers that JSON lacks are null."""
+    """Prints a value as JSON; numbers that are not finite become null."""
     typer.echo(json.dumps(_finite(value), indent=1, ensure_ascii=False, default=str))
 
 
 def device_of(text: str) -> torch.device:
-    """What --device names; ValueError where it cannot compute here."""
+    """Parses --device; ValueError if the device cannot compute here."""
     import torch
 
     device = torch.device(text)
@@ -50,7 +50,7 @@ def _finite(value: Any) -> Any:
 
 
 def _printable(text: str) -> str:
-    """Text whose characters command no terminal, and no longer than a screen."""
+    """Removes control characters from a text, and truncates it."""
     clean = "".join(c if c.isprintable() else "?" for c in text)
     return clean if len(clean) <= 1000 else clean[:996] + " ..."
 
@@ -59,14 +59,14 @@ def _printable(text: str) -> str:
 def progress(
     what: str, total: float | None, console: Console | None = None, *, calm: bool = False
 ) -> Iterator[Callable[[float, str], None]]:
-    """A bar on a terminal; yields a function of (done, what comes next).
+    """Shows a progress bar on a terminal; yields a function of (amount done, next item).
 
     Args:
-        what: is done.
-        total: of it; None if unknown.
-        console: that lines are printed to meanwhile: where it is a terminal the bar stands below them, else on stderr.
-            Nothing is drawn where there is no terminal.
-        calm: nothing is drawn between calls of the function, so that no thread draws while something is timed.
+        what: description of the work.
+        total: amount of work; None if unknown.
+        console: the console of other output; if it is a terminal the bar is drawn below, else on stderr. Nothing is
+            drawn without a terminal.
+        calm: draw only when the function is called, so that no thread draws during a timing.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn

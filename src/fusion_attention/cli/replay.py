@@ -1,4 +1,4 @@
-"""A captured session, computed again call by call: timed, and judged against what was recorded."""
+"""`fusion-attention replay`: computes recorded calls again, times them, and judges the results."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _STYLES = {RIGHT: "green", UNJUDGED: "yellow", WRONG: "bold red", UNREADABLE: "b
 
 
 class Backend(str, Enum):
-    """What may compute."""
+    """Names of back ends for the option --backend."""
 
     auto, cpu, triton, golden = "auto", "cpu", "triton", "golden"
 
 
 @dataclass(frozen=True)
 class Call:
-    """What came of one recorded call.
+    """The result of replaying one recorded call.
 
     Attributes:
-        file, operator: the capture, and its record ("" of a file that cannot be read).
-        sizes: of its first tensor.
-        verdict: "right", "unjudged", "wrong" or "unreadable"; reason: what breaks it, "" where nothing does.
-        worst: the largest absolute difference between what was recorded and what is computed here.
-        milliseconds: the median of the timed runs; 0.0 where none was made.
+        file, operator: the capture, and its record ("" for an unreadable file).
+        sizes: dtype and shape of its first result.
+        verdict: "right", "unjudged", "wrong" or "unreadable"; reason: the reason, "" for a correct call.
+        worst: the largest absolute difference between recorded and recomputed results.
+        milliseconds: median of the timed runs; 0.0 without runs.
     """
 
     file: str
@@ -96,10 +96,10 @@ def replay(
 
 
 def session(paths: list[Path]) -> list[Path]:
-    """The captures of files and folders, each folder's in the order of their numbers.
+    """Returns the captures in files and folders; those of a folder in the order of their numbers.
 
     Raises:
-        ValueError: a path is not there, or a folder holds none.
+        ValueError: a path does not exist, or a folder has no captures.
     """
     files: list[Path] = []
     for path in paths:
@@ -118,7 +118,7 @@ def session(paths: list[Path]) -> list[Path]:
 def calls(
     files: list[Path], backend: str, device: Any, runs: int, advance: Callable[[float, str], None]
 ) -> Iterator[Call]:
-    """Every file's call, one in memory at a time."""
+    """Replays every file, with one call in memory at a time."""
     from fusion_attention.contract import BackendError
     from fusion_attention.judging.replay import CaptureError
 
@@ -133,7 +133,7 @@ def calls(
 
 
 def summary(results: list[Call]) -> dict[str, Any]:
-    """The number of calls of each verdict, and their time together."""
+    """Returns the number of calls by verdict, and their total time."""
     counts = {verdict: sum(call.verdict == verdict for call in results) for verdict in _STYLES}
     return {**counts, "milliseconds": sum(call.milliseconds for call in results)}
 
@@ -150,7 +150,7 @@ def _replayed(file: Path, backend: str, device: Any, runs: int) -> Call:
 
 
 def _milliseconds(replayed: Replay, backend: str, runs: int) -> float:
-    """The median time of a call: checked, lowered, planned (once) and computed, without reading the file."""
+    """Measures the median time of a call (validation, lowering and computation) without reading the file."""
     import statistics
 
     import torch
@@ -175,7 +175,7 @@ def _milliseconds(replayed: Replay, backend: str, runs: int) -> float:
 
 
 def _verdict(replayed: Replay) -> tuple[str, str]:
-    """(verdict, reason), as Replay judges."""
+    """Returns (verdict, reason) of the error bound."""
     from fusion_attention.judging.calls import JudgeError
 
     try:
@@ -220,6 +220,3 @@ def _line(console: Console, call: Call) -> None:
 def _foot(console: Console, counts: dict[str, Any]) -> None:
     notes = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _STYLES if counts[verdict])
     _print(console, f"{notes or 'nothing'}; {counts['milliseconds']:.3f} ms in all", "bold")
-
-
-__all__ = ["replay"]

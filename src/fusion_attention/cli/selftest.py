@@ -1,6 +1,6 @@
-"""Whether what is installed computes what it should: small calls of every family, beside the model in float64.
+"""The self test of `fusion-attention doctor`: small calls of every family, compared with the float64 model.
 
-Judged as this library's own tests judge (testing.compare): errors are as large as roundings make them, with no
+Results are judged as in this library's tests (testing.compare): by the expected size of rounding errors, without a
 tolerance.
 """
 
@@ -20,7 +20,7 @@ from fusion_attention.testing import Case, arguments, check, expected, expected_
 
 @dataclass(frozen=True)
 class Step:
-    """One comparison; it raises where a result is wrong."""
+    """One comparison; judge() raises if a result is wrong."""
 
     name: str
     backend: str
@@ -29,7 +29,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step: "" where it passed."""
+    """The outcome of a step; fault is "" if it passed."""
 
     name: str
     backend: str
@@ -40,12 +40,12 @@ class Outcome:
 def outcomes(
     backends: list[str], seconds: float, advance: Callable[[float, str], None] = lambda gone, words: None
 ) -> Iterator[Outcome]:
-    """What came of every fixed step, then of drawn calls, until the time is up; the seed is always the same.
+    """Yields the outcomes of all fixed steps, then of random calls with a fixed seed, until the time limit.
 
     Args:
-        backends: which are tested.
-        seconds: after which no further step begins.
-        advance: called with the seconds gone and what comes next.
+        backends: the tested back ends.
+        seconds: time limit for the start of a step.
+        advance: called with the elapsed seconds and the name of the next step.
     """
     fixed = sorted((step for backend in backends for step in _of(backend)), key=lambda step: step.name)
     start = time.monotonic()
@@ -59,18 +59,18 @@ def outcomes(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 step.judge()
-        except Exception as error:  # whatever a broken installation does
+        except Exception as error:  # a broken installation may raise anything
             fault = f"{type(error).__name__}: {error}".splitlines()[0]
         yield Outcome(step.name, step.backend, time.perf_counter() - begun, fault)
 
 
 def _drawn(backends: list[str]) -> Iterator[Step]:
-    """Dense calls of random shapes, without end."""
+    """Yields dense calls of random shapes, endlessly."""
     draw = Random(0)
     while backends:
         layout, heads = draw.choice(("BSND", "BNSD", "BSH", "SBH", "TND", "TND")), draw.choice((1, 2, 3))
         dim, items = draw.choice((16, 40, 64, 96, 128, 192)), draw.randint(1, 3)
-        alike = layout != "TND"  # sequences of a padded batch are as long as each other
+        alike = layout != "TND"  # sequences of a padded batch have equal lengths
         q_len, kv_len = ((draw.randint(1, 200),) * items if alike else _lengths(draw, items) for _ in "qk")
         window: dict[str, Any] = {"pre": draw.randint(0, 99), "next": draw.randint(0, 99)}
         mode = draw.choice((0, 2, 3, 4))
@@ -108,7 +108,7 @@ def _of(backend: str) -> Iterator[Step]:
 
 
 def _dense(dtype: str) -> dict[str, Case]:
-    """By name: every layout, most modes, what joins the scores, and rows longer than a tile."""
+    """Returns cases by name: every layout, most modes, additional terms of scores, and rows longer than a tile."""
     small: dict[str, Any] = {"dtype": dtype, "q_len": (70,), "kv_len": (90,), "dim_qk": 64, "dim_v": 64, "scale": 0.125}
     packed = {**small, "layout": "TND", "q_len": (3, 0, 40), "kv_len": (5, 4, 61)}
     long_rows = {**small, "dim_qk": 128, "dim_v": 128, "q_len": (300,), "kv_len": (400,), "scale": 0.09}
@@ -134,7 +134,7 @@ def _variants() -> list[str]:
 
 
 def _judge_variant(name: str) -> None:
-    """Every instruction set makes the same of the same numbers."""
+    """Asserts that an instruction set computes the same checksums as the base variant."""
     from fusion_attention import _native
 
     probe, base = _native.variant_probe(name), _native.variant_probe("base")
@@ -181,7 +181,7 @@ def _judge_sparse(backend: str) -> None:
 
 
 def _judge_indexer(backend: str) -> None:
-    """The entries chosen are golden's: ties go to the smaller index everywhere."""
+    """Asserts that the selected entries are golden's; ties go to the smaller index everywhere."""
     from fusion_attention.testing import sparse
 
     call = sparse.lowered_indexer(sparse.indexer_arguments(sparse.IndexerCase()))

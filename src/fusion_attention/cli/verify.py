@@ -1,7 +1,4 @@
-"""`fusion-attention verify`: is my kernel right? Reads calls from files, prints what the judge says of them.
-
-Refuses to judge, and to know how files are read.
-"""
+"""`fusion-attention verify`: judges recorded calls from files."""
 
 from __future__ import annotations
 
@@ -93,7 +90,7 @@ def _judged(
                 except JudgeError as error:
                     raise JudgeError(f"{call.source}: {error}") from None
                 except (ArithmeticError, IndexError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-                    # Files say anything: what no rule has caught is still one sentence.
+                    # Invalid files may cause errors that no rule detects.
                     why = " ".join(str(error).split())[:160]
                     raise JudgeError(f"{call.source}: cannot be judged ({type(error).__name__}: {why})") from None
     return results
@@ -144,6 +141,3 @@ def _values(given: list[str]) -> dict[str, Any]:
             raise JudgeError(f"--set {text}: expected PARAMETER=VALUE")
         results[name] = values_from(value)
     return results
-
-
-__all__ = ["verify"]

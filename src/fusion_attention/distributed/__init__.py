@@ -1,4 +1,4 @@
-"""Attention over sequences that lie on several ranks of torch.distributed.
+"""Attention over sequences that are sharded over the ranks of torch.distributed. Modules load on first use.
 
 Nothing is loaded before it is used; a name is loaded when it is first asked for.
 """
@@ -16,27 +16,14 @@ if TYPE_CHECKING:
     from fusion_attention.distributed.sparse import indexer_loss, lightning_indexer, sparse_attention
 
 __all__ = [
-    "GroupError",
-    "attention",
-    "decode_attention",
-    "indexer_loss",
-    "lightning_indexer",
-    "positions",
-    "shard",
-    "sparse_attention",
-    "unshard",
-]
+    "GroupError", "attention", "decode_attention", "indexer_loss", "lightning_indexer", "positions", "shard",
+    "sparse_attention", "unshard",
+]  # fmt: skip
 _HOMES = {
-    "GroupError": "groups",
-    "attention": "dense",
-    "decode_attention": "decode",
-    "indexer_loss": "sparse",
-    "lightning_indexer": "sparse",
-    "sparse_attention": "sparse",
-    "positions": "sharding",
-    "shard": "sharding",
+    "GroupError": "groups", "attention": "dense", "decode_attention": "decode", "indexer_loss": "sparse",
+    "lightning_indexer": "sparse", "sparse_attention": "sparse", "positions": "sharding", "shard": "sharding",
     "unshard": "sharding",
-}
+}  # fmt: skip
 
 
 def _load(name: str) -> Any:
@@ -46,7 +33,7 @@ def _load(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if not TYPE_CHECKING:  # A name that is not shown above is an error for checkers.
+if not TYPE_CHECKING:  # type checkers report names that are not imported above
     __getattr__ = _load
 
 

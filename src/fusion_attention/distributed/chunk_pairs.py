@@ -1,14 +1,14 @@
-"""Attention between chunks of sequences, as far as one process has them: forward, backward, and what a sink gets.
+"""Attention between chunks of sequences on one process: forward, backward, and the gradient of a sink.
 
-A chunk is neighbouring tokens of one sequence. A chunk of rows and a chunk of keys make a *pair*, which a back end
-computes as a sequence of its own whose Part says where it stands (ir/problem.py). So chunks cut at multiples of CUT
-give the bits of the whole call:
+A chunk is a range of adjacent tokens of one sequence. A chunk of rows and a chunk of keys make a *pair*, which a back
+end computes as a sequence whose Part has its position (ir/problem.py). If chunks begin at multiples of CUT, the bits
+are those of the unsharded call for
 
-* out, statistics and dq, where each chunk of rows meets all keys of its sequence in one pair;
-* dk and dv, where each chunk of keys meets all rows of its sequence in one pair.
+* out, statistics and dq, if each chunk of rows has all keys of its sequence in one pair;
+* dk and dv, if each chunk of keys has all rows of its sequence in one pair.
 
-Pairs that share rows, or keys, leave partial results in float32: those of rows are merged (ir/merge.py), gradients
-added, in ascending order of what they meet.
+Pairs with common rows, or keys, have partial results in float32: those of rows are merged (ir/merge.py), gradients are
+added, in ascending order of the other chunk.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Chunks of sequences, and where they lie in tensors [batch, tokens, heads, dim]: int64 arrays, one number each.
+    """Chunks of sequences and their positions in tensors [batch, tokens, heads, dim]; one element per chunk, int64.
 
     Args:
-        seq, first, count: the sequence, its first token in the chunk, and how many there are.
-        batch, start: the index on a tensor's first axis, and the place on its second axis.
+        seq, first, count: the sequence, its first token in the chunk, and the number of tokens.
+        batch, start: the indices on a tensor's first and second axis.
     """
 
     seq: np.ndarray
@@ -47,20 +47,20 @@ class Chunks:
 
     @classmethod
     def packed(cls, seq: Any, first: Any, count: Any) -> Chunks:
-        """Chunks that lie one behind another in tensors [1, tokens, heads, dim]."""
+        """Makes chunks that are contiguous in tensors [1, tokens, heads, dim]."""
         seq, first, count = (np.array(a, np.int64) for a in (seq, first, count))
         return cls(seq, first, count, np.zeros_like(seq), np.cumsum(count) - count)
 
     @classmethod
     def full(cls, lengths: np.ndarray) -> Chunks:
-        """All sequences, each in one chunk, packed."""
+        """Makes one chunk per sequence, packed."""
         return cls.packed(np.arange(len(lengths)), np.zeros(len(lengths)), lengths)
 
     def __len__(self) -> int:
         return len(self.seq)
 
     def view(self, tensor: Tensor, chosen: np.ndarray, layer: np.ndarray | None = None) -> RowView:
-        """The rows of chosen chunks, of tensors [batch, tokens, heads, dim], or [layers, batch, ...]."""
+        """Returns a view of chosen chunks in tensors [batch, tokens, heads, dim], or [layers, batch, ...]."""
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             tensor = tensor.contiguous()
         *layers, batch, token, head, _ = tensor.stride()
@@ -72,15 +72,15 @@ class Chunks:
 
 @dataclass(frozen=True, eq=False)
 class FullCall:
-    """The unsharded call that its chunks belong to.
+    """The unsharded call that chunks belong to.
 
     Args:
-        problem, extents: of the whole call; of heads that lie spread over processes, problem counts those here.
-        heads, first_head: of queries, in the whole call, and the first of those here.
+        problem, extents: of the unsharded call; if heads are sharded, problem has the heads of this process.
+        heads, first_head: query heads of the unsharded call, and the first one of this process.
         slopes, sink: float32 [sequences, heads_q] and [heads_q].
-        seed, offset: of drawn dropout.
-        owns_bias: each element of the whole bias belongs to one pair of a row and a key alone (ops/training/call.py:
-            owns_bias). Where a gradient of the bias is asked for, this decides how gradients are rounded.
+        seed, offset: of dropout.
+        owns_bias: True if each element of the unsharded bias belongs to one pair of row and key (ops/training/call.py:
+            owns_bias). It determines the rounding of the bias gradient.
     """
 
     problem: Problem
@@ -96,8 +96,8 @@ class FullCall:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Chunks of rows with their tensors: q [batch, tokens, heads_q, dim_qk]; q_rope; bias and blocked
-    [batch or 1, heads_q or 1, tokens or 1, keys of the whole sequence or 1], whose rows are q's tokens."""
+    """Chunks of rows with their tensors: q [batch, tokens, heads_q, dim_qk]; q_rope; bias and blocked [batch or 1,
+    heads_q or 1, tokens or 1, keys of the unsharded sequence or 1], whose rows are q's tokens."""
 
     chunks: Chunks
     q: Tensor
@@ -108,8 +108,8 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """What a backward has of rows besides: dout and out as q with dim_v elements, max and sum [batch, tokens, heads_q]
-    of the rows' whole attention, whatever keys they meet now."""
+    """Results of the forward for a backward: dout and out as q with dim_v elements, max and sum [batch, tokens,
+    heads_q] over all keys of the rows."""
 
     dout: Tensor
     out: Tensor
@@ -129,9 +129,9 @@ class Keys:
 
 @dataclass(eq=False)
 class Gradients:
-    """As the tensors that they belong to; None: of what is not there, or was not asked for. Partial ones are float32.
+    """Gradients in the shapes of their inputs, None if there is none; partial ones are float32.
 
-    dbias lies as the bias, in its dtype where it is owned, else in float32.
+    dbias has the bias's dtype if FullCall.owns_bias, else float32.
     """
 
     dq: Tensor | None = None
@@ -144,9 +144,9 @@ class Gradients:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Which chunks of rows meet which chunks of keys, by number: in order of rows, then of keys within a sequence.
+    """Pairs of a chunk of rows and a chunk of keys, by index; ordered by rows, then by keys of a sequence.
 
-    row_layer, key_layer: how many pairs before it have the same rows, and the same keys.
+    row_layer, key_layer: the number of earlier pairs with the same rows, and with the same keys.
     """
 
     row: np.ndarray
@@ -164,10 +164,9 @@ class Pairs:
 
 
 def pairs(full: FullCall, rows: Chunks, keys: Chunks, *, partial: bool = False) -> Pairs:
-    """The pairs of chunks of the same sequence in which a row sees a key.
+    """Returns the pairs of chunks of one sequence in which a row sees a key.
 
-    All of them where empty rows are means of keys that they do not see; or, of results that are not partial, where a
-    sink is what they see.
+    It returns all pairs if rows without keys get the mean of all keys, or if a sink is in a result that is not partial.
     """
     order = np.lexsort((keys.first, keys.seq))
     begin, end = (np.searchsorted(keys.seq[order], rows.seq, side) for side in ("left", "right"))
@@ -185,10 +184,11 @@ def pairs(full: FullCall, rows: Chunks, keys: Chunks, *, partial: bool = False) 
 def forward(
     full: FullCall, rows: Rows, keys: Keys, met: Pairs | None = None, backend: str = "auto", *, partial: bool = False
 ) -> Partial:
-    """Attention of the rows to these keys, fresh [batch, tokens, heads_q, dim_v] and [batch, tokens, heads_q].
+    """Computes attention of rows to keys; returns new tensors [batch, tokens, heads_q, dim_v], [batch, tokens,
+    heads_q].
 
-    partial: out is float32, and a sink stays out of it (ir/merge.py: join_sink comes after the last keys); rows may
-    then be in several pairs. Else out has the problem's dtype, and each chunk of rows is in one pair at most.
+    partial: out is float32 without the sink (ir/merge.py: join_sink adds it after the last keys), and rows may be in
+    several pairs. Else out has the problem's dtype, and each chunk of rows is in at most one pair.
     """
     met = pairs(full, rows.chunks, keys.chunks, partial=partial) if met is None else met
     problem = _partial(full.problem) if partial else full.problem
@@ -222,11 +222,10 @@ def backward(
     partial: bool = False,
     dbias: bool = False,
 ) -> Gradients:
-    """The gradients that these pairs give; what no pair gives anything is zero. A sink's: sink_gradient().
+    """Computes the gradients of pairs; tokens without a pair get zeros. See sink_gradient() for a sink.
 
-    partial: gradients of rows and keys are float32. Where rows or keys are in several pairs they must be: what is
-    rounded before it is added up has other bits. dbias: of whatever keys, ask wherever the whole call does, or bits
-    differ.
+    partial: gradients of rows and keys are float32; required if rows or keys are in several pairs. dbias: set it in
+    every call of a backward with a bias gradient, as it changes the bits of other gradients.
     """
     met = pairs(full, rows.chunks, keys.chunks, partial=True) if met is None else met
     problem = replace(_partial(full.problem), wide_results=partial)
@@ -258,7 +257,8 @@ def backward(
 
 
 def sink_gradient(full: FullCall, rows: Rows, saved: Saved, backend: str = "auto") -> Tensor:
-    """float32 [heads_q]: what the sink gets of these rows; of all rows, sequence by sequence: the whole's bits."""
+    """Returns float32 [heads_q], the gradient of a sink over these rows; for all rows it has the bits of one
+    process."""
     assert full.sink is not None
     dsink = torch.zeros_like(full.sink)
     none = Chunks.packed(np.arange(len(full.extents)), np.zeros(len(full.extents)), np.zeros(len(full.extents)))
@@ -280,7 +280,7 @@ def sink_gradient(full: FullCall, rows: Rows, saved: Saved, backend: str = "auto
 
 
 class _Sum:
-    """Memory for what pairs give chunks: in layers, where they are given something several times, added up in order."""
+    """Memory for gradients of chunks: one layer per pair of a chunk, added in order."""
 
     def __init__(
         self, like: Tensor | None, dtype: torch.dtype, chunks: Chunks, chosen: np.ndarray, layer: np.ndarray
@@ -295,7 +295,7 @@ class _Sum:
             self.view = chunks.view(self.layers, chosen, layer)
 
     def total(self) -> Tensor | None:
-        """The sum, in the first layer's memory."""
+        """Returns the sum, in the first layer's memory."""
         if self.layers is None:
             return None
         for n in range(1, len(self.layers)):
@@ -317,22 +317,22 @@ def _rank_among_equals(values: np.ndarray) -> np.ndarray:
 
 
 def _extents(full: FullCall, rows: Chunks, keys: Chunks, row: np.ndarray, key: np.ndarray) -> Extents:
-    """Pairs as sequences: bands and shifts of the whole ones, counted from the chunks' first row and key."""
+    """Returns pairs as sequences, with bands and shifts relative to the chunks' first row and key."""
     e, seq, first_row, first_key = full.extents, rows.seq[row], rows.first[row], keys.first[key]
     apart = first_row - first_key
     lo, hi = (np.where(np.abs(edge) < INFINITE, edge + apart, edge) for edge in (e.lo[seq], e.hi[seq]))
     origin = Part(first_row, first_key, seq * full.heads + full.first_head, e.q_len[seq], e.kv_len[seq])
     prefix = np.maximum(e.prefix[seq] - first_key, 0)
-    # The shift means nothing without slopes, and is then the same for all.
+    # Without slopes the shift has no effect; 0 lets plans be shared.
     shift = e.shift[seq] - apart if full.slopes is not None else np.zeros_like(seq)
     return Extents(rows.count[row], keys.count[key], lo, hi, prefix, shift, origin)
 
 
 def _sees(e: Extents) -> np.ndarray:
-    """[sequences] bool: whether some row sees some key."""
+    """Returns bool [sequences], true if a row sees a key."""
     some = (e.q_len > 0) & (e.kv_len > 0)
     by_prefix = e.prefix > 0
-    # Of the rows that end behind key 0, the first; it must begin before the last key.
+    # The first row whose band ends after key 0 must begin before the last key.
     by_band = (e.hi > e.lo) & (np.maximum(1 - e.hi, 0) <= np.minimum(e.q_len, e.kv_len - e.lo) - 1)
     visible: np.ndarray = some & (by_prefix | by_band)
     return visible
@@ -348,7 +348,7 @@ def _buffer(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, filled: bo
 
 
 def _runs(chunks: Chunks, chosen: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """The runs of neighbouring chunks: positions on a tensor's first two axes."""
+    """Yields runs of adjacent chunks as indices of a tensor's first two axes."""
     batch, start, end = chunks.batch[chosen], chunks.start[chosen], (chunks.start + chunks.count)[chosen]
     order = np.lexsort((start, batch))
     batch, start, end = batch[order], start[order], end[order]
@@ -359,7 +359,7 @@ def _runs(chunks: Chunks, chosen: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def _matrix(tensor: Tensor, chunks: Chunks, met: Pairs) -> MatrixView:
-    """A bias or a blocked matrix whose rows are tokens of chunks, and whose keys are those of whole sequences."""
+    """Returns a view of a bias or blocked matrix with the rows of chunks and the keys of unsharded sequences."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     tensor = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
@@ -378,7 +378,7 @@ def _operands(
     results: tuple[Tensor, Tensor, Tensor],
     layer: np.ndarray | None = None,
 ) -> Operands:
-    """results: out, max and sum, in layers where a forward writes them."""
+    """Returns the operands of pairs; results: out, max and sum, in layers if a forward writes them."""
     of_rows, of_keys = rows.chunks.view, keys.chunks.view
     out, max_, sum_ = results[0], *(t[..., None] for t in results[1:])
     given: dict[str, Any] = {}

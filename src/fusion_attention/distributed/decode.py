@@ -1,4 +1,4 @@
-"""Decoding over a cache whose pages lie on several ranks: each attends its own, and what they find is merged."""
+"""Decoding over a cache whose pages are sharded: each rank attends to its pages, and partial results are merged."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def decode_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens of each sequence over a PagedKVCache(group=...).
 
-    Every rank attends the tokens of its own pages, and partial results are merged by (max, sum) in float32, in the
-    order of ranks: the same bits on every rank, and from run to run.
+    Every rank attends to the tokens of its pages, and partial results are merged by (max, sum) in float32, in the order
+    of ranks: the same bits on every rank and in every run.
 
     Args:
         q: [B, S1, N1, D], the same on every rank; with own_heads this rank's heads, [B, S1, N1 / ranks, D].
-        cache: with a group.
+        cache: a PagedKVCache with a group.
         sequences: one per row of q; None: all.
-        own_heads: heads are divided among the ranks, in their order, as under tensor parallelism: queries are gathered,
-            and one exchange brings each rank its own heads' results. sink, bias and blocked are those of all heads.
-        layout, q_len, scale, band, blocked, bias, sink, softcap, return_lse, backend: as fa.decode_attention().
+        own_heads: heads are divided among the ranks in order, as in tensor parallelism: queries are gathered, and one
+            exchange returns each rank the results of its heads. sink, bias and blocked are those of all heads.
+        layout, q_len, scale, band, blocked, bias, sink, softcap, return_lse, backend: as in fa.decode_attention().
 
     Returns:
-        As fa.decode_attention(): out as q, and lse.
+        out in the shape of q, and lse, as in fa.decode_attention().
 
     Raises:
-        GroupError: ranks make different calls, over sequences of other lengths, or one of them is gone.
-        ContractError: a call that `fusion-attention ops decode_attention` does not allow.
+        GroupError: ranks make different calls, sequences have different lengths on them, or a rank died.
+        ContractError: the call is not allowed by `fusion-attention ops decode_attention`.
 
     Source: this library; what vLLM calls decode context parallel.
 
@@ -87,7 +87,7 @@ def attend(
     backend: str,
     own_heads: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """decode_attention(), of arguments by the record's names."""
+    """Computes decode_attention() from arguments by the record's names."""
     q, layout, ranks = args["q"], args["layout"], cache.group.world
     if ranks == 1:
         result = dispatch.results(
@@ -139,9 +139,9 @@ def attend(
 
 
 def _check(args: Mapping[str, Any], cache: Any, sequences: Sequence[int] | None, heads: int) -> None:
-    """Raises for what is wrong with the call of all ranks, in the words of one process.
+    """Raises for invalid arguments of the call of all ranks, with the messages of one process.
 
-    heads: how many times those of q there are over all ranks.
+    heads: the number of all heads divided by those of q.
     """
     lengths, q = cache.lengths(sequences), args["q"]
     failures = []
@@ -168,10 +168,10 @@ def _check(args: Mapping[str, Any], cache: Any, sequences: Sequence[int] | None,
 
 
 def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int], size: int) -> dict[str, Any]:
-    """The call over the tokens of this rank's pages.
+    """Returns the arguments of the call over the tokens of this rank's pages.
 
     Args:
-        args: with the cache's own. pages: which of every sequence are here; lengths: of sequences, over all ranks.
+        args: arguments of the call and of the cache. pages: this rank's pages per sequence; lengths: over all ranks.
     """
     q, layout = args["q"], args["layout"]
     rows = q.shape[1] if layout == "BSND" else q.shape[2]
@@ -185,7 +185,7 @@ def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int],
     first, end = _here(np.minimum(first, end), pages, size), _here(end, pages, size)
     first = np.minimum(first, end)
     there = row < q_len[:, None]
-    # Pages before the first key that some row sees are left out: a window reads its own pages alone.
+    # Pages before the first visible key are left out: a window reads only the pages that it overlaps.
     visible = there & (end > first)
     gone = np.where(visible, first, np.iinfo(np.int64).max).min(1, initial=np.iinfo(np.int64).max) // size * size
     kv_len = np.where(visible, end, 0).max(1, initial=0)
@@ -208,7 +208,7 @@ def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int],
 
 
 def _here(token: np.ndarray, pages: list[list[int]], size: int) -> np.ndarray:
-    """The number of this rank's tokens before tokens [sequences, rows] of their sequences."""
+    """Returns the number of this rank's tokens before tokens [sequences, rows] of their sequences."""
     result = np.zeros_like(token)
     for b, local in enumerate(pages):
         page = token[b] // size
@@ -219,7 +219,7 @@ def _here(token: np.ndarray, pages: list[list[int]], size: int) -> np.ndarray:
 
 
 def _table(table: Tensor, gone: np.ndarray) -> Tensor:
-    """A table of pages without the first ones of its rows; at least one column."""
+    """Removes the first pages of each row of a table; at least one column remains."""
     if not gone.any():
         return table if table.shape[1] else table.new_zeros(len(table), 1)
     rows = [row[int(n) :] for row, n in zip(table, gone, strict=True)]
@@ -228,7 +228,7 @@ def _table(table: Tensor, gone: np.ndarray) -> Tensor:
 
 
 def _global_slots(pages: list[list[int]], slots: int, size: int, device: torch.device) -> Tensor:
-    """int64 [sequences, slots]: which of a sequence's slots lies in each of this rank's."""
+    """Returns int64 [sequences, slots]: the index in the unsharded sequence of each slot of this rank."""
     result = np.zeros((len(pages), slots // size), np.int64)
     for row, local in zip(result, pages, strict=True):
         row[: len(local)] = local
@@ -236,12 +236,12 @@ def _global_slots(pages: list[list[int]], slots: int, size: int, device: torch.d
 
 
 def _columns(tensor: Tensor, place: Tensor) -> Tensor:
-    """The columns of a mask or bias that are this rank's keys."""
+    """Selects the columns of a mask or bias that are this rank's keys."""
     if tensor.shape[-1] == 1:
         return tensor
     full = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
     full = full.expand(len(place), *full.shape[1:])
-    # Behind a sequence's tokens nothing is read, whatever stands there.
+    # Columns after a sequence's tokens are never read.
     at = place.clamp(max=tensor.shape[-1] - 1)[:, None, None].expand(*full.shape[:-1], -1)
     return full.gather(-1, at)
 
@@ -250,14 +250,14 @@ def _columns(tensor: Tensor, place: Tensor) -> Tensor:
 
 
 def _mark(sequences: Sequence[int] | None, lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Four bytes that tell one set of sequences and lengths from another: they travel with every result, as lengths
-    change with every token."""
+    """Returns a hash of sequences and lengths, 4 bytes; it travels with every result, as lengths change with every
+    token."""
     text = repr((None if sequences is None else list(map(int, sequences)), lengths)).encode()
     return torch.tensor([zlib.crc32(text) & 0x7FFFFFFF], dtype=torch.int32, device=device).view(torch.uint8)
 
 
 def _same(call: Call, parts: Sequence[Tensor], mark: Tensor) -> None:
-    """Raises where a rank's mark is another."""
+    """Raises if the mark of a rank differs."""
     for rank, shard in enumerate(parts):
         if not torch.equal(shard[-len(mark) :], mark):
             what = f"rank {rank} decodes other sequences, or sequences of other lengths"
@@ -269,5 +269,5 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _heads_last(rows: Tensor, layout: str) -> Tensor:
-    """[B, S1, N1, Dv] from rows in a layout, or the other way round."""
+    """Converts between [B, S1, N1, Dv] and a layout; the conversion is its own inverse."""
     return rows if layout == "BSND" else rows.transpose(1, 2)

@@ -1,7 +1,7 @@
-"""attention(): attention over sequences that lie on several ranks; every rank makes the call, with its own share.
+"""attention() over sequences that are sharded over several ranks; every rank calls it with its shard.
 
-The whole call is checked and lowered as one of fusion_attention.attention, on every rank, without memory; its record's
-rules, messages and defaults are therefore these.
+Every rank validates and lowers the unsharded call as one of fusion_attention.attention, without memory, so rules,
+messages and defaults are those of its record.
 """
 
 from __future__ import annotations
@@ -80,40 +80,40 @@ def attention(
     backend: BackendName = "auto",
     **foreign: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """fusion_attention.attention over sequences that lie on the ranks of a group, each with the share of shard().
+    """Computes fusion_attention.attention over sequences that shard() has distributed over the ranks of a group.
 
-        out = attention(q, k, v)        of all ranks' rows and keys, this rank's rows
+        out = attention(q, k, v)        this rank's rows, over the keys of all ranks
 
-    Every rank makes the call, with the same options. Differentiable in q, k, v, q_rope, k_rope, bias and sink. What is
-    differentiated is the sum of all ranks' losses; the gradient of a sink, and of a bias that all rows share, is this
-    rank's part of it: sum them over ranks, as those of weights.
+    Every rank makes the call, with the same options. It is differentiable in q, k, v, q_rope, k_rope, bias and sink;
+    the loss is the sum of all ranks' losses. The gradient of a sink, and of a bias that all rows share, is the
+    contribution of this rank: sum it over ranks, like gradients of weights.
 
     Args:
-        q: this rank's query rows, [B, S1 share, N1, D] in layout BSND.
-        k, v: this rank's keys and values, [B, S2 share, N2, D or Dv].
+        q: this rank's query rows, [B, local S1, N1, D] in layout BSND.
+        k, v: this rank's keys and values, [B, local S2, N2, D or Dv].
         group: a ProcessGroup, a DeviceMesh of one dimension, or of two (ring, ulysses); None: all ranks.
-        schedule: "zigzag" (keys go round; loads causal bands evenly), "ring" (the same, contiguous shares),
-            "allgather" (every rank gathers all keys; results and dq have the bits of one process), "ulysses" (heads
-            change places; N1 a multiple of the ranks), "ulysses+ring" (both, on a mesh of two dimensions).
-        tokens: padded layouts: tokens of the whole tensors, S or (S1, S2); None: the world times this rank's.
-        deterministic: with "allgather": gradients of keys have the bits of one process too, at the cost of a second
-            pass; otherwise partial sums of the ranks are added, the same bits in every run.
-        q_len, kv_len: tokens of the whole sequences. Packed: needed.
-        q_rope, k_rope: this rank's shares.
-        blocked, bias: padded layouts: this rank's rows x all keys, [B, N1, S1 share, S2]; size 1 broadcasts.
+        schedule: "zigzag" (keys circulate; balanced for causal bands), "ring" (the same with contiguous shards),
+            "allgather" (every rank gathers all keys; results and dq have the bits of one process), "ulysses" (exchanges
+            heads for tokens; N1 a multiple of the ranks), "ulysses+ring" (both, on a mesh of two dimensions).
+        tokens: padded layouts: tokens of the unsharded tensors, S or (S1, S2); None: ranks times the local tokens.
+        deterministic: with "allgather": gradients of keys also have the bits of one process, at the cost of a second
+            pass. Otherwise partial sums of the ranks are added, with the same bits in every run.
+        q_len, kv_len: lengths of the unsharded sequences. Required for packed layouts.
+        q_rope, k_rope: this rank's shards.
+        blocked, bias: padded layouts: this rank's rows x all keys, [B, N1, local S1, S2]; size 1 broadcasts.
         alibi_slopes, sink: the same on every rank.
-        seed: of drawn dropout, which drops as in one process; None: rank 0 draws one.
+        seed: of dropout, which drops the same elements as one process; None: rank 0 draws a seed.
         layout, heads, scale, band, sparse_mode, pre_tokens, next_tokens, alibi_start, keep_prob, offset, empty_rows,
-            softcap, return_lse, backend: as there, of the whole call.
-        foreign: words of other libraries: an error that gives ours.
+            softcap, return_lse, backend: as in fusion_attention.attention, for the unsharded call.
+        foreign: parameter names of other libraries raise an error with our name.
 
     Returns:
         out of this rank's rows, or (out, lse).
 
     Raises:
-        ContractError, BackendError, TypeError: as there.
-        GroupError: ranks make different calls, a share does not have the size that shard() gives it, a rank died.
-        NotImplementedError: a trace (torch.compile, torch.func), which cannot hold what passes between ranks.
+        ContractError, BackendError, TypeError: as in fusion_attention.attention.
+        GroupError: ranks make different calls, a shard does not have the size that shard() gives it, or a rank died.
+        NotImplementedError: a trace (torch.compile, torch.func), which cannot contain the communication.
 
     Source: this library.
 
@@ -148,7 +148,7 @@ def attention(
 
 @dataclass(frozen=True)
 class _Options:
-    """What a call says beside what one of a single process says."""
+    """The options that a call of one process does not have."""
 
     schedule: str
     shape: tuple[int, ...]
@@ -157,7 +157,7 @@ class _Options:
 
 
 def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, max, sum) of this rank's rows, statistics as fusion_attention.attention has them."""
+    """Returns (out, max, sum) of this rank's rows, with statistics as in fusion_attention.attention."""
     dispatch.autocast(args, _CAST)
     if dispatch.is_traced(args.values()):
         raise NotImplementedError(
@@ -188,7 +188,7 @@ def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str)
 
 
 def _full_args(args: dict[str, Any], options: _Options, ranks: Group) -> dict[str, Any]:
-    """The arguments of the whole call: its tensors have no memory. What is no tensor of a share stays as it is."""
+    """Returns the arguments of the unsharded call; its tensors have no memory."""
     layout = args["layout"]
     if not isinstance(layout, str) or layout not in record.RECORD.layouts:
         return args
@@ -205,7 +205,7 @@ def _full_args(args: dict[str, Any], options: _Options, ranks: Group) -> dict[st
 
 
 def _tokens(args: dict[str, Any], options: _Options, ranks: Group, token: int, *, packed: bool) -> tuple[Any, Any]:
-    """Tokens of the whole query and key tensors; None: as the share, where what is said cannot be understood."""
+    """Returns the tokens of the unsharded query and key tensors; None if the arguments do not determine them."""
     if packed:
         if options.tokens is not None:
             raise ValueError(
@@ -215,10 +215,10 @@ def _tokens(args: dict[str, Any], options: _Options, ranks: Group, token: int, *
         kv_len = args["q_len"] if args["kv_len"] is None else args["kv_len"]
         return _sum(args["q_len"]), _sum(kv_len)
     if options.tokens is None:
-        token_counts = (
-            t.shape[token] if isinstance(t, Tensor) and t.dim() > token else None for t in (args["q"], args["k"])
+        rows, keys = (
+            t.shape[token] * ranks.world if isinstance(t, Tensor) and t.dim() > token else None
+            for t in (args["q"], args["k"])
         )
-        rows, keys = (None if n is None else n * ranks.world for n in token_counts)
         return rows, keys
     given = (options.tokens, options.tokens) if isinstance(options.tokens, int) else options.tokens
     if not isinstance(given, tuple) or len(given) != 2 or not all(type(n) is int and 0 <= n < INFINITE for n in given):
@@ -236,7 +236,7 @@ def _sum(lengths: Any) -> int | None:
 
 
 def _blank(value: Any, axis: int, size: int | None) -> Any:
-    """A tensor without memory that is another size along an axis; what is no plain tensor as it came."""
+    """Returns a tensor without memory and with another size along an axis; other values are unchanged."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested or value.dim() <= axis:
         return value
     shape = list(value.shape)
@@ -246,7 +246,7 @@ def _blank(value: Any, axis: int, size: int | None) -> Any:
 
 
 def _words(full_args: dict[str, Any], bound: Any, options: _Options) -> dict[str, Any]:
-    """The settings that ranks must share; of matrices all axes but the rows, which may be few here and one there."""
+    """Returns the settings that must agree on all ranks; for matrices without their rows, which may be one or many."""
     settings: dict[str, Any] = {"deterministic": options.deterministic, "grad": torch.is_grad_enabled()}
     for name, value in full_args.items():
         if isinstance(value, Tensor) and name in _TENSORS:
@@ -260,7 +260,7 @@ def _words(full_args: dict[str, Any], bound: Any, options: _Options) -> dict[str
 
 
 def _sides(lowered: DenseCall, options: _Options) -> tuple[Side, Side]:
-    """The layouts of rows and keys on ranks."""
+    """Returns the layouts of rows and keys on the ranks."""
     e = lowered.extents
     batch, token, _ = LAYOUTS[lowered.form.layout]
 
@@ -272,7 +272,7 @@ def _sides(lowered: DenseCall, options: _Options) -> tuple[Side, Side]:
 
 
 def _lowered_whole(args: dict[str, Any], lowered: DenseCall, call: Call) -> FullCall:
-    """The whole call for chunks.py, with this rank's copy of what is the same on every rank."""
+    """Returns the unsharded call for chunk_pairs.py, with this rank's copy of replicated tensors."""
     p, e, q = lowered.problem, lowered.extents, args["q"]
     slopes, sink = (wide(args[name], q) for name in ("alibi_slopes", "sink"))
     if slopes is not None:
@@ -286,29 +286,28 @@ def _lowered_whole(args: dict[str, Any], lowered: DenseCall, call: Call) -> Full
 
 
 def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, sides: tuple[Side, Side]) -> None:
-    """Raises where a call that one process may make cannot be cut; on every rank alike."""
+    """Raises for a call that cannot be sharded, on every rank alike."""
     why, name = "", "schedule"
     moves = options.schedule.startswith("ulysses")
     if options.deterministic and options.schedule != "allgather":
         name, why = "deterministic", f'goes with schedule="allgather" alone, got {options.schedule!r}'
     elif moves:
         why = indivisible(lowered.problem, options.shape[-1])
+    one_row = 1 in sides[0].placement.sizes
     for matrix in _MATRICES:
         t = args[matrix]
         if t is None:
             continue
         if sides[0].packed:
             name, why = matrix, "goes with padded sequences alone (packed ones have a band, lengths and slopes)"
-        elif (moves or options.deterministic or (matrix == "bias" and t.requires_grad)) and 1 in sides[
-            0
-        ].placement.sizes:
+        elif one_row and (moves or options.deterministic or (matrix == "bias" and t.requires_grad)):
             name, why = matrix, "goes with ranks of more rows than one: none can tell that from a row for all"
     if why:
         raise ValueError(f"fusion_attention: distributed.attention: {name}: {why}")
 
 
 def _fault(args: dict[str, Any], lowered: DenseCall, options: _Options, sizes: Sequence[int]) -> str:
-    """What is wrong with this rank's share of a call that is right as a whole; empty: nothing."""
+    """Returns the error of this rank's shard in a valid call; empty if there is none."""
     token = LAYOUTS[lowered.form.layout][1]
     for names, size in zip((_ROWS, _KEYS), sizes, strict=True):
         for name in names:
@@ -328,7 +327,7 @@ def _fault(args: dict[str, Any], lowered: DenseCall, options: _Options, sizes: S
 
 
 class _Shared(torch.autograd.Function):
-    """A shared call and its derivative; statistics are returned, not differentiated."""
+    """The differentiable call; statistics have no derivative."""
 
     @staticmethod
     def forward(ctx: Any, m: Meeting, options: _Options, layout: str, *tensors: Any) -> tuple[Tensor, ...]:
@@ -366,7 +365,7 @@ class _Shared(torch.autograd.Function):
 
 
 def _computed(m: Meeting, options: _Options, rows: Rows, keys: Keys, saved: Saved | None) -> Any:
-    """The results of a schedule, or the gradients where saved."""
+    """Returns the results of a schedule, or the gradients if `saved` is given."""
     gathered = options.schedule == "allgather"
     forward = schedules.gathered_forward if gathered else schedules.ring_forward
     backward = schedules.gathered_backward if gathered else schedules.ring_backward
@@ -379,7 +378,7 @@ def _computed(m: Meeting, options: _Options, rows: Rows, keys: Keys, saved: Save
 
 
 def _canonical(m: Meeting, layout: str, tensors: Sequence[Any]) -> tuple[Rows, Keys]:
-    """A rank's tensors as [batch, tokens, heads, dim], views of what came."""
+    """Returns a rank's tensors as [batch, tokens, heads, dim], as views."""
     p, rank = m.full.problem, m.call.rank
     given: dict[str, Any] = dict(zip(_TENSORS, (None if t is None else t.detach() for t in tensors), strict=True))
     rows: dict[str, Any] = {n: _rows_of(given[n], layout, p.heads_q) for n in _ROWS}
@@ -391,7 +390,7 @@ def _canonical(m: Meeting, layout: str, tensors: Sequence[Any]) -> tuple[Rows, K
 
 
 def _rows_of(t: Any, layout: str, count: int) -> Any:
-    """[batch, tokens, heads, dim] of a tensor in a layout; None of None."""
+    """Returns [batch, tokens, heads, dim] of a tensor in a layout; None for None."""
     if t is None:
         return None
     batch, token, head = LAYOUTS[layout]
@@ -405,22 +404,19 @@ def _rows_of(t: Any, layout: str, count: int) -> Any:
 
 
 def _placement_rows(t: Tensor, layout: str) -> Tensor:
-    """_rows_of() the other way."""
+    """Inverts _rows_of()."""
     batch, token, head = LAYOUTS[layout]
-    t = (
-        t[0]
-        if batch is None
-        else t.transpose(0, 1)
-        if (batch, token) == (1, 0)
-        else t.transpose(1, 2)
-        if token == 2
-        else t
-    )
+    if batch is None:
+        t = t[0]
+    elif batch == 1:
+        t = t.transpose(0, 1)
+    elif token == 2:
+        t = t.transpose(1, 2)
     return t.flatten(-2) if head is None else t
 
 
 def _placement(partial: Partial, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Results as fusion_attention.attention returns them."""
+    """Returns results with the axes of fusion_attention.attention."""
     stats = (t[0] if LAYOUTS[layout][0] is None else t.transpose(1, 2) for t in (partial.max, partial.sum))
     max_, sum_ = stats
     return _placement_rows(partial.out, layout), max_, sum_

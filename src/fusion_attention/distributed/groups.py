@@ -1,7 +1,7 @@
-"""Ranks that compute one call together: what passes between them, in which order, and what is said when it fails.
+"""Communication between the ranks of one call: order, tags and error messages.
 
-All that passes goes from one rank to another, as bytes, under a tag that names the call, so that two calls never take
-each other's data. Sums are made here, in the order of ranks.
+All data travels point to point, as bytes, with a tag of the call, so that calls never receive each other's data. Sums
+are computed here, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from fusion_attention.memory import empty
 
 Tensor = torch.Tensor
 AnyGroup = dist.ProcessGroup | DeviceMesh | None
-# Signatures that a group remembers to have agreed upon.
+# Signatures that a group caches after comparing them.
 _AGREED = 256
-# The devices whose memory a back end of torch.distributed sends; one that is not named here may send any.
+# Devices that a back end of torch.distributed supports; others may support any.
 _SENDS = {"gloo": ("cpu",), "nccl": ("cuda",), "mpi": ("cpu",)}
 _NOT_ALL = (
     "a rank died, raised an error of its own (see its output), made another call, or is later than the group's timeout"
 )
 _COMPARING = "comparing the call with the other ranks'"
-_FAILURES = (RuntimeError, ValueError, OSError)  # what torch.distributed raises
+_FAILURES = (RuntimeError, ValueError, OSError)  # exceptions of torch.distributed
 
 
 class GroupError(RuntimeError):
-    """A call of several ranks failed: function, rank, schedule, step, what happened, what to do.
+    """A call of several ranks failed; the message has function, rank, schedule, step, cause and advice.
 
-    Where it was raised on some ranks alone (one died, or was late), ranks no longer count alike: make the group anew.
+    If only some ranks raise it (one died, or was late), the ranks' counters differ: make a new group.
     """
 
 
 class Pending:
-    """What was posted and has not arrived yet; holds the memory meanwhile.
+    """Sends and receives that are not complete; keeps their memory alive.
 
-    `with` it something is computed: at the end, of an error too, it has arrived. What is left alone in the midst breaks
-    the connection, for all calls that come.
+    At the end of a `with` block, also after an error, all data has arrived: an unfinished operation would break the
+    connection for later calls.
     """
 
     def __init__(self, call: Call, step: str, works: list[Any], buffers: list[Tensor]) -> None:
         self._call, self._step, self._works, self._buffers = call, step, works, buffers
 
     def wait(self) -> None:
-        """Returns when all has been sent and received."""
+        """Waits until all data has been sent and received."""
         with self._call.reporting(self._step):
             for work in self._works:
                 work.wait()
@@ -75,20 +75,19 @@ class Group:
     """The ranks of a process group, or of a mesh of one or two dimensions.
 
     Attributes:
-        rank, world: this process's place, and how many there are.
-        axes: of a mesh of two dimensions, the groups along each; else empty.
-        name: as errors call it.
+        rank, world: the rank of this process and the number of ranks.
+        axes: the groups along each dimension of a mesh of two dimensions; else empty.
     """
 
     def __init__(self, data: dist.ProcessGroup, ranks: Sequence[int], axes: tuple[Group, ...] = ()) -> None:
         self.axes, self.ranks = axes, tuple(ranks)
-        self._weak = weakref.ref(data)  # The table of groups must not keep what it is asked by.
-        self._meshes: dict[tuple[Group, tuple[int, ...]], Group] = {}  # by their other axis and all ranks
+        self._weak = weakref.ref(data)  # the table of groups must not keep its keys alive
+        self._meshes: dict[tuple[Group, tuple[int, ...]], Group] = {}  # by the other axis and all ranks
         self.rank, self.world = self.ranks.index(dist.get_rank()), len(self.ranks)
         self.calls = itertools.count()
         self._agreed: OrderedDict[tuple[tuple[str, str], ...], dict[str, Any]] = OrderedDict()
         self._compared = itertools.count()
-        self._tried: set[str] = set()  # kinds of devices
+        self._tried: set[str] = set()  # types of devices
 
     @property
     def _data(self) -> dist.ProcessGroup:
@@ -98,14 +97,14 @@ class Group:
         return result
 
     def crossed(self, other: Group, ranks: tuple[int, ...]) -> Group:
-        """The mesh that has this group along its first axis, and another along its second."""
+        """Returns the mesh with this group along the first axis and another along the second."""
         if (other, ranks) not in self._meshes:
             self._meshes[other, ranks] = Group(self._data, ranks, (self, other))
         return self._meshes[other, ranks]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Ranks along each dimension."""
+        """The number of ranks along each dimension."""
         return tuple(axis.world for axis in self.axes) or (self.world,)
 
     def call(
@@ -117,18 +116,18 @@ class Group:
         varies: object = None,
         advice: str = "",
     ) -> Call:
-        """One call of the group; every rank makes it, with the same words.
+        """Starts a call of the group; every rank makes it, with the same settings.
 
         Args:
-            function: as the user called it.
-            settings: what must be the same on every rank: lengths, dtypes, options. The first call with them compares.
-            device: where its tensors lie.
-            fault: what is wrong with this rank's part of it; at the first call of a signature every rank then raises.
-            varies: what is the same on every rank, and another thing at every call: ranks with others wait in vain.
-            advice: what to do where ranks say different things.
+            function: the name of the public function.
+            settings: lengths, dtypes and options that must agree; compared at the first call with them.
+            device: the device of the tensors.
+            fault: an error of this rank's shard; at the first call of a signature every rank raises it.
+            varies: a value that must agree and changes with every call; it is part of the tags, not compared.
+            advice: advice for settings that differ.
 
         Raises:
-            GroupError: on every rank, where ranks say different things or one has a fault.
+            GroupError: on every rank, if settings differ or a rank has a fault.
         """
         words = tuple((name, str(value)) for name, value in settings.items())
         call_cache = self._agreed.get(words)
@@ -149,8 +148,8 @@ class Group:
         return call
 
     def compare(self, text: str) -> list[str]:
-        """What every rank says, in the order of ranks. It passes through the store of the group, where it never meets
-        data, and where it can be seen who says nothing."""
+        """Returns the text of every rank, in the order of ranks. The group's store transports it, apart from the data,
+        and can tell which ranks are missing."""
         if self.axes:
             rows, columns = self.axes
             return [text for line in rows.compare("\n".join(columns.compare(text))) for text in line.split("\n")]
@@ -162,15 +161,15 @@ class Group:
         except _FAILURES as error:
             silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
             raise RuntimeError(f"nothing came from rank {', '.join(silent)}") from error
-        # All have said this, so all have heard the one before the last.
+        # All ranks have written this message, so all have read the one before the last.
         store.delete_key(f"fusion_attention/{number - 2}/{self.rank}")
         return [store.get(key).decode() for key in keys]
 
     def backend(self, device: torch.device) -> str:
-        """The back end of torch.distributed that serves a device; empty: none does."""
+        """Returns the back end of torch.distributed for a device; empty if there is none."""
         try:
             config = dist.get_backend_config(self._data)
-        except (*_FAILURES, TypeError) as error:  # torch no longer knows a group that a caller kept
+        except (*_FAILURES, TypeError) as error:  # the caller destroyed the group
             raise _destroyed() from error
         served = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
         return served.get(device.type, "" if served else config)
@@ -186,10 +185,10 @@ class Group:
 
 
 class Call:
-    """One call of a group, and all that passes in it. The caller names each step, for errors.
+    """One call of a group and its communication. Every step has a name, for error messages.
 
     Attributes:
-        call_cache: what all calls that say the same may share.
+        call_cache: a cache for all calls with the same settings.
     """
 
     def __init__(
@@ -200,11 +199,11 @@ class Call:
         self._key, self._steps, self._derivatives = 0, itertools.count(), itertools.count()
 
     def begin(self, text: str, key: int = 0) -> None:
-        """Names the call: what passes in calls of another text never meets what passes in this one."""
+        """Sets the key of the call's tags, so that calls with different texts never receive each other's data."""
         self._key = zlib.crc32(f"{self.function} {text}".encode(), key)
 
     def along(self, axis: int) -> Call:
-        """The same call among the ranks along one dimension of a mesh."""
+        """Returns the same call among the ranks along one dimension of a mesh."""
         call = object.__new__(Call)
         call.__dict__.update(self.__dict__)
         call.group = self.group.axes[axis]
@@ -212,7 +211,7 @@ class Call:
         return call
 
     def error(self, step: str, what: str, advice: str) -> GroupError:
-        """A GroupError in this call's words."""
+        """Makes a GroupError with the call's function, rank and schedule."""
         schedule = f", schedule {self.schedule}" if self.schedule else ""
         return GroupError(
             f"fusion_attention: distributed.{self.function}: rank {self.rank} of {self.world}{schedule}, {step}: "
@@ -220,7 +219,7 @@ class Call:
         )
 
     def alone(self) -> Call:
-        """The same call by this rank by itself."""
+        """Returns the same call with this rank only."""
         call = object.__new__(Call)
         call.__dict__.update(self.__dict__)
         call.rank, call.world = 0, 1
@@ -228,7 +227,7 @@ class Call:
 
     @contextmanager
     def reporting(self, step: str) -> Iterator[None]:
-        """Errors of torch.distributed within become GroupErrors."""
+        """Converts errors of torch.distributed to GroupErrors."""
         try:
             yield
         except GroupError:
@@ -237,7 +236,7 @@ class Call:
             raise self.error(step, str(error).split("\n", 1)[0], _NOT_ALL) from error
 
     def sends(self, device: torch.device) -> None:
-        """Raises where no rank could be sent what lies on a device."""
+        """Raises if the group cannot send tensors on a device."""
         for group in self.group.axes or (self.group,):
             backend = group.backend(device)
             if not backend or device.type not in _SENDS.get(backend, (device.type,)):
@@ -246,7 +245,7 @@ class Call:
                 raise self.error("before the first step", what, advice)
 
     def agree(self, words: tuple[tuple[str, str], ...], fault: str, advice: str = "") -> None:
-        """Compares what the ranks say of a call; raises on every rank where they differ or one has a fault."""
+        """Compares the settings of all ranks; raises on every rank if they differ or a rank reports a fault."""
         message = json.dumps((self.function, words, fault))
         with self.reporting(_COMPARING):
             texts = self.group.compare(message) if self.world > 1 else [message]
@@ -264,8 +263,8 @@ class Call:
                 raise self.error(_COMPARING, f"on rank {rank} {result}", "all ranks stop")
 
     def try_out(self) -> None:
-        """Every rank sends every other a number: what a back end lacks shows now, not in mid-training, and one that
-        wants all ranks at its first exchange has them."""
+        """Sends a number from every rank to every other: an unsupported back end fails now rather than in training, and
+        some back ends need all ranks in their first exchange."""
         lines = [self.along(axis) for axis in range(len(self.group.axes))] or [self]
         for line in lines:
             local = torch.tensor([line.rank], device=self.device)
@@ -278,8 +277,8 @@ class Call:
     def exchange(
         self, step: str, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Pending:
-        """Posts tensors to and from ranks (rank, tensor); what is received is contiguous. Tensors without elements do
-        not pass. Every rank takes the same number of steps, those with nothing to pass too."""
+        """Posts tensors to and from ranks (rank, tensor); received tensors must be contiguous. Empty tensors are not
+        sent. Every rank must take the same number of steps, also without data."""
         tag = zlib.crc32(b"%d" % next(self._steps), self._key) & 0x7FFFFFFF
         out = [(rank, _bytes(t.detach().contiguous())) for rank, t in sends if t.numel()]
         into = [(rank, _bytes(t)) for rank, t in receives if t.numel()]
@@ -288,20 +287,20 @@ class Call:
         return Pending(self, step, works, [t for _, t in (*out, *into)])
 
     def derivative(self) -> Call:
-        """The call of its gradients: of one forward call there may be several, one after another."""
+        """Returns the call of the gradients; a forward call may have several, one after another."""
         call = Call(self.group, f"{self.function}, backward", self.schedule, self.device, self.call_cache)
         call.begin(str(next(self._derivatives)), self._key)
         return call
 
     def to_each(self, step: str, sends: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """A tensor to every rank, and one of a known shape and the same dtype from each, in the order of ranks; this
-        rank's own is the one that it sends."""
+        """Sends a tensor to every rank and receives one of a given shape from each, in the order of ranks; this rank
+        receives the tensor that it sends to itself."""
         return self.all_to_each(step, [(sends, shapes)])[0]
 
     def all_to_each(
         self, step: str, passing: Sequence[tuple[Sequence[Tensor], Sequence[Sequence[int]]]]
     ) -> list[list[Tensor]]:
-        """to_each() of several tensors in one step."""
+        """Does to_each() for several tensors in one step."""
         this_rank, others = self.rank, [rank for rank in range(self.world) if rank != self.rank]
         results = [
             [
@@ -315,21 +314,21 @@ class Call:
         return results
 
     def all_gather(self, step: str, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The tensors of all ranks, in their order; sizes: of the first axis of each."""
+        """Returns the tensors of all ranks, in order; sizes: the first axis of each."""
         return self.to_each(step, [tensor] * self.world, [(size, *tensor.shape[1:]) for size in sizes])
 
     def of_first(self, step: str, value: int) -> int:
-        """What rank 0 says, on every rank."""
+        """Returns rank 0's value on every rank."""
         if self.group.axes:
             return self.along(1).of_first(step, self.along(0).of_first(step, value))
         return int(self.all_gather(step, torch.tensor([value], device=self.device), [1] * self.world)[0])
 
     def sum_to_each(self, step: str, parts: Sequence[Tensor]) -> Tensor:
-        """The sum of what all ranks have for this one, in the order of ranks: the same bits in every run."""
+        """Returns the sum of all ranks' tensors for this rank, in the order of ranks: deterministic."""
         return _summed(self.to_each(step, parts, [parts[self.rank].shape] * self.world))
 
     def sum_to_all(self, step: str, tensor: Tensor) -> Tensor:
-        """The sum over ranks, in their order, on every rank: the same bits everywhere."""
+        """Returns the sum over ranks, in order, on every rank: the same bits everywhere."""
         if self.group.axes and self.world > 1:
             row = self.along(1).sum_to_all(step, tensor)
             return self.along(0).sum_to_all(step, row)
@@ -337,7 +336,7 @@ class Call:
 
 
 def group_of(group: AnyGroup) -> Group:
-    """The ranks of a process group or mesh, known from its first call on; None: all ranks.
+    """Returns the ranks of a process group or mesh, cached after the first call; None: all ranks.
 
     Raises:
         GroupError: torch.distributed is not initialised, this process is not a member, or it is no group.
@@ -356,7 +355,7 @@ def group_of(group: AnyGroup) -> Group:
     if named == dist.GroupMember.NON_GROUP_MEMBER or (
         isinstance(named, dist.ProcessGroup) and dist.get_rank(named) < 0
     ):
-        raise _stranger()
+        raise _not_a_member()
     if not isinstance(named, dist.ProcessGroup):
         raise GroupError(
             f"fusion_attention: distributed: expected a ProcessGroup, a DeviceMesh or None, got {type(named).__name__} "
@@ -366,9 +365,9 @@ def group_of(group: AnyGroup) -> Group:
     return new_group
 
 
-# What is known of a group lives as long as the group: torch hands the same object to every call. Meshes are known by
-# their groups: two of them may be equal and have others, and ranks do not forget one at the same time. By its place in
-# memory a mesh is found again without asking torch, which takes longer than a small call.
+# A Group lives as long as torch's object. A mesh is identified by its groups: equal meshes may have different groups,
+# and ranks release a mesh at different times. The table by id avoids a query of torch, which takes longer than a small
+# call.
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
 _MESHES: dict[int, tuple[weakref.ref[DeviceMesh], Group]] = {}
 
@@ -390,7 +389,7 @@ def _crossed(mesh: DeviceMesh) -> Group:
         )
     ranks = tuple(mesh.mesh.flatten().tolist())
     if dist.get_rank() not in ranks:
-        raise _stranger()
+        raise _not_a_member()
     first, *others = (group_of(mesh.get_group(axis)) for axis in range(mesh.ndim))
     return first.crossed(others[0], ranks) if others else first
 
@@ -399,7 +398,7 @@ def _destroyed() -> GroupError:
     return GroupError("fusion_attention: distributed: the process group was destroyed (make another)")
 
 
-def _stranger() -> GroupError:
+def _not_a_member() -> GroupError:
     return GroupError(
         f"fusion_attention: distributed: expected a group of this process, got one without rank {dist.get_rank()} "
         "(ranks that are no members do not call)"
@@ -407,7 +406,7 @@ def _stranger() -> GroupError:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:
-    """How long a group waits."""
+    """Returns the timeout of a group."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if (result := getattr(options, "_timeout", None)) is not None:
@@ -416,12 +415,12 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a tensor, in a dtype that every back end sends."""
+    """Returns the memory of a tensor as bytes, which every back end can send."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _summed(parts: Sequence[Tensor]) -> Tensor:
-    """In float32, or float64; rounded once."""
+    """Adds tensors in float32 or float64, and rounds once."""
     first = parts[0]
     total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
     for shard in parts[1:]:
@@ -430,7 +429,7 @@ def _summed(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _differing(*calls: Any) -> tuple[str, str]:
-    """What two calls say differently, as two texts."""
+    """Returns the settings that differ between two calls, as two texts."""
     one, other = ({calls[i][0]: calls[i][1], **dict(calls[i + 1])} for i in (0, 2))
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     return tuple(", ".join(f"{name}={call.get(name)}" for name in names) for call in (one, other))  # type: ignore[return-value]

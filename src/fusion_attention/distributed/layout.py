@@ -1,6 +1,6 @@
-"""Which tokens lie on which rank, in which order: a pure function of schedule, lengths and the shape of the world.
+"""Distribution of tokens over ranks: a pure function of schedule, lengths and the shape of the group.
 
-Cuts lie on multiples of CUT tokens, counted from each sequence's start.
+Sequences are divided at multiples of CUT tokens from their start.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 from fusion_attention.ir.problem import CUT
 
 SCHEDULES = ("allgather", "ring", "zigzag", "ulysses", "ulysses+ring")
-# Those that give a rank an early and a late part of each sequence, so that causal bands load all ranks alike.
+# Schedules that give a rank an early and a late chunk of each sequence, which balances causal bands.
 _BALANCED = ("allgather", "zigzag", "ulysses+ring")
 
 
 class Chunk(NamedTuple):
-    """Neighbouring tokens of one sequence: from `first`, before `end`."""
+    """Adjacent tokens of one sequence: first <= token < end."""
 
     sequence: int
     first: int
@@ -31,11 +31,11 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of the tokens of sequences on ranks.
+    """The distribution of the tokens of sequences over ranks.
 
     Attributes:
         lengths: tokens of each sequence.
-        ranks: the chunks of each rank, in the order in which they lie there; none is empty.
+        ranks: the chunks of each rank, in local order; none is empty.
     """
 
     lengths: tuple[int, ...]
@@ -43,30 +43,30 @@ class Layout:
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens of each rank."""
+        """The number of tokens of each rank."""
         return tuple(sum(chunk.end - chunk.first for chunk in chunks) for chunks in self.ranks)
 
     def token_indices(self, rank: int) -> np.ndarray:
-        """The indices of a rank's tokens among those of all sequences, end to end: int64, in local order."""
+        """Returns the indices of a rank's tokens among the concatenated sequences: int64, in local order."""
         starts = np.cumsum((0, *self.lengths))
         parts = [np.arange(p.first, p.end) + starts[p.sequence] for p in self.ranks[rank]]
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
     def positions(self, rank: int) -> np.ndarray:
-        """Where the tokens of a rank stand within their sequences: int64, in local order."""
+        """Returns the positions of a rank's tokens within their sequences: int64, in local order."""
         parts = [np.arange(p.first, p.end) for p in self.ranks[rank]]
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
 
 @functools.lru_cache(maxsize=256)
 def layout_of(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
-    """The layout of sequences on a world of a shape: (ranks,), or (ring, ulysses) of "ulysses+ring"."""
-    if schedule == "ulysses":  # heads are what ranks divide: each needs no more than an equal part of the tokens
+    """Returns the layout of sequences on a group of a shape: (ranks,), or (ring, ulysses) for "ulysses+ring"."""
+    if schedule == "ulysses":  # heads are divided, so only tokens need balance
         ranks = _divided(tuple(Chunk(b, 0, n) for b, n in enumerate(lengths) if n), shape[0])
         return Layout(lengths, tuple(ranks))
     shares = _Shares(lengths, shape[0])
     count = (2 if schedule in _BALANCED else 1) * shape[0]
-    # Long sequences first: what they leave uneven shorter ones fill up.
+    # Long sequences first: shorter ones balance the rest.
     for b in sorted(range(len(lengths)), key=lambda b: (-lengths[b], b)):
         if lengths[b] >= count * CUT:
             shares.divide(b, count)
@@ -79,7 +79,7 @@ def layout_of(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -
 
 
 class _Shares:
-    """What each rank has been given so far."""
+    """The chunks assigned to each rank, with their load."""
 
     def __init__(self, lengths: tuple[int, ...], ranks: int) -> None:
         self.lengths = lengths
@@ -88,23 +88,22 @@ class _Shares:
         self.all_tokens, self.all_pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
 
     def load(self, rank: int) -> int:
-        """What a rank has most of, memory or causal pairs, as a share of the whole; in integers, so that every rank
-        finds the same."""
+        """Returns the larger of a rank's fractions of tokens and causal pairs; integers, so that all ranks agree."""
         return max(self.tokens[rank] * self.all_pairs, self.pairs[rank] * self.all_tokens)
 
     def divide(self, b: int, count: int) -> None:
-        """A long sequence: a chunk of it to every rank, or an early and a late one."""
+        """Assigns a chunk of a long sequence to every rank, or an early and a late chunk."""
         ranks = len(self.chunks)
         owners = [*range(ranks), *reversed(range(ranks))][:count]
         tiles = -(-self.lengths[b] // CUT)
         sizes = [tiles // count] * count
-        # One tile more for those that have least.
+        # The remaining tiles go to the ranks with the lowest load.
         for at in sorted(range(count), key=lambda at: (at >= ranks, self.load(owners[at]), at))[: tiles % count]:
             sizes[at] += 1
         self._give(b, sizes, owners)
 
     def place(self, b: int) -> None:
-        """A short sequence: to one rank where it is no more than a rank's share of all, else in parts of that size."""
+        """Assigns a short sequence to one rank; one longer than a rank's average load is split."""
         length, ranks = self.lengths[b], len(self.chunks)
         tiles, parts = -(-length // CUT), -(-length * ranks // max(self.all_tokens, 1))
         parts = min(tiles, parts)
@@ -122,7 +121,7 @@ class _Shares:
 
 
 def joined(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    """Chunks in order, those of no token left out; neighbours are one."""
+    """Merges adjacent chunks, in order, without empty ones."""
     results: list[Chunk] = []
     for chunk in sorted(chunk for chunk in chunks if chunk.end > chunk.first):
         if results and results[-1].sequence == chunk.sequence and results[-1].end == chunk.first:
@@ -133,11 +132,11 @@ def joined(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
 
 
 def _divided(chunks: tuple[Chunk, ...], parts: int) -> list[tuple[Chunk, ...]]:
-    """The tokens of one share in their order, divided among ranks at cuts of their sequences."""
+    """Divides a rank's tokens among several ranks, in order, at multiples of CUT."""
     begins = list(itertools.accumulate((p.end - p.first for p in chunks), initial=0))
 
     def edge(at: int) -> int:
-        """The first cut at or behind so many equal parts."""
+        """Returns the first multiple of CUT at or after an equal division."""
         wanted = -(-begins[-1] * at // parts)
         here = bisect.bisect_right(begins, wanted) - 1
         if here == len(chunks) or begins[here] == wanted:

@@ -1,4 +1,4 @@
-"""Lists of selected blocks where keys lie on several ranks: which entries are wrong, and which are of a rank's keys."""
+"""Lists of selected blocks for sharded keys: validation, and the entries of one rank's keys."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from fusion_attention.distributed.sharded_call import Segment, ShardedCall
 
 Tensor = torch.Tensor
-# Rows whose lists are looked through together.
+# Rows per step, which bounds temporary memory.
 _ROWS = 1024
 
 
 def found_bad(indices: Tensor, segments: Sequence[Segment], kv_len: np.ndarray, block: int) -> str:
-    """The first entry of flat rows that is neither -1 nor a block of its sequence, and where it stands; or nothing."""
+    """Describes the first entry that is neither -1 nor a block of its sequence; returns "" if all are valid."""
     for b, first, count, at in segments:
         entries, blocks = indices[at : at + count], -(-int(kv_len[b]) // block)
         if not entries.numel():
@@ -39,15 +39,15 @@ def owned(
     *,
     own_count: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """All rows' lists with the entries alone of blocks that touch some segments of keys, in their order.
+    """Returns the lists of all rows with only the blocks that overlap some segments of keys, in order.
 
     Args:
         sharded: the call. indices: flat lists of all rows.
-        beside: as indices, a number per entry.
-        own_count: entries count from their segment's first key; then a sequence has one segment, and block is 1.
+        beside: a number per entry, in the shape of indices.
+        own_count: count entries from their segment's first key; requires one segment per sequence and block 1.
 
     Returns:
-        (lists, numbers): -1 and 0 behind the last; numbers are empty without `beside`.
+        (lists, numbers), filled up with -1 and 0; numbers are empty without `beside`.
     """
     assert indices is not None
     e, count = sharded.full.extents, indices.shape[-1]
@@ -68,7 +68,7 @@ def owned(
             at = slice(start + int(row[0]), start + int(row[-1]) + 1)
             entries = indices[at].long()
             there = (entries >= 0).cumprod(-1).bool() & (slot < read) & is_owned[entries.clamp(min=0)]
-            # What is not kept goes to a place behind the list.
+            # Entries that are not selected go to an index after the list.
             place = (there.cumsum(-1) - 1).masked_fill(~there, count)
             lists[at] = _moved(entries - before, place, -1).to(indices.dtype)
             if beside is not None:

@@ -1,7 +1,7 @@
-"""How rows and keys that lie on several ranks meet: gathered keys, keys that go round, or heads that change places.
+"""Schedules that combine sharded rows and keys: gathered keys, or keys that circulate around a ring.
 
-Each schedule is a forward and a backward over tensors [batch, tokens, heads, dim] of this rank; chunk_pairs.py
-computes.
+Each schedule is a forward and a backward over tensors [batch, tokens, heads, dim] of this rank; chunk_pairs.py computes
+the attention. ulysses.py combines both with an exchange of heads.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from fusion_attention.ir.merge import Partial, join_sink, merge
 from fusion_attention.memory import empty
 
 Tensor = torch.Tensor
-Results = tuple[Gradients, Tensor | None]  # and what the sink gets of this rank's rows
+Results = tuple[Gradients, Tensor | None]  # and the sink's gradient from this rank's rows
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """The layout of the tokens of rows, or of keys, on the ranks of a line.
+    """The layout of the tokens of rows, or of keys, on ranks.
 
     Args:
         placement: the chunks of each rank, along the axis of tokens.
-        lengths: tokens of each sequence that count.
-        packed: sequences lie one behind another; else each item of a batch is one, and all are cut alike.
+        lengths: tokens of each sequence, without padding.
+        packed: True if sequences are concatenated; else each item of a batch is one, and all are divided equally.
     """
 
     placement: Layout
@@ -40,16 +40,16 @@ class Side:
     packed: bool
 
     def chunks(self, rank: int) -> Chunks:
-        """The chunks of a rank, as they lie in its tensors."""
+        """Returns the chunks of a rank, positioned as in its tensors."""
         return _chunks(self.placement.ranks[rank], self.lengths, self.packed)
 
     def all(self) -> Chunks:
-        """All sequences, each in one chunk, as they lie in gathered tensors."""
+        """Returns each sequence in one chunk, positioned as in gathered tensors."""
         full = tuple(Chunk(b, 0, n) for b, n in enumerate(self.placement.lengths))
         return _chunks(full, self.lengths, self.packed, empty=True)
 
     def joined(self, columns: int) -> Side:
-        """The same where neighbouring ranks, so many of them, are one."""
+        """Returns the layout with `columns` adjacent ranks merged into one."""
         ranks = self.placement.ranks
         parts = (joined(itertools.chain(*ranks[at : at + columns])) for at in range(0, len(ranks), columns))
         return replace(self, placement=Layout(self.placement.lengths, tuple(parts)))
@@ -73,10 +73,10 @@ class Meeting:
 
     Args:
         full: the unsharded call.
-        call: among whom.
-        rows, keys: how they lie on its ranks.
-        deterministic: of gathered keys: their gradients have the bits of one process.
-        dbias: the bias wants a gradient.
+        call: the communication between the ranks.
+        rows, keys: their layouts on the ranks.
+        deterministic: gradients of gathered keys have the bits of one process.
+        dbias: True if the bias needs a gradient.
     """
 
     full: FullCall
@@ -88,7 +88,7 @@ class Meeting:
     dbias: bool = False
 
     def pairs(self, name: Any, rows: Chunks, keys: Chunks, *, partial: bool = False) -> Pairs:
-        """The pairs of two sets of chunks, which all calls of a signature share under a name."""
+        """Returns the pairs of two sets of chunks; all calls of a signature share them under a name."""
         result: Pairs | None = self.call.call_cache.get(name)
         if result is None:
             result = self.call.call_cache[name] = chunk_pairs.pairs(self.full, rows, keys, partial=partial)
@@ -99,14 +99,14 @@ class Meeting:
 
 
 def gathered_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
-    """Every rank gathers all keys: its rows meet theirs in ascending order, as in one process."""
+    """Gathers all keys on every rank; rows meet their keys in ascending order, as in one process."""
     everything = _gather_keys(m, keys)
     met = m.pairs("gathered", rows.chunks, everything.chunks)
     return chunk_pairs.forward(m.full, rows, everything, met, m.backend)
 
 
 def gathered_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
-    """Gradients of keys are summed in the order of ranks; or computed by who has the keys, from all rows."""
+    """Sums the gradients of keys in the order of ranks, or computes them on their rank from all rows."""
     everything = _gather_keys(m, keys)
     met = m.pairs("gathered", rows.chunks, everything.chunks)
     g = chunk_pairs.backward(m.full, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
@@ -120,15 +120,15 @@ def gathered_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Resul
 
 
 def _owned(m: Meeting, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
-    """The gradients of this rank's keys from all rows, rounded where one process rounds: one chunk of each sequence at
-    a time, so that none is a partial one."""
+    """Returns the gradients of this rank's keys from all rows, rounded as in one process: one chunk per sequence at a
+    time, so that none is partial."""
     p, total = keys.chunks, None
     turn = np.arange(len(p)) - np.searchsorted(p.seq, p.seq)
     for n in range(int(turn.max(initial=0)) + 1):
         some = turn == n
         chunks = Chunks(p.seq[some], p.first[some], p.count[some], p.batch[some], p.start[some])
         met = m.pairs(("owned", n), rows.chunks, chunks)
-        # A bias that heads share has its gradient summed beside, in other roundings of the rest: asked for here too.
+        # The gradient of a bias that heads share changes the rounding of other gradients, so it is computed here too.
         g = chunk_pairs.backward(m.full, rows, saved, replace(keys, chunks=chunks), met, m.backend, dbias=m.dbias)
         if total is None:
             total = g
@@ -149,7 +149,7 @@ def _gather_keys(m: Meeting, keys: Keys) -> Keys:
 
 
 def _gather_rows(m: Meeting, rows: Rows, saved: Saved) -> tuple[Rows, Saved]:
-    """All rows with what a backward reads of them; matrices lie with their rows first meanwhile."""
+    """Gathers all rows with the inputs of their backward; matrices have their rows first in the exchange."""
     matrices = [None if t is None or t.shape[-2] == 1 else t.movedim(-2, 1) for t in (rows.bias, rows.blocked)]
     given = (rows.q, rows.q_rope, saved.dout, saved.out, saved.max, saved.sum, *matrices)
     q, q_rope, *of_saved, bias, blocked = _gather(m.call, "gathering rows", m.rows.placement, given)
@@ -159,7 +159,7 @@ def _gather_rows(m: Meeting, rows: Rows, saved: Saved) -> tuple[Rows, Saved]:
 
 
 def _gather(call: Call, step: str, placement: Layout, tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Whole tokens of tensors [batch, tokens, ...] of which every rank has its share."""
+    """Gathers tensors [batch, tokens, ...] from the shards of all ranks."""
     given = [t.contiguous() for t in tensors if t is not None]
     parts = call.all_to_each(
         step, [([t] * call.world, [(t.shape[0], n, *t.shape[2:]) for n in placement.sizes]) for t in given]
@@ -169,7 +169,7 @@ def _gather(call: Call, step: str, placement: Layout, tensors: Sequence[Tensor |
 
 
 def _placed(placement: Layout, shares: Sequence[Tensor]) -> Tensor:
-    """Shares [batch, tokens, ...] of all ranks as whole tokens."""
+    """Assembles the shards [batch, tokens, ...] of all ranks."""
     like = shares[0]
     full = empty(like, (like.shape[0], sum(placement.sizes), *like.shape[2:]))
     starts = np.cumsum((0, *placement.lengths)).tolist()
@@ -181,7 +181,7 @@ def _placed(placement: Layout, shares: Sequence[Tensor]) -> Tensor:
 
 
 def _scatter(m: Meeting, step: str, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """This rank's share of whole tokens, summed over ranks in their order."""
+    """Returns this rank's shard of gathered tensors, summed over ranks in order."""
     placement, call = m.keys.placement, m.call
     starts = np.cumsum((0, *placement.lengths)).tolist()
 
@@ -204,16 +204,16 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _sink(m: Meeting, rows: Rows, saved: Saved) -> Tensor | None:
-    """The sink's gradient from this rank's rows."""
+    """Returns the sink's gradient from this rank's rows; None without a sink."""
     return None if m.full.sink is None else chunk_pairs.sink_gradient(m.full, rows, saved, m.backend)
 
 
-# -------------------------------------------------------------------------------------------------- keys that go round
+# --------------------------------------------------------------------------------------------------------- ring of keys
 
 
 def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
-    """Keys go round: a rank computes with its own first, then with those of the rank before it, and so on, and merges
-    in this order. While it computes, the next keys arrive."""
+    """Circulates keys: a rank computes with its own keys, then with those of the rank before it, and so on, and merges
+    the results in this order. The next keys arrive during the computation."""
     call = m.call
     if call.world == 1:
         keys = replace(keys, chunks=m.keys.all())
@@ -241,9 +241,9 @@ def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
 
 
 def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
-    """Keys go round again, and behind them their gradients, to which every rank adds: float32 until they are home.
+    """Circulates keys again, followed by their gradients, which every rank adds to: float32 until their rank has them.
 
-    A rank's own part waits at home, so that gradients take no more ways than keys; it is added last.
+    A rank keeps the gradient from its own rows and adds it last, so gradients need as many transfers as keys.
     """
     call = m.call
     if call.world == 1:
@@ -261,7 +261,7 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
         met, of_block = _met(m, rows, source), Keys(m.keys.chunks(source), *block)
         with pending, behind:
             g = chunk_pairs.backward(m.full, rows, saved, of_block, met, m.backend, partial=True, dbias=m.dbias)
-            del of_block  # No more than this block and the next are in memory.
+            del of_block  # at most this block and the next one are in memory
             if total is None:
                 total = g
             else:
@@ -282,7 +282,7 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
 
 
 def _met(m: Meeting, rows: Rows, source: int) -> Pairs:
-    """The pairs of this rank's rows with the keys of another."""
+    """Returns the pairs of this rank's rows with the keys of another."""
     return m.pairs(("ring", source), rows.chunks, m.keys.chunks(source), partial=True)
 
 
@@ -291,7 +291,7 @@ def _block(keys: Keys) -> list[Tensor]:
 
 
 def _next_block(m: Meeting, step: int, block: list[Tensor]) -> tuple[list[Tensor], Pending]:
-    """Hands a block on, and takes the next one."""
+    """Sends a block of keys to the next rank and receives one from the previous rank."""
     call = m.call
     if step == call.world - 1:
         return [], Pending(call, "", [], [])
@@ -306,7 +306,7 @@ def _next_block(m: Meeting, step: int, block: list[Tensor]) -> tuple[list[Tensor
 def _pass_on(
     m: Meeting, what: str, added: list[Tensor], block: list[Tensor], some: bool
 ) -> tuple[list[Tensor], Pending]:
-    """Hands gradients of keys on behind the keys, and takes those of a block."""
+    """Sends gradients of keys to the next rank and receives those of a block from the previous rank."""
     call = m.call
     if not some:
         return [], Pending(call, "", [], [])

@@ -1,7 +1,7 @@
-"""A call of several ranks, checked and lowered as one, and cut into the rows that lie on this rank; keys are gathered.
+"""A call of several ranks: validated and lowered as one, then restricted to the rows of this rank over gathered keys.
 
-Everything below is packed: the tokens of padded sequences lie end to end, and lengths say which of them count. Refuses
-to know what is computed.
+Everything below is packed: padded sequences are concatenated, and lengths exclude the padding. This module is the same
+for every operator.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ import torch
 from fusion_attention.contract import ContractError, Op, bind
 from fusion_attention.distributed.groups import AnyGroup, Call, group_of
 from fusion_attention.distributed.layout import Layout, layout_of
-from fusion_attention.distributed.sharding import _gathered as gathered
-from fusion_attention.distributed.sharding import _shard_of as shard_of
-from fusion_attention.distributed.sharding import _summed_shares as summed_shares
-from fusion_attention.distributed.sharding import shape_of
+from fusion_attention.distributed.sharding import gathered, shape_of, shard_of, summed_shares
 from fusion_attention.ir.call import Lowered
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import EXTENT_ROWS, Extents
@@ -37,18 +34,18 @@ PACKED = "TND"
 
 @dataclass(frozen=True, eq=False)
 class Placed(Extents):
-    """Extents of sequences that do not lie end to end: q_start and kv_start are where they begin."""
+    """Extents of sequences that are not contiguous; q_start and kv_start are their first tokens."""
 
     q_start: np.ndarray = None  # type: ignore[assignment]
     kv_start: np.ndarray = None  # type: ignore[assignment]
 
 
 class Segment(NamedTuple):
-    """Neighbouring tokens of one sequence on this rank.
+    """Adjacent tokens of one sequence on this rank.
 
     Args:
-        sequence: whose; first: the first of them there; tokens: how many.
-        at: the first of them among this rank's tokens.
+        sequence: its index; first: the first token's position in it; tokens: their number.
+        at: the first token's index among this rank's tokens.
     """
 
     sequence: int
@@ -58,12 +55,12 @@ class Segment(NamedTuple):
 
 
 class Side:
-    """The layout of the tokens of queries, or of keys: on ranks, and in the unsharded call.
+    """The layout of the tokens of queries, or of keys, on ranks and in the unsharded call.
 
     Attributes:
-        lengths: tokens of every sequence that count; starts: where it begins in the whole.
-        segments: of this rank, in their order, without tokens that no sequence counts.
-        tokens: of this rank; full_tokens: of all.
+        lengths: tokens of every sequence, without padding; starts: its first token in the unsharded tensor.
+        segments: segments of this rank, in order, without padding.
+        tokens: number of tokens of this rank; full_tokens: of all ranks.
     """
 
     def __init__(self, placement: Layout, lengths: np.ndarray, padded: bool, rank: int) -> None:
@@ -84,7 +81,7 @@ class Side:
 
     @functools.cached_property
     def rounds(self) -> list[list[Segment]]:
-        """The segments, so that no two of a round are of one sequence: who writes what they meet writes it alone."""
+        """The segments in rounds with at most one segment per sequence, so that gradients of a round do not collide."""
         results: list[list[Segment]] = []
         met = [0] * len(self.lengths)
         for segment in self.segments:
@@ -95,25 +92,25 @@ class Side:
         return results or [[]]
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """Tokens of this rank, or of the whole, on one axis."""
+        """Returns tokens on one axis, of this rank or of all."""
         return tensor.flatten(0, 1) if self.padded else tensor
 
     def lying(self, tensor: Tensor) -> Tensor:
-        """flat(), the other way round."""
+        """Inverts flat()."""
         if not self.padded:
             return tensor
         return tensor.unflatten(0, (len(self.lengths), len(tensor) // max(len(self.lengths), 1)))
 
     def gathered(self, call: Call, tensor: Tensor) -> Tensor:
-        """Flat tokens of all ranks, from those of this one."""
+        """Gathers flat tokens of all ranks."""
         return self.flat(gathered(self.lying(tensor), call, self.placement, int(self.padded)))
 
     def local(self, full: Tensor) -> Tensor:
-        """This rank's of flat tokens of all ranks."""
+        """Returns this rank's part of flat tokens of all ranks."""
         return self.flat(shard_of(self.lying(full), self.placement, self.rank, int(self.padded)))
 
     def summed(self, call: Call, full: Tensor) -> Tensor:
-        """This rank's of flat tokens of all ranks, summed over ranks in their order."""
+        """Returns this rank's part of flat tokens of all ranks, summed over ranks in order."""
         parts = (
             shard_of(self.lying(full), self.placement, rank, int(self.padded))
             for rank in range(len(self.placement.ranks))
@@ -122,20 +119,20 @@ class Side:
 
 
 class ShardedCall:
-    """One call of all ranks, and this rank's share of it.
+    """A call of all ranks with the layout of this rank's rows and keys.
 
     Attributes:
-        full: the lowered call of all ranks together, on tensors without memory.
-        call: what passes between the ranks.
-        q, kv: the two sides.
-        backend: that computes.
+        full: the lowered call of all ranks, on tensors without memory.
+        call: the communication between the ranks.
+        q, kv: the layouts of queries and keys.
+        backend: the back end's name.
     """
 
     def __init__(self, full: Any, call: Call, q: Side, kv: Side, backend: str) -> None:
         self.full, self.call, self.q, self.kv, self.backend = full, call, q, kv, backend
 
     def extents(self, segments: Sequence[Segment]) -> Placed:
-        """Lengths and bands of rows of this rank, against all keys of their sequences."""
+        """Returns lengths and bands of rows of this rank over all keys of their sequences."""
         e: Extents = self.full.extents
         b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T
         # A segment's row 0 is its sequence's row `first`.
@@ -144,18 +141,18 @@ class ShardedCall:
         return Placed(count, e.kv_len[b], lo, hi, e.prefix[b], e.shift[b] - first, **starts)
 
     def rows(self, tensors: Given, segments: Sequence[Segment]) -> Any:
-        """The call over some of this rank's rows.
+        """Returns the call of some of this rank's rows.
 
         Args:
-            tensors: flat rows of this rank, and flat keys of all.
+            tensors: flat rows of this rank, and flat keys of all ranks.
         """
         return self._on(tensors, self.extents(segments))
 
     def keys_of(self, tensors: Given, segments: Sequence[Segment]) -> Any:
-        """The call of all rows over some of this rank's keys, from which indices then count.
+        """Returns the call of all rows over some of this rank's keys; indices count from their first key.
 
         Args:
-            tensors: flat rows of all ranks, and flat keys of this one. segments: one of a sequence at most.
+            tensors: flat rows of all ranks, and flat keys of this one. segments: at most one per sequence.
         """
         e: Extents = self.full.extents
         b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T
@@ -165,7 +162,7 @@ class ShardedCall:
         return self._on(tensors, Placed(e.q_len[b], count, lo, hi, prefix, e.shift[b] + first, **starts))
 
     def everything(self, tensors: Given) -> Any:
-        """The call over all rows; tensors: all of them, flat."""
+        """Returns the call of all rows; tensors: flat, of all ranks."""
         e: Extents = self.full.extents
         edges = {name: getattr(e, name) for name in EXTENT_ROWS}
         return self._on(tensors, Placed(**edges, q_start=self.q.starts, kv_start=self.kv.starts))
@@ -177,7 +174,7 @@ class ShardedCall:
         return replace(self.full, **changes)
 
     def run(self, call: Lowered, float32_results: Sequence[str] = ()) -> dict[str, Tensor]:
-        """The results of a lowered call; those named in `float32_results` in float32 at least."""
+        """Computes a lowered call; results named in `float32_results` are at least float32."""
         results = call.results()
         for name in results.keys() & set(float32_results):
             t = results[name]
@@ -186,7 +183,7 @@ class ShardedCall:
         return results
 
     def keys(self, tensors: Given, names: Iterable[str]) -> dict[str, Tensor | None]:
-        """Keys of all ranks by name, which pass together; flat."""
+        """Gathers keys of all ranks by name, in one exchange; flat."""
         given = {name: t for name in names if (t := tensors[name]) is not None}
         widths = [t[0].numel() if len(t) else t.shape[1:].numel() for t in given.values()]
         packed = self.kv.gathered(self.call, torch.cat([t.flatten(1) for t in given.values()], 1))
@@ -197,15 +194,15 @@ class ShardedCall:
         return {name: results.get(name) for name in names}
 
     def all_rows(self, tensors: Given) -> dict[str, Tensor | None]:
-        """Rows of all ranks by name, flat."""
+        """Gathers rows of all ranks by name; flat."""
         return {name: None if t is None else self.q.gathered(self.call, t) for name, t in tensors.items()}
 
 
 class Sums:
-    """Gradients that rounds leave: of rows, each written once, and of keys, wide, summed over rounds and ranks.
+    """Gradients of several rounds: rows are written once each, keys are float32 sums over rounds and ranks.
 
     Args:
-        rows: which of the gradients are rows'. dtype: of keys.
+        rows: names of the gradients of rows. dtype: dtype of the gradients of keys.
     """
 
     def __init__(self, sharded: ShardedCall, rows: Sequence[str], dtype: torch.dtype) -> None:
@@ -214,7 +211,7 @@ class Sums:
         self._keys: dict[str, Tensor] = {}
 
     def add(self, segments: Sequence[Segment], results: Mapping[str, Tensor]) -> None:
-        """The gradients of one round."""
+        """Adds the gradients of one round."""
         for name, tensor in results.items():
             if name not in self._names:
                 self._keys[name] = self._keys[name].add_(tensor) if name in self._keys else tensor
@@ -226,14 +223,14 @@ class Sums:
                     self.rows[name][tokens] = tensor[tokens]
 
     def scaled(self, factor: Tensor) -> Sums:
-        """The same sums times a factor."""
+        """Returns the sums times a factor."""
         result = Sums(self.sharded, self._names, self._dtype)
         result.rows = {name: t * factor for name, t in self.rows.items()}
         result._keys = {name: t * factor for name, t in self._keys.items()}
         return result
 
     def keys(self) -> dict[str, Tensor]:
-        """Of this rank's keys, summed over ranks; they pass together."""
+        """Returns the gradients of this rank's keys, summed over ranks in one exchange."""
         widths = [t.shape[1:].numel() for t in self._keys.values()]
         packed = torch.cat([t.flatten(1) for t in self._keys.values()], 1)
         split = self.sharded.kv.summed(self.sharded.call, packed).split(widths, 1)
@@ -243,7 +240,7 @@ class Sums:
         }
 
 
-# ------------------------------------------------------------------------------------------------------------ the whole
+# --------------------------------------------------------------------------------------------------- the unsharded call
 
 
 def cut_of(
@@ -259,17 +256,17 @@ def cut_of(
     backend: str,
     settings: Mapping[str, Any],
 ) -> ShardedCall:
-    """A call of all ranks.
+    """Validates and lowers a call of all ranks, and returns it with this rank's layout.
 
     Args:
-        function: as errors call it. op: its record; args: this rank's arguments, by the record's names.
-        rows, keys: the names of tensors along query rows and along keys; the first of each is always there.
-        tokens: S, or (S1, S2), of whole padded sequences; None: as many on every rank as here.
-        settings: what else must be the same on every rank.
+        function: its name in errors. op: its record; args: this rank's arguments, by the record's names.
+        rows, keys: the names of tensors along query rows and along keys; the first of each is required.
+        tokens: S, or (S1, S2), of unsharded padded sequences; None: every rank has as many tokens as this one.
+        settings: other values that must be the same on every rank.
 
     Raises:
-        ContractError: the call of all ranks is wrong.
-        GroupError: ranks make different calls, or one's share is not what its layout says.
+        ContractError: the call of all ranks is invalid.
+        GroupError: ranks make different calls, or a shard does not have the size of its layout.
     """
     ranks = group_of(group)
     shape, padded = shape_of(function, ranks, schedule), args["layout"] != PACKED
@@ -292,12 +289,8 @@ def cut_of(
                 f"{op.by_name[name].shown} has {have} tokens, not the {want} that its layout gives it: shard() the "
                 "whole with the same schedule and lengths, and say tokens= where ranks have not all as many"
             )
-    words = _words(args, (*rows, *keys)) | {
-        "schedule": schedule,
-        "tokens": counts,
-        "backend": chosen(backend),
-        **settings,
-    }
+    words = _words(args, (*rows, *keys)) | {"schedule": schedule, "tokens": counts, "backend": chosen(backend)}
+    words |= settings
     try:
         call = ranks.call(function, words, args[rows[0]].device, fault)
     finally:
@@ -307,7 +300,7 @@ def cut_of(
 
 
 def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks: int) -> list[int]:
-    """Tokens of the whole along queries and along keys, as far as a call says them; what is wrong bind() says."""
+    """Returns the tokens of the unsharded queries and keys as the arguments imply them; bind() reports errors."""
     sizes = tokens if isinstance(tokens, tuple) else (tokens, tokens)
     if len(sizes) != 2 or not all(size is None or (type(size) is int and 0 <= size < INFINITE) for size in sizes):
         raise ValueError(f"fusion_attention: distributed: tokens: expected S, (S1, S2) or None, got {tokens!r}")
@@ -323,7 +316,7 @@ def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks
 
 
 def _total(lengths: Any) -> int:
-    """The sum of lengths; 0 where they are none."""
+    """Returns the sum of lengths; 0 if they are invalid."""
     with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
         total = sum(int(n) for n in lengths)
         return total if 0 <= total < INFINITE else 0
@@ -331,7 +324,7 @@ def _total(lengths: Any) -> int:
 
 
 def _words(args: Mapping[str, Any], along: Sequence[str]) -> dict[str, Any]:
-    """What a call says, without what lies in tensors and how many tokens a rank has."""
+    """Returns the settings of a call, without the content of tensors and without a rank's number of tokens."""
     results: dict[str, Any] = {}
     for name, value in args.items():
         if isinstance(value, torch.Tensor) and name.startswith("actual_seq"):
@@ -345,12 +338,12 @@ def _words(args: Mapping[str, Any], along: Sequence[str]) -> dict[str, Any]:
 
 
 def _axis(name: str, layout: str) -> int:
-    """The axis of tokens; an lse has heads before them."""
+    """Returns the axis of tokens; an lse has heads before it."""
     return 0 if layout == PACKED else 2 if name == "lse" else 1
 
 
 def _full_args(args: Mapping[str, Any], counts: Mapping[Sequence[str], int]) -> dict[str, Any]:
-    """The arguments of the whole call, whose tensors have no memory."""
+    """Returns the arguments of the unsharded call; its tensors have no memory."""
     results = dict(args)
     for names, count in counts.items():
         for name in names:

@@ -1,4 +1,4 @@
-"""shard(), unshard(), positions(): the only way from whole sequences to the share of a rank, and back."""
+"""shard(), unshard() and positions(): conversion between complete sequences and the shard of a rank."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Lengths = int | Sequence[int] | Tensor
 
 
 def shard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: int = 1) -> Tensor:
-    """This rank's share of whole tokens.
+    """Returns this rank's shard of complete sequences.
 
-    Every rank has the whole tensor, and nothing passes. The gradient of the whole is this rank's part: that of the
-    share at its places, zeros elsewhere. Summed over ranks, as those of weights, it is whole.
+    Every rank has the complete tensor; there is no communication. The gradient of x is that of the shard at its
+    positions and zero elsewhere: sum it over ranks, like gradients of weights.
 
     Args:
-        x: whole tokens along `dim`.
+        x: complete sequences along `dim`.
         group: the ranks; None: all.
-        schedule: as of attention(): schedules lay tokens out differently.
-        lengths: of padded sequences their one length S; of packed ones the tokens of each.
+        schedule: the schedule of attention(), which determines the distribution of tokens.
+        lengths: the length S of padded sequences, or the lengths of packed ones.
         dim: the axis of tokens.
 
     Returns:
-        A copy of the share, in the order in which attention() expects it.
+        A copy of the shard, in the order that attention() expects.
 
     Raises:
-        GroupError: no group, or one that the schedule does not go with.
+        GroupError: no group, or one that does not fit the schedule.
         ValueError: an unknown schedule, or lengths that do not add up to the axis.
 
     Example:
@@ -48,12 +48,12 @@ def shard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: int 
 
 
 def unshard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: int = 1) -> Tensor:
-    """Whole tokens on every rank, from the shares of all; shard() the other way.
+    """Returns complete sequences on every rank, from the shards of all; inverts shard().
 
-    Args, Raises: as shard(); x is this rank's share.
+    Args, Raises: as in shard(); x is this rank's shard.
 
     Returns:
-        All tokens along `dim`, in the order of their sequences. The gradient of a share is the sum over ranks.
+        All tokens along `dim`, in the order of their sequences. The gradient of a shard is the sum over ranks.
     """
     ranks, placement = group_and_placement("unshard", group, schedule, lengths)
     _fits("unshard", x, dim, placement.sizes[ranks.rank], f"rank {ranks.rank} has")
@@ -61,22 +61,22 @@ def unshard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: in
 
 
 def positions(group: AnyGroup, schedule: str, lengths: Lengths) -> Tensor:
-    """Where this rank's tokens stand within their sequences: int64, in local order; for rope.
+    """Returns the positions of this rank's tokens within their sequences: int64, in local order; for rope.
 
-    Args, Raises: as shard().
+    Args, Raises: as in shard().
     """
     ranks, placement = group_and_placement("positions", group, schedule, lengths)
     return torch.from_numpy(placement.positions(ranks.rank))
 
 
 def group_and_placement(function: str, group: AnyGroup, schedule: str, lengths: Lengths) -> tuple[Group, Layout]:
-    """A group, and how a schedule lays sequences out on it."""
+    """Returns a group and the layout of a schedule's sequences on it."""
     ranks = group_of(group)
     return ranks, layout_of(schedule, _whole_lengths(function, lengths), shape_of(function, ranks, schedule))
 
 
 def shape_of(function: str, ranks: Group, schedule: str) -> tuple[int, ...]:
-    """The shape of a group, if a schedule goes with it."""
+    """Returns the shape of a group; raises if it does not fit the schedule."""
     if schedule not in SCHEDULES:
         raise ValueError(
             f"fusion_attention: distributed.{function}: schedule: expected one of {', '.join(SCHEDULES)}, "
@@ -122,7 +122,7 @@ def _fits(function: str, x: Tensor, dim: int, tokens: int, why: str) -> None:
         )
 
 
-def _shard_of(x: Tensor, placement: Layout, rank: int, dim: int) -> Tensor:
+def shard_of(x: Tensor, placement: Layout, rank: int, dim: int) -> Tensor:
     return x.index_select(dim, torch.from_numpy(placement.token_indices(rank)).to(x.device))
 
 
@@ -132,8 +132,8 @@ def _call(function: str, x: Tensor, ranks: Group, schedule: str, placement: Layo
     return ranks.call(function, settings, x.device)
 
 
-def _gathered(x: Tensor, call: Call, placement: Layout, dim: int) -> Tensor:
-    """Whole tokens from shares: along both dimensions of a mesh, the neighbours' first."""
+def gathered(x: Tensor, call: Call, placement: Layout, dim: int) -> Tensor:
+    """Gathers complete sequences from shards; on a mesh along the second dimension first."""
     rows = x.movedim(dim, 0).contiguous()
     if call.world == 1:
         parts = [rows]
@@ -157,7 +157,7 @@ class _Shard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, placement: Layout, rank: int, dim: int) -> Tensor:
         ctx.settings = placement, rank, dim
-        return _shard_of(x, placement, rank, dim)
+        return shard_of(x, placement, rank, dim)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
@@ -171,18 +171,18 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Group, schedule: str, placement: Layout, dim: int) -> Tensor:
         ctx.settings = ranks, schedule, placement, dim
-        return _gathered(x, _call("unshard", x, ranks, schedule, placement, dim), placement, dim)
+        return gathered(x, _call("unshard", x, ranks, schedule, placement, dim), placement, dim)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         ranks, schedule, placement, dim = ctx.settings
         call = _call("unshard, backward", upstream, ranks, schedule, placement, dim)
-        parts = [_shard_of(upstream, placement, rank, dim).contiguous() for rank in range(ranks.world)]
-        return _summed_shares(call, parts), None, None, None, None
+        parts = [shard_of(upstream, placement, rank, dim).contiguous() for rank in range(ranks.world)]
+        return summed_shares(call, parts), None, None, None, None
 
 
-def _summed_shares(call: Call, parts: list[Tensor]) -> Tensor:
-    """This rank's part, summed over ranks: along a row of a mesh, then along its column."""
+def summed_shares(call: Call, parts: list[Tensor]) -> Tensor:
+    """Returns this rank's tensor summed over ranks; on a mesh along a row, then along the column."""
     if call.world == 1:
         return parts[0]
     if not call.group.axes:

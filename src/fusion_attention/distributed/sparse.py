@@ -1,6 +1,5 @@
-"""Sparse attention, its indexer and the indexer's loss where sequences lie on several ranks: rows stay, keys are
-gathered.
-"""
+"""Sparse attention, its indexer and the indexer's loss over sharded sequences: rows stay on their rank, keys are
+gathered."""
 
 from __future__ import annotations
 
@@ -50,30 +49,29 @@ def lightning_indexer(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The keys that matter most to every row of this rank, among the keys of all ranks.
+    """Selects the most important keys of all ranks for every row of this rank.
 
-    As fa.lightning_indexer(), whose indices and values are found bit by bit. Keys are gathered; their gradient is
-    summed over ranks.
+    Indices and values have the bits of fa.lightning_indexer(). Keys are gathered; their gradient is summed over ranks.
 
     Args:
-        q, k, weights: this rank's shares, as shard() lays them out.
+        q, k, weights: this rank's shards, from shard().
         group: a process group or DeviceMesh; None: all ranks.
-        schedule: how tokens lie on ranks, as of attention().
-        tokens: S, or (S1, S2), of whole padded sequences; None: every rank has as many.
-        q_len, kv_len: tokens of the whole sequences. Packed: needed (kv_len defaults to q_len).
-        merge_topk: keys stay where they are, and rows are gathered instead: every rank chooses among its keys for all
-            rows, and the choices are merged. Less passes where rows are few beside keys, as in decoding. The results
-            have the same bits; q's and weights' gradients are then summed over ranks, and k's is this rank's own.
-        deterministic: k's gradient has the bits of one process, for a second backward; else the same bits in every run.
-            Not with merge_topk, where it always has.
-        top_k, layout, causal, backend: as fa.lightning_indexer().
+        schedule: the distribution of tokens, as in attention().
+        tokens: S, or (S1, S2), of unsharded padded sequences; None: every rank has as many tokens as this one.
+        q_len, kv_len: lengths of the unsharded sequences. Required for packed layouts (kv_len defaults to q_len).
+        merge_topk: keys stay on their ranks, and rows are gathered instead: every rank selects among its keys for all
+            rows, and the selections are merged. This communicates less if rows are few, as in decoding. Results have
+            the same bits; gradients of q and weights are summed over ranks, k's is computed on its rank.
+        deterministic: k's gradient has the bits of one process, at the cost of a second backward; else the same bits in
+            every run. Not with merge_topk, where it always has.
+        top_k, layout, causal, backend: as in fa.lightning_indexer().
 
     Returns:
-        (indices, values) of this rank's rows; positions within the whole sequence.
+        (indices, values) of this rank's rows; indices are positions in the unsharded sequence.
 
     Raises:
-        GroupError: no group, other calls on other ranks, or a rank that is gone.
-        ContractError: a call that `fusion-attention ops lightning_indexer` does not allow.
+        GroupError: no group, different calls on the ranks, or a rank died.
+        ContractError: the call is not allowed by `fusion-attention ops lightning_indexer`.
 
     Source: this library.
     """
@@ -132,26 +130,26 @@ def sparse_attention(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention of this rank's rows over the blocks of keys that they select, on whatever rank these lie.
+    """Computes attention of this rank's rows over the selected blocks of keys of all ranks.
 
-    As fa.sparse_attention(), whose results are found bit by bit. Keys are gathered, as one; their gradients are summed
-    over ranks in float32, in the order of ranks.
+    Results have the bits of fa.sparse_attention(). Keys are gathered in one exchange; their gradients are summed over
+    ranks in float32, in the order of ranks.
 
     Args:
-        q, k, v, indices, q_rope, k_rope: this rank's shares, as shard() lays them out.
-        group, schedule, tokens, q_len, kv_len: as of distributed.lightning_indexer().
-        sink: the same on every rank; its gradient is that of this rank's rows: sum it over ranks, as those of weights.
-        deterministic: gradients of keys have the bits of one process. Queries and gradients of all ranks are gathered,
-            and each rank computes those of its keys from all rows: a second backward. Else the same bits in every run.
-        layout, scale, block, causal, dim_v, return_lse, backend: as fa.sparse_attention().
+        q, k, v, indices, q_rope, k_rope: this rank's shards, from shard().
+        group, schedule, tokens, q_len, kv_len: as in distributed.lightning_indexer().
+        sink: the same on every rank; its gradient is that of this rank's rows: sum it over ranks, like weights'.
+        deterministic: gradients of keys have the bits of one process: queries and gradients of all ranks are gathered,
+            and a second backward computes the gradients of each rank's keys. Else the same bits in every run.
+        layout, scale, block, causal, dim_v, return_lse, backend: as in fa.sparse_attention().
 
     Returns:
         out of this rank's rows, or (out, lse).
 
     Raises:
-        GroupError, ContractError: as distributed.lightning_indexer().
+        GroupError, ContractError: as in distributed.lightning_indexer().
 
-    Source: this library; the scheme of Megatron and MindSpeed, packed sequences of any lengths included.
+    Source: this library; the scheme of Megatron and MindSpeed, extended to packed sequences of any lengths.
     """
     args = {
         "query": q, "key": k, "value": v, "sparse_indices": indices, "layout": layout, "actual_seq_qlen": q_len,
@@ -203,25 +201,25 @@ def indexer_loss(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """How far the indexer's distribution over keys is from the attention's, summed over the rows of all ranks.
+    """Computes the divergence of the indexer's distribution from the attention's, summed over the rows of all ranks.
 
-    As fa.indexer_loss(); every rank has the whole loss, and its backward gives each rank the gradients of its own
-    tensors: call backward() on every rank, and add it once to each rank's own loss. For the value of what is trained,
-    count it once.
+    Like fa.indexer_loss(). Every rank has the total loss, and its backward computes the gradients of the rank's
+    tensors: add the loss to the loss of every rank, and call backward() on every rank. In a sum of all ranks' losses
+    for reporting, count it once.
 
     Args:
-        q, k, lse, index_q, index_k, weights, indices, q_rope, k_rope: this rank's shares, as shard() lays them out;
-            lse as distributed attention returned it.
-        group, schedule, tokens, q_len, kv_len: as of distributed.lightning_indexer().
+        q, k, lse, index_q, index_k, weights, indices, q_rope, k_rope: this rank's shards, from shard(); lse from
+            distributed attention.
+        group, schedule, tokens, q_len, kv_len: as in distributed.lightning_indexer().
         deterministic: loss and gradients have the bits of one process: every rank gathers all rows and computes the
-            whole. Else the same bits in every run.
-        layout, scale, causal, sink, backend: as fa.indexer_loss().
+            unsharded call. Else the same bits in every run.
+        layout, scale, causal, sink, backend: as in fa.indexer_loss().
 
     Returns:
         The loss, a float32 scalar, the same on every rank.
 
     Raises:
-        GroupError, ContractError: as distributed.lightning_indexer().
+        GroupError, ContractError: as in distributed.lightning_indexer().
 
     Source: this library.
     """
@@ -246,11 +244,11 @@ def indexer_loss(
     return _Loss.apply(sharded, deterministic, constant, *(flat[name] for name in loss.DIFFERENTIABLE)).reshape(())
 
 
-# ------------------------------------------------------------------------------------------------------ what they share
+# -------------------------------------------------------------------------------------------------------------- helpers
 
 
 def _eager(function: str, args: Mapping[str, Any]) -> None:
-    """Raises in a trace, which would keep what ranks said to each other once."""
+    """Raises in a trace, which would keep the results of one communication."""
     if dispatch.is_traced(args.values()):
         raise NotImplementedError(
             f"fusion_attention: distributed.{function}: calls of several ranks run eagerly alone: leave them out of "
@@ -259,7 +257,7 @@ def _eager(function: str, args: Mapping[str, Any]) -> None:
 
 
 def _settings(args: Mapping[str, Any], deterministic: bool, trained: Sequence[str]) -> dict[str, Any]:
-    """The settings that ranks compare beside the call: a coming backward, and its form."""
+    """Returns settings that ranks compare in addition: a coming backward and its form."""
     grads = [name for name in trained if isinstance(args[name], Tensor) and args[name].requires_grad]
     return {"deterministic": deterministic, "trained": grads if torch.is_grad_enabled() else []}
 
@@ -274,7 +272,7 @@ def _flat(
 
 
 def _check_lists(function: str, sharded: ShardedCall, flat: Mapping[str, Tensor | None], block: int) -> None:
-    """Raises where an entry of this rank's lists is no block: kernels read where it says."""
+    """Raises for an invalid entry of this rank's lists, from which kernels compute addresses."""
     indices = flat["sparse_indices"]
     if indices is not None and (got := found_bad(indices, sharded.q.segments, sharded.full.extents.kv_len, block)):
         text, advice = "-1 or the number of a block of the row's own sequence", "positions count in whole sequences"
@@ -282,13 +280,13 @@ def _check_lists(function: str, sharded: ShardedCall, flat: Mapping[str, Tensor 
 
 
 def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
-    """[B, N1, S1] or [T1, N1], from statistics in CANN's order."""
+    """Returns [B, N1, S1] or [T1, N1] from statistics with CANN's axes."""
     lse = max_ + sum_.log()
     return lse.movedim(0, 1).flatten(1) if layout == "TND" else lse.mT.flatten(1, 2)
 
 
 def _returned(ctx: Any, gradients: dict[str, Tensor], names: Sequence[str], before: int) -> tuple[Tensor | None, ...]:
-    """Gradients in the order of a Function's arguments, those that are wanted."""
+    """Returns gradients in the order of a Function's arguments, None if not needed."""
     wanted = ctx.needs_input_grad[before:]
     result = (gradients.get(name) if need else None for name, need in zip(names, wanted, strict=True))
     return (*(None,) * before, *result)
@@ -298,7 +296,7 @@ def _returned(ctx: Any, gradients: dict[str, Tensor], names: Sequence[str], befo
 
 
 class _Indexer(torch.autograd.Function):
-    """Indices and values of flat rows; the gradient of values."""
+    """Indices and values of flat rows; values have a derivative."""
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardedCall, deterministic: bool, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -347,7 +345,7 @@ def _indexer_gradients(
 
 
 class _Attention(torch.autograd.Function):
-    """out and statistics of flat rows; the gradients of out."""
+    """out and statistics of flat rows; out has a derivative."""
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardedCall, deterministic: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -403,9 +401,9 @@ def _from_all_rows(
     dout: Tensor,
     saved: Sequence[Tensor],
 ) -> dict[str, Tensor]:
-    """Gradients of this rank's keys from all rows, in the order of one process."""
+    """Returns the gradients of this rank's keys from all rows, in the order of one process."""
     out, max_, sum_ = saved
-    # Statistics [N2, T1, G] pass with rows first.
+    # Statistics [N2, T1, G] are exchanged with rows first.
     beside = {"dout": dout, "out": out, "max": max_.transpose(0, 1), "sum": sum_.transpose(0, 1)}
     rows = sharded.all_rows({name: given[name] for name in _Q} | beside)
     dout, out, max_, sum_ = (rows.pop(name) for name in beside)  # type: ignore[assignment]
@@ -419,7 +417,7 @@ def _from_all_rows(
 
 
 class _Loss(torch.autograd.Function):
-    """The loss of the rows of all ranks; gradients, found together with it, of this rank's tensors."""
+    """The loss of the rows of all ranks; the forward also computes the gradients of this rank's tensors."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,5 @@
-"""The indexer where keys stay on their ranks: each chooses among its own for all rows, and the choices are merged."""
+"""The indexer with keys that stay on their ranks: each rank selects among its keys for all rows, then results are
+merged."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 
 from fusion_attention.distributed.lists import owned
 from fusion_attention.distributed.sharded_call import ShardedCall
-from fusion_attention.distributed.sharding import _shard_of as shard_of
+from fusion_attention.distributed.sharding import shard_of
 from fusion_attention.memory import empty
 from fusion_attention.ops.indexer import call as indexer
 from fusion_attention.plan import compute
@@ -18,14 +19,14 @@ from fusion_attention.torch_ops.autograd_guards import once
 
 Tensor = torch.Tensor
 _ROWS = ("query", "weights")
-# Rows whose candidates are sorted together.
+# Rows per sort, which bounds temporary memory.
 _TOGETHER = 4096
 
 
 def best(indices: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row's candidates, as the indexer orders them: by descending value, a NaN before all
-    numbers, and among equals by ascending index; what is no candidate has index -1 and value -inf."""
-    # Stable sorts, the lesser order first.
+    """Returns the `count` largest candidates of each row in the indexer's order: by descending value, NaN first, equal
+    values by ascending index. Index -1 and value -inf mean no candidate."""
+    # Stable sorts, the secondary order first.
     order = indices.sort(dim=-1, stable=True).indices
     indices, values = indices.gather(-1, order), values.gather(-1, order)
     order = values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
@@ -33,7 +34,7 @@ def best(indices: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class Merged(torch.autograd.Function):
-    """Indices and values of flat rows; the gradient of values."""
+    """Indices and values of flat rows; values have a derivative."""
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardedCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,11 +53,8 @@ class Merged(torch.autograd.Function):
 
         def gradients() -> tuple[Tensor | None, ...]:
             by_name = _gradients(ctx.sharded, _named(tensors), indices, upstream)
-            wanted = ctx.needs_input_grad[1:]
-            return (
-                None,
-                *(by_name[n] if need else None for n, need in zip(indexer.DIFFERENTIABLE, wanted, strict=True)),
-            )
+            wanted = zip(indexer.DIFFERENTIABLE, ctx.needs_input_grad[1:], strict=True)
+            return (None, *(by_name[name] if need else None for name, need in wanted))
 
         return once(gradients, (upstream, *tensors))
 
@@ -66,7 +64,7 @@ def _named(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
 
 
 def _chosen(sharded: ShardedCall, tensors: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
-    """The candidates of every row among this rank's keys: positions in unsharded sequences, and values."""
+    """Returns every row's candidates among this rank's keys: positions in unsharded sequences, and values."""
     q, problem = tensors["query"], replace(sharded.full.problem, has_values=True, wide_values=True)
     assert q is not None
     count, values_dtype = problem.top_k, torch.promote_types(q.dtype, torch.float32)
@@ -86,7 +84,7 @@ def _chosen(sharded: ShardedCall, tensors: dict[str, Tensor | None]) -> tuple[Te
 
 
 def _best_of(indices: Sequence[Tensor], values: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """best() of several offers."""
+    """Merges the candidates of several ranks or rounds."""
     best_pairs = []
     for at in range(0, max(len(indices[0]), 1), _TOGETHER):
         some, more = (torch.cat([t[at : at + _TOGETHER] for t in offers], -1) for offers in (indices, values))
@@ -95,7 +93,7 @@ def _best_of(indices: Sequence[Tensor], values: Sequence[Tensor], count: int) ->
 
 
 def _exchanged(sharded: ShardedCall, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The best of what all ranks offer this rank's rows, from what this one offers all rows."""
+    """Exchanges candidates, and returns the best ones of this rank's rows."""
     side, count = sharded.q, indices.shape[-1]
     offers = torch.cat((indices.view(torch.uint8), values.view(torch.uint8)), -1)
     full = side.lying(offers)
@@ -128,9 +126,7 @@ def _gradients(
             dkey[at] = result["dkey"][at]
         parts = [result[f"d{name}"] for name in _ROWS]
         shapes = [tensor.shape[1:] for tensor in parts]
-        packed = torch.cat(
-            [tensor.flatten(1).to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in parts], 1
-        )
+        packed = torch.cat([t.flatten(1).to(torch.promote_types(t.dtype, torch.float32)) for t in parts], 1)
         sums = packed if sums is None else sums + packed
     assert dkey is not None
     assert sums is not None

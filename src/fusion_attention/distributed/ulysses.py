@@ -1,8 +1,8 @@
-"""Heads that change places: every rank of a line gets all of the line's tokens for some of the heads, and hands the
-results back.
+"""Exchange of heads for tokens: every rank of a line gets all tokens of the line for some heads, and returns the
+results.
 
-Key heads that several ranks need go to each of them; their gradients are added in the order of ranks. What happens to
-tokens and heads in between another schedule decides.
+Key heads that several ranks need are sent to each of them; their gradients are added in the order of ranks. Another
+schedule computes the attention in between.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Some = Sequence[Tensor | None]
 
 
 def indivisible(problem: Problem, ranks: int) -> str:
-    """Why a problem's heads cannot be divided among ranks; empty: they can."""
+    """Returns the reason why heads cannot be divided among ranks; empty if they can."""
     q, kv = problem.heads_q, problem.heads_kv
     if q % ranks or (kv % ranks and ranks % kv):
         return f"expected N1 a multiple of {ranks} ranks, and N2 a multiple or a divisor, got N1={q}, N2={kv}"
@@ -36,13 +36,13 @@ def indivisible(problem: Problem, ranks: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """How heads are divided among the ranks of a line, and how many tokens each of them has.
+    """The heads and tokens of each rank of a line.
 
     Args:
-        call: among whom.
+        call: the communication along the line.
         of_q, of_kv: the heads [first, end) of each rank.
-        rows, keys: tokens of each rank.
-        inner: what a rank then computes.
+        rows, keys: number of tokens of each rank.
+        inner: the inputs of the inner schedule.
     """
 
     call: Call
@@ -54,7 +54,7 @@ class Heads:
 
     @classmethod
     def divided(cls, m: Meeting, line: Call, rest: Call) -> Heads:
-        """Those of a meeting on the neighbouring ranks of a line; the rest of the ranks compute."""
+        """Divides the heads of a call over the adjacent ranks of a line; `rest` are the ranks of the inner schedule."""
         p, ranks = m.full.problem, line.world
         n, group = p.heads_q // ranks, p.group
         of_q = [(rank * n, rank * n + n) for rank in range(ranks)]
@@ -74,7 +74,7 @@ class Heads:
         return cls(line, of_q, of_kv, rows, keys, inner)
 
     def forward(self, rows: Rows, keys: Keys, compute: Forward) -> Partial:
-        """Results for this rank's tokens and all heads."""
+        """Returns the results of this rank's tokens and all heads."""
         partial = compute(self.inner, *self._given(rows, keys))
         out, max_, sum_ = self._back(
             "handing results back", [partial.out, partial.max[..., None], partial.sum[..., None]]
@@ -82,13 +82,13 @@ class Heads:
         return Partial(out, max_[..., 0].contiguous(), sum_[..., 0].contiguous())
 
     def backward(self, rows: Rows, keys: Keys, saved: Saved, compute: Backward) -> Results:
-        """Gradients for this rank's tokens and all heads; of a bias that rows share, and of sinks, what this rank's
-        heads give."""
+        """Returns the gradients of this rank's tokens and all heads; for a bias that rows share, and for sinks, the
+        contribution of this rank's heads."""
         given = [saved.dout, saved.out, saved.max[..., None], saved.sum[..., None]]
         dout, out, max_, sum_ = self._taken("handing gradients round", given, self.of_q, self.rows)
         of_heads = Saved(dout, out, max_[..., 0].contiguous(), sum_[..., 0].contiguous())
         g, dsink = compute(self.inner, *self._given(rows, keys), of_heads)
-        # What is whole is rounded before it passes, not behind; of a head that several ranks have it is a part.
+        # Complete gradients are rounded before the exchange, partial ones (of a head on several ranks) after the sum.
         alone = len(set(self.of_kv)) == len(self.of_kv)
         of_keys = [t if t is None or not alone else t.to(keys.k.dtype) for t in (g.dk, g.dv, g.dk_rope)]
         of_rows = [None if t is None else t.to(rows.q.dtype) for t in (g.dq, g.dq_rope)]
@@ -102,7 +102,7 @@ class Heads:
         return Gradients(dq, dk, dv, dq_rope, dk_rope, dbias), dsink
 
     def _given(self, rows: Rows, keys: Keys) -> tuple[Rows, Keys]:
-        """All tokens of the line, for this rank's heads."""
+        """Returns all tokens of the line for this rank's heads."""
         q, q_rope = self._taken("handing rows round", [rows.q, rows.q_rope], self.of_q, self.rows)
         k, v, k_rope = self._taken("handing keys round", [keys.k, keys.v, keys.k_rope], self.of_kv, self.keys)
         bias, blocked = (self._matrix(t, rows.q.shape[1]) for t in (rows.bias, rows.blocked))
@@ -111,11 +111,11 @@ class Heads:
         return Rows(in_rows, q, q_rope, bias, blocked), Keys(in_keys, k, v, k_rope)
 
     def _matrix(self, t: Tensor | None, rows: int) -> Tensor | None:
-        """A bias or a blocked matrix of all rows of the line, for this rank's heads."""
+        """Returns a bias or blocked matrix with all rows of the line, for this rank's heads."""
         if t is None:
             return None
         first, end = self.of_q[self.call.rank]
-        if t.shape[-2] == 1 != rows:  # a row for all
+        if t.shape[-2] == 1 != rows:  # one row for all tokens
             return t if t.shape[1] == 1 else t[:, first:end]
         (taken,) = self._taken("handing a matrix round", [t.movedim(2, 1)], self._heads_of(t), self.rows)
         result: Tensor = taken.movedim(1, 2)
@@ -125,7 +125,7 @@ class Heads:
         return self.of_q if matrix.shape[1] > 1 else [(0, 1)] * len(self.of_q)
 
     def _matrix_back(self, matrix: Tensor, like: Tensor, rows: int) -> Tensor:
-        """_matrix() of a gradient, the other way."""
+        """Inverts _matrix() for a gradient."""
         if like.shape[-2] == 1 != rows:
             return matrix if like.shape[1] == 1 else self._among_all(matrix, 1)
         heads = self._heads_of(like)
@@ -134,7 +134,7 @@ class Heads:
         return result.movedim(1, 2)
 
     def _taken(self, step: str, tensors: Some, heads: Ranges, sizes: Sequence[int]) -> list[Any]:
-        """[batch, own tokens, all heads, dim] -> [batch, all tokens, own heads, dim]."""
+        """Exchanges [batch, local tokens, all heads, dim] for [batch, all tokens, local heads, dim]."""
         first, end = heads[self.call.rank]
         passing = [
             (
@@ -148,12 +148,12 @@ class Heads:
         return [None if t is None else torch.cat(next(result), 1) for t in tensors]
 
     def _back(self, step: str, tensors: Some) -> list[Any]:
-        """_taken() of rows, the other way."""
+        """Inverts _taken() for rows."""
         returned = self._returned(step, tensors, self.of_q, self.rows)
         return [None if parts is None else torch.cat(parts, 2) for parts in returned]
 
     def _back_keys(self, step: str, tensors: Some) -> list[Any]:
-        """_taken() of keys, the other way; what several ranks give a head is added in their order."""
+        """Inverts _taken() for keys; gradients of a head from several ranks are added in order."""
         results: list[Any] = []
         for parts in self._returned(step, tensors, self.of_kv, self.keys):
             if parts is None:
@@ -179,7 +179,7 @@ class Heads:
         return [None if t is None else next(result) for t in tensors]
 
     def _among_all(self, tensor: Tensor, axis: int) -> Tensor:
-        """This rank's values for its heads, and zeros for all others."""
+        """Returns this rank's values at its heads, zeros at others."""
         first, end = self.of_q[self.call.rank]
         pad = (0, 0) * (tensor.dim() - 1 - axis) + (first, self.of_q[-1][1] - end)
         return torch.nn.functional.pad(tensor, pad)

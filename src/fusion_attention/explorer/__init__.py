@@ -1,4 +1,4 @@
-"""Masks to look at: which keys a row sees in every sparse mode, as text, SVG, PNG and a page that one can play with."""
+"""The mask explorer: the visible keys of every sparse mode as text, SVG, PNG and an interactive page."""
 
 from __future__ import annotations
 

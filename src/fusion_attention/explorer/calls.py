@@ -1,6 +1,5 @@
-"""The exact call of a setting at each interface, as text that runs: what comes before it, and the call itself.
-
-Written in the Python that translate.py knows.
+"""Formats the call of a setting at each interface as runnable text: setup and call. translate.py must support this
+code.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from fusion_attention.ir.mask import UNLIMITED, Band
 from fusion_attention.ops.shared.sparse_modes import sparse_band
 
 HEADS, DIM = 8, 64
-# An own mask with more ones than this, or of more elements, is not written out.
+# Masks with more ones, or more elements, are not written out.
 MOST_ONES, MOST_CELLS = 48, 4096
 
 
 def call(s: Setting, api: str) -> dict[str, str] | None:
-    """{"before", "call"} of a setting at an interface; None where no operator of that interface says the same."""
+    """Returns {"before", "call"} of a setting at an interface; None if the interface has no equivalent operator."""
     canonical = as_mode(s)
     if api == "own":
         return _native_call(s) if canonical is None or own_says(canonical) else None
@@ -51,7 +50,7 @@ def _ends(lengths: tuple[int, ...]) -> list[int]:
 
 
 def _call(function: str, words: list[str]) -> str:
-    """A call on one line, or with as many arguments on a line as fit."""
+    """Formats a call on one line, or with its arguments on filled lines."""
     line = f"{function}({', '.join(words)})"
     if len(line) <= 60:
         return line
@@ -69,7 +68,7 @@ def _call(function: str, words: list[str]) -> str:
 
 
 def mask_lines(s: Setting, shape: Mask, npu: bool) -> list[str]:
-    """Lines that make `mask`: compressed, or what the setting says."""
+    """Returns lines that make `mask`: compressed, or with the setting's elements."""
     place = ', device="npu"' if npu else ""
     if s.mode not in FULL_MODES:
         lines = [f"mask = torch.ones({shape.shape[0]}, {shape.shape[1]}{place}).triu(1).bool()"]
@@ -97,7 +96,7 @@ def _cells(s: Setting, rows: int, columns: int) -> list[list[int]]:
 
 
 def tree_lines(s: Setting) -> list[str]:
-    """Lines that lay one square mask as fused inference takes it."""
+    """Returns lines that convert a square mask to the form of fused inference."""
     if not s.packed:
         return ["mask = mask[None]  # [B, rows, rows]"]
     return [f"mask = torch.cat([mask[:n, :n].flatten() for n in {_list(s.q_len)}])  # square by square"]
@@ -135,7 +134,7 @@ def _native_call(s: Setting) -> dict[str, str]:
 
 
 def _own_band(s: Setting) -> Band:
-    """The band that a mode's call has beside a mask."""
+    """Returns the band argument of a mode's call that also has a mask."""
     p = picture(s, "training")
     if s.mode in (5, 6):
         ignored = p is None or (max(p["prefix"]) == 0 and max(s.prefix, default=0) > 0)

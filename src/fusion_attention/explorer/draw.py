@@ -1,4 +1,4 @@
-"""Pictures of a setting: rows of characters, SVG, PNG, and the gallery of all modes."""
+"""Draws a setting as text, SVG or PNG, and the gallery of all modes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from fusion_attention.explorer.visible import BAND, MODES, Setting, picture
 from fusion_attention.explorer.words import NAMES
 from fusion_attention.ir.mask import UNLIMITED
 
-# Kinds of cells: outside every sequence; hidden by the band; removed by the mask; seen; seen as part of the prefix.
+# Kinds of cells: outside every sequence; hidden by the band; removed by the mask; visible; visible within the prefix.
 OUTSIDE, HIDDEN, REMOVED, VISIBLE, PREFIX = range(5)
-# Of light and dark pages alike: the SVG brings both.
+# Colours for light and dark pages; SVG files have both.
 LIGHT = ("#00000000", "#eceef4", "#f2b8b0", "#4f46e5", "#0d9488")
 DARK = ("#00000000", "#262a38", "#7c3a3f", "#818cf8", "#2dd4bf")
 MOST_CELLS = 4096 * 4096
 
 
 class TooLarge(ValueError):
-    """A picture with too many cells to look at."""
+    """A picture with too many cells."""
 
 
 def item_cells(s: Setting, p: dict[str, Any], b: int) -> np.ndarray:
-    """[q_len, kv_len] kinds of one sequence's cells."""
+    """Returns the kinds of one sequence's cells, [q_len, kv_len]."""
     rows, keys = p["q_len"][b], p["kv_len"][b]
     row, key = np.arange(rows)[:, None], np.arange(keys)[None]
     visible = (key >= row + p["lo"][b]) & (key < np.maximum(row + p["hi"][b], p["prefix"][b]))
@@ -38,12 +38,12 @@ def item_cells(s: Setting, p: dict[str, Any], b: int) -> np.ndarray:
 
 
 def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
-    """[rows, keys] bool: what a mask removes of one sequence."""
+    """Returns bool [rows, keys], true for cells of one sequence that a mask removes."""
     removed = np.zeros((rows, keys), bool)
     if kind == "":
         return removed
     history = max(keys - rows, 0) if kind == "tree" else 0
-    skipped = max(rows - keys, 0) if kind == "tree" else 0  # of a tree with fewer keys than rows, which is refused
+    skipped = max(rows - keys, 0) if kind == "tree" else 0  # a refused call: a tree with fewer keys than rows
     from_history = removed[:, history:]
     if s.mask == "triangle":
         from_history[:] = np.triu(np.ones((rows, from_history.shape[1] + skipped), bool), 1)[:, skipped:]
@@ -54,10 +54,10 @@ def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
 
 
 def cells_of(s: Setting, api: str = "training") -> np.ndarray | None:
-    """[rows, keys] kinds of the cells of all sequences, one behind the other; None where there is no call.
+    """Returns the kinds of the cells of all sequences, along the diagonal, [rows, keys]; None if there is no call.
 
     Raises:
-        TooLarge: there are more than 16 million.
+        TooLarge: there are more than 16 million cells.
     """
     p = picture(s, api)
     if p is None:
@@ -73,37 +73,32 @@ def cells_of(s: Setting, api: str = "training") -> np.ndarray | None:
 
 
 def is_seen(cells: np.ndarray) -> np.ndarray:
-    """True for cells that rows see."""
+    """True for visible cells."""
     return cells >= VISIBLE
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
 
-FULL_BLOCKS, ASCII = (
-    {OUTSIDE: "  ", HIDDEN: "··", REMOVED: "××", VISIBLE: "██", PREFIX: "▓▓"},
-    (" ", ".", "x", "#", "+"),
-)
+FULL_BLOCKS, ASCII = " ·×█▓", " .x#+"  # by kind of cell
 SHADES, ASCII_SHADES = " ░▒▓█", " .:+#"
 
 
 def text(cells: np.ndarray, width: int, ascii_only: bool = False) -> list[str]:
-    """Lines of characters, none longer than `width`: two of them for a cell, one, or one for a tile of many cells.
+    """Draws lines of at most `width` characters; a cell has two characters or one, or a character stands for a tile.
 
-    ascii_only: of ASCII alone.
+    ascii_only: use ASCII characters only.
     """
     rows, keys = cells.shape
     if keys * 2 <= width and rows <= 64:
-        words = {kind: sign * 2 for kind, sign in enumerate(ASCII)} if ascii_only else FULL_BLOCKS
-        return ["".join(words[int(kind)] for kind in row) for row in cells]
+        signs = ASCII if ascii_only else FULL_BLOCKS
+        return ["".join(signs[kind] * 2 for kind in row) for row in cells]
     across = -(-keys // max(width, 1))
-    down = 1 if rows <= 64 else max(-(-rows // 64), 2 * across)  # A character is twice as high as wide.
+    down = 1 if rows <= 64 else max(-(-rows // 64), 2 * across)  # a character is twice as high as wide
     lines = []
     shades = ASCII_SHADES if ascii_only else SHADES
     for i in range(0, rows, down):
         tiles = [is_seen(cells[i : i + down, j : j + across]).mean() for j in range(0, keys, across)]
-        lines.append(
-            "".join(shades[0 if fraction == 0 else 1 + min(3, int(fraction * 4 - 1e-9))] for fraction in tiles)
-        )
+        lines.append("".join(shades[0 if ratio == 0 else 1 + min(3, int(ratio * 4 - 1e-9))] for ratio in tiles))
     return lines
 
 
@@ -111,20 +106,20 @@ def text(cells: np.ndarray, width: int, ascii_only: bool = False) -> list[str]:
 
 
 def runs(row: np.ndarray) -> list[tuple[int, int, int]]:
-    """(kind, first, end) of neighbouring cells of one kind."""
+    """Returns (kind, first, end) of adjacent cells of one kind."""
     edges = np.flatnonzero(np.diff(row)) + 1
     starts, ends = [0, *edges.tolist()], [*edges.tolist(), len(row)]
     return [(int(row[a]), a, b) for a, b in zip(starts, ends, strict=True)] if len(row) else []
 
 
 def svg(cells: np.ndarray, title: str, size: int = 320, axes: bool = True) -> str:
-    """A picture that fits light and dark pages; cells stand apart where they are few.
+    """Draws an SVG for light and dark pages, with gaps between few cells.
 
     Args:
-        cells: their kinds.
-        title: also what a screen reader says.
-        size: of the longer side in pixels.
-        axes: with a word and the last number on both.
+        cells: kinds of cells.
+        title: the title, also for screen readers.
+        size: longer side in pixels.
+        axes: label both axes.
     """
     rows, keys = cells.shape
     unit = size / max(rows, keys, 1)
@@ -172,7 +167,7 @@ def _n(value: float) -> str:
 
 
 def png(cells: np.ndarray, size: int = 768) -> bytes:
-    """The cells as an image without words, light; small ones are drawn large, with a gap between."""
+    """Draws an image without text in light colours; few cells are large, with gaps."""
     scale = max(1, size // max(*cells.shape, 1))
     gap = 0 if scale < 6 else max(1, scale // 10)
     colours = np.array([_rgb(colour) for colour in ("#ffffff00", *LIGHT[1:])], np.uint8)
@@ -199,7 +194,7 @@ def _rgb(colour: str) -> list[int]:
 
 
 def example(mode: int) -> Setting:
-    """A small call that shows what is special about a mode."""
+    """Returns a small setting that is typical of a mode."""
     if mode in (7, 8):
         lengths = ((3, 4), (3, 6)) if mode == 7 else ((4, 3), (6, 3))
         return Setting(mode, *lengths, packed=True, next=-1 if mode == 7 else 0)
@@ -214,14 +209,14 @@ def example(mode: int) -> Setting:
     return Setting(mode, (q_len,), (8,), pre=pre, next=next_, prefix=prefix, mask=mask, own=matrix)
 
 
-# Drafted tokens 0 to 4: 1 and 2 follow 0, 3 follows 1, 4 follows 2. A 1 hides a token that is no ancestor.
+# Draft tokens 0 to 4: 1 and 2 follow 0, 3 follows 1, 4 follows 2. A 1 hides a token that is no ancestor.
 _TREE = ((0, 1, 1, 1, 1), (0, 0, 1, 1, 1), (0, 1, 0, 1, 1), (0, 0, 1, 0, 1), (0, 1, 0, 1, 0))
 _SCATTERED = tuple(tuple(int((3 * i + 5 * j + i * j) % 7 < 3) for j in range(8)) for i in range(5))
 _HOLES = tuple(tuple(int((i, j) in ((0, 1), (1, 4), (3, 2), (4, 5), (5, 0))) for j in range(8)) for i in range(6))
 
 
 def gallery(modes: Sequence[int] = MODES[:-1], size: int = 160) -> dict[str, str]:
-    """An SVG of every sparse mode by file name ("mode_3.svg"), for pages that show them beside each other."""
+    """Returns an SVG of every sparse mode by file name ("mode_3.svg")."""
     pictures = {}
     for mode in modes:
         s = example(mode)

@@ -1,7 +1,7 @@
-"""The explorer: one HTML file with everything in it, made of the library's own rules, and a server of that one page.
+"""The explorer as one self-contained HTML file with the library's rules, and a local server of this page.
 
-The page decides nothing: which keys are seen, what the records refuse and how calls are written are functions of
-`visible`, `violations`, `words` and `calls`, translated (translate.py) when the page is made.
+The page has no rules: functions of `visible`, `violations`, `words` and `calls` compute the visible keys, refusals and
+calls; translate.py translates them when the page is made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops import RECORDS
 
 _HERE = Path(__file__).parent
-# What page.js and matrix.js call by name.
+# Functions that page.js and matrix.js call.
 ENTRIES = (
     *(visible.Setting, visible.picture, visible.mask_row, visible.edges_of, visible.as_mode, visible.own_band),
     *(violations.remarks, violations.names_of, violations.verdict, calls.call, words.formula, words.reads),
@@ -31,7 +31,7 @@ TABLES = ("NAMES", "RULES", "USES")
 
 @functools.cache
 def rules() -> str:
-    """The rules as JavaScript: runtime.js, the translated functions, and the records' rules for every interface."""
+    """Returns the rules as JavaScript: runtime.js, translated functions, and the records' rules for every interface."""
     program = Program({violations.respell: "py.respell"})
     for entry in ENTRIES:
         program.name(entry)
@@ -52,7 +52,7 @@ def rules() -> str:
 
 
 def _table(program: Program, api: str, packed: bool) -> str:
-    """The rules of an interface's operator, its expressions as functions."""
+    """Returns the rules of an interface's operator, with their expressions as functions."""
     operator = violations.OPERATORS[api][packed]
     record = RECORDS[operator]
 
@@ -69,7 +69,7 @@ def _table(program: Program, api: str, packed: bool) -> str:
 
 @functools.cache
 def page() -> str:
-    """The whole page: no other file, no network."""
+    """Returns the complete page, without references to other files or the network."""
     parts = {"style": _read("page.css"), "rules": rules(), "script": _read("matrix.js") + _read("page.js")}
     text = _read("page.html")
     for name, text_of_part in parts.items():
@@ -86,10 +86,10 @@ def _read(name: str) -> str:
 
 
 class _Page(BaseHTTPRequestHandler):
-    """Answers with the page, whatever is asked."""
+    """Serves the page."""
 
     def do_GET(self) -> None:
-        """The page at /, nothing else: no path of this machine is ever read."""
+        """Serves the page at /, and 404 elsewhere: no file of this machine is read."""
         is_served = self.path.split("?")[0] in ("/", "/index.html")
         data = page().encode() if is_served else b"not here\n"
         self.send_response(200 if is_served else 404)
@@ -99,21 +99,21 @@ class _Page(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing: the terminal shows the address alone."""
+        """Logs nothing, so that the terminal shows only the address."""
 
 
 def server(port: int = 0) -> ThreadingHTTPServer:
-    """A server of the page that this machine alone can reach; 0: a free port."""
+    """Makes a server of the page for this machine only; port 0: a free port."""
     return ThreadingHTTPServer(("127.0.0.1", port), _Page)
 
 
 def address(running: ThreadingHTTPServer, s: visible.Setting | None = None) -> str:
-    """Where a server's page is, at a setting."""
+    """Returns the URL of a server's page, with a setting."""
     return f"http://127.0.0.1:{running.server_address[1]}/{fragment(s) if s else ''}"
 
 
 def fragment(s: visible.Setting) -> str:
-    """The part of an address that says a setting: "#mode=4&q=5&kv=8&pre=2&next=1"."""
+    """Returns the URL fragment of a setting: "#mode=4&q=5&kv=8&pre=2&next=1"."""
     given: dict[str, Any] = {"mode": "band" if s.mode == visible.BAND else s.mode}
     given |= {"q": _commas(s.q_len), "kv": _commas(s.kv_len)}
     if s.packed:

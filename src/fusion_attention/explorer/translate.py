@@ -1,8 +1,7 @@
-"""From the library's own functions to JavaScript: the part of Python that rules about masks are written in.
+"""Translates functions of the library to JavaScript, for the subset of Python that rules about masks use.
 
-What a function needs of its module comes along: other functions, dataclasses, numbers, texts. runtime.js has what
-Python and numpy mean by operators and built-ins. Anything else is an Untranslatable error that names the line: a rule
-that changes is translated anew or refused, never guessed.
+Functions, dataclasses, numbers and strings that a function uses are translated with it. runtime.js implements the
+operators and built-ins of Python and numpy. Any other syntax is an Untranslatable error with its line.
 """
 
 from __future__ import annotations
@@ -26,52 +25,37 @@ COMPARED = {
     ast.Gt: "py.gt({}, {})", ast.GtE: "py.ge({}, {})", ast.Is: "({} === {})", ast.IsNot: "({} !== {})",
     ast.In: "py.within({}, {})", ast.NotIn: "!py.within({}, {})",
 }  # fmt: skip
-# Words of JavaScript that Python may use as names.
+# Reserved words of JavaScript that are valid names in Python.
 RESERVED = {
-    *("arguments", "case", "catch", "const", "default", "delete", "enum", "eval", "export", "false", "function"),
-    *(
-        "interface",
-        "let",
-        "new",
-        "np",
-        "null",
-        "py",
-        "static",
-        "super",
-        "switch",
-        "this",
-        "true",
-        "typeof",
-        "var",
-        "void",
-    ),
-}
+    "arguments", "case", "catch", "const", "default", "delete", "enum", "eval", "export", "false", "function",
+    "interface", "let", "new", "np", "null", "py", "static", "super", "switch", "this", "true", "typeof", "var", "void",
+}  # fmt: skip
 
 
 class Untranslatable(ValueError):
-    """What the translation does not know, and where it stands."""
+    """Unsupported Python syntax, with its position."""
 
 
 class Program:
-    """JavaScript made of Python functions and what they need, each once.
+    """JavaScript translated from Python functions with their dependencies.
 
     Args:
-        native: functions that runtime.js has by itself, by the name that it knows them by.
+        native: functions that runtime.js implements, with their names there.
     """
 
     def __init__(self, native: Mapping[Callable[..., Any], str] | None = None) -> None:
         self.native = dict(native or {})
         self.names: dict[int, str] = {}
-        self.retained: list[Any] = []  # An id names an object only while it lives.
+        self.retained: list[Any] = []  # keeps objects alive, as ids of dead objects are reused
         self.parts: list[str] = []
 
     @property
     def text(self) -> str:
-        """All that was translated; what is needed stands before what needs it where that matters."""
+        """The translated program, in the order of dependencies."""
         return "\n".join(self.parts)
 
     def name(self, thing: Any, wanted: str = "") -> str:
-        """The JavaScript name of a function, a dataclass or a constant, which is translated when first asked for."""
+        """Returns the JavaScript name of a function, dataclass or constant; translates it on first use."""
         if callable(thing) and thing in self.native:
             return self.native[thing]
         if id(thing) not in self.names:
@@ -90,7 +74,7 @@ class Program:
         return self.names[id(thing)]
 
     def expression(self, text: str, names: Mapping[str, Any], parameter: str = "n") -> str:
-        """An arrow function of a rule's expression: functions by `names`, all else from its parameter."""
+        """Translates a rule's expression to an arrow function; other names are read from its parameter."""
         tree = ast.parse(text, mode="eval")
         return f"({parameter}) => {_Body(self, names, parameter).of(tree.body)}"
 
@@ -125,17 +109,17 @@ class Program:
                 continue
             marks = {mark.id for mark in node.decorator_list if isinstance(mark, ast.Name)}
             if {*marks} - {"classmethod"} or len(marks) < len(node.decorator_list):
-                continue  # Cached properties serve caches of plans.
+                continue  # no rule uses properties
             try:
                 text = self._body(node, vars(module), kind)
             except Untranslatable:
-                continue  # A method that no rule calls; one that is called is missed by the tests.
+                continue  # no rule calls this method; else tests fail
             parts.append(f"{'static ' * ('classmethod' in marks)}{node.name}{text}")
         return f"class {name} {{\n" + textwrap.indent("\n".join(parts), "  ") + "\n}"
 
 
 class _Body:
-    """Statements and expressions of one function."""
+    """Translates the statements and expressions of one function."""
 
     def __init__(
         self, program: Program, within: Mapping[str, Any], parameter: str = "", kind: type | None = None
@@ -144,7 +128,7 @@ class _Body:
         self.local: set[str] = set()
 
     def parameters(self, arguments: ast.arguments, skip: int) -> str:
-        """A parameter list; defaults are expressions."""
+        """Translates a parameter list."""
         if arguments.vararg or arguments.kwarg:
             raise Untranslatable("parameters that take any number of arguments")
         positional = arguments.args
@@ -158,14 +142,14 @@ class _Body:
     # ------------------------------------------------------------------------------------------------- statements
 
     def statement(self, node: ast.stmt) -> str:
-        """One statement; "" for a docstring."""
+        """Translates a statement; "" for a docstring."""
         translate = getattr(self, f"_s_{type(node).__name__}", None)
         if translate is None:
             raise self.unknown(node)
         return str(translate(node))
 
     def block(self, nodes: list[ast.stmt]) -> str:
-        """Statements in braces."""
+        """Translates statements to a block."""
         return "{\n" + textwrap.indent("\n".join(filter(None, map(self.statement, nodes))), "  ") + "\n}"
 
     def _s_Expr(self, node: ast.Expr) -> str:
@@ -207,7 +191,7 @@ class _Body:
         return "{\n" + textwrap.indent(text, "  ") + "\n}"
 
     def pattern(self, node: ast.pattern) -> str:
-        """Whether $m is one of some values, or anything."""
+        """Translates a pattern to a condition on $m."""
         if isinstance(node, ast.MatchValue):
             return f"py.eq($m, {self.of(node.value)})"
         if isinstance(node, ast.MatchOr):
@@ -217,14 +201,14 @@ class _Body:
         raise self.unknown(node)
 
     def store(self, target: ast.expr, value: str) -> str:
-        """An assignment."""
+        """Translates an assignment."""
         if isinstance(target, ast.Subscript):
             where = "null" if isinstance(target.slice, ast.Slice) else self.of(target.slice)
             return f"py.put({self.of(target.value)}, {where}, {value});"
         return f"{self.target(target)} = {f'py.list({value})' if isinstance(target, ast.Tuple) else value};"
 
     def target(self, node: ast.expr) -> str:
-        """A name, or several in brackets."""
+        """Translates the target of an assignment: a name, or several in brackets."""
         if isinstance(node, ast.Tuple):
             return "[" + ", ".join(map(self.target, node.elts)) + "]"
         if not isinstance(node, ast.Name):
@@ -234,14 +218,14 @@ class _Body:
     # ------------------------------------------------------------------------------------------------ expressions
 
     def of(self, node: ast.expr) -> str:
-        """One expression."""
+        """Translates an expression."""
         translate = getattr(self, f"_{type(node).__name__}", None)
         if translate is None:
             raise self.unknown(node)
         return str(translate(node))
 
     def truth(self, node: ast.expr) -> str:
-        """What an `if` asks."""
+        """Translates a condition."""
         return f"py.truth({self.of(node)})"
 
     def _Constant(self, node: ast.Constant) -> str:
@@ -309,10 +293,10 @@ class _Body:
         sides = [self.of(side) for side in (node.left, *node.comparators)]
         comparisons = [
             COMPARED[type(op)].format(a, b) for op, a, b in zip(node.ops, sides[:-1], sides[1:], strict=True)
-        ]  # Sides are pure: one that stands twice is computed twice.
-        return (
-            comparisons[0] if len(comparisons) == 1 else f"({' && '.join(f'py.truth({text})' for text in comparisons)})"
-        )
+        ]  # operands have no side effects: in a chain they are evaluated twice
+        if len(comparisons) == 1:
+            return comparisons[0]
+        return f"({' && '.join(f'py.truth({text})' for text in comparisons)})"
 
     def _JoinedStr(self, node: ast.JoinedStr) -> str:
         parts = []
@@ -363,7 +347,7 @@ class _Body:
         return f"{name}({', '.join(self._loose(arguments, node.keywords))})"
 
     def _loose(self, arguments: list[str], keywords: list[ast.keyword]) -> list[str]:
-        """Arguments of what runtime.js has; words by name come last, together."""
+        """Returns arguments for functions of runtime.js; keyword arguments become one object at the end."""
         words = ", ".join(f"{word.arg}: {self.of(word.value)}" for word in keywords)
         return [*arguments, f"new py.Words({{{words}}})"] if keywords else arguments
 
@@ -374,18 +358,18 @@ class _Body:
         return isinstance(node, ast.Name) and isinstance(self.within.get(node.id), ModuleType)
 
     def unknown(self, node: ast.AST) -> Untranslatable:
-        """The error of a piece of Python that has no translation."""
+        """Makes the error for unsupported syntax."""
         shown = ast.unparse(node) if not isinstance(node, ast.pattern) else "a pattern"
         return Untranslatable(f"line {getattr(node, 'lineno', '?')}: {type(node).__name__}: {shown.splitlines()[0]}")
 
 
 def safe(name: str) -> str:
-    """A name that JavaScript takes."""
+    """Returns a name that is not reserved in JavaScript."""
     return name + "$" if name in RESERVED else name
 
 
 def constant(value: Any) -> str:
-    """A number, a text, or a tuple or dictionary of such, as JavaScript."""
+    """Translates a number, string, tuple or dictionary."""
     if value is ...:
         raise Untranslatable("an ellipsis")
     try:
@@ -395,7 +379,7 @@ def constant(value: Any) -> str:
 
 
 def assigned(node: ast.FunctionDef) -> set[str]:
-    """The names that a function binds; those of comprehensions are their own."""
+    """Returns the names that a function binds, without those of comprehensions."""
     names: set[str] = set()
 
     def visit(tree: ast.AST) -> None:

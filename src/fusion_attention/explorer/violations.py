@@ -1,7 +1,6 @@
-"""What the records say about a setting: what CANN would refuse, and what it would ignore without a word.
+"""Evaluates the records' rules for a setting: calls that CANN refuses, and arguments that it ignores.
 
-Every rule whose expression reads nothing but what a setting says is asked, as `contract` asks it of a call. Refuses to
-know any rule. `remarks` is written in the Python that translate.py knows.
+Rules that read only a setting are evaluated as `contract` does for a call. translate.py must support `remarks`.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from fusion_attention.contract import Attr, Op, Rule, evaluate, parse, scope
 from fusion_attention.explorer.visible import Setting, as_mode, inference_names, training_names
 from fusion_attention.ops import RECORDS
 
-# Of each interface: the operator over padded and packed rows. Our own function takes every band, so nothing is asked of
-# it.
+# The operators of each interface for padded and for packed rows. Our function supports every band, so it has no rules.
 OPERATORS = {
     "training": ("npu_fusion_attention", "npu_fusion_attention"),
     "inference": ("npu_fused_infer_attention_score_v2", "npu_fused_infer_attention_score_v2"),
     "two_phase": ("aclnnFlashAttentionScoreV2", "aclnnFlashAttentionVarLenScoreV2"),
 }
-# Functions of rules that read numbers alone.
+# Functions of rules that read only numbers.
 PURE = ("dense_window", "packed_window", "prefix_fits", "prefixes_differ", "meets", "no_more_rows", "mask_fits")
 _PYTHON = {"all", "any", "len", "max", "min", "sum"}
 _ANY = Setting(0, (1,), (1,))
@@ -32,7 +30,7 @@ _ANY = Setting(0, (1,), (1,))
 
 @functools.cache
 def rules_of(operator: str, api: str) -> tuple[Rule, ...]:
-    """The rules of an operator that a setting answers; an attribute's domain is one of them."""
+    """Returns the rules of an operator that depend only on a setting, including the domain of sparse_mode."""
     record, names = RECORDS[operator], set(names_of(_ANY, api))
     domains = [
         Rule(p.domain, p.name, code=p.code, stage="domains")
@@ -43,7 +41,7 @@ def rules_of(operator: str, api: str) -> tuple[Rule, ...]:
 
 
 def _reads(rule: Rule) -> set[str]:
-    """Every name in a rule's expressions; those with axis words read tensors."""
+    """Returns every name in a rule's expressions; names with axis words read tensors."""
     names = set()
     for text in filter(None, (rule.check, rule.when)):
         names |= set(parse(text).names) | set(re.findall(r"\b([a-z_0-9]+)\(", re.sub(r"\.\w+\(", "", text)))
@@ -51,36 +49,29 @@ def _reads(rule: Rule) -> set[str]:
 
 
 def names_of(s: Setting, api: str) -> dict[str, Any]:
-    """What rules of an interface read of a setting."""
+    """Returns the values that an interface's rules read from a setting."""
     return inference_names(s) if api == "inference" else training_names(s)
 
 
 def spelled(record: Op) -> dict[str, str]:
-    """The canonical names that an operator spells otherwise."""
+    """Returns the canonical names that differ in an operator's spelling."""
     return {p.name: p.shown for p in record.params if p.shown != p.name}
 
 
 def table(api: str, packed: bool, compiled: Callable[[str, Op], Any] | None = None) -> list[dict[str, Any]]:
-    """The rules of an interface as `remarks` takes them; compiled: makes a function of an expression."""
+    """Returns the rules of an interface for remarks(); compiled: makes a function of an expression."""
     operator = OPERATORS[api][packed]
     record = RECORDS[operator]
     function = compiled or _function
     return [
         {
-            "level": rule.level,
-            "code": rule.code,
-            "stage": rule.stage,
-            "param": record.by_name[rule.param].shown,
-            "expected": record.spell(rule.expected),
-            "advice": record.spell(rule.advice),
-            "only": list(rule.only),
-            "when": function(rule.when, record) if rule.when else None,
-            "check": function(rule.check, record),
-            "shown": list(parse(rule.check).names),
-            "blamed": rule.param,
+            "level": rule.level, "code": rule.code, "stage": rule.stage, "param": record.by_name[rule.param].shown,
+            "expected": record.spell(rule.expected), "advice": record.spell(rule.advice), "only": list(rule.only),
+            "when": function(rule.when, record) if rule.when else None, "check": function(rule.check, record),
+            "shown": list(parse(rule.check).names), "blamed": rule.param,
         }
         for rule in rules_of(operator, api)
-    ]
+    ]  # fmt: skip
 
 
 def _function(text: str, record: Op) -> Callable[[dict[str, Any]], Any]:
@@ -90,7 +81,7 @@ def _function(text: str, record: Op) -> Callable[[dict[str, Any]], Any]:
 def remarks(
     rules: Sequence[Mapping[str, Any]], n: dict[str, Any], layout: str, other_names: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """The rules that a call breaks, as errors word them; one outside a domain is refused before the rest is asked."""
+    """Returns the rules that a call breaks, with their error texts; a value outside its domain ends the evaluation."""
     results: list[dict[str, Any]] = []
     for rule in rules:
         if len(results) > 0 and results[0]["stage"] == "domains" and rule["stage"] != "domains":
@@ -118,7 +109,7 @@ def remarks(
 
 
 def what_came(rule: Mapping[str, Any], n: dict[str, Any]) -> str:
-    """The values of what a rule reads."""
+    """Formats the values that a rule reads."""
     used = [name for name in rule["shown"] if name in n]
     if used == [rule["blamed"]]:
         return shown(n[used[0]])
@@ -126,21 +117,21 @@ def what_came(rule: Mapping[str, Any], n: dict[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as errors show it."""
+    """Formats a value as in error texts."""
     if not isinstance(value, np.ndarray):
         return repr(value)
     return "[" + ", ".join([str(n) for n in value[:8]]) + (", ...]" if len(value) > 8 else "]")
 
 
 def respell(text: str, other_names: dict[str, str]) -> str:
-    """A text with canonical names as an operator spells them; runtime.js has it by itself."""
+    """Replaces canonical names in a text by an operator's spelling; runtime.js implements it too."""
     for name, shown in other_names.items():
         text = re.sub(rf"\b{name}\b", shown, text)
     return text
 
 
 def verdict(findings: Sequence[Mapping[str, Any]]) -> str:
-    """What becomes of a call: "ok", "note" (runs, and says something), "chip" (refused there alone), "refused"."""
+    """Returns "ok", "note" (runs with a warning), "chip" (only the chip refuses it) or "refused"."""
     levels = [remark["level"] for remark in findings]
     if "meaning" in levels:
         return "refused"
@@ -150,7 +141,7 @@ def verdict(findings: Sequence[Mapping[str, Any]]) -> str:
 
 
 def remarks_on(s: Setting, api: str) -> list[dict[str, Any]]:
-    """The remarks on a setting at an interface, by the records."""
+    """Returns the remarks of the records on a setting at an interface."""
     canonical = as_mode(s)
     if api == "own" or canonical is None:
         return []

@@ -1,7 +1,4 @@
-"""Which keys each row sees in a setting of the explorer, at each interface: what the lowering makes of it.
-
-Written in the Python that translate.py knows: the page runs the same functions.
-"""
+"""The visible keys of a setting at each interface, computed by the lowering. translate.py must support this code."""
 
 from __future__ import annotations
 
@@ -24,17 +21,17 @@ FULL_MODES, WINDOWED_MODES, PREFIX_MODES = (0, 1, 5, 9), (0, 4, 7, 8), (5, 6)
 
 @dataclass(frozen=True)
 class Setting:
-    """One call, as far as it says which keys are seen.
+    """The arguments of a call that determine the visible keys.
 
     Args:
         mode: a sparse mode, or BAND.
         q_len, kv_len: tokens of every sequence.
         packed: layout TND; else one sequence in BSND.
-        pre, next: tokens before and behind the diagonal; 2**31 - 1: no edge.
+        pre, next: tokens before and after the diagonal; 2**31 - 1: no limit.
         prefix: per sequence; empty for none.
         align: of a Band.
-        mask: of the modes whose mask removes keys "zeros", "triangle" (triu(1)) or "own"; "none": no mask is passed.
-        own: the elements of an own mask, rows of 0 and 1.
+        mask: for modes with a full mask "zeros", "triangle" (triu(1)) or "own"; "none": no mask is passed.
+        own: the elements of the mask "own", rows of 0 and 1.
     """
 
     mode: int
@@ -51,16 +48,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask tensor by its shape, which is all that rules and lowering ask of one here."""
+    """A mask tensor without content; rules and lowering need only its shape here."""
 
     shape: tuple[int, ...]
 
     def dim(self) -> int:
-        """As a tensor's."""
+        """Returns the number of axes."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """As a tensor's."""
+        """Returns the number of elements."""
         count = 1
         for size in self.shape:
             count *= size
@@ -68,12 +65,12 @@ class Mask:
 
 
 def own_band(s: Setting) -> Band:
-    """The Band of a setting that is one."""
+    """Returns the Band of a setting with mode BAND."""
     return Band(-tokens(s.pre), min(tokens(s.next) + 1, INFINITE), s.align, s.prefix)
 
 
 def as_mode(s: Setting) -> Setting | None:
-    """The setting with a sparse mode in place of a Band; None where no mode says the same."""
+    """Replaces a Band by an equivalent sparse mode; None if there is none."""
     if s.mode != BAND:
         return s
     if len(s.prefix) > 0:
@@ -85,17 +82,17 @@ def as_mode(s: Setting) -> Setting | None:
 
 
 def window_of(s: Setting) -> list[int]:
-    """[pre_tokens, next_tokens] as a call hands them over: where the mode reads none, none are given."""
+    """Returns [pre_tokens, next_tokens] for a call; unlimited if the mode does not read them."""
     return [s.pre, s.next] if s.mode in WINDOWED_MODES else [UNLIMITED, UNLIMITED]
 
 
 def own_says(s: Setting) -> bool:
-    """Whether our own function says the same as a mode: a tree's rows are the newest keys, so there are as many."""
+    """True if our function has an equivalent of the mode; for a tree, every sequence needs as many keys as rows."""
     return s.mode != 9 or all(rows <= keys for rows, keys in zip(s.q_len, s.kv_len, strict=True))
 
 
 def mask_of(s: Setting) -> Mask | None:
-    """The mask that a call of CANN's has beside this setting's mode."""
+    """Returns the mask of CANN's call for this setting."""
     if s.mask == "none":
         return None
     if s.mode == 9:
@@ -107,7 +104,7 @@ def mask_of(s: Setting) -> Mask | None:
 
 
 def training_names(s: Setting) -> dict[str, Any]:
-    """What lowering and rules of training attention read of a call."""
+    """Returns the values that lowering and rules of training attention read."""
     return {
         "sparse_mode": s.mode,
         "pre_tokens": window_of(s)[0],
@@ -125,7 +122,7 @@ def training_names(s: Setting) -> dict[str, Any]:
 
 
 def inference_names(s: Setting) -> dict[str, Any]:
-    """What lowering and rules of fused inference read of a call."""
+    """Returns the values that lowering and rules of fused inference read."""
     one_token = not s.packed and s.q_len[0] == 1
     given = {
         "sparse_mode": s.mode,
@@ -154,7 +151,7 @@ def inference_names(s: Setting) -> dict[str, Any]:
 
 
 def picture(s: Setting, api: str) -> dict[str, Any] | None:
-    """Per sequence lo, hi and prefix, and how a mask acts beside them: "", "full" or "tree". None: there is no call.
+    """Returns lo, hi and prefix per sequence, and the effect of a mask: "", "full" or "tree"; None if there is no call.
 
     Row i sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)) that the mask leaves.
     """
@@ -189,7 +186,7 @@ def _picture_of(q_len: np.ndarray, kv_len: np.ndarray, edges: tuple[np.ndarray, 
 
 
 def mask_row(s: Setting, kind: str, b: int, i: int) -> list[Any]:
-    """[first, start, cells]: what the mask removes of row i of sequence b; kind: how a picture says that it acts.
+    """Returns [first, start, cells], the keys that the mask removes from row i of sequence b; kind: as in picture().
 
     Every key from `first` on, and key start + n where cells[n] is not 0.
     """
@@ -202,7 +199,7 @@ def mask_row(s: Setting, kind: str, b: int, i: int) -> list[Any]:
 
 
 def edges_of(p: dict[str, Any], b: int, i: int) -> list[int]:
-    """[first key, first key not seen any more] of a row, by the band alone."""
+    """Returns [first visible key, end] of a row within the band."""
     first = max(0, i + p["lo"][b])
     last = min(p["kv_len"][b], max(p["prefix"][b], i + p["hi"][b]))
     return [first, max(first, last)]

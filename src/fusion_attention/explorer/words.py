@@ -1,7 +1,4 @@
-"""What the sparse modes are called, their rules in words, and the rule of a sequence with its numbers.
-
-Written in the Python that translate.py knows.
-"""
+"""Names, rules and uses of the sparse modes as text. translate.py must support this code."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 from fusion_attention.explorer.visible import FULL_MODES, PREFIX_MODES, WINDOWED_MODES
 from fusion_attention.ir.mask import INFINITE
 
-# By mode, -1 a Band: (name, rule, what it is for).
+# Keys are modes; -1 is a Band.
 NAMES = {
     "0": "default",
     "1": "all",
@@ -64,7 +61,7 @@ USES = {
 
 
 def reads(mode: int) -> dict[str, bool]:
-    """Which settings a mode reads: pre, next, prefix, and a mask of its own."""
+    """Returns which settings a mode uses: pre, next, prefix and the elements of a mask."""
     return {
         "pre": mode in WINDOWED_MODES or mode == -1,
         "next": mode in WINDOWED_MODES or mode == -1,
@@ -74,14 +71,14 @@ def reads(mode: int) -> dict[str, bool]:
 
 
 def offset(name: str, by: int) -> str:
-    """'i + 3', 'i - 2' or 'i'."""
+    """Formats a sum: 'i + 3', 'i - 2' or 'i'."""
     if by == 0:
         return name
     return f"{name} + {by}" if by > 0 else f"{name} - {-by}"
 
 
 def formula(p: Mapping[str, Any], b: int) -> str:
-    """The interval of keys j that row i of a sequence sees, with the sequence's numbers."""
+    """Formats the interval of keys j that row i of a sequence sees."""
     lo, hi, prefix, keys = p["lo"][b], p["hi"][b], p["prefix"][b], p["kv_len"][b]
     left = "0" if lo <= -INFINITE or lo <= -p["q_len"][b] else f"max(0, {offset('i', lo)})"
     last = offset("i", hi - 1)

@@ -1,1 +1,1 @@
-"""Calls written for other libraries, answered by this one."""
+"""Attention interfaces of other libraries, computed by this one."""

@@ -1,7 +1,7 @@
-"""torch's scaled_dot_product_attention, with its meaning, computed here; patched() for code that cannot be edited.
+"""torch's scaled_dot_product_attention on this library; patched() replaces torch's for code that cannot be edited.
 
-Refuses to compute: it says torch's words in ours, and hands to torch what this library does not compute or torch alone
-may judge (other dtypes and devices, tensors of other classes, calls that are wrong).
+Calls are converted to attention(). torch computes calls that this library does not support (other dtypes and devices,
+tensor subclasses) and reports the errors of invalid ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TORCHS = torch._C._nn.scaled_dot_product_attention
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DEVICES = ("cpu", "cuda")
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-_ELEMENTS = 768  # that a head may have
+_ELEMENTS = 768  # largest head dimension
 _LARGEST = torch.finfo(torch.float32).max
 _CAUSAL = Band.causal("start")
 
@@ -44,22 +44,22 @@ def scaled_dot_product_attention(
 
         out = dropout(softmax(scale * query @ key^T + mask)) @ value
 
-    Differentiable in query, key, value and a mask of floats. What this library does not compute torch computes: float64
-    and other dtypes, devices beside "cpu", "cuda" and an installed "npu", tensors of other classes, more than 768
-    elements per head, a mask of floats in another dtype than query's, a mask together with is_causal, torch.func, and
-    whatever torch refuses.
+    It is differentiable in query, key, value and a mask of floats. torch computes calls that this library does not
+    support: float64 and other dtypes, devices except "cpu", "cuda" and an installed "npu", tensor subclasses, head
+    dimensions above 768, a mask of floats in another dtype than query's, a mask together with is_causal, torch.func,
+    and calls that torch refuses.
 
     Args:
         query: [..., N, L, E]; three axes are [N, L, E]. Leading axes broadcast. Or a nested tensor of layout
             torch.jagged, [B, N, j, E], with key and value as well.
         key: [..., N or fewer, S, E].
         value: [..., N or fewer, S, Ev].
-        attn_mask: broadcasts to [..., N, L, S]. bool: true keeps a score; floats are added to it. A row without keys
-            is zero, as torch has it.
-        dropout_p: share of probabilities dropped, drawn from torch's default generator; not torch's own draws.
+        attn_mask: broadcasts to [..., N, L, S]. bool: true for a visible key; floats are added to the score. A row
+            without keys is zero, as in torch.
+        dropout_p: probability of dropout, drawn from torch's default generator, but with other draws than torch's.
         is_causal: row i sees the keys up to i, counted from the upper left corner.
-        scale: None: 1 / sqrt(E).
-        enable_gqa: heads of query share those of key and value in groups.
+        scale: factor on the products; None: 1 / sqrt(E).
+        enable_gqa: groups of query heads share a head of key and value.
 
     Returns:
         [..., N, L, Ev], in query's dtype.
@@ -77,12 +77,11 @@ def scaled_dot_product_attention(
 
 
 class patched(Counted):
-    """Has torch.nn.functional.scaled_dot_product_attention computed here, inside a block or a function.
+    """Replaces torch.nn.functional.scaled_dot_product_attention inside a block or a function.
 
-    For code that asks torch.nn.functional for it when it calls, in every thread: torch.nn.MultiheadAttention,
-    transformers' "sdpa", diffusers, timm. A name that was imported earlier (from torch.nn.functional import
-    scaled_dot_product_attention) stays torch's, as does what is compiled already, and torch's fused encoder layers,
-    which do not ask.
+    It works in every thread, for code that looks the function up in torch.nn.functional at each call:
+    torch.nn.MultiheadAttention, transformers' "sdpa", diffusers, timm. A function imported earlier by name, compiled
+    code, and torch's fused encoder layers still use torch's.
 
     Example:
         >>> layer, x = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(1, 5, 16)
@@ -92,12 +91,12 @@ class patched(Counted):
     """
 
     def begin(self, changes: Changes) -> None:
-        """Puts ours in torch's place."""
+        """Makes the change."""
         changes.wrap(torch.nn.functional, "scaled_dot_product_attention", _wrapper)
 
 
 def _wrapper(layer: Layer) -> Any:
-    """scaled_dot_product_attention() that hands to what lies below, which another library may have put there."""
+    """Makes a scaled_dot_product_attention() that falls back to the function which it replaces."""
 
     def scaled_dot_product_attention(
         query: Tensor,
@@ -126,7 +125,7 @@ def _ours(
     scale: float | None,
     grouped: bool,
 ) -> Tensor | None:
-    """The result, or None where torch is to compute or to refuse."""
+    """Returns the result, or None if torch is to compute or to refuse the call."""
     if not 0 <= dropout_p < 1 or (is_causal and mask is not None) or _transformed():
         return None
     if scale is not None and not abs(scale) < _LARGEST:
@@ -141,7 +140,7 @@ def _ours(
         return None
     q, k, v, lead = result
     if mask is not None:
-        # torch's own kernel on a CPU would read it all the same.
+        # torch's CPU kernel would read the mask's memory in spite of its device.
         if isinstance(mask, Tensor) and mask.device != q.device:
             raise RuntimeError(
                 f"scaled_dot_product_attention: attn_mask: expected it on {q.device}, where query is, got it on "
@@ -157,7 +156,7 @@ def _ours(
         else:
             how["bias"] = mask
     if len(lead) == 1 and q.stride(1) < q.stride(2):
-        # Token by token, as projections have q, k and v in memory; the result lies as the query does, as torch's.
+        # Token-major memory, as projections write it; the result gets the query's memory order, as torch's does.
         out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **how)
         return out.transpose(1, 2)
     out = attention(q, k, v, layout="BNSD", **how)
@@ -166,12 +165,12 @@ def _ours(
 
 
 def _transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation asks for derivatives that this library has not."""
+    """True if torch.func or forward-mode differentiation is active; this library does not support them."""
     return not torch.compiler.is_compiling() and (torch._C._are_functorch_transforms_active() or forward_mode())
 
 
 def _computed(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """True if this library computes the three."""
+    """True if this library supports the dtype, device and shape of the three tensors."""
     if type(query) not in _TENSOR_TYPES or type(key) not in _TENSOR_TYPES or type(value) not in _TENSOR_TYPES:
         return False
     device, dtype = query.device, query.dtype
@@ -191,8 +190,8 @@ def _computed(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _batched(
     query: Tensor, key: Tensor, value: Tensor, grouped: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]] | None:
-    """(q, k, v as [B, N, S, E] with the heads of keys a divisor of N, the leading axes); None where they do not fit."""
-    if query.dim() == key.dim() == value.dim() == 4:  # what comes nearly always, found out fast
+    """Returns q, k, v as [B, N, S, E] with broadcast heads, and the leading axes; None if the shapes do not fit."""
+    if query.dim() == key.dim() == value.dim() == 4:  # a fast path for the usual case
         (batch, heads, *_), (batch_k, heads_k, *_), (batch_v, heads_v, *_) = query.shape, key.shape, value.shape
         fits = heads_k in (heads, 1) or (grouped and heads_k and not heads % heads_k)
         if batch == batch_k == batch_v and heads and heads_k == heads_v and fits:
@@ -227,7 +226,7 @@ def _batched(
 
 
 def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
-    """True if this library adds or obeys a mask, and it broadcasts to the scores."""
+    """True if a mask has a supported dtype and broadcasts to the scores."""
     return (
         type(mask) in _TENSOR_TYPES
         and mask.dtype in (torch.bool, q.dtype)
@@ -237,14 +236,14 @@ def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def _same_lengths(one: Any, other: Any) -> bool:
-    """Whether the sequences of two nested tensors are as long; in a trace, whether both have one symbol for it."""
+    """True if two nested tensors have equal lengths; in a trace, if both have one symbol for them."""
     if one.shape[2] == other.shape[2]:
         return True
     return not torch.compiler.is_compiling() and torch.equal(one.offsets(), other.offsets())
 
 
 def _jagged(query: Any, key: Any, value: Any, grouped: bool, how: dict[str, Any]) -> Tensor | None:
-    """The result of nested tensors [B, N, j, E] whose rows lie one after the other, packed as they are."""
+    """Computes nested tensors [B, N, j, E] whose rows are contiguous, as packed sequences."""
     three = (query, key, value)
     if not all(isinstance(t, Tensor) and t.is_nested and t.layout == torch.jagged and t.dim() == 4 for t in three):
         return None
@@ -253,15 +252,11 @@ def _jagged(query: Any, key: Any, value: Any, grouped: bool, how: dict[str, Any]
     if query.shape[0] != key.shape[0] or not _same_lengths(key, value):
         return None
     q = query.values().transpose(0, 1)  # [tokens, N, E]
-    # One view of one tensor: a trace of nested ones knows no two.
+    # One view per tensor: a trace of nested tensors does not identify two views of one tensor.
     k = q if key is query else key.values().transpose(0, 1)
     v = k if value is key else value.values().transpose(0, 1)
-    if (
-        not _computed(q, k, v)
-        or not k.shape[1]
-        or q.shape[1] % k.shape[1]
-        or (not grouped and q.shape[1] != k.shape[1])
-    ):
+    heads, shared = q.shape[1], k.shape[1]
+    if not _computed(q, k, v) or not shared or heads % shared or (not grouped and heads != shared):
         return None
     q_len = query.offsets().diff()
     kv_len = None if query.shape[2] == key.shape[2] else key.offsets().diff()

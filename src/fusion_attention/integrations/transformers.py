@@ -1,13 +1,13 @@
 """Attention for models of transformers: register(), then attn_implementation="fusion_attention".
 
-A model asks twice: the mask interface once per forward, the attention interface in every layer. What passes between
-them are plain tensors, which models, caches and checkpoints carry as they carry their own masks:
+A model calls the mask interface once per forward, and the attention interface in every layer. The mask interface
+returns tensors that models, caches and checkpoints handle like any mask:
 
-    None                  the module says all: is_causal and sliding_window, the last row beside the last key
-    bool  [B, T]          keys that count besides; the last row is beside key T - 1, keys from T on do not exist
-    int64 [B, S]          the sequence that each packed token belongs to; sequences are runs
-    bool  [B, 1 or N, S or 1, T]    keys that rows see, whatever the module says
-    float [B, 1 or N, S or 1, T]    added to the scores, whatever the module says
+    None                  is_causal and sliding_window of the module apply; the last row is beside the last key
+    bool  [B, T]          as None, but with false for padding; the last row is beside key T - 1, later keys are ignored
+    int64 [B, S]          the sequence number of each packed token; sequences are runs
+    bool  [B, 1 or N, S or 1, T]    the visible keys; attributes of the module are ignored
+    float [B, 1 or N, S or 1, T]    added to the scores; attributes of the module are ignored
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["TESTED", "attend", "mask", "register"]
 Tensor = torch.Tensor
 
 NAME = "fusion_attention"
-# Releases of transformers, first and last, that the tests have run with.
+# First and last tested release of transformers.
 TESTED = ("5.22", "5.23")
 
 _CAUSAL = Band.causal()
@@ -45,15 +45,15 @@ _log = logging.get_logger(__name__)
 
 
 def register(name: str = NAME) -> None:
-    """Makes this library an attention implementation of transformers, under a name.
+    """Registers this library as an attention implementation of transformers.
 
-    Once per process, before the first model; again costs nothing.
+    Call it once per process, before the first model; further calls do nothing.
 
     Args:
-        name: what attn_implementation= and set_attn_implementation() take.
+        name: the name for attn_implementation= and set_attn_implementation().
 
     Warns:
-        ContractWarning: transformers is of a release that was not tested.
+        ContractWarning: this release of transformers was not tested.
 
     Source: this library; docs/with_transformers.md.
 
@@ -81,17 +81,17 @@ def register(name: str = NAME) -> None:
 
 
 class _Code(NamedTuple):
-    """What a family's modeling code says of itself."""
+    """Properties of a model family's modeling code."""
 
     asks: bool  # calls the attention interface
-    names: bool  # its modules have is_causal, or hand it on; others are taken for causal
-    describes: bool  # hands is_causal, and packed tokens, to the attention function as flash-attn wants them
-    windows: bool  # hands sliding_window to it
-    both_sides: bool  # and, without causal masks, as flash-attn counts: the row's own key included
+    names: bool  # modules have is_causal or pass it; modules without it count as causal
+    describes: bool  # passes is_causal and packed tokens to the attention function, as flash-attn needs them
+    windows: bool  # passes sliding_window to it
+    both_sides: bool  # windows of masks that are not causal have flash-attn's size, which includes the diagonal
 
 
 def _read_code(configuration: str) -> _Code:
-    """Inspects the modeling module beside a configuration's; without one, masks are made in full."""
+    """Inspects the modeling module of a configuration; without one, full masks are used."""
     module = sys.modules.get(configuration.replace("configuration_", "modeling_"))
     if module is None or "modeling_" not in module.__name__:
         return _Code(asks=True, names=False, describes=False, windows=False, both_sides=False)
@@ -127,7 +127,7 @@ def mask(
     config: Any = None,
     **others: Any,
 ) -> Tensor | None:
-    """What the attention function is told of a forward's mask; arguments as transformers' sdpa_mask().
+    """Makes the mask of a forward for attend(); the arguments are those of transformers' sdpa_mask().
 
     allow_is_bidirectional_skip is None for causal masks, whose makers do not pass it.
 
@@ -141,7 +141,7 @@ def mask(
             f'use attn_implementation="eager" (docs/with_transformers.md says which families can be served)'
         )
     causal = allow_is_bidirectional_skip is None
-    # A chunk is a local size too, and no module is told of it.
+    # Chunked attention has a local size too, which modules do not get.
     window = local_size is None or (
         local_size == getattr(config, "sliding_window", None) and code.windows and (causal or code.both_sides)
     )
@@ -150,7 +150,7 @@ def mask(
             end = q_offset + q_length if causal else kv_offset + kv_length
             if not isinstance(end, Tensor) or not torch.compiler.is_compiling():
                 keys = _keys(attention_mask, batch_size, kv_length, kv_offset, int(end), others.get("device", "cpu"))
-                # Full attention, perhaps to another sequence: a module that is causal may be handed it.
+                # Full attention, possibly to another sequence: it may reach a module that is causal.
                 full = keys is not None and not causal and local_size is None
                 return _as_blocked(keys[:, None, None] if keys is not None and full else keys)
         elif causal and attention_mask is None and q_length == kv_length and _packs(mask_function, local_size, others):
@@ -164,7 +164,7 @@ def mask(
         mask_function=mask_function,
         attention_mask=attention_mask,
         local_size=local_size,
-        # sdpa is causal from the upper left corner, where a static cache is empty behind a prompt.
+        # sdpa's is_causal starts at the upper left corner, which is wrong for a cache with tokens.
         allow_is_causal_skip=allow_is_causal_skip and (q_length == kv_length or q_length == 1),
         allow_is_bidirectional_skip=code.names and bool(allow_is_bidirectional_skip),
         **others,
@@ -173,7 +173,7 @@ def mask(
 
 
 def _as_blocked(mask: Tensor | None) -> Tensor | None:
-    """A mask of our own, which no other code writes: it may be kept without a version."""
+    """Marks a mask as written by no other code, so that an inference tensor may be cached."""
     if mask is not None and not torch.compiler.is_compiling() and mask.is_inference():
         mask._fusion_attention = {}  # type: ignore[attr-defined]
     return mask
@@ -182,7 +182,7 @@ def _as_blocked(mask: Tensor | None) -> Tensor | None:
 def _keys(
     padding: Tensor | None, batch: int, kv_length: int, kv_offset: int, end: int, device: torch.device | str
 ) -> Tensor | None:
-    """Which keys before position `end` count: None where those are all keys, and all count."""
+    """Returns a bool of the keys before position `end` that are tokens; None if all keys are."""
     count = end - kv_offset
     if padding is None:
         return None if count == kv_length else torch.ones(1, 1, dtype=torch.bool, device=device).expand(batch, count)
@@ -193,15 +193,15 @@ def _keys(
 
 
 def _packs(function: Callable[..., Any], window: int | None, others: dict[str, Any]) -> bool:
-    """Whether a causal mask without padding that is no plain one is of packed sequences.
+    """True if a causal mask without padding is one of packed sequences.
 
-    What else deviates is joined by or_masks(), or goes through vmap; and a window of one key shows no sequences.
+    Other masks come from or_masks(), or use vmap. A window of one key does not reveal sequences.
     """
     return window != 1 and function.__name__ == "and_mask" and not others.get("use_vmap")
 
 
 def _packed_ids(function: Callable[..., Any], batch: int, length: int, device: torch.device | str) -> Tensor:
-    """The sequence of every packed token, of a mask function that is causal, perhaps in a window, within sequences."""
+    """Returns the sequence number of every packed token of a causal mask function."""
     items = torch.arange(batch, device=device)[:, None]
     rows = torch.arange(1, length, device=device)[None]
     starts = ~function(items, 0, rows, rows - 1)  # a token that does not see the one before it
@@ -209,7 +209,7 @@ def _packed_ids(function: Callable[..., Any], batch: int, length: int, device: t
 
 
 class _Padding(NamedTuple):
-    """Where the keys that count lie: "none" missing; on the "left" of a row's padding; in one "run"; or "scattered"."""
+    """The position of tokens in padded rows: no padding ("none"), "left" of the padding, one "run", or "scattered"."""
 
     kind: str
     first: list[int]
@@ -217,7 +217,7 @@ class _Padding(NamedTuple):
 
 
 def _padding(keys: Tensor) -> _Padding:
-    """Of a bool [B, T]; read from the device once for all layers."""
+    """Classifies the padding of a bool [B, T]; cached for all layers."""
     return _cached(keys, "padding", _read_padding)
 
 
@@ -238,10 +238,10 @@ def _read_padding(keys: Tensor) -> _Padding:
 
 
 def _cached(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
-    """The result of read(tensor), cached on the tensor until it changes: a forward hands one mask to all its layers."""
+    """Returns read(tensor), cached on the tensor until it changes; one mask serves all layers of a forward."""
     entries = tensor.__dict__.get("_fusion_attention")
     if tensor.is_inference() and entries is None:
-        return read(tensor)  # which has no version; only mask() writes it
+        return read(tensor)  # inference tensors have no version to compare
     entries = {} if entries is None else entries
     version = 0 if tensor.is_inference() else tensor._version
     if name not in entries or entries[name][0] != version:
@@ -251,20 +251,20 @@ def _cached(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
 
 
 def _hidden(tensor: Tensor) -> bool:
-    """Whether what a tensor holds is not to be read: in a trace, and on the meta device."""
+    """True if a tensor's content must not be read: in a trace, and on the meta device."""
     return tensor.is_meta or is_traced((tensor,))
 
 
 def _read(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
-    """_cached(), but in a trace, which keeps what it computed by itself."""
+    """Returns read(tensor), cached except in a trace."""
     return read(tensor) if _hidden(tensor) else _cached(tensor, name, read)
 
 
 def _lengths(ids: Tensor) -> Any:
-    """The tokens of every run of equal ids in [B, S], whose rows are apart."""
+    """Returns the lengths of the runs of equal ids in [B, S]; runs end with their row."""
     apart = (ids + torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1]).flatten()
     if _hidden(ids):
-        # How many runs there are a trace must not know: as many as tokens, most of them of none.
+        # A trace cannot depend on the number of runs: the result has one length per token, most of them 0.
         run = (apart != apart.roll(1)).long()
         run = torch.cat([run[:1] * 0, run[1:]]).cumsum(0)
         return torch.zeros_like(run).scatter_add_(0, run, torch.ones_like(run))
@@ -272,12 +272,12 @@ def _lengths(ids: Tensor) -> Any:
 
 
 def _ends(ends: Tensor) -> Any:
-    """_between(); on a CPU at every call, since others may write to the memory unseen, and reading costs little."""
+    """Returns lengths from cumulative ones; cached on a GPU only, as reading CPU memory is cheap."""
     return _between(ends) if ends.device.type == "cpu" else _read(ends, "between", _between)
 
 
 def _between(ends: Tensor) -> Any:
-    """Lengths from cumulative ends with a leading 0."""
+    """Returns lengths from cumulative lengths with a leading 0."""
     lengths = ends[1:] - ends[:-1]
     return lengths if _hidden(ends) else lengths.tolist()
 
@@ -301,7 +301,7 @@ def attend(
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """One layer's attention: q [B, N, S, D], k and v [B, Nkv, T, D]; out [B, S, N, Dv].
+    """Computes one layer's attention: q [B, N, S, D], k and v [B, Nkv, T, D]; out [B, S, N, Dv].
 
     Raises:
         ContractError, BackendError: as fusion_attention.attention().
@@ -351,22 +351,22 @@ def attend(
 def _of_pages(
     q: Tensor, key: StoredRows, value: Tensor, given: Tensor | None, band: Band | None, words: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over the pages of a layer, or the keys and values to compute it with."""
+    """Returns attention over a layer's pages, or the keys and values to compute it with."""
     if isinstance(value, StoredRows):
         return key.layer.attend(q, given, band, words)
-    return key.layer.rows()[0], value  # which the model made of those of its cache
+    return key.layer.rows()[0], value  # the model computed the values from those of the cache
 
 
 def _may_restart(position_ids: Tensor, q: Tensor, k: Tensor) -> bool:
-    """Whether positions may be of packed sequences; a model that fills a cache has no mask that says so."""
+    """True if positions may be those of packed sequences, which only a forward without a cache has."""
     rows = q.shape[1]
     return position_ids.dim() == 2 and 1 < rows == k.shape[1] and rows == position_ids.shape[1]
 
 
 def _runs(position_ids: Tensor, batch: int) -> Any:
-    """The lengths of sequences whose positions count on from 0; None in a batch without a packed one."""
+    """Returns the lengths of sequences whose positions restart at 0; None if no row contains several."""
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    packed = (~starts | (position_ids[:, 1:] == 0)).all()  # other jumps are positions of a sequence's own
+    packed = (~starts | (position_ids[:, 1:] == 0)).all()  # other jumps are within a sequence
     if position_ids.is_meta or (not _hidden(position_ids) and not (starts.any() and packed)):
         return None
     starts = starts & packed
@@ -374,7 +374,7 @@ def _runs(position_ids: Tensor, batch: int) -> Any:
 
 
 def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | None:
-    """What every row sees, its diagonal from the last key or, `shift` keys further, from the first one."""
+    """Returns a layer's band, aligned to the last key or, with a shift, to the first one."""
     if window is None and (shift is None or not causal):
         return _CAUSAL if causal else None
     lo = -INFINITE if window is None else 1 - window
@@ -383,7 +383,7 @@ def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | 
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, q_len: Any, kv_len: Any, words: dict[str, Any]) -> Tensor:
-    """Sequences one behind the other, across the batch."""
+    """Computes packed sequences that span the batch."""
     flat = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
     out = attention(*flat, layout="TND", q_len=q_len, kv_len=kv_len, **words)
     return out.view(*q.shape[:2], *out.shape[1:])
@@ -392,20 +392,20 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, q_len: Any, kv_len: Any, words: dic
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, causal: bool, window: int | None, words: dict[str, Any]
 ) -> Tensor:
-    """Attention where some of the keys count: a bool [B, T], whose last key is beside the last row."""
+    """Computes attention over a subset of the keys: a bool [B, T], the last key beside the last row."""
     rows, length = q.shape[1], keys.shape[1]
     k, v = k[:, :length], v[:, :length]
-    one_sequence = rows == length and (causal or window is not None)  # else keys may be of another one than rows
+    one_sequence = rows == length and (causal or window is not None)  # else keys may belong to another sequence
     if _hidden(keys):
         return attention(q, k, v, band=_band(causal, window), blocked=~keys[:, None, None], **words)
     kind, first, end = _padding(keys)
     if kind == "left":
-        # Rows behind a sequence's end are of no use to anyone.
+        # Rows after a sequence's end are padding, which needs no result.
         words["q_len"], words["kv_len"] = end if one_sequence else None, end
         return attention(q, k, v, band=_band(causal, window, length - rows), **words)
     words["band"] = _band(causal, window)
     if kind == "run" and one_sequence and "bias" not in words:
-        # Padding before, a sequence, padding behind: a row of the batch is three packed sequences where it lies.
+        # Padding, a sequence, padding: a row of the batch is three packed sequences without a copy.
         lengths = [n for f, e in zip(first, end, strict=True) for n in (f, e - f, length - e) if n]
         return _packed(q, k, v, lengths, lengths, words)
     if kind != "none":
@@ -414,7 +414,7 @@ def _padded(
 
 
 def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
-    """The words for a mask that says of every row what it sees."""
+    """Converts a four-dimensional mask to arguments of attention()."""
     if given.is_floating_point():
         bias = given.to(q.dtype)
         words["bias"] = words["bias"] + bias if "bias" in words else bias
@@ -433,13 +433,13 @@ def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
 
 
 def _selected(q: Tensor, k: Tensor, v: Tensor, given: Tensor, indices: Tensor, words: dict[str, Any]) -> Tensor:
-    """Attention over the keys that an indexer chose [B, S, K], of those that the mask [B, 1, S, T] leaves."""
+    """Computes attention over the keys that an indexer chose [B, S, K], within the mask [B, 1, S, T]."""
     visible = given[:, 0] if given.dtype == torch.bool else given[:, 0] > torch.finfo(given.dtype).min
     indices = indices.long()
     if not words.keys() <= {"scale", "sink"}:
         chosen = torch.zeros_like(visible).scatter(-1, indices, True)
         return attention(q, k, v, blocked=~(chosen & visible)[:, None], **words)
-    # A list ends at its first negative entry.
+    # Lists end at the first negative entry.
     indices = indices.masked_fill(~visible.gather(-1, indices), -1).sort(-1, descending=True).values
     lists = indices[:, :, None].expand(-1, -1, k.shape[2], -1)
     return sparse_attention(q, k, v, lists, causal=False, **words)

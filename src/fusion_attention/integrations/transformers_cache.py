@@ -1,10 +1,10 @@
-"""PagedCache: what generate() of transformers remembers, in pages of this library.
+"""PagedCache: a cache for generate() of transformers whose keys and values are in pages.
 
     model.generate(**inputs, past_key_values=PagedCache(model.config))
 
-A layer's update() only takes new rows in: which of them are padding the attention function learns from its mask, and
-padding is not stored. What update() returns stands for all rows of the layer: our attention function hands it the
-query (PagedLayer.attend), and whatever else touches it gets the rows themselves.
+Padding is not stored, but only the attention function gets the mask that marks it, so a layer's update() keeps new rows
+pending. update() returns tensors that stand for all rows of the layer: our attention function calls PagedLayer.attend
+with the query, and any other operation on them copies the rows.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from fusion_attention.ir.mask import Band
 __all__ = ["PagedCache", "PagedLayer", "StoredRows"]
 
 Tensor = torch.Tensor
-# Words of a call that decode_attention() knows too; other calls are computed from the rows.
+# Arguments that decode_attention() supports; other calls are computed from the rows.
 _DECODED = frozenset(("scale", "sink", "softcap"))
 
 
 class PagedCache(DynamicCache):
-    """A cache for models of transformers whose keys and values lie in pages; without padding, shared by beams.
+    """A cache for models of transformers with keys and values in pages, without padding, shared between beams.
 
-    With attn_implementation="fusion_attention" new tokens are attended over the pages where they lie; other
-    implementations, and calls that decode_attention() does not know (a bias, a mask of its own), get copies of them.
-    Layers with a sliding window keep the pages that it touches. Layers that are neither full nor sliding attention are
-    transformers' own. Pools grow by doubling.
+    With attn_implementation="fusion_attention" attention reads the pages; other implementations, and calls that
+    decode_attention() does not support (a bias, a four-dimensional mask), get copies. Layers with a sliding window keep
+    the pages of the window. Layers that have neither full nor sliding attention use transformers' cache. Pools grow by
+    doubling.
 
     Args:
-        config: of the model.
-        stored: "" (as the model computes), or "int8" or "int4": quantised with a scale per token and head.
-        page_size: tokens of a page.
+        config: the model's configuration.
+        stored: "" for the model's dtype, or "int8" or "int4": quantised with a scale per token and head.
+        page_size: tokens per page.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -67,46 +67,46 @@ class PagedCache(DynamicCache):
         return sum(layer.pool.nbytes for layer in self.layers if isinstance(layer, PagedLayer) and layer.pool)
 
     def reset(self) -> None:
-        """Forgets all sequences; pools stay."""
+        """Removes all sequences; the pools keep their memory."""
         super().reset()
         self._present.change(lambda real: None)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last -tokens_to_remove tokens, as transformers' caches do."""
+        """Removes the last -tokens_to_remove tokens, as transformers' caches do."""
         left = self.get_seq_length() + tokens_to_remove
         super().crop(tokens_to_remove)
         self._present.change(lambda real: real[:, :left])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i becomes what sequence beam_idx[i] was; they share pages until one of them writes."""
+        """Replaces sequence i by sequence beam_idx[i]; they share pages until one of them writes."""
         super().reorder_cache(beam_idx)
         self._present.change(lambda real: real[beam_idx.to(real.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence so many times, one behind the other; they share pages."""
+        """Repeats each sequence; the copies share pages."""
         super().batch_repeat_interleave(repeats)
         self._present.change(lambda real: real.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Leaves the sequences that are named."""
+        """Selects sequences by index."""
         super().batch_select_indices(indices)
         self._present.change(lambda real: real[indices])
 
 
 class Present:
-    """Which tokens of a batch are there: what a mask hid when it came is padding, which no layer stores.
+    """The tokens of a batch that are no padding; layers do not store padding, and all layers share this object.
 
     All layers of a cache share it: they see the same masks, and one of them reads.
     """
 
     def __init__(self) -> None:
-        self._real: Tensor | None = None  # bool [B, tokens] up to the last padding; None: there is none
-        self.gaps = False  # padding behind a token
+        self._real: Tensor | None = None  # bool [B, tokens] up to the last padding; None: no padding
+        self.gaps = False  # True if padding follows a token
         self._read: tuple[Tensor | None, int, bool, Tensor | None] = None, 0, False, None
 
     def read(self, mask: Tensor | None, before: int) -> tuple[bool, Tensor | None]:
-        """Of a forward's mask, when `before` tokens are stored: whether it hides of these what is not stored and no
-        more; and which of the new tokens are there, [B, new], None where all are."""
+        """Compares a forward's mask with the `before` stored tokens; returns (True if it hides exactly the padding,
+        bool [B, new] of the new tokens that are no padding, or None if all are)."""
         if mask is None:
             return self._real is None, None
         if mask.dtype != torch.bool or mask.dim() != 2:
@@ -118,7 +118,7 @@ class Present:
         return self._read[2:]
 
     def upto(self, tokens: int, batch: int, device: torch.device) -> Tensor:
-        """bool [B, tokens]."""
+        """Returns bool [B, tokens], true for tokens that are no padding."""
         there = torch.ones(batch, tokens, dtype=torch.bool, device=device)
         if self._real is not None:
             real = self._real[:, :tokens]
@@ -126,23 +126,23 @@ class Present:
         return there
 
     def add(self, before: int, new: Tensor) -> None:
-        """Tokens of which some are padding; every layer says it."""
+        """Records new tokens of which some are padding; every layer calls it."""
         self._real = real = torch.cat((self.upto(before, len(new), new.device), new), 1)
         self.gaps = bool((real[:, :-1] & ~real[:, 1:]).any())
 
     def change(self, how: Callable[[Tensor], Tensor | None]) -> None:
-        """Other sequences, or fewer tokens."""
+        """Applies a function to the recorded tokens, for other sequences or fewer tokens."""
         self._real = None if self._real is None else how(self._real)
         self._read = None, 0, False, None
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer's keys and values in pages: what transformers asks of a layer of a cache.
+    """The keys and values of one layer in pages, with the interface of transformers' cache layers.
 
     Args:
-        present: of the cache.
-        window: tokens that a row sees, itself included; 0: all.
-        stored, page_size: as PagedKVCache.
+        present: the tokens of the cache that are no padding.
+        window: number of keys that a row sees, the diagonal included; 0: all.
+        stored, page_size: as in PagedKVCache.
     """
 
     is_croppable = True
@@ -153,12 +153,12 @@ class PagedLayer(CacheLayerMixin):
         self.record_past = self.is_initialized = False
         self.pool: PagedKVCache | None = None
         self.sequences: list[int] = []
-        self._totals: list[int] = []  # tokens of each sequence, those that a window has left behind included
-        self._tokens = 0  # of every sequence, padding included, without those that wait
-        self._new: tuple[Tensor, Tensor] | None = None  # rows [B, heads, new, dim] that wait for a mask
+        self._totals: list[int] = []  # tokens of each sequence, those before a window included
+        self._tokens = 0  # tokens of every sequence, padding included, pending rows excluded
+        self._new: tuple[Tensor, Tensor] | None = None  # rows [B, heads, new, dim], pending until a mask comes
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """A pool for the tokens of the first rows and a page more for each sequence; the sequences, empty."""
+        """Allocates a pool for the first rows and one more page per sequence, and empty sequences."""
         batch, heads, tokens, dim = key_states.shape
         if self.pool is None:
             retained = min(tokens, self.sliding_window) if self.is_sliding else tokens
@@ -176,13 +176,13 @@ class PagedLayer(CacheLayerMixin):
         return self.pool
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Takes new rows in; what it returns stands for all of them.
+        """Receives new rows; the returned tensors stand for all rows of the layer.
 
         Raises:
-            ValueError: rows of another batch than those before, or with a gradient, which pages do not keep.
+            ValueError: rows of another batch size, or with a gradient, which pages do not support.
         """
         self.settle()
-        if torch.is_autocast_enabled(key_states.device.type):  # as attention would
+        if torch.is_autocast_enabled(key_states.device.type):  # as in attention
             dtype = torch.get_autocast_dtype(key_states.device.type)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if not self.is_initialized:
@@ -200,8 +200,8 @@ class PagedLayer(CacheLayerMixin):
     def attend(
         self, q: Tensor, mask: Tensor | None, band: Band | None, words: dict[str, Any]
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention of the rows that came last, q [B, S, N, D], over all that is stored; or k and v [B, heads, tokens,
-        dim], for a call that pages do not answer."""
+        """Computes attention of the newest rows, q [B, S, N, D], over all stored rows; or returns k and v [B, heads,
+        tokens, dim] if pages do not support the call."""
         if self._new is None:
             return self.rows()
         before, (k, v) = self._tokens, self._new
@@ -211,7 +211,7 @@ class PagedLayer(CacheLayerMixin):
             return k, v
         self.settle(there, slide=False)
         answered: Tensor | tuple[Tensor, Tensor]
-        apart = self.is_sliding and self.present.gaps  # a window counts padding, which is not stored
+        apart = self.is_sliding and self.present.gaps  # a window includes padding, which is not stored
         if agrees and there is None and not apart and words.keys() <= _DECODED and q.shape[1] == k.shape[2]:
             visible_band = Band.full() if band is None else band
             answered = decode_attention(
@@ -223,7 +223,7 @@ class PagedLayer(CacheLayerMixin):
         return answered
 
     def settle(self, there: Tensor | None = None, slide: bool = True) -> None:
-        """Stores the rows that wait; there: [B, new], which are tokens; slide: and lets go of what no window sees."""
+        """Stores pending rows; there: bool [B, new], false for padding; slide: also frees what no window sees."""
         if self._new is not None:
             (k, v), self._new = (t.transpose(1, 2) for t in self._new), None
             self._take(k, v, there, slide)
@@ -231,7 +231,7 @@ class PagedLayer(CacheLayerMixin):
             self._slide()
 
     def _take(self, k: Tensor, v: Tensor, there: Tensor | None, slide: bool) -> None:
-        """settle(), of rows [B, new, heads, dim]."""
+        """Stores rows [B, new, heads, dim], without padding."""
         if there is not None:
             self.present.add(self._tokens, there)
         self._tokens += k.shape[1]
@@ -245,7 +245,7 @@ class PagedLayer(CacheLayerMixin):
         self._totals = [total + count for total, count in zip(self._totals, counts, strict=True)]
 
     def _store(self, sequences: Sequence[int], k: Tensor, v: Tensor, slide: bool) -> None:
-        """New tokens [sequences, tokens, heads, dim], in a pool that grows."""
+        """Appends tokens [sequences, tokens, heads, dim]; the pool grows if it is full."""
         pages, retained = self._pages, self.sliding_window - 1
         if slide and self._slides and k.shape[1] > retained:
             k, v = (t[:, t.shape[1] - retained :] for t in (k, v))
@@ -266,8 +266,8 @@ class PagedLayer(CacheLayerMixin):
                 self._pages.slide(sequence, self.sliding_window - 1)
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """(k, v), [B, heads, tokens, dim]: zeros for padding, and for what a window has left behind."""
-        self.settle(slide=False)  # the rows that came last see more than the next ones will
+        """Returns (k, v), [B, heads, tokens, dim]; padding and tokens before a window are zero."""
+        self.settle(slide=False)  # the newest rows see more tokens than the next ones
         pages, batch = self._pages, len(self.sequences)
         parts = [pages.rows(sequence) for sequence in self.sequences]
         like = parts[0][0] if parts else torch.empty(0, dtype=pages.dtype)
@@ -281,43 +281,43 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
-        """rows()[0], as transformers' layers have them."""
+        """All keys, [B, heads, tokens, dim]; None before the first update."""
         return self.rows()[0] if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:
-        """rows()[1]."""
+        """All values, [B, heads, tokens, dim]; None before the first update."""
         return self.rows()[1] if self.is_initialized else None
 
     def get_seq_length(self) -> int:
-        """Tokens of every sequence, padding included."""
+        """Returns the tokens of every sequence, padding included."""
         return self._tokens + (0 if self._new is None else self._new[0].shape[2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys of the next forward's mask, position of the first): those that a window has left behind count."""
+        """Returns (keys of the next forward's mask, position of the first); freed keys count too."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """No maximum."""
+        """Returns -1: there is no maximum."""
         return -1
 
     def reset(self) -> None:
-        """Forgets all sequences; the pool stays."""
+        """Removes all sequences; the pool keeps its memory."""
         for sequence in self.sequences:
             self._pages.free(sequence)
         self.sequences, self._totals, self._tokens, self._new = [], [], 0, None
         self.is_initialized = False
 
     def activate_past_recording(self) -> None:
-        """A window lets go of nothing before the next crop()."""
+        """Keeps tokens before the window until the next crop()."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last -tokens_to_remove tokens of every sequence; what a window held back it lets go of.
+        """Removes the last -tokens_to_remove tokens of every sequence; a window frees its retained tokens.
 
         Raises:
-            ValueError: a positive number.
-            RuntimeError: a window has left tokens behind that would be seen again.
+            ValueError: the number is positive.
+            RuntimeError: tokens that a window has freed would be visible again.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"PagedCache: crop: expected 0 or minus the tokens to remove, got {tokens_to_remove}")
@@ -343,7 +343,7 @@ class PagedLayer(CacheLayerMixin):
         self.record_past = record
 
     def _choose(self, order: Sequence[int]) -> None:
-        """Other sequences out of those that there are."""
+        """Replaces the sequences by existing ones, in the given order."""
         self.settle()
         if not self.is_initialized or list(order) == list(range(len(self.sequences))):
             return
@@ -353,20 +353,20 @@ class PagedLayer(CacheLayerMixin):
         self.sequences, self._totals = chosen, [self._totals[i] for i in order]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """As the cache's."""
+        """Reorders the sequences, as PagedCache does."""
         self._choose(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """As the cache's."""
+        """Repeats each sequence, as PagedCache does."""
         self._choose([i for i in range(len(self.sequences)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """As the cache's."""
+        """Selects sequences by index, as PagedCache does."""
         self._choose(torch.arange(len(self.sequences))[indices].tolist())
 
 
 class StoredRows(Tensor):
-    """All keys or values of a layer, [B, heads, tokens, dim], not copied yet: any operation copies."""
+    """All keys or values of a layer, [B, heads, tokens, dim], which any operation copies from the pages."""
 
     layer: PagedLayer
     _side: int
@@ -374,7 +374,7 @@ class StoredRows(Tensor):
 
     @staticmethod
     def __new__(cls, layer: PagedLayer, side: int, like: Tensor) -> StoredRows:
-        """side: 0 for keys, 1 for values; like: new rows."""
+        """Makes the tensor; side: 0 for keys, 1 for values; like: new rows."""
         shape = (*like.shape[:2], layer.get_seq_length(), like.shape[3])
         wrapper: StoredRows = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         wrapper.layer, wrapper._side = layer, side
@@ -384,7 +384,7 @@ class StoredRows(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """The operation, of the rows."""
+        """Runs an operation on copies of the rows."""
 
         def materialised(given: Any) -> Any:
             return given.layer.rows()[given._side] if isinstance(given, StoredRows) else given

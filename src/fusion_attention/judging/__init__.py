@@ -1,1 +1,1 @@
-"""Is a kernel right? Calls with their results, judged by the formulas, and which well-known mistake explains them."""
+"""Judges the results of a call by the formulas of its operator, and explains errors by well-known mistakes."""

@@ -1,4 +1,4 @@
-"""A recorded call of any operator: bound, lowered, and computed by every back end."""
+"""A recorded call of any operator: validated, lowered, and computed by every back end."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from fusion_attention.plan import compute
 Tensor = torch.Tensor
 BACKENDS = ("cpu", "triton", "golden")
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-# A golden run that would take more than this is left to the formulas, piece by piece.
+# Bytes; golden runs that need more memory are skipped, as the formulas judge block by block.
 BUFFER = 1 << 29
 
 
 class JudgeError(ValueError):
-    """A call that cannot be judged: it is none of its operator's, or its outputs are not the operator's."""
+    """A call that cannot be judged: it is invalid, or its outputs are not those of the operator."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A call and what it returned.
+    """A call with its results.
 
     Attributes:
-        op: its record. args, outputs: by canonical name. seed: that dropout was drawn from.
-        saved, upstream: of a backward, the forward's results and their gradients.
-        notes: what is worth knowing beside the verdict.
+        op: its record. args, outputs: by canonical name. seed: of dropout.
+        saved, upstream: for a backward, the forward's results and their gradients.
+        notes: remarks for the report.
     """
 
     op: Op
@@ -49,7 +49,7 @@ class Recorded:
     cached: dict[str, Any] = field(default_factory=dict)
 
     def bound(self) -> Any:
-        """The call, checked once."""
+        """Validates the call once, and returns it."""
         if "bound" not in self.cached:
             try:
                 with warnings.catch_warnings():
@@ -60,7 +60,7 @@ class Recorded:
         return self.cached["bound"]
 
     def lowered(self) -> Any:
-        """The call in the intermediate representation, with every result."""
+        """Lowers the call, with every result."""
         drawn: dict[str, Any] = {}
         if "keep_prob" in self.op.by_name:
             drawn = {"seed": self.seed, "offset": int(self.args.get("offset") or 0)}
@@ -75,10 +75,10 @@ class Recorded:
         return backward
 
     def judgeable(self, lowered: Any) -> dict[str, Tensor]:
-        """The outputs that the call has, each in the dtype in which the call has it.
+        """Returns the outputs that the call has, in the call's dtypes.
 
         Raises:
-            JudgeError: one has another shape or kind than the call's, or another name than the operator's.
+            JudgeError: an output has the wrong shape or kind, or the operator has no output of its name.
         """
         call_results = lowered.results()
         unknown = sorted(self.outputs.keys() - call_results.keys() - {p.name for p in self.op.tensors(output=True)})
@@ -101,12 +101,12 @@ class Recorded:
         return results
 
     def unjudged(self, names: Collection[str]) -> dict[str, str]:
-        """Why outputs beside these are not judged, by name."""
+        """Returns the reason why each other output is not judged, by name."""
         others = [name for name, t in self.outputs.items() if name not in names and t.numel()]
         return dict.fromkeys(others, "the judge has no formula for it, or the call does not ask for it")
 
     def doubts(self) -> tuple[str, ...]:
-        """What the record says of the call beside what is needed to compute it: limits of the chip, and contents."""
+        """Returns the record's objections that do not prevent the computation: chip limits and content."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ContractWarning)
@@ -116,7 +116,7 @@ class Recorded:
         return ()
 
     def computed(self, backend: str, names: Mapping[str, Tensor]) -> dict[str, Tensor] | str:
-        """What a back end of this machine gives for the named outputs; a sentence where it gives nothing."""
+        """Computes the named outputs by a back end of this machine; returns a sentence if that is impossible."""
         call = self.lowered()
         try:
             reasons = load(backend).reasons_against(call.problem, call.device)
@@ -137,7 +137,7 @@ class Recorded:
 
 
 def from_recording(recording: Recording, source: str = "") -> Recorded:
-    """The call of a capture."""
+    """Makes a call from a capture."""
     outputs = {n: t.cpu().contiguous() for n, t in recording.outputs.items()}
     return Recorded(
         recording.op, recording.args, outputs, recording.seed, source, (), recording.saved, recording.upstream
@@ -147,10 +147,10 @@ def from_recording(recording: Recording, source: str = "") -> Recorded:
 def recorded(
     operator: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], *, seed: int = 0, source: str = ""
 ) -> Recorded:
-    """A call by the operator's name, with arguments by the names of its record or as the interface spells them.
+    """Makes a call from an operator's name and arguments, named as in its record or its interface.
 
     Raises:
-        JudgeError: no such operator, no such argument, no output.
+        JudgeError: an unknown operator or argument, or no output.
     """
     if not isinstance(operator, str):
         raise JudgeError(f"operator: expected a name, got {type(operator).__name__}")
@@ -195,7 +195,7 @@ def _value(op: Op, name: str, value: Any) -> Any:
 
 
 def _in_memory(who: str, value: Any) -> Tensor:
-    """A tensor whose numbers can be read here."""
+    """Returns a tensor with readable values on the CPU; an error for other tensors."""
     if not isinstance(value, Tensor):
         raise JudgeError(f"{who}: expected a tensor, got {type(value).__name__}")
     if value.is_meta or value.is_quantized or value.is_nested or value.layout != torch.strided:
@@ -206,7 +206,7 @@ def _in_memory(who: str, value: Any) -> Tensor:
 
 
 def _kind(t: Tensor) -> str:
-    """Numbers of which kind it holds."""
+    """Returns the kind of a tensor's numbers: "floating", "integer" or a dtype's name."""
     if t.is_floating_point():
         return "floating"
     return "integer" if t.dtype in _INTEGERS else str(t.dtype)

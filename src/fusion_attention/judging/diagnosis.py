@@ -1,4 +1,5 @@
-"""Which mistake explains the outputs of a call: all are tried on drawn pieces, those that fit on the whole call."""
+"""Finds the mistake that explains a call's outputs: all mistakes are tried on samples, matching ones on the complete
+call."""
 
 from __future__ import annotations
 
@@ -14,32 +15,32 @@ from fusion_attention.judging.mistakes import MISTAKES, Case, Mistake, Try
 from fusion_attention.judging.outputs import Unit, units
 from fusion_attention.judging.verdict import Explanation
 
-# A mistake that leaves more than this share of the error explains nothing, however near the bound allows it to be.
+# A mistake explains an error only if at most this fraction of the error remains, even within the error bound.
 LEFT = 0.25
-# From here on, in expected sizes, a first piece is not worth a second one.
+# A mistake with a larger error (in expected sizes) on the first sample is not measured on the others.
 HOPELESS = 60.0
-_CONFIRMED = 6  # explanations that are tried on the whole call; of a large one, the best alone
+_CONFIRMED = 6  # explanations tried on the complete call; for a large call, only the best
 _LARGE = 1 << 28  # pairs of rows and keys, of all heads
 _IMPOSSIBLE = (RuntimeError, IndexError, ValueError, ContractError)
 
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A mistake, the way of making it, and what it gave."""
+    """A mistake, one way of making it, and its measured errors."""
 
     mistake: Mistake
     way: Try
     result: Result
 
     def explained(self, outputs: tuple[str, ...], *, confirmed: bool = False, noisy: bool = False) -> Explanation:
-        """As reports have it."""
+        """Converts the match to an explanation for reports."""
         m = self.mistake
         error = max((self.result.tallies[name].z for name in outputs), default=0.0)
         return Explanation(m.name, self.way.detail, m.means, m.fix, outputs, error, confirmed, noisy)
 
 
 def diagnosed(case: Case, base: Result, seed: int = 0) -> tuple[tuple[Explanation, ...], bool]:
-    """(what explains the outputs, best first; whether they are merely noisy)."""
+    """Returns (explanations of the outputs, best first; True if the outputs are only noisy)."""
     generator = torch.Generator().manual_seed(seed)
     pieces = drawn(base.maps, case.outputs, case.setting, generator)
     sample = measured(case.setting, case.outputs, pieces, grade=PROGRAM)
@@ -55,7 +56,7 @@ def diagnosed(case: Case, base: Result, seed: int = 0) -> tuple[tuple[Explanatio
 
 
 def _tried(case: Case, pieces: Sequence[Unit], sample: Result) -> list[tuple[Mistake, Try, Result]]:
-    """Every way of every mistake that gives anything on the pieces."""
+    """Measures every way of every mistake on the samples, without those that are impossible or far off."""
     results = []
     quick = [p for p in pieces if not p.by_keys][:1] + [p for p in pieces if p.by_keys][:1]
     for mistake in MISTAKES:
@@ -68,12 +69,12 @@ def _tried(case: Case, pieces: Sequence[Unit], sample: Result) -> list[tuple[Mis
                     continue
                 results.append((mistake, way, measured(way.setting, outputs, pieces, grade=PROGRAM)))
             except _IMPOSSIBLE:
-                continue  # No such memory: the mistake is impossible here.
+                continue  # the mistake is impossible with this memory
     return results
 
 
 def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:
-    """The largest share of an output's error that a mistake leaves."""
+    """Returns the largest fraction of an output's error that remains under a mistake."""
     shares = [0.0]
     for name in names:
         before, after = sample.tallies[name], candidate.tallies[name]
@@ -85,7 +86,7 @@ def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:
 
 
 def _confirmed(case: Case, matches: list[Match], failing: tuple[str, ...]) -> tuple[Explanation, ...]:
-    """Those that hold on the whole call; what explains it equally stays beside the best."""
+    """Returns the matches that pass on the complete call, with all that explain it equally."""
     e = case.setting.extents
     left = _CONFIRMED if case.setting.problem.heads_q * int(e.q_len @ e.kv_len) < _LARGE else 1
     named: dict[str, Explanation] = {}
@@ -108,7 +109,7 @@ def _confirmed(case: Case, matches: list[Match], failing: tuple[str, ...]) -> tu
 
 
 def _unlike(explanations: list[Explanation]) -> list[Explanation]:
-    """One way of each mistake, the best."""
+    """Returns the best way of each mistake."""
     by_name: dict[str, Explanation] = {}
     for e in sorted(explanations, key=lambda e: e.error):
         by_name.setdefault(e.name, e)
@@ -118,7 +119,7 @@ def _unlike(explanations: list[Explanation]) -> list[Explanation]:
 def _lesser(
     case: Case, tried: list[Match], pieces: Sequence[Unit], sample: Result, failing: tuple[str, ...]
 ) -> tuple[Explanation, ...]:
-    """The explanations of the outputs but for noise; else those of some outputs."""
+    """Returns explanations that leave only noise; if none, explanations of some outputs."""
     noisy = []
     for f in tried:
         if _left(f.result, sample, failing) <= LEFT:
@@ -130,7 +131,7 @@ def _lesser(
     partial: list[tuple[int, Explanation]] = []
     for f in tried:
         if not {*f.result.failing} <= {*failing}:
-            continue  # What is right it would make wrong.
+            continue  # it would make correct outputs wrong
         right = tuple(n for n in failing if f.result.tallies[n].passes and _left(f.result, sample, [n]) <= LEFT)
         if right:
             partial.append((len(right), f.explained(right)))

@@ -1,10 +1,10 @@
-"""The error bound: whether errors are as large as roundings make them, element by element and in every tile.
+"""The error bound: tests that errors are as small as rounding makes them, in every element and every tile.
 
     z of a group = root mean square of error / expected size, over its elements
 
-Every element, row, tile of rows, tile of rows and columns, head and the whole is looked at. A look fails where z
-exceeds its limit; with limits from the chi-square distribution, divided by the number of looks, a result whose errors
-are roundings fails once in a million verdicts, be it one number or ten million.
+Groups are every element, row, tile of rows, tile of rows and columns, head, and all elements. A group fails if z
+exceeds its limit. Limits come from the chi-square distribution, corrected for the number of groups, so that a result
+with only rounding errors fails once in a million verdicts, for any number of elements.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import torch
 
 Tensor = torch.Tensor
 FALSE_ALARMS = 1e-6  # per verdict
-TILE = 32  # rows; columns are looked at by 16
+TILE = 32  # rows; columns are in groups of 16
 COLUMNS = 16
-# Roundings need not be independent: equal rows have equal errors, and one rounding is up to sqrt(3) times its expected
-# size. So no group, however large, fails below twice the expected size.
+# Roundings may be dependent: equal rows have equal errors, and one rounding is up to sqrt(3) times its expected size.
+# So no group of any size fails below twice the expected size.
 LEAST = 2.0
 
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """A result in float64 and the size of the error that a right program makes there.
+    """A result in float64 with the expected size of its error in a correct program.
 
     Attributes:
-        value: the result; of integers, before it is rounded to them.
-        size: expected root mean square error of each number: 0 where every right program is exact.
-        draws: from how many drawn programs the size was estimated; 0: from formulas.
+        value: the result; for integers, before rounding.
+        size: expected root mean square error of each number: 0 if every correct program is exact.
+        draws: the number of random programs that the size was estimated from; 0: computed by formulas.
     """
 
     value: Tensor
@@ -43,16 +43,16 @@ class Expected:
         return Expected(self.value[place], self.size[place], self.draws)  # type: ignore[index]
 
     def map(self, change: object) -> Expected:
-        """The same of a view or a permutation of both."""
+        """Applies a view or a permutation to both."""
         return Expected(change(self.value), change(self.size), self.draws)  # type: ignore[operator]
 
 
 @cache
 def limit(freedom: int, looks: int, draws: int = 0) -> float:
-    """The largest z that roundings give a group of `freedom` independent errors, among so many looks.
+    """Returns the largest z that rounding gives a group of `freedom` independent errors, among `looks` groups.
 
-    The quantile of chi-square (freedom) / freedom that is exceeded with probability FALSE_ALARMS / looks. A size that
-    was estimated from draws has an error of its own: one number's z is then distributed as Student's t.
+    It is the quantile of chi-square (freedom) / freedom that is exceeded with probability FALSE_ALARMS / looks. A size
+    estimated from draws has an error, so that z of one number has Student's t distribution.
     """
     chance = FALSE_ALARMS / max(looks, 1)
     low, high = 0.0, 1e4
@@ -71,12 +71,12 @@ def limit(freedom: int, looks: int, draws: int = 0) -> float:
 
 @dataclass(frozen=True)
 class Look:
-    """The worst group of a kind.
+    """The worst group of one kind.
 
     Attributes:
         kind: "element", "row", "tile", "columns", "head" or "whole".
-        z: root mean square error of the group, in expected sizes; limit: the largest that roundings give it.
-        place: which one: (head, row) of its first element.
+        z: root mean square error of the group, in expected sizes; limit: the largest z that rounding explains.
+        place: (head, row) of its first element.
     """
 
     kind: str
@@ -90,11 +90,11 @@ class Look:
 
 
 def ratios(ours: Tensor, value: Tensor, size: Tensor) -> Tensor:
-    """(error / expected size) ** 2 of each number, float64: 0 where both are the same, inf where only one is finite.
+    """Returns (error / expected size) ** 2 of each number, float64: 0 for equal values, inf if only one is finite.
 
-    Integers are measured from the half unit that rounding to them takes. Where golden is beyond the dtype, a right
-    result is infinite, or the largest number; where it is not far below, infinity is as far off as that is. So is an
-    infinity of either sign where the expected error is beyond the dtype.
+    Errors of integers count above the half unit of rounding. If golden is beyond the dtype's range, infinity and the
+    largest number are both correct. If golden is just below, or the expected error exceeds the range, an infinity
+    counts as the largest number.
     """
     value, mine = value.double(), ours.double()
     if ours.is_floating_point() and bool(mine.isinf().any()):
@@ -118,10 +118,10 @@ def ratios(ours: Tensor, value: Tensor, size: Tensor) -> Tensor:
 
 
 class Errors:
-    """The ratios of one output, row by row: what every look is taken of.
+    """The squared ratios of one output by row, from which all groups are computed.
 
     Args:
-        lengths: rows of each sequence; heads: that each has; columns: elements of a row.
+        lengths: number of rows of each sequence; heads: of each row; columns: elements of a row.
     """
 
     def __init__(self, lengths: list[int], heads: int, columns: int) -> None:
@@ -131,10 +131,10 @@ class Errors:
             [min(COLUMNS, self.columns - COLUMNS * i) for i in range(groups)], dtype=torch.float64
         )
         self.cells = [torch.zeros(heads, n, groups, dtype=torch.float32) for n in lengths]  # means over 16 columns
-        self.peaks = [torch.zeros(heads, n, dtype=torch.float32) for n in lengths]  # the largest of a row
+        self.peaks = [torch.zeros(heads, n, dtype=torch.float32) for n in lengths]  # row maxima
 
     def add(self, b: int, heads: slice, rows: slice, errors: Tensor) -> None:
-        """Ratios [heads, rows, columns] of some rows."""
+        """Stores the ratios [heads, rows, columns] of some rows."""
         if not errors.numel():
             return
         errors = errors.clamp(max=1e30)
@@ -145,7 +145,7 @@ class Errors:
         self.peaks[b][heads, rows] = errors.amax(-1).float()
 
     def append(self, errors: Tensor) -> None:
-        """Ratios [heads, rows, columns] of further rows, as a sequence of their own."""
+        """Stores the ratios [heads, rows, columns] of further rows as a new sequence."""
         shape = errors.shape[:2]
         self.cells.append(torch.zeros(*shape, len(self.widths), dtype=torch.float32))
         self.peaks.append(torch.zeros(shape, dtype=torch.float32))
@@ -153,35 +153,35 @@ class Errors:
 
     @property
     def count(self) -> int:
-        """Rows of all heads."""
+        """The number of rows of all heads."""
         return sum(p.numel() for p in self.peaks)
 
     @property
     def of_rows(self) -> list[Tensor]:
-        """[heads, rows] float64 per sequence: the mean ratio of each row."""
+        """Mean ratio of each row: [heads, rows] float64 per sequence."""
         weights = self.widths / self.columns
         return [c.double() @ weights for c in self.cells]
 
     @property
     def z(self) -> float:
-        """Over the whole."""
+        """Root mean square ratio over all elements."""
         rows = self.of_rows
         return math.sqrt(sum(float(r.sum()) for r in rows) / self.count) if self.count else 0.0
 
     @property
     def z_tile(self) -> float:
-        """Of the worst tile of rows."""
+        """Root mean square ratio of the worst tile of rows."""
         return max((float(_tiles(r).amax()) for r in self.of_rows if r.numel()), default=0.0) ** 0.5
 
     @property
     def looks(self) -> int:
-        """How many groups are looked at."""
+        """The number of tested groups."""
         heads = sum(len(p) for p in self.peaks)
         tiles = sum(p.shape[0] * -(-p.shape[1] // TILE) for p in self.peaks)
         return self.count * (self.columns + 1) + tiles * (1 + len(self.widths)) + heads + 1
 
     def worst(self, draws: int = 0) -> Iterator[tuple[int, Look]]:
-        """(sequence, the worst look of a kind) for every kind and sequence; of the whole, sequence -1."""
+        """Yields (sequence, worst group) for every kind and sequence; sequence -1 for all elements."""
         looks = self.looks
         for b, (cells, peaks, rows) in enumerate(zip(self.cells, self.peaks, self.of_rows, strict=True)):
             if not rows.numel():
@@ -199,12 +199,12 @@ class Errors:
             yield -1, Look("whole", self.z, limit(self.count, looks, draws))
 
     def fails(self, draws: int = 0) -> list[tuple[int, Look]]:
-        """The worst look of each kind and sequence that fails, worst first."""
+        """Returns the worst group of each kind and sequence that fails, the worst first."""
         results = [(b, look) for b, look in self.worst(draws) if look.fails]
         return sorted(results, key=lambda f: -f[1].z / f[1].limit)
 
     def wrong(self, draws: int = 0) -> list[Tensor]:
-        """[heads, rows] bool per sequence: rows that fail, by an element, by themselves or with their tile."""
+        """Returns bool [heads, rows] per sequence: rows that fail by an element, as a row, or with their tile."""
         looks, result = self.looks, []
         for peaks, cells, rows in zip(self.peaks, self.cells, self.of_rows, strict=True):
             one = limit(1, looks, draws) ** 2
@@ -213,7 +213,7 @@ class Errors:
                 most = limit(min(TILE, rows.shape[1]), looks, draws) ** 2
                 blocks = _tiles(cells.double().movedim(-1, 1).flatten(0, 1)).unflatten(0, (len(rows), -1)).amax(1)
                 tiles = torch.maximum(_tiles(rows), blocks) > most
-                # Of a tile that fails, the rows that are above what the whole tile may be.
+                # In a tile that fails, the rows above the tile's limit are wrong.
                 above = tiles.repeat_interleave(TILE, 1)[:, : rows.shape[1]] & (cells.double().amax(-1) > most)
                 bad = bad | above
             result.append(bad)
@@ -221,7 +221,7 @@ class Errors:
 
 
 def _tiles(rows: Tensor) -> Tensor:
-    """[.., tiles]: means over TILE rows; the last tile is the last TILE rows."""
+    """Returns means over TILE rows, [.., tiles]; the last tile has the last TILE rows."""
     length = rows.shape[-1]
     if length <= TILE:
         return rows.mean(-1, keepdim=True)

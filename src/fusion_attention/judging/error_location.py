@@ -1,4 +1,4 @@
-"""Where a result is wrong: which sequence, heads, rows or keys, and whether they lie in a pattern."""
+"""Locates wrong results: sequence, heads, rows or keys, and patterns of tiles."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ _PICTURE = 96  # heads and rows of a heat map, at most
 
 
 class Map:
-    """How far each row of each head is off, per sequence.
+    """The error of each row of each head, per sequence.
 
     Attributes:
-        off: [heads, rows] float32 per sequence: the row's error in expected sizes, over what would be too much; above 1
-            a row is wrong.
-        worst: (sequence, head, row, element, ours, golden, expected error) of the number that is off the most.
+        off: [heads, rows] float32 per sequence: the row's error divided by its limit; above 1 a row is wrong.
+        worst: (sequence, head, row, element, ours, golden, expected error) of the largest error.
     """
 
     def __init__(self, tally: Tally, word: str = "rows") -> None:
@@ -32,17 +31,17 @@ class Map:
 
     @property
     def wrong(self) -> list[Tensor]:
-        """[heads, rows] bool per sequence."""
+        """Wrong rows: bool [heads, rows] per sequence."""
         return [off > 1 for off in self.off]
 
     @property
     def fraction(self) -> float:
-        """Of all rows of all heads that are wrong."""
+        """The fraction of wrong rows."""
         count = sum(off.numel() for off in self.off)
         return sum(int(w.sum()) for w in self.wrong) / count if count else 0.0
 
     def sentences(self) -> list[str]:
-        """Where, in words; nothing where nothing is wrong."""
+        """Describes the location of errors; empty without errors."""
         wrong = self.wrong
         bad = [b for b, w in enumerate(wrong) if w.any()]
         if not bad:
@@ -61,7 +60,7 @@ class Map:
         return results
 
     def picture(self, b: int) -> Tensor:
-        """off of a sequence, at most 96 heads by 96 rows, each the largest of those it stands for."""
+        """Returns `off` of a sequence, reduced by maxima to at most 96 heads by 96 rows."""
         off = self.off[b]
         if not off.numel():
             return off
@@ -71,10 +70,10 @@ class Map:
 
 
 def looks_like(tally: Tally, word: str = "row", rows: Callable[[int], Tensor] | None = None) -> list[str]:
-    """The appearance of wrong rows: zeros, NaN, infinities, or copies of other rows.
+    """Describes wrong rows that are zero, NaN, infinite, or copies of other rows.
 
     Args:
-        word: for a row. rows: of a sequence, [heads, rows, elements]; None: copies are no matter.
+        word: the name of a row. rows: returns a sequence's output [heads, rows, elements]; None: copies are not tested.
     """
     wrong = tally.errors.wrong()
     total = sum(int(w.sum()) for w in wrong)
@@ -103,7 +102,7 @@ _LOOKS = (("zero", "is zero", "are zero"), ("nan", "holds NaN", "hold NaN"),
 
 
 def most(tally: Tally, shape: Sequence[int]) -> list[str]:
-    """Where an output that has no rows is wrong."""
+    """Describes the largest error of an output without rows."""
     if tally.worst is None:
         return []
     count = sum(int(w.sum()) for w in tally.errors.wrong())
@@ -114,7 +113,7 @@ def most(tally: Tally, shape: Sequence[int]) -> list[str]:
 
 
 def _copied(rows: Tensor, wrong: Tensor, golden: Tensor) -> tuple[int, int, int, int] | None:
-    """(head, row, other head, other row): the first of some wrong rows that equals another, which golden's does not."""
+    """Returns (head, row, other head, other row) of a wrong row that equals another row, unlike golden's; else None."""
     for head, row in wrong.nonzero()[:8].tolist():
         mine, right = rows[head, row], golden[head, row]
         if not (mine == mine[0]).all():
@@ -127,7 +126,7 @@ def _copied(rows: Tensor, wrong: Tensor, golden: Tensor) -> tuple[int, int, int,
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """0-3, 7."""
+    """Formats numbers as ranges: 0-3, 7."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:
@@ -148,7 +147,7 @@ def _which(bad: Tensor, word: str) -> str:
 
 
 def _pattern(bad: Tensor) -> str:
-    """What tiles say about rows: they begin at a tile's edge, or the same rows of every tile are wrong."""
+    """Describes wrong rows that begin at a tile's edge, or repeat in every tile."""
     numbers = bad.nonzero().flatten()
     first = int(numbers[0])
     edge = max((tile for tile in TILES if first and first % tile == 0), default=0)

@@ -1,8 +1,8 @@
-"""Judges a call by the formulas: every output of the whole call, or of pieces drawn from it, under any setting."""
+"""Measures the outputs of a call against the formulas, completely or on samples, under any setting."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -10,7 +10,7 @@ import torch
 
 from fusion_attention.judging.error_bound import Errors
 from fusion_attention.judging.error_location import Map
-from fusion_attention.judging.expected_error import KERNEL, Grade
+from fusion_attention.judging.expected_error import KERNEL, PROGRAM, Grade
 from fusion_attention.judging.outputs import Output, Unit, Wanted, computed, of_heads, totals
 from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.standards import Tally
@@ -20,8 +20,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What a setting gives on some pieces: each output's tally, (of whole calls) its map, and tallies of other results
-    of the same call, by who computed them."""
+    """Error tallies of a call's outputs, maps of complete calls, and tallies of other programs' results by program."""
 
     tallies: dict[str, Tally]
     maps: dict[str, Map]
@@ -29,12 +28,12 @@ class Result:
 
     @property
     def passes(self) -> bool:
-        """Every output is within the error bound."""
+        """True if every output is within the error bound."""
         return all(tally.passes for tally in self.tallies.values())
 
     @property
     def failing(self) -> list[str]:
-        """The outputs that are not."""
+        """The outputs that exceed the error bound."""
         return [name for name, tally in self.tallies.items() if not tally.passes]
 
     @property
@@ -53,11 +52,11 @@ def measured(
     with_baseline: bool = False,
     beside: Mapping[str, Sequence[Output]] = MappingProxyType({}),
 ) -> Result:
-    """The distance of the captured outputs from the setting's.
+    """Measures the captured outputs against a setting's.
 
     Args:
-        grade: of the programs whose errors are expected. complete: the pieces are all of the call, and maps are wanted.
-        with_baseline: measure a baseline program too. beside: other results, by who computed them.
+        grade: grade of the expected errors. complete: the pieces cover the call, and maps are needed.
+        with_baseline: also measure a baseline program. beside: results of other programs, by name.
     """
 
     def fresh(results: Sequence[Output]) -> dict[str, Tally]:
@@ -86,6 +85,20 @@ def measured(
     return Result(tallies, maps, others)
 
 
+def graded(measure: Callable[[Sequence[str] | None, Grade], Result]) -> tuple[Result, dict[str, Grade]]:
+    """Measures outputs as a kernel's and, if they fail, as a program's; returns the errors and each output's grade.
+
+    measure: measures the named outputs (None: all) with a grade.
+    """
+    base = measure(None, KERNEL)
+    grades = dict.fromkeys(base.tallies, KERNEL)
+    if base.passes:
+        return base, grades
+    again = measure(base.failing, PROGRAM)
+    result = Result(base.tallies | again.tallies, base.maps | again.maps, base.beside)
+    return result, grades | dict.fromkeys(again.tallies, PROGRAM)
+
+
 def _tally(setting: Setting, o: Output, *, complete: bool) -> Tally:
     p, e = setting.problem, setting.extents
     terms = int(e.kv_len.max(initial=1))
@@ -97,14 +110,14 @@ def _tally(setting: Setting, o: Output, *, complete: bool) -> Tally:
 
 
 def _of_total(o: Output, wanted: Wanted) -> tuple[Tensor, Wanted]:
-    """An output without rows as [1, rows, columns]."""
+    """Returns an output without rows as [1, rows, columns]."""
     shape = (1, -1, o.tensor.shape[-1] if o.tensor.dim() > 1 else 1)
     value, variance = (t.reshape(shape) for t in (wanted.value, wanted.variance))
     return o.tensor.reshape(shape), Wanted(value, variance, None if wanted.baseline is None else value)
 
 
 def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, generator: torch.Generator) -> list[Unit]:
-    """Pieces of where outputs fail, and of where they do not: a few heads and rows each, the first failure too."""
+    """Samples parts of failing and of passing regions, a few heads and rows each; the first failure is included."""
     results: set[tuple[int, int, int, int, int, bool, bool]] = set()
     for o in outputs:
         if o.name not in maps:
@@ -121,7 +134,7 @@ def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, gen
 
 
 def _some(marks: Tensor, count: int, generator: torch.Generator) -> list[list[int]]:
-    """The first and last true places, and some between."""
+    """Returns the first and last true indices and random ones between."""
     flat = marks.flatten().nonzero().flatten()
     if not len(flat):
         return []

@@ -1,13 +1,13 @@
-"""How large the error of a right program is, number by number: independent roundings, carried through the formulas.
+"""Expected size of a correct program's error, per element: independent roundings, propagated through the formulas.
 
-docs/accuracy.md states the model and its formulas. All functions give variances: squares of expected sizes.
+docs/accuracy.md states the model and its formulas. All functions return variances: squares of expected sizes.
 
     u       half a unit in the last place of 1, 2^-8 for bfloat16: a stored x has variance (u 2^floor(log2 |x|))^2 / 3
-    r       the same relative to x^2, on average over where x lies between two powers of two: 3 / (8 log 2) * u^2 / 3
-    a       u^2 / 3 of float32, in which sums are formed: a sum of n terms t has variance
-            a * n * ((sum t)^2 / 3 + sum t^2), whatever the order of its terms
+    r       the same relative to x^2, averaged over x between two powers of two: 3 / (8 log 2) * u^2 / 3
+    a       u^2 / 3 of float32, the dtype of sums: a sum of n terms t has variance a * n * ((sum t)^2 / 3 + sum t^2),
+            for any order of its terms
     e       relative variance of a weight exp(s - max), from the error of its score
-    w       relative variance of a weight by its own rounding to the dtype
+    w       relative variance of a weight from rounding it to the dtype
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ Tensor = torch.Tensor
 FLOAT32 = 2.0**-48 / 3  # a
 _UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 _BINADE = 3 / (8 * math.log(2))  # mean of (2^floor(log2 x) / x)^2, the logarithm of x evenly distributed
-# Spacing of the smallest numbers. Those of float32's range below the normal ones may be flushed to 0, as GPUs and
-# instructions of bfloat16 do: an error of up to 2^-126 either way.
+# Spacing of the smallest numbers. GPUs and bfloat16 instructions may flush subnormals of float32's range to 0: an error
+# of up to 2^-126 in either direction.
 _QUANTA = {torch.bfloat16: 2.0**-125, torch.float16: 2.0**-24, torch.float32: 2.0**-125, torch.float64: 0.0}
-# A weight below it may be 0: from there on its products with what counts beside 1 in float32 are subnormal.
+# A weight below it may be 0: its products with values that are significant beside 1 in float32 are subnormal.
 LEAST_WEIGHT = 2.0**-102
-# Fewer pairs than this are computed in float64, where no square of a tiny or huge number is lost.
+# Fewer pairs than this are computed in float64, where squares of tiny and huge numbers do not underflow or overflow.
 _FEW = 1 << 18
-_DIGITS = 2.0**-30 / 12  # variance of rounding numbers to two digits of 8 bits, beside the largest squared
-_SHORT = 32  # elements of vectors whose squares are multiplied one by one even so
+_DIGITS = 2.0**-30 / 12  # variance of rounding to two digits of 8 bits, relative to the largest number squared
+_SHORT = 32  # shorter vectors have exact sums of products of squares
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """r of a dtype; of integers 0, since they are judged before they are rounded."""
+    """Returns r of a dtype; 0 for integers, which are judged before rounding."""
     return _BINADE * _UNITS[dtype] ** 2 / 3 if dtype in _UNITS else 0.0
 
 
 def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Variance of values that are rounded to a dtype."""
+    """Returns the variance of rounding values to a dtype."""
     if dtype not in _UNITS:
         return torch.zeros_like(value)
     mantissa, exponent = torch.frexp(value.double().nan_to_num(0.0, 0.0, 0.0))
@@ -52,24 +52,24 @@ def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantum(dtype: torch.dtype) -> float:
-    """The variance of rounding a number to the dtype's subnormals, or of leaving them out where programs do."""
+    """Returns the variance of rounding to the dtype's subnormals, or of flushing them to zero."""
     return _QUANTA[dtype] ** 2 / 12 if dtype in _QUANTA else 0.0
 
 
 def underflow(n: float | Tensor) -> Any:
-    """The variance of a sum of n products that are taken for 0 because they are subnormal, all to the same side."""
+    """Returns the variance of a sum of n products whose subnormal values are flushed, all with one sign."""
     return n**2 * quantum(torch.float32)
 
 
 @dataclass(frozen=True)
 class Grade:
-    """Where a program rounds.
+    """The steps in which a program rounds.
 
     Attributes:
-        words: what a result of that grade is.
-        low: it rounds every step to the dtype, scores, products and sums of few terms included; else only weights,
-            gradients of scores and results.
-        poor: it rounds running sums too.
+        words: description of results with this grade.
+        low: True if every step is rounded to the dtype, including scores, products and short sums; else only weights,
+            gradients of scores and results are.
+        poor: True if running sums are rounded too.
     """
 
     words: str
@@ -77,24 +77,24 @@ class Grade:
     poor: bool = False
 
     def sums(self, dtype: torch.dtype) -> float:
-        """a: the variance of rounding a running sum of 1."""
+        """Returns a, the variance of rounding a running sum of 1."""
         if dtype == torch.float64:
             return rounding(dtype)
         return rounding(torch.float16 if dtype == torch.float32 else dtype) if self.poor else FLOAT32
 
     def step(self, dtype: torch.dtype) -> float:
-        """The variance of rounding a step of 1 that a kernel keeps in float32."""
+        """Returns the variance of rounding an intermediate value of 1 that a kernel keeps in float32."""
         if self.poor and dtype == torch.float32:
             return rounding(torch.float16)
         return rounding(dtype) if self.low else 0.0
 
     def weight(self, dtype: torch.dtype) -> float:
-        """w: of a weight as the second product takes it. Kernels of float32 keep it."""
+        """Returns w, the variance of a weight in the second product; float32 kernels do not round weights."""
         once = 0.0 if dtype in (torch.float32, torch.float64) else rounding(dtype)
         return once + 2 * self.step(dtype)
 
     def stored(self, value: Tensor, variance: Tensor, dtype: torch.dtype) -> Tensor:
-        """The variance of a result that was rounded to its dtype; a program may do so part by part."""
+        """Returns the variance of a result after rounding to its dtype; low-precision programs may round twice."""
         return variance + (2 if self.low else 1) * stored(value, dtype)
 
 
@@ -104,7 +104,7 @@ POOR = Grade("as exact as a program that sums in 16 bits", low=True, poor=True)
 
 
 def summed(value: Tensor, n: int, dtype: torch.dtype, grade: Grade) -> Tensor:
-    """What a sum of n terms adds by its own size: a n value^2 / 3."""
+    """Returns the contribution of a sum's size to its variance, for n terms: a n value^2 / 3."""
     return (grade.sums(dtype) * n / 3 + grade.step(dtype)) * value.nan_to_num(0.0, 0.0, 0.0).square()
 
 
@@ -113,12 +113,12 @@ def _squares(tensor: Tensor, error_dtype: torch.dtype) -> Tensor:
 
 
 def _norm(tensor: Tensor, error_dtype: torch.dtype) -> Tensor:
-    """[heads, rows, 1]: sums of squares of rows."""
+    """Returns [heads, rows, 1]: sums of squares of rows."""
     return _squares(tensor, error_dtype).sum(-1, keepdim=True)
 
 
 def products_of_squares(one: Tensor, other: Tensor, error_dtype: torch.dtype) -> Tensor:
-    """[heads, rows, keys]: sum_d one^2 other^2; of many long vectors, as if they had random directions."""
+    """Returns [heads, rows, keys]: sum_d one^2 other^2; for many long vectors, as if of random directions."""
     dim = one.shape[-1]
     if error_dtype == torch.float64 or dim < _SHORT:
         return _squares(one, error_dtype) @ _squares(other, error_dtype).mT
@@ -126,18 +126,17 @@ def products_of_squares(one: Tensor, other: Tensor, error_dtype: torch.dtype) ->
 
 
 def scores(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype, *, exact: bool = False) -> Tensor | float:
-    """e of every pair: variance of its score, and of the exponential of what is left of it beneath the maximum.
+    """Returns e of every pair: the variance of its score and of exp(score - max).
 
     kernel    a * (n * (x^2 / 3 + Q) + 3 x^2 + 2 s^2 + 2 max^2 + (s - max)^2 + 8)      n = dim, x = scale * q . k
-    program   besides r * (Q + 3 x^2 + 2 s^2 + (s - max)^2 + 4)                            Q = scale^2 * sum_d q^2 k^2
+    program   plus r * (Q + 3 x^2 + 2 s^2 + (s - max)^2 + 4)                               Q = scale^2 * sum_d q^2 k^2
 
-    A number where no pair's matters beside weight(), unless
-    it must be exact.
+    It is one number, an upper bound, if that is negligible beside weight(), unless it must be exact.
     """
     p, dtype = x.problem, x.problem.torch_dtype
     a, r = grade.sums(dtype), grade.step(dtype)
     stores = _remade(p)
-    n = 0 if p.has_weight_scale else p.dim_qk + p.dim_rope  # sums of products of int8 are integers that float32 holds
+    n = 0 if p.has_weight_scale else p.dim_qk + p.dim_rope  # sums of int8 products are exact in float32
     by = torch.as_tensor(x.scores_by, dtype=error_dtype)
     q, k = (_norm(t, error_dtype) for t in (x.q, x.k))
     if x.q_rope is not None and x.k_rope is not None:
@@ -164,13 +163,13 @@ def scores(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype, *, exac
 
 
 def _terms(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
-    """[heads, rows, 1]: n of sums over keys; equal terms have equal roundings, so how many there are counts squared."""
+    """Returns [heads, rows, 1]: n of sums over keys; equal terms round equally, so their number counts squared."""
     live = s.live.to(error_dtype)
     return (live if x.times is None else live * x.times.to(error_dtype).square()).sum(-1, keepdim=True)
 
 
 def _error_dtype(pairs: int, x: Block, *more: Tensor) -> torch.dtype:
-    """In what many pairs' variances are computed: float32, if squares of products of its operands fit in."""
+    """Returns the dtype for variances of many pairs: float32 if squares of its operands' products fit."""
     if pairs <= _FEW:
         return torch.float64
     q, k, v, *others = (
@@ -182,27 +181,27 @@ def _error_dtype(pairs: int, x: Block, *more: Tensor) -> torch.dtype:
 
 
 def faint(pairs: Tensor) -> bool:
-    """Whether some key's pairs [.., keys] are all so small that float32 has no square of theirs times a variance."""
+    """True if all values [.., keys] of a key are so small that their square times a variance underflows in float32."""
     most = pairs.abs().flatten(0, -2).amax(0) if pairs.numel() else pairs.new_ones(1)
     return bool(((most > 0) & (most < 2.0**-28)).any())
 
 
 def _of_weights(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype) -> Tensor | float:
-    """e, and 1 more where the weight is so small that it may be 0."""
+    """Returns e, plus 1 where the weight is so small that it may become 0."""
     e, tiny = scores(x, s, grade, error_dtype), (s.weights < LEAST_WEIGHT) & (s.weights > 0)
     return e + tiny.to(error_dtype) if bool(tiny.any()) else e
 
 
 def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool = True) -> dict[str, Tensor]:
-    """Variances of out [heads, rows, dim_v] before it is stored, and of max, sum and lse [heads, rows, 1].
+    """Returns variances of out [heads, rows, dim_v] before it is stored, and of max, sum and lse [heads, rows, 1].
 
     out   sum_j P^2 (e + w) (v - out)^2 + w out^2 sum P^2          the weights; an error of scores moves the divisor too
-          beneath dropout v / keep_prob, and besides out^2 sum P^2 e of keys that are dropped: the divisor has them
+          with dropout v / keep_prob, plus out^2 sum P^2 e of dropped keys, which are in the divisor
           + a n (out^2 / 2 + sum P^2 v^2)                      the sums of values and of weights
-          of caches of integers besides max_j (P m)^2 2^-30 / 12 sum_j (v / m)^2, m = max_d abs v of a token with a
-          scale of its own, else 1                                 weights times scales, rounded to 16 bits
-          of weights W = round(c exp(s - max)), c = weight_scale, in place of the first two lines
-          sum_j v^2 / sum^2 of W near a middle + out^2 sum P^2 e   a flip of a weight by one; the divisor
+          + max_j (P m)^2 2^-30 / 12 sum_j (v / m)^2 for caches of integers, m = max_d abs v with a scale per token,
+          else 1                                                   weights times scales, rounded to 16 bits
+          for weights W = round(c exp(s - max)), c = weight_scale, the first two lines are replaced by
+          sum_j v^2 / sum^2 of W near a middle + out^2 sum P^2 e   a weight changes by one; the divisor
     lse   sum_j P^2 e + a (n / 9 + 2 + lse^2 + max^2)
     max   e, at the maximum;  sum   sum^2 (sum_j P^2 e + e at the maximum + a n / 3)
     """
@@ -227,7 +226,7 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     elif isinstance(e, float):
         variance = factor**2 * (each @ values.square())
     else:
-        # What all values share cancels below; a mean would follow the largest, and leave no digit of the others.
+        # A common part of all values cancels; the median is not dominated by the largest value, as a mean is.
         centre = values.median(1, keepdim=True).values if values.shape[1] else values.new_zeros(1, 1, 1)
         values, off = values - centre, mean - factor * centre
         variance = factor**2 * (each @ values.square()) - 2 * factor * off * (each @ values)
@@ -249,9 +248,8 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     if quantum(dtype) > 1e-30 and (w or grade.low) and x.weight_scale is None:  # weights of float16 that are subnormal
         least = quantum(dtype) * torch.maximum(divisor.to(error_dtype) ** -2, torch.tensor(1.0 if grade.low else 0.0))
         variance = variance + least * x.keep_factor**2 * (live.to(error_dtype) @ values.square())
-    full = (
-        divisor.to(error_dtype).clamp(max=1.0) if grade.low else divisor.to(error_dtype)
-    )  # divided before or after it is summed
+    full = divisor.to(error_dtype)
+    full = full.clamp(max=1.0) if grade.low else full  # low grades may divide before the sum
     variance = variance + underflow(n) * (x.keep_factor / full).square()
     results = {"out": variance.double()}
     if x.out_scale is not None:
@@ -279,42 +277,41 @@ def _statistics(x: Block, s: Softmax, squares: Tensor, grade: Grade) -> dict[str
 
 
 def _of_logarithm(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
-    """n / 9 + 2 + lse^2 + max^2, [heads, rows, 1]: in a, what max + log(sum) loses besides its weights' errors."""
+    """Returns n / 9 + 2 + lse^2 + max^2, [heads, rows, 1]: the error of max + log(sum) without that of weights."""
     top, lse = ((t.to(error_dtype).nan_to_num(0.0, 0.0, 0.0)).square() for t in (s.top, s.top + s.total.log()))
     return _terms(x, s, error_dtype) / 9 + 2 + lse + top
 
 
 def _flips(c: Tensor, s: Softmax, e: Tensor | float, step: float, error_dtype: torch.dtype) -> Tensor:
-    """Of weights round(c exp(s - max)): those so near the middle of two integers that an error leads to the other one.
+    """Returns weights round(c exp(s - max)) so near the middle of two integers that an error changes the integer.
 
-    That of the maximum, exp(0), has no error.
+    The weight of the maximum, exp(0), has no error.
     """
     scaled = c.to(error_dtype) * (s.shown - s.top).exp().to(error_dtype)
-    least = (
-        7 * scaled.abs() * torch.as_tensor(e + 2 * step, dtype=error_dtype).sqrt()
-    )  # 7: as far as one of a million goes
+    # 7 standard deviations: fewer than one in a million errors is larger.
+    least = 7 * scaled.abs() * torch.as_tensor(e + 2 * step, dtype=error_dtype).sqrt()
     near = ((scaled - scaled.floor() - 0.5).abs() < least) & s.softmax & (s.shown != s.top)
     return near / s.total.where(s.total != 0, 1.0).to(error_dtype).square()
 
 
 def _shares(s: Softmax, error_dtype: torch.dtype) -> Tensor:
-    """P^2, of weights that are no integers yet."""
+    """Returns P^2 of weights before rounding to integers."""
     soft = (s.shown - s.top).exp() / s.total.where(s.total != 0, 1.0)
     return soft.to(error_dtype).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0).square()
 
 
 def _remade(p: Problem) -> float:
-    """The variance of rounding keys and values that are made of integers; integers are multiplied as they are."""
+    """Returns the variance of rounding dequantised keys and values; 0 if integers are multiplied directly."""
     return rounding(p.torch_dtype) if p.kv_dtype and not p.has_weight_scale else 0.0
 
 
 def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
-    """[heads, rows, 1]: variance of delta = dout . out by what out lost; g: of all keys of the rows.
+    """Returns [heads, rows, 1]: the variance of delta = dout . out by the errors of out; g: of all keys of the rows.
 
         sum_d dout^2 out^2 (r + a n / 2) + sum_j P^2 dP^2 (e + w + a n) + a dim (delta^2 / 3 + sum (dout out)^2)
-        of a gradient of lse besides (a + r) (delta^2 + dlse^2)
+        with a gradient of lse plus (a + r) (delta^2 + dlse^2)
 
-    Without g what the weights lost counts as much as what storing out lost.
+    Without g the error of the weights counts as much as that of storing out.
     """
     dout, out = x.saved[:2]
     dtype = x.problem.torch_dtype
@@ -331,7 +328,7 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
         from_weights = (terms * each).sum(-1, keepdim=True).double()
     n = dout.shape[-1]
     of_out = rounding(dtype) + r + a * x.kv_len / 2
-    of_sum: Any = underflow(max(x.kv_len, 1))  # out's, before it was divided
+    of_sum: Any = underflow(max(x.kv_len, 1))  # of out, before the division
     if g is not None and g.dscores.shape[-1]:
         of_sum = of_sum * g.softmax.weights.double().nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True).square()
     subnormal = (quantum(dtype) + of_sum) * dout.nan_to_num(0.0, 0.0, 0.0).square().sum(-1, keepdim=True)
@@ -342,8 +339,8 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
 
 
 def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, error_dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """(variance of dS but for delta's and the divisor's, dS, P beneath the cap's slope), [heads, rows, keys]; (that of
-    the divisor, relative), [heads, rows, 1]."""
+    """Returns (variance of dS without delta's and the divisor's, dS, P with the cap's slope), [heads, rows, keys], and
+    the relative variance of the divisor, [heads, rows, 1]."""
     dtype, s = x.problem.torch_dtype, g.softmax
     a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
     dscores = g.dscores.to(error_dtype).nan_to_num(0.0, 0.0, 0.0)
@@ -353,7 +350,7 @@ def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, error_dtype
     slope: Any = s.slope.to(error_dtype) if isinstance(s.slope, Tensor) else s.slope
     products += underflow(dim) * factor**2
     soft = s.weights.to(error_dtype).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0)
-    # Of the saved divisor, and of the one that a program finds itself.
+    # Of the saved divisor, and of one that a program recomputes.
     divisor = 2 * ((soft.square() * e).sum(-1, keepdim=True) + a * _of_logarithm(x, s, error_dtype))
     soft, sloped = soft * slope, dscores * slope
     each = sloped.square() * (e + (w + 2 * r)) + soft.square() * products
@@ -366,7 +363,7 @@ def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, error_dtype
 
 
 def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
-    """[heads, rows, keys]: variance of the gradient of scores, where a bias was added to them."""
+    """Returns [heads, rows, keys]: the variance of the gradient of scores, which is a bias's."""
     error_dtype = torch.float64
     e = _of_weights(x, g.softmax, grade, error_dtype)
     before = replace(g, softmax=replace(g.softmax, slope=1.0))
@@ -376,17 +373,17 @@ def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
 
 
 def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, Tensor]:
-    """Variances of what a block adds to the gradients, by query head, as formulas.gradients() has them.
+    """Returns variances of a block's contribution to the gradients, by query head, like formulas.gradients().
 
         dS   dS^2 (e + w + a n) + P^2 var(dP),   var(dP) = a dim (dP^2 / 3 + |dout|^2 |v|^2 / dim)
-             beneath a cap, whose slope 1 - t^2 cancels, besides 4 a (P (dP - delta))^2
-        d    twice lse's, relative, of all of a row's P: the saved one's and that of a program's own
+             with a cap, whose slope 1 - t^2 has cancellation, plus 4 a (P (dP - delta))^2
+        d    twice the variance of lse, common to all P of a row: of the saved one and of a recomputed one
         dq   scale^2 (sum_j var(dS) k^2 + var(delta) (sum_j P k)^2 + d (sum_j dS k)^2)
         dk   scale^2 sum_i (var(dS) + P^2 var(delta) + d dS^2) q^2;   dv   sum_i P^2 (e + d + w + a n) dout^2
         dsink   sum_i P_sink^2 (var(delta) + delta^2 (e_sink + d))
 
-    n is the number of terms: keys of a row, rows of a key and its heads. A sum adds summed() when it is complete. Of
-    lists dk and dv have w once more: what a row adds to a key may be stored in the dtype before all of it is added up.
+    n is the number of terms: keys of a row, rows of a key and its heads. summed() is added to complete sums. With lists
+    of keys, dk and dv have w once more: a row's contribution may be stored in the dtype before the sum.
     """
     dtype, s = x.problem.torch_dtype, g.softmax
     error_dtype = (
@@ -429,19 +426,3 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
             sink_weight.square() * (of_delta + g.delta.square() * of_sink) + quantum(torch.float32)
         ).sum((1, 2))
     return {name: value.double().nan_to_num(0.0, posinf=torch.inf) for name, value in results.items()}
-
-
-__all__ = [
-    "KERNEL",
-    "POOR",
-    "PROGRAM",
-    "Grade",
-    "delta",
-    "faint",
-    "forward",
-    "gradients",
-    "quantum",
-    "rounding",
-    "scored",
-    "summed",
-]

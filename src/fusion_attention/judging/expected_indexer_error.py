@@ -1,9 +1,9 @@
-"""How large the error of a right program is for the indexer and its loss: the model of expected_error, on some rows.
+"""Expected size of a correct program's error for the indexer and its loss: the model of expected_error, for some rows.
 
     S_h = q_h . k,  I = sum_h w_h max(0, S_h)      products and scores, n terms each
     y = exp(I - max) / sum,  p = mean of heads' probabilities,  dI = y - p
 
-u, r, a, w are expected_error's. All functions give variances: squares of expected sizes.
+u, r, a and w are defined in expected_error. All functions return variances: squares of expected sizes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fusion_attention.judging.indexer_formulas import (
 from fusion_attention.judging.outputs import Wanted
 
 Tensor = torch.Tensor
-TOTALS = ("loss", "dk")  # to which all rows add
-# A product within so many of its standard deviations of 0 is above it in one right program and below it in another.
+TOTALS = ("loss", "dk")  # sums over all rows
+# A product within this many standard deviations of 0 may have either sign in correct programs.
 _OPEN = 4.0
-_FEW, _BUFFER = 1 << 18, 1 << 22  # as in expected_error; numbers that are in memory at once
-# A variance of which rounding dI to 16 bits makes all but this share need not be carried along term by term.
+_FEW, _BUFFER = 1 << 18, 1 << 22  # as in expected_error; numbers in memory at once
+# Other parts of a variance are approximated if they are at most this fraction of that of rounding dI to 16 bits.
 _LITTLE = 0.02
 
 
@@ -42,13 +42,13 @@ def _clean(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Uncertain:
-    """Of products S, [heads, rows, keys], and scores I, [rows, keys]: their variances; open: S may have either sign.
+    """Variances of products S, [heads, rows, keys], and scores I, [rows, keys]; open: the sign of S is uncertain.
 
     var(S) = a (n (S^2 / 3 + Q) + S^2) + r (2 S^2 + Q)                                   Q = sum_d q^2 k^2
     var(I) = sum_h w_h^2 var(S_h) + (a + r) sum_h t_h^2 + a H (I^2 / 3 + sum_h t_h^2) + r I^2
 
-    over the heads whose S is above 0 or open; t_h = w_h max(0, S_h). An S of exactly 0 is made of zeros, or of whole
-    numbers: it is not open.
+    over the heads whose S is above 0 or open; t_h = w_h max(0, S_h). An S of exactly 0 is not open: its terms are zeros
+    or integers.
     """
 
     products: Tensor
@@ -58,13 +58,13 @@ class Uncertain:
 
 
 def _fits(s: Scored) -> bool:
-    """Whether squares of products and of scores, and their errors, are numbers of float32."""
+    """True if squares of products and scores, and their errors, fit in float32."""
     q, k, w = (float(_clean(t).abs().amax()) if t.numel() else 1.0 for t in (s.q, s.k, s.weights))
     return all(2.0**-30 < product < 2.0**40 for product in (q * k, q * k * w))
 
 
 def uncertain(s: Scored, dtype: torch.dtype, grade: Grade, dscores: Tensor | None = None) -> Uncertain:
-    """Of a block's products and scores; dscores: the scores' gradient, where what follows has it."""
+    """Returns the variances of a block's products and scores; dscores: the scores' gradient, if needed later."""
     few = s.dots.numel() <= _FEW or not _fits(s) or (dscores is not None and faint(_clean(dscores)))
     error_dtype = torch.float64 if few else torch.float32
     a, r, n, heads = grade.sums(dtype), grade.step(dtype), s.q.shape[-1], len(s.q)
@@ -85,7 +85,7 @@ def uncertain(s: Scored, dtype: torch.dtype, grade: Grade, dscores: Tensor | Non
 
 
 def statistics(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wanted]:
-    """max and sum of the scores of some rows, before they are stored.
+    """Returns max and sum of the scores of some rows, before they are stored.
 
     max   var(I) at the maximum
     sum   sum^2 (sum_j y^2 (var(I) + x) + (1 - 2 y_max) var(I at the maximum) + a n / 3 + r)
@@ -110,10 +110,11 @@ def statistics(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wanted]
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """How far a right program's log y and p are off: key by key [rows, keys], and all keys of a row alike [rows, 1].
+    """Variances of log y and p: independent per key [rows, keys], and common to all keys of a row [rows, 1].
 
-    of_y: of log y, key by key; y_row: by its row's sum. of_p: of p, key by key; p_row: relative, by its row's divisor.
-    shares: of each key in the row's own sum, which what a key's score lost moves too; None: the sum was given.
+    of_y: of log y, per key; y_row: from the row's sum. of_p: of p, per key; p_row: relative, from the row's divisor.
+    shares: the fraction of each key in the row's sum, through which the error of a score changes all y; None: the sum
+    is an input.
     """
 
     of_y: Tensor
@@ -124,7 +125,7 @@ class Spread:
     shares: Tensor | None
 
     def of_pairs(self, by_y: Tensor, by_p: Tensor) -> Tensor:
-        """[rows, keys]: of by_y * log y + by_p * p."""
+        """Returns [rows, keys]: the variance of by_y * log y + by_p * p."""
         of_y = self.of_y
         if self.shares is not None:
             of_y = of_y * (1 - 2 * self.shares) + (self.shares.square() * of_y).sum(-1, keepdim=True)
@@ -132,7 +133,7 @@ class Spread:
         return result + by_p.square() * (self.of_p + self.p.square() * self.p_row)
 
     def of_sums(self, by_y: Tensor, by_p: Tensor) -> Tensor:
-        """[.., rows]: of sum_j by_y * log y + by_p * p, [.., rows, keys]."""
+        """Returns [.., rows]: the variance of sum_j by_y * log y + by_p * p, [.., rows, keys]."""
         full = by_y.sum(-1, keepdim=True)
         each = by_y if self.shares is None else by_y - self.shares * full
         result = (each.square() * self.of_y + by_p.square() * self.of_p).sum(-1)
@@ -141,10 +142,10 @@ class Spread:
 
 
 def spread(c: Compared, u: Uncertain, dtype: torch.dtype, grade: Grade) -> Spread:
-    """Of y and p.
+    """Returns the variances of y and p.
 
     of_y    var(I) + a (2 (I - max)^2 + 8) + r ((I - max)^2 + 4)
-    y_row   (a + r) (2 + log(sum)^2), of its own sum besides a n / 3
+    y_row   (a + r) (2 + log(sum)^2), plus a n / 3 if the call computes the sum
     of_p    target()
     """
     a, r, error_dtype = grade.sums(dtype), grade.step(dtype), u.scores.dtype
@@ -177,12 +178,12 @@ def _of_mass(given: Given, a: float) -> Tensor:
 
 
 def target(x: Attended, dtype: torch.dtype, grade: Grade, error_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(variance of p [rows, keys], the same relative to p that all keys of a row share [rows, 1]).
+    """Returns the variance of p [rows, keys], and the relative variance common to all keys of a row [rows, 1].
 
     e     a (n (s^2 / 3 + Q) + 5 s^2 + 2 max^2 + (s - lse)^2 + 8) + r (Q + 5 s^2 + (s - lse)^2 + 4)
     of_p  sum_h P_h^2 e_h / N^2 + (a H / 3 + 3 a + 2 r) p^2 + a H sum_h P_h^2 / N^2
     row   2 (a + r) + (a + r) mean_h(1 + lse^2) / H
-          of sinks besides sum_h P_sink^2 e_sink / N^2 + a H (1 / 3 + H / (6 N^2))
+          with sinks plus sum_h P_sink^2 e_sink / N^2 + a H (1 / 3 + H / (6 N^2))
     """
     a, r, heads = grade.sums(dtype), grade.step(dtype), len(x.scores)
     scores, lse = _clean(x.scores.to(error_dtype)), _clean(x.lse.to(error_dtype))
@@ -201,7 +202,7 @@ def target(x: Attended, dtype: torch.dtype, grade: Grade, error_dtype: torch.dty
 
 
 def of_loss(c: Compared, spreads: Spread, terms: int, dtype: torch.dtype, grade: Grade) -> Tensor:
-    """[1]: of what rows add to the loss, f (log p - log y) over their keys, but for what its own size adds.
+    """Returns [1]: the variance of rows' contribution to the loss, f (log p - log y) over their keys, without summed().
 
     row    Spread.of_sums() of its slopes, f - y sum f in I and log p - log y + 1 in p
            + f^2 (a (log y^2 + 2 log p^2 + 2 d^2 + 2) + r (log y^2 + log p^2 + 2 d^2)),  d = log p - log y
@@ -225,15 +226,16 @@ def of_gradients(
     s: Scored, u: Uncertain, times: Tensor, dscores: Tensor, slopes: tuple[Spread, Tensor, Tensor] | None, rows: int,
     dtype: torch.dtype, grade: Grade, squares: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Of gradients(), but for what their own sizes add; slopes: a Spread, dI by log y, dI by p; None: dI is given.
+    """Returns the variances of gradients(), without summed(); slopes: a Spread, dI by log y, dI by p; None: dI is an
+    input.
 
-    times: how often a row lists a key: equal terms of a sum have equal roundings, so their number counts squared.
-    squares: dI^2 entry by entry, added up: more than dI^2 where a key's entries cancel. None: keys are listed once.
+    times: multiplicity of a key in a row's list: equal terms of a sum round equally, so their number counts squared.
+    squares: sum of dI^2 over the entries of a key, which exceeds dI^2 if entries cancel. None: keys are listed once.
 
-    dI        Spread.of_pairs(): y^2 var(log y) + var(p), where what a row's keys share is not counted key by key
+    dI        Spread.of_pairs(): y^2 var(log y) + var(p), without the error that is common to a row's keys
     dS        w_h^2 var(dI) + (w_h dI)^2 (w + 2 a + a n) where S > 0; where its sign is open (w_h dI)^2 / 4
-    dq        sum_j var(dS) k^2, and w_h^2 (sum_j y k)^2 and w_h^2 (sum_j p k)^2 times what the row shares
-    dk        sum_ij var(dI) (sum_h w_h q)^2 + what roundings of dS add, times q^2
+    dq        sum_j var(dS) k^2, plus w_h^2 (sum_j y k)^2 and w_h^2 (sum_j p k)^2 times the common variances of the row
+    dk        sum_ij var(dI) (sum_h w_h q)^2 + the variance of roundings of dS, times q^2
     dweights  sum_j var(dI) max(0, S)^2 + dI^2 var(S) + (dI max(0, S))^2 (a n + 2 a + 2 r)
     """
     error_dtype, a, r, w = u.scores.dtype, grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
@@ -268,12 +270,13 @@ def of_gradients(
 
 
 def _little(pairs: Tensor, squares: Tensor, w: float) -> bool:
-    """Whether rounding dI to 16 bits makes nearly all of its error, in every row and for every key."""
+    """True if rounding dI to 16 bits dominates its error, in every row and for every key."""
     return w > 0 and all(bool((pairs.sum(i) <= _LITTLE * w * squares.sum(i)).all()) for i in (0, 1))
 
 
 def _of_rows(x: Spread, by_y: Tensor, by_p: Tensor, live: Tensor, k: Tensor) -> Tensor:
-    """[heads, rows, dim]: of sum_j (by_y log y + by_p p) k over live pairs: Spread.of_sums(), for every element."""
+    """Returns [heads, rows, dim]: the variance of sum_j (by_y log y + by_p p) k over live pairs, like Spread.of_sums()
+    per element."""
     result = (live * (by_y.square() * x.of_y + by_p.square() * x.of_p)) @ k.square()
     full = (live * by_y) @ k
     if x.shares is not None:
@@ -286,7 +289,8 @@ def _of_rows(x: Spread, by_y: Tensor, by_p: Tensor, live: Tensor, k: Tensor) -> 
 
 
 def _of_keys(pairs: Tensor, weights: Tensor, q: Tensor) -> Tensor:
-    """[keys, dim]: sum_i var(dI) (sum_h w_h q)^2; weights [heads, rows, keys], 0 where a pair is not live."""
+    """Returns [keys, dim]: sum_i var(dI) (sum_h w_h q)^2; weights [heads, rows, keys], 0 for pairs that are not
+    live."""
     result = q.new_zeros(pairs.shape[1], q.shape[-1])
     step = max(1, _BUFFER // max(result.numel(), 1))
     for i in range(0, len(pairs), step):
@@ -302,17 +306,17 @@ def _of_keys(pairs: Tensor, weights: Tensor, q: Tensor) -> Tensor:
 def wanted(
     x: Index, b: int, rows: slice, grade: Grade, dtypes: dict[str, torch.dtype] | None = None
 ) -> dict[str, Wanted]:
-    """Golden of some rows of sequence b with its variances, by kind.
+    """Returns golden's values of some rows of sequence b with their variances, by kind.
 
         indexer_topk      values [1, rows, top_k], indices (positions, with the variances of their scores) and scores
                           [1, rows, keys], which are not stored
         indexer_lse       max and sum [1, rows, 1]
-        indexer_loss      dq [heads, rows, dim], dweights [1, rows, heads]; and of loss [1] and dk [1, keys, dim] what
-                          the rows add, which completed() turns into a result when it is added up
+        indexer_loss      dq [heads, rows, dim], dweights [1, rows, heads]; and the rows' contribution to loss [1] and
+                          dk [1, keys, dim], for completed() after the sum over rows
         indexer_backward  the same without a loss
 
     Args:
-        dtypes: in which results are stored, by kind, where that is not the call's.
+        dtypes: dtypes of stored results, by kind, if they differ from the call's.
     """
     if x.op_kind == "indexer_topk":
         s, visible = x.scored(b, rows, torch.float64), x.visible(b, rows)
@@ -360,7 +364,7 @@ def _with_gradients(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wa
 def completed(
     x: Index, b: int, kind: str, total: Wanted, grade: Grade, stored: torch.dtype | None = None
 ) -> Wanted:  # fmt: skip
-    """A whole result of sequence b (of a loss: of all), with what a sum's own size and storing it add."""
+    """Adds the variance of a sum's size and of storing to a complete result of sequence b (loss: of all sequences)."""
     variance, e, dtype = total.variance, x.extents, x.problem.torch_dtype
     terms = {"dq": e.kv_len[b], "dweights": e.kv_len[b], "dk": e.q_len[b] * x.heads, "loss": e.q_len.sum()}.get(kind, 0)
     if terms:
@@ -371,12 +375,9 @@ def completed(
 
 
 def at_keys(variance: Tensor, indices: Tensor) -> Tensor:
-    """[rows, entries]: variances of listed keys; 0 of entries without one."""
+    """Returns [rows, entries]: variances of listed keys; 0 for entries without a key."""
     if not variance.shape[-1]:
         return torch.zeros(indices.shape, dtype=variance.dtype)
     listed = indices.long()
     inside = (listed >= 0) & (listed < variance.shape[-1])
     return variance.gather(-1, listed.where(inside, 0)).masked_fill(~inside, 0)
-
-
-__all__ = ["TOTALS", "at_keys", "completed", "of_gradients", "of_loss", "spread", "statistics", "uncertain", "wanted"]

@@ -1,7 +1,7 @@
-"""The formulas of attention on one block: golden's in float64, a plain program's in float32, and expected errors.
+"""The formulas of attention on one block, in any precision: float64 for golden, float32 for a baseline program.
 
-A plain program computes in float32 and rounds weights and results to the call's dtype; one of CANN's standards counts
-errors in its. Equality with the golden back end is tested.
+A baseline program computes in float32 and rounds weights and results to the call's dtype; one of CANN's standards
+compares errors with it. Tests compare these formulas with the golden back end.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _INF = math.inf
 
 @dataclass(frozen=True)
 class Precision:
-    """In what is computed.
+    """The dtypes of a computation.
 
     Attributes:
-        dtype: of products and sums. low: what weights and results are rounded to; None: not at all.
+        dtype: of products and sums. low: dtype of rounded weights and results; None: no rounding.
     """
 
     dtype: torch.dtype = torch.float64
     low: torch.dtype | None = None
 
     def narrow(self, weights: Tensor) -> Tensor:
-        """Weights as the second product takes them."""
+        """Rounds weights for the second product."""
         return weights.to(self.low).to(self.dtype) if self.low == torch.bfloat16 else weights
 
     def stored(self, values: Tensor) -> Tensor:
-        """A result as it is returned."""
+        """Rounds a result to the dtype in which it is returned."""
         return values if self.low is None else values.to(self.low)
 
 
@@ -43,19 +43,20 @@ GOLDEN = Precision()
 
 
 def baseline(dtype: torch.dtype) -> Precision:
-    """A straightforward program for results of a dtype."""
+    """Returns the precision of a straightforward program for results of a dtype."""
     return Precision(torch.float64 if dtype == torch.float64 else torch.float32, dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """Of a block: its weights, and what they were made of.
+    """The weights of a block, with the values that they were computed from.
 
     Attributes:
-        shown: scores, -inf where a key is not seen. product: what they were before bias and cap; None: the same.
-        slope: of a score by its product. top, total: [heads, rows, 1]. keyless: rows without a key, bool.
-        weights: exp(score - max), before they are divided by total and before dropout, of all keys of a row in mean
-            form 1. live: pairs that count, before dropout; softmax: those that scores made. mean: rows in mean form.
+        shown: scores, -inf for an invisible key. product: scores before bias and cap; None: the same as shown.
+        slope: derivative of a score by its product. top, total: [heads, rows, 1]. keyless: bool, rows without a key.
+        weights: exp(score - max), before the division by total and before dropout; 1 for rows that return the mean of
+            V. live: pairs with a weight, before dropout; softmax: those with a weight by score. mean: rows that return
+            the mean of V.
     """
 
     shown: Tensor
@@ -71,7 +72,7 @@ class Softmax:
 
 
 def narrowed(block: Block, precision: Precision) -> Block:
-    """The block's tensors in the precision's wide dtype."""
+    """Converts the block's tensors to the precision's accumulation dtype."""
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -85,7 +86,8 @@ def narrowed(block: Block, precision: Precision) -> Block:
 
 
 def scores_of(x: Block) -> tuple[Tensor, Tensor | None, Tensor | float]:
-    """(scores [heads, rows, keys], -inf where a key is not seen; products before cap and bias; slope of the cap)."""
+    """Returns (scores [heads, rows, keys], -inf for an invisible key; products before cap and bias; slope of the
+    cap)."""
     result = x.q @ x.k.mT
     if x.q_rope is not None and x.k_rope is not None:
         result = result + x.q_rope @ x.k_rope.mT
@@ -103,7 +105,7 @@ def scores_of(x: Block) -> tuple[Tensor, Tensor | None, Tensor | float]:
 
 
 def softmax(x: Block) -> Softmax:
-    """Of the block's scores, with statistics of its own."""
+    """Computes the softmax of the block's scores, with its statistics."""
     scores, product, slope = scores_of(x)
     shape = (*scores.shape[:2], 1)
     sink = scores.new_full(shape, -_INF) if x.sink is None else x.sink[:, None, None].expand(shape)
@@ -124,7 +126,7 @@ def softmax(x: Block) -> Softmax:
 
 
 def saved_softmax(x: Block) -> Softmax:
-    """Of the block's scores, with the statistics that a forward saved."""
+    """Computes the softmax of the block's scores from the statistics that a forward saved."""
     scores, product, slope = scores_of(x)
     _, _, top, total = x.saved
     empty = top == -_INF
@@ -138,7 +140,7 @@ def saved_softmax(x: Block) -> Softmax:
 
 
 def _with_means(x: Block, s: Softmax) -> Softmax:
-    """Rows without a key in mean form weigh all keys alike."""
+    """Sets equal weights for rows without a key whose result is the mean of V."""
     mean = s.keyless & (s.total > 0)
     weights, live = s.weights, s.live
     if mean.any():
@@ -149,8 +151,7 @@ def _with_means(x: Block, s: Softmax) -> Softmax:
 
 
 def forward(x: Block, p: Precision = GOLDEN, s: Softmax | None = None) -> dict[str, Tensor]:
-    """out [heads, rows, dim_v], and max and sum [heads, rows, 1] as the intermediate representation has them; s: the
-    block's softmax."""
+    """Returns out [heads, rows, dim_v], and max and sum [heads, rows, 1] in the IR's form; s: the block's softmax."""
     x = narrowed(x, p)
     s = softmax(x) if s is None else s
     weights, live = p.narrow(s.weights), s.live
@@ -175,14 +176,14 @@ def _returned(x: Block, out: Tensor, p: Precision) -> Tensor:
     if offset is not None:
         out = out + offset
     if p.low is None:
-        return out.clamp(-128, 127)  # Judged before it is rounded: beside the middle of two integers both are right.
+        return out.clamp(-128, 127)  # judged before rounding, as near the middle of two integers both are correct
     rounded = out.round() if x.problem.out_quant == "tensor" else (out + 0.5 * out.sign()).trunc()
     return rounded.clamp(-128, 127).nan_to_num(0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """The gradient of a block's scores: dscores before a cap's slope, dx behind it, upstream dP, delta, and P with
+    """Gradients of a block's scores: dscores before a cap's slope, dx after it; upstream dP, delta, and P with
     dropout."""
 
     softmax: Softmax
@@ -194,7 +195,7 @@ class Scored:
 
 
 def scored(x: Block, p: Precision = GOLDEN) -> Scored:
-    """dS = P (dP - delta), delta = dout . out - dlse, from the saved statistics and the saved output."""
+    """Computes dS = P (dP - delta), delta = dout . out - dlse, from the saved statistics and the saved output."""
     s = saved_softmax(x)
     dout, out = x.saved[:2]
     dropped_weights = s.weights if x.keep is None else (s.weights * x.keep_factor).masked_fill(~x.keep, 0)
@@ -208,8 +209,8 @@ def scored(x: Block, p: Precision = GOLDEN) -> Scored:
 
 
 def gradients(x: Block, p: Precision = GOLDEN, g: Scored | None = None) -> dict[str, Tensor]:
-    """The block's addends to the gradients: dq [heads, rows, ..], and dk, dv [heads, keys, ..], by query head; not
-    rounded where sums go on."""
+    """Returns the block's contribution to the gradients: dq [heads, rows, ..], and dk, dv [heads, keys, ..], by query
+    head, without rounding of sums."""
     x = narrowed(x, p)
     g = scored(x, p) if g is None else g
     dout, visible = x.saved[0], g.softmax.softmax
@@ -226,7 +227,7 @@ def gradients(x: Block, p: Precision = GOLDEN, g: Scored | None = None) -> dict[
 
 
 def at_sink(x: Block, s: Softmax) -> Tensor:
-    """[heads, rows, 1]: the sink's probability."""
+    """Returns [heads, rows, 1]: the sink's probability."""
     assert x.sink is not None
     result = (x.sink[:, None, None] - s.top.masked_fill(s.keyless, 0)).exp() / s.total.where(s.total != 0, 1.0)
     return result.masked_fill(s.keyless, 0)

@@ -1,7 +1,7 @@
-"""Judges calls of the indexer's family: chosen keys by their scores, values, statistics, the loss and its gradients.
+"""Judges calls of the indexer's family: selected keys by their scores, values, statistics, the loss and its gradients.
 
-A list of keys is judged by what the keys score: where two score alike, rounding may choose either; where two score
-the very same, the smaller index comes first.
+A list of keys is judged by the keys' scores: of two similar scores rounding may select either; of two equal scores the
+smaller index comes first.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from fusion_attention.judging.calls import BACKENDS, JudgeError, Recorded
 from fusion_attention.judging.error_bound import Errors
 from fusion_attention.judging.error_location import Map, looks_like
-from fusion_attention.judging.evaluate import Result
+from fusion_attention.judging.evaluate import Result, graded
 from fusion_attention.judging.expected_error import KERNEL, POOR, PROGRAM, Grade
 from fusion_attention.judging.expected_indexer_error import TOTALS, at_keys, completed, wanted
 from fusion_attention.judging.indexer_formulas import Index, chosen, compared, given, gradients, softmax
 from fusion_attention.judging.indexer_mistakes import INDEX_MISTAKES
 from fusion_attention.judging.outputs import Wanted
 from fusion_attention.judging.standards import Tally
-from fusion_attention.judging.verdict import NOISY, RIGHT, WRONG, Explanation, Judgement, opinion
+from fusion_attention.judging.verdict import Explanation, Judgement, judgement, opinion
 
 Tensor = torch.Tensor
 PAIRS = 1 << 21
@@ -35,12 +35,12 @@ _OP_KINDS = ("indexer_topk", "indexer_lse", "indexer_loss", "indexer_backward")
 
 
 def serves(lowered: Any) -> bool:
-    """Whether a call is one of the indexer's family."""
+    """True if a call is one of the indexer's family."""
     return str(lowered.op_kind).startswith("indexer")
 
 
 def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standard: str = "error-bound") -> Judgement:
-    """A call, as judging.judged()."""
+    """Judges a call, like judge.judged()."""
     if lowered.op_kind not in _OP_KINDS:
         raise JudgeError(f"{call.op.name}: the judge has no formula for it")
     x = setting_of(lowered)
@@ -49,15 +49,12 @@ def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standa
         raise JudgeError(f"{call.op.name}: no output to judge")
     theirs: dict[str, Any] = {who: call.computed(who, captured) for who in BACKENDS} if backends else {}
     others = {who: t for who, t in theirs.items() if not isinstance(t, str)}
-    with_baseline = standard == "cann-double"
-    base = measured(x, lowered, captured, with_baseline=with_baseline, beside=others)
-    grades = dict.fromkeys(base.tallies, KERNEL)
-    result = base
-    if not base.passes:
-        failing = {n: captured[n] for n in base.failing}
-        again = measured(x, lowered, failing, PROGRAM, with_baseline=with_baseline)
-        grades |= dict.fromkeys(again.tallies, PROGRAM)
-        result = Result(base.tallies | again.tallies, base.maps | again.maps, base.beside)
+
+    def measure(names: Sequence[str] | None, grade: Grade) -> Result:
+        chosen, beside = (captured, others) if names is None else ({n: captured[n] for n in names}, {})
+        return measured(x, lowered, chosen, grade, with_baseline=standard == "cann-double", beside=beside)
+
+    result, grades = graded(measure)
     mistakes: tuple[Explanation, ...] = ()
     noisy = False
     if search and not result.passes:
@@ -70,26 +67,15 @@ def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standa
         )
         for n, tally in result.tallies.items()
     }
-    right = all(o.passes for o in opinions.values())
-    return Judgement(
-        call.op.name,
-        call.source,
-        RIGHT if right else NOISY if noisy and not result.passes else WRONG,
-        opinions,
-        call.unjudged(captured),
-        theirs | {who: {n: t.z for n, t in tallies.items()} for who, tallies in base.beside.items()},
-        mistakes,
-        search,
-        (*call.notes, *call.doubts()),
-        standard,
-    )
+    errors = {who: {n: t.z for n, t in tallies.items()} for who, tallies in result.beside.items()}
+    return judgement(call, opinions, theirs | errors, captured, standard, search, mistakes, noisy)
 
 
 def _looks(x: Index, kind: str, tally: Tally, views: Mapping[str, Any]) -> list[str]:
-    """The appearance of an output's errors."""
+    """Describes the errors of an output."""
     if kind in ("loss", "max", "sum"):
         return looks_like(tally, "number")
-    if kind == "indices":  # judgeable() marks them by NaN
+    if kind == "indices":  # judgeable() marks wrong entries by NaN
         sentences = looks_like(tally, "list")
         return [s.replace("holds NaN", _LISTS[0]).replace("hold NaN", _LISTS[1]) for s in sentences if "NaN" in s]
     heads, lengths = x.heads if kind == "dq" else 1, x.extents.kv_len if kind == "dk" else x.extents.q_len
@@ -104,7 +90,7 @@ _LISTS = tuple(
 
 
 def setting_of(lowered: Any) -> Index:
-    """A lowered call of the indexer's family."""
+    """Makes an Index from a lowered call of the indexer's family."""
     filled = lowered.fill(lowered.results())
     if filled.first is not None:
         from fusion_attention.plan import compute
@@ -124,7 +110,8 @@ def setting_of(lowered: Any) -> Index:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Golden's values of an output: rows of sequence b, or (of a total) all of it; and what its scores are."""
+    """Golden's values of an output for rows of sequence b (complete for a total), with the scores of the listed
+    keys."""
 
     kind: str
     b: int
@@ -141,7 +128,7 @@ def pieces(
     *,
     with_baseline: bool = False,
 ) -> Iterator[Block]:
-    """Every output of a call, piece by piece: [heads, rows, elements] of a sequence; the loss at the end, [1, 1, 1]."""
+    """Yields every output of a call in blocks [heads, rows, elements] of a sequence; last the loss, [1, 1, 1]."""
     e, dtypes = x.extents, dtypes or {}
     losses: list[Wanted] = []
     pairs = x.heads + (x.problem.heads_q if x.of_loss is not None else 0)
@@ -173,7 +160,7 @@ def _sum(parts: Sequence[Wanted]) -> Wanted:
 
 
 def _with_plain(x: Index, b: int, rows: slice, expected: Mapping[str, Wanted]) -> dict[str, Wanted]:
-    """The same with what a plain program gives, in float32."""
+    """Adds the results of a straightforward float32 program."""
     narrow, dtype = torch.float32, x.problem.torch_dtype
     if x.op_kind == "indexer_topk":
         _, values, indices = chosen(x, x.scored(b, rows, narrow), x.visible(b, rows))
@@ -200,7 +187,7 @@ def measured(
     with_baseline: bool = False,
     beside: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> Result:
-    """The distance of captured outputs, and of other results beside them, from golden's."""
+    """Measures captured outputs, and other results beside them, against golden's."""
     kinds = {KINDS[n]: n for n in captured}
     dtypes = {k: _dtype(x, k, captured[n]) for k, n in kinds.items()}
     given_: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}
@@ -220,7 +207,7 @@ def measured(
 
 
 def _dtype(x: Index, kind: str, tensor: Tensor) -> torch.dtype:
-    """In which an output is rounded: golden's own results are judged as those of the call's dtype."""
+    """Returns the dtype to which an output is rounded; golden's results are judged in the call's dtype."""
     return x.stored(kind) if tensor.dtype == torch.float64 or not tensor.is_floating_point() else tensor.dtype
 
 
@@ -236,7 +223,7 @@ def _tally(x: Index, kind: str, tensor: Tensor) -> Tally:
 
 
 def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Views of captured outputs, by kind."""
+    """Returns views of captured outputs, by kind."""
     o, *grads = lowered.fill({**lowered.results(), **captured}).operands
     if lowered.op_kind == "indexer_topk":
         return {"indices": o.indices, "values": o.values}
@@ -247,7 +234,7 @@ def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def judgeable(x: Index, view: Any, block: Block) -> tuple[Tensor, Wanted]:
-    """(ours, wanted) of a piece; of a list of keys, what they score beside what golden's do."""
+    """Returns (captured, expected) of a block; lists of keys are replaced by the scores of their keys."""
     heads, lengths = x.heads if block.kind == "dq" else 1, x.extents.kv_len if block.kind == "dk" else x.extents.q_len
     ours: Tensor = view.sequence(block.b, heads, int(lengths[block.b]))[:, block.rows]
     if block.scores is None or block.kind != "indices":
@@ -258,13 +245,13 @@ def judgeable(x: Index, view: Any, block: Block) -> tuple[Tensor, Wanted]:
         baseline = _listed(scores, result.baseline[0])[None]
     mine = _listed(scores, ours[0])
     wrong = _misplaced(scores, mine, ours[0].long(), x)
-    # What is no right entry whatever is listed there: not a number where golden has one, and the other way round.
+    # Entries that are wrong for any score become NaN, or inf if golden is NaN.
     mine = torch.where(wrong, torch.where(value[0].isnan(), torch.inf, torch.nan), mine)
     return mine[None], Wanted(value, result.variance + at_keys(variance, ours[0])[None], baseline)
 
 
 def _listed(scores: Tensor, indices: Tensor) -> Tensor:
-    """What the keys of a list score; -inf of an entry without a key."""
+    """Returns the scores of listed keys; -inf for entries without a key."""
     listed = indices.long()
     inside = (listed >= 0) & (listed < scores.shape[-1])
     result = scores.gather(-1, listed.where(inside, 0)) if scores.shape[-1] else torch.zeros(listed.shape).double()
@@ -272,8 +259,8 @@ def _listed(scores: Tensor, indices: Tensor) -> Tensor:
 
 
 def _misplaced(scores: Tensor, mine: Tensor, listed: Tensor, x: Index) -> Tensor:
-    """Entries of a list that are wrong whatever their scores are: of keys that are not there, not seen or listed
-    before, and of two that score the very same the second, if it should be the first."""
+    """Returns list entries that are wrong for any score: absent, invisible or repeated keys, and keys with equal scores
+    in the wrong order."""
     none = (listed != -1) & ((listed < 0) | (listed >= scores.shape[-1]) | (mine == -torch.inf))
     order = listed.sort(dim=-1, stable=True)
     again = torch.zeros_like(none)

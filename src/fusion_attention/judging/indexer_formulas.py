@@ -1,6 +1,6 @@
-"""The formulas of the indexer and of its loss on some rows, in any precision, with what a mistake may change of them.
+"""The formulas of the indexer and its loss for some rows, in any precision, with parameters that a mistake changes.
 
-Equality with the golden back end is tested.
+Tests compare these formulas with the golden back end.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Index:
 
     Attributes:
         index: its IndexerOperands; of_loss: the IndexerLossOperands around them, or None; grads: of a backward.
-        own_statistics: the statistics were found by the call itself; else they are as given as q is.
-        relu, weighted: of its scores. factor: on them. largest: are chosen, not the smallest.
-        last_first: of equal scores the later key comes first. by_key: the list is in the order of keys.
-        direction: "p|y" of the loss; "y|p" is the other one. loss_alone: its gradients have the right one.
-        reduction: of the loss and its gradients by the number of rows: "sum" or "mean". sign: of dI.
-        per_head: the target is divided by the number of heads. scaled: the attention's scores are.
+        own_statistics: True if the call computes the statistics; else they are inputs.
+        relu, weighted: True if scores have them. factor: factor on scores. largest: select the largest scores.
+        last_first: of equal scores the later key comes first. by_key: lists are in the order of keys.
+        direction: of the divergence, "p|y" or (wrong) "y|p". loss_alone: only the loss has the wrong direction.
+        reduction: of the loss and its gradients over rows: "sum" or "mean". sign: sign of dI.
+        per_head: the target is divided by the number of heads. scaled: the attention's scores are scaled.
     """
 
     op_kind: str
@@ -58,22 +58,22 @@ class Index:
     clipped: bool = True
 
     def changed(self, **fields: Any) -> Index:
-        """This call with something else."""
+        """Returns this call with changed fields."""
         return replace(self, **fields)
 
     @property
     def heads(self) -> int:
-        """The indexer's."""
+        """The number of the indexer's heads."""
         return int(getattr(self.problem, "heads", 0) or self.problem.heads_index)
 
     def visible(self, b: int, rows: slice) -> Tensor:
-        """[rows, kv_len] bool: what the band shows."""
+        """Returns bool [rows, kv_len], true for keys within the band."""
         first, end = self.extents.row_interval(b, np.arange(rows.start, rows.stop), self.problem.ratio)
         key = torch.arange(int(self.extents.kv_len[b]))
         return (key >= torch.from_numpy(first)[:, None]) & (key < torch.from_numpy(end)[:, None])
 
     def stored(self, kind: str) -> torch.dtype:
-        """In which dtype an output is."""
+        """Returns the dtype of an output."""
         p = self.problem
         names = {
             "dweights": p.weights_dtype,
@@ -84,7 +84,7 @@ class Index:
         return getattr(torch, names.get(kind, p.dtype))
 
     def scored(self, b: int, rows: slice, dtype: torch.dtype) -> Scored:
-        """Products and scores of some rows with all keys."""
+        """Computes products and scores of some rows with all keys."""
         q_len, kv_len = int(self.extents.q_len[b]), int(self.extents.kv_len[b])
         q = self.index.q.sequence(b, self.heads, q_len)[:, rows].to(dtype)
         k = self.index.k.sequence(b, 1, kv_len)[0].to(dtype)
@@ -99,8 +99,8 @@ class Index:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Of some rows and all keys, q [heads, rows, dim], k [keys, dim], weights [heads, rows, 1]: dots = q . k, kept =
-    max(0, dots) [heads, rows, keys], and the scores [rows, keys]."""
+    """Scores of some rows over all keys: q [heads, rows, dim], k [keys, dim], weights [heads, rows, 1], dots = q . k,
+    activations = max(0, dots) [heads, rows, keys], and scores [rows, keys]."""
 
     q: Tensor
     k: Tensor
@@ -113,7 +113,8 @@ class Scored:
 
 
 def chosen(x: Index, s: Scored, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores [rows, kv_len], -inf where a key is not seen; values and indices [rows, top_k] of the chosen keys)."""
+    """Returns scores [rows, kv_len], -inf for an invisible key, and values and indices [rows, top_k] of the selected
+    keys."""
     scores = s.scores.masked_fill(~visible, -math.inf)
     ranked = scores if x.largest else (-scores).masked_fill(scores == -math.inf, -math.inf)
     if x.last_first:
@@ -135,7 +136,7 @@ def chosen(x: Index, s: Scored, visible: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def softmax(scores: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-    """(max, sum), [rows, 1], of scores weighed `times`; 0 and 0 where a row sees nothing."""
+    """Returns (max, sum), [rows, 1], of scores with multiplicity `times`; 0 and 0 for a row without keys."""
     shown = scores.masked_fill(times == 0, -math.inf)
     top = shown.amax(-1, keepdim=True) if shown.shape[-1] else shown.new_full((len(shown), 1), -math.inf)
     empty = top == -math.inf
@@ -145,8 +146,9 @@ def softmax(scores: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """The attention's probabilities: scores and shares [heads, rows, keys], lse [heads, rows, 1], divisor [rows, 1] and
-    their target [rows, keys]; squares: sums of squared terms of a score, over dim terms; at_sinks: their shares."""
+    """The attention's probabilities: scores and shares [heads, rows, keys], lse [heads, rows, 1], divisor [rows, 1],
+    and their target [rows, keys]; squares: sums of the squared terms of a score, of which there are dim; at_sinks: the
+    sinks' probabilities."""
 
     scores: Tensor
     squares: Tensor
@@ -160,11 +162,11 @@ class Attended:
 
 @dataclass(frozen=True, eq=False)
 class Compared:
-    """Of a loss on some rows, all but the first two [rows, keys], top and total [rows, 1].
+    """The two distributions of the loss for some rows; all but scored and attended [rows, keys], top, total [rows, 1].
 
     Attributes:
-        times: how often a key counts. own: the row's statistics are its own. losses: what each adds to the loss.
-        dscores: dI. by_y, by_p: how dI changes with log y and with p; loss_by_y, loss_by_p: how the loss does.
+        times: multiplicity of a key. own_statistics: as in Index. losses: contributions to the loss.
+        dscores: dI. by_y, by_p: derivatives of dI by log y and by p; loss_by_y, loss_by_p: those of the loss.
         given: of a target that is an operand, which has no `attended`.
     """
 
@@ -208,7 +210,7 @@ class Given:
 
 
 def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype | None = None) -> Compared:
-    """The two distributions over rows of a sequence, compared; low: dI is rounded to bfloat16, if it is that."""
+    """Compares the two distributions over rows of a sequence; low: rounds dI if it is bfloat16."""
     p, s = x.problem, x.scored(b, rows, dtype)
     times = x.visible(b, rows).to(dtype)
     if p.select_count:
@@ -285,7 +287,7 @@ def _compared_to_given(x: Index, b: int, rows: slice, begun: dict[str, Any]) -> 
 
 
 def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:
-    """(entries, whether they are read), [1, rows, entries], of the lists."""
+    """Returns list entries and True for those that are read, [1, rows, entries]."""
     entries = x.index.indices.sequence(b, 1, int(x.extents.q_len[b]))[:, rows].long()
     _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop), x.problem.ratio)
     within = torch.arange(entries.shape[2]) < torch.from_numpy(np.maximum(end, 0))[:, None]
@@ -293,7 +295,8 @@ def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:
 
 
 def given(x: Index, b: int, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(dI, the squares behind it, how often a key was chosen), [rows, keys]: gradients of values, added up by lists."""
+    """Returns dI, the sum of its squares, and the multiplicity of each key, [rows, keys], from gradients of list
+    entries."""
     entries, read = _entries(x, b, rows)
     _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop), x.problem.ratio)
     kv_len = int(x.extents.kv_len[b])
@@ -306,7 +309,8 @@ def given(x: Index, b: int, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def gradients(s: Scored, dscores: Tensor, visible: Tensor) -> dict[str, Tensor]:
-    """The rows' addends to the gradients: dq [heads, rows, dim], dk [1, keys, dim], dweights [1, rows, heads].
+    """Returns the rows' contribution to the gradients: dq [heads, rows, dim], dk [1, keys, dim], dweights [1, rows,
+    heads].
 
     dw_h = sum_j dI_j max(0, S_hj),  dS = dI w [S > 0],  dq = dS k,  dk = sum_h dS^T q
     """

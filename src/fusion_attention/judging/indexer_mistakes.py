@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -17,7 +18,7 @@ Tries = Iterator[tuple[str, Index]]
 
 @dataclass(frozen=True)
 class IndexMistake:
-    """As mistakes.kinds.Mistake, of calls of the indexer's family."""
+    """A mistake in a call of the indexer's family; see mistakes.kinds.Mistake."""
 
     name: str
     means: str
@@ -32,6 +33,10 @@ def _banded(x: Index, **edges: np.ndarray) -> Index:
     )
 
 
+@partial(
+    IndexMistake, "causal-alignment", "The diagonal of the band starts in the wrong corner of the matrix.",
+    "sparse_mode 3 counts from the lower right corner.",
+)  # fmt: skip
 def _alignment(x: Index) -> Tries:
     d = x.extents.kv_len - x.extents.q_len
     if d.any() and finite(x.extents.hi).any():
@@ -39,33 +44,61 @@ def _alignment(x: Index) -> Tries:
         yield "from the lower right corner", _banded(x, hi=moved(x.extents.hi, d))
 
 
+@partial(IndexMistake, "mask-ignored", "Keys that the call removes are seen.", "Is sparse_mode passed on?")
 def _unmasked(x: Index) -> Tries:
     if finite(x.extents.hi).any():
         yield "the sparse mode", _banded(x, hi=np.full_like(x.extents.hi, INFINITE))
 
 
+@partial(
+    IndexMistake, "causal-uncalled", "Keys behind the diagonal are removed, though the call does not ask for it.",
+    "Look for a default of sparse_mode.",
+)  # fmt: skip
 def _uncalled(x: Index) -> Tries:
     if not finite(x.extents.hi).any():
         yield "to the lower right corner", _banded(x, hi=x.extents.kv_len - x.extents.q_len + 1)
 
 
+@partial(IndexMistake, "window-off-by-one", "An edge of the band is one key off.", "A row sees its own key.")
 def _by_one(x: Index) -> Tries:
     if finite(x.extents.hi).any():
         yield "the diagonal itself is not seen", _banded(x, hi=moved(x.extents.hi, -1))
         yield "one key behind the right edge is seen", _banded(x, hi=moved(x.extents.hi, 1))
 
 
+@partial(
+    IndexMistake, "topk-ties", "Of equal scores the later key comes first.",
+    "Among equals the smaller index comes first: sort stably, or compare (score, -index).",
+)  # fmt: skip
 def _ties(x: Index) -> Tries:
     if x.op_kind == "indexer_topk":
         yield "", x.changed(last_first=True)
 
 
+@partial(IndexMistake, "topk-order", "The list is in another order.", "Largest scores first.")
 def _order(x: Index) -> Tries:
     if x.op_kind == "indexer_topk":
         yield "the smallest are chosen", x.changed(largest=False)
         yield "in the order of keys", x.changed(by_key=True)
 
 
+@partial(
+    IndexMistake, "relu-missing", "Negative products are not set to zero before they are weighed.",
+    "I = sum_h w_h * max(0, q_h . k).",
+)  # fmt: skip
+def _relu(x: Index) -> Tries:
+    yield "", x.changed(relu=False)
+
+
+@partial(
+    IndexMistake, "index-weights-missing", "Heads are added up without their weights.",
+    "I = sum_h w_h * max(0, q_h . k).",
+)  # fmt: skip
+def _weights(x: Index) -> Tries:
+    yield "", x.changed(weighted=False)
+
+
+@partial(IndexMistake, "index-scale", "The indexer's scores are scaled.", "They have no scale of their own.")
 def _factor(x: Index) -> Tries:
     if x.op_kind == "indexer_topk":
         yield "1 / sqrt(D)", x.changed(factor=x.problem.dim**-0.5)
@@ -77,91 +110,67 @@ def _loss(x: Index) -> bool:
     return x.op_kind == "indexer_loss"
 
 
+@partial(
+    IndexMistake, "kl-direction", "The divergence is taken in the other direction: KL(y | p), not KL(p | y).",
+    "p is the attention's distribution and weighs the logarithms.",
+)  # fmt: skip
 def _direction(x: Index) -> Tries:
     if _loss(x) and not x.problem.has_target:
         yield "the loss and its gradients", x.changed(direction="y|p")
         yield "the loss alone", x.changed(direction="y|p", loss_alone=True)
 
 
+@partial(IndexMistake, "loss-mean", "Loss and gradients are means over rows, not sums.", "Divide outside the call.")
 def _mean(x: Index) -> Tries:
     if _loss(x):
         yield "", x.changed(reduction="mean")
 
 
+@partial(IndexMistake, "loss-sign", "The gradients have the other sign.", "dI = y - p.")
 def _sign(x: Index) -> Tries:
     if _loss(x):
         yield "", x.changed(sign=-1.0)
 
 
+@partial(
+    IndexMistake, "target-mass",
+    "A given target that sums to less than 1 counts as one that sums to 1, or the other way round.",
+    "dI = y * sum_j p_j - p; without lists CANN's is y - p.",
+)  # fmt: skip
 def _mass(x: Index) -> Tries:
     if _loss(x) and x.problem.has_target:
         yield "", x.changed(problem=replace(x.problem, unit_target=not x.problem.unit_target))
 
 
+@partial(
+    IndexMistake, "target-heads", "The target is not divided by the number of heads.",
+    "p is the mean of the heads' probabilities.",
+)  # fmt: skip
 def _heads(x: Index) -> Tries:
     if _loss(x) and x.problem.heads_q > 1:
         yield "", x.changed(per_head=False)
 
 
+@partial(IndexMistake, "scale-missing", "Products of the attention are not scaled.", "Is scale_value passed?")
 def _scale(x: Index) -> Tries:
     if _loss(x) and x.problem.scale != 1.0:
         yield "", x.changed(scaled=False)
 
 
 INDEX_MISTAKES = (
-    IndexMistake(
-        "causal-alignment",
-        "The diagonal of the band starts in the wrong corner of the matrix.",
-        "sparse_mode 3 counts from the lower right corner.",
-        _alignment,
-    ),
-    IndexMistake("mask-ignored", "Keys that the call removes are seen.", "Is sparse_mode passed on?", _unmasked),
-    IndexMistake(
-        "causal-uncalled",
-        "Keys behind the diagonal are removed, though the call does not ask for it.",
-        "Look for a default of sparse_mode.",
-        _uncalled,
-    ),
-    IndexMistake("window-off-by-one", "An edge of the band is one key off.", "A row sees its own key.", _by_one),
-    IndexMistake(
-        "topk-ties",
-        "Of equal scores the later key comes first.",
-        "Among equals the smaller index comes first: sort stably, or compare (score, -index).",
-        _ties,
-    ),
-    IndexMistake("topk-order", "The list is in another order.", "Largest scores first.", _order),
-    IndexMistake(
-        "relu-missing",
-        "Negative products are not set to zero before they are weighed.",
-        "I = sum_h w_h * max(0, q_h . k).",
-        lambda x: iter([("", x.changed(relu=False))]),
-    ),
-    IndexMistake(
-        "index-weights-missing",
-        "Heads are added up without their weights.",
-        "I = sum_h w_h * max(0, q_h . k).",
-        lambda x: iter([("", x.changed(weighted=False))]),
-    ),
-    IndexMistake("index-scale", "The indexer's scores are scaled.", "They have no scale of their own.", _factor),
-    IndexMistake(
-        "kl-direction",
-        "The divergence is taken in the other direction: KL(y | p), not KL(p | y).",
-        "p is the attention's distribution and weighs the logarithms.",
-        _direction,
-    ),
-    IndexMistake("loss-mean", "Loss and gradients are means over rows, not sums.", "Divide outside the call.", _mean),
-    IndexMistake("loss-sign", "The gradients have the other sign.", "dI = y - p.", _sign),
-    IndexMistake(
-        "target-heads",
-        "The target is not divided by the number of heads.",
-        "p is the mean of the heads' probabilities.",
-        _heads,
-    ),
-    IndexMistake(
-        "target-mass",
-        "A given target that sums to less than 1 counts as one that sums to 1, or the other way round.",
-        "dI = y * sum_j p_j - p; without lists CANN's is y - p.",
-        _mass,
-    ),
-    IndexMistake("scale-missing", "Products of the attention are not scaled.", "Is scale_value passed?", _scale),
+    _alignment,
+    _unmasked,
+    _uncalled,
+    _by_one,
+    _ties,
+    _order,
+    _relu,
+    _weights,
+    _factor,
+    _direction,
+    _mean,
+    _sign,
+    _heads,
+    _mass,
+    _scale,
 )

@@ -1,8 +1,8 @@
-"""judge() and diagnose(): a call and its results, judged; and which well-known mistake explains them."""
+"""judge() and diagnose(): judge the results of a call, and explain errors by well-known mistakes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,13 @@ from fusion_attention.judging import indexer
 from fusion_attention.judging.calls import BACKENDS, JudgeError, Recorded, recorded
 from fusion_attention.judging.diagnosis import diagnosed
 from fusion_attention.judging.error_location import looks_like, most
-from fusion_attention.judging.evaluate import Result, measured
-from fusion_attention.judging.expected_error import KERNEL, PROGRAM
+from fusion_attention.judging.evaluate import Result, graded, measured
+from fusion_attention.judging.expected_error import Grade
 from fusion_attention.judging.mistakes import Case
 from fusion_attention.judging.outputs import Output, setting_of, units
 from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.standards import STANDARDS, Tally
-from fusion_attention.judging.verdict import NOISY, RIGHT, WRONG, Explanation, Judgement, opinion
+from fusion_attention.judging.verdict import Explanation, Judgement, judgement, opinion
 
 Tensor = torch.Tensor
 
@@ -32,22 +32,22 @@ def judge(
     backends: bool = True,
     standard: str = "error-bound",
 ) -> Judgement:
-    """Whether a call's results are right: no number, tile nor head is off by more than roundings make it.
+    """Judges the results of a call: no element, tile or head may have a larger error than rounding explains.
 
-        z = root mean square error / expected size <= 2, or what chance gives few numbers, in every row, tile and head
+        z = root mean square error / expected size <= 2 (more for few numbers) in every row, tile and head
 
     Args:
         operator: the record's name, e.g. "npu_fusion_attention", "attention" (`fusion-attention ops` lists all).
         inputs: arguments by name. outputs: results by the record's names ("attention_out", "softmax_max", ...).
-        seed: that dropout was drawn from, where the call gives no bits.
-        backends: judge this machine's back ends beside it.
+        seed: seed of dropout, if the call has no bits.
+        backends: also judge this machine's back ends.
         standard: "error-bound" (docs/accuracy.md), or one of CANN's, "cann-0.5%" or "cann-double".
 
     Returns:
-        A Judgement; printed, it is five lines.
+        A Judgement, printed as five lines.
 
     Raises:
-        JudgeError: no such operator, argument or output, or not a call of the operator.
+        JudgeError: an unknown operator, argument or output, or an invalid call.
 
     Example:
         >>> import fusion_attention as fa
@@ -68,7 +68,7 @@ def diagnose(
     backends: bool = False,
     standard: str = "error-bound",
 ) -> Judgement:
-    """judge(), and where results are wrong, which well-known mistakes explain them.
+    """Judges the results of a call like judge(), and explains wrong results by well-known mistakes.
 
     Example:
         >>> import fusion_attention as fa
@@ -81,7 +81,7 @@ def diagnose(
 
 
 def judged(call: Recorded, *, search: bool, backends: bool = True, standard: str = "error-bound") -> Judgement:
-    """A recorded call."""
+    """Judges a recorded call."""
     if standard not in STANDARDS:
         raise JudgeError(f"standard {standard!r} is not known: one of {', '.join(STANDARDS)}")
     lowered = call.lowered()
@@ -89,21 +89,16 @@ def judged(call: Recorded, *, search: bool, backends: bool = True, standard: str
     if indexer.serves(lowered):
         return indexer.judged(call, lowered, search=search, backends=backends, standard=standard)
     setting, outputs = setting_of(lowered, captured)
-    unjudged = call.unjudged({o.name for o in outputs})
     theirs, reasons = _beside(call, lowered, captured) if backends else ({}, {})
-    with_baseline = standard == "cann-double"
-    base = measured(
-        setting, outputs, units(setting, outputs), complete=True, with_baseline=with_baseline, beside=theirs
-    )
-    grades = dict.fromkeys(base.tallies, KERNEL)
-    result = base
-    if not base.passes:
-        failing = [o for o in outputs if o.name in base.failing]
-        again = measured(
-            setting, failing, units(setting, failing), grade=PROGRAM, complete=True, with_baseline=with_baseline
-        )
-        grades |= dict.fromkeys(again.tallies, PROGRAM)
-        result = Result(base.tallies | again.tallies, base.maps | again.maps, base.beside)
+
+    def measure(names: Sequence[str] | None, grade: Grade) -> Result:
+        chosen = [o for o in outputs if names is None or o.name in names]
+        return measured(
+            setting, chosen, units(setting, chosen), grade=grade, complete=True,
+            with_baseline=standard == "cann-double", beside=theirs if names is None else {},
+        )  # fmt: skip
+
+    result, grades = graded(measure)
     opinions = {}
     for o in outputs:
         tally, map_ = result.tallies[o.name], result.maps.get(o.name)
@@ -113,25 +108,14 @@ def judged(call: Recorded, *, search: bool, backends: bool = True, standard: str
     noisy = False
     if search and not result.passes:
         mistakes, noisy = _searched(call, lowered, setting, [o for o in outputs if o.view is not None], result)
-    right = all(o.passes for o in opinions.values())
-    return Judgement(
-        call.op.name,
-        call.source,
-        RIGHT if right else NOISY if noisy and not result.passes else WRONG,
-        opinions,
-        unjudged,
-        reasons | {who: {n: t.z for n, t in tallies.items()} for who, tallies in result.beside.items()},
-        mistakes,
-        search,
-        (*call.notes, *call.doubts()),
-        standard,
-    )
+    errors = {who: {n: t.z for n, t in tallies.items()} for who, tallies in result.beside.items()}
+    return judgement(call, opinions, reasons | errors, [*opinions], standard, search, mistakes, noisy)
 
 
 def _beside(
     call: Recorded, lowered: Any, captured: dict[str, Tensor]
 ) -> tuple[dict[str, list[Output]], dict[str, str]]:
-    """What this machine's back ends give, and why others give nothing."""
+    """Returns the results of this machine's back ends, and the reasons why others have none."""
     results, reasons = {}, {}
     for backend in BACKENDS:
         result = call.computed(backend, captured)
@@ -143,7 +127,7 @@ def _beside(
 
 
 def _looks(setting: Setting, o: Output, tally: Tally) -> list[str]:
-    """What is wrong with an output looks like."""
+    """Describes the errors of an output."""
     if o.view is None:
         return most(tally, o.tensor.shape) + looks_like(tally, "row" if tally.errors.columns > 1 else "number")
     p, e, word = setting.problem, setting.extents, "key" if o.by_keys else "row"

@@ -1,7 +1,7 @@
-"""Recorded calls from files: captures, folders that msprobe (mindstudio-probe) wrote, plain .npz and .safetensors.
+"""Reads recorded calls from files: captures, dumps of msprobe (mindstudio-probe), .npz and .safetensors.
 
-Runs nothing that lies in a file: pickles are read only by torch's restricted reader, unless the caller says otherwise.
-Sizes are read before values are.
+No code in a file is executed: torch's restricted reader reads pickles, unless the caller permits others. Sizes are
+checked before values are read.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from fusion_attention.judging.msprobe import DumpedCall, calls_of
 from fusion_attention.ops import RECORDS
 
 Tensor = torch.Tensor
-LIMIT = 8 << 30  # bytes of a file's values, whatever its name says
+LIMIT = 8 << 30  # bytes of a file's values
 _OUTPUT = "output."
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How files that are no captures are to be read.
+    """Options for reading files that are no captures.
 
     Attributes:
-        operator: the record's name. names: from parameters (and "output.<result>") to the file's names.
-        values: arguments that no file holds. seed: of drawn dropout. unsafe_pickle: whether pickles may run code.
-        pick: of a dump, only calls whose name has this in it.
-        dtype: of the call, where files hold its values as float32 ("bfloat16", which numpy has not); "": as they are.
+        operator: the record's name. names: map from parameters (and "output.<result>") to names in the file.
+        values: arguments that are in no file. seed: of dropout. unsafe_pickle: True if pickles may execute code.
+        pick: text that the names of selected calls of a dump contain.
+        dtype: dtype of the call, if files store its values as float32 ("bfloat16", which numpy lacks); "": unchanged.
     """
 
     operator: str = ""
@@ -49,10 +49,10 @@ class Reading:
 
 
 def read_calls(path: Path, how: Reading = Reading()) -> Iterator[Recorded]:
-    """The calls of a file or folder.
+    """Yields the calls of a file or folder.
 
     Raises:
-        JudgeError: not one that can be read, or no call of its operator; one sentence.
+        JudgeError: the file cannot be read, or has no valid call; the message is one sentence.
     """
     if not path.exists():
         raise JudgeError(f"{path}: no such file or folder")
@@ -105,7 +105,7 @@ def _file(path: Path, how: Reading) -> Recorded:
 
 
 def _plain_safetensors(path: Path) -> dict[str, Tensor] | None:
-    """The tensors of a file that is no capture; None of one that is, or cannot be read (its reader says why)."""
+    """Returns the tensors of a .safetensors file; None for a capture or an unreadable file."""
     import safetensors
 
     try:
@@ -113,7 +113,7 @@ def _plain_safetensors(path: Path) -> dict[str, Tensor] | None:
             if (file.metadata() or {}).get("format") == FORMAT:
                 return None
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception:  # Whatever the bytes make the format's reader do; read() words it.
+    except Exception:  # safetensors raises many types for invalid bytes; read() reports the error
         return None
 
 
@@ -125,12 +125,12 @@ def _npz(path: Path) -> dict[str, Tensor]:
             return {name: torch.from_numpy(np.array(archive[name])) for name in archive.files}
     except JudgeError:
         raise
-    except Exception as error:  # As above, of numpy's reader.
+    except Exception as error:  # numpy's reader, too, raises many types
         raise JudgeError(f"{path}: not a readable .npz file ({_short(error)})") from None
 
 
 def tensor_of(path: Path, folder: Path, how: Reading) -> Tensor:
-    """A tensor from a .npy or .pt file inside a folder."""
+    """Reads a tensor from a .npy or .pt file within a folder."""
     if not path.resolve().is_relative_to(folder.resolve()):
         raise JudgeError(f"{path}: leaves the folder {folder}")
     if not path.is_file():
@@ -164,7 +164,7 @@ def _short(error: Exception) -> str:
 
 
 def _named(path: Path, tensors: dict[str, Tensor], how: Reading) -> Recorded:
-    """A call from tensors by name."""
+    """Makes a call from tensors by name."""
     if not how.operator:
         raise JudgeError(f"{path}: not a capture: say which operator it is a call of (--op)")
     op = _record(how.operator)
@@ -202,7 +202,7 @@ def _named(path: Path, tensors: dict[str, Tensor], how: Reading) -> Recorded:
 def _record(operator: str) -> Op:
     op = RECORDS.get(operator)
     if op is None:
-        recorded(operator, {}, {})  # says which there are
+        recorded(operator, {}, {})  # raises with a list of operators
         raise AssertionError
     return op
 
@@ -230,7 +230,7 @@ def _dumped(call: DumpedCall, how: Reading) -> Recorded:
 
 
 def _recorded(op: Op, inputs: dict[str, Any], outputs: dict[str, Tensor], how: Reading, source: str) -> Recorded:
-    """A call whose values may have been stored wider than they were."""
+    """Makes a call whose values may have been stored in a larger dtype."""
     words = {name: getattr(p, "dtypes", "") for p in op.params for name in (p.shown, p.name)}
     free = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and words.get(n) != "float32"}
     if how.dtype:
@@ -253,7 +253,7 @@ _LOW = ("bfloat16", "float16")
 
 
 def _narrowed(t: Tensor, dtype: str) -> Tensor:
-    """A float32 tensor in the dtype that holds each of its values; as it is where that holds not all."""
+    """Converts a float32 tensor to a dtype if that is exact; else returns it unchanged."""
     if t.dtype != torch.float32:
         return t
     low = t.to(getattr(torch, dtype))
@@ -261,7 +261,7 @@ def _narrowed(t: Tensor, dtype: str) -> Tensor:
 
 
 def values_from(text: str) -> Any:
-    """A value as JSON; what is none is a word."""
+    """Parses a value as JSON; other text is a string."""
     try:
         return json.loads(text)
     except ValueError:

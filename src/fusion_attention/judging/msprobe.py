@@ -1,4 +1,4 @@
-"""Folders that msprobe (mindstudio-probe) wrote: dump.json, and a file for each tensor beside it."""
+"""Reads dumps of msprobe (mindstudio-probe): dump.json with a file per tensor."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _DEEPEST = 16
 
 @dataclass(frozen=True)
 class DumpedCall:
-    """A call; a tensor is the path of its file, which lies in the folder.
+    """A dumped call; tensors are paths of files in the folder.
 
     Attributes:
-        name: as msprobe names it; operator: the record's.
+        name: msprobe's name; operator: the record's name.
     """
 
     name: str
@@ -32,10 +32,10 @@ class DumpedCall:
 
 
 def calls_of(file: Path, pick: str = "") -> list[DumpedCall]:
-    """The calls of a dump.json that are of an operator of this library.
+    """Returns the calls of a dump.json whose operators this library has.
 
     Raises:
-        JudgeError: not a dump.json of msprobe's; one sentence.
+        JudgeError: the file is no dump.json of msprobe; the message is one sentence.
     """
     if not file.is_file():
         raise JudgeError(f"{file}: no such file, or not one that can be read to its end")
@@ -61,7 +61,7 @@ def calls_of(file: Path, pick: str = "") -> list[DumpedCall]:
 
 
 def _operator(name: str) -> str:
-    """NPU.npu_fusion_attention.0.forward is a call of npu_fusion_attention."""
+    """Returns the operator of an entry: npu_fusion_attention for NPU.npu_fusion_attention.0.forward."""
     parts = name.split(".")
     return next((p for p in parts if p in RECORDS), "") if parts[-1] == "forward" else ""
 

@@ -1,7 +1,4 @@
-"""The outputs of a call, whatever its layout, as rows of a sequence and head; and what the formulas say they are.
-
-Refuses to judge.
-"""
+"""The outputs of a call as rows of a sequence and head, for every layout, and their expected values."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ from fusion_attention.ops.training.run import DenseBackward, DenseForward
 
 Tensor = torch.Tensor
 FLT_MAX = torch.finfo(torch.float32).max
-# Scores of one block: about as many doubles as this are in memory a few times.
+# Scores of one block; a few tensors of this size are in memory.
 PAIRS = 1 << 21
 _KEYS = ("dk", "dv", "dk_rope")
-TOTALS = ("dsink", "dpse")  # to which all sequences add
+TOTALS = ("dsink", "dpse")  # sums over all sequences
 _GRADS = {"dquery": "dq", "dkey": "dk", "dvalue": "dv", "dquery_rope": "dq_rope", "dkey_rope": "dk_rope",
           "dsinks": "dsink", "dkey_compressed": "dk_compressed", "dvalue_compressed": "dv_compressed"}  # fmt: skip
 _SECOND = "_compressed"
@@ -36,13 +33,13 @@ _SECOND = "_compressed"
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """One output of a call as it was captured.
+    """One captured output of a call.
 
     Attributes:
-        name: as its record has it. kind: "out", "max", "sum", "lse", or a gradient's name in the formulas.
-        view: its rows; None: it has none, all sequences add up to it.
-        tensor: where it lies; form: how its family returns statistics ("training", "sparse", "own").
-        second: of by_keys, its keys are those of the second source.
+        name: its name in the record. kind: "out", "max", "sum", "lse", or a gradient's name in the formulas.
+        view: its rows; None for a sum over all sequences.
+        tensor: its memory; form: the form of statistics in its family ("training", "sparse", "own").
+        second: its keys are those of the second source.
     """
 
     name: str
@@ -54,15 +51,15 @@ class Output:
 
     @property
     def by_keys(self) -> bool:
-        """Its rows are tokens of the key side."""
+        """True if its rows are tokens of the key side."""
         return self.kind in _KEYS
 
     def of_unit(self, unit: Unit) -> bool:
-        """Whether a unit has rows of it."""
+        """True if a unit has rows of this output."""
         return self.view is not None and (self.by_keys, self.second) == (unit.by_keys, unit.second)
 
     def lengths(self, extents: Extents) -> list[int]:
-        """Its rows in every sequence."""
+        """Returns its number of rows in every sequence."""
         counted = extents.kv_len if self.by_keys else extents.q_len
         if self.second:
             assert extents.compressed is not None
@@ -71,7 +68,8 @@ class Output:
         return result
 
     def rows(self, setting: Setting, b: int, heads: slice, rows: slice) -> Tensor:
-        """[heads, rows, elements] of sequence b; rows of a second source count from the first one's first key."""
+        """Returns [heads, rows, elements] of sequence b; rows of a second source are numbered after the first
+        source."""
         assert self.view is not None
         count = setting.problem.heads_kv if self.by_keys else setting.problem.heads_q
         every = self.view.sequence(b, count, self.lengths(setting.extents)[b])
@@ -81,14 +79,14 @@ class Output:
         return every[heads, rows.start - before : rows.stop - before]
 
     def before(self, extents: Extents, b: int) -> int:
-        """Keys of the first source that are numbered before its rows."""
+        """Returns the number of keys that are numbered before its rows."""
         return int(extents.kv_len[b]) if self.second else 0
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A piece that is computed at once: query heads and rows (or, of by_keys, keys) of a sequence; second: the keys
-    are of a second source, which are numbered behind those of the first."""
+    """A part of a call that is computed at once: query heads and rows (keys if by_keys) of a sequence; second: keys of
+    a second source, numbered after those of the first."""
 
     b: int
     heads: slice
@@ -98,7 +96,7 @@ class Unit:
 
 
 def setting_of(call: Any, captured: Mapping[str, Tensor]) -> tuple[Setting, list[Output]]:
-    """A lowered dense, decode or sparse call, and its captured outputs."""
+    """Returns the setting and captured outputs of a lowered dense, decode or sparse call."""
     scratch = call.results()
     filled = call.fill(scratch)
     filled.begin()
@@ -134,7 +132,7 @@ def _over(shown: Any, flat: Tensor) -> RowView:
 
 
 def _of_lanes(tensor: Tensor) -> Tensor:
-    """The number that a row's lanes repeat; where they differ, off by all that they differ by."""
+    """Returns the value that a row's lanes repeat; if lanes differ, their differences are added to it."""
     first = tensor[..., :1]
     same = (tensor == first) | (tensor.isnan() & first.isnan())
     return first[..., 0] + (tensor - first).abs().masked_fill(same, 0).sum(-1)
@@ -151,7 +149,7 @@ def _gradients(call: Any, shown: Any, captured: Mapping[str, Tensor]) -> Iterato
 
 
 def units(setting: Setting, outputs: list[Output]) -> Iterator[Unit]:
-    """Every piece of a call, each of about PAIRS scores."""
+    """Yields parts that cover a call, with about PAIRS scores each."""
     p, e = setting.problem, setting.extents
     kinds = {(o.by_keys, o.second) for o in outputs}
     for b in range(len(e)):
@@ -170,8 +168,8 @@ def units(setting: Setting, outputs: list[Output]) -> Iterator[Unit]:
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """A piece of an output, [heads, rows, elements]: golden's value, the variance that a right program's error has
-    there, and, where it was asked for, what a plain program gives."""
+    """Expected values of an output [heads, rows, elements]: golden's value, the variance of a correct program's error,
+    and optionally the results of a baseline program."""
 
     value: Tensor
     variance: Tensor
@@ -182,11 +180,11 @@ def computed(
     setting: Setting, unit: Unit, outputs: list[Output], grade: Grade = KERNEL, *, with_baseline: bool = False,
     exact: bool = True,
 ) -> dict[str, Wanted]:  # fmt: skip
-    """The expected outputs of a unit, by name.
+    """Returns the expected outputs of a unit, by name.
 
     Args:
-        grade: of the programs whose errors are expected. with_baseline: a baseline program's results too. exact: of
-            gradients of keys, the error of the saved output is taken from all keys of the rows that they meet.
+        grade: grade of the expected errors. with_baseline: also return a baseline program's results. exact: for
+            gradients of keys, compute the error of the saved output from all keys of the rows.
     """
     result = _values(setting, unit, outputs, grade, exact=exact)
     if not with_baseline:
@@ -225,14 +223,14 @@ def _values(
 
 
 def _dtype(o: Output, problem: Any) -> torch.dtype:
-    """In which an output is rounded: golden's own results are judged as those of the call's dtype."""
+    """Returns the dtype to which an output is rounded; golden's results are judged in the call's dtype."""
     if o.tensor.dtype != torch.float64 or problem.dtype == "float64":
         return o.tensor.dtype
     return torch.float32 if o.kind in ("max", "sum", "lse", "dsink") else problem.torch_dtype
 
 
 def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *, keyless: bool) -> Tensor:
-    """A result as its family returns it."""
+    """Converts a result to the form of its operator family."""
     if o.kind == "out":
         return raw["out"]
     top, total = raw["max"], raw["sum"]
@@ -254,7 +252,7 @@ def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *,
 def _gradient(
     setting: Setting, unit: Unit, outputs: list[Output], grade: Grade | None, p: Precision, *, exact: bool
 ) -> dict[str, Wanted]:
-    """Gradients of rows, or of keys: a sum over all rows that meet them, some rows at a time."""
+    """Returns gradients of rows, or of keys: a sum over all rows, some rows at a time."""
     problem, length = setting.problem, int(setting.extents.q_len[unit.b])
     wanted = [o for o in outputs if o.of_unit(unit)]
     if not unit.by_keys:
@@ -291,7 +289,7 @@ def _gradient(
 def _of_block(
     setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade | None, p: Precision, *, exact: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(values, variances) that rows and keys add to gradients, by kind."""
+    """Returns (values, variances) of a block's contribution to gradients, by kind."""
     block = setting.block(unit.b, unit.heads, rows, keys)
     if grade is None:
         return formulas.gradients(block, p), {}
@@ -301,7 +299,7 @@ def _of_block(
 
 
 def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
-    """An output that all sequences add up to: of sinks [heads], of biases as they lie."""
+    """Returns an output that is a sum over all sequences: of sinks [heads], of biases in their shape."""
     p, e, grads = setting.problem, setting.extents, setting.grads
     assert grads is not None
     if o.kind == "dsink":
@@ -336,7 +334,7 @@ def _placed(total: Tensor, heads: slice, addend: Tensor) -> Tensor:
 
 
 def _add_to_bias(setting: Setting, view: Any, unit: Unit, keys: slice, addend: Tensor) -> None:
-    """Adds [heads, rows, keys] where a bias was read."""
+    """Adds [heads, rows, keys] to a bias's gradient."""
     view = replace(view, address=view.address + unit.heads.start * view.stride_head)
     if setting.problem.bias == "table":
         lengths = int(setting.extents.q_len[unit.b]), int(setting.extents.kv_len[unit.b])
@@ -346,7 +344,7 @@ def _add_to_bias(setting: Setting, view: Any, unit: Unit, keys: slice, addend: T
 
 
 def _delta(setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade, *, exact: bool) -> Tensor:
-    """[heads, rows, 1]: variance of delta. It is a matter of all keys of the rows, and is kept for their other keys."""
+    """Returns [heads, rows, 1]: the variance of delta; it depends on all keys of the rows, so it is cached."""
     at = (unit.b, unit.heads.start, unit.heads.stop, grade.words)
     if at not in setting.deltas:
         empty = torch.full((unit.heads.stop - unit.heads.start, int(setting.extents.q_len[unit.b]), 1), math.nan)
@@ -373,6 +371,6 @@ def _by_key_head(value: Tensor, group: int, how: str) -> Tensor:
 
 
 def of_heads(setting: Setting, unit: Unit) -> slice:
-    """The heads of a unit's outputs."""
+    """Returns the heads of a unit's outputs."""
     group = setting.problem.group
     return slice(unit.heads.start // group, unit.heads.stop // group) if unit.by_keys else unit.heads

@@ -1,4 +1,4 @@
-"""Recorded calls, computed again; printed, a verdict by the error bound."""
+"""replay(): computes a recorded call again, and compares the results."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["CaptureError", "Replay", "replay"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Replay:
-    """A recorded call and what it gives here; printed, five lines with a verdict by the error bound.
+    """A recorded call with its recorded and recomputed results; printed as five lines with a verdict.
 
     Attributes:
         operator: the record's name; args: its arguments by canonical name.
         recorded, recomputed: outputs by name.
-        differences: the largest absolute difference of each output; inf where shapes or NaN places differ.
-        recording: what the file held; None where there was none.
+        differences: the largest absolute difference of each output; inf if shapes or positions of NaN differ.
+        recording: the content of the file, if there was one.
     """
 
     operator: str
@@ -40,7 +40,7 @@ class Replay:
     recording: Recording | None = None
 
     def __repr__(self) -> str:
-        """Five lines, and never a tensor."""
+        """Returns five lines without tensors."""
         from fusion_attention.judging.calls import JudgeError
 
         replayed = f"replayed {len(self.differences)} outputs, largest difference {self.worst:.3g}"
@@ -52,7 +52,7 @@ class Replay:
 
     @functools.cached_property
     def judgement(self) -> Judgement:
-        """What the error bound says of the recorded outputs, found when it is first asked."""
+        """The verdict of the error bound on the recorded outputs, computed on first use."""
         from fusion_attention.judging.calls import JudgeError, from_recording
         from fusion_attention.judging.judge import judged
 
@@ -62,27 +62,27 @@ class Replay:
 
     @property
     def worst(self) -> float:
-        """The largest of the differences; 0.0 where every output is equal."""
+        """The largest difference of any output; 0.0 if all are equal."""
         return max(self.differences.values(), default=0.0)
 
 
 def replay(path: str | Path, *, backend: str = "auto", device: str | torch.device = "cpu") -> Replay:
-    """Computes a recorded call again and puts both results side by side.
+    """Computes a recorded call again and compares the results.
 
-    Drawn dropout is drawn again from the recorded seed; the bits are this library's, not the chip's.
+    Dropout is drawn again from the recorded seed, with this library's generator rather than the chip's.
 
     Args:
         path: a file that capture() wrote.
         backend: "auto" (by the device), "cpu", "triton" or "golden".
-        device: where to compute.
+        device: the device that computes.
 
     Returns:
         A Replay.
 
     Raises:
-        CaptureError: no capture, or one whose parts do not belong together.
-        OSError: no such file.
-        BackendError: no back end computes it.
+        CaptureError: the file is no capture, or its fields contradict each other.
+        OSError: the file does not exist.
+        BackendError: no back end computes the call.
 
     Example:
         >>> import tempfile
@@ -113,14 +113,14 @@ def replay(path: str | Path, *, backend: str = "auto", device: str | torch.devic
 
 
 def _compute(recording: Recording, backend: str) -> dict[str, torch.Tensor]:
-    """Every output of a call, by name."""
+    """Returns every output of a call, by name."""
     op, args, seed = recording.op, recording.args, recording.seed
     assert op.lower is not None
-    bound = bind(op, args, strict=False, check_content=False)  # It ran: it is not for this process to refuse.
+    bound = bind(op, args, strict=False, check_content=False)  # the call has run, so limits do not matter
     drawn = {"seed": seed, "offset": int(args.get("offset") or 0)} if "keep_prob" in op.by_name else {}
     call = op.lower(bound, **drawn)
     if op.trains:
-        call = call.complete()  # A call that trains gives more than it asks for.
+        call = call.complete()  # captures have all results of calls with a derivative
     if recording.upstream:
         backward = backward_of(call, recording.saved, recording.upstream)
         if backward is None and not hasattr(call, "gradients"):
@@ -138,7 +138,7 @@ def _run(call: Lowered, backend: str) -> dict[str, torch.Tensor]:
 
 
 def _gradients(call: Any, recording: Recording, backend: str) -> dict[str, torch.Tensor]:
-    """Of a call that says its own derivative."""
+    """Returns the gradients of a call that implements its derivative itself."""
     try:
         given = call.gradients(recording.saved, recording.upstream, lambda further: _run(further, backend))
     except KeyError as error:

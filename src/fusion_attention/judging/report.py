@@ -1,7 +1,4 @@
-"""What the judge says, as a table for a terminal and as one HTML file with pictures of the error.
-
-Refuses to judge.
-"""
+"""Reports of judgements: a table for a terminal, and an HTML file with pictures of the errors."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ _STYLE = {RIGHT: "bold green", NOISY: "bold yellow"}
 
 
 def table(judgement: Judgement) -> RenderableType:
-    """A call: its outputs, then its back ends and what explains it."""
+    """Makes a table of a call's outputs, back ends and explanations."""
     title = Text.assemble(
         (f"{judgement.source or judgement.operator}  ", "bold"), (judgement.verdict, _style(judgement.verdict))
     )
@@ -44,7 +41,7 @@ def table(judgement: Judgement) -> RenderableType:
 
 
 def _figures(o: Opinion) -> str:
-    """The place and the error of a wrong output; the precision of a right one."""
+    """Returns the location and size of an error; for a correct output its grade."""
     if o.passes:
         return o.grade if o.judged.standard == "error-bound" else ""
     return "; ".join((*o.where, o.judged.reason))
@@ -102,7 +99,7 @@ figcaption {{ font-size: 85%; }} section {{ margin-bottom: 3rem; }}
 
 
 def page(judgements: Sequence[Judgement]) -> str:
-    """All calls as one self-contained file: no script, nothing fetched."""
+    """Returns all calls as one self-contained HTML file without scripts."""
     right = sum(j.passes for j in judgements)
     summary = f"{right} of {len(judgements)} calls are right."
     return _PAGE.format(summary=summary, sections="\n".join(map(_section, judgements)))
@@ -132,7 +129,7 @@ def _word(passes: bool) -> str:
 
 
 def _shown(o: Any) -> list[int]:
-    """The sequences of which there is a picture: four at most, those that are wrong first."""
+    """Returns the sequences to draw: at most four, wrong ones first."""
     order = sorted(range(len(o.map.off)), key=lambda b: (not bool((o.map.off[b] > 1).any()), b))
     return [b for b in order if o.map.off[b].numel()][:4]
 
@@ -158,7 +155,7 @@ def _picture(o: Any, b: int) -> str:
 
 
 def png(off: torch.Tensor) -> bytes:
-    """A picture of how far rows are off: green what is right, then yellow to red, the logarithm of the error."""
+    """Draws the errors of rows as a PNG: green if correct, yellow to red by the logarithm of the error."""
     wrong = off > 1
     finite = off[wrong & off.isfinite()]
     most = float(finite.max().log10()) if len(finite) else 1.0

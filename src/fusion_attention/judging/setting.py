@@ -1,7 +1,6 @@
-"""A call in the intermediate representation as the judge changes and cuts it: any rows, heads and keys of a sequence,
-materialised.
+"""An editable call in the intermediate representation, from which any rows, heads and keys can be materialised.
 
-Reads the views that back ends read.
+It reads the same views as back ends do.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 
 from fusion_attention.ir import bias
 from fusion_attention.ir.dropout import keep_from_bits, keep_from_philox
-from fusion_attention.ir.kv import Dequant, MatrixView, PagedView, RowView
+from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.mask import blocked_by_tiles
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 
@@ -25,16 +24,16 @@ WORKING_DTYPE = torch.float64
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some rows, query heads and keys of one sequence, in float64; heads of k and v as many as q's, or one.
+    """Some rows, query heads and keys of one sequence, in float64; k and v have the heads of q, or one.
 
     Attributes:
-        heads, rows, keys: what they are of the sequence b.
+        heads, rows, keys: their ranges in sequence b.
         scores_by: the factor on q . k, a number or [heads, rows, 1].
-        visible: bool [heads or 1, rows, keys]; times: how often each key is weighed, or None.
+        visible: bool [heads or 1, rows, keys]; times: multiplicity of each key, or None.
         in_band: [rows] bool; kv_len, q_len: keys and query rows of the sequence.
-        keep: bool, or None; keep_factor: on kept probabilities.
-        normalised: the divisor; False: sums what dropout leaves.
-        saved: of a backward, (dout, out, max, sum) of these rows; dlse: likewise, where there is one.
+        keep: False for dropped elements, or None; keep_factor: factor on the others.
+        dropped_divisor: the divisor excludes dropped elements.
+        saved: for a backward, (dout, out, max, sum) of these rows; dlse: likewise, or None.
     """
 
     problem: Problem
@@ -69,7 +68,7 @@ class Block:
 
     @property
     def positions(self) -> Tensor:
-        """[keys]: which key of the sequence each one is."""
+        """The index of each key in its sequence: [keys]."""
         return torch.arange(self.keys.start, self.keys.stop)
 
 
@@ -78,17 +77,17 @@ Edit = Callable[[Block], Block]
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What is planned of a call, with what a mistake may change of it.
+    """A call with all parameters that a mistake may change.
 
     Attributes:
-        kv_heads: the key head that each query head meets.
-        edits: what is done to every block.
-        offset_outside: stored * scale + offset, in place of (stored + offset) * scale.
-        high_first: the even element of an int4 pair in the high half.
-        drop_msb: drop bits are read from the most significant one on.
-        returns: what is done to every result: (kind, value, the intermediate representation's results, block,
+        kv_heads: the key head of each query head.
+        edits: functions applied to every block.
+        offset_outside: dequantise as stored * scale + offset, in place of (stored + offset) * scale.
+        high_first: the even element of an int4 pair is in the high half.
+        drop_msb: dropout bits begin with the most significant one.
+        returns: functions applied to every result: (kind, value, the intermediate representation's results, block,
             precision) -> value.
-        of_group: what of a group's query heads reaches a key head's gradient: "sum", "first", "last" or "mean".
+        of_group: reduction of a group's query heads to a key head's gradient: "sum", "first", "last" or "mean".
     """
 
     op_kind: str
@@ -104,34 +103,34 @@ class Setting:
     returns: tuple[Callable[..., Tensor], ...] = ()
     of_group: str = "sum"
     cached: dict[Any, Any] = field(default_factory=dict)
-    deltas: dict[Any, Tensor] = field(default_factory=dict)  # variances of delta, of rows that were met
+    deltas: dict[Any, Tensor] = field(default_factory=dict)  # cached variances of delta
 
     def changed(self, edit: Edit | None = None, **fields: Any) -> Setting:
-        """This setting with other fields, and a further edit of its blocks."""
+        """Returns this setting with changed fields and a further edit of its blocks."""
         edits = self.edits if edit is None else (*self.edits, edit)
         return replace(self, edits=edits, cached={}, deltas={}, **fields)
 
     def of_problem(self, **fields: Any) -> Setting:
-        """This setting with another problem."""
+        """Returns this setting with a changed problem."""
         return self.changed(problem=replace(self.problem, **fields))
 
     def of_extents(self, **fields: Any) -> Setting:
-        """This setting on other lengths or bands."""
+        """Returns this setting with changed lengths or bands."""
         e = self.extents
         arrays = {n: fields.get(n, getattr(e, n)) for n in ("q_len", "kv_len", "lo", "hi", "prefix", "shift")}
         return self.changed(extents=Extents(**arrays, compressed=e.compressed))
 
     def of_operands(self, **fields: Any) -> Setting:
-        """This setting on other memory."""
+        """Returns this setting with changed operands."""
         return self.changed(operands=replace(self.operands, **fields))
 
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """The number of query heads per key head."""
         return self.problem.group
 
     def block(self, b: int, heads: slice, rows: slice, keys: slice | None = None) -> Block:
-        """Rows and heads of sequence b; keys None: those that the rows may see."""
+        """Materialises rows and heads of sequence b; keys None: those that the rows may see."""
         p, e, o = self.problem, self.extents, self.operands
         first, end = e.row_interval(b, np.arange(rows.start, rows.stop))
         kv_len = e.all_keys(b)
@@ -195,7 +194,7 @@ class Setting:
         return tuple(self._query(view, b, heads, rows) for view in (self.grads.dout, o.out, o.stats.max, o.stats.sum))
 
     def _keys_of(self, b: int, name: str, kv: np.ndarray, keys: slice) -> Tensor:
-        """[heads or 1, keys, dim] of k, v or k_rope as they are meant."""
+        """Returns [heads or 1, keys, dim] of k, v or k_rope, dequantised."""
         stored = self._stored(b, name)
         one = np.unique(kv)
         picked = stored[one, keys] if len(one) == 1 else stored[torch.from_numpy(kv), keys]
@@ -216,7 +215,7 @@ class Setting:
         return rows[torch.from_numpy(np.asarray(heads)), keys].to(WORKING_DTYPE)
 
     def _stored(self, b: int, name: str) -> Tensor:
-        """[heads_kv, kv_len, dim] as it lies, common keys first; pages are gathered once for a sequence."""
+        """Returns [heads_kv, kv_len, dim] without dequantisation, common keys first; cached for one sequence."""
         if (b, name) in self.cached:
             result: Tensor = self.cached[b, name]
             return result
@@ -265,12 +264,12 @@ class Setting:
         end, listed = self._listed(b, rows)
         read = (torch.arange(entries.shape[2]) < -(-end // p.select_block)) & (entries >= 0).cumprod(-1).bool()
         times = selected_times(entries, read, listed, p.select_block)
-        if p.compressed_ratio:  # beside the whole band of the first source
+        if p.compressed_ratio:  # all keys of the first source's band are visible
             times = torch.nn.functional.pad(times, (int(e.kv_len[b]), 0), value=1.0)
         return times[..., keys]
 
     def _listed(self, b: int, rows: slice) -> tuple[Tensor, int]:
-        """(how many of the keys that lists name each row sees [rows, 1], how many there are)."""
+        """Returns (the number of visible keys of each row for lists [rows, 1], the number of keys)."""
         p, e, row = self.problem, self.extents, np.arange(rows.start, rows.stop)
         if p.compressed_ratio:
             end, count = e.compressed_end(b, row, p.compressed_ratio), e.all_keys(b) - int(e.kv_len[b])
@@ -321,7 +320,7 @@ class Setting:
 
 
 def selected_times(entries: Tensor, read: Tensor, kv_len: int, block: int) -> Tensor:
-    """[heads, rows, kv_len]: how often each key is listed, of lists [heads, rows, entries]."""
+    """Returns [heads, rows, kv_len]: the multiplicity of each key in lists [heads, rows, entries]."""
     blocks = -(-kv_len // block)
     counted = read & (entries < blocks)
     total = torch.zeros(*entries.shape[:-1], blocks + 1, dtype=WORKING_DTYPE)
@@ -334,12 +333,9 @@ def _rows(view: RowView, b: int, heads_all: int, length: int, heads: slice, rows
 
 
 def _keys(p: Problem, first: np.ndarray, end: np.ndarray, kv_len: int) -> slice:
-    """The keys that rows may see, or all where an empty row may need their mean."""
+    """Returns the keys that rows may see, or all if an empty row may need their mean."""
     means = p.empty_rows == "mean" or (p.empty_rows != "zero" and (p.has_blocked or p.bias != "none"))
     some = end > first
     if means or p.has_blocked_tiles or p.selects or not some.any():
         return slice(0, kv_len)
     return slice(int(first[some].min()), int(end[some].max()))
-
-
-__all__ = ["Block", "Dequant", "Edit", "MatrixView", "Setting", "selected_times"]

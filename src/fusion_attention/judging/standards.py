@@ -1,6 +1,6 @@
-"""By which measure an output is right: the error bound, and the measures that CANN's own tests publish.
+"""Standards for correct outputs: the error bound, and the criteria that CANN's tests publish.
 
-Values come piece by piece, so that no whole float64 copy of an output need be in memory.
+Outputs are processed in blocks, so that no complete float64 copy is in memory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Judged:
-    """One output by one standard.
+    """The verdict of one standard on one output.
 
     Attributes:
-        standard: its name. passes: whether the output is right by it.
-        reason: what breaks it, in words; "" where nothing does.
+        standard: its name. passes: True if the output is correct by it.
+        reason: the reason of a failure; "" if it passes.
     """
 
     standard: str
@@ -33,7 +33,7 @@ class Judged:
 
 
 class Marks(NamedTuple):
-    """Of a sequence [heads, rows]."""
+    """Properties of the rows of a sequence, [heads, rows]."""
 
     nan: Tensor
     infinite: Tensor
@@ -46,14 +46,13 @@ _MARKS = (torch.bool, torch.bool, torch.bool, torch.float64)
 
 @dataclass(eq=False)
 class Tally:
-    """The errors of an output against golden, gathered piece by piece.
+    """The errors of an output against golden, accumulated block by block.
 
     Attributes:
-        errors: their ratios to the expected sizes. worst: sequence, head, row, element, ours, golden and expected
-            error where the ratio is largest.
-        strange: numbers that are not finite where golden's are, or the other way round.
-        marks: of each row, whether it holds NaN, infinities or nothing but zeros where golden does not, and a number
-            by which golden's rows are told apart.
+        errors: ratios to the expected sizes. worst: sequence, head, row, element, ours, golden and expected error at
+            the largest ratio.
+        strange: count of values that are finite in only one of output and golden.
+        marks: rows with NaN, infinities or only zeros where golden has none, and a hash of golden's rows.
     """
 
     dtype: torch.dtype
@@ -62,20 +61,19 @@ class Tally:
     count: int = 0
     strange: int = 0
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # of errors: sum, sum of squares, largest
-    baseline: list[float] = field(
-        default_factory=lambda: [0.0, 0.0]
-    )  # a plain program's: sum of squares; golden's largest
+    # Of the baseline: sum of squared errors, and golden's largest value.
+    baseline: list[float] = field(default_factory=lambda: [0.0, 0.0])
     size: float = 0.0  # sum of golden's squares
     beyond: int = 0
-    relative: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0])  # ours: sum, largest; plain's
+    relative: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0])  # sum and largest of ours, of baseline
     small: list[int] = field(default_factory=lambda: [0, 0])
     worst: tuple[int, int, int, int, float, float, float] | None = None
     peak: float = 0.0
     marks: list[Marks] = field(default_factory=list)
-    measured: bool = False  # beside a plain program
+    measured: bool = False  # True if a baseline was measured too
 
     def add(self, place: tuple[int, slice, slice] | None, ours: Tensor, wanted: Wanted) -> None:
-        """A further piece [heads, rows, elements]: at a sequence's heads and rows, or (None) wherever it is."""
+        """Adds a block [heads, rows, elements] at a sequence's heads and rows, or (None) at no position."""
         value = wanted.value.double()
         if not value.numel():
             return
@@ -110,7 +108,7 @@ class Tally:
             mark[heads, rows] = new
 
     def _magnitudes(self, mine: Tensor, value: Tensor, baseline: Tensor | None) -> None:
-        """Absolute errors, and what CANN's standards count."""
+        """Accumulates absolute errors and the counts of CANN's standards."""
         odd = ~(value.isfinite() & mine.isfinite()) | (value.abs() >= FLT_MAX)
         error = (mine - value).abs_()
         size = value.abs()
@@ -143,44 +141,45 @@ class Tally:
 
     @property
     def rms(self) -> float:
-        """Root of the mean square error."""
+        """Root mean square error."""
         return math.sqrt(self.sums[1] / max(self.count, 1))
 
     @property
     def largest(self) -> float:
-        """Largest absolute error; inf where a place that should be finite is not, or the other way round."""
+        """Largest absolute error; inf if a value is finite in only one of output and golden."""
         return math.inf if self.strange else self.sums[2]
 
     @property
     def z(self) -> float:
-        """Root mean square error over the whole, in expected sizes."""
+        """Root mean square error over all elements, in expected sizes."""
         return math.inf if self.strange else self.errors.z
 
     @property
     def relative_rms(self) -> float:
-        """RMS error as a share of golden's RMS."""
+        """RMS error as a fraction of golden's RMS."""
         return math.inf if self.strange else math.sqrt(self.sums[1] / self.size) if self.size else self.rms
 
     @property
     def passes(self) -> bool:
-        """Right by the error bound."""
+        """True if the output is within the error bound."""
         return not self.errors.fails()
 
     def bound(self) -> Judged:
-        """The error bound: no number, row, tile, head nor the whole is off by more than roundings make it."""
+        """Judges by the error bound: no element, row, tile or head has a larger error than rounding explains."""
         failing = self.errors.fails()
         if not failing:
             return Judged("error-bound", passes=True)
         return Judged("error-bound", False, sentence(*failing[0]))
 
     def cann_share(self) -> Judged:
-        """CANN's operator tests: at most 0.5 % of elements differ by more than 0.5 % (or 2.5e-5)."""
+        """Judges by CANN's operator tests: at most 0.5 % of elements differ by more than 0.5 % (or 2.5e-5)."""
         fraction = (self.beyond + self.strange) / max(self.count, 1)
         broken = [f"{fraction:.2%} of elements beyond 0.5 %"] if fraction > 0.005 else []
         return self._published("cann-0.5%", broken)
 
     def cann_double(self) -> Judged:
-        """CANN's double benchmark: relative errors beside those of a plain run: 10 x largest, 2 x mean, RMS, small."""
+        """Judges by CANN's double benchmark: relative errors beside a baseline's: 10 x largest, 2 x mean, RMS,
+        small."""
         n = max(self.count, 1)
         ratios = (
             ("largest relative error", self.relative[1], self.relative[3], 10),
@@ -188,7 +187,7 @@ class Tally:
             ("RMS error", self.rms, math.sqrt(self.baseline[0] / n), 2),
             ("errors of small values", self.small[0], max(self.small[1], 1), 2),
         )
-        # What both lose to float32 itself is no difference between them.
+        # Errors of float32 rounding are common to both programs.
         floor = 2.0**-24 * math.sqrt(max(self.terms, 1))
         broken = [
             f"{what} {result:.3g} > {times} x {base:.3g}"
@@ -198,13 +197,13 @@ class Tally:
         return self._published("cann-double", broken)
 
     def _published(self, name: str, broken: list[str]) -> Judged:
-        """Whatever a standard counts, a number that is not finite where golden's is, is wrong."""
+        """Makes a verdict; a value that is not finite where golden is fails every standard."""
         strange = [f"{self.strange} values are not finite, or should not be"] if self.strange else []
         return Judged(name, not (strange or broken), "; ".join(strange + broken))
 
 
 def sentence(b: int, look: Look) -> str:
-    """What fails, in words."""
+    """Describes a failing group."""
     head, row = look.place
     where = {
         "element": f"a number of row {row}, head {head}", "row": f"row {row} of head {head}",

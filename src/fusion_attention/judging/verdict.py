@@ -1,15 +1,16 @@
-"""What the judge says of a call: per output, per back end, and which mistakes explain it; as text and as JSON.
+"""The judge's verdict on a call: per output, per back end, and explanations; as text and as JSON.
 
-Holds numbers and words, never a tensor of a call (pictures aside).
+It contains numbers and text, and no tensors except pictures of errors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusion_attention.judging.calls import Recorded
 from fusion_attention.judging.error_location import Map
 from fusion_attention.judging.expected_error import Grade
 from fusion_attention.judging.standards import STANDARDS, Judged, Tally
@@ -19,16 +20,16 @@ RIGHT, NOISY, WRONG = "right", "noisy", "wrong"
 
 @dataclass(frozen=True, eq=False)
 class Opinion:
-    """One output.
+    """The verdict on one output.
 
     Attributes:
-        judged: what the standard that was asked for says.
-        grade: of the error bound, in words: "as exact as a kernel that sums in float32", "as exact as a program in
+        judged: the verdict of the requested standard.
+        grade: result of the error bound: "as exact as a kernel that sums in float32", "as exact as a program in
             bfloat16", or "wrong".
         mean, rms, largest: absolute errors against golden.
-        z: root mean square error over the whole, in expected sizes; z_tile: of the worst tile of 32 rows.
-        where: in words, where it is wrong. worst: sequence, head, row, element, then ours, golden and the expected
-            error there.
+        z: root mean square error over all elements, in expected sizes; z_tile: of the worst tile of 32 rows.
+        where: descriptions of the location of errors. worst: sequence, head, row, element, ours, golden and expected
+            error of the largest ratio.
     """
 
     name: str
@@ -45,14 +46,14 @@ class Opinion:
 
     @property
     def passes(self) -> bool:
-        """By the standard that was asked for."""
+        """True if the output is correct by the requested standard."""
         return self.judged.passes
 
 
 def opinion(
     name: str, tally: Tally, grade: Grade, standard: str, map_: Map | None = None, looks_like: Sequence[str] = ()
 ) -> Opinion:
-    """What a tally says, of a result that is expected to be of a grade; looks_like: what else is known of its rows."""
+    """Makes a verdict from a tally with an expected grade; looks_like: further descriptions of its rows."""
     wrong = not tally.passes
     where = (*map_.sentences(), *looks_like) if wrong and map_ is not None else tuple(looks_like) if wrong else ()
     words = grade.words.replace("the dtype", str(tally.dtype).removeprefix("torch."))
@@ -73,13 +74,13 @@ def opinion(
 
 @dataclass(frozen=True)
 class Explanation:
-    """A mistake with which the captured outputs are what they should be.
+    """A mistake under which the captured outputs are correct.
 
     Attributes:
-        name, means, fix: the mistake's. detail: which way of making it.
-        outputs: what it explains. error: what is left of their error, in expected sizes.
-        confirmed: on the whole call; else on rows and heads drawn from it.
-        noisy: it explains them but for noise.
+        name, means, fix: as in the mistake. detail: the way of making it.
+        outputs: the explained outputs. error: their remaining error, in expected sizes.
+        confirmed: True if measured on the complete call; else on samples.
+        noisy: True if only noise remains.
     """
 
     name: str
@@ -97,16 +98,16 @@ class Explanation:
 
 @dataclass(frozen=True, eq=False)
 class Judgement:
-    """A call, judged.
+    """The verdict on a call.
 
     Attributes:
-        operator: the record's name; source: where it came from.
-        verdict: "right", "wrong", or, where mistakes were looked for, "noisy": wrong, by no more than sums in 16 bits.
-        standard: by which.
-        outputs: by name. unjudged: outputs of which nothing was said, and why.
-        backends: per back end of this machine, its error by output, in expected sizes, or why it has none.
-        mistakes: what explains the outputs, best first; empty if not searched, or if none fits.
-        searched: whether mistakes were looked for.
+        operator: the record's name; source: the file's name.
+        verdict: "right", "wrong", or, after a search for mistakes, "noisy": wrong, but as exact as sums in 16 bits.
+        standard: the requested standard.
+        outputs: verdicts by name. unjudged: reasons by name of other outputs.
+        backends: for each back end of this machine its error by output, in expected sizes, or a reason for none.
+        mistakes: explanations, best first; empty if not searched, or if none fits.
+        searched: True if mistakes were searched.
     """
 
     operator: str
@@ -122,16 +123,16 @@ class Judgement:
 
     @property
     def passes(self) -> bool:
-        """Every output is right by the standard that was asked for."""
+        """True if every output is correct by the requested standard."""
         return self.verdict == RIGHT
 
     @property
     def grade(self) -> str:
-        """The worst of its outputs'."""
+        """The worst grade of its outputs."""
         return max((o.grade for o in self.outputs.values()), key=lambda g: (g == WRONG, "program" in g), default="")
 
     def failing(self) -> list[str]:
-        """The outputs that are not right."""
+        """Returns the names of incorrect outputs."""
         return [name for name, result in self.outputs.items() if not result.passes]
 
     def __str__(self) -> str:
@@ -140,7 +141,7 @@ class Judgement:
     __repr__ = __str__
 
     def lines(self) -> list[str]:
-        """Five lines: what it is, the verdict, the outputs, where, and why."""
+        """Returns five lines: call, verdict, errors, location and explanation."""
         bad = self.failing()
         worst = max(self.outputs.values(), key=lambda o: (not o.passes, o.z), default=None)
         each = ", ".join(f"{o.name} {times(o.z)}" for o in self.outputs.values()) or "none"
@@ -162,7 +163,7 @@ class Judgement:
         ]
 
     def json(self) -> dict[str, Any]:
-        """Everything but pictures, as JSON has it: numbers that it does not know are words."""
+        """Converts everything but pictures to JSON values; numbers that are not finite become strings."""
 
         def number(value: float) -> Any:
             return value if math.isfinite(value) else str(value)
@@ -199,6 +200,23 @@ class Judgement:
         }  # fmt: skip
 
 
+def judgement(
+    call: Recorded, opinions: dict[str, Opinion], backends: dict[str, Any], judged: Collection[str], standard: str,
+    search: bool, mistakes: tuple[Explanation, ...], noisy: bool,
+) -> Judgement:  # fmt: skip
+    """Makes the judgement of a call.
+
+    Args:
+        judged: the outputs with a formula. noisy: True if wrong outputs are as exact as sums in 16 bits.
+    """
+    right = all(o.passes for o in opinions.values())
+    verdict, notes = RIGHT if right else NOISY if noisy else WRONG, (*call.notes, *call.doubts())
+    unjudged = call.unjudged(judged)
+    return Judgement(
+        call.op.name, call.source, verdict, opinions, unjudged, backends, mistakes, search, notes, standard
+    )
+
+
 def times(value: float) -> str:
-    """A factor in few letters."""
+    """Formats a factor in few characters."""
     return "not finite" if math.isinf(value) else f"{value:.2g}x" if value < 1000 else f"{value:.0e}x"

@@ -1,2 +1,2 @@
-"""Calls as text: Python source (parser.py), a chip's log (cann_logs.py), and the rules
-of the record they break (explanation.py)."""
+"""Explains refused calls: reads Python source (parser.py) or a chip's log (cann_logs.py), and lists the broken rules of
+the operator's record (explanation.py)."""

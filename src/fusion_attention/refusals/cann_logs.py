@@ -1,4 +1,4 @@
-"""What the log of a failed call on the chip says: operator, code, and the reasons that CANN printed.
+"""Reads the log of a call that failed on the chip: operator, error code, and the reasons that CANN printed.
 
 RuntimeError: npu_fusion_attention:.. NPU function error: call aclnnFlashAttentionScore failed, error code is 561103
 EZ9999[PID: 413] .. (EZ9999):  get unsupported atten_mask shape, the shape is [16, 1, 1, 1500] ..[FUNC:..][FILE:..]
@@ -13,34 +13,28 @@ from fusion_attention.ops import RECORDS
 
 LONGEST = 4 << 20  # characters of a log
 _LATE = "; the text may name a later call than the one that failed (ASCEND_LAUNCH_BLOCKING=1 names the right one)"
-# code: CANN's name of it, and what it says.
+_STOPPED = f"a kernel was stopped, mostly at an address that is not its own{_LATE}"
+# Error code: CANN's name and its meaning.
 CODES = {
     161001: ("ACLNN_ERR_PARAM_NULLPTR", "something that the operator needs was not given"),
     161002: ("ACLNN_ERR_PARAM_INVALID", "a dtype, a layout, a rank or shapes do not go together; nothing was planned"),
-    361001: (
-        "ACLNN_ERR_RUNTIME_ERROR",
-        "the call was legal, and the device's runtime failed: memory, stream or executor",
-    ),
+    361001: ("ACLNN_ERR_RUNTIME_ERROR",
+             "the call was legal, and the device's runtime failed: memory, stream or executor"),
     561000: ("ACLNN_ERR_INNER", "an error inside CANN"),
     561001: ("ACLNN_ERR_INNER_INFERSHAPE_ERROR", "the results' shapes do not follow from the inputs' shapes"),
-    561002: (
-        "ACLNN_ERR_INNER_TILING_ERROR",
-        "planning refused the call: a rule on shapes, lengths, masks or attributes",
-    ),
+    561002: ("ACLNN_ERR_INNER_TILING_ERROR",
+             "planning refused the call: a rule on shapes, lengths, masks or attributes"),
     561003: ("ACLNN_ERR_INNER_FIND_KERNEL_ERROR", "no kernel for these dtypes on this chip"),
     561101: ("ACLNN_ERR_INNER_CREATE_EXECUTOR", "no executor could be made"),
     561103: ("ACLNN_ERR_INNER_NULLPTR", "planning gave up: of attention, mostly the shape of a mask"),
     561112: ("ACLNN_ERR_INNER_OPP_KERNEL_PKG_NOT_FOUND", "the package of kernels for this chip is not installed"),
     207001: ("ACL_ERROR_RT_MEMORY_ALLOCATION", "the device has no memory left"),
     507014: ("ACL_ERROR_RT_AICORE_TIMEOUT", f"a kernel did not end in time{_LATE}"),
-    507015: ("ACL_ERROR_RT_AICORE_EXCEPTION", f"a kernel was stopped, mostly at an address that is not its own{_LATE}"),
+    507015: ("ACL_ERROR_RT_AICORE_EXCEPTION", _STOPPED),
     507034: ("ACL_ERROR_RT_VECTOR_CORE_TIMEOUT", f"a kernel did not end in time{_LATE}"),
-    507035: (
-        "ACL_ERROR_RT_VECTOR_CORE_EXCEPTION",
-        f"a kernel was stopped, mostly at an address that is not its own{_LATE}",
-    ),
-}
-# The codes that this library gives for what CANN, by version, gives another one for.
+    507035: ("ACL_ERROR_RT_VECTOR_CORE_EXCEPTION", _STOPPED),
+}  # fmt: skip
+# Codes that differ between versions of CANN, and the code of this library for the same failure.
 SAME = {561103: 561002, 561001: 161002}
 _CODE = re.compile(
     r"(?:error code is|errno\s*[:=]|aclnnStatus\s*=|ret(?:urned)?\s*[:=]?|error code\s*[:=]?)\s*(\d{6})\b"
@@ -53,29 +47,23 @@ _REASON = re.compile(
     r"(?:\(?\bE[A-Z0-9]\d{4}\)?\s*:|^)\s*(?P<text>[^\n]*?)\s*\[FUNC:(?P<func>\w*)\]\[FILE:(?P<file>[^\]]*)\]", re.M
 )
 _NAMED = re.compile(r"AclNN_Parameter_Error\(\w+\):\s*(?P<text>[^\n\[]+)")
-_EMPTY = (
-    "fail to analyze context",
-    "tiling failed",
-    "kernel run failed",
-    "launch failed",
-    "inner error",
-    "failed to execute",
-)
+_EMPTY = ("fail to analyze context", "tiling failed", "kernel run failed", "launch failed", "inner error",
+          "failed to execute")  # fmt: skip
 
 
 class LogError(ValueError):
-    """A text that is no log of a failed call; one sentence."""
+    """A text that is no log of a failed call; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Log:
-    """A failed call, as far as its log tells.
+    """A failed call, as read from its log.
 
     Attributes:
-        code: CANN's; 0 where the text has none.
-        operator: the record of the operator that failed, "" if it has none here; said: its name in the text.
-        function: the record of torch_npu's function that called it; "" if the text names none.
-        reasons: what CANN printed besides, most telling first.
+        code: CANN's error code; 0 if the text has none.
+        operator: the record of the operator that failed, "" if there is none; said: its name in the text.
+        function: the record of the torch_npu function that called it; "" if the text has none.
+        reasons: other messages of CANN, the most specific first.
     """
 
     code: int
@@ -86,22 +74,22 @@ class Log:
 
     @property
     def name(self) -> str:
-        """CANN's name of the code."""
+        """CANN's name of the error code; "" if there is none."""
         return CODES.get(self.code, ("", ""))[0]
 
     @property
     def described(self) -> str:
-        """The code with its name, as far as there are any."""
+        """The error code with its name."""
         return (f"{self.code} ({self.name})" if self.name else str(self.code)) if self.code else "no code"
 
     @property
     def meaning(self) -> str:
-        """What the code says."""
+        """The meaning of the error code in a sentence."""
         return CODES.get(self.code, ("", "a code that is not known here"))[1]
 
 
 def is_log(text: str) -> bool:
-    """Whether a text looks like a log rather than like a call."""
+    """True if a text looks like a log rather than like a call."""
     return bool(
         ("(" not in text and _BARE.search(text))
         or _CODE.search(text)
@@ -110,7 +98,7 @@ def is_log(text: str) -> bool:
 
 
 def read_log(text: str) -> Log:
-    """The last failed call in a log, or in the text of an exception.
+    """Reads the last failed call from a log or from an exception's text.
 
     Raises:
         LogError: the text is too long, or has neither a code nor an operator.
@@ -135,7 +123,7 @@ def read_log(text: str) -> Log:
 
 
 def _record_of(name: str) -> str:
-    """torch_npu's function behind a name in a log: npu_x_out_symint is npu_x."""
+    """Returns torch_npu's function for a name in a log: npu_x_out_symint is npu_x."""
     while name and name not in RECORDS:
         shorter = re.sub(r"_(symint|out|npu|call|forward)$", "", name)
         if shorter == name:

@@ -1,8 +1,6 @@
-"""Which rules of its record a call breaks, in our words and with the fix; of a call that failed on the chip, which
-it likely broke.
+"""Explains a call: the rules of its record that it breaks, each with a fix; for a log of the chip, the likely rules.
 
-A call is bound as every call is (contract.bind), once for what it means and once for what the chip takes. Refuses to
-know any operator.
+contract.bind checks the call twice: once for its meaning, and once for the chip's limits. No operator is special here.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from fusion_attention.refusals.fixes import TRIANGLE, fixes
 from fusion_attention.refusals.likely_rules import likely
 from fusion_attention.refusals.parser import PHASE_1, Written, WrittenError, parse_call
 
-# Other libraries' words, the parameter of CANN's functions that stands for each, and how it is said.
+# Parameter names of other libraries: CANN's parameter and the advice.
 _CAUSAL = f"sparse_mode=3 (2: from the upper left corner, as torch) with atten_mask={TRIANGLE}"
 _FOREIGN = {
     **dict.fromkeys(("is_causal", "causal"), ("sparse_mode", _CAUSAL)),
@@ -46,20 +44,20 @@ _FOREIGN = {
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q"), ("actual_seq_qlen", "actual_seq_qlen=cu_seqlens_q[1:]")),
     "cu_seqlens_k": ("actual_seq_kvlen", "actual_seq_kvlen=cu_seqlens_k[1:]"),
 }
-# Arguments of functions that no record has.
+# Parameters of functions that are in no record.
 _BESIDE = ("return_lse", "backend", "strict", "check_content", "out", "workspace")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that is broken, or likely is.
+    """A rule that is broken, or likely broken.
 
     Attributes:
         where: "everywhere" (the call has no meaning), "chip" (it runs here, the chip refuses it), "warning" (it runs,
-            and probably does not mean what it says) or "likely" (what a log points at).
-        param: as the function spells it; cann: as CANN does, "" where nothing is known.
-        expected, got, fix: the error's words.
-        code: CANN's for it.
+            but is probably not meant) or "likely" (a rule that a log may refer to).
+        param: the parameter in the function's spelling; cann: in CANN's, "" if unknown.
+        expected, got, fix: the texts of the error.
+        code: CANN's error code.
     """
 
     where: str
@@ -72,7 +70,7 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """All of it in a line."""
+        """The finding in one line."""
         cann = f" ({self.cann})" if self.cann not in ("", self.param) else ""
         got = f", got {self.got}" if self.got else ""
         return f"{self.param}{cann}: expected {self.expected}{got}" if self.param else self.expected
@@ -80,19 +78,19 @@ class Finding:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What there is to say of a call.
+    """The result of explain().
 
     Attributes:
-        operator: the record's name, "" where a log names none that is known here.
-        summary: what it computes.
-        verdict: in a sentence.
-        findings: broken rules, the gravest first.
-        sizes: what was read from the call: axes, and how many tokens its sequences have.
+        operator: the record's name, "" if a log names no operator with a record.
+        summary: the record's description of the operator.
+        verdict: the result in a sentence.
+        findings: broken rules, the most severe first.
+        sizes: axes and lengths of sequences, read from the call.
         results: dtype and shape of every result of a legal call.
-        computes: for every back end "yes", or why not.
-        log: what the log says, if there was one.
-        unread: parameters whose numbers were not there to be checked.
-        fixes: single changes with which the call breaks nothing, or at least has a meaning; each was tried.
+        computes: for every back end "yes" or the reasons against it.
+        log: the parsed log, if there was one.
+        unread: parameters whose content was not available, so was not checked.
+        fixes: single changes that make the call legal, or at least meaningful; each was checked.
     """
 
     operator: str
@@ -108,7 +106,7 @@ class Explanation:
 
     @property
     def broken(self) -> bool:
-        """Whether a rule is broken, here or on the chip, or a log says so."""
+        """True if a rule is broken, here or on the chip, or if a log reports a failure."""
         return self.log is not None or any(f.where in ("everywhere", "chip") for f in self.findings)
 
     def __str__(self) -> str:
@@ -117,7 +115,7 @@ class Explanation:
         return "\n".join([f"{self.operator}: {self.verdict}" if self.operator else self.verdict, *notes, *fixes])
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Converts the explanation to values that JSON can store."""
         result = asdict(self)
         if self.log is not None:
             result["log"] |= {"name": self.log.name, "meaning": self.log.meaning}
@@ -127,17 +125,17 @@ class Explanation:
 
 
 def explain(text: str, *, log: str = "") -> Explanation:
-    """Which rule a call breaks, and what to do: from its Python text, from its log, or from both.
+    """Explains which rules a call breaks and how to fix it, from its Python text, its log, or both.
 
-    The text is parsed, never executed. A tensor is its dtype and shape, as in q=bf16[2,1024,8,64], or what torch.empty,
-    randn and their kin make of literal shapes, perhaps in lines before the call.
+    The text is parsed, never executed. A tensor is written as dtype and shape, as in q=bf16[2,1024,8,64], or made by
+    torch.empty, randn and similar functions of literal shapes, also in lines before the call.
 
     Args:
-        text: a call of any interface (fusion_attention, torch_npu, aclnnXxxGetWorkspaceSize); or what the chip printed.
-        log: what the chip printed of the call.
+        text: a call of any interface (fusion_attention, torch_npu, aclnnXxxGetWorkspaceSize), or a log of the chip.
+        log: a log of the chip for the call in text.
 
     Raises:
-        WrittenError, LogError: it is neither; one sentence says why.
+        WrittenError, LogError: the text is neither a call nor a log; the message gives the reason.
 
     Example:
         >>> found = explain('npu_fusion_attention(f16[2,5,8,64], f16[2,5,3,64], f16[2,5,3,64], 8, "BSND")')
@@ -151,7 +149,7 @@ def explain(text: str, *, log: str = "") -> Explanation:
 
 
 def explain_call(call: Written, log: Log | None = None) -> Explanation:
-    """explain() of a call that is parsed."""
+    """Explains a parsed call, like explain()."""
     op = RECORDS[call.operator]
     args, wrong = _arguments(op, call)
     if wrong:
@@ -160,7 +158,7 @@ def explain_call(call: Written, log: Log | None = None) -> Explanation:
 
 
 def explain_arguments(op: Op, args: Mapping[str, Any], log: Log | None = None) -> Explanation:
-    """explain() of arguments by canonical name; numbers that are there are checked too."""
+    """Explains arguments by canonical name, like explain(); tensors with memory have their content checked."""
     tensors = [t for p in op.tensors() for t in members(args.get(p.name)) or () if isinstance(t, torch.Tensor)]
     there = bool(tensors) and not any(t.is_meta for t in tensors)
     result = _failures(op, args, there, strict=False)
@@ -168,13 +166,13 @@ def explain_arguments(op: Op, args: Mapping[str, Any], log: Log | None = None) -
         return replace(_explained(op, result, log), fixes=_fixes(op, args, there, True))
     of_chip = _failures(op, args, there, strict=True)
     notes = {(f.param, f.expected) for f in of_chip}
-    rest = [f for f in result if (f.param, f.expected) not in notes]  # a doubt is said once
+    rest = [f for f in result if (f.param, f.expected) not in notes]  # a doubt is reported once
     told_of = _explained(op, [*of_chip, *rest], log, args=args, there=there)
     return replace(told_of, fixes=_fixes(op, args, there, False)) if told_of.broken else told_of
 
 
 def explain_log(log: Log) -> Explanation:
-    """explain() of a log alone: the rules that it points at."""
+    """Explains a log without a call: the rules that it likely refers to."""
     name = log.function or log.operator
     if not name:
         what = f"{log.said} has no record here: " if log.said else "the text names no operator: "
@@ -189,7 +187,7 @@ def explain_log(log: Log) -> Explanation:
 
 
 def _arguments(op: Op, call: Written) -> tuple[dict[str, Any], list[Finding]]:
-    """Arguments by canonical name; or what is wrong with the words of the call."""
+    """Returns the arguments by canonical name, or findings about arguments that the function does not accept."""
     spelled = {cann: shown for shown, cann in op.cann.items()}
     given: dict[str, Any] = {}
     for word, value in call.named.items():
@@ -236,7 +234,7 @@ def _function(op: Op) -> Any:
 
 
 def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) -> Finding:
-    """A finding for words that the function does not take."""
+    """Makes a finding for arguments that the function does not accept, with a suggestion."""
     parameters = inspect.signature(function).parameters
     strange = [word for word in given if word not in parameters]
     fix = ""
@@ -258,7 +256,7 @@ def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) ->
 
 
 def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
-    """decode_attention()'s cache as the record's k and v."""
+    """Replaces decode_attention()'s cache by the record's k and v."""
     results = {word: value for word, value in values.items() if word not in ("cache", "sequences")}
     cache = values.get("cache")
     if isinstance(cache, tuple) and len(cache) == 2:
@@ -267,7 +265,7 @@ def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_taken(p: Any, value: Any) -> Any:
-    """A value as bind() takes it without memory: tensors on the meta device, lengths as numbers."""
+    """Prepares a value for bind() without memory: tensors move to the meta device, lengths become numbers."""
     if isinstance(p, Tensor):
         if isinstance(value, torch.Tensor):
             return value.to("meta")
@@ -284,7 +282,7 @@ def _as_taken(p: Any, value: Any) -> Any:
 
 
 def _failures(op: Op, args: Mapping[str, Any], there: bool, *, strict: bool) -> list[Finding]:
-    """What bind() says of a call."""
+    """Returns bind()'s failures and warnings for a call as findings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -292,7 +290,7 @@ def _failures(op: Op, args: Mapping[str, Any], there: bool, *, strict: bool) -> 
             failures: tuple[Failure, ...] = ()
         except ContractError as error:
             failures = error.failures
-        except (RuntimeError, NotImplementedError) as error:  # a rule that cannot do without numbers
+        except (RuntimeError, NotImplementedError) as error:  # a rule needs the content of a tensor
             raise WrittenError(f"{op.name} cannot be checked without its tensors' numbers: {error}") from None
     where = "chip" if strict and op.source else "everywhere"
     results = [Finding(_where(f.rule, where), f.param, f.expected, f.got, f.advice, f.code, f.cann) for f in failures]
@@ -301,7 +299,7 @@ def _failures(op: Op, args: Mapping[str, Any], there: bool, *, strict: bool) -> 
 
 
 def _fixes(op: Op, args: Mapping[str, Any], there: bool, grave: bool) -> tuple[str, ...]:
-    """Changes after which the chip takes a call; of one without a meaning, else those that give it one."""
+    """Returns changes that make the call legal on the chip; if none and grave, changes that make it meaningful."""
     if there:
         args = {name: _without_memory(value) for name, value in args.items()}
 
@@ -318,7 +316,7 @@ def _fixes(op: Op, args: Mapping[str, Any], there: bool, grave: bool) -> tuple[s
 
 
 def _without_memory(value: Any) -> Any:
-    """Tensors on the meta device; lengths stay what they are."""
+    """Moves tensors to the meta device; other values stay."""
     if isinstance(value, torch.Tensor):
         return value.to("meta")
     if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
@@ -333,7 +331,7 @@ def _where(rule: Rule | None, where: str) -> str:
 
 
 def _note(op: Op, text: str) -> Finding:
-    """A warning, which is text, as a finding."""
+    """Parses the text of a warning into a finding."""
     match = re.fullmatch(r"[^:]*: (\w+)(?: \((\w+)\))?: expected (.*?)(?:, got (.*?))?(?: \((.*)\))?", text, re.S)
     if match is None:
         return Finding("warning", "", text.removeprefix(f"{op.name}: "))
@@ -368,7 +366,7 @@ def _likely(op: Op, log: Log) -> list[Finding]:
 
 
 def _beside_log(log: Log, findings: list[Finding]) -> str:
-    """A clause that compares the code of a log with the findings."""
+    """Returns a clause that compares the log's error code with the findings."""
     if not findings:
         return f"; but the log says {log.code}: the call that failed was another one, or CANN knows a rule more"
     same = [f for f in findings if f.code in (log.code, SAME.get(log.code))]
@@ -378,7 +376,7 @@ def _beside_log(log: Log, findings: list[Finding]) -> str:
 
 
 def _reading(op: Op, args: Mapping[str, Any], there: bool) -> dict[str, dict[str, Any]]:
-    """How a legal call is read: sizes, results, and what computes it."""
+    """Returns sizes, results and back ends of a legal call."""
     assert op.lower is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -404,6 +402,6 @@ def _shape_of(tensor: torch.Tensor) -> str:
 
 
 def _unread(op: Op, args: Mapping[str, Any]) -> list[str]:
-    """Parameters whose numbers some rule reads, and which were not there."""
+    """Returns parameters whose content a rule reads but whose tensors had no memory."""
     content_params = [rule.param for rule in op.asked if rule.reads or rule.level == "content"]
     return [op.by_name[name].shown for name in dict.fromkeys(content_params) if args.get(name) is not None]

@@ -1,7 +1,6 @@
-"""Changes that make a refused call legal: each is tried, and named where the record then has nothing against it.
+"""Finds changes that make a refused call legal: common mistakes are reversed one at a time, and each result is checked.
 
-Every change is a mistake that people make, undone: lengths for cumulative ends, another layout's string, a mask that
-was not expanded.
+Such mistakes are lengths in place of cumulative ends, the string of another layout, or a mask that was not expanded.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ import torch
 from fusion_attention.contract import REQUIRED, Array, Attr, Op, Param
 
 Args = Mapping[str, Any]
-Fix = tuple[str, dict[str, Any]]  # what is said, and what is changed
+Fix = tuple[str, dict[str, Any]]  # description and changed arguments
 TRIANGLE = "torch.ones(2048, 2048, dtype=torch.bool).triu(1)"
-_LENGTHS = 4096  # longer lists are left as they are
+_LENGTHS = 4096  # longer lists are not changed
 
 
 def fixes(op: Op, args: Args, is_legal: Callable[[Args], bool], most: int = 3) -> list[str]:
-    """What would make a call legal, one change at a time; none where a single change does not.
+    """Returns single changes that make a call legal; empty if no single change does.
 
     Args:
         op: the record.
-        args: by canonical name, tensors without memory.
-        is_legal: whether a call breaks nothing.
-        most: that are looked for.
+        args: arguments by canonical name, tensors without memory.
+        is_legal: returns True for a call that breaks no rule.
+        most: the largest number of changes to return.
     """
     for kind in (_without_zero, _cumulative, _mask, _layout, _heads, _dtype, _absent):
         legal = (text for text, changes in kind(op, args) if is_legal({**args, **changes}))
         if result := list(islice(legal, most)):
-            return result  # What people seldom get wrong is not offered beside what they often do.
+            return result  # kinds are ordered by frequency: a rare mistake is not suggested beside a common one
     return []
 
 
@@ -47,7 +46,7 @@ def _arrays(op: Op, args: Args) -> Iterator[tuple[Param, list[int]]]:
 
 
 def _of_all(op: Op, args: Args, change: Callable[[list[int]], list[int]]) -> Iterator[Fix]:
-    """A change of every list of lengths at once, and of each alone."""
+    """Applies a change to all lists of lengths together, and to each alone."""
     lists = [(p, numbers) for p, numbers in _arrays(op, args) if change(numbers) != numbers]
     for several in ([lists] if len(lists) > 1 else []) + [[one] for one in lists]:
         text = ", ".join(f"{p.shown}={_short(change(numbers))}" for p, numbers in several)
@@ -85,7 +84,7 @@ def _mask(op: Op, args: Args) -> Iterator[Fix]:
 
 
 def _rows(op: Op, args: Args) -> int:
-    """Query rows of an item in padded layouts; 0 in others."""
+    """Returns the query rows per sequence in padded layouts; 0 in other layouts."""
     query, layout = args.get("query"), str(args.get(op.layout_attr) or "")
     axis = {"BSH": 1, "BSND": 1, "BNSD": 2, "SBH": 0}.get(layout.split("_")[0])
     return int(query.shape[axis]) if isinstance(query, torch.Tensor) and axis is not None and query.dim() > axis else 0
@@ -101,7 +100,7 @@ def _layout(op: Op, args: Args) -> Iterator[Fix]:
 
 
 def _heads(op: Op, args: Args) -> Iterator[Fix]:
-    """Numbers of heads and tokens of a page, taken from the axes of queries and keys."""
+    """Tries numbers of heads and page sizes from the axes of queries and keys."""
     axes = {"head_num": "query", "num_heads": "query", "num_key_value_heads": "key", "heads": "q", "block_size": "key"}
     for name, of in axes.items():
         p, tensor = op.by_name.get(name), args.get(of)
@@ -112,7 +111,7 @@ def _heads(op: Op, args: Args) -> Iterator[Fix]:
 
 
 def _dtype(op: Op, args: Args) -> Iterator[Fix]:
-    """Tensors of the query's family in its dtype; or all of them in half precision."""
+    """Tries the query's dtype, then half precision, for all floating tensors."""
     first = next((p.name for p in op.tensors() if isinstance(args.get(p.name), torch.Tensor)), "")
     floating = {p.name: args[p.name] for p in op.tensors() if _is_floating(args.get(p.name))}
     if not first or first not in floating:
@@ -128,7 +127,7 @@ def _is_floating(value: Any) -> bool:
 
 
 def _absent(op: Op, args: Args) -> Iterator[Fix]:
-    """The call without one optional parameter."""
+    """Removes one optional parameter."""
     for p in op.params:
         may_lack = p.optional or (isinstance(p, Attr) and p.default is not REQUIRED and p.name != op.layout_attr)
         default = p.default if isinstance(p, Attr) else None

@@ -1,6 +1,6 @@
-"""Which rules of a record a log points at, where no call is there to be checked.
+"""Ranks the rules of a record that a log likely refers to, if the call itself is not given.
 
-CANN's texts name its own parameters, in several spellings; rules are found by them.
+CANN's messages contain its parameters in several spellings, which are compared with the rules' parameters.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from fusion_attention.contract import INVALID, NULL_POINTER, TILING, Op, Rule
 from fusion_attention.ops import RECORDS
 from fusion_attention.refusals.cann_logs import SAME, Log
 
-MOST = 4  # rules that a log alone is answered with
+MOST = 4  # rules reported for a log
 _ROWS = ("actual_seq_qlen", "actual_seq_lengths")
 _KEYS = ("actual_seq_kvlen", "actual_seq_lengths_kv")
-# How CANN's texts name what parameters of ours are about.
+# Spellings in CANN's messages, and the parameters that they refer to.
 _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"atten_?mask|attention mask|\bmask\b", ("atten_mask",)),
     (r"pse", ("pse", "pse_shift", "pse_type")),
@@ -41,7 +41,7 @@ _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"\bvalue\b", ("value",)),
     (r"\bquery\b", ("query",)),
 )
-# CANN's texts that stand for one rule of ours: the text, the parameter that its rule blames, and words of the rule.
+# Messages of CANN for one rule of ours: the message, the parameter of the rule, and words of the rule.
 _PATTERNS: tuple[tuple[str, str, str], ...] = (
     (r"queryt.*must be equal to the last element", "|".join(_ROWS), r"take up all|end with query"),
     (r"bigger or equal to batch size", "|".join(_ROWS + _KEYS), r"a length per item"),
@@ -55,11 +55,11 @@ _PATTERNS: tuple[tuple[str, str, str], ...] = (
 
 
 def likely(op: Op, log: Log) -> Iterator[tuple[str, str, str, str, int]]:
-    """(parameter, CANN's name of it, what is expected, the fix, code) of rules, the likeliest first.
+    """Yields (parameter, CANN's name, expected, fix, code) of likely rules, the likeliest first.
 
     Args:
-        op: the record of the function that was called; CANN's names are those of the operator that failed.
-        log: what was printed.
+        op: the record of the called function; CANN's names come from the operator that failed.
+        log: the parsed log.
     """
     names = (RECORDS[log.operator] if log.operator else op).cann
     spelled = {p.name: names.get(p.shown, "") for p in RECORDS[log.operator or op.name].params}
@@ -92,7 +92,7 @@ def _is_known(rule: Rule, text: str) -> bool:
 
 
 def _score(op: Op, rule: Rule, text: str, code: int) -> int:
-    """How much of what CANN printed speaks of a rule; 0: nothing does."""
+    """Returns a score of how well CANN's reasons match a rule; 0 for no match."""
     shown = op.by_name[rule.param].shown
     flat = re.sub(r"[^a-z0-9]", "", text)
     names = (rule.param, shown, op.cann.get(shown, shown).removesuffix("Optional"))
@@ -105,7 +105,7 @@ def _score(op: Op, rule: Rule, text: str, code: int) -> int:
 
 
 def _of_code(op: Op, code: int) -> Iterator[tuple[str, str, str, str, int]]:
-    """What a code alone says: which kinds of rules give it."""
+    """Yields the kinds of rules that an error code stands for."""
     kinds = {
         NULL_POINTER: "every parameter that this call needs (one of query_rope and key_rope without the other is none)",
         INVALID: "dtypes of its record, alike where it says so; the layout string; ranks and axes that agree",

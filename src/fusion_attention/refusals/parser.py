@@ -1,10 +1,9 @@
-"""A call as Python text: parsed, never executed. Shapes and dtypes are enough; no tensor has memory.
+"""Parses a call from Python text without executing it; dtypes and shapes are enough, tensors have no memory.
 
     npu_fusion_attention(q=bf16[2,1024,8,64], ...)      a tensor: its dtype with its shape
     q = torch.randn(2, 1024, 8, 64).bfloat16()          or as torch makes one, in lines before the call
 
-What may stand in it is listed here: numbers and their arithmetic, lists, torch's ways to make and to turn a tensor,
-bands.
+Supported are numbers and arithmetic, lists, bands, and torch's functions that create, reshape or cast a tensor.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ _DTYPES = {
 _SIZED = ("empty", "zeros", "ones", "randn", "rand")
 _LIKE = ("empty_like", "zeros_like", "ones_like", "randn_like", "rand_like")
 _CASTS = ("half", "bfloat16", "float", "double", "bool", "int", "long")
-# What a tensor may be asked to do: none of it reads memory, since there is none.
+# Methods of a tensor; none reads memory, as there is none.
 _TURNS = (
     *("contiguous", "clone", "detach", "transpose", "permute", "view", "reshape", "unsqueeze", "squeeze", "expand"),
     *("flatten", "t", "triu", "tril", "diff", "cumsum", "movedim", "repeat", "unflatten"),
 )
-# Of a tensor whose numbers were written: what makes it no larger.
+# Methods of a tensor with literal content: those that do not enlarge it.
 _SMALL = ("contiguous", "clone", "detach", "view", "reshape", "unsqueeze", "squeeze", "flatten", "diff", "cumsum")
 _DEVICES = ("npu", "cuda", "cpu")
 _BANDS = ("causal", "window", "full")
@@ -50,27 +49,25 @@ _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
 _UNARY: dict[type, Callable[[Any], Any]] = {
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-    ast.Invert: operator.invert,
-    ast.Not: operator.not_,
-}
+    ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert, ast.Not: operator.not_,
+}  # fmt: skip
+_BUILTINS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (float, int, list, tuple, abs, min, max, sum)}
 PHASE_1 = "GetWorkspaceSize"
 PACKAGE = "cann_ops_transformer"  # CANN's; its records have its name in front
 _FORM = "bf16[2,1024,8,64]"
 
 
 class WrittenError(ValueError):
-    """A text that is no call which can be explained; one sentence."""
+    """A text without a call that can be explained; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A call as it was written.
+    """A parsed call.
 
     Attributes:
         operator: the record's name.
-        positional, named: its arguments; tensors without memory, but for those whose numbers were written.
+        positional, named: its arguments; only tensors with literal content have memory.
     """
 
     operator: str
@@ -79,10 +76,10 @@ class Written:
 
 
 def parse_call(text: str) -> Written:
-    """The last call of one of our operators in a text, with what the lines before it name.
+    """Parses the last call of an operator in a text; earlier lines may assign its arguments.
 
     Raises:
-        WrittenError: none, or something in it is not understood.
+        WrittenError: there is no such call, or it contains unsupported syntax.
     """
     if not text.strip():
         raise WrittenError(f"there is no text: give a call, as npu_fusion_attention(q={_FORM}, ...), or a log")
@@ -105,7 +102,7 @@ def parse_call(text: str) -> Written:
 
 
 def operator_named(name: str) -> str | None:
-    """The record of a function's name, which may be that of a first phase; None where there is none.
+    """Returns the record's name of a function or of its first phase; None if there is no record.
 
     Args:
         name: dotted or not; one that CANN's package alone has needs no package before it.
@@ -118,7 +115,7 @@ def operator_named(name: str) -> str | None:
 
 
 class _Reader:
-    """The values of a text's names, and the call in it."""
+    """Evaluates assignments and finds the call in a syntax tree."""
 
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
@@ -140,8 +137,7 @@ class _Reader:
                 )
             call = _outer_call(statement.value)
             if call is not None:
-                name = _dotted(call.func)
-                last = name
+                last = _dotted(call.func)
                 if self._operator(call):
                     continue
             if isinstance(statement, ast.Assign):
@@ -153,7 +149,7 @@ class _Reader:
         return self.written
 
     def _operator(self, call: ast.Call) -> bool:
-        """Reads a call of one of our operators; False where it is something else."""
+        """Reads a call of an operator; returns False if the function has no record."""
         parts = _dotted(call.func).split(".")
         while parts and parts[-1] in ("out", "default"):
             parts.pop()
@@ -197,14 +193,12 @@ class _Reader:
     # ---------------------------------------------------------------------------------------------------- values
 
     def value(self, node: ast.expr) -> Any:
-        """What an expression stands for, made of nothing but what this module lists."""
+        """Evaluates an expression made of the syntax that this module lists."""
         try:
             result = self._value(node)
-        except WrittenError:
+        except (WrittenError, RecursionError):
             raise
-        except RecursionError:
-            raise
-        except Exception as error:  # torch refuses a shape, a number divides by zero: the text's fault, whatever it is
+        except Exception as error:  # an error of the text, as a shape that torch refuses or a division by zero
             first = (str(error) or type(error).__name__).splitlines()[0]
             raise WrittenError(f"{_shown(node)}: {first}") from None
         if isinstance(result, (list, tuple, str, bytes)) and len(result) > LONGEST:
@@ -256,9 +250,8 @@ class _Reader:
                 raise WrittenError(f"{_shown(node)}: too long to be written")
         if type(node.op) not in _BINARY or (isinstance(node.op, ast.Mod) and lists):
             raise WrittenError(f"{_shown(node)} is not read here")
-        if any(
-            isinstance(value, torch.Tensor) and value.dim() > 1 for value in (one, other)
-        ):  # as large as their product
+        # Broadcasting may make a result as large as the product of both sizes.
+        if any(isinstance(value, torch.Tensor) and value.dim() > 1 for value in (one, other)):
             one, other = (value.to("meta") if isinstance(value, torch.Tensor) else value for value in (one, other))
         return _BINARY[type(node.op)](one, other)
 
@@ -305,10 +298,7 @@ class _Reader:
             return Band(*args, **words)
         if dotted in ("math.sqrt", "sqrt"):
             return math.sqrt(*args)
-        if (
-            dotted in ("float", "int", "list", "tuple", "range", "abs", "min", "max", "sum")
-            and dotted not in self.names
-        ):
+        if dotted in (*_BUILTINS, "range") and dotted not in self.names:
             return _call_of_builtin(dotted, args, node)
         if isinstance(node.func, ast.Attribute):
             owner = self.value(node.func.value)
@@ -330,7 +320,7 @@ def _tensor(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _creation(name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
-    """The result of a creating function of torch, or of numpy."""
+    """Evaluates a creating function of torch or numpy."""
     dtype = words.pop("dtype", None)
     if isinstance(dtype, str) or (dtype is not None and not isinstance(dtype, torch.dtype)):
         raise WrittenError(f"{_shown(node)}: dtype: expected one of torch's, got {dtype!r}")
@@ -350,16 +340,14 @@ def _creation(name: str, args: list[Any], words: dict[str, Any], node: ast.Call)
         _count(args[0], LONGEST)
         return torch.tensor(args[0], dtype=dtype)
     if name == "arange":
-        if not all(type(n) is int and abs(n) <= LONGEST for n in args):
-            raise WrittenError(f"{_shown(node)}: a range of at most {LONGEST} integers")
-        return torch.arange(*args, dtype=dtype)
+        return torch.arange(*_range_ends(args, node), dtype=dtype)
     if name in ("triu", "tril"):
         return _turned(args[0], name, args[1:], words, node)
     raise WrittenError(f"{_shown(node)} is not read here: write what it gives, as {_FORM}")
 
 
 def _turned(tensor: torch.Tensor, name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
-    """The result of a method of a tensor."""
+    """Evaluates a method of a tensor."""
     if name in _CASTS:
         return tensor.to(_DTYPES[name])
     if name in ("to", "type"):
@@ -379,7 +367,7 @@ def _turned(tensor: torch.Tensor, name: str, args: list[Any], words: dict[str, A
 
 
 def _count(values: Any, left: int) -> int:
-    """How many more elements a nested list may have."""
+    """Returns the number of elements that a nested list may still have."""
     if not isinstance(values, (list, tuple)):
         return left - 1
     for value in values:
@@ -389,27 +377,30 @@ def _count(values: Any, left: int) -> int:
     return left
 
 
+def _range_ends(args: list[Any], node: ast.Call) -> list[Any]:
+    if not all(type(n) is int and abs(n) <= LONGEST for n in args):
+        raise WrittenError(f"{_shown(node)}: a range of at most {LONGEST} integers")
+    return args
+
+
 def _call_of_builtin(name: str, args: list[Any], node: ast.Call) -> Any:
     if name == "range":
-        if not all(type(n) is int and abs(n) <= LONGEST for n in args):
-            raise WrittenError(f"{_shown(node)}: a range of at most {LONGEST} integers")
-        return list(range(*args))
-    builtins_read: dict[str, Any] = {"float": float, "int": int, "list": list, "tuple": tuple, "abs": abs}
-    return (builtins_read | {"min": min, "max": max, "sum": sum})[name](*args)
+        return list(range(*_range_ends(args, node)))
+    return _BUILTINS[name](*args)
 
 
 # ------------------------------------------------------------------------------------------------------------- text
 
 
 def _outer_call(node: ast.expr) -> ast.Call | None:
-    """The call that a statement is, or takes one result of: f(...)[0]."""
+    """Returns the call of an expression statement, also under an index as in f(...)[0]."""
     while isinstance(node, (ast.Subscript, ast.Await)):
         node = node.value
     return node if isinstance(node, ast.Call) else None
 
 
 def _dotted(node: ast.expr) -> str:
-    """a.b.c as text; "" of what is no such name."""
+    """Returns a.b.c as text; "" for any other expression."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

@@ -1,10 +1,10 @@
-"""Cases for judging attention: hostile operands, the golden answer, the measure of error, and the comparison.
+"""Test cases for attention: operands in hostile memory, golden results, expected errors, and comparison.
 
     case = Case(layout="TND", q_len=(3, 8), kv_len=(5, 12), sparse_mode=3, mask="compressed")
     args = arguments(case)
     check(case.id, run(lowered(case, args), args["dy"], "cpu"), expected(case, args))
 
-Tolerances are never tuned: errors are measured in the size that roundings give them (docs/accuracy.md).
+There are no tolerances: errors are compared with the expected size of rounding errors (docs/accuracy.md).
 """
 
 from __future__ import annotations
@@ -17,23 +17,6 @@ from fusion_attention.testing.python_calls import call_interface, golden, lowere
 from fusion_attention.testing.tiles import cut_tiles
 
 __all__ = [
-    "Case",
-    "arguments",
-    "call_interface",
-    "check",
-    "compare",
-    "cut_tiles",
-    "expected",
-    "expected_of",
-    "golden",
-    "hostile",
-    "in_band",
-    "lowered",
-    "part",
-    "plain",
-    "poisoned",
-    "pythonic",
-    "run",
-    "seen",
-    "stats_part",
-]
+    "Case", "arguments", "call_interface", "check", "compare", "cut_tiles", "expected", "expected_of", "golden",
+    "hostile", "in_band", "lowered", "part", "plain", "poisoned", "pythonic", "run", "seen", "stats_part",
+]  # fmt: skip

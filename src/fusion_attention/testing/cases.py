@@ -1,6 +1,6 @@
-"""A Case says in CANN's words what is called; here it becomes tensors, every one a view into poisoned memory.
+"""Case describes a call in CANN's terms; its tensors are views into memory filled with NaN.
 
-Also what the case's rows see, restated from CANN's page: nothing here knows the lowering or a back end.
+The visible keys of rows are restated from CANN's page: this module uses neither the lowering nor a back end.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SEED, OFFSET = 0x5DEECE66D, 11
 
 
 class Named:
-    """A dataclass of a case, named by what is special about it.
+    """Base of case dataclasses, whose id lists the fields that differ from the defaults.
 
     Attributes:
-        fresh: draws the tensors of every case anew, as the number says; 0: the same in every run.
+        fresh: changes the seed of all cases; 0: the same tensors in every run.
     """
 
     fresh: ClassVar[int] = 0
@@ -37,34 +37,35 @@ class Named:
         return ",".join(changed) or "default"
 
     def generator(self) -> torch.Generator:
-        """What the case's tensors are drawn from."""
+        """Returns a generator seeded by the case's id."""
         return torch.Generator().manual_seed(zlib.crc32(f"{self.id}{self.fresh or ''}".encode()))
 
 
 @dataclass(frozen=True)
 class Case(Named):
-    """One call of training attention, forward and backward, in CANN's words.
+    """A call of training attention, forward and backward, in CANN's terms.
 
     Args:
         layout: of query, key, value: "BSND", "BSH", "SBH", "BNSD" or "TND".
-        dtype: of all tensors that CANN wants in the query's dtype.
-        q_len, kv_len: tokens of every sequence. A padded layout whose lengths differ, or with a rest, is a call of the
-            Python API only.
-        q_rest, kv_rest: tokens behind the last sequence (TND) or behind the longest one (padded).
+        dtype: of all tensors that CANN requires in the query's dtype.
+        q_len, kv_len: tokens of every sequence. Only the Python API supports padded layouts with different lengths or a
+            rest.
+        q_rest, kv_rest: tokens after the last sequence (TND) or after the longest one (padded).
         disabled: trailing zeros in the cumulative lengths (TND).
         heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: as in Problem.
-        sparse_mode, pre, next, prefix, inner_precise, softmax_layout, keep_prob, pse_type: as npu_fusion_attention_v2.
-        mask: "none"; "compressed"; random ones: "matrix" [S1, S2], "ones" [1, 1, S1, S2], "batch" [B, 1, S1, S2],
-            "head" [B, N1, S1, S2], "tokens" [T1, T2]; "tiles" [B, N1, S1, S2], of tiles that are removed whole, in part
-            or not at all, a call of the Python API only.
-        mask_dtype: "bool" or "uint8" (then 255 removes).
-        blank: some rows of a random mask remove every key; without it no row of the band loses its first key.
+        sparse_mode, pre, next, prefix, inner_precise, softmax_layout, keep_prob, pse_type: as in
+            npu_fusion_attention_v2.
+        mask: "none"; "compressed"; random masks: "matrix" [S1, S2], "ones" [1, 1, S1, S2], "batch" [B, 1, S1, S2],
+            "head" [B, N1, S1, S2], "tokens" [T1, T2]; "tiles" [B, N1, S1, S2], of tiles that are removed completely, in
+            part or not at all (Python API only).
+        mask_dtype: "bool" or "uint8" (255 removes a key).
+        blank: some rows of a random mask remove every key; else the first key in a row's band is never removed.
         pse: "none"; "full" [B, N1, S1, S2], "row" [B, N1, 1, S2], "table" [B, N1, 1024, S2], "slopes" [B, N1], each
             also as "shared_..." with 1 for B; "slopes_flat" [N1]; packed "blocks" and "row_blocks".
         starts: (q_start_idx, kv_start_idx).
         dropout: "none", "bits" or "philox".
         sink: one more logit per head.
-        softcap: as in Problem; of the Python API only.
+        softcap: as in Problem (Python API only).
     """
 
     layout: str = "BSND"
@@ -99,32 +100,33 @@ class Case(Named):
 
     @property
     def packed(self) -> bool:
-        """Sequences lie end to end."""
+        """True if sequences are concatenated."""
         return self.layout == "TND"
 
     @property
     def npu(self) -> bool:
-        """torch_npu's functions can express it."""
+        """True if torch_npu's functions can express the case."""
         ragged = len({*self.q_len}) > 1 or len({*self.kv_len}) > 1 or self.q_rest > 0 or self.kv_rest > 0
         ours_only = self.mask == "tiles" or self.softcap != 0
         return not ours_only and (self.packed or not ragged)
 
     def lengths(self, side: str) -> tuple[int, ...]:
-        """q_len or kv_len, by side "q" or "kv"."""
+        """Returns q_len or kv_len for side "q" or "kv"."""
         return self.q_len if side == "q" else self.kv_len
 
     def tokens(self, side: str) -> int:
-        """Tokens of the tensors: T packed, S padded (3 where there is no sequence)."""
+        """Returns the tokens of tensors: T packed, S padded (3 without sequences)."""
         rest, lengths = (self.q_rest if side == "q" else self.kv_rest), self.lengths(side)
         return rest + (sum(lengths) if self.packed else max(lengths, default=3))
 
     def longest(self, side: str) -> int:
-        """S1 or S2 of masks and biases."""
+        """Returns S1 or S2 of masks and biases."""
         return max(self.lengths(side), default=0) if self.packed else self.tokens(side)
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A view into a larger buffer, axes in odd order, with gaps and an offset, all NaN (integers: all bits set)."""
+    """Returns a view into a larger buffer with permuted axes, gaps and an offset, filled with NaN (integers: all bits
+    set)."""
     fill: float = math.nan if dtype.is_floating_point else True if dtype == torch.bool else 255
     if len(shape) == 1:
         return torch.full((2 * shape[0] + 3,), fill, dtype=dtype)[3::2][: shape[0]]
@@ -135,12 +137,12 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def hostile(values: Tensor) -> Tensor:
-    """The same values in poisoned memory."""
+    """Copies values into poisoned memory."""
     return poisoned(tuple(values.shape), values.dtype).copy_(values)
 
 
 def part(case: Case, tensor: Tensor, side: str, heads: int, b: int) -> Tensor:
-    """Sequence b of a tensor in the case's layout, as a view [heads, tokens, dim]."""
+    """Returns sequence b of a tensor in the case's layout as a view [heads, tokens, dim]."""
     length = case.lengths(side)[b]
     if case.layout in ("BSH", "SBH"):
         tensor = tensor.unflatten(-1, (heads, tensor.shape[-1] // heads))
@@ -152,7 +154,7 @@ def part(case: Case, tensor: Tensor, side: str, heads: int, b: int) -> Tensor:
 
 
 def stats_part(case: Case, tensor: Tensor, b: int) -> Tensor:
-    """Sequence b of contiguous statistics [.., 8] as a view [heads_q, rows, 8]."""
+    """Returns sequence b of contiguous statistics [.., 8] as a view [heads_q, rows, 8]."""
     rows, heads = case.q_len[b], case.heads_q
     if not case.packed:
         return tensor[b, :, :rows]
@@ -163,7 +165,7 @@ def stats_part(case: Case, tensor: Tensor, b: int) -> Tensor:
 
 
 def rows_shape(case: Case, side: str, heads: int, dim: int) -> tuple[int, ...]:
-    """The shape of a tensor of rows in the case's layout."""
+    """Returns the shape of a tensor of rows in the case's layout."""
     b, s = len(case.q_len), case.tokens(side)
     return {
         "BSND": (b, s, heads, dim),
@@ -175,7 +177,7 @@ def rows_shape(case: Case, side: str, heads: int, dim: int) -> tuple[int, ...]:
 
 
 def arguments(case: Case) -> dict[str, Any]:
-    """The call's arguments by canonical name, with dy: every tensor a strided view, NaN wherever no sequence lies."""
+    """Returns the call's arguments by canonical name, with dy: strided views with NaN outside of sequences."""
     generator = case.generator()
     dtype: torch.dtype = getattr(torch, case.dtype)
 
@@ -236,7 +238,7 @@ def _mask(case: Case, generator: torch.Generator) -> Tensor | None:
     dtype = torch.uint8 if case.mask_dtype == "uint8" else torch.bool
     if case.mask == "none":
         return None
-    if case.mask == "compressed":  # it stands for a formula, so its content must not matter: it removes everything
+    if case.mask == "compressed":  # its content must not matter, so it removes everything
         return torch.ones(1, 1, dtype=dtype).expand(3072 if case.sparse_mode == 6 else 2048, 2048)
     shape = {"matrix": (s1, s2), "ones": (1, 1, s1, s2), "batch": (batch, 1, s1, s2), "head": (batch, heads, s1, s2)}
     shape["tokens"], shape["tiles"] = (case.tokens("q"), case.tokens("kv")), shape["head"]
@@ -257,7 +259,7 @@ def _mask(case: Case, generator: torch.Generator) -> Tensor | None:
 
 
 def _mask_part(case: Case, mask: Tensor, b: int) -> Tensor:
-    """Sequence b of a random mask, as a view [1 or heads_q, rows, keys]."""
+    """Returns sequence b of a random mask as a view [1 or heads_q, rows, keys]."""
     rows, keys = case.q_len[b], case.kv_len[b]
     if case.mask == "tokens":
         i, j = sum(case.q_len[:b]), sum(case.kv_len[:b])
@@ -267,13 +269,13 @@ def _mask_part(case: Case, mask: Tensor, b: int) -> Tensor:
 
 
 def drop_shape(case: Case, b: int) -> tuple[int, int, int]:
-    """Heads, rows and keys of sequence b's drop bits."""
+    """Returns heads, rows and keys of sequence b's dropout bits."""
     rows, keys = (case.q_len[b], case.kv_len[b]) if case.packed else (case.tokens("q"), case.tokens("kv"))
     return case.heads_q, rows, keys
 
 
 def _drop_mask(case: Case, generator: torch.Generator) -> Tensor:
-    """Random bits, least significant first, with spare ones behind the last that is read."""
+    """Returns random bits, least significant first, with extra bits at the end."""
     count = sum(math.prod(drop_shape(case, b)) for b in range(len(case.q_len)))
     keep = torch.rand(count + 13, generator=generator) < case.keep_prob
     return hostile(torch.from_numpy(np.packbits(keep.numpy(), bitorder="little")))
@@ -289,7 +291,7 @@ def prefix_fits(case: Case) -> bool:
 
 
 def in_band(case: Case, b: int) -> Tensor:
-    """[rows, keys] bool: what the sparse mode leaves to sequence b, whatever a mask's elements remove."""
+    """Returns bool [rows, keys], true for keys that the sparse mode shows in sequence b, without a mask's elements."""
     rows, keys = case.q_len[b], case.kv_len[b]
     i, j = torch.arange(rows)[:, None], torch.arange(keys)
     d, mode, everything = keys - rows, case.sparse_mode, torch.ones(rows, keys, dtype=torch.bool)
@@ -309,7 +311,7 @@ def in_band(case: Case, b: int) -> Tensor:
 
 
 def seen(case: Case, args: Mapping[str, Any], b: int) -> Tensor:
-    """[heads_q, rows, keys] bool: the keys that each row of sequence b sees."""
+    """Returns bool [heads_q, rows, keys], true for visible keys of sequence b."""
     visible = in_band(case, b).expand(case.heads_q, -1, -1)
     matrix = case.mask not in ("none", "compressed") and args["atten_mask"] is not None
     return visible & (_mask_part(case, args["atten_mask"], b) == 0) if matrix else visible

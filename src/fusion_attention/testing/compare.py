@@ -1,4 +1,4 @@
-"""Whether a result is as good as can be asked: its errors beside the size that roundings give them."""
+"""Comparison of results with golden's, relative to the expected size of rounding errors."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ FLT_MAX = float(np.finfo(np.float32).max)
 
 
 def compare(name: str, ours: Tensor, expected: Expected) -> None:
-    """Asserts that ours differs from golden by roundings alone: every number, row, tile and the whole.
+    """Asserts that a result differs from golden only by rounding, in every element, row and tile and overall.
 
     Args:
-        name: of the output.
-        ours: it. expected: golden's value of it, and the expected size of the error, number by number.
+        name: name of the output.
+        ours: the result. expected: golden's values with the expected size of each error.
 
     Raises:
-        AssertionError: naming the output, what fails, the coordinates and the values.
+        AssertionError: the message has the output, the failing group, coordinates and values.
     """
     value = expected.value
     assert ours.shape == value.shape == expected.size.shape, f"{name}: shapes {ours.shape}, {value.shape}"
     if not value.numel():
         return
-    words = value.abs() == FLT_MAX  # what statistics say of a row without keys: no rounding makes infinity of it
+    words = value.abs() == FLT_MAX  # statistics of rows without keys, which must be exact
     assert torch.equal(ours[words].double(), value[words]), (
         f"{name}: expected {FLT_MAX:.6g}, or minus that, where a row has no keys"
     )
@@ -50,7 +50,7 @@ def compare(name: str, ours: Tensor, expected: Expected) -> None:
 
 
 def _arranged(tensor: Tensor) -> Iterator[Tensor]:
-    """Rows one after the other as they lie, and with their first axes the other way round: tiles along either."""
+    """Yields rows in memory order, and with their leading axes reversed, so that tiles follow either axis."""
     tensor = tensor.reshape(-1, 1) if tensor.dim() < 2 else tensor
     yield tensor
     if tensor.dim() > 2 and min(tensor.shape[:-1]) < tensor.shape[:-1].numel():
@@ -58,7 +58,7 @@ def _arranged(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def check(name: str, ours: Mapping[str, Tensor], expected: Mapping[str, Expected]) -> None:
-    """compare() for every output."""
+    """Calls compare() for every output."""
     assert ours.keys() == expected.keys(), f"{name}: {[*ours]}, {[*expected]}"
     for output, wanted in expected.items():
         compare(f"{name}: {output}", ours[output], wanted)

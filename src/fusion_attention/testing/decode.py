@@ -1,6 +1,6 @@
-"""Decoding said by a case: its tensors in hostile memory, and its answer from the case alone in float64.
+"""Cases of decoding: tensors in hostile memory, and expected outputs in float64 from the case alone.
 
-Nothing here knows the lowering or a back end.
+This module uses neither the lowering nor a back end.
 """
 
 import math
@@ -18,16 +18,16 @@ Args = dict[str, Any]
 
 @dataclass(frozen=True)
 class DecodeCase(Named):
-    """One call of npu_incre_flash_attention.
+    """A call of npu_incre_flash_attention.
 
     Args:
         layout: of query and of a stacked cache.
-        kv_len: tokens of every item. slots: tokens that a stacked cache holds.
+        kv_len: tokens of every item. slots: capacity of a stacked cache.
         rows: query tokens of every item.
         store: "stack", "list", "pages" [blocks, size, N2*D] or "headed" [blocks, N2, size, D].
         integers: int8 cache: "" (no), "tensor" or "channel" scales; offsets: with offsets.
-        mask: some tokens masked; blank: all of item 0's. pse: a bias, "batch" or "shared".
-        padding: unused slots behind every item (left padding).
+        mask: mask some tokens; blank: mask all tokens of item 0. pse: a bias, "batch" or "shared".
+        padding: unused slots after every item (left padding).
         out: int8 output: "" (no), "tensor" or "channel".
     """
 
@@ -60,14 +60,14 @@ class DecodeCase(Named):
 
     @property
     def columns(self) -> int:
-        """Slots that masks and biases count."""
+        """The number of slots in masks and biases."""
         pages = -(-max(self.kv_len) // self.page_size)
         return pages * self.page_size if self.store in ("pages", "headed") else self.slots
 
 
 @cache
 def logical(case: DecodeCase) -> dict[str, Any]:
-    """The numbers of a case: q [B, N1, rows, D]; k and v per item [N2, len, D] as stored; scales; masks."""
+    """Returns the data of a case: q [B, N1, rows, D]; k and v per item [N2, len, D] as stored; scales; masks."""
     generator = case.generator()
     dtype = getattr(torch, case.dtype)
 
@@ -100,14 +100,14 @@ def logical(case: DecodeCase) -> dict[str, Any]:
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A view with an offset in memory of NaN, or of 99."""
+    """Returns a view with an offset into memory of NaN, or of 99 for integers."""
     fill: float = math.nan if dtype.is_floating_point else 99
     full = torch.full((math.prod(shape) + 24,), fill, dtype=dtype)
     return full[16 : 16 + math.prod(shape)].view(shape)
 
 
 def place(case: DecodeCase, stored: list[Tensor], table: Tensor | None) -> Any:
-    """Keys or values in a cache whose other slots are poison."""
+    """Stores keys or values in a cache whose other slots are poisoned."""
     dtype, heads, dim = stored[0].dtype, case.heads_kv, case.dim
     if table is not None:
         size = case.page_size
@@ -134,7 +134,7 @@ def place(case: DecodeCase, stored: list[Tensor], table: Tensor | None) -> Any:
 
 
 def pages_of(case: DecodeCase) -> Tensor | None:
-    """A block table of scattered pages; what no token needs is no page at all."""
+    """Returns a block table of scattered pages; unused entries are invalid."""
     if case.store not in ("pages", "headed"):
         return None
     count = case.columns // case.page_size
@@ -148,14 +148,14 @@ def pages_of(case: DecodeCase) -> Tensor | None:
 
 
 def query_of(case: DecodeCase, by_head: Tensor) -> Tensor:
-    """[B, N1, rows, D] in the case's layout."""
+    """Converts [B, N1, rows, D] to the case's layout."""
     if case.layout == "BNSD":
         return by_head
     return by_head.transpose(1, 2).flatten(2) if case.layout == "BSH" else by_head.transpose(1, 2)
 
 
 def arguments(case: DecodeCase) -> Args:
-    """The call by canonical name."""
+    """Returns the call's arguments by canonical name."""
     n, table = logical(case), pages_of(case)
     valid_table = None if table is None else table.masked_fill(table == 1 << 30, 0)
     flat = case.layout == "BSH" and case.integers == "channel"
@@ -183,7 +183,7 @@ def arguments(case: DecodeCase) -> Args:
 
 
 def answer(case: DecodeCase) -> Tensor:
-    """The output, [B, N1, rows, D], by dense formulas in float64."""
+    """Computes the output, [B, N1, rows, D], by dense formulas in float64."""
     n = logical(case)
     out = torch.zeros(len(case.kv_len), case.heads_q, case.rows, case.dim, dtype=torch.float64)
     for item, length in enumerate(case.kv_len):
@@ -200,7 +200,7 @@ def answer(case: DecodeCase) -> Tensor:
         late = torch.arange(length) > torch.arange(case.rows)[:, None] + length - case.rows
         probabilities = scores.masked_fill(late, -math.inf).softmax(-1)
         empty = probabilities.isnan().all(-1, keepdim=True)
-        # A row before the first token is zero; one whose tokens are all masked is their mean.
+        # A row before the first token is zero; one with all tokens masked is their mean.
         blank = torch.full_like(probabilities, 1 / length).masked_fill(late.all(-1, keepdim=True), 0)
         out[item] = torch.where(empty, blank, probabilities) @ v
     return _narrow(case, n, out) if case.out else out

@@ -1,4 +1,4 @@
-"""How large the errors of a program are, found by running it in float64 with a random error at every rounding.
+"""Estimates the errors of a program by running it in float64 with a random error at every rounding.
 
     expected = drawn(lambda: formula(q.double(), k.double(), v.double()), torch.bfloat16)
     compare_with("out", out, lambda: formula(q.double(), k.double(), v.double()))
@@ -6,8 +6,8 @@
     result of an operation  x  ->  x * (1 + u * uniform(-1, 1))
     size of the error          =   root mean square over draws of (result with errors - result without)
 
-This is stochastic arithmetic (M. La Porte and J. Vignes, 1974): it finds what roundings do to any program that torch
-runs, cancellation and gradients included, without a formula for their way through it.
+This is stochastic arithmetic (M. La Porte and J. Vignes, 1974): it measures the effect of roundings on any torch
+program, with cancellation and gradients, without formulas for their propagation.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ Structure = Any  # a tensor, or a tuple, list or dict of structures
 
 
 def drawn(program: Callable[[], Structure], dtype: torch.dtype, draws: int = 48, seed: int = 0) -> Structure:
-    """What a program computes, and how large its errors are in a dtype.
+    """Returns the results of a program and the size of its errors in a dtype.
 
         size = root mean square over draws of (result with an error at every rounding - result)
 
     Args:
-        program: computes in float64, the same each time; numbers that it draws from torch are the same too.
-        dtype: in which the results of operations are rounded.
-        draws: how often it runs so. seed: of the errors.
+        program: computes in float64, deterministically; torch's generator is reset before each run.
+        dtype: dtype to which results of operations are rounded.
+        draws: number of runs with errors. seed: of the errors.
 
     Returns:
-        The structure of its result, with an Expected for every tensor.
+        The structure of the program's result, with an Expected for every tensor.
     """
     generator, noise = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.float64)
-    with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):  # whose operations are seen one by one
+    with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):  # makes SDPA's operations visible
         state = torch.get_rng_state()
         result = program()
         values = {name: t.detach().double().clone() for name, t in _leaves(result)}
@@ -66,15 +66,15 @@ def expected_of(
     seed: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Structure:
-    """What results ought to be, and how large their errors are: each in its own dtype, and stored in it.
+    """Returns expected results and error sizes, each in its dtype and including the rounding of its storage.
 
         size ** 2 = size of the program's errors ** 2 + (u * value) ** 2 / 3 + (smallest spacing of numbers) ** 2 / 12
 
     Args:
-        program: computes them in float64, in the same structure.
-        ours: the results to be judged.
+        program: computes the results in float64, in the same structure.
+        ours: the results to judge.
         draws, seed: see drawn().
-        dtype: of the program's operations, where it is not that of the results.
+        dtype: dtype of the program's operations; None: that of each result.
 
     Returns:
         An Expected for every result.
@@ -97,7 +97,7 @@ def expected_of(
 
 
 def compare_with(name: str, ours: Structure, program: Callable[[], Structure], **how: Any) -> None:
-    """compare() of every result with what a program in float64 makes of it; how: the options of expected_of()."""
+    """Compares every result with a float64 program by compare(); how: options of expected_of()."""
     wanted = dict(_leaves(expected_of(program, ours, **how)))
     for path, t in _leaves(ours):
         compare(f"{name}{path}", t.detach(), wanted[path])
@@ -121,25 +121,25 @@ class _Attend(torch.autograd.Function):
 
 
 def attend(scores: Tensor, v: Tensor, again: Callable[[], Tensor]) -> Tensor:
-    """softmax(scores) @ v, with gradients as kernels find them that keep no weights.
+    """Computes softmax(scores) @ v, with gradients as in kernels that store no weights.
 
         weights = exp(scores, computed again, - lse)
         dscores = weights * (dout @ v.T - sum over a row of (dout * out))
 
-    autograd keeps the weights, and takes sum(weights * (dout @ v.T)) for the last sum: the same numbers, and other
-    roundings. Where a row sees one key, its gradients are nothing but roundings.
+    autograd stores the weights and computes sum(weights * (dout @ v.T)) as the last sum, with other roundings. For a
+    row with one key the gradients consist of rounding errors only.
 
     Args:
-        scores: [.., S1, S2]; rows without a number above -inf give 0.
+        scores: [.., S1, S2]; rows of -inf have result 0.
         v: [.., S2, D].
-        again: computes the scores, as kernels do that keep none of them.
+        again: recomputes the scores, as kernels do.
     """
     result: Tensor = _Attend.apply(scores, v, again)
     return result
 
 
 def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a structure, by name; None has no leaf."""
+    """Yields the leaves of a structure by name; None has no leaf."""
     if isinstance(x, dict):
         for key, item in x.items():
             yield from _leaves(item, f"{name}: {key}")
@@ -151,7 +151,7 @@ def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _rebuilt(x: Structure, leaves: dict[str, Any], name: str = "") -> Structure:
-    """A structure with other leaves."""
+    """Returns a structure with other leaves."""
     if isinstance(x, dict):
         return {key: _rebuilt(item, leaves, f"{name}: {key}") for key, item in x.items()}
     if isinstance(x, tuple | list):

@@ -1,6 +1,6 @@
-"""Golden's results with the expected size of the error beside every number, for cases and for any call of a back end.
+"""Golden's results with the expected error of every element, for cases and lowered calls.
 
-The values are the golden back end's, the sizes those of judging.expected_error.
+Values come from the golden back end, error sizes from judging.expected_error.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _ROWS = ("dq", "dk", "dv", "dq_rope", "dk_rope")
 def sizes(
     problem: Problem, extents: Extents, operands: Operands, grads: Grads | None = None, grade: Grade = KERNEL
 ) -> Results:
-    """Expected sizes of what a back end writes, by kind, float64, each as its view's memory lies.
+    """Returns the expected error sizes of a back end's results, by kind, float64, in the memory order of their views.
 
     Args:
-        problem, extents, operands, grads: of a run; a gradient is one of the saved results in the operands.
+        problem, extents, operands, grads: of a run; for gradients the operands have the saved results.
 
     Returns:
-        "out", "max", "sum" and "lse" of a forward; of a backward "dq", "dk", "dv", "dq_rope", "dk_rope", "dpse" and
-        "dsink" where they are. Numbers of rows that belong to no sequence are 0.
+        "out", "max", "sum" and "lse" of a forward; the existing ones of "dq", "dk", "dv", "dq_rope", "dk_rope", "dpse"
+        and "dsink" of a backward. Rows outside of sequences are 0.
     """
     op_kind = "attention_forward" if grads is None else "attention_backward"
     setting = Setting(op_kind, problem, extents, operands, grads)
@@ -69,23 +69,22 @@ def _outputs(operands: Operands, grads: Grads | None) -> list[Output]:
 
 
 def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Grade = KERNEL) -> dict[str, Expected]:
-    """What a lowered call should give, by its formulas, with the sizes of a right program's errors.
+    """Returns the expected results of a lowered call by its formulas, with error sizes of a correct program.
 
     Args:
-        call: lowered, of attention over a sequence, a cache or lists, or of their gradients; as it is computed, in its
-            own dtype.
-        golden: values in place of the formulas', by name; of integers the formulas' stay, which are not rounded.
-        grade: of the programs whose errors are expected.
+        call: a lowered call of attention over a sequence, a cache or lists, or of its gradients, in its dtype.
+        golden: values in place of the formulas', by name; integers keep the formulas' values before rounding.
+        grade: grade of the expected errors.
 
     Returns:
-        By the names and in the shapes of call.results(). Rows of no sequence are exactly 0, their lse infinity.
+        Names and shapes of call.results(). Rows outside of sequences are exactly 0, their lse infinity.
     """
     call_results: dict[str, Tensor] = call.results()
     lanes = {
         name for name in call_results if isinstance(call, DenseForward) and call.lanes and name.startswith("softmax_")
     }
     shapes = {name: (*t.shape[:-1], 1) if name in lanes else t.shape for name, t in call_results.items()}
-    # Every number is its own place in memory, so whatever view shows a row of an output shows where it lies.
+    # Every element contains its index, so any view of a row yields the row's indices in memory.
     indices = {name: torch.arange(n).double().view(shape) for name, shape in shapes.items() if (n := math.prod(shape))}
     setting, outputs = setting_of(call, {name: t.expand(call_results[name].shape) for name, t in indices.items()})
     outputs = [replace(o, tensor=call_results[o.name]) for o in outputs]
@@ -95,7 +94,7 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
         here = [o for o in outputs if o.of_unit(unit)]
         wanted = computed(setting, unit, here, grade)
         for o in here:
-            if o.name not in wanted:  # keys that no row meets have no gradient
+            if o.name not in wanted:  # keys without rows have no gradient
                 continue
             at = o.rows(setting, unit.b, of_heads(setting, unit), unit.rows).long()
             values[o.name][at] = wanted[o.name].value
@@ -116,11 +115,11 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
 
 
 def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = None) -> dict[str, Expected]:
-    """Golden's results of a training call, as run() names them, with the sizes of their errors.
+    """Returns golden's results of a training call, named as by run(), with error sizes.
 
     Args:
-        call: as it is computed, in its own dtype. results: golden's, in float64, "lse" where it is wanted. dy: the
-            gradient of out; None: a forward alone.
+        call: in its dtype. results: golden's in float64, optionally with "lse". dy: the gradient of out; None: only the
+            forward.
     """
     result = sizes(call.problem, call.extents, operands_of(call, *fresh(call)))
     lanes = {name: result[name].unsqueeze(-1).expand(*result[name].shape, LANES) for name in ("max", "sum")}
@@ -139,9 +138,9 @@ def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = No
 
 
 def expected(case: Case, args: Mapping[str, Any], results: Results | None = None) -> dict[str, Expected]:
-    """What run() should give of a case: golden's results, and how far a well-made kernel's may be from them.
+    """Returns the expected results of run() for a case: golden's, with error sizes of a correct kernel.
 
     Args:
-        case, args: the call. results: golden's of it, or of a call whose differences (NaN, say) do not change sizes.
+        case, args: the call. results: golden's, or those of a call whose differences (as NaN) do not change the sizes.
     """
     return dense(lowered(case, args), golden(case, args) if results is None else results, args["dy"])

@@ -1,6 +1,6 @@
-"""Whether results of the indexer's family are as good as can be asked: the chosen keys, values, statistics, the loss.
+"""Expected results of the indexer's family: selected keys, values, statistics and the loss.
 
-The values are the golden back end's, the sizes of errors those of judging.expected_indexer_error.
+Values come from the golden back end, error sizes from judging.expected_indexer_error.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fusion_attention.torch_ops.eager import run
 
 
 def check_index(call: Any, results: Mapping[str, Results]) -> None:
-    """Asserts that results differ from golden's by roundings alone; of a list of keys, what they score does.
+    """Asserts that results differ from golden only by rounding; lists of keys are compared by the keys' scores.
 
     Args:
-        call: lowered, of the indexer, its gradients, its statistics or its loss.
-        results: as run() names them, by who found them.
+        call: a lowered call of the indexer, its gradients, its statistics or its loss.
+        results: results named as by run(), by program.
 
     Raises:
-        AssertionError: naming who found it, the output, what fails, the coordinates and the values.
+        AssertionError: the message has the program, the output, the failing group, coordinates and values.
     """
     lists = {who: result for who, result in results.items() if any(KINDS[name] == "indices" for name in result)}
     wanted = expected_index(call, lists)
@@ -39,10 +39,10 @@ def check_index(call: Any, results: Mapping[str, Results]) -> None:
 
 
 def expected_index(call: Any, chosen: Mapping[str, Results] = MappingProxyType({})) -> dict[str, Expected]:
-    """The expected results of a call beside the keys that it chooses: golden's, and the sizes of errors.
+    """Returns golden's results of a call with error sizes, without the selected keys.
 
     Args:
-        call: as check_index() takes it. chosen: results whose keys are judged meanwhile, by what they score.
+        call: as in check_index(). chosen: results whose keys are compared too, by their scores.
     """
     x, golden = setting_of(call), golden_of(call)
     golden = {name: t for name, t in golden.items() if chosen or KINDS[name] != "indices"}
@@ -63,7 +63,7 @@ def expected_index(call: Any, chosen: Mapping[str, Results] = MappingProxyType({
 
 
 def golden_of(call: Any) -> Results:
-    """The results of a call in float64 by golden; a loss is rounded to float32."""
+    """Computes a call in float64 by golden; a loss is rounded to float32."""
     if isinstance(call, IndexerBackward):
         return run(IndexerBackward(in_float64(call.call), call.dvalues.double(), call.indices), "golden")
     return run(in_float64(call), "golden")

@@ -1,6 +1,6 @@
-"""Cases of the indexer's loss: hostile operands, golden's answer, and a witness of it, row by row with gathers.
+"""Cases of the indexer's loss: hostile operands, golden's results, and a reference that computes row by row.
 
-A case is one of sparse attention that says, besides, what its indexer is.
+A case is one of sparse attention with additional fields for its indexer.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ LEAST = 1e-8
 
 @dataclass(frozen=True)
 class LossCase(SparseCase):
-    """One loss with its gradients.
+    """A loss with its gradients.
 
     Args:
         heads, dim: of the indexer; weights: the dtype of its weights.
         count: entries of a list; 0: no selection.
-        window: keys before the diagonal that a row sees, where that is less than all; no interface has a word for it.
+        window: number of visible keys before the diagonal; None: all. No interface has it.
     """
 
     heads: int = 3
@@ -53,12 +53,12 @@ class LossCase(SparseCase):
     window: int | None = None
 
     def first(self, b: int, row: int) -> int:
-        """The first key that a row of sequence b sees."""
+        """Returns the first visible key of a row of sequence b."""
         return 0 if self.window is None else max(self.kv_len[b] - self.q_len[b] + row - self.window, 0)
 
 
 def arguments(case: LossCase) -> dict[str, Any]:
-    """The arguments of torch_npu's functions by canonical name: strided views in poisoned memory."""
+    """Returns torch_npu's arguments by canonical name: strided views in poisoned memory."""
     make = Maker(case)
     args = {
         "query": make.rows("q", case.heads_q, case.dim_qk),
@@ -82,7 +82,7 @@ def arguments(case: LossCase) -> dict[str, Any]:
 def statistics(
     case: LossCase, args: Mapping[str, Any], dtype: torch.dtype = torch.float64, kept: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """The saved statistics of attention and indexer, computed in one dtype and stored in another."""
+    """Computes the saved statistics of attention and indexer in one dtype, and stores them in another."""
     make = Maker(case)
     stats = {name: make.empty("q", case.heads_q, dtype=kept) for name in ("max", "sum")}
     index = {name: make.empty("q", 1, dtype=kept) for name in ("max", "sum")}
@@ -99,14 +99,14 @@ def statistics(
 
 
 def tokens_of(case: LossCase, args: Mapping[str, Any], b: int, row: int) -> list[int]:
-    """The keys of a row, in the order of its list, each as often as it is listed."""
+    """Returns the keys of a row in list order, with multiplicity."""
     if not case.count:
         return list(range(case.first(b, row), case.seen(b, row)))
     return selected(case, part(case, args["sparse_indices"], "q", b)[row, 0].tolist(), b, row)
 
 
 def _scores(case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype) -> Tensor:
-    """[heads_q, tokens]: the attention's scaled scores."""
+    """Returns the attention's scaled scores, [heads_q, tokens]."""
     total = torch.zeros(case.heads_q, len(tokens), dtype=dtype)
     for q, k in (("query", "key"), ("query_rope", "key_rope")):
         if args[q] is not None:
@@ -119,7 +119,7 @@ def _scores(case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: l
 def _index(
     case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(scores [tokens], dots [heads, tokens], q, k, weights) of the indexer."""
+    """Returns scores [tokens], dots [heads, tokens], q, k and weights of the indexer."""
     q, w = (part(case, args[name], "q", b)[row].to(dtype) for name in ("query_index", "weights"))
     k = keys_of(case, args, "key_index", b)[tokens, 0].to(dtype)
     dots = q @ k.mT
@@ -127,7 +127,7 @@ def _index(
 
 
 def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(max, sum) of every head; 0 and 0 where there is nothing."""
+    """Returns (max, sum) of every head; 0 and 0 without scores."""
     extra = (
         torch.full((len(scores), 1), -math.inf, dtype=scores.dtype) if sink is None else sink[:, None].to(scores.dtype)
     )
@@ -141,7 +141,7 @@ def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
-    """The call that the npu interface makes; the pythonic one's, where torch_npu knows no sinks."""
+    """Lowers the call of the npu interface, or of the Python API for sinks, which torch_npu lacks."""
     if by_python(case):
         call = lower(bind(own_loss.RECORD, own(case, args)))
     else:
@@ -155,12 +155,12 @@ def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
 
 
 def by_python(case: LossCase) -> bool:
-    """Whether the Python API alone can say the case."""
+    """True if only the Python API can express the case."""
     return case.sink and not case.count
 
 
 def own(case: LossCase, args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of indexer_loss() by canonical name."""
+    """Returns the arguments of indexer_loss() by canonical name."""
     given = {p.name: args[p.name] for p in own_loss.RECORD.params if p.name in args}
     lse = args["softmax_max"] + args["softmax_sum"].log()
     lse = lse.movedim(0, 1).flatten(1) if case.packed else lse.mT.flatten(1, 2)
@@ -169,12 +169,12 @@ def own(case: LossCase, args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def golden(case: LossCase, args: Mapping[str, Any]) -> Results:
-    """The results in float64 by golden; the loss is rounded to float32."""
+    """Computes the results in float64 by golden; the loss is rounded to float32."""
     return run(in_float64(lowered(case, args)), "golden")
 
 
 def plain(case: LossCase, args: Mapping[str, Any]) -> Results:
-    """The formulas row by row, in float64: a witness of golden; the loss is rounded to float32."""
+    """Computes the formulas row by row in float64, as a reference for golden; the loss is rounded to float32."""
     dtype = torch.float64
     results = {f"d{name}": torch.zeros(args[name].shape, dtype=dtype) for name in DIFFERENTIABLE}
     results["loss"] = torch.zeros(1, dtype=dtype)
@@ -191,7 +191,7 @@ def plain(case: LossCase, args: Mapping[str, Any]) -> Results:
 
 
 def each_row(case: LossCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, list[int]]]:
-    """(b, row, tokens) of every row with tokens."""
+    """Yields (b, row, tokens) of every row with tokens."""
     for b, rows in enumerate(case.q_len):
         for row in range(rows):
             if tokens := tokens_of(case, args, b, row):
@@ -201,7 +201,7 @@ def each_row(case: LossCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int
 def distributions(
     case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(p, y) of a row."""
+    """Returns (p, y) of a row."""
 
     def statistic(name: str) -> Tensor:
         stats = args[name].movedim(1, 0) if case.packed else args[name][b].movedim(1, 0)

@@ -1,4 +1,4 @@
-"""The formulas a second time, from the case alone, by dense matrices in float64: a witness of golden."""
+"""A reference for golden: the formulas by dense matrices in float64, from the case alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLT_MAX = float(np.finfo(np.float32).max)
 
 
 def _pse_places(case: Case, pse: Tensor, b: int) -> Tensor:
-    """[heads_q, rows, keys]: which element of pse, counted row-major, each score of sequence b reads."""
+    """Returns [heads_q, rows, keys]: the row-major index in pse of each score of sequence b."""
     heads, rows, keys = case.heads_q, case.q_len[b], case.kv_len[b]
     indices = torch.arange(pse.numel())
     if case.pse.endswith("blocks"):
@@ -40,12 +40,12 @@ def _pse_places(case: Case, pse: Tensor, b: int) -> Tensor:
         i, j = torch.arange(rows)[:, None], torch.arange(keys)
         stored = torch.where(i >= rows - 1024, i - (rows - 1024), i % 1024)
         column = pse.shape[3] - keys + j + (rows - 1024 + stored) - i
-        return indices[:, stored, column.clamp(max=pse.shape[3] - 1)]  # what is clamped is never visible
+        return indices[:, stored, column.clamp(max=pse.shape[3] - 1)]  # clamped columns are never visible
     return indices[:, :rows].expand(heads, rows, -1)[..., :keys]
 
 
 def _bias(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
-    """What pse adds to the scores of sequence b."""
+    """Returns the bias of the scores of sequence b."""
     pse = args["pse"]
     if pse is None:
         return 0.0
@@ -61,7 +61,7 @@ def _bias(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
 
 
 def _capped(case: Case, scores: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Scores beneath the cap, and their slope by what they were."""
+    """Returns capped scores, and their derivative."""
     if not case.softcap:
         return scores, 1.0
     tanh = (scores / case.softcap).tanh()
@@ -69,7 +69,7 @@ def _capped(case: Case, scores: Tensor) -> tuple[Tensor, Tensor | float]:
 
 
 def _keep_mask(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
-    """1 where dropout keeps a probability of sequence b, 0 where it drops."""
+    """Returns 1 for retained probabilities of sequence b, 0 for dropped ones."""
     rows, keys = case.q_len[b], case.kv_len[b]
     if case.dropout == "none":
         return 1.0
@@ -82,7 +82,7 @@ def _keep_mask(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
 
 
 def _softmax(case: Case, args: Mapping[str, Any], b: int, scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(exponentials, max, sum, whether each row's scores have a gradient) of sequence b, with CANN's empty rows."""
+    """Returns exponentials, max, sum, and True for rows with a gradient, of sequence b with CANN's empty rows."""
     visible, keys = seen(case, args, b), case.kv_len[b]
     scores = scores.masked_fill(~visible, -math.inf)
     if case.sink:
@@ -105,7 +105,7 @@ def _softmax(case: Case, args: Mapping[str, Any], b: int, scores: Tensor) -> tup
 
 
 def _results(case: Case, args: Mapping[str, Any]) -> Results:
-    """Zeros of every output's shape."""
+    """Returns zeros in the shape of every output."""
     stats = (len(case.q_len), case.heads_q, case.tokens("q"), 8)
     stats = (case.tokens("q"), case.heads_q, 8) if case.packed else stats  # type: ignore[assignment]
     like = {"out": "dy", "dq": "query", "dk": "key", "dv": "value", "dq_rope": "query_rope", "dk_rope": "key_rope"}
@@ -117,7 +117,7 @@ def _results(case: Case, args: Mapping[str, Any]) -> Results:
 
 
 def plain(case: Case, args: Mapping[str, Any]) -> Results:
-    """The formulas by dense matrices, sequence by sequence, in float64."""
+    """Computes the formulas by dense matrices in float64, sequence by sequence."""
     results = _results(case, args)
     for b in range(len(case.q_len)):
         _plain_sequence(case, args, b, results)

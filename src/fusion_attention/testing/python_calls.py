@@ -1,4 +1,4 @@
-"""A case through the interfaces and the operators beneath them: arguments, the lowered call, its outputs, golden's."""
+"""Runs a case through the interfaces and operators: arguments, lowered call, outputs, golden's results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusion_attention.torch_ops import eager
 
 
 def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The same call as arguments of fusion_attention.attention(); None where that interface has no words for it."""
+    """Returns the arguments of fusion_attention.attention() for a case; None if that interface cannot express it."""
     matrix = case.pse in ("full", "shared_full", "row", "shared_row")
     slopes = "slopes" in case.pse
     if case.mask == "tokens" or (slopes and (case.pse_type == 3 or case.sparse_mode == 8)) or case.disabled:
@@ -68,13 +68,13 @@ def _tiles(mask: Tensor) -> dict[str, Tensor]:
 
 
 def call_interface(function: Callable[..., Any], op: Op, args: Mapping[str, Any]) -> Any:
-    """A function of fusion_attention.npu with arguments by canonical name; those that it lacks are left out."""
+    """Calls a function of fusion_attention.npu with those arguments by canonical name that it has."""
     given = {p.shown: args[p.name] for p in op.params if args.get(p.name) is not None}
     return function(**given)
 
 
 def lowered(case: Case, args: Mapping[str, Any]) -> DenseCall:
-    """The call that an interface makes of a case."""
+    """Lowers a case as an interface does."""
     if case.npu:
         return lower.dense_call(bind(training.TORCH_V2, args), seed=args.get("seed", 0), offset=args.get("offset", 0))
     given = pythonic(case, args)
@@ -83,7 +83,7 @@ def lowered(case: Case, args: Mapping[str, Any]) -> DenseCall:
 
 
 def run(call: DenseCall, dy: Tensor, backend: str) -> Results:
-    """Every output of the two op_kinds: out, max and sum (eight lanes), and gradients by their names (GRADIENTS)."""
+    """Computes every output of forward and backward: out, max and sum (eight lanes), and gradients (GRADIENTS)."""
     out, *stats = eager.run(DenseForward(call), backend).values()
     lanes = to_lanes(call, *stats)
     backward = DenseBackward(call, (dy, out, *lanes), call.extras[BIAS])
@@ -91,7 +91,7 @@ def run(call: DenseCall, dy: Tensor, backend: str) -> Results:
 
 
 def attention(call: DenseCall, backend: str = "auto") -> tuple[Tensor, ...]:
-    """(out, max, sum) of a lowered call, statistics as kernels keep them."""
+    """Computes (out, max, sum) of a lowered call, with statistics as kernels store them."""
     return tuple(eager.run(DenseForward(call), backend).values())
 
 
@@ -105,15 +105,15 @@ def attention_backward(
     dbias: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, ...]:
-    """The gradients of a lowered call in the order of GRADIENTS; of what is not there, or a bias without dbias, without
-    elements."""
+    """Computes the gradients of a lowered call in the order of GRADIENTS; absent ones, and a bias's without dbias, are
+    empty."""
     bias = call.extras[BIAS] if dbias else None
     gradients = eager.run(DenseBackward(call, (dout, out, *stats), bias, dlse, lanes=False), backend)  # type: ignore[arg-type]
     return tuple(gradients[name] if name in gradients else call.q.new_empty(0) for name in GRADIENTS)
 
 
 def golden(case: Case, args: Mapping[str, Any]) -> Results:
-    """run() in float64 by the golden back end, on the same lowered call, promoted."""
+    """Computes run() in float64 by golden, for the same lowered call."""
     call = lowered(case, args)
     problem = replace(call.problem, dtype="float64")
     extras = tuple(t.double() if t is not None and t.is_floating_point() else t for t in call.extras)

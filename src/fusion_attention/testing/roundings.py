@@ -1,12 +1,12 @@
-"""Roundings as random errors: what float64 computes, with the errors that it has in another dtype.
+"""A dispatch mode that adds to float64 results random errors of the size of another dtype's roundings.
 
     with Roundings(torch.bfloat16, generator):
         program()
 
     result of an operation  x  ->  x * (1 + u * uniform(-1, 1)),  u half the unit of the dtype
 
-Sums have the errors of adding their terms in float32 too. What is exact stays so: copies, choices, comparisons,
-products with a power of two, and results that the dtype holds as they are.
+Sums also have the errors of adding their terms in float32. Exact operations have no error: copies, selections,
+comparisons, products with a power of two, and results that the dtype represents exactly.
 """
 
 from __future__ import annotations
@@ -23,188 +23,40 @@ __all__ = ["Roundings", "quantum"]
 
 Tensor = torch.Tensor
 
-# One rounding each.
-_ROUNDED = frozenset(
-    [
-        "add",
-        "sub",
-        "rsub",
-        "mul",
-        "div",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log2",
-        "log1p",
-        "tanh",
-        "sqrt",
-        "rsqrt",
-        "reciprocal",
-        "pow",
-        "sigmoid",
-        "erf",
-        "erfc",
-        "sin",
-        "cos",
-        "polar",
-        "square",
-    ]
-)
-_BILINEAR = frozenset(
-    ["mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv", "convolution", "convolution_backward", "_grouped_mm"]
-)
+# Operations with one rounding.
+_ROUNDED = frozenset([
+    "add", "sub", "rsub", "mul", "div", "exp", "exp2", "expm1", "log", "log2", "log1p", "tanh", "sqrt", "rsqrt",
+    "reciprocal", "pow", "sigmoid", "erf", "erfc", "sin", "cos", "polar", "square",
+])  # fmt: skip
+_BILINEAR = frozenset([
+    "mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv", "convolution", "convolution_backward", "_grouped_mm",
+])  # fmt: skip
 _SUMS = frozenset(["sum", "cumsum", "index_add", "scatter_add", "index_put", "embedding_dense_backward"])
-_EXACT = frozenset(
-    [
-        "_local_scalar_dense",
-        "_to_copy",
-        "_unsafe_view",
-        "floor_divide",
-        "abs",
-        "alias",
-        "amax",
-        "amin",
-        "any",
-        "all",
-        "arange",
-        "argmax",
-        "argmin",
-        "argsort",
-        "as_strided_copy",
-        "bernoulli",
-        "bitwise_and",
-        "bitwise_not",
-        "bitwise_or",
-        "cat",
-        "ceil",
-        "clamp",
-        "clamp_max",
-        "clamp_min",
-        "clone",
-        "complex",
-        "constant_pad_nd",
-        "contiguous",
-        "copy",
-        "cummax",
-        "cummin",
-        "embedding",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "eq",
-        "equal",
-        "eye",
-        "fill",
-        "flip",
-        "floor",
-        "fmod",
-        "full",
-        "full_like",
-        "gather",
-        "ge",
-        "gt",
-        "index",
-        "index_copy",
-        "index_fill",
-        "index_select",
-        "isfinite",
-        "isinf",
-        "isnan",
-        "isneginf",
-        "le",
-        "lift",
-        "lift_fresh",
-        "linspace",
-        "logical_and",
-        "logical_not",
-        "logical_or",
-        "lt",
-        "masked_fill",
-        "masked_scatter",
-        "masked_select",
-        "max",
-        "maximum",
-        "min",
-        "minimum",
-        "ne",
-        "neg",
-        "new_empty",
-        "new_empty_strided",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "nonzero",
-        "normal",
-        "ones",
-        "ones_like",
-        "rand",
-        "randint",
-        "randn",
-        "randperm",
-        "relu",
-        "remainder",
-        "repeat",
-        "repeat_interleave",
-        "resize",
-        "roll",
-        "round",
-        "scalar_tensor",
-        "scatter",
-        "select_backward",
-        "select_scatter",
-        "set_",
-        "sgn",
-        "sign",
-        "slice_backward",
-        "slice_scatter",
-        "sort",
-        "stack",
-        "threshold_backward",
-        "topk",
-        "tril",
-        "triu",
-        "trunc",
-        "uniform",
-        "unique_consecutive",
-        "where",
-        "zero",
-        "zeros",
-        "zeros_like",
-        "nan_to_num",
-        "_unique2",
-        "searchsorted",
-        "bucketize",
-        "tril_indices",
-        "split_with_sizes_copy",
-        "unbind_copy",
-        "signbit",
-        "copysign",
-        "isposinf",
-        "detach",
-        "histc",
-        "bincount",
-        "_assert_async",
-        "rot90",
-        "conj",
-        "_conj_physical",
-        "real",
-        "imag",
-        "diagonal_backward",
-        "diag_embed",
-        "_reshape_copy",
-        "record_stream",
-        "unfold_backward",
-    ]
-)
+_EXACT = frozenset([
+    "_local_scalar_dense", "_to_copy", "_unsafe_view", "floor_divide", "abs", "alias", "amax", "amin", "any", "all",
+    "arange", "argmax", "argmin", "argsort", "as_strided_copy", "bernoulli", "bitwise_and", "bitwise_not", "bitwise_or",
+    "cat", "ceil", "clamp", "clamp_max", "clamp_min", "clone", "complex", "constant_pad_nd", "contiguous", "copy",
+    "cummax", "cummin", "embedding", "empty", "empty_like", "empty_strided", "eq", "equal", "eye", "fill", "flip",
+    "floor", "fmod", "full", "full_like", "gather", "ge", "gt", "index", "index_copy", "index_fill", "index_select",
+    "isfinite", "isinf", "isnan", "isneginf", "le", "lift", "lift_fresh", "linspace", "logical_and", "logical_not",
+    "logical_or", "lt", "masked_fill", "masked_scatter", "masked_select", "max", "maximum", "min", "minimum", "ne",
+    "neg", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "nonzero", "normal", "ones",
+    "ones_like", "rand", "randint", "randn", "randperm", "relu", "remainder", "repeat", "repeat_interleave", "resize",
+    "roll", "round", "scalar_tensor", "scatter", "select_backward", "select_scatter", "set_", "sgn", "sign",
+    "slice_backward", "slice_scatter", "sort", "stack", "threshold_backward", "topk", "tril", "triu", "trunc",
+    "uniform", "unique_consecutive", "where", "zero", "zeros", "zeros_like", "nan_to_num", "_unique2", "searchsorted",
+    "bucketize", "tril_indices", "split_with_sizes_copy", "unbind_copy", "signbit", "copysign", "isposinf", "detach",
+    "histc", "bincount", "_assert_async", "rot90", "conj", "_conj_physical", "real", "imag", "diagonal_backward",
+    "diag_embed", "_reshape_copy", "record_stream", "unfold_backward",
+])  # fmt: skip
 
 
 class Roundings(TorchDispatchMode):
-    """Gives every result of float64 arithmetic the error that it has in a dtype.
+    """Adds to every result of float64 arithmetic a random error of a dtype's size.
 
     Args:
-        dtype: which.
-        generator: of the errors. noise: what has been drawn from it, for all that share it.
+        dtype: the dtype whose roundings are simulated.
+        generator: of the errors. noise: random numbers already drawn from it, shared by nested modes.
     """
 
     def __init__(self, dtype: torch.dtype, generator: torch.Generator, noise: Tensor | None = None) -> None:
@@ -212,7 +64,7 @@ class Roundings(TorchDispatchMode):
         self.dtype, self.generator = dtype, generator
         self.noise = torch.empty(0, dtype=torch.float64) if noise is None else noise
         self.info = torch.finfo(dtype)
-        # Sums, and what happens within one operation of torch, are kept in float32 where results are shorter.
+        # Sums, and steps within one operation of torch, are at least float32.
         self.inner = torch.float64 if dtype == torch.float64 else torch.float32
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -232,7 +84,7 @@ class Roundings(TorchDispatchMode):
         return target.copy_(self._result(function, base, args, kwargs))
 
     def _result(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """The result of an operation, with its errors."""
+        """Returns the result of an operation with its errors."""
         if base in _ROUNDED:
             result = func(*args, **kwargs)
             return self._rounded(result, _exact(base, result, args))
@@ -256,30 +108,30 @@ class Roundings(TorchDispatchMode):
                 result = overload.decompose(*args, **kwargs)
         if result is NotImplemented:
             raise NotImplementedError(f"drawn: expected operations whose roundings are known, got {func}")
-        if self.inner == self.dtype:  # its last operation was rounded to it
+        if self.inner == self.dtype:  # already rounded by its last step
             return result
         return tuple(map(self._rounded, result)) if isinstance(result, tuple | list) else self._rounded(result)
 
     def _error(self, size: Tensor) -> Tensor:
-        """size * uniform(-1, 1), in place."""
+        """Returns size * uniform(-1, 1), in place."""
         count = size.numel()
-        if 2 * count > len(self.noise):  # Drawn once, and read from other places: drawing takes most of the time.
+        if 2 * count > len(self.noise):  # drawing is slow: numbers are reused at random offsets
             self.noise.resize_(4 * count + 4096).uniform_(-1, 1, generator=self.generator)
         start = int(torch.randint(len(self.noise) - count + 1, (), generator=self.generator))
         return size.mul_(self.noise[start : start + count].view(size.shape))
 
     def _rounded(self, result: Any, exact: Any = None) -> Any:
-        """Rounded once, but where the result is exact, or the dtype holds it as it is."""
+        """Adds one rounding error, except to exact results."""
         if not isinstance(result, Tensor) or result.dtype not in (torch.float64, torch.complex128):
             return result
         size = result.abs().mul_(self.info.eps / 2)
-        if result.is_complex():  # of parts that are each a sum of two products, together as large as the whole
+        if result.is_complex():  # each part is a sum of two products, with errors relative to the absolute value
             return result + torch.complex(self._error(size.clone()), self._error(size))
         error = self._error(size.add_(quantum(self.dtype) / 2)).masked_fill_(self._is_exact(result), 0)
         return result + (error if exact is None else error.masked_fill_(exact, 0))
 
     def _added(self, total: Any, squares: Any, terms: Any, products: bool) -> Any:
-        """Added up term by term, in any order, and rounded once.
+        """Adds the errors of a sum in any order, rounded once.
 
         variance of the sum = (2 ** -24) ** 2 / 3 * (terms * (total ** 2 / 3 + squares) + squares, of products)
         """
@@ -287,29 +139,29 @@ class Roundings(TorchDispatchMode):
             return total
         size = total.square().div_(3).add_(squares).mul_(terms).add_(squares, alpha=float(products))
         error = self._error(size.sqrt_().mul_(torch.finfo(self.inner).eps / 2))
-        # One term among zeros, or whole numbers of one sign; where terms cancel, a total that is held was not found so.
+        # A single term besides zeros, or integers of one sign, are exact; sums with cancellation are not.
         exact = self._is_exact(total) & (total.square() >= squares * (1 - 1e-12))
         if not products:
             exact |= torch.as_tensor(terms <= 1)
         return self._rounded(total + error.masked_fill_(exact, 0), exact)
 
     def _is_exact(self, values: Tensor) -> Tensor:
-        """True where the dtype holds a result as it is (of float64: where float32 does), and where it is beyond all.
+        """True if the dtype represents a result exactly (for float64: if float32 does), or if it is beyond the range.
 
-        float64's least number, with which models fill their masks, is -inf with an error.
+        Models fill masks with float64's least number, which would become -inf with an error.
         """
         rounded = values.to(torch.float32 if self.dtype == torch.float64 else self.dtype)
         return (rounded == values) | rounded.isinf()
 
 
 def _variance(x: Tensor, dims: list[int], correction: float = 1, **_: Any) -> Tensor:
-    """What torch's decompositions of norms end in."""
+    """Replaces the primitive that torch's decompositions of norms use."""
     squares = (x - x.mean(dims, keepdim=True)).square()
     return squares.sum(dims) / (math.prod(x.shape[d] for d in dims) - correction)
 
 
 def quantum(dtype: torch.dtype) -> float:
-    """The spacing of a dtype's smallest numbers."""
+    """Returns the spacing of a dtype's smallest numbers."""
     return torch.finfo(dtype).tiny * torch.finfo(dtype).eps
 
 
@@ -318,7 +170,7 @@ def _is_float(x: object) -> bool:
 
 
 def _floats(x: Any) -> bool:
-    """Whether a tensor of float64 is among arguments."""
+    """True if a float64 tensor is among the arguments."""
     if isinstance(x, dict):
         x = list(x.values())
     return any(map(_floats, x)) if isinstance(x, tuple | list) else _is_float(x)
@@ -333,7 +185,7 @@ def _is_factor(name: str) -> bool:
 
 
 def _terms(func: Any, base: str, args: Any, kwargs: Any, result: Any) -> Any:
-    """The number of terms of each sum."""
+    """Returns the number of terms of each sum."""
     if base in ("mm", "bmm"):
         return args[1].shape[-2]
     if base == "sum":
@@ -342,7 +194,7 @@ def _terms(func: Any, base: str, args: Any, kwargs: Any, result: Any) -> Any:
 
 
 def _exact(base: str, result: Any, args: Any) -> Any:
-    """True where an operation has nothing to round: a factor is a power of two, or a term is 0."""
+    """True for results without rounding: a factor is a power of two, or a term is 0."""
     if not isinstance(result, Tensor) or result.is_complex() or base not in ("add", "sub", "mul", "div"):
         return None
     exact = torch.zeros((), dtype=torch.bool)
@@ -355,6 +207,6 @@ def _exact(base: str, result: Any, args: Any) -> Any:
 
 
 def _is_power(x: Any) -> Tensor:
-    """Where a number is plus or minus a power of two."""
+    """True for plus or minus a power of two."""
     x = torch.as_tensor(x, dtype=torch.float64)
-    return (x.view(torch.int64) & (2**52 - 1)) == 0  # nothing but its first bit; 0 and infinity, too
+    return (x.view(torch.int64) & (2**52 - 1)) == 0  # no mantissa bits; true for 0 and infinity too

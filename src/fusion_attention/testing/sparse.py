@@ -1,6 +1,6 @@
-"""Cases of sparse attention and of the indexer: hostile operands, golden's answer, and a witness of it.
+"""Cases of sparse attention and of the indexer: hostile operands, golden's results, and a reference.
 
-The lists of rows are read here once more, entry by entry, from CANN's page: nothing knows the lowering or a back end.
+The reference reads lists entry by entry as on CANN's page; it uses neither the lowering nor a back end.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from fusion_attention.testing.expected import expected_of
 from fusion_attention.torch_ops.eager import run
 
 Call = TypeVar("Call", bound=Any)
-WILD = 1 << 30  # a page that is not there
+WILD = 1 << 30  # an invalid page
 WIDE = torch.float64
 
 
 @dataclass(frozen=True)
 class Rows(Named):
-    """What every kind of case says of its rows.
+    """The rows of any sparse case.
 
     Args:
-        layout: "BSND" or "TND"; page: tokens of a page of keys, 0 without pages (then forward only).
-        dtype: of all tensors that CANN wants in the query's dtype.
-        q_len, kv_len: tokens of every sequence; q_rest, kv_rest: tokens of no sequence behind them.
-        mode: 0, all keys, or 3, causal.
-        ratio, residual: of causal rows of the indexer and its loss: tokens that a key stands for, and of every sequence
+        layout: "BSND" or "TND"; page: tokens of a page of keys (forward only), 0 without pages.
+        dtype: of all tensors that CANN requires in the query's dtype.
+        q_len, kv_len: tokens of every sequence; q_rest, kv_rest: additional tokens after them.
+        mode: 0 for all keys, or 3 for causal.
+        ratio, residual: of causal rows of the indexer and its loss: tokens that a key stands for, and for each sequence
             the tokens behind those of its last key; () for none.
     """
 
@@ -58,20 +58,20 @@ class Rows(Named):
 
     @property
     def packed(self) -> bool:
-        """Query rows lie end to end."""
+        """True if query rows are concatenated."""
         return self.layout == "TND"
 
     def lengths(self, side: str) -> tuple[int, ...]:
-        """q_len or kv_len, by side "q" or "kv"."""
+        """Returns q_len or kv_len for side "q" or "kv"."""
         return self.q_len if side == "q" else self.kv_len
 
     def tokens(self, side: str) -> int:
-        """Tokens of the tensors: T packed, S padded."""
+        """Returns the tokens of tensors: T packed, S padded."""
         rest, lengths = (self.q_rest if side == "q" else self.kv_rest), self.lengths(side)
         return rest + (sum(lengths) if self.packed else max(lengths, default=3))
 
     def seen(self, b: int, row: int) -> int:
-        """How many keys a row of sequence b sees: those whose last tokens are not behind its own."""
+        """Returns the number of visible keys of a row of sequence b, whose last tokens are not behind its own."""
         keys, tokens = self.kv_len[b], self.kv_len[b] * self.ratio + (self.residual[b] if self.residual else 0)
         if self.mode == 0:
             return keys
@@ -80,14 +80,14 @@ class Rows(Named):
 
 @dataclass(frozen=True)
 class SparseCase(Rows):
-    """One call of sparse attention, forward and backward.
+    """A call of sparse attention, forward and backward.
 
     Args:
         heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: as in Problem.
-        shares_kv: no value: it is the first dim_v elements of the key's rows.
+        shares_kv: values are the first dim_v elements of the key's rows.
         block, count: tokens of a block, entries of a list.
-        lists: "random" (distinct blocks), "all" (every block, mixed), "repeated" (few blocks, often), "short" (ends
-            early), "none" (empty), "wild" (-1 and blocks of the future anywhere).
+        lists: "random" (distinct blocks), "all" (every block, in random order), "repeated" (few blocks, repeated),
+            "short" (ends early), "none" (empty), "wild" (-1 and invisible blocks anywhere).
         wide: lists of int64.
         sink: one more logit per head.
     """
@@ -108,11 +108,11 @@ class SparseCase(Rows):
 
 @dataclass(frozen=True)
 class IndexerCase(Rows):
-    """One call of the indexer, forward and backward.
+    """A call of the indexer, forward and backward.
 
     Args:
         heads, dim, top_k: as in IndexerProblem; weights: the dtype of weights.
-        exact: small whole numbers: every sum is exact in every dtype, and ties are many.
+        exact: small integers: every sum is exact in every dtype, and many scores are equal.
     """
 
     heads: int = 4
@@ -126,7 +126,7 @@ class IndexerCase(Rows):
 
 
 def part(case: Rows, tensor: Tensor, side: str, b: int) -> Tensor:
-    """Sequence b of a tensor of rows, as a view [tokens, ..]."""
+    """Returns sequence b of a tensor of rows as a view [tokens, ..]."""
     length = case.lengths(side)[b]
     if not case.packed:
         return tensor[b, :length]
@@ -135,26 +135,26 @@ def part(case: Rows, tensor: Tensor, side: str, b: int) -> Tensor:
 
 
 class Maker:
-    """Draws tensors whose memory holds NaN (or 255) wherever no sequence lies."""
+    """Draws tensors whose memory is NaN (or 255) outside of sequences."""
 
     def __init__(self, case: Rows) -> None:
         self.case, self.generator = case, case.generator()
         self.dtype: torch.dtype = getattr(torch, case.dtype)
 
     def draw(self, *shape: int, whole: bool = False) -> Tensor:
-        """Normal numbers, or small whole ones."""
+        """Draws normal numbers, or small integers."""
         if whole:
             return torch.randint(-2, 3, shape, generator=self.generator).float()
         return torch.randn(shape, generator=self.generator)
 
     def empty(self, side: str, *inner: int, dtype: torch.dtype) -> Tensor:
-        """A poisoned tensor of rows [.., *inner]."""
+        """Returns a poisoned tensor of rows [.., *inner]."""
         case = self.case
         outer = (case.tokens(side),) if case.packed else (len(case.lengths(side)), case.tokens(side))
         return poisoned((*outer, *inner), dtype)
 
     def rows(self, side: str, *inner: int, dtype: torch.dtype | None = None, whole: bool = False) -> Tensor:
-        """Rows of every sequence."""
+        """Draws the rows of every sequence."""
         tensor = self.empty(side, *inner, dtype=dtype or self.dtype)
         for b in range(len(self.case.lengths(side))):
             own = part(self.case, tensor, side, b)
@@ -162,7 +162,7 @@ class Maker:
         return tensor
 
     def paged(self, keys: Tensor, table: Tensor) -> Tensor:
-        """The same keys in pages, whose unused slots and pages are NaN."""
+        """Stores keys in pages; unused slots and pages are NaN."""
         case = self.case
         used = table[table < WILD]
         pages = int(used.max()) + 2 if len(used) else 1
@@ -174,7 +174,7 @@ class Maker:
         return pool
 
     def table(self) -> Tensor:
-        """Pages in mixed order; entries behind a sequence's last page are wild."""
+        """Draws a table of pages in random order; entries after a sequence's last page are invalid."""
         case = self.case
         counts = [-(-n // case.page) for n in case.kv_len]
         numbers = torch.randperm(sum(counts) + 2, generator=self.generator).to(torch.int32)
@@ -185,7 +185,7 @@ class Maker:
 
 
 def lengths_of(case: Rows) -> dict[str, Any]:
-    """The lengths of a case in CANN's words."""
+    """Returns the lengths of a case in CANN's form."""
     q = np.cumsum(case.q_len).tolist() if case.packed else list(case.q_len)
     kv = np.cumsum(case.kv_len).tolist() if case.packed and not case.page else list(case.kv_len)
     return {"actual_seq_qlen": q, "actual_seq_kvlen": kv}
@@ -206,12 +206,12 @@ def bounded(call: Call, args: Mapping[str, Any]) -> Call:
 
 
 def layouts_of(case: Rows) -> dict[str, Any]:
-    """How the tensors of a case lie, and what its rows see, in CANN's words."""
+    """Returns the layouts and the sparse mode of a case."""
     return {"layout": case.layout, "layout_kv": "PA_BSND" if case.page else case.layout, "sparse_mode": case.mode}
 
 
 def arguments(case: SparseCase) -> dict[str, Any]:
-    """npu_sparse_flash_attention's arguments by canonical name, with dy: strided views in poisoned memory."""
+    """Returns npu_sparse_flash_attention's arguments by canonical name, with dy: strided views in poisoned memory."""
     make = Maker(case)
     table = make.table() if case.page else None
 
@@ -240,7 +240,7 @@ def arguments(case: SparseCase) -> dict[str, Any]:
 
 
 def lists_of(case: SparseCase, make: Maker, heads: int) -> Tensor:
-    """A list for every row and head."""
+    """Returns a list for every row and head."""
     dtype = torch.int64 if case.wide else torch.int32
     tensor = make.empty("q", heads, case.count, dtype=dtype)
     for b, rows in enumerate(case.q_len):
@@ -253,7 +253,7 @@ def lists_of(case: SparseCase, make: Maker, heads: int) -> Tensor:
 
 
 def _list(case: SparseCase, b: int, row: int, generator: torch.Generator) -> Tensor:
-    """The blocks that a row selects, in the order of its list."""
+    """Returns the blocks that a row selects, in list order."""
     seen, all_ = -(-case.seen(b, row) // case.block), -(-case.kv_len[b] // case.block)
     mixed = torch.randperm(seen, generator=generator)
     if case.lists == "none" or not all_:
@@ -266,7 +266,7 @@ def _list(case: SparseCase, b: int, row: int, generator: torch.Generator) -> Ten
 
 
 def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
-    """npu_lightning_indexer's arguments by canonical name, with dy: strided views in poisoned memory."""
+    """Returns npu_lightning_indexer's arguments by canonical name, with dy: strided views in poisoned memory."""
     make = Maker(case)
     table = make.table() if case.page else None
     keys = make.rows("kv", 1, case.dim, whole=case.exact)
@@ -289,13 +289,13 @@ def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
 
 
 def lowered(args: Mapping[str, Any]) -> Sparse:
-    """The call that the npu interface makes; the Python API, where a value is a part of the key's rows."""
+    """Lowers the call of the npu interface, or of the Python API if values are part of the key's rows."""
     if not args["dim_v"]:
         return sparse_call(bind(sparse.TORCH, args))
     lengths = {
         f"actual_seq_{side}len": np.diff(args[f"actual_seq_{side}len"], prepend=0)
         for side, layout in (("q", args["layout"]), ("kv", args["layout_kv"]))
-        if layout == "TND"  # CANN's ends; this interface takes lengths
+        if layout == "TND"  # CANN's cumulative lengths; this interface needs lengths
     }
     given = {p.name: args.get(p.name) for p in sparse_own.RECORD.params if p.name in args}
     own = {"causal": args["sparse_mode"] == 3, **given, **lengths}
@@ -303,30 +303,30 @@ def lowered(args: Mapping[str, Any]) -> Sparse:
 
 
 def compute(case: SparseCase, call: Sparse, dy: Tensor, backend: str) -> Results:
-    """Every output: out, max, sum and (without pages) the gradients."""
+    """Computes every output: out, max, sum and (without pages) the gradients."""
     results = run(call, backend)
     result = dict(zip(("out", "max", "sum"), results.values(), strict=True))
     return result if case.page else result | run(SparseBackward(call, dy, *results.values()), backend)
 
 
 def in_float64(call: Call) -> Call:
-    """The same call in float64."""
+    """Converts a call to float64."""
     dtypes = {name: "float64" for name in ("dtype", "weights_dtype") if hasattr(call.problem, name)}
     tensors = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in call.tensors.items()}
     return replace(call, problem=replace(call.problem, **dtypes), tensors=tensors)
 
 
 def golden(case: SparseCase, args: Mapping[str, Any]) -> Results:
-    """compute() in float64 by golden."""
+    """Computes compute() in float64 by golden."""
     return compute(case, in_float64(lowered(args)), args["dy"].double(), "golden")
 
 
 def expected(call: Sparse, dy: Tensor | None = None) -> dict[str, Expected]:
-    """What compute() should give of a lowered call: golden's results, and how far a right program's may be from them.
+    """Returns the expected results of compute() for a lowered call: golden's, with error sizes of a correct program.
 
     Args:
-        call: in its own dtype.
-        dy: the gradient of out; None: a forward alone.
+        call: in its dtype.
+        dy: the gradient of out; None: only the forward.
     """
     wide = in_float64(call)
     results = run(wide, "golden")
@@ -338,18 +338,18 @@ def expected(call: Sparse, dy: Tensor | None = None) -> dict[str, Expected]:
 
 
 def lowered_indexer(args: Mapping[str, Any]) -> Indexer:
-    """The call that the npu interface makes."""
+    """Lowers the call of the npu interface."""
     return bounded(indexer_call(bind(indexer.TORCH, args)), args)
 
 
 def chosen(call: Indexer, backend: str) -> tuple[Tensor, Tensor]:
-    """(indices, values)."""
+    """Computes (indices, values)."""
     indices, values = run(call, backend).values()
     return indices, values
 
 
 def indexer_gradients(call: Indexer, dy: Tensor, indices: Tensor, backend: str) -> Results:
-    """The gradients of values at given indices."""
+    """Computes the gradients of values at given indices."""
     return run(IndexerBackward(call, dy, indices), backend)
 
 
@@ -360,7 +360,7 @@ promoted = in_float64
 
 
 def selected(case: SparseCase, entries: list[int], b: int, row: int) -> list[int]:
-    """The tokens that a row attends to, in the order of its list, each as often as it is listed."""
+    """Returns the tokens that a row attends to, in list order, with multiplicity."""
     seen, tokens = case.seen(b, row), []
     for slot, block in enumerate(entries):
         if slot >= math.ceil(seen / case.block) or block == -1:
@@ -370,7 +370,7 @@ def selected(case: SparseCase, entries: list[int], b: int, row: int) -> list[int
 
 
 def keys_of(case: Rows, args: Mapping[str, Any], name: str, b: int) -> Tensor:
-    """Sequence b's rows [tokens, heads, dim] of a tensor of the key side."""
+    """Returns sequence b's rows [tokens, heads, dim] of a tensor of the key side."""
     tensor, table = args[name], args["block_table"]
     if table is None:
         return part(case, tensor, "kv", b)
@@ -379,7 +379,7 @@ def keys_of(case: Rows, args: Mapping[str, Any], name: str, b: int) -> Tensor:
 
 
 def _each_row(case: SparseCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, int, list[int]]]:
-    """(b, key head, row, tokens) of every row with tokens."""
+    """Yields (b, key head, row, tokens) of every row with tokens."""
     for b, rows in enumerate(case.q_len):
         lists = part(case, args["sparse_indices"], "q", b)
         for row, head in np.ndindex(rows, case.heads_kv):
@@ -389,7 +389,7 @@ def _each_row(case: SparseCase, args: Mapping[str, Any]) -> Iterator[tuple[int, 
 
 
 def _nothing(case: SparseCase, args: Mapping[str, Any]) -> Results:
-    """Results of rows that select nothing: zeros, but for the statistics of a sink."""
+    """Returns results without selected keys: zeros, except for the statistics of a sink."""
     stats = (case.tokens("q"),) if case.packed else (len(case.q_len), case.tokens("q"))
     results: Results = {"out": torch.zeros(args["dy"].shape, dtype=WIDE)}
     results |= {name: torch.zeros(*stats, case.heads_q, dtype=WIDE) for name in ("max", "sum")}
@@ -405,7 +405,7 @@ def _nothing(case: SparseCase, args: Mapping[str, Any]) -> Results:
 
 
 def plain(case: SparseCase, args: Mapping[str, Any]) -> Results:
-    """The formulas row by row, with gathers, in float64: a witness of golden."""
+    """Computes the formulas row by row with gathers in float64, as a reference for golden."""
     result = _nothing(case, args)
     for place in _each_row(case, args):
         _plain_row(case, args, place, result)
@@ -418,7 +418,7 @@ def plain(case: SparseCase, args: Mapping[str, Any]) -> Results:
 def _plain_row(
     case: SparseCase, args: Mapping[str, Any], place: tuple[int, int, int, list[int]], found: Results
 ) -> None:
-    """One row and the query heads of one key head: forward, and its share of every gradient."""
+    """Computes a row for the query heads of one key head: forward, and its contribution to every gradient."""
     b, head, row, tokens = place
     group = case.heads_q // case.heads_kv
     heads = slice(head * group, (head + 1) * group)
@@ -465,7 +465,7 @@ def _plain_row(
 
 
 def scores_of(case: IndexerCase, args: Mapping[str, Any], b: int, wide: torch.dtype) -> Tensor:
-    """[rows, keys]: the indexer's scores of sequence b; -inf where a row does not see a key."""
+    """Returns [rows, keys]: the indexer's scores of sequence b; -inf for an invisible key."""
     q, w = (part(case, args[name], "q", b).to(wide) for name in ("query", "weights"))
     k = keys_of(case, args, "key", b)[:, 0].to(wide)
     scores = torch.einsum("rhd,kd->rhk", q, k).relu().mul(w[..., None]).sum(1)
@@ -475,7 +475,7 @@ def scores_of(case: IndexerCase, args: Mapping[str, Any], b: int, wide: torch.dt
 
 
 def plain_indexer_gradients(case: IndexerCase, args: Mapping[str, Any], indices: Tensor) -> Results:
-    """The indexer's gradients row by row, with gathers, in float64."""
+    """Computes the indexer's gradients row by row with gathers in float64."""
     results = {f"d{name}": torch.zeros(args[name].shape, dtype=WIDE) for name in ("query", "key", "weights")}
     for b, rows in enumerate(case.q_len):
         for row in range(rows):

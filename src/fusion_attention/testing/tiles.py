@@ -1,4 +1,4 @@
-"""A blocked matrix as tiles of 128 x 128: what fusion_attention.attention(blocked_tiles=, blocked_bits=) reads."""
+"""Converts a blocked matrix to tiles of 128 x 128, for fusion_attention.attention(blocked_tiles=, blocked_bits=)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 
 def cut_tiles(blocked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(blocked_tiles, blocked_bits) of a bool matrix [..., rows, keys]; bits that belong to no pair remove nothing."""
+    """Returns (blocked_tiles, blocked_bits) of a bool matrix [..., rows, keys]; padding bits are 0."""
     rows, keys = blocked.shape[-2:]
     beyond = (0, -keys % 128, 0, -rows % 128)
 

@@ -1,4 +1,4 @@
-"""flash-attn's functions, with its arguments and its meaning, on any machine; install() plays `flash_attn`."""
+"""flash-attn's functions on any machine; install() makes this package importable as `flash_attn`."""
 
 from fusion_attention.integrations.flash_attn.functions import (
     flash_attn_func,

@@ -1,4 +1,4 @@
-"""flash_attn.bert_padding: padded tensors to packed ones and back, differentiable."""
+"""flash_attn.bert_padding: differentiable conversion between padded and packed tensors."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ Tensor = torch.Tensor
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """input[indices]: the named rows of the first axis."""
+    """Returns input[indices]: selected rows of the first axis."""
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """[first_axis_dim, ...] with the values in the named rows, and zeros in others."""
+    """Returns [first_axis_dim, ...] with the values in the rows of `indices`, and zeros in other rows."""
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """(input[indices], input)."""
+    """Returns (input[indices], input)."""
     return input.index_select(0, indices), input
 
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens that a mask keeps, packed.
+    """Packs the tokens that a mask selects.
 
     Args:
         hidden_states: [B, S, ...].
-        attention_mask: [B, S], 1 for a token. unused_mask: [B, S], 1 for a place that is kept and not counted.
+        attention_mask: [B, S], 1 for a token. unused_mask: [B, S], 1 for a position that is packed but not counted.
 
     Returns:
-        (tokens [T, ...], their places in B * S, cumulative lengths [B + 1] as int32, the longest, tokens per sequence).
+        (tokens [T, ...], indices in B * S, cumulative lengths [B + 1] as int32, longest length, tokens per sequence).
 
     Example:
         >>> found = unpad_input(torch.randn(2, 3, 8), torch.tensor([[1, 1, 0], [1, 1, 1]]))
@@ -50,14 +50,14 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """unpad_input() of rows that hold several sequences each.
+    """Packs the tokens of rows that contain several sequences each.
 
     Args:
         hidden_states: [B, S, ...].
         attention_mask_in_length: [B, S]: the lengths of a row's sequences, then zeros.
 
     Returns:
-        (tokens [T, ...], their places in B * S, cumulative lengths as int32, the longest).
+        (tokens [T, ...], indices in B * S, cumulative lengths as int32, longest length).
     """
     rows, columns = attention_mask_in_length.sum(-1), attention_mask_in_length.shape[-1]
     is_token = torch.arange(columns, device=rows.device) < rows[:, None]
@@ -68,7 +68,7 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Packed tokens [T, ...] in their places of [batch, seqlen, ...], zeros in others."""
+    """Unpacks tokens [T, ...] to their positions in [batch, seqlen, ...]; other positions are zero."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 

@@ -1,4 +1,4 @@
-"""flash_attn's functions on padded and on packed tensors, each a call of attention().
+"""flash_attn's functions on padded and packed tensors, computed by attention().
 
 Every function is differentiable in q, k and v.
 """
@@ -34,20 +34,20 @@ def flash_attn_func(
     """flash_attn.flash_attn_func: attention of padded tensors.
 
         s   = cap(softmax_scale * q . k) - slope * |i + S2 - S1 - j|
-        out = dropout(softmax(s over the keys seen)) v
+        out = dropout(softmax(s over the visible keys)) v
 
     Args:
-        q: [B, S1, N1, D]; float16 or bfloat16, and float32, which flash-attn does not take.
+        q: [B, S1, N1, D]; float16, bfloat16 or (unlike flash-attn) float32.
         k, v: [B, S2, N2, D]; N1 is a multiple of N2.
-        dropout_p: share of probabilities dropped, drawn from torch's default generator.
-        softmax_scale: None: 1 / sqrt(D).
+        dropout_p: probability of dropout, drawn from torch's default generator.
+        softmax_scale: factor on the products; None: 1 / sqrt(D).
         causal: row i sees the keys up to i + S2 - S1: aligned to the lower right corner.
         window_size: (left, right) keys around that diagonal; -1: no limit. Numbers or tensors of them.
         softcap: above 0, scores are softcap * tanh(score / softcap).
         alibi_slopes: [N1] or [B, N1].
-        deterministic: has no effect: every gradient here has the same bits every time.
-        return_attn_probs: also return lse, float32 [B, N1, S1], and None. It is differentiable, which flash-attn's is
-            not, and -inf of a row without keys.
+        deterministic: no effect: all gradients are deterministic.
+        return_attn_probs: also return lse, float32 [B, N1, S1], and None. Unlike flash-attn's, lse is differentiable;
+            it is -inf for a row without keys.
 
     Returns:
         out [B, S1, N1, D], or (out, lse, None). A row without keys is zero.
@@ -85,7 +85,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """flash_attn_func() of keys and values in one tensor kv [B, S2, 2, N2, D], read where they lie.
+    """Computes flash_attn_func() with keys and values in one tensor kv [B, S2, 2, N2, D], without a copy.
 
     Source: flash_attn 2.8, flash_attn_interface.py.
 
@@ -109,7 +109,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """flash_attn_func() of all three in one tensor qkv [B, S, 3, N, D], read where they lie.
+    """Computes flash_attn_func() with all three in one tensor qkv [B, S, 3, N, D], without a copy.
 
     Source: flash_attn 2.8, flash_attn_interface.py.
 
@@ -140,17 +140,17 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Result:
-    """flash_attn.flash_attn_varlen_func: attention of sequences that lie one after the other.
+    """flash_attn.flash_attn_varlen_func: attention of packed sequences.
 
-    Arguments that are not named here are flash_attn_func()'s, sequence by sequence.
+    Other arguments are those of flash_attn_func(), applied per sequence.
 
     Args:
         q: [T1, N1, D], T1 the tokens of all sequences.
-        k, v: [T2, N2, D]; with block_table pages [pages, size, N2, D], and then no derivative.
-        cu_seqlens_q, cu_seqlens_k: [B + 1], cumulative lengths with a leading 0. On a GPU they are read once, until
-            torch sees them change.
-        max_seqlen_q, max_seqlen_k: have no effect: the lengths say it.
-        block_table: [B, pages of a sequence], int32: where the pages of each sequence are.
+        k, v: [T2, N2, D]; with block_table pages [pages, size, N2, D], without a derivative.
+        cu_seqlens_q, cu_seqlens_k: [B + 1], cumulative lengths with a leading 0. A tensor on a GPU is read again only
+            after a change.
+        max_seqlen_q, max_seqlen_k: no effect.
+        block_table: [B, pages per sequence], int32: page numbers of each sequence.
 
     Returns:
         out [T1, N1, D], or (out, lse, None) with lse [N1, T1].
@@ -203,7 +203,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """flash_attn_varlen_func() of keys and values in one tensor kv [T2, 2, N2, D], read where they lie.
+    """Computes flash_attn_varlen_func() with keys and values in one tensor kv [T2, 2, N2, D], without a copy.
 
     Source: flash_attn 2.8, flash_attn_interface.py.
 
@@ -231,7 +231,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """flash_attn_varlen_func() of all three in one tensor qkv [T, 3, N, D], read where they lie.
+    """Computes flash_attn_varlen_func() with all three in one tensor qkv [T, 3, N, D], without a copy.
 
     Source: flash_attn 2.8, flash_attn_interface.py.
 

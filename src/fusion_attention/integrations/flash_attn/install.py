@@ -1,6 +1,6 @@
-"""install() and uninstall(): this library as the module `flash_attn`, for programs that import it.
+"""install() and uninstall(): makes this library the module `flash_attn` for programs that import it.
 
-Refuses to touch another flash_attn, and to play more than attention and what programs import beside it.
+It leaves another installed flash_attn unchanged, and provides attention and the helpers that programs commonly import.
 """
 
 from __future__ import annotations
@@ -21,14 +21,8 @@ from fusion_attention.patches import Changes, another, together
 NAME, VERSION = "flash_attn", "2.8.3"
 _FUNCTIONS = {name: value for name, value in vars(functions).items() if name.startswith("flash_attn_")}
 _FUNCTIONS["flash_attn_with_kvcache"] = paged.flash_attn_with_kvcache
-_PADDING: tuple[str, ...] = (
-    "index_first_axis",
-    "index_put_first_axis",
-    "index_first_axis_residual",
-    "unpad_input",
-    "pad_input",
-)
-_PADDING += ("unpad_input_for_concatenated_sequences",)
+_PADDING = ("index_first_axis", "index_put_first_axis", "index_first_axis_residual", "unpad_input", "pad_input",
+            "unpad_input_for_concatenated_sequences")  # fmt: skip
 _ROTARY = {"apply_rotary_emb": rotary.apply_rotary_emb, "apply_rotary_emb_func": rotary.apply_rotary_emb}
 _CONTENTS: dict[str, dict[str, Any]] = {
     NAME: _FUNCTIONS,
@@ -46,22 +40,22 @@ _CONTENTS: dict[str, dict[str, Any]] = {
 }
 
 _LOCK = threading.RLock()
-_installed: tuple[str, Changes] | None = None  # there is one sys.modules to change
+_installed: tuple[str, Changes] | None = None  # global, as sys.modules is
 
 
 def install(version: str = VERSION) -> None:
-    """Makes this library the module `flash_attn` until uninstall().
+    """Makes this library importable as `flash_attn` until uninstall().
 
-    From then on `import flash_attn`, `from flash_attn.bert_padding import unpad_input` and importlib.metadata's version
-    of it work, on a CPU too. transformers takes attn_implementation="flash_attention_2" without a GPU. A library that
-    looked for flash_attn before remembers that there was none: install first, then import it. A second call changes
-    nothing but the version. All of it happens, or nothing.
+    Afterwards `import flash_attn`, `from flash_attn.bert_padding import unpad_input` and importlib.metadata's version
+    of it work, on a CPU too. transformers accepts attn_implementation="flash_attention_2" without a GPU. Libraries may
+    cache that flash_attn is missing: install first, then import them. A second call only changes the version. If a
+    step fails, all changes are reverted.
 
     Args:
-        version: the release that is played. Before 2.7 unpad_input() returns four results, since then five.
+        version: the release to imitate. Before 2.7 unpad_input() returns four results, since then five.
 
     Raises:
-        RuntimeError: another flash_attn is here.
+        RuntimeError: another flash_attn is installed.
 
     Example:
         >>> install()
@@ -84,9 +78,9 @@ def install(version: str = VERSION) -> None:
 
 
 def uninstall() -> None:
-    """Takes back everything that install() changed, in all threads; nothing where nothing is installed.
+    """Reverts install() in all threads; does nothing if nothing is installed.
 
-    What programs have imported meanwhile goes on computing.
+    Functions that programs have imported continue to work.
 
     Example:
         >>> uninstall()
@@ -105,7 +99,7 @@ def _changed(version: str, changes: Changes) -> None:
 
 
 def modules_of(version: str) -> dict[str, ModuleType]:
-    """Every module of a release by its full name, packages before what they hold."""
+    """Returns all modules of a release by full name, packages before their modules."""
     modules = {name: _module(name, names) for name, names in _CONTENTS.items()}
     for name, module in modules.items():
         owner, _, last = name.rpartition(".")
@@ -140,7 +134,7 @@ def _always(*_: Any, **__: Any) -> bool:
 
 
 def _admit(changes: Changes, module: ModuleType) -> None:
-    """transformers believes in flash_attn only beside CUDA; the one that is played runs anywhere."""
+    """Makes transformers accept the installed module without CUDA."""
     if hasattr(module, "is_flash_attn_2_available"):
         changes.set(module, "is_flash_attn_2_available", _always)
 

@@ -1,4 +1,4 @@
-"""Layers that programs import from flash_attn beside attention: rotary embedding, RMS norm, the loss of classes.
+"""Layers that programs import from flash_attn: rotary embedding, RMS norm and cross entropy, computed by torch.
 
 Each is torch's own operation under flash_attn's name.
 """
@@ -16,13 +16,13 @@ Tensor = torch.Tensor
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """flash_attn.layers.rotary.RotaryEmbedding: qkv [B, S, 3, N, D], or q with kv [B, S, 2, N2, D], by position.
+    """flash_attn.layers.rotary.RotaryEmbedding: rotates qkv [B, S, 3, N, D], or q with kv [B, S, 2, N2, D].
 
     Args:
-        dim: how many elements of a row rotate.
-        base: of the frequencies. interleaved: elements 0 and 1 rotate together, or else 0 and dim / 2.
-        scale_base: None; xPos scaling is not played.
-        device: where frequencies lie.
+        dim: the number of rotated elements of a row.
+        base: base of the frequencies. interleaved: elements 0 and 1 rotate together; else 0 and dim / 2.
+        scale_base: None; xPos scaling is not supported.
+        device: device of the frequencies.
     """
 
     inv_freq: Tensor
@@ -40,7 +40,7 @@ class RotaryEmbedding(torch.nn.Module):
     def forward(
         self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: int | Tensor = 0, max_seqlen: int | None = None
     ) -> Any:
-        """qkv rotated, or (q, kv); values stay as they are."""
+        """Returns qkv rotated, or (q, kv) rotated; values are unchanged."""
         last = seqlen_offset if isinstance(seqlen_offset, int) else int(seqlen_offset.max())
         angles = torch.outer(torch.arange(last + qkv.shape[1], device=qkv.device).float(), self.inv_freq)
         cos, sin = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
@@ -56,19 +56,19 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """flash_attn.ops.rms_norm.rms_norm: torch's."""
+    """flash_attn.ops.rms_norm.rms_norm, computed by torch."""
     return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """flash_attn.ops.rms_norm.RMSNorm: torch's."""
+    """flash_attn.ops.rms_norm.RMSNorm, computed by torch."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, device: Any = None, dtype: Any = None) -> None:
         super().__init__(hidden_size, eps, device=device, dtype=dtype)
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """flash_attn.losses.cross_entropy.CrossEntropyLoss: torch's, without its z-loss and its parallel forms."""
+    """flash_attn.losses.cross_entropy.CrossEntropyLoss, computed by torch; without z-loss and parallel forms."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""flash_attn's calls over a cache, in pages or rows: what is appended, what is rotated, what is seen.
+"""flash_attn's functions over a cache, in pages or rows: appending, rotation and attention.
 
-decode_attention() computes, or attention() where there are slopes.
+decode_attention() computes, or attention() with ALiBi slopes.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ def flash_attn_with_kvcache(
 
     Args:
         q: [B, S1, N1, D].
-        k_cache, v_cache: [Bc, S2, N2, D], or with block_table pages [pages, size, N2, D] of any size. Written to.
-        k, v: [B, new, N2, D]: stored at cache_seqlens and behind; they need it.
-        rotary_cos, rotary_sin: [positions, R / 2], R <= D: rotate k at its position, and q at its own where causal or
-            windowed, at cache_seqlens else. They need k.
-        cache_seqlens: tokens in the cache before this call, a number or [B]; None: all that it holds.
-        cache_batch_idx: [B]: the rows of the cache that the sequences have.
-        cache_leftpad: [B]: where each sequence begins in its row.
-        block_table: [B, pages of a sequence], int32.
-        softmax_scale, causal, window_size, softcap, alibi_slopes: as of flash_attn_func(). With alibi_slopes pages, and
+        k_cache, v_cache: [Bc, S2, N2, D], or with block_table pages [pages, size, N2, D] of any size. Modified.
+        k, v: [B, new, N2, D]: stored after the cache_seqlens tokens, so they need cache_seqlens.
+        rotary_cos, rotary_sin: [positions, R / 2], R <= D: rotate k by its positions; q by its positions if causal or
+            windowed, else by cache_seqlens. They need k.
+        cache_seqlens: tokens in the cache before this call, a number or [B]; None: the cache's size.
+        cache_batch_idx: [B]: rows of the cache that the sequences use.
+        cache_leftpad: [B]: first position of each sequence in its row.
+        block_table: [B, pages per sequence], int32.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in flash_attn_func(). With alibi_slopes pages, and
             rows by cache_batch_idx, are copied.
-        rotary_interleaved: elements 0 and 1 rotate together, or else 0 and R / 2.
-        num_splits: has no effect: how keys are divided is decided here.
+        rotary_interleaved: elements 0 and 1 rotate together; else 0 and R / 2.
+        num_splits: no effect.
         return_softmax_lse: also return lse, float32 [B, N1, S1].
 
     Returns:
         out [B, S1, N1, D], or (out, lse).
 
     Raises:
-        RuntimeError: a block_table, cache or rotary table that is too small. Nothing is written then.
-        ValueError: arguments that do not belong together.
+        RuntimeError: a block_table, cache or rotary table is too small; nothing was written.
+        ValueError: arguments contradict each other.
 
     Source: flash_attn 2.8, flash_attn_interface.py.
 
@@ -123,12 +123,12 @@ def attend_pages(
     alibi_slopes: Tensor | None,
     **how: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of packed rows [T1, N1, D] over pages; lse [T1, N1]."""
+    """Returns (out, lse [T1, N1]) of packed rows [T1, N1, D] over pages."""
     ends = list(kv_len)
     _check_buffer(ends, k, table)
     _check_pages(ends, k, table)
     with torch.no_grad():
-        # Decoding takes rows sequence by sequence, padded; what it returns is packed again.
+        # Decoding needs padded rows; the result is packed again.
         padded = q.new_zeros(len(q_len), max(q_len, default=0), *q.shape[1:])
         slots = [(b, slice(0, n)) for b, n in enumerate(q_len)]
         for place, sequence_rows in zip(slots, q.split([*q_len, q.shape[0] - sum(q_len)]), strict=False):
@@ -151,13 +151,13 @@ def _attend(
     alibi_slopes: Tensor | None,
     **how: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of padded rows over what the cache holds."""
+    """Returns (out, lse) of padded rows over the cache."""
     batch = q.shape[0]
     sides: Any = (k, v)
     if pads is not None:
         slots = torch.arange(k.shape[1], device=pads.device)
         how["blocked"] = (slots < pads[:, None])[:, None, None]
-    if alibi_slopes is not None:  # which decoding does not know: the cache as padded keys
+    if alibi_slopes is not None:  # decoding does not support them: the cache becomes padded keys
         if table is not None:
             sides = [side[table.long()].flatten(1, 2) for side in sides]
         elif rows is not None:
@@ -180,7 +180,7 @@ def _before(
     pads: Tensor | None,
     table: Tensor | None,
 ) -> list[int]:
-    """Tokens of every sequence in the cache before the call."""
+    """Returns the number of cached tokens of each sequence before the call."""
     name = "flash_attn_with_kvcache"
     if (k is None) != (v is None):
         raise ValueError(f"{name}: v: expected k and v, or neither, got one of them")
@@ -214,7 +214,7 @@ def _check_buffer(ends: Sequence[int], k_cache: Tensor, table: Tensor | None) ->
 
 
 def _check_pages(ends: Sequence[int], k_cache: Tensor, table: Tensor) -> None:
-    """Raises where a sequence's tokens lie in no page: before anything is written, or copied."""
+    """Raises if the table has no valid page for a token; called before anything is written or copied."""
     used = torch.arange(table.shape[1], device=table.device) * k_cache.shape[1] < table.new_tensor(ends)[:, None]
     named = table[used]
     if named.numel() and not 0 <= int(named.min()) <= int(named.max()) < k_cache.shape[0]:
@@ -239,7 +239,7 @@ def _check_rows(rows: Sequence[int] | None, q: Tensor, k_cache: Tensor, table: T
 def _append(
     cache: Tensor, fresh: Tensor, before: Sequence[int], rows: Sequence[int] | None, table: Tensor | None
 ) -> None:
-    """Stores the new tokens [B, new, N2, D] behind those of the cache."""
+    """Stores new tokens [B, new, N2, D] after those of the cache."""
     batch, new = fresh.shape[:2]
     at = torch.tensor(list(before), device=cache.device)[:, None] + torch.arange(new, device=cache.device)
     if table is None:

@@ -1,6 +1,6 @@
-"""flash_attn.layers.rotary: rotary embeddings of padded and packed tensors, differentiable, in place where asked.
+"""flash_attn.layers.rotary: differentiable rotary embedding of padded and packed tensors, optionally in place.
 
-In float32 whatever the dtype, by torch's own operations.
+torch computes it, in float32 for every dtype.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def apply_rotary_emb(
     Args:
         x: [B, S, N, D], or packed [T, N, D] with cu_seqlens.
         cos, sin: [positions, R / 2].
-        interleaved: elements 0 and 1 rotate together, or else 0 and R / 2.
-        inplace: writes into x, and returns it.
-        seqlen_offsets: the position of each sequence's first token, a number or [B].
+        interleaved: elements 0 and 1 rotate together; else 0 and R / 2.
+        inplace: write the result to x and return x.
+        seqlen_offsets: position of each sequence's first token, a number or [B].
         cu_seqlens: [B + 1], cumulative lengths with a leading 0.
-        max_seqlen: has no effect.
+        max_seqlen: no effect.
 
     Returns:
         x rotated, in its dtype.
 
     Raises:
-        RuntimeError: a position that cos and sin do not have.
+        RuntimeError: cos and sin have no row for a position.
 
     Example:
         >>> apply_rotary_emb(torch.randn(2, 5, 4, 16), torch.ones(5, 8), torch.zeros(5, 8)).shape
@@ -52,7 +52,7 @@ def apply_rotary_emb(
         lengths = list(lengths_of(cu_seqlens, "cu_seqlens"))
         starts = [seqlen_offsets] * len(lengths) if isinstance(seqlen_offsets, int) else numbers(seqlen_offsets)
         rows = [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
-        rows.append(torch.zeros(x.shape[0] - sum(lengths), dtype=torch.int64))  # behind the last one: as they are
+        rows.append(torch.zeros(x.shape[0] - sum(lengths), dtype=torch.int64))  # rows after the last sequence
         out = _turned(x, cos, sin, torch.cat(rows), interleaved)
         out = torch.cat((out[: sum(lengths)], x[sum(lengths) :]))
     return x.copy_(out) if inplace else out
@@ -69,7 +69,7 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """flash_attn.ops.triton.rotary.apply_rotary: apply_rotary_emb(), or with conjugate its inverse."""
+    """flash_attn.ops.triton.rotary.apply_rotary: apply_rotary_emb(), or its inverse if conjugate is set."""
     sin = -sin if conjugate else sin
     return apply_rotary_emb(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
 
@@ -77,13 +77,13 @@ def apply_rotary(
 def rotated(
     x: Tensor, cos: Tensor, sin: Tensor, starts: Sequence[int], interleaved: bool, *, each: bool = True
 ) -> Tensor:
-    """x [B, S, N, D] rotated, the first token of a sequence by its start; each: the next ones by the next positions."""
+    """Rotates x [B, S, N, D] from a start position per sequence; each: positions advance with the tokens."""
     steps = torch.arange(x.shape[1]) if each else torch.zeros(x.shape[1], dtype=torch.int64)
     return _turned(x, cos, sin, torch.tensor(list(starts))[:, None] + steps, interleaved)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """x [..., N, D] by positions [...]."""
+    """Rotates x [..., N, D] by positions [...]."""
     if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
         raise RuntimeError(
             f"flash_attn: cos, sin: expected rows for positions {int(positions.min())} to {int(positions.max())}, got "

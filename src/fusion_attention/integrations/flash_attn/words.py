@@ -1,4 +1,4 @@
-"""What flash-attn's arguments mean here: windows, cumulative lengths, what comes back."""
+"""Conversion of flash-attn's arguments and results: windows, cumulative lengths, lse."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Tensor = torch.Tensor
 Window = Sequence[int] | Tensor
 
 _FULL, _CAUSAL = Band.full(), Band.causal()
-# Lengths that were read from another device, which waits for it: tensor's id -> (the tensor, its version, numbers).
-# The layers of a model read the same ones. Weak, and bounded.
+# Lengths read from another device, which synchronizes: tensor's id -> (weak reference, version, numbers). The layers of
+# a model share them.
 _READ: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}
 _ENTRIES = 64
 
 
 def band_of(causal: bool, window: Window) -> Band:
-    """The keys that a row sees, aligned to the lower right corner: -1 is no limit, causal leaves none to the right."""
+    """Returns the band of a window aligned to the lower right corner; -1 is no limit, causal is no key to the right."""
     left, right = (n if type(n) is int else int(n) for n in window)
     if causal:
         right = 0
@@ -36,7 +36,7 @@ def band_of(causal: bool, window: Window) -> Band:
 
 
 def numbers(tensor: Tensor) -> list[int]:
-    """The whole numbers of a tensor; of one on another device, read once until torch has seen it change."""
+    """Returns the integers of a tensor; a tensor on another device is read again only after a change."""
     if tensor.device.type == "cpu" or tensor.is_inference():
         return tensor.tolist()
     entry = _READ.get(id(tensor))
@@ -50,7 +50,7 @@ def numbers(tensor: Tensor) -> list[int]:
 
 
 def lengths_of(ends: Tensor, name: str) -> list[int] | Tensor:
-    """Tokens of every sequence from cumulative ends with a leading 0; a tensor of them in a trace."""
+    """Returns the length of each sequence from cumulative lengths with a leading 0; in a trace, as a tensor."""
     if is_traced((ends,)):
         return ends.diff().long()
     result = numbers(ends)
@@ -61,12 +61,12 @@ def lengths_of(ends: Tensor, name: str) -> list[int] | Tensor:
 
 
 def capped(softcap: float) -> float:
-    """Our softcap: what is not above 0 is none."""
+    """Returns our softcap: 0 for no cap."""
     return max(float(softcap), 0.0)
 
 
 def returned(result: Any, with_probs: bool, *, packed: bool = False) -> Any:
-    """out, or (out, lse, None) as flash-attn returns it: lse [B, N, S], packed [N, T]."""
+    """Returns out, or (out, lse, None) with flash-attn's axes: lse [B, N, S], packed [N, T]."""
     if not with_probs:
         return result
     out, lse = result

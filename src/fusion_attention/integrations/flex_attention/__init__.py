@@ -1,7 +1,7 @@
-"""FlexAttention's function on this library: torch.nn.attention.flex_attention's words, with gradients on a CPU.
+"""torch.nn.attention.flex_attention's function on this library, with gradients on a CPU.
 
-Masks become bands, lengths or tiles (`masks.py`), a score_mod a softcap, slopes or a bias (`scores.py`); what has
-no such words is refused. Nothing is computed here.
+Masks become bands, lengths or tiles (`masks.py`), a score_mod becomes a softcap, slopes or a bias (`scores.py`); other
+functions are refused. attention() computes the call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fusion_attention.torch_ops import dispatch
 __all__ = ["explain", "flex_attention", "patched"]
 
 _EVERY = Visible(None)
-_FULL_BLOCK = 1 << 30  # rows and keys of the one block of a mask that hides nothing, as torch makes it
+_FULL_BLOCK = 1 << 30  # block size of torch's mask that hides nothing
 _MODULE = "torch.nn.attention.flex_attention"
 
 
@@ -45,30 +45,30 @@ def flex_attention(
 ) -> Any:
     """torch.nn.attention.flex_attention.flex_attention, on this library: forward and backward, on any machine.
 
-    Differentiable in query, key, value and in what a score_mod adds to scores.
+    It is differentiable in query, key, value and in the bias that a score_mod adds.
 
     Args:
         query: [B, Hq, L, E]; float16, bfloat16, float32, or (slowly) float64.
-        key: [B, Hkv, S, E]; one item serves all of the query's beside a block_mask.
+        key: [B, Hkv, S, E]; with a block_mask, B may be 1 for any batch size of query.
         value: [B, Hkv, S, Ev].
         score_mod: a function of (score, b, h, q_idx, kv_idx): score * a + b, or c * tanh(score * a) + b, with a number
-            c, any a that is the same for all keys, and any b that the score is no part of; -inf hides a key.
-        block_mask: a BlockMask of torch's, or the function of (b, h, q_idx, kv_idx) that one is made of.
+            c, an a that does not depend on the key, and a b that does not depend on the score; -inf hides a key.
+        block_mask: torch's BlockMask, or a mask function of (b, h, q_idx, kv_idx).
         scale: factor on the dot products; None: 1 / sqrt(E).
         enable_gqa: Hq may be a multiple of Hkv.
         return_lse: also return the logarithm of the sum of exp(score), float32 [B, Hq, L]; differentiable.
-        kernel_options: read by torch's kernels only.
-        return_aux: torch's AuxRequest(lse=...), answered by its AuxOutput.
+        kernel_options: no effect.
+        return_aux: torch's AuxRequest(lse=...), for a result in an AuxOutput.
 
     Returns:
         out [B, Hq, L, Ev]; (out, lse) for return_lse, (out, AuxOutput) for return_aux.
 
     Raises:
-        BackendError: a score_mod that depends on the score in another way.
-        ValueError, NotImplementedError, RuntimeError: as torch, where tensors or masks do not fit.
+        BackendError: a score_mod depends on the score in another way.
+        ValueError, NotImplementedError, RuntimeError: tensors or masks do not fit, as in torch.
 
-    Source: torch 2.13. Rows without keys are 0, and their lse is -inf. A mask's blocks count as compiled code counts
-        them: a full one is seen whole, whatever the function says, and one that is not listed not at all.
+    Source: torch 2.13. Rows without keys are 0, and their lse is -inf. Blocks of a mask decide before its function, as
+        in compiled code: all keys of a full block are visible, and none of a block that is not listed.
 
     Example:
         >>> q = torch.randn(1, 4, 100, 32, requires_grad=True)
@@ -106,7 +106,7 @@ def _flex_attention(
     visible, terms = _understood(score_mod, block_mask, shape, cast["q"].dtype)
     scale = (dim**-0.5 if scale is None else scale) * terms.factor
     stats = return_lse or bool(return_aux and return_aux.lse)
-    with torch.autocast(query.device.type, enabled=False) if _autocasts(query) else nullcontext():  # it is done
+    with torch.autocast(query.device.type, enabled=False) if _autocasts(query) else nullcontext():  # already cast
         out, lse = _attend(cast["q"], cast["k"], cast["v"], visible, terms, scale, stats=stats)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
@@ -116,7 +116,7 @@ def _flex_attention(
 
 
 def explain(query: Tensor, key: Tensor, score_mod: Callable[..., Any] | None = None, block_mask: Any = None) -> str:
-    """In which words flex_attention() says a mask and a score_mod to attention(): bands are fastest, tiles next.
+    """Returns the arguments of attention() that a mask and a score_mod become; bands are fastest, then tiles.
 
     Example:
         >>> q = torch.randn(1, 4, 100, 32)
@@ -253,13 +253,13 @@ def _of_function(mod: mods.Mod, shape: Shape) -> Visible:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, terms: Terms, scale: float, *, stats: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(out [B, N, S1, Dv], lse [B, N, S1]) of a call in our words."""
+    """Returns (out [B, N, S1, Dv], lse [B, N, S1]) of a converted call."""
     dtype = q.dtype
     if terms.by_row is not None:
         q, k, v = ((t if dtype == torch.float64 else t.float()) for t in (q, k, v))
-        q = q * terms.by_row  # with all digits of both
+        q = q * terms.by_row  # in float32 or float64, so that no digit is lost
     if terms.bias is not None and terms.bias.dtype != q.dtype:
-        # A bias has the query's dtype; this one has digits that would be lost in it.
+        # attention() needs a bias in the query's dtype, which would round this one.
         both = torch.promote_types(terms.bias.dtype, q.dtype)
         q, k, v, bias = (t.to(both) for t in (q, k, v, terms.bias))
         terms = replace(terms, bias=bias)
@@ -275,7 +275,7 @@ def _attend(
 
 
 def _packs(visible: Visible, terms: Terms) -> bool:
-    """True if a call is made of packed sequences: distances must stay, and a matrix has one shape for all items."""
+    """True if a call runs on packed sequences; a bias, or distances that packing would change, prevents it."""
     if not visible.packed or visible.band is None or terms.bias is not None:
         return False
     return terms.slopes is None or (visible.aligned and terms.slopes.ndim == 1)
@@ -297,7 +297,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, visible: Visible, words: dict[str, 
         words = {**words, "band": visible.band, "q_len": visible.q_len, "kv_len": visible.kv_len}
     elif visible.tiles is not None and q.device.type == "cpu":
         words = {**words, "blocked_tiles": visible.tiles, "blocked_bits": visible.bits}
-    elif visible.tiles is not None:  # the kernels of GPUs read a matrix
+    elif visible.tiles is not None:  # GPU kernels have no tiles
         words = {**words, "blocked": visible.blocked(q.shape[2], k.shape[2]).to(q.device)}
     if not _tokens_outside(q):
         return _called(q, k, v, {**words, "layout": "BNSD"})
@@ -306,7 +306,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, visible: Visible, words: dict[str, 
 
 
 def _called(q: Tensor, k: Tensor, v: Tensor, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """(out, lse or None) of attention()."""
+    """Returns (out, lse or None) of attention()."""
     result = attention(q, k, v, **words)
     return result if isinstance(result, tuple) else (result, None)
 
@@ -316,7 +316,7 @@ def _autocasts(q: Tensor) -> bool:
 
 
 def _tokens_outside(q: Tensor) -> bool:
-    """Whether [B, N, S, D] is a view of [B, S, N, D]; results lie like the query, as torch's do."""
+    """True if [B, N, S, D] is a view of [B, S, N, D]; results get the query's memory order, as torch's do."""
     return q.stride(1) < q.stride(2)
 
 
@@ -324,10 +324,10 @@ def _tokens_outside(q: Tensor) -> bool:
 
 
 def _uncompiled(layer: Layer) -> Callable[..., Any]:
-    """torch.compile, but this function comes back as it is: programs compile torch's by itself, with fullgraph=True."""
+    """Wraps torch.compile to return this function uncompiled, since programs compile torch's with fullgraph=True."""
 
     @functools.wraps(layer.below)
-    def compile(model: Any = None, **options: Any) -> Any:  # the name that it is given by
+    def compile(model: Any = None, **options: Any) -> Any:  # torch.compile's parameter name
         if model is flex_attention and layer.on:
             return model
         return layer.below(model, **options)
@@ -336,7 +336,7 @@ def _uncompiled(layer: Layer) -> Callable[..., Any]:
 
 
 class _Patched(Counted):
-    """Puts flex_attention() in torch's place, and in that of every module that took it from there by its name."""
+    """Replaces torch's flex_attention in its module and in modules that imported it by name."""
 
     def begin(self, changes: Changes) -> None:
         """Makes the changes."""
@@ -351,9 +351,9 @@ class _Patched(Counted):
 
 
 def patched() -> _Patched:
-    """While entered, torch's flex_attention is this one, for code that cannot be edited; nests, in any thread.
+    """Replaces torch's flex_attention by this one while entered, for code that cannot be edited; may be nested.
 
-    What torch.compile(flex_attention) made before stays torch's.
+    Functions that torch.compile(flex_attention) returned before still use torch's.
 
     Example:
         >>> with patched():
@@ -362,5 +362,5 @@ def patched() -> _Patched:
     return _PATCHED
 
 
-# Global because what it changes is: the first entry changes it, the last exit restores it.
+# Global, as torch's module is: the first entry makes the change, the last exit restores it.
 _PATCHED = _Patched()

@@ -1,6 +1,6 @@
-"""What a FlexAttention block mask lets rows see: bands and lengths where it is that, else tiles with bits.
+"""Converts a FlexAttention block mask to a band with lengths if it equals one, else to tiles with bits.
 
-A band is what was proven of every row of the mask, never what a function looks like.
+A mask becomes a band only after every row was compared, never by the form of its function.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from fusion_attention.integrations.flex_attention import mods
 from fusion_attention.ir.mask import INFINITE, Band
 
 TILE = 128  # rows, and keys, of a tile
-NONE, ALL = -1, -2  # what stands for a tile of which nothing, or everything, is seen
-_CHUNK = 64  # tiles that are evaluated at a time: 8 MiB of positions
+NONE, ALL = -1, -2  # entries for a tile without visible keys, and for one with all keys visible
+_CHUNK = 64  # tiles per evaluation: 8 MiB of positions
 _FAR = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, eq=False)
 class Visible:
-    """The keys that rows see, said in every way that is true.
+    """The visible keys of all rows, in each form that is exact.
 
     Attributes:
-        band: with q_len and kv_len all there is to say, if there is one.
-        q_len, kv_len: tokens per item, or of the sequences that all items are cut into (`packed`); None: all.
-        packed: whether rows and keys are cut into sequences, those of one item after those of the other.
-        aligned: no sequence's keys begin elsewhere than its rows: distances are what they were.
-        past: no row sees a key behind itself.
-        tiles, bits: the same once more, as `blocked_tiles` and `blocked_bits`; None where no tile was looked at.
+        band: equals the mask, together with q_len and kv_len; None if there is no such band.
+        q_len, kv_len: lengths of the items, or of the sequences of all items (`packed`); None: all tokens.
+        packed: True if items consist of several sequences; lengths list those of the first item first.
+        aligned: True if every sequence's keys begin at the index of its rows, so that distances do not change.
+        past: True if no row sees a key after itself.
+        tiles, bits: the same mask as `blocked_tiles` and `blocked_bits`; None if no tile was evaluated.
     """
 
     band: Band | None
@@ -46,11 +46,11 @@ class Visible:
     bits: Tensor | None = None
 
     def blocked(self, rows: int, keys: int) -> Tensor:
-        """[B or 1, N or 1, rows, keys]: true where a key is not seen."""
+        """Returns [B or 1, N or 1, rows, keys], true for an invisible key."""
         assert self.tiles is not None
         assert self.bits is not None
         full = torch.stack([torch.full((TILE, TILE // 8), fill, dtype=torch.uint8) for fill in (0, 255)])
-        bits = torch.cat([self.bits, full])[self.tiles.long()]  # -2 and -1 are the last two
+        bits = torch.cat([self.bits, full])[self.tiles.long()]  # ALL and NONE index the last two
         pairs = np.unpackbits(bits.numpy(), axis=5, bitorder="little").astype(bool)
         pairs = pairs.transpose(0, 1, 2, 4, 3, 5)
         b, n, down, _, across, _ = pairs.shape
@@ -62,7 +62,7 @@ class Visible:
 
 @dataclass(frozen=True)
 class Shape:
-    """Items, heads, rows and keys of a call, and where its functions are evaluated."""
+    """The sizes of a call and the device on which its functions run."""
 
     items: int
     heads: int
@@ -72,13 +72,13 @@ class Shape:
 
 
 def of_block_mask(mask: Any, shape: Shape) -> Visible:
-    """The visible pairs of torch's BlockMask."""
+    """Returns the visible keys of torch's BlockMask."""
     grid, block = _grid(mask, shape)
     return _visible_of(_tiled(mask.mask_mod, grid, block, shape), shape)
 
 
 def of_function(mod: mods.Mod, shape: Shape) -> Visible:
-    """The visible pairs of a function of positions, true where a row sees a key."""
+    """Returns the visible keys of a function of positions that returns True for a visible key."""
     relative = _relative(mod, shape)
     if relative is not None:
         return relative
@@ -87,7 +87,7 @@ def of_function(mod: mods.Mod, shape: Shape) -> Visible:
 
 
 def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
-    """(each block [B or 1, N or 1, R, C], 0: nothing, 1: what the function says, 2: all; rows and keys of a block)."""
+    """Returns each block's state [B or 1, N or 1, R, C] (0: empty, 1: by the function, 2: full) and a block's size."""
     rows, keys = (max(1, min(size, n)) for size, n in zip(mask.BLOCK_SIZE, (shape.rows, shape.keys), strict=True))
     down, across = -(-shape.rows // rows), -(-shape.keys // keys)
     partial = _blocks(mask.kv_num_blocks, mask.kv_indices, down, across)
@@ -95,7 +95,7 @@ def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
     if mask.full_kv_num_blocks is not None:
         full = _blocks(mask.full_kv_num_blocks, mask.full_kv_indices, down, across)
         grid = np.where(full, np.int8(2), grid)
-    from torch.nn.attention.flex_attention import noop_mask  # loaded before, with the mask
+    from torch.nn.attention.flex_attention import noop_mask  # already loaded with the mask
 
     if mask.mask_mod is noop_mask:
         grid = np.where(grid == 1, np.int8(2), grid)
@@ -110,7 +110,7 @@ def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
 
 
 def _blocks(counts: Tensor, indices: Tensor, down: int, across: int) -> np.ndarray:
-    """[B, N, down, across]: whether a block is listed."""
+    """Returns [B, N, down, across], true for listed blocks."""
     numbers, positions = counts.detach().cpu().numpy(), indices.detach().cpu().numpy()
     while numbers.ndim < 3:
         numbers, positions = numbers[None], positions[None]
@@ -136,7 +136,7 @@ def _blocks(counts: Tensor, indices: Tensor, down: int, across: int) -> np.ndarr
 
 @dataclass
 class _Rows:
-    """What was found of a mask: tiles, and of each row its first key, the end behind its last, how many it sees."""
+    """The tiles of a mask, and per row its first visible key, the end after its last, and their number."""
 
     tiles: np.ndarray
     bits: np.ndarray
@@ -146,11 +146,11 @@ class _Rows:
 
 
 def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape) -> _Rows:
-    """All tiles of a mask; the function is evaluated only in those that blocks leave open."""
-    grid = _own_items(mod, grid, shape)
+    """Returns all tiles of a mask; the function runs only where blocks do not decide."""
+    grid = _expanded(mod, grid, shape)
     low, high = (_per_tile(grid, block, shape, fold) for fold in (np.minimum, np.maximum))
     tiles = np.where(high == 0, NONE, ALL).astype(np.int32)
-    result = _Rows(tiles, np.zeros((0, TILE, TILE // 8), np.uint8), *_of_whole_tiles(low == 2, shape))
+    result = _Rows(tiles, np.zeros((0, TILE, TILE // 8), np.uint8), *_of_full_tiles(low == 2, shape))
     number_of: dict[bytes, int] = {}
     distinct: list[np.ndarray] = []
     open_tiles = np.argwhere((low != 2) & (high != 0))
@@ -170,13 +170,13 @@ def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape
                 tiles[place] = ALL if some else NONE
     if distinct:
         result.bits = np.stack(distinct)
-    for name in ("first", "end", "count"):  # rows of the last tile that do not exist
+    for name in ("first", "end", "count"):  # the last tile may exceed the rows
         setattr(result, name, getattr(result, name)[..., : shape.rows])
     return result
 
 
-def _own_items(mod: mods.Mod, grid: np.ndarray, shape: Shape) -> np.ndarray:
-    """The grid with an item, or head, of its own for each one that the function tells apart."""
+def _expanded(mod: mods.Mod, grid: np.ndarray, shape: Shape) -> np.ndarray:
+    """Expands the grid along batch and heads if the function depends on them."""
     if not (grid == 1).any():
         return grid
     sizes = list(grid.shape)
@@ -187,18 +187,18 @@ def _own_items(mod: mods.Mod, grid: np.ndarray, shape: Shape) -> np.ndarray:
 
 
 def _per_tile(grid: np.ndarray, block: tuple[int, int], shape: Shape, fold: Any) -> np.ndarray:
-    """[B, N, tiles down, tiles across]: fold over the blocks that a tile touches."""
+    """Returns [B, N, tiles down, tiles across]: fold over the blocks that a tile overlaps."""
     for axis, size, length in ((2, block[0], shape.rows), (3, block[1], shape.keys)):
         starts = np.arange(0, length, TILE)
         ends = (np.minimum(starts + TILE, length) - 1) // size + 1
         bounds = np.stack([starts // size, ends], 1).ravel()
-        padded = np.concatenate([grid, np.take(grid, [-1], axis)], axis)  # an end may lie behind the last block
+        padded = np.concatenate([grid, np.take(grid, [-1], axis)], axis)  # an end may be after the last block
         grid = np.take(fold.reduceat(padded, bounds, axis), np.arange(0, len(bounds), 2), axis)
     return grid
 
 
-def _of_whole_tiles(is_full: np.ndarray, shape: Shape) -> tuple[np.ndarray, ...]:
-    """(first, end, count) of each row, over tiles that are seen whole."""
+def _of_full_tiles(is_full: np.ndarray, shape: Shape) -> tuple[np.ndarray, ...]:
+    """Returns (first, end, count) of each row over full tiles."""
     starts = np.arange(0, shape.keys, TILE)
     ends = np.minimum(starts + TILE, shape.keys)
     first = np.where(is_full, starts, _FAR).min(-1, initial=_FAR)
@@ -211,7 +211,7 @@ def _of_whole_tiles(is_full: np.ndarray, shape: Shape) -> tuple[np.ndarray, ...]
 def _evaluated(
     mod: mods.Mod, at: np.ndarray, grid: np.ndarray, block: tuple[int, int], shape: Shape
 ) -> tuple[np.ndarray, np.ndarray]:
-    """([n, TILE, TILE] bool: whether a row sees a key; whether there are this row and this key)."""
+    """Returns ([n, TILE, TILE] visible keys of n tiles, [n, TILE, TILE] entries within the mask)."""
     rows, keys = (at[:, axis, None] * TILE + np.arange(TILE) for axis in (2, 3))
     inside = (rows < shape.rows)[:, :, None] & (keys < shape.keys)[:, None, :]
     rows, keys = np.minimum(rows, shape.rows - 1), np.minimum(keys, shape.keys - 1)
@@ -230,7 +230,7 @@ def _evaluated(
 
 
 def _note_rows(rows: _Rows, at: np.ndarray, visible: np.ndarray) -> None:
-    """Adds tiles to what is known of their rows."""
+    """Adds tiles to the first, end and count of their rows."""
     count = visible.sum(2)
     first = visible.argmax(2) + at[:, 3, None] * TILE
     end = (TILE - visible[:, :, ::-1].argmax(2)) + at[:, 3, None] * TILE
@@ -245,7 +245,7 @@ def _note_rows(rows: _Rows, at: np.ndarray, visible: np.ndarray) -> None:
 
 
 def _visible_of(rows: _Rows, shape: Shape) -> Visible:
-    """A mask in its best form."""
+    """Returns the visible keys of a mask, as a band if possible."""
     row = np.arange(shape.rows)
     past = bool((rows.end <= row + 1).all())
     tiles, bits = torch.from_numpy(rows.tiles), torch.from_numpy(rows.bits)
@@ -263,7 +263,7 @@ def _visible_of(rows: _Rows, shape: Shape) -> Visible:
 
 
 def _padded(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] | None:
-    """The band of items [B, S1] that all begin at their first row and key, perhaps with lengths of their own."""
+    """Returns the band of padded items [B, S1], optionally with lengths; None if there is none."""
     items, rows = first.shape
     item, row = np.divmod(np.arange(items * rows), rows)
     edges = _Edges(first.ravel(), end.ravel(), item, row)
@@ -280,17 +280,17 @@ def _padded(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] 
 
 
 def _of_all(band: Band, shape: Shape) -> Band:
-    """A band of items as that of the batch: one prefix for each."""
+    """Returns a band of one item as that of the batch, with a prefix per item."""
     if len(band.prefix) == 1:
         return Band(band.lo, band.hi, band.align, band.prefix * shape.items)
     return band
 
 
 def _packed(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] | None:
-    """The band of sequences that the items [B, S1] are cut into, if they can be."""
-    pieces = [segment for item in zip(first, end, strict=True) for segment in _pieces(*item, shape.keys)]
-    begin, q_len, start, kv_len = (np.array(column) for column in zip(*pieces, strict=True))
-    sequence = np.repeat(np.arange(len(pieces)), q_len)
+    """Returns the band of the packed sequences that items [B, S1] consist of; None if there is none."""
+    sequences = [segment for item in zip(first, end, strict=True) for segment in _sequences_of(*item, shape.keys)]
+    begin, q_len, start, kv_len = (np.array(column) for column in zip(*sequences, strict=True))
+    sequence = np.repeat(np.arange(len(sequences)), q_len)
     row = np.tile(np.arange(shape.rows), len(first)) - begin[sequence]
     visible = end.ravel() > 0
     own_first, own_end = (np.where(visible, e.ravel() - start[sequence], 0) for e in (first, end))
@@ -304,9 +304,9 @@ def _packed(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] 
     return {"band": band, **lengths, "packed": True, "aligned": aligned}
 
 
-def _pieces(first: np.ndarray, end: np.ndarray, keys: int) -> list[tuple[int, int, int, int]]:
-    """(first row, rows, first key, keys) of the sequences of one item: rows before a cut see keys before it alone, and
-    rows behind it keys behind it. Rows without keys, and keys that no row sees, are sequences of their own."""
+def _sequences_of(first: np.ndarray, end: np.ndarray, keys: int) -> list[tuple[int, int, int, int]]:
+    """Splits an item into sequences (first row, rows, first key, keys): no row of a sequence sees a key of another.
+    Rows without keys, and keys that no row sees, become separate sequences."""
     rows = len(first)
     empty = end == 0
     behind = np.maximum.accumulate(end)
@@ -314,24 +314,24 @@ def _pieces(first: np.ndarray, end: np.ndarray, keys: int) -> list[tuple[int, in
     splits = behind[:-1] <= ahead[1:]
     splits &= ~(empty[:-1] & empty[1:])
     edges = [0, *(np.flatnonzero(splits) + 1).tolist(), rows]
-    pieces, key = [], 0
+    sequences, key = [], 0
     for begin, stop in pairwise(edges):
         visible = ~empty[begin:stop]
         if not visible.any():
-            pieces.append((begin, stop - begin, key, 0))
+            sequences.append((begin, stop - begin, key, 0))
             continue
         start, last = int(first[begin:stop][visible].min()), int(end[begin:stop].max())
         if start > key:
-            pieces.append((begin, 0, key, start - key))
-        pieces.append((begin, stop - begin, start, last - start))
+            sequences.append((begin, 0, key, start - key))
+        sequences.append((begin, stop - begin, start, last - start))
         key = last
     if key < keys:
-        pieces.append((rows, 0, key, keys - key))
-    return pieces
+        sequences.append((rows, 0, key, keys - key))
+    return sequences
 
 
 class _Edges(NamedTuple):
-    """The keys first <= j < end that rows see (0, 0: none), of which sequence each is the row `row`."""
+    """The visible keys first <= j < end of each row (0, 0: none), its sequence, and its index there."""
 
     first: np.ndarray
     end: np.ndarray
@@ -340,9 +340,9 @@ class _Edges(NamedTuple):
 
 
 def _band(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> Band | None:
-    """The one band that gives each row of all sequences its keys; rows behind q_len see none."""
+    """Returns the band that gives each row its keys, rows after q_len none; None if there is none."""
     square = bool((q_len == kv_len).all())
-    for align in ("end", "start") if square else ("start", "end"):  # of two names the shorter
+    for align in ("end", "start") if square else ("start", "end"):  # prefers the shorter description
         for band in _candidates(edges, q_len, kv_len, align):
             if _is(band, edges, q_len, kv_len):
                 return band
@@ -350,7 +350,7 @@ def _band(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> Band | None:
 
 
 def _candidates(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray, align: str) -> Iterator[Band]:
-    """The bands that there can be, from the rows whose edges are not those of all keys."""
+    """Yields the possible bands, from rows whose edges are not those of all keys."""
     first, end, sequence, row = edges
     keys = kv_len[sequence]
     diagonal = row + (keys - q_len[sequence] if align == "end" else 0)
@@ -371,7 +371,7 @@ def _candidates(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray, align: str
 
 
 def _is(band: Band, edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> bool:
-    """The proof: whether a band gives every row these keys and no others."""
+    """True if a band gives every row exactly its keys."""
     first, end, sequence, row = edges
     lo, hi, prefix = (edge[sequence] for edge in band.resolve(q_len, kv_len))
     left = np.maximum(0, row + lo)
@@ -384,18 +384,18 @@ def _is(band: Band, edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> boo
 
 
 def _relative(mod: mods.Mod, shape: Shape) -> Visible | None:
-    """A function of the distance alone, if the keys that it shows make a band."""
+    """Returns the visible keys of a function of the distance alone, if they are a band; else None."""
     distances = torch.arange(1 - shape.keys, shape.rows, device=shape.device)
     zero = torch.zeros(1, dtype=torch.int64, device=shape.device)
 
     def alone(b: Any, h: Any, row: Any, key: Any) -> Any:
-        return mod(_Unasked(), _Unasked(), row, key)
+        return mod(_Unreadable(), _Unreadable(), row, key)
 
     with torch.no_grad():
         answer = mods.by_distance(alone, zero, zero, distances)
     if answer is None or answer.dtype != torch.bool or answer.shape != (1, len(distances)):
         return None
-    near = np.flatnonzero(answer[0].cpu().numpy()) + 1 - shape.keys  # distances of keys that are seen
+    near = np.flatnonzero(answer[0].cpu().numpy()) + 1 - shape.keys  # distances of visible keys
     if not len(near) or near[-1] - near[0] + 1 != len(near):
         return None
     lo = -INFINITE if near[-1] == shape.rows - 1 else -int(near[-1])
@@ -403,8 +403,8 @@ def _relative(mod: mods.Mod, shape: Shape) -> Visible | None:
     return Visible(Band(lo, hi, "end" if shape.rows == shape.keys else "start"), past=hi <= 1)
 
 
-class _Unasked(mods.Position):
-    """A batch number or head that a relative mask must not ask for."""
+class _Unreadable(mods.Position):
+    """A batch or head index that a relative mask must not read."""
 
     def __init__(self) -> None:
         super().__init__(None)

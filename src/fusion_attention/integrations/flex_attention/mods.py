@@ -1,4 +1,4 @@
-"""FlexAttention's mask_mod and score_mod: calling them as torch does, and the tensors they capture."""
+"""Evaluates FlexAttention's mask_mod and score_mod as torch does, and caches results by the tensors they capture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Mod = Callable[..., Any]  # of (b, h, q_idx, kv_idx)
 
 
 class _Indexed(TorchFunctionMode):
-    """Reads table[q_idx] as a gather: torch would make a Python number of an index without dimensions."""
+    """Evaluates table[q_idx] as a gather: torch would convert a scalar index to a Python number."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
@@ -33,9 +33,9 @@ class _Indexed(TorchFunctionMode):
 
 
 def at_pairs(mod: Mod, b: Tensor, h: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-    """mod at every pair of a row and a key of n blocks: [n, R, K], from b, h [n], rows [n, R] and keys [n, K].
+    """Evaluates mod for every pair of row and key in n blocks: [n, R, K] from b, h [n], rows [n, R], keys [n, K].
 
-    As torch has it, the function sees four scalars.
+    The function gets four scalars, as in torch.
     """
     over_keys = torch.vmap(mod, in_dims=(None, None, None, 0))
     over_rows = torch.vmap(over_keys, in_dims=(None, None, 0, None))
@@ -44,20 +44,20 @@ def at_pairs(mod: Mod, b: Tensor, h: Tensor, rows: Tensor, keys: Tensor) -> Tens
 
 
 def at_points(mod: Mod, *points: Tensor) -> Any:
-    """mod at n points, from tensors [n]."""
+    """Evaluates mod at n points, given as tensors [n]."""
     with _Indexed():
         return torch.vmap(mod)(*points)
 
 
 def depends(mod: Mod, axis: int, device: torch.device) -> bool:
-    """Whether what mod says depends on its position number `axis` (0: batch, 1: head, 2: row, 3: key) at all."""
+    """True if mod depends on its index number `axis` (0: batch, 1: head, 2: row, 3: key)."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
     in_dims = tuple(0 if i == axis else None for i in range(4))
     points = [zero.expand(1) if i == axis else zero for i in range(4)]
     try:
         with _Indexed():
             torch.vmap(mod, in_dims=in_dims, out_dims=None)(*points)
-    except ValueError:  # vmap refuses to return as unbatched what is batched
+    except ValueError:  # vmap cannot return a batched value as unbatched
         return True
     return False
 
@@ -66,14 +66,13 @@ def depends(mod: Mod, axis: int, device: torch.device) -> bool:
 
 
 class Absolute(Exception):
-    """A function asked where a row or a key lies, not only how far they are apart."""
+    """Raised when a function reads an absolute position, not only a distance."""
 
 
 class Position:
-    """A row or a key of unknown position, with a known distance from another: differences of two are tensors.
+    """A row or key of unknown position whose distance from another is known; the difference of two is a tensor.
 
-    What a function says of these is what it says at every pair that is as far apart. Whatever else is asked of one
-    raises: then the function is not known to be relative.
+    A function's value for these is its value for every pair at that distance. All other operations raise Absolute.
     """
 
     def __init__(self, shift: Any) -> None:
@@ -129,7 +128,7 @@ def _number(value: Any) -> Any:
 
 
 def by_distance(mod: Mod, b: Tensor, h: Tensor, distances: Tensor) -> Tensor | None:
-    """mod where a row lies `distances` behind a key: [n, D], from b, h [n]; None if it is not known to be relative."""
+    """Evaluates mod for rows `distances` after a key: [n, D] from b, h [n]; None if mod reads absolute positions."""
 
     def of_distance(b: Tensor, h: Tensor, distance: Tensor) -> Any:
         return mod(b, h, Position(distance), Position(torch.zeros_like(distance)))
@@ -137,18 +136,18 @@ def by_distance(mod: Mod, b: Tensor, h: Tensor, distances: Tensor) -> Tensor | N
     try:
         with _Indexed():
             return torch.vmap(torch.vmap(of_distance, in_dims=(None, None, 0)), in_dims=(0, 0, None))(b, h, distances)
-    except Exception:  # of any kind: what such a stand-in causes is no error of the caller's
+    except Exception:  # of any kind: a symbolic position caused it, not the caller
         return None
 
 
 # --------------------------------------------------------------------------------------------------------- remembering
 
 _ATTRIBUTE = "_fusion_attention_cache"
-_ENTRIES = 4  # answers for other shapes
+_ENTRIES = 4  # results for different shapes
 
 
 class _Cache(OrderedDict[Any, Any]):
-    """What was found out about an object; a copy of the object begins anew."""
+    """Results stored on an object; a copy of the object starts with an empty cache."""
 
     def __reduce__(self) -> Any:
         return _Cache, ()
@@ -166,15 +165,15 @@ def remembered(
     content: bool = True,
     keep: Callable[[T], bool] = lambda result: True,
 ) -> T:
-    """answer(), or what it was last time, as long as nothing in `captured` changed; kept on the owner, dies with it.
+    """Returns answer(), or its earlier result while nothing in `captured` has changed; stored on the owner.
 
     Args:
-        owner: an object with attributes; one without is asked anew each time.
-        question: hashable: what else the answer depends on.
-        captured: objects that the answer reads: functions with all they captured, tensors with their content.
-        answer: finds out.
-        content: False where the answer does not read what tensors hold.
-        keep: whether an answer may serve again.
+        owner: the object that stores results; nothing is stored on objects without attributes.
+        question: hashable key of everything else that the result depends on.
+        captured: objects that answer() reads: functions with all they capture, tensors with their content.
+        answer: computes the result.
+        content: False if answer() does not read the content of tensors.
+        keep: returns True for a result that may be reused.
     """
     try:
         answers = vars(owner).get(_ATTRIBUTE)
@@ -197,7 +196,7 @@ def remembered(
 
 
 def _state(values: tuple[Any, ...], content: bool) -> tuple[list[Any], list[Any]]:
-    """(what is compared, the objects behind it) of values and of all that functions among them captured."""
+    """Returns (values to compare, their objects) of values and of everything that functions among them capture."""
     owners: list[Any] = []
     atoms = [atom for value in values for atom in _atoms(value, frozenset(), set(), owners)]
     if content:
@@ -206,11 +205,11 @@ def _state(values: tuple[Any, ...], content: bool) -> tuple[list[Any], list[Any]
 
 
 def _atoms(value: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
-    """names: attributes that the function around reads."""
+    """Yields comparable values of an object. names: attributes that the enclosing function reads."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         yield type(value), value
         return
-    # What another function reads of the same object is another question.
+    # Different functions may read different attributes of one object.
     question = id(value) if isinstance(value, (Tensor, types.FunctionType)) else (id(value), names)
     if question in visited:
         yield id(value)
@@ -227,7 +226,7 @@ def _atoms(value: Any, names: frozenset[str], visited: set[Any], owners: list[An
         for item in (*value.keys(), *value.values()):
             yield from _atoms(item, names, visited, owners)
         return
-    if isinstance(value, types.MethodType):  # made anew whenever it is asked for
+    if isinstance(value, types.MethodType):  # every access makes a new object
         yield from _atoms(value.__func__, names, visited, owners)
         yield from _atoms(value.__self__, _names(getattr(value.__func__, "__code__", None)), visited, owners)
         return
@@ -249,7 +248,7 @@ def _atoms(value: Any, names: frozenset[str], visited: set[Any], owners: list[An
 
 
 def _constants(owner: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
-    """Of a module or a class, what the function around it names and what is no code."""
+    """Yields the constants of a module or class that the enclosing function reads."""
     for name in sorted(names):
         result = inspect.getattr_static(owner, name, None)
         if isinstance(result, (Tensor, bool, int, float, str, tuple, list, dict, set)):
@@ -257,9 +256,9 @@ def _constants(owner: Any, names: frozenset[str], visited: set[Any], owners: lis
 
 
 def _attributes(value: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
-    """Of an object, what its own call reads, and what the function around it names.
+    """Yields the attributes of an object that its call, or the enclosing function, reads.
 
-    An attribute may compute anything: then nothing is remembered.
+    A property may compute anything, so its result is never cached.
     """
     call = inspect.getattr_static(type(value), "__call__", None)
     if isinstance(value, torch.nn.Module):
@@ -293,7 +292,7 @@ def _cell(cell: types.CellType) -> Any:
 
 
 def _content(tensor: Tensor) -> Any:
-    """Changes when the content does; an inference tensor does not say, and counts as changed."""
+    """Returns a value that changes with a tensor's content; inference tensors always count as changed."""
     if tensor.is_inference():
         return object()
     return tensor._version, tensor.requires_grad, tensor.data_ptr() if tensor.layout is torch.strided else 0
@@ -301,7 +300,7 @@ def _content(tensor: Tensor) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _names(code: types.CodeType | None) -> frozenset[str]:
-    """The global names and attributes that a function's code reads, functions inside it included."""
+    """Returns the global names and attributes that a function's code reads, nested functions included."""
     if code is None:
         return frozenset()
     inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))

@@ -1,7 +1,7 @@
-"""What a FlexAttention score_mod does to a score, as words that attention knows: a factor, a softcap, slopes, a bias.
+"""Converts a FlexAttention score_mod to arguments of attention(): a factor, a softcap, slopes or a bias.
 
-The function runs on a stand-in for the score that knows these operations and refuses all others, so nothing is guessed;
-what was found is compared with the function itself at random positions before it is used.
+The function runs on a symbolic score that supports these operations and refuses all others. Before use, the result is
+compared with the function at random positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fusion_attention.contract import BackendError
 from fusion_attention.integrations.flex_attention import mods
 from fusion_attention.integrations.flex_attention.masks import Shape
 
-_CHUNK = 1 << 22  # pairs that are evaluated at a time: 32 MiB of positions
+_CHUNK = 1 << 22  # pairs per evaluation: 32 MiB of positions
 _PROBES = 256
 
 
@@ -28,9 +28,9 @@ class Terms:
     Attributes:
         bias: [B or 1, N or 1, S1 or 1, S2 or 1], or None; in the dtype of the query or of scores.
         slopes: float32 [N] or [B, N], or None.
-        by_row: [B or 1, N or 1, S1 or 1, 1]: what s is multiplied by besides, or None.
-        behind: whether all this is true of keys at or before their row only.
-        mask: true where the function leaves a score that it otherwise makes -inf; the bias is without these.
+        by_row: [B or 1, N or 1, S1 or 1, 1]: another factor of s, or None.
+        behind: True if the terms are valid only for keys at or before their row.
+        mask: returns True for a visible key; keys that the function sets to -inf are invisible, and not in the bias.
     """
 
     factor: float = 1.0
@@ -43,18 +43,18 @@ class Terms:
 
 
 def refused(got: str, hint: str) -> BackendError:
-    """The error for a score_mod that attention has no words for."""
+    """Returns the error for a score_mod that cannot be expressed by attention's arguments."""
     return BackendError(
         "flex_attention: score_mod: expected score * a + b or c * tanh(score * a) + b, with a number c, an a that all "
         f"keys share and any b that the score is no part of; got {got}; {hint}"
     )
 
 
-# ------------------------------------------------------------------------------------------------------ the stand-in
+# ----------------------------------------------------------------------------------------------------- symbolic score
 
 
 class _Form(NamedTuple):
-    """factor * s, or cap * tanh(factor * s); by_row: s is multiplied by something of each row's besides."""
+    """factor * s, or cap * tanh(factor * s); by_row: s has another factor, which varies between rows."""
 
     factor: float
     cap: float | None
@@ -65,7 +65,7 @@ _IDENTITY = _Form(1.0, None)
 
 
 class _Score:
-    """A score of unknown value: its form, and what was added to it."""
+    """A symbolic score: its form, and the terms added to it."""
 
     device: torch.device
 
@@ -83,7 +83,7 @@ class _Score:
         return _Score(self._like, self._form._replace(factor=factor), self._bias + other._bias, self._row)
 
     def _scaled(self, other: Any) -> _Score:
-        """Times a number, or (before a cap) times any tensor that the score is no part of."""
+        """Multiplies by a number or, before a cap, by any tensor that does not depend on the score."""
         form = self._form
         if form.cap is not None:
             number = _number(other)
@@ -162,17 +162,17 @@ _COMPUTE = "compute such scores with torch.nn.attention.flex_attention, or by ha
 
 
 def _number(value: Any) -> float:
-    """What may multiply a capped score, or stand in a score's place."""
+    """Returns a number that may multiply a capped score or replace a score; refuses other values."""
     try:
         if not isinstance(value, Tensor) or not value.requires_grad:
             return float(value)
-    except RuntimeError:  # of vmap: there is one for each position
+    except RuntimeError:  # vmap refuses float() of a value that varies with the position
         pass
     raise refused("a capped score times what differs by position, or takes a gradient", _COMPUTE)
 
 
 def _chosen(condition: Any, chosen: Any, other: Any) -> _Score:
-    """where(condition, chosen, other), in which -inf may stand for a score."""
+    """Evaluates where(condition, chosen, other), in which -inf may replace a score."""
     scores = [value for value in (chosen, other) if isinstance(value, _Score)]
     if not scores or isinstance(condition, _Score):
         raise refused("a condition on the score", _COMPUTE)
@@ -191,34 +191,26 @@ def _chosen(condition: Any, chosen: Any, other: Any) -> _Score:
 
 
 def _tensor(value: Any, like: Tensor) -> Tensor:
-    return (
-        value.to(like.dtype)
-        if isinstance(value, Tensor)
-        else torch.full((), value, dtype=like.dtype, device=like.device)
-    )
+    if isinstance(value, Tensor):
+        return value.to(like.dtype)
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
-def _swapped(value: Any, mask: Any, fill: Any) -> _Score:
-    return _chosen(mask, fill, value)
-
-
+# torch's functions by name, with the symbolic score as any argument.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "add": lambda a, b: a + b if isinstance(a, _Score) else b + a,
-    "radd": lambda a, b: a + b if isinstance(a, _Score) else b + a,
-    "sub": lambda a, b: a - b if isinstance(a, _Score) else b.__rsub__(a),
-    "subtract": lambda a, b: a - b if isinstance(a, _Score) else b.__rsub__(a),
+    **dict.fromkeys(("add", "radd"), lambda a, b: a + b if isinstance(a, _Score) else b + a),
+    **dict.fromkeys(("sub", "subtract"), lambda a, b: a - b if isinstance(a, _Score) else b.__rsub__(a)),
     "rsub": lambda a, b: a.__rsub__(b) if isinstance(a, _Score) else b - a,
-    "mul": lambda a, b: a * b if isinstance(a, _Score) else b * a,
-    "rmul": lambda a, b: a * b if isinstance(a, _Score) else b * a,
-    "multiply": lambda a, b: a * b if isinstance(a, _Score) else b * a,
-    "div": lambda a, b: _Score.__truediv__(a, b) if isinstance(a, _Score) else b.__rtruediv__(a),
-    "true_divide": lambda a, b: _Score.__truediv__(a, b) if isinstance(a, _Score) else b.__rtruediv__(a),
-    "truediv": lambda a, b: _Score.__truediv__(a, b) if isinstance(a, _Score) else b.__rtruediv__(a),
+    **dict.fromkeys(("mul", "rmul", "multiply"), lambda a, b: a * b if isinstance(a, _Score) else b * a),
+    **dict.fromkeys(
+        ("div", "true_divide", "truediv"),
+        lambda a, b: _Score.__truediv__(a, b) if isinstance(a, _Score) else b.__rtruediv__(a),
+    ),
     "neg": lambda a: -a,
     "tanh": lambda a: a.tanh(),
     "clone": lambda a: a,
     "where": _chosen,
-    "masked_fill": _swapped,
+    "masked_fill": lambda value, mask, fill: _chosen(mask, fill, value),
 }
 
 
@@ -226,7 +218,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class _Interpreted:
-    """A score_mod run on the stand-in: called, it says the bias at a pair; `form` is what it did to the score."""
+    """Runs a score_mod on a symbolic score: a call returns the bias of a pair, `form` the change of the score."""
 
     def __init__(self, score_mod: Callable[..., Any], dtype: torch.dtype) -> None:
         self.score_mod, self.dtype = score_mod, dtype
@@ -236,7 +228,7 @@ class _Interpreted:
         return self._both(b, h, row, key)[0]
 
     def by_row(self, b: Any, h: Any, row: Any, key: Any) -> Tensor:
-        """What the score is multiplied by besides its factor."""
+        """Returns the factor of the score that varies between rows."""
         return self._both(b, h, row, key)[1]
 
     def _both(self, b: Any, h: Any, row: Any, key: Any) -> tuple[Tensor, Tensor]:
@@ -251,8 +243,8 @@ class _Interpreted:
 
 
 class _Structure(NamedTuple):
-    """Which of (batch, head, row, key) the bias depends on, and whether on the distance of row and key alone; which the
-    factor by row depends on, if there is one."""
+    """The dependencies of a score_mod: of its bias on (batch, head, row, key), or on the distance of row and key alone;
+    and of its factor by row, None without one."""
 
     varies: tuple[bool, ...]
     relative: bool
@@ -260,14 +252,14 @@ class _Structure(NamedTuple):
 
 
 def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, alone: bool, past: bool) -> Terms:
-    """What a score_mod does to the scores of a call.
+    """Returns the terms of a score_mod.
 
     Args:
         score_mod: torch's function of (score, batch, head, row, key).
-        shape: of the call.
-        dtype: of the query; a bias has it too where that loses no digit, else that of scores.
-        alone: whether no mask stands beside it; only then is what it hides said as a mask.
-        past: whether a mask beside it hides all keys behind their row; what the function says of these is free.
+        shape: the sizes of the call.
+        dtype: dtype of the query; a bias has it too if that is exact, else the dtype of scores.
+        alone: True if there is no block_mask; only then may hidden keys become a mask.
+        past: True if a block_mask hides all keys after their row, where the function's values have no effect.
     """
     question = ("score_mod", shape, dtype, alone, past, torch.is_grad_enabled())
     return mods.remembered(
@@ -308,7 +300,7 @@ def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alon
 
 
 def _lossless(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values in a dtype, if it has all their digits: distances of thousands of tokens have more than bfloat16."""
+    """Converts values to a dtype if that is exact; distances of many tokens need more digits than bfloat16 has."""
     rounded = values.to(dtype)
     return rounded if bool((rounded.detach() == values.detach()).all()) else values
 
@@ -329,19 +321,19 @@ def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
 
 
 def _shape_of(shape: Shape, varies: tuple[bool, ...]) -> Shape:
-    """The shape of what has values of its own along some of its axes."""
+    """Returns the shape of a function's values, with size 1 for indices that it does not depend on."""
     sizes = (shape.items, shape.heads, shape.rows, shape.keys)
     items, heads, rows, keys = (size if one else 1 for size, one in zip(sizes, varies, strict=True))
     return Shape(items, heads, rows, keys, shape.device)
 
 
 def _pairs(at: Shape) -> Tensor:
-    """[B * N, 2]: the items and heads of a shape."""
+    """Returns [B * N, 2]: the items and heads of a shape."""
     return torch.cartesian_prod(*(torch.arange(n, device=at.device) for n in (at.items, at.heads)))
 
 
 def _matrix(values: mods.Mod, at: Shape) -> Tensor:
-    """The values at every pair, evaluated piece by piece."""
+    """Evaluates a function at every pair, in chunks of rows."""
     rows, keys = (torch.arange(size, device=at.device) for size in (at.rows, at.keys))
     rows_at_once = max(1, _CHUNK // max(1, len(keys)))
     matrices = [
@@ -363,7 +355,7 @@ def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
 
 
 def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, past: bool, heads: int) -> Terms:
-    """values: the bias [B, N, S2 + S1 - 1] where a row lies 1 - S2, ..., S1 - 1 behind a key."""
+    """Makes terms from the bias [B, N, S2 + S1 - 1] by distance, 1 - S2 to S1 - 1."""
     if values.requires_grad:
         return Terms(bias=_spread(values, at))
     distance = torch.arange(1 - at.keys, at.rows, device=values.device)
@@ -383,7 +375,7 @@ def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, pa
 
 
 def _slopes(values: Tensor, distance: Tensor, free: Tensor) -> Tensor | None:
-    """The slopes [N] or [B, N] whose products with distances are exactly these values, except where they are free."""
+    """Returns slopes [N] or [B, N] whose products with distances equal the values, except where free; else None."""
     if values.dtype != torch.float32:
         return None
     adjacent = (~free & (distance.abs() == 1)).expand_as(values)
@@ -397,8 +389,8 @@ def _slopes(values: Tensor, distance: Tensor, free: Tensor) -> Tensor | None:
 
 
 def _spread(values: Tensor, at: Shape) -> Tensor:
-    """[B, N, S1, S2] of what depends on the distance alone."""
-    windows = values.flip(-1).unfold(-1, at.keys, 1)  # window t holds the distances S1 - 1 - t, and fewer by one each
+    """Expands values by distance to [B, N, S1, S2]."""
+    windows = values.flip(-1).unfold(-1, at.keys, 1)  # window t has the distances S1 - 1 - t, S1 - 2 - t, ...
     return windows.flip(-2)
 
 
@@ -413,7 +405,7 @@ def _leaves(bias: _Interpreted) -> mods.Mod:
 
 
 def _verify(score_mod: Callable[..., Any], score_terms: Terms, bias: _Interpreted, shape: Shape) -> None:
-    """Compares terms with the function itself, at random pairs and scores."""
+    """Compares the terms with the function at random pairs and scores; raises on a difference."""
     random = torch.Generator().manual_seed(0)
     sizes = (shape.items, shape.heads, shape.rows, shape.keys)
     points = [torch.randint(0, size, (_PROBES,), generator=random) for size in sizes]
@@ -456,6 +448,6 @@ def _added(score_terms: Terms, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -
 
 
 def _picked(values: Tensor, *indices: Tensor) -> Tensor:
-    """The elements at positions, of a tensor that broadcasts."""
+    """Returns the elements of a broadcasting tensor at index tensors."""
     clipped = (place if size > 1 else 0 * place for place, size in zip(indices, values.shape, strict=True))
     return values.detach()[tuple(clipped)]

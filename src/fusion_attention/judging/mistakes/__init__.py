@@ -1,4 +1,4 @@
-"""Well-known mistakes of attention kernels, as data: what each means, and how a call with it would be computed."""
+"""Well-known mistakes of attention kernels, each with its description and the settings that reproduce it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a mistake is: a name, a sentence, and settings that have it."""
+"""The type of mistakes, and helpers to edit bands."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fusion_attention.judging.setting import Setting
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A call in which mistakes are looked for.
+    """A call to be diagnosed.
 
     Attributes:
-        setting: as it should be. outputs: as they were captured. names: the bound call's, by name.
+        setting: the correct setting. outputs: the captured outputs. names: values of the bound call. layout: of rows.
     """
 
     setting: Setting
@@ -29,7 +29,7 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Try:
-    """One way to make a mistake in a call: the setting that has it, or how its outputs would be read."""
+    """One way to make a mistake in a call: the setting that reproduces it, or other views of the outputs."""
 
     detail: str
     setting: Setting
@@ -38,11 +38,11 @@ class Try:
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake.
+    """A well-known mistake. `@partial(Mistake, name, means, fix)` makes one of the function that yields its ways.
 
     Args:
-        name: as reports name it. means: one sentence: what the kernel does. fix: where to look.
-        tries: the ways in which it could have been made in a case; none where it could not.
+        name: its name in reports. means: what the kernel does, in a sentence. fix: advice.
+        tries: yields the ways to make the mistake in a case; none if that is impossible.
     """
 
     name: str
@@ -52,17 +52,17 @@ class Mistake:
 
 
 def finite(edge: np.ndarray) -> np.ndarray:
-    """Where an edge of a band is one."""
+    """Returns bool, true where an edge of a band is finite."""
     return np.abs(edge) < INFINITE // 2
 
 
 def moved(edge: np.ndarray, by: np.ndarray | int) -> np.ndarray:
-    """An edge elsewhere; one at infinity stays there."""
+    """Shifts an edge; an infinite edge stays infinite."""
     return np.where(finite(edge), edge + by, edge)
 
 
 def same_band(one: Setting, other: Setting) -> bool:
-    """Whether two settings show every row the same keys, as far as bands say."""
+    """True if the bands of two settings give every row the same keys."""
     for b in range(len(one.extents)):
         rows = np.arange(one.extents.q_len[b])
         (lo, hi), (low, high) = (s.extents.row_interval(b, rows) for s in (one, other))

@@ -1,9 +1,10 @@
-"""Mistakes about which keys a row sees."""
+"""Mistakes in the visible keys of a row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ def _bands(s: Setting) -> bool:
 
 
 def _other(case: Case, detail: str, changed: Setting) -> Iterator[Try]:
-    """A try, where its band is another one."""
+    """Yields a way if its band differs from the call's."""
     if not same_band(case.setting, changed):
         yield Try(detail, changed)
 
@@ -32,8 +33,12 @@ def _distance(s: Setting) -> np.ndarray:
     return result
 
 
+@partial(
+    Mistake, "causal-alignment", "The diagonal of the band starts in the wrong corner of the matrix.",
+    "sparse_mode 2 counts from the upper left corner, 3 and 4 to the lower right one; they differ where the "
+    "numbers of queries and keys do.",
+)  # fmt: skip
 def causal_alignment(case: Case) -> Iterator[Try]:
-    """The diagonal from the other corner."""
     s, e, d = case.setting, case.setting.extents, _distance(case.setting)
     if d.any() and _bands(s):
         for by, corner in ((-d, "upper left"), (d, "lower right")):
@@ -50,8 +55,11 @@ def _unmasked(s: Setting) -> Setting:
     return s.of_problem(has_blocked=False, has_blocked_tiles=False)
 
 
+@partial(
+    Mistake, "mask-ignored", "Keys that the call removes are seen.",
+    "Without an atten_mask the training operators ignore sparse_mode; in inference look at the mask's shape.",
+)  # fmt: skip
 def mask_ignored(case: Case) -> Iterator[Try]:
-    """Every key is seen."""
     s = case.setting
     blocks = s.problem.has_blocked or s.problem.has_blocked_tiles
     if blocks:
@@ -62,8 +70,11 @@ def mask_ignored(case: Case) -> Iterator[Try]:
             yield Try("both the mask and the band", _unmasked(_open(s)))
 
 
+@partial(
+    Mistake, "causal-uncalled", "Keys behind the diagonal are removed, though the call does not ask for it.",
+    "Look for a default of is_causal or sparse_mode.",
+)  # fmt: skip
 def band_uncalled(case: Case) -> Iterator[Try]:
-    """Causal, though not requested."""
     s, e = case.setting, case.setting.extents
     if not finite(e.hi).any():
         d = _distance(s)
@@ -80,8 +91,11 @@ def _inverted(view: MatrixView) -> MatrixView:
     return replace(view, keep=other.as_strided(keep.shape, keep.stride(), keep.storage_offset()))
 
 
+@partial(
+    Mistake, "mask-polarity", "The mask is read the other way round: what it removes is all that is seen.",
+    "True removes a key in CANN; in torch's SDPA True keeps it: pass ~mask.",
+)  # fmt: skip
 def mask_polarity(case: Case) -> Iterator[Try]:
-    """What the mask removes is all that is seen."""
     s = case.setting
     if s.problem.has_blocked and s.operands.blocked is not None:
         yield Try("the mask's elements", s.of_operands(blocked=_inverted(s.operands.blocked)))
@@ -96,8 +110,11 @@ def mask_polarity(case: Case) -> Iterator[Try]:
         yield Try("the sparse mode or band", _open(s).changed(complement))
 
 
+@partial(
+    Mistake, "window-off-by-one", "An edge of the band is one key off.",
+    "pre_tokens counts the keys before the diagonal, without the diagonal's own.",
+)  # fmt: skip
 def window_by_one(case: Case) -> Iterator[Try]:
-    """An edge of the band is one key off."""
     s, e = case.setting, case.setting.extents
     if finite(e.hi).any():
         yield from _other(case, "the diagonal itself is not seen", s.of_extents(hi=moved(e.hi, -1)))
@@ -107,16 +124,22 @@ def window_by_one(case: Case) -> Iterator[Try]:
         yield from _other(case, "the first key of the window is not seen", s.of_extents(lo=moved(e.lo, 1)))
 
 
+@partial(
+    Mistake, "window-ignored", "Only one edge of the window is applied.",
+    "Mode 4 needs pre_tokens and next_tokens; modes 2 and 3 ignore both.",
+)  # fmt: skip
 def window_ignored(case: Case) -> Iterator[Try]:
-    """One edge of the window is left out."""
     s, e = case.setting, case.setting.extents
     if finite(e.lo).any() and finite(e.hi).any():
         yield from _other(case, "the left edge", s.of_extents(lo=np.full_like(e.lo, -INFINITE)))
         yield from _other(case, "the right edge", s.of_extents(hi=np.full_like(e.hi, INFINITE)))
 
 
+@partial(
+    Mistake, "window-mirrored", "The two sides of the window are in each other's place.",
+    "pre_tokens is what lies to the left of the diagonal, next_tokens what lies to the right.",
+)  # fmt: skip
 def window_mirrored(case: Case) -> Iterator[Try]:
-    """pre_tokens and next_tokens in each other's place."""
     s, e = case.setting, case.setting.extents
     if finite(e.lo).any() or finite(e.hi).any():
         corner = np.zeros_like(e.lo)
@@ -127,15 +150,21 @@ def window_mirrored(case: Case) -> Iterator[Try]:
                 yield from _other(case, "pre_tokens and next_tokens", swapped)
 
 
+@partial(
+    Mistake, "prefix-ignored", "The prefix that all rows see is treated as any other key.",
+    "Modes 5 and 6 take one prefix per sequence.",
+)  # fmt: skip
 def prefix_ignored(case: Case) -> Iterator[Try]:
-    """Causal without the prefix."""
     s, e = case.setting, case.setting.extents
     if e.prefix.any():
         yield from _other(case, "causal alone", s.of_extents(prefix=np.zeros_like(e.prefix)))
 
 
+@partial(
+    Mistake, "tile-skipped", "Keys behind the edge of a tile are left out.",
+    "Look at the loop over tiles of keys: its end, and its last, partial tile.",
+)  # fmt: skip
 def tile_skipped(case: Case) -> Iterator[Try]:
-    """Keys behind the edge of a tile are never met."""
     s = case.setting
     longest = int(s.extents.kv_len.max(initial=0))
     for tile in TILES:
@@ -155,8 +184,11 @@ def tile_skipped(case: Case) -> Iterator[Try]:
             yield Try(f"the last, partial tile of {tile}", s.changed(full_tiles))
 
 
+@partial(
+    Mistake, "mask-ends-early", "Behind the edge of a tile the mask is not read: everything is seen.",
+    "Look at how the mask's tile is addressed; masks of one row for all rows are known to fail here.",
+)  # fmt: skip
 def mask_ends(case: Case) -> Iterator[Try]:
-    """The mask is read up to the edge of a tile; behind it everything is seen."""
     s = case.setting
     if not (s.problem.has_blocked or _bands(s)):
         return
@@ -172,8 +204,11 @@ def mask_ends(case: Case) -> Iterator[Try]:
             yield Try(f"from key {tile} on", everything.changed(behind))
 
 
+@partial(
+    Mistake, "sequences-mixed", "Rows of a packed batch see the keys of other sequences.",
+    "actual_seq_qlen and actual_seq_kvlen are cumulative ends, one per sequence.",
+)  # fmt: skip
 def sequences_mixed(case: Case) -> Iterator[Try]:
-    """Rows of a packed batch see the keys of other sequences."""
     s, e, o = case.setting, case.setting.extents, case.setting.operands
     if case.layout not in ("TND", "NTD") or len(e) < 2 or isinstance(o.k, PagedView) or s.problem.select_count:
         return
@@ -193,8 +228,11 @@ def sequences_mixed(case: Case) -> Iterator[Try]:
         yield Try("all keys of the batch", _open(joined.of_extents(kv_len=total)))
 
 
+@partial(
+    Mistake, "empty-rows", "Rows that see no key return what another mode returns.",
+    "inner_precise 2 asks for zeros; a mask that takes all keys leaves the mean of V.",
+)  # fmt: skip
 def empty_rows(case: Case) -> Iterator[Try]:
-    """Rows that see no key return the other form."""
     s = case.setting
     forms = {"zero": ("mean", "the mean of V, not zero"), "mean": ("zero", "zero, not the mean of V")}
     form, detail = forms.get(s.problem.empty_rows, ("zero", "zero, not the mean of V"))
@@ -203,77 +241,16 @@ def empty_rows(case: Case) -> Iterator[Try]:
 
 
 MISTAKES = (
-    Mistake(
-        "causal-alignment",
-        "The diagonal of the band starts in the wrong corner of the matrix.",
-        "sparse_mode 2 counts from the upper left corner, 3 and 4 to the lower right one; they differ where the "
-        "numbers of queries and keys do.",
-        causal_alignment,
-    ),
-    Mistake(
-        "mask-ignored",
-        "Keys that the call removes are seen.",
-        "Without an atten_mask the training operators ignore sparse_mode; in inference look at the mask's shape.",
-        mask_ignored,
-    ),
-    Mistake(
-        "causal-uncalled",
-        "Keys behind the diagonal are removed, though the call does not ask for it.",
-        "Look for a default of is_causal or sparse_mode.",
-        band_uncalled,
-    ),
-    Mistake(
-        "mask-polarity",
-        "The mask is read the other way round: what it removes is all that is seen.",
-        "True removes a key in CANN; in torch's SDPA True keeps it: pass ~mask.",
-        mask_polarity,
-    ),
-    Mistake(
-        "window-off-by-one",
-        "An edge of the band is one key off.",
-        "pre_tokens counts the keys before the diagonal, without the diagonal's own.",
-        window_by_one,
-    ),
-    Mistake(
-        "window-ignored",
-        "Only one edge of the window is applied.",
-        "Mode 4 needs pre_tokens and next_tokens; modes 2 and 3 ignore both.",
-        window_ignored,
-    ),
-    Mistake(
-        "window-mirrored",
-        "The two sides of the window are in each other's place.",
-        "pre_tokens is what lies to the left of the diagonal, next_tokens what lies to the right.",
-        window_mirrored,
-    ),
-    Mistake(
-        "prefix-ignored",
-        "The prefix that all rows see is treated as any other key.",
-        "Modes 5 and 6 take one prefix per sequence.",
-        prefix_ignored,
-    ),
-    Mistake(
-        "tile-skipped",
-        "Keys behind the edge of a tile are left out.",
-        "Look at the loop over tiles of keys: its end, and its last, partial tile.",
-        tile_skipped,
-    ),
-    Mistake(
-        "mask-ends-early",
-        "Behind the edge of a tile the mask is not read: everything is seen.",
-        "Look at how the mask's tile is addressed; masks of one row for all rows are known to fail here.",
-        mask_ends,
-    ),
-    Mistake(
-        "sequences-mixed",
-        "Rows of a packed batch see the keys of other sequences.",
-        "actual_seq_qlen and actual_seq_kvlen are cumulative ends, one per sequence.",
-        sequences_mixed,
-    ),
-    Mistake(
-        "empty-rows",
-        "Rows that see no key return what another mode returns.",
-        "inner_precise 2 asks for zeros; a mask that takes all keys leaves the mean of V.",
-        empty_rows,
-    ),
+    causal_alignment,
+    mask_ignored,
+    band_uncalled,
+    mask_polarity,
+    window_by_one,
+    window_ignored,
+    window_mirrored,
+    prefix_ignored,
+    tile_skipped,
+    mask_ends,
+    sequences_mixed,
+    empty_rows,
 )

@@ -1,9 +1,10 @@
-"""Mistakes about where rows lie and what stored numbers mean: heads, pages, lengths, dequantisation."""
+"""Mistakes in addresses and stored values: heads, pages, lengths, dequantisation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ from fusion_attention.judging.setting import Setting
 _CACHED = ("k", "v", "k_rope")
 
 
+@partial(
+    Mistake, "gqa-order", "Query heads meet the wrong key heads.",
+    "Query head h belongs to key head h // (N1 / N2): repeat_interleave, not repeat.",
+)  # fmt: skip
 def group_order(case: Case) -> Iterator[Try]:
-    """Query heads meet other key heads."""
     s, p = case.setting, case.setting.problem
     if p.heads_kv > 1 and p.group > 1 and s.grads is None:
         heads = np.arange(p.heads_q)
@@ -25,8 +29,8 @@ def group_order(case: Case) -> Iterator[Try]:
         yield Try("in the other direction", s.changed(kv_heads=(heads // p.group)[::-1].copy()))
 
 
+@partial(Mistake, "kv-confused", "Keys and values are confused.", "Look at the order of key and value in the call.")
 def values_confused(case: Case) -> Iterator[Try]:
-    """Keys stand for values."""
     s, p, o = case.setting, case.setting.problem, case.setting.operands
     if p.dim_qk == p.dim_v and not p.shares_kv and s.grads is None and p.dequant_k == "none":
         swapped = {"k": o.v, "v": o.k, "k_common": o.v_common, "v_common": o.k_common}
@@ -44,8 +48,11 @@ def _with_table(s: Setting, change: Any) -> Setting:
     return s.of_operands(**{n: replace(v, table=change(v)) for n, v in views.items() if isinstance(v, PagedView)})
 
 
+@partial(
+    Mistake, "page-table", "Pages are found through the wrong entries of the block table.",
+    "Token t lies in page block_table[b, t // block_size], at row t % block_size.",
+)  # fmt: skip
 def page_table(case: Case) -> Iterator[Try]:
-    """A page further, or the pages of another sequence."""
     s = case.setting
     if not _paged(s):
         return
@@ -69,7 +76,7 @@ def _in_order(view: PagedView) -> Any:
 
 
 def _capacity(case: Case) -> np.ndarray | None:
-    """Keys for which there is memory, per sequence; None where they are packed."""
+    """Returns the number of key slots per sequence; None for packed sequences."""
     s = case.setting
     count, k = len(s.extents), s.operands.k
     if isinstance(k, PagedView):
@@ -81,14 +88,17 @@ def _capacity(case: Case) -> np.ndarray | None:
 
 
 def _longer(case: Case, lengths: np.ndarray) -> Setting:
-    """Other key lengths: edges of the band that follow the last key follow it still."""
+    """Returns a setting with other key lengths; band edges relative to the last key move with it."""
     s, e = case.setting, case.setting.extents
     edges = {n: np.where(finite(a), a + (lengths - e.kv_len), a) for n, a in (("lo", e.lo), ("hi", e.hi))}
     return s.of_extents(kv_len=lengths, **edges)
 
 
+@partial(
+    Mistake, "lengths-cumulative", "Lengths are read as cumulative ends, or the other way round.",
+    "Padded and paged inference takes lengths; TND takes cumulative ends.",
+)  # fmt: skip
 def lengths_cumulative(case: Case) -> Iterator[Try]:
-    """Lengths of sequences read as cumulative ends, or the other way round."""
     e, buffer = case.setting.extents, _capacity(case)
     if buffer is None or len(e) < 2:
         return
@@ -101,8 +111,11 @@ def lengths_cumulative(case: Case) -> Iterator[Try]:
             yield Try(detail, _longer(case, lengths))
 
 
+@partial(
+    Mistake, "padding-seen", "Slots behind a sequence's last key are seen.",
+    "Mask the last page, or the padding, by actual_seq_lengths.",
+)  # fmt: skip
 def lengths_ignored(case: Case) -> Iterator[Try]:
-    """Padding behind the last key is seen."""
     e, buffer = case.setting.extents, _capacity(case)
     if buffer is None or (buffer == e.kv_len).all():
         return
@@ -122,7 +135,7 @@ def _rescaled(s: Setting, change: Any) -> Setting:
 
 
 def _transposed(dequant: Dequant) -> Dequant:
-    """Scales [heads, dim] read as [dim, heads]."""
+    """Returns scales [heads, dim] as if they were [dim, heads]."""
 
     def other(view: RowView | PagedView | None) -> RowView | PagedView | None:
         if not isinstance(view, RowView) or view.stride_token or len(view.keep) != 1:
@@ -141,8 +154,11 @@ def _of_first(dequant: Dequant) -> Dequant:
     return Dequant(other(dequant.scale), other(dequant.offset))  # type: ignore[arg-type]
 
 
+@partial(
+    Mistake, "dequantisation", "Stored integers are scaled in another way.",
+    "(stored + offset) * scale, scales [2, N2, D], keys first.",
+)  # fmt: skip
 def dequantisation(case: Case) -> Iterator[Try]:
-    """Scales of stored integers along another axis, in another order, or not at all."""
     s, p, o = case.setting, case.setting.problem, case.setting.operands
     if p.dequant_k == "none" and p.dequant_v == "none":
         return
@@ -162,41 +178,4 @@ def dequantisation(case: Case) -> Iterator[Try]:
         yield Try("the even element in the high half of a byte", s.changed(high_first=True))
 
 
-MISTAKES = (
-    Mistake(
-        "gqa-order",
-        "Query heads meet the wrong key heads.",
-        "Query head h belongs to key head h // (N1 / N2): repeat_interleave, not repeat.",
-        group_order,
-    ),
-    Mistake(
-        "kv-confused",
-        "Keys and values are confused.",
-        "Look at the order of key and value in the call.",
-        values_confused,
-    ),
-    Mistake(
-        "page-table",
-        "Pages are found through the wrong entries of the block table.",
-        "Token t lies in page block_table[b, t // block_size], at row t % block_size.",
-        page_table,
-    ),
-    Mistake(
-        "lengths-cumulative",
-        "Lengths are read as cumulative ends, or the other way round.",
-        "Padded and paged inference takes lengths; TND takes cumulative ends.",
-        lengths_cumulative,
-    ),
-    Mistake(
-        "padding-seen",
-        "Slots behind a sequence's last key are seen.",
-        "Mask the last page, or the padding, by actual_seq_lengths.",
-        lengths_ignored,
-    ),
-    Mistake(
-        "dequantisation",
-        "Stored integers are scaled in another way.",
-        "(stored + offset) * scale, scales [2, N2, D], keys first.",
-        dequantisation,
-    ),
-)
+MISTAKES = (group_order, values_confused, page_table, lengths_cumulative, lengths_ignored, dequantisation)

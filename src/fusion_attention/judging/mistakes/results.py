@@ -1,10 +1,11 @@
-"""Mistakes about what is returned: statistics, their base and order, the output's layout, gradients."""
+"""Mistakes in results: statistics, their base and order, the output's layout, gradients."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,11 @@ def _returning(s: Setting, change: Any) -> Setting:
     return s.changed(returns=(*s.returns, change))
 
 
+@partial(
+    Mistake, "lse-base", "Statistics are logarithms to base 2.",
+    "exp2 kernels: multiply by ln 2 before returning.",
+)  # fmt: skip
 def base_two(case: Case) -> Iterator[Try]:
-    """Logarithms to base 2."""
     log2e = 1 / math.log(2)
 
     def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
@@ -41,8 +45,11 @@ def base_two(case: Case) -> Iterator[Try]:
         yield Try("", _returning(case.setting, change))
 
 
+@partial(
+    Mistake, "lse-unscaled", "Statistics are those of scores before the scale.",
+    "Maximum and log-sum-exp are of scale * q . k + bias.",
+)  # fmt: skip
 def unscaled(case: Case) -> Iterator[Try]:
-    """Statistics of scores that were not scaled."""
     if case.setting.problem.scale == 1.0 or not _kinds(case) & {"lse", "max", "sum"}:
         return
 
@@ -60,8 +67,11 @@ def unscaled(case: Case) -> Iterator[Try]:
         yield Try("the maximum alone", _returning(case.setting, only_max))
 
 
+@partial(
+    Mistake, "lse-parts", "Maximum, sum and log-sum-exp are confused.",
+    "lse = max + log(sum); the sum is of exp(score - max).",
+)  # fmt: skip
 def lse_parts(case: Case) -> Iterator[Try]:
-    """Part of the log-sum-exp, or a logarithm where a sum belongs."""
     s, kinds = case.setting, _kinds(case)
 
     def without_max(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
@@ -95,8 +105,8 @@ def lse_parts(case: Case) -> Iterator[Try]:
         yield Try("max + log(sum) in both", _returning(s, both))
 
 
+@partial(Mistake, "statistics-swapped", "Maximum and sum are in each other's place.", "softmax_max comes first.")
 def swapped(case: Case) -> Iterator[Try]:
-    """Maximum and sum in each other's place."""
     if {*_PAIR} <= _kinds(case) and case.setting.grads is None:
         other = {"max": "sum", "sum": "max"}
         outputs = tuple(replace(o, kind=other.get(o.kind, o.kind)) for o in case.outputs)
@@ -104,7 +114,7 @@ def swapped(case: Case) -> Iterator[Try]:
 
 
 def _reread(o: Output, view: RowView, heads: int, case: Case, how: str) -> Output | None:
-    """Statistics at the same memory, in another order."""
+    """Returns an output with statistics of the same memory in another order; None if the order is the same."""
     e = case.setting.extents
     count, starts = len(e), e.q_start
     ones = np.ones(count, np.int64)
@@ -138,8 +148,11 @@ _ORDERS = {
 }
 
 
+@partial(
+    Mistake, "statistics-order", "Statistics of heads and rows lie in another order.",
+    'TND: head by head within each sequence, unless softmax_layout is "TND" (then token by token).',
+)  # fmt: skip
 def statistics_order(case: Case) -> Iterator[Try]:
-    """Statistics of heads and rows in the other order."""
     heads = case.setting.problem.heads_q
     stats = [o for o in case.outputs if o.kind in (*_PAIR, "lse")]
     if not stats or heads == 1 or case.setting.grads is not None:
@@ -150,8 +163,8 @@ def statistics_order(case: Case) -> Iterator[Try]:
             yield Try(detail, case.setting, tuple(again.get(o.name) or o for o in case.outputs))
 
 
+@partial(Mistake, "output-layout", "The output's rows lie as in another layout.", "Look at the output's strides.")
 def output_layout(case: Case) -> Iterator[Try]:
-    """Rows of the output as another layout has them."""
     s, p, e = case.setting, case.setting.problem, case.setting.extents
     if s.grads is not None or p.heads_q == 1:
         return
@@ -175,9 +188,11 @@ def output_layout(case: Case) -> Iterator[Try]:
                 yield Try(f"as {layout} has them", s, outputs)
 
 
+@partial(
+    Mistake, "unnormalised", "The output is not divided by the sum of its weights.",
+    "Look at the last step of the row.",
+)  # fmt: skip
 def unnormalised(case: Case) -> Iterator[Try]:
-    """The output is not divided by the row's sum."""
-
     def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         return value.to(raw["sum"].dtype) * raw["sum"] if kind == "out" else value
 
@@ -185,9 +200,11 @@ def unnormalised(case: Case) -> Iterator[Try]:
         yield Try("", _returning(case.setting, change))
 
 
+@partial(
+    Mistake, "output-unwritten", "The output is zeros throughout.",
+    "Nothing was written: look at the launch, and whether the kernel had ended when the output was read.",
+)  # fmt: skip
 def unwritten(case: Case) -> Iterator[Try]:
-    """The output is as its memory was: zeros."""
-
     def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         return torch.zeros_like(value) if kind == "out" else value
 
@@ -195,22 +212,31 @@ def unwritten(case: Case) -> Iterator[Try]:
         yield Try("", _returning(case.setting, change))
 
 
+@partial(
+    Mistake, "delta-missing", "The gradient of scores lacks its row sum: dS is P * (dP - sum(dO * O)).",
+    "Is attention_in passed, and is it this call's output?",
+)  # fmt: skip
 def delta_missing(case: Case) -> Iterator[Try]:
-    """dS = P * dP, without the row's sum."""
     if case.setting.grads is not None:
         yield Try("", case.setting.changed(lambda x: replace(x, no_delta=True)))
 
 
+@partial(
+    Mistake, "gradient-scale", "dq and dk lack the scale, or have it twice.",
+    "dq = scale * dS k, dk = scale * dS^T q.",
+)  # fmt: skip
 def gradient_scale(case: Case) -> Iterator[Try]:
-    """dq and dk are not scaled, or scaled twice."""
     s, scale = case.setting, case.setting.problem.scale
     if s.grads is not None and scale != 1.0:
         yield Try("not at all", s.changed(lambda x: replace(x, gradient_scale=1.0)))
         yield Try("twice", s.changed(lambda x: replace(x, gradient_scale=scale * scale)))
 
 
+@partial(
+    Mistake, "group-sum", "dk and dv are not summed over the query heads of a group.",
+    "Key heads receive from N1 / N2 query heads.",
+)  # fmt: skip
 def group_sum(case: Case) -> Iterator[Try]:
-    """dk and dv of one query head of each group."""
     s = case.setting
     if s.grads is not None and s.problem.group > 1:
         yield Try("the first query head alone", s.changed(of_group="first"))
@@ -219,59 +245,15 @@ def group_sum(case: Case) -> Iterator[Try]:
 
 
 MISTAKES = (
-    Mistake(
-        "lse-base", "Statistics are logarithms to base 2.", "exp2 kernels: multiply by ln 2 before returning.", base_two
-    ),
-    Mistake(
-        "lse-unscaled",
-        "Statistics are those of scores before the scale.",
-        "Maximum and log-sum-exp are of scale * q . k + bias.",
-        unscaled,
-    ),
-    Mistake(
-        "lse-parts",
-        "Maximum, sum and log-sum-exp are confused.",
-        "lse = max + log(sum); the sum is of exp(score - max).",
-        lse_parts,
-    ),
-    Mistake("statistics-swapped", "Maximum and sum are in each other's place.", "softmax_max comes first.", swapped),
-    Mistake(
-        "statistics-order",
-        "Statistics of heads and rows lie in another order.",
-        'TND: head by head within each sequence, unless softmax_layout is "TND" (then token by token).',
-        statistics_order,
-    ),
-    Mistake(
-        "output-layout", "The output's rows lie as in another layout.", "Look at the output's strides.", output_layout
-    ),
-    Mistake(
-        "unnormalised",
-        "The output is not divided by the sum of its weights.",
-        "Look at the last step of the row.",
-        unnormalised,
-    ),
-    Mistake(
-        "output-unwritten",
-        "The output is zeros throughout.",
-        "Nothing was written: look at the launch, and whether the kernel had ended when the output was read.",
-        unwritten,
-    ),
-    Mistake(
-        "delta-missing",
-        "The gradient of scores lacks its row sum: dS is P * (dP - sum(dO * O)).",
-        "Is attention_in passed, and is it this call's output?",
-        delta_missing,
-    ),
-    Mistake(
-        "gradient-scale",
-        "dq and dk lack the scale, or have it twice.",
-        "dq = scale * dS k, dk = scale * dS^T q.",
-        gradient_scale,
-    ),
-    Mistake(
-        "group-sum",
-        "dk and dv are not summed over the query heads of a group.",
-        "Key heads receive from N1 / N2 query heads.",
-        group_sum,
-    ),
+    base_two,
+    unscaled,
+    lse_parts,
+    swapped,
+    statistics_order,
+    output_layout,
+    unnormalised,
+    unwritten,
+    delta_missing,
+    gradient_scale,
+    group_sum,
 )

@@ -1,10 +1,11 @@
-"""Mistakes about scores and weights: scale, bias, softcap, rope, sink, dropout."""
+"""Mistakes in scores and weights: scale, bias, softcap, rope, sink, dropout."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -12,21 +13,24 @@ from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
 from fusion_attention.judging.setting import Block
 
 
+@partial(Mistake, "scale-missing", "Products are not scaled.", "Is scale passed, and is its default 1.0?")
 def scale_missing(case: Case) -> Iterator[Try]:
-    """Products are not scaled."""
     if case.setting.problem.scale != 1.0:
         yield Try("", case.setting.of_problem(scale=1.0))
 
 
+@partial(Mistake, "scale-twice", "Products are scaled twice.", "Is the query scaled before the call too?")
 def scale_twice(case: Case) -> Iterator[Try]:
-    """Products are scaled twice."""
     scale = case.setting.problem.scale
     if scale not in (0.0, 1.0):
         yield Try("", case.setting.of_problem(scale=scale * scale))
 
 
+@partial(
+    Mistake, "scale-default", "Another scale than the call's is used.",
+    "CANN's default is 1.0; torch's is 1 / sqrt(D), with rope 1 / sqrt(D + Dr).",
+)  # fmt: skip
 def scale_other(case: Case) -> Iterator[Try]:
-    """A scale that the call does not say."""
     p = case.setting.problem
     results = {
         "1 / sqrt(D)": 1 / math.sqrt(p.dim_qk),
@@ -42,8 +46,11 @@ def scale_other(case: Case) -> Iterator[Try]:
             yield Try(detail, case.setting.of_problem(scale=scale))
 
 
+@partial(
+    Mistake, "pse-order", "The bias is added on the wrong side of the scale.",
+    "pse_type 1 adds before the scale, 0 after it; inference adds after it.",
+)  # fmt: skip
 def bias_order(case: Case) -> Iterator[Try]:
-    """The bias is added on the other side of the scale."""
     p = case.setting.problem
     if p.bias != "none" and p.scale != 1.0:
         if p.bias in ("matrix", "table"):
@@ -57,14 +64,17 @@ def bias_order(case: Case) -> Iterator[Try]:
             yield Try("before it, not after", case.setting.changed(scaled))
 
 
+@partial(Mistake, "pse-missing", "The bias is not added.", "Is pse passed on, and is pse_type one that reads it?")
 def bias_missing(case: Case) -> Iterator[Try]:
-    """No bias is added."""
     if case.setting.problem.bias != "none":
         yield Try("", case.setting.of_problem(bias="none"))
 
 
+@partial(
+    Mistake, "alibi-distance", "Biases of distances are computed otherwise.",
+    "pse_type 2 is -slope * |distance|, 3 its root; q_start_idx and kv_start_idx move the origin.",
+)  # fmt: skip
 def slopes_wrong(case: Case) -> Iterator[Try]:
-    """Distances with the other sign, another origin, or without their root."""
     s, p, e = case.setting, case.setting.problem, case.setting.extents
     if p.bias not in ("slopes", "slopes_sqrt") or s.operands.slopes is None:
         return
@@ -76,45 +86,60 @@ def slopes_wrong(case: Case) -> Iterator[Try]:
             yield Try("from another origin", s.of_extents(shift=shift))
 
 
+@partial(Mistake, "softcap-missing", "Scores are not capped.", "Is softcap passed on?")
 def softcap_missing(case: Case) -> Iterator[Try]:
-    """Scores are not capped."""
     if case.setting.problem.softcap:
         yield Try("", case.setting.of_problem(softcap=0.0))
 
 
+@partial(
+    Mistake, "softcap-order", "The cap is applied after the bias.",
+    "flash-attn's order: the scaled product is capped, then the bias is added.",
+)  # fmt: skip
 def softcap_order(case: Case) -> Iterator[Try]:
-    """The bias is added before the cap, or the mask is capped too."""
     p = case.setting.problem
     if p.softcap and p.bias != "none":
         yield Try("the bias is capped too", case.setting.changed(lambda x: replace(x, bias_capped=True)))
 
 
+@partial(
+    Mistake, "rope-missing", "The rope parts of query and key do not reach the scores.",
+    "Are query_rope and key_rope passed, or the parts joined before the call?",
+)  # fmt: skip
 def rope_missing(case: Case) -> Iterator[Try]:
-    """The rope parts add nothing."""
     if case.setting.problem.dim_rope:
         yield Try("", case.setting.of_problem(dim_rope=0))
 
 
+@partial(
+    Mistake, "sink-missing", "The sink is not in the denominator.",
+    "One more logit per head joins each row's sum, and has no value.",
+)  # fmt: skip
 def sink_missing(case: Case) -> Iterator[Try]:
-    """The sink does not join the denominator."""
     if case.setting.problem.has_sink:
         yield Try("", case.setting.of_problem(has_sink=False))
 
 
+@partial(
+    Mistake, "dropout-scale", "Kept probabilities are not divided by keep_prob.",
+    "keep_prob is the share that is kept, 1 - dropout_p.",
+)  # fmt: skip
 def dropout_scale(case: Case) -> Iterator[Try]:
-    """Kept probabilities are not divided by keep_prob."""
     if case.setting.problem.dropout != "none":
         yield Try("", case.setting.changed(lambda x: replace(x, keep_factor=1.0)))
 
 
+@partial(Mistake, "dropout-missing", "Nothing is dropped.", "Is keep_prob passed to this kernel?")
 def dropout_missing(case: Case) -> Iterator[Try]:
-    """Nothing is dropped."""
     if case.setting.problem.dropout != "none":
         yield Try("", case.setting.changed(lambda x: replace(x, keep=None, keep_factor=1.0)))
 
 
+@partial(
+    Mistake, "dropout-bits", "The bits of the dropout mask are read in another way.",
+    "Bits count from the least significant one, 1 keeps, row-major over [B, N, S1, S2].",
+)  # fmt: skip
 def dropout_bits(case: Case) -> Iterator[Try]:
-    """Bits of the mask in the other order, or the other way round."""
     s = case.setting
     if s.problem.dropout == "bits":
         yield Try("bits from the most significant one on", s.changed(drop_msb=True))
@@ -126,15 +151,21 @@ def dropout_bits(case: Case) -> Iterator[Try]:
         yield Try("a set bit drops", s.changed(inverted))
 
 
+@partial(
+    Mistake, "dropout-divisor", "Probabilities are normalised after dropout, not before.",
+    "The row's sum is that of all weights, dropped ones too.",
+)  # fmt: skip
 def dropout_divisor(case: Case) -> Iterator[Try]:
-    """The divisor sums what dropout leaves."""
     if case.setting.problem.dropout != "none":
         undivided = case.setting.changed(lambda x: replace(x, dropped_divisor=True, keep_factor=1.0))
         yield Try("", undivided)
 
 
+@partial(
+    Mistake, "uniform-average", "The output is the plain average of V: scores do not matter.",
+    "Known of TND with sparse_mode 0 and no mask; look whether q and k arrive at all.",
+)  # fmt: skip
 def uniform_average(case: Case) -> Iterator[Try]:
-    """All keys weigh the same."""
     s, p = case.setting, case.setting.problem
 
     def flat(x: Block) -> Block:
@@ -151,71 +182,19 @@ def uniform_average(case: Case) -> Iterator[Try]:
 
 
 MISTAKES = (
-    Mistake("scale-missing", "Products are not scaled.", "Is scale passed, and is its default 1.0?", scale_missing),
-    Mistake("scale-twice", "Products are scaled twice.", "Is the query scaled before the call too?", scale_twice),
-    Mistake(
-        "scale-default",
-        "Another scale than the call's is used.",
-        "CANN's default is 1.0; torch's is 1 / sqrt(D), with rope 1 / sqrt(D + Dr).",
-        scale_other,
-    ),
-    Mistake(
-        "pse-order",
-        "The bias is added on the wrong side of the scale.",
-        "pse_type 1 adds before the scale, 0 after it; inference adds after it.",
-        bias_order,
-    ),
-    Mistake(
-        "pse-missing", "The bias is not added.", "Is pse passed on, and is pse_type one that reads it?", bias_missing
-    ),
-    Mistake(
-        "alibi-distance",
-        "Biases of distances are computed otherwise.",
-        "pse_type 2 is -slope * |distance|, 3 its root; q_start_idx and kv_start_idx move the origin.",
-        slopes_wrong,
-    ),
-    Mistake("softcap-missing", "Scores are not capped.", "Is softcap passed on?", softcap_missing),
-    Mistake(
-        "softcap-order",
-        "The cap is applied after the bias.",
-        "flash-attn's order: the scaled product is capped, then the bias is added.",
-        softcap_order,
-    ),
-    Mistake(
-        "rope-missing",
-        "The rope parts of query and key do not reach the scores.",
-        "Are query_rope and key_rope passed, or the parts joined before the call?",
-        rope_missing,
-    ),
-    Mistake(
-        "sink-missing",
-        "The sink is not in the denominator.",
-        "One more logit per head joins each row's sum, and has no value.",
-        sink_missing,
-    ),
-    Mistake(
-        "dropout-scale",
-        "Kept probabilities are not divided by keep_prob.",
-        "keep_prob is the share that is kept, 1 - dropout_p.",
-        dropout_scale,
-    ),
-    Mistake("dropout-missing", "Nothing is dropped.", "Is keep_prob passed to this kernel?", dropout_missing),
-    Mistake(
-        "dropout-bits",
-        "The bits of the dropout mask are read in another way.",
-        "Bits count from the least significant one, 1 keeps, row-major over [B, N, S1, S2].",
-        dropout_bits,
-    ),
-    Mistake(
-        "dropout-divisor",
-        "Probabilities are normalised after dropout, not before.",
-        "The row's sum is that of all weights, dropped ones too.",
-        dropout_divisor,
-    ),
-    Mistake(
-        "uniform-average",
-        "The output is the plain average of V: scores do not matter.",
-        "Known of TND with sparse_mode 0 and no mask; look whether q and k arrive at all.",
-        uniform_average,
-    ),
+    scale_missing,
+    scale_twice,
+    scale_other,
+    bias_order,
+    bias_missing,
+    slopes_wrong,
+    softcap_missing,
+    softcap_order,
+    rope_missing,
+    sink_missing,
+    dropout_scale,
+    dropout_missing,
+    dropout_bits,
+    dropout_divisor,
+    uniform_average,
 )
