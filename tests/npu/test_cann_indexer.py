@@ -255,7 +255,7 @@ def test_a_residual_of_keys_instead_of_tokens_is_remarked() -> None:
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "cmp_residual_k: expected tokens behind the last key": {"mask_mode": 3, "cmp_ratio": 4},
+    "cmp_residual_k: expected a number for every sequence, for cmp_ratio": {"mask_mode": 3, "cmp_ratio": 4},
     "cmp_residual_k: expected None": {"cmp_residual_k": [0, 0]},
     "cmp_residual_k: expected numbers from 0 to cmp_ratio - 1": {
         "mask_mode": 3, "cmp_ratio": 4, "cmp_residual_k": [4, 0]

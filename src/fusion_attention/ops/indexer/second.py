@@ -161,7 +161,7 @@ RESIDUALS = (
         "residual is not None or ratio <= 1 or sparse_mode != 3",
         "residual",
         "the tokens of every sequence % cmp_ratio",
-        text="tokens behind the last key, for cmp_ratio above 1 in mask_mode 3",
+        text="a number for every sequence, for cmp_ratio above 1 in mask_mode 3",
         given=COMPRESSED,
         invalid={"residual": None},
     ),
@@ -183,7 +183,7 @@ RESIDUALS = (
     of_lengths(
         "residual is None or all(0 <= n < ratio for n in residual)",
         "residual",
-        "more tokens would close another key: tokens % cmp_ratio",
+        "more tokens would close one more: tokens % cmp_ratio",
         text="numbers from 0 to cmp_ratio - 1",
         given=COMPRESSED,
         invalid={"residual": [0, 3]},
