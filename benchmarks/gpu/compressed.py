@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu.row import Row
+from benchmarks.gpu.timing import Row
 from fusion_attention import Band, compressed_attention
 
 HEADS, DIM, TOKENS, WINDOW = 64, 512, 4096, 128

@@ -200,8 +200,7 @@ def test_the_indexer_chooses_closed_compressed_keys(tokens: int, cann: Any) -> N
     q, k, w = torch.randn(2, tokens, 2, 8), torch.randn(2, tokens // RATIO, 1, 8), torch.rand(2, tokens, 2)
     words = {"mask_mode": 3, "cmp_ratio": RATIO, "cmp_residual_k": residual(tokens)}
     indices, values = cann.lightning_indexer(q, k, w, 3, return_value=1, **words)
-    closed = ((torch.arange(tokens) + 1) // RATIO).expand(2, tokens)
-    want, scores = fa.lightning_indexer(q, k, w, 3, visible=closed)
+    want, scores = fa.lightning_indexer(q, k, w, 3, ratio=RATIO, residual=[tokens % RATIO] * 2)
     same_bits(indices, want)
     same_bits(values, scores.float())
     assert cann.lightning_indexer(q, k, w, 3, **words)[1].numel() == 0
