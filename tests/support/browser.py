@@ -1,12 +1,10 @@
 """A headless Chromium over its debugging pipe: no driver, no package, no port, no network."""
 
-import base64
 import json
 import os
 import shutil
 import subprocess
 import tempfile
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -123,11 +121,6 @@ class Browser:
     def frame(self) -> None:
         """Waits until what was asked for is drawn."""
         self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-
-    def screenshot(self, path: Path, full_page: bool = False) -> None:
-        """Writes the window, or the whole page, as PNG."""
-        result = self.call("Page.captureScreenshot", captureBeyondViewport=full_page)
-        path.write_bytes(base64.b64decode(result["data"]))
 
     def key(self, name: str, text: str = "") -> None:
         """Presses a key."""

@@ -68,8 +68,6 @@ MASKS: dict[str, tuple[Mod, str]] = {
     "nothing": (lambda b, h, q, k: q < 0, "band"),
 }
 
-ROW_MAJOR = [name for name in MASKS if name not in ("nothing",)]
-
 
 def bucket(distance: Any) -> Any:
     """T5's: exact to 8, then by the logarithm."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.testing.cases import Case, arguments, in_band, part, seen, stats_part
+from fusion_attention.testing.cases import Case, arguments, part, seen, stats_part
 
 Tensor = torch.Tensor
 LANES = 8
@@ -28,10 +28,6 @@ class Capture:
     inputs: dict[str, Any]
     outputs: dict[str, Tensor]
     what: str = ""
-
-
-def bits_of(mask: Tensor, count: int) -> np.ndarray:
-    return np.unpackbits(mask.numpy(), bitorder="little")[:count]
 
 
 def visible(case: Case, args: dict[str, Any], b: int, wrong: str) -> Tensor:
@@ -260,10 +256,6 @@ def made_gradient(case: Case, wrong: str) -> Capture:
     inputs = {n: v for n, v in {**args, **saved_names}.items() if n in names and v is not None}
     inputs = {n: v for n, v in inputs.items() if n not in ("seed", "offset")}
     return Capture(wrong, "npu_fusion_attention_grad_v2", inputs, backward(case, args, saved, wrong), case.id)
-
-
-def in_bands(case: Case) -> bool:
-    return all(bool(in_band(case, b).any(-1).all()) for b in range(len(case.q_len)))
 
 
 # ------------------------------------------------------------------------------------------- what has no name, and ours

@@ -130,7 +130,6 @@ def case(dtype: torch.dtype = torch.float32, words: Any = None, **sizes: Any) ->
 
 CAUSAL = Band.causal()
 PACKED = [130, 0, 64, 5, 200, 300, 77]
-TURNED = {"layout": "TND", "q_len": PACKED, "kv_len": PACKED[::-1], "band": Band.window(40, 0)}
 CASES = {
     "full": case(),
     "causal": case(words={"band": CAUSAL}, s1=9 * 64 + 5),
