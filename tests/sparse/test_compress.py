@@ -129,6 +129,11 @@ def test_compressed_keys_are_those_that_attention_takes() -> None:
     ("changed", "words"),
     [
         ({"layout": "SBH"}, 'compress: layout: expected "BSND" or "TND", got SBH'),
+        ({"kv": None}, "compress: kv: expected a tensor of rows, got None"),
+        ({"kv": torch.zeros(())}, "compress: kv: expected a tensor of rows"),
+        ({"ratio": 2.5}, "compress: ratio: expected an int, got 2.5"),
+        ({"kv_len": 8}, "compress: kv_len: expected one number for each sequence, got 8"),
+        ({"gate": torch.zeros(1, 8, 1, 6, dtype=torch.int32)}, "gate: expected the dtype of kv, torch.float32"),
         ({"kv": torch.zeros(2, 3)}, "compress: kv: expected floats [B, S, N2, C], got torch.float32 [2, 3]"),
         ({"gate": torch.zeros(1, 8, 1, 5)}, "compress: gate: expected the shape of kv, [1, 8, 1, 6]"),
         ({"ratio": 0}, "compress: ratio: expected at least 1, got 0"),
@@ -151,6 +156,9 @@ def test_a_state_of_other_rows_is_refused() -> None:
     fa.compress(drawn(1, 3, 1, 6), drawn(1, 3, 1, 6), ratio=RATIO, state=state)
     with pytest.raises(ContractError, match="start a new CompressionState"):
         fa.compress(drawn(2, 3, 1, 6), drawn(2, 3, 1, 6), ratio=RATIO, state=state)
+    for changed in ({"ratio": RATIO + 1}, {"overlap": True}):
+        with pytest.raises(ContractError, match=r"state: expected a state of windows .*, got \(4, False\)"):
+            fa.compress(drawn(1, 3, 1, 6), drawn(1, 3, 1, 6), **{"ratio": RATIO, "state": state, **changed})
 
 
 # ------------------------------------------------------------------------------------------ CANN's compressor

@@ -27,6 +27,7 @@ class CompressionState:
         self.tokens = 0
         self.residual = 0
         self._rows: tuple[Tensor, Tensor] | None = None
+        self._windows: tuple[int, bool] | None = None  # ratio and overlap of the calls
 
     def joined(self, rows: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
         """The kept rows and gates, then the new ones."""
@@ -38,6 +39,7 @@ class CompressionState:
     def keep(self, rows: Tensor, gates: Tensor, tokens: int, ratio: int, overlap: bool) -> None:
         """Keeps the rows of the unfinished window, and with overlap those of the window before it."""
         self.tokens += tokens
+        self._windows = ratio, overlap
         self.residual = self.tokens % ratio
         kept = self.residual + (ratio if overlap and self.tokens >= ratio else 0)
         first = rows.shape[1] - kept
@@ -144,13 +146,20 @@ def _checked(
     Raises:
         ContractError: the first parameter that does not fit.
     """
+    for name, tensor in (("kv", kv), ("gate", gate)):
+        if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+            raise _failure(name, "a tensor of rows", tensor, "one row for each token and head")
+    if not isinstance(ratio, int) or isinstance(ratio, bool):
+        raise _failure("ratio", "an int", ratio, "rows of a window")
+    if kv_len is not None and (isinstance(kv_len, int) or (isinstance(kv_len, Tensor) and kv_len.dim() != 1)):
+        raise _failure("kv_len", "one number for each sequence", kv_len, "a list, or a tensor with one axis")
     lengths = [] if kv_len is None else [int(n) for n in kv_len]
     rows, axes = ("[B, S, N2, C]", 4) if layout == "BSND" else ("[T, N2, C]", 3)
-    tokens = kv.shape[1] if layout == "BSND" and kv.dim() == 4 else kv.shape[0] if kv.dim() else 0
-    fit = (
-        (len(lengths) == len(kv) and max(lengths, default=0) <= tokens) if layout == "BSND" else sum(lengths) == tokens
-    )
+    tokens = kv.shape[1] if layout == "BSND" and kv.dim() == 4 else kv.shape[0]
+    within = len(lengths) == len(kv) and max(lengths, default=0) <= tokens
+    fit = within if layout == "BSND" else sum(lengths) == tokens
     kept = None if state is None or state._rows is None else state._rows[0]
+    windows = None if state is None else state._windows
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     table: tuple[tuple[bool, str, str, Any, str], ...] = (
         (layout in ("BSND", "TND"), "layout", '"BSND" or "TND"', layout, "transpose the rows"),
@@ -158,11 +167,12 @@ def _checked(
          "one row for each token and head"),
         (gate.shape == kv.shape, "gate", f"the shape of kv, {list(kv.shape)}", list(gate.shape),
          "one for each channel"),
+        (gate.dtype == kv.dtype, "gate", f"the dtype of kv, {kv.dtype}", gate.dtype, "convert it"),
         (ratio >= 1, "ratio", "at least 1", ratio, "rows of a window"),
-        (kv.dim() > 0 and not (overlap and kv.shape[-1] % 2), "kv", "an even number of channels with overlap",
+        (not (overlap and kv.shape[-1] % 2), "kv", "an even number of channels with overlap",
          list(kv.shape), "they are two sets"),
         (bias is None or list(bias.shape) == [ratio, kv.shape[-1]], "position_bias",
-         f"[ratio, C] = {[ratio, kv.shape[-1] if kv.dim() else 0]}", None if bias is None else list(bias.shape),
+         f"[ratio, C] = {[ratio, kv.shape[-1]]}", None if bias is None else list(bias.shape),
          "a row for each position in a window"),
         (layout == "BSND" or kv_len is not None, "kv_len", "the tokens of every sequence", None,
          "packed rows do not show where a sequence ends"),
@@ -171,13 +181,19 @@ def _checked(
         (state is None or (layout == "BSND" and kv_len is None), "state", "None beside kv_len or packed rows",
          "a state", "sequences of a state have one length: call without kv_len"),
         (kept is None or (kept.shape[0] == kv.shape[0] and kept.shape[2:] == kv.shape[2:]), "state",
-         f"the state of {len(kv) if kv.dim() else 0} sequences of rows {list(kv.shape[2:])}",
+         f"the state of {len(kv)} sequences of rows {list(kv.shape[2:])}",
          None if kept is None else list(kept.shape), "start a new CompressionState"),
+        (windows in (None, (ratio, overlap)), "state", f"a state of windows of {(ratio, overlap)}", windows,
+         "(ratio, overlap) of its first call; or start a new CompressionState"),
     )  # fmt: skip
     for holds, param, expected, got, advice in table:
         if not holds:
-            raise ContractError([Failure("compress", param, expected, str(got), advice)])
+            raise _failure(param, expected, got, advice)
     return lengths
+
+
+def _failure(param: str, expected: str, got: Any, advice: str) -> ContractError:
+    return ContractError([Failure("compress", param, expected, str(got), advice)])
 
 
 def _shown(tensor: Tensor) -> str:
