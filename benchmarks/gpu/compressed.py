@@ -65,15 +65,15 @@ class Layer:
         for i in range(0, TOKENS, CHUNK):
             row = torch.arange(i, i + CHUNK, device="cuda")[:, None]
             near = row - torch.arange(WINDOW, device="cuda")
-            keys, seen = self.k[0, near.clamp(min=0), 0], near >= 0
+            keys, valid = self.k[0, near.clamp(min=0), 0], near >= 0
             if self.lists is None:
                 others, more = self.compressed[0, :, 0].expand(CHUNK, -1, -1), closed[i : i + CHUNK]
             else:
                 listed = self.lists[0, i : i + CHUNK, 0].long()
                 others, more = self.compressed[0, listed, 0], closed[i : i + CHUNK].gather(1, listed)
-            k, seen = torch.cat((keys, others), 1), torch.cat((seen, more), 1)
+            k, valid = torch.cat((keys, others), 1), torch.cat((valid, more), 1)
             scores = (self.q[0, i : i + CHUNK] @ k.mT).float() * SCALE
-            scores = scores.masked_fill(~seen[:, None], -torch.inf)
+            scores = scores.masked_fill(~valid[:, None], -torch.inf)
             scores = torch.cat((scores, self.sink.view(1, -1, 1).expand(CHUNK, -1, -1)), -1)
             parts.append(torch.softmax(scores, -1)[..., :-1].to(k.dtype) @ k)
         return torch.cat(parts)[None]

@@ -15,7 +15,7 @@ SPARSE_BACKWARD = [
     package("Triton: a key's sum serves the next key head too", "backends/triton/selected/selection.py",
           "id0 + j * step", "id0 + j", CASES),
     package("Triton: the last slot of a list is not met", "backends/triton/selected/selection.py",
-          "tl.where(j >= 0, n + 1, 0)", "tl.where(j >= 0, n // 16 * 16, 0)", CASES),
+          "tl.where((j >= 0) & there, FIRST + n + 1, 0)", "tl.where((j >= 0) & there, FIRST + n // 16 * 16, 0)", CASES),
     package("Triton: gradients of values are added to those of keys", LAUNCH,
           '"AT": starts[name] + first', '"AT": first', CASES),
     package("Triton: nobody notes scores that are not finite", KERNELS,

@@ -27,6 +27,7 @@ MAY_ALLOCATE = {
     "torch_ops.prepared::_stand_in": "an argument without memory",
     "npu.operators::_parameter": "a parameter without a default",
     "npu.interface::": "a parameter without a default",
+    "npu.surface.metadata::_parameters": "a parameter without a default",
     "torch_ops.spelling::misused": "a parameter without a default",
     "capi.device::allocate": "as acl.rt's",
     "npu.device.compiled::_elsewhere": "an input of a trace, which has no memory",

@@ -1,4 +1,4 @@
-"""Compressed keys: fa.compress and CANN's compressor by loops, by transformers' layers, and in several calls."""
+"""Compressed keys: fa.compress and CANN's compressor by loops and in several calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
-from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+from support.compressed import pooled_by_loops
 
 import fusion_attention as fa
 from fusion_attention import ContractError
@@ -22,18 +22,6 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def by_loops(kv: Tensor, gate: Tensor, bias: Tensor, ratio: int, overlap: bool) -> Tensor:
-    """[windows, ..., D] of one sequence [tokens, ..., C], channel by channel of each window."""
-    half, results = kv.shape[-1] // 2, []
-    for w in range(len(kv) // ratio):
-        own = [(p, slice(half, None) if overlap else slice(None)) for p in range(w * ratio, (w + 1) * ratio)]
-        before = [(p - ratio, slice(0, half)) for p, _ in own] if overlap and w else []
-        pairs = [(gate[p][..., c] + bias[p % ratio][c], kv[p][..., c]) for p, c in before + own]
-        weights = torch.stack([z for z, _ in pairs]).softmax(0)
-        results.append(sum(weight * x for weight, (_, x) in zip(weights, pairs, strict=True)))
-    return torch.stack(results) if results else kv.new_zeros(0, *kv.shape[1:-1], half if overlap else 2 * half)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_rows_and_gradients_are_those_of_loops(dtype: torch.dtype, overlap: bool) -> None:
@@ -45,46 +33,10 @@ def test_rows_and_gradients_are_those_of_loops(dtype: torch.dtype, overlap: bool
 
     def program() -> tuple[Tensor, ...]:
         wide = [t.detach().double().requires_grad_() for t in leaves]
-        rows = torch.stack([by_loops(wide[0][b], wide[1][b], wide[2], RATIO, overlap) for b in range(2)])
+        rows = torch.stack([pooled_by_loops(wide[0][b], wide[1][b], wide[2], RATIO, overlap) for b in range(2)])
         return rows.detach(), *torch.autograd.grad(rows, wide, dout.double())
 
     compare_with(f"overlap {overlap}", got, program)
-
-
-@pytest.mark.parametrize("kind", ["HCA", "CSA"])
-def test_the_layers_of_transformers_pool_alike(kind: str) -> None:
-    """Before their norm and rotation."""
-    overlap = kind == "CSA"
-    config = v4.DeepseekV4Config(hidden_size=16, head_dim=2 * DIM, index_head_dim=8, index_n_heads=2, q_lora_rank=8)
-    layer = getattr(v4, f"DeepseekV4{kind}Compressor")(config)
-    layer.compress_rate = RATIO
-    width = layer.kv_proj.weight.shape[0]
-    layer.position_bias = torch.nn.Parameter(drawn(RATIO, width, seed=5))
-    pooled: list[Tensor] = []
-
-    class Found(Exception):
-        pass
-
-    def norm(rows: Tensor) -> Tensor:
-        pooled.append(rows.detach())
-        raise Found
-
-    layer.kv_norm = torch.nn.Module()
-    layer.kv_norm.forward = norm
-    x = drawn(1, 11, 16, seed=6)
-    with pytest.raises(Found):
-        layer(x, None, torch.arange(11)[None], None, 0)
-    kv, gate = layer.kv_proj(x).detach(), layer.gate_proj(x).detach()
-    ours = fa.compress(
-        kv[:, :, None], gate[:, :, None], ratio=RATIO, position_bias=layer.position_bias.detach(), overlap=overlap
-    )
-
-    def program() -> tuple[Tensor, ...]:
-        rows = by_loops(kv[0].double(), gate[0].double(), layer.position_bias.detach().double(), RATIO, overlap)
-        return (rows,)
-
-    compare_with(f"{kind} of transformers", (pooled[0][0],), program)
-    compare_with(f"{kind}", (ours[0, :, 0],), program)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -195,7 +147,7 @@ def test_the_compressor_pools_its_projections(coff: int, mode: int) -> None:
 
     def program() -> tuple[Tensor, ...]:
         wide = [t.detach().double().requires_grad_() for t in leaves]
-        rows = [by_loops(one @ wide[1].T, one @ wide[2].T, wide[3], RATIO, coff == 2) for one in wide[0]]
+        rows = [pooled_by_loops(one @ wide[1].T, one @ wide[2].T, wide[3], RATIO, coff == 2) for one in wide[0]]
         full = torch.nn.functional.pad(torch.stack(rows), (0, 0, 0, 1))
         return full.detach(), *torch.autograd.grad(full, wide, dout.double())
 
@@ -227,7 +179,7 @@ def test_several_calls_of_the_compressor_go_on_from_its_state(coff: int, mode: i
 
     def program() -> tuple[Tensor, ...]:
         wide = [t.double() for t in w.values()]
-        return tuple(by_loops(one @ wide[0].T, one @ wide[1].T, wide[2], RATIO, coff == 2) for one in x.double())
+        return tuple(pooled_by_loops(one @ wide[0].T, one @ wide[1].T, wide[2], RATIO, coff == 2) for one in x.double())
 
     compare_with(f"coff {coff}", got, program)
 

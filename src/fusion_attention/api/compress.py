@@ -30,7 +30,7 @@ class CompressionState:
         self._windows: tuple[int, bool] | None = None  # ratio and overlap of the calls
 
     def joined(self, rows: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-        """The kept rows and gates, then the new ones."""
+        """Rows and gates of earlier calls, then the new ones."""
         if self._rows is None:
             return rows, gates
         before, z = self._rows
@@ -41,8 +41,7 @@ class CompressionState:
         self.tokens += tokens
         self._windows = ratio, overlap
         self.residual = self.tokens % ratio
-        kept = self.residual + (ratio if overlap and self.tokens >= ratio else 0)
-        first = rows.shape[1] - kept
+        first = rows.shape[1] - self.residual - (ratio if overlap and self.tokens >= ratio else 0)
         self._rows = rows[:, first:].detach().clone(), gates[:, first:].detach().clone()
 
 
@@ -75,7 +74,7 @@ def compress(
         overlap: windows overlap as above.
         layout: "BSND", or packed "TND": [T, N2, C].
         kv_len: tokens of every sequence; packed: needed.
-        state: of earlier calls, whose unfinished windows go on here; this call's rows are kept in it. Rows of earlier
+        state: of earlier calls, whose unfinished windows go on here; this call's rows join it. Rows of earlier
             calls receive no gradient. "BSND" without kv_len only.
 
     Returns:
@@ -158,7 +157,7 @@ def _checked(
     tokens = kv.shape[1] if layout == "BSND" and kv.dim() == 4 else kv.shape[0]
     within = len(lengths) == len(kv) and max(lengths, default=0) <= tokens
     fit = within if layout == "BSND" else sum(lengths) == tokens
-    kept = None if state is None or state._rows is None else state._rows[0]
+    before = None if state is None or state._rows is None else state._rows[0]
     windows = None if state is None else state._windows
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     table: tuple[tuple[bool, str, str, Any, str], ...] = (
@@ -180,9 +179,9 @@ def _checked(
          f"lengths of sequences within {tokens} tokens", lengths, "one for each sequence; packed, their sum is T"),
         (state is None or (layout == "BSND" and kv_len is None), "state", "None beside kv_len or packed rows",
          "a state", "sequences of a state have one length: call without kv_len"),
-        (kept is None or (kept.shape[0] == kv.shape[0] and kept.shape[2:] == kv.shape[2:]), "state",
+        (before is None or (before.shape[0] == kv.shape[0] and before.shape[2:] == kv.shape[2:]), "state",
          f"the state of {len(kv)} sequences of rows {list(kv.shape[2:])}",
-         None if kept is None else list(kept.shape), "start a new CompressionState"),
+         None if before is None else list(before.shape), "start a new CompressionState"),
         (windows in (None, (ratio, overlap)), "state", f"a state of windows of {(ratio, overlap)}", windows,
          "(ratio, overlap) of its first call; or start a new CompressionState"),
     )  # fmt: skip

@@ -52,10 +52,10 @@ def _compressed(
         state = _State(state_cache, block, cache_mode)
         last = (start + tokens) // ratio * ratio
         # In a ring only rows that a later window reads have a place.
-        kept = start if cache_mode == 1 else max(start, last - (coff - 1) * ratio)
+        stored = start if cache_mode == 1 else max(start, last - (coff - 1) * ratio)
         begin = max(start // ratio - (coff - 1), 0) * ratio
         before = state.read(begin, start).to(dtype)
-        state.write(kept, torch.cat((kv, z), -1)[kept - start :])
+        state.write(stored, torch.cat((kv, z), -1)[stored - start :])
         kv, z = (torch.cat(pair)[: max(last - begin, 0)] for pair in zip(before.chunk(2, -1), (kv, z), strict=True))
         closed = last // ratio - start // ratio
         windows = pooled(kv[None], z[None], ratio, coff == 2, first=begin == start // ratio * ratio)
@@ -75,7 +75,7 @@ class _State:
     def __init__(self, cache: Tensor, block: Tensor | None, mode: int) -> None:
         self.cache, self.block, self.mode = cache.detach(), block, mode
 
-    def _places(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+    def _slots(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         at = torch.arange(first, last, device=self.cache.device)
         size = self.cache.shape[1]
         assert self.block is not None
@@ -86,12 +86,12 @@ class _State:
         """Rows of positions [first, last), as they were written."""
         if first >= last:
             return self.cache.new_zeros(0, self.cache.shape[2])
-        return self.cache[self._places(first, last)]
+        return self.cache[self._slots(first, last)]
 
     def write(self, first: int, rows: Tensor) -> None:
         """Writes rows from a position on; in mode 1 block 0 takes none."""
         if self.block is None or not len(rows):
             return
-        page, row = self._places(first, first + len(rows))
+        page, row = self._slots(first, first + len(rows))
         stored = page > 0 if self.mode == 1 else torch.ones_like(page, dtype=torch.bool)
         self.cache[page[stored], row[stored]] = rows.detach()[stored].to(self.cache.dtype)

@@ -36,7 +36,7 @@ def call_of(bound: Bound, kind: type[Call]) -> Call:
         tensors["sparse_indices"] = lists.new_full((*lists.shape[:-1], 1), -1)
     if tensors["key_compressed"] is None:  # a second source without keys
         k, form = n["key"], n["layout"]
-        tensors["key_compressed"] = k.new_empty((len(n["q_len"]), 0, *k.shape[-2:])[form == "TND" :])
+        tensors["key_compressed"] = k.new_zeros((len(n["q_len"]), 0, *k.shape[-2:])[form == "TND" :])
     tensors |= {"sinks": wide(n["sinks"], n["query"])}
     tensors |= {name: page_table(n[name]) for name in ("block_table", "compressed_table")}
     layouts = (keys_in(n["layout"], None, n[table]) for table in ("block_table", "compressed_table"))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fusion_attention.ir.kv import RowView
+from fusion_attention.memory import empty
 from fusion_attention.ops.shared.call import TensorCall
 from fusion_attention.ops.sparse.call import grouped
 
@@ -52,7 +53,7 @@ def write_probabilities(rows: CompressedRows, out: Tensor) -> None:
     out.zero_()
     heads = rows.query.shape[-2]
     dtype = torch.float64 if rows.query.dtype == torch.float64 else torch.float32
-    saved = rows.query.new_empty(rows.query.shape[:-1], dtype=dtype)
+    saved = empty(rows.query, rows.query.shape[:-1], dtype)
     grouped(saved, 1, rows.call.layout).copy_(rows.lse)
     queries, statistics = rows.call.rows(rows.query, heads), rows.call.rows(saved.unsqueeze(-1), heads)
     written = rows.call.rows(out)

@@ -15,6 +15,7 @@ import torch
 
 from fusion_attention.contract import Array, Attr, Bound, Tensor
 from fusion_attention.ir.mask import UNLIMITED, Band
+from fusion_attention.memory import empty
 from fusion_attention.ops.compressed.call import LSE, NORM, OUT, FlashMla, FlashMlaBackward, replace_statistics
 from fusion_attention.ops.compressed.checks import FUNCTIONS
 from fusion_attention.ops.compressed.fa_record import COMPRESSED_TABLE, KEY_COMPRESSED, LISTS, layout_of
@@ -161,7 +162,7 @@ def _fresh(n: Any) -> dict[str, torch.Tensor]:
 
 def _fresh_gradients(n: Any) -> dict[str, torch.Tensor]:
     lists = n["sparse_indices"]
-    norm = {} if lists is None else {NORM: torch.empty_like(lists, dtype=torch.float32)}
+    norm = {} if lists is None else {NORM: empty(lists, lists.shape, torch.float32)}
     return fresh_gradients(n) | norm
 
 

@@ -115,11 +115,11 @@ def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_co
     entries = indices
     if SELECT:
         entries = list_at(indices, strides, count, b, hk, row)
-    seen = end
+    last_end = end
     if RATIO:
-        seen = compressed_end(lengths, count, b, row, RATIO)
+        last_end = compressed_end(lengths, count, b, row, RATIO)
         if PAGE_COMPRESSED:
-            seen = tl.minimum(seen, width_compressed * PAGE_COMPRESSED)
+            last_end = tl.minimum(last_end, width_compressed * PAGE_COMPRESSED)
             table_compressed += b * step_compressed
     for one in tl.range(begin, tl.where(some, tl.minimum(begin + BM, (hk + 1) * GROUP), begin).to(tl.int32)):
         head = one + tl.zeros([1], tl.int64)
@@ -148,7 +148,7 @@ def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_co
             peak, scale, at_head, there, not RATIO, BLOCK, SHARED, PAGE, NEAR, D0, D1, D2, DIM, R, DIM_ROPE, V0, V1,
             V2, DIM_V, BN)  # fmt: skip
         if RATIO:
-            slots = tl.where(any_bad, seen, 0)
+            slots = tl.where(any_bad, last_end, 0)
             if SELECT:
                 slots = slots_read(entries, slots, SELECT, BLOCK)
             cache_k = cache_at(strides, count, b, hk, layout_index.K_COMPRESSED, ALIGN)
@@ -157,7 +157,7 @@ def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_co
                 cache_v = cache_at(strides, count, b, hk, layout_index.V_COMPRESSED, ALIGN)
             acc = add_finite(
                 acc, query, rope, (k_compressed, v_compressed, k_rope), (cache_k, cache_v, cache_k), entries,
-                table_compressed, last_compressed, first * 0, seen, slots, peak, scale, at_head, there, SELECT > 0,
+                table_compressed, last_compressed, first * 0, last_end, slots, peak, scale, at_head, there, SELECT > 0,
                 BLOCK, SHARED, PAGE_COMPRESSED, NEAR, D0, D1, D2, DIM, 0, 0, V0, V1, V2, DIM_V, BN)  # fmt: skip
         rescale = tl.where(total == 0, 1.0, 1.0 / total)[:, None]
         recomputed_three(out + at_out, head * head_out, bad, acc, rescale, False, V0, V1, V2, DIM_V)
