@@ -29,17 +29,17 @@ def test_the_layers_of_transformers_pool_alike(kind: str) -> None:
     layer.position_bias = torch.nn.Parameter(drawn(RATIO, width, seed=5))
     pooled: list[Tensor] = []
 
-    class Found(Exception):
+    class Pooled(Exception):
         pass
 
     def norm(rows: Tensor) -> Tensor:
         pooled.append(rows.detach())
-        raise Found
+        raise Pooled
 
     layer.kv_norm = torch.nn.Module()
     layer.kv_norm.forward = norm
     x = drawn(1, 11, 16, seed=6)
-    with pytest.raises(Found):
+    with pytest.raises(Pooled):
         layer(x, None, torch.arange(11)[None], None, 0)
     kv, gate = layer.kv_proj(x).detach(), layer.gate_proj(x).detach()
     ours = fa.compress(

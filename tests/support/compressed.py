@@ -172,9 +172,9 @@ def pooled_by_loops(
     """[windows, ..., D] of one sequence [tokens, ..., C], channel by channel of each window."""
     half, results = kv.shape[-1] // 2, []
     for w in range(len(kv) // ratio):
-        own = [(p, slice(half, None) if overlap else slice(None)) for p in range(w * ratio, (w + 1) * ratio)]
-        before = [(p - ratio, slice(0, half)) for p, _ in own] if overlap and w else []
-        pairs = [(gate[p][..., c] + bias[p % ratio][c], kv[p][..., c]) for p, c in before + own]
+        current = [(p, slice(half, None) if overlap else slice(None)) for p in range(w * ratio, (w + 1) * ratio)]
+        before = [(p - ratio, slice(0, half)) for p, _ in current] if overlap and w else []
+        pairs = [(gate[p][..., c] + bias[p % ratio][c], kv[p][..., c]) for p, c in before + current]
         weights = torch.stack([z for z, _ in pairs]).softmax(0)
         results.append(sum(weight * x for weight, (_, x) in zip(weights, pairs, strict=True)))
     return torch.stack(results) if results else kv.new_zeros(0, *kv.shape[1:-1], half if overlap else 2 * half)
