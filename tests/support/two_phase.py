@@ -44,7 +44,8 @@ def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:
         words = p.words(op.layout_of(p, args))
         shape = [size_of(word, sizes) for word in words]
         alone = getattr(torch, p.dtypes, None) if p.dtypes else None
-        source = args.get(p.dtypes.removeprefix("=")) if p.dtypes.startswith("=") else args[op.tensors()[0].name]
+        like = [p.dtypes.removeprefix("=")] if p.dtypes.startswith("=") else [t.name for t in op.tensors()[:1]]
+        source = args.get(like[0]) if like else None
         dtype = alone or (source.dtype if isinstance(source, torch.Tensor) else torch.float32)
         rope = args.get("query_rope")
         dtype = (torch.float16 if rope is None else rope.dtype) if dtype == torch.int8 else dtype

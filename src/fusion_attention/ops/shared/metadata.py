@@ -80,6 +80,6 @@ def metadata(of: str, lengths: tuple[Param, ...], numbers: str, elements: int = 
         neutral=dict.fromkeys(("B", "S1", "S2", "N1"), 0),
         lower=lower,
         results=(OUT,),
-        fresh=lambda n: {OUT: torch.zeros(elements, dtype=torch.int32)},
+        fresh=lambda n: {OUT: empty(torch.empty(0), (elements,), torch.int32)},
         samples={"BSND": {}, "TND": {}},
     )
