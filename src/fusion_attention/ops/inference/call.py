@@ -281,7 +281,7 @@ def _logarithm(max_: Tensor, sum_: Tensor) -> Tensor:
 
 
 def _shaped(lse: Tensor, by_batch: bool) -> Tensor:
-    """softmax_lse in the interface's shape, with a last axis of 1; by_batch: with a batch axis, and heads before rows."""
+    """softmax_lse in the interface's shape: with a last axis of 1; by_batch: a batch axis, and heads before rows."""
     return (lse.mT.unsqueeze(0) if by_batch else lse).unsqueeze(-1)
 
 
