@@ -1,6 +1,6 @@
-"""pytest's option --fake-npu, which an entry point makes known to every pytest beside this library.
+"""pytest's option --fake-npu, a plugin that an entry point of this library registers.
 
-Loads nothing before the option is given.
+Nothing else is loaded unless the option is given.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Installs before any conftest is read, if asked."""
+    """Installs the substitute of torch_npu before conftests are read, if the option is given."""
     if early_config.known_args_namespace.fake_npu:
         from fusion_attention.npu import pytest as plugin
 

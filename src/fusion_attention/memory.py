@@ -1,11 +1,9 @@
-"""Memory for results, scratch and caches: torch's own, which asks for huge pages where it is large; that of results
-serves again when it is given back.
+"""Allocation of results, scratch and caches: large tensors request huge pages, and memory of large results is reused.
 
-A fresh tensor has no pages until someone writes them, and each first write of 4 KiB is a fault: a quarter of a
-microsecond and more, 8192 times for 32 MiB. Where the system hands out huge pages on request, one fault serves 2 MiB;
-but they are cleared one by one, and under a hypervisor that can take a millisecond each. So large
-results come from a free list by size: a block returns when its storage dies. Free blocks over 128 MiB are marked
-MADV_FREE, so the system may take them.
+The first write to each page of 4 KiB is a page fault of a quarter of a microsecond or more, 8192 times for 32 MiB.
+With huge pages a fault covers 2 MiB, but clearing one can take a millisecond under a hypervisor. Large results
+therefore come from a free list by size, to which a block returns when its storage is freed. Free blocks over 128 MiB
+are marked MADV_FREE, so the system can reclaim them.
 """
 
 from __future__ import annotations
@@ -17,38 +15,36 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# Bytes from which a tensor asks: whole huge pages surely lie in it. Smaller ones come from memory that is in use again
-# and again anyway.
+# Least bytes of a tensor that requests huge pages: it contains complete ones. The allocator reuses smaller blocks.
 LARGE = 4 << 20
-# Bytes that wait to be lent again, at most: an output of 32 MiB and its three gradients.
+# Maximum bytes of free blocks: an output of 32 MiB and its three gradients.
 IDLE = 128 << 20
-# The same of those larger than that, where the system may take what waits.
+# Maximum bytes of free blocks that are larger than that; the system can reclaim them.
 LENDABLE = 1 << 30
 _HUGE_PAGE = 2 << 20
 _MADV_FREE, _MADV_HUGEPAGE = 8, 14
-# By address, the first given back first. A dictionary's own operations are atomic: threads, and storages that die at
-# any time, need no lock, which a fork could leave locked.
+# Free blocks by address, the oldest first. Operations of a dictionary are atomic, so threads and finalizers need no
+# lock, which a fork could leave locked.
 _idle: dict[int, torch.Tensor] = {}
 
 
 def empty(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """like.new_empty(shape, dtype=dtype), ready to be written all over."""
+    """Allocates an uninitialized tensor like like.new_empty(shape, dtype=dtype), from the free list if it is large."""
     return _ready(like.new_empty(shape, dtype=dtype))
 
 
 def template(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """What another() makes such memory from, in half the time: one element in every place."""
+    """A template for another(), which allocates in half the time of empty(): one element, expanded to the shape."""
     return like.new_empty(1, dtype=dtype).expand(shape)
 
 
 def another(template: torch.Tensor) -> torch.Tensor:
-    """empty() of a template's shape and dtype."""
+    """Allocates an uninitialized contiguous tensor of a template's shape and dtype."""
     return _ready(torch.empty_like(template, memory_format=torch.contiguous_format))
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """torch.zeros for memory that stays, as a cache does; with the same advice: a read of all of it waits less often
-    for the tables of addresses."""
+    """torch.zeros for long-lived memory such as caches; large ones request huge pages, which reduces TLB misses."""
     fresh = torch.empty(shape, dtype=dtype, device=device)
     if type(fresh) is torch.Tensor and fresh.is_cpu and fresh.nbytes >= LARGE:
         _ask(fresh)
@@ -56,10 +52,9 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
 
 
 def _ready(fresh: torch.Tensor) -> torch.Tensor:
-    # All that is given out comes through here, where tests poison it. The tensors of a trace have another type, and no
-    # memory.
+    # All allocations pass here, so tests can fill them with NaN. Tensors of a trace have another type and no memory.
     if type(fresh) is torch.Tensor and fresh.is_cpu and fresh.nbytes >= LARGE:
-        if fresh.nbytes <= (IDLE if _advise is None else LENDABLE):  # Its memory was not touched: it costs nothing.
+        if fresh.nbytes <= (IDLE if _advise is None else LENDABLE):  # The replaced memory has no pages yet.
             fresh.set_(_lent(fresh.nbytes), 0, fresh.shape, fresh.stride())
         else:
             _ask(fresh)
@@ -67,18 +62,18 @@ def _ready(fresh: torch.Tensor) -> torch.Tensor:
 
 
 def _lent(size: int) -> torch.UntypedStorage:
-    """A storage of so many bytes, which cannot be resized; its memory is given back when it dies."""
+    """A storage of `size` bytes that cannot be resized; its block returns to the free list when it is freed."""
     block = _taken(size)
     if block is None:
         block = torch.empty(size, dtype=torch.uint8, device="cpu")
         _ask(block)
-    array = block.numpy()  # Only the storage holds this object.
+    array = block.numpy()  # Only the storage refers to this object.
     weakref.finalize(array, _give_back, block).atexit = False
     return torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
 
 
 def _taken(size: int) -> torch.Tensor | None:
-    """Idle memory of so many bytes, which is then the caller's."""
+    """Removes a block of `size` bytes from the free list; None if there is none."""
     for place, block in _idle.copy().items():
         if block.nbytes == size and _idle.pop(place, None) is not None:
             return block
@@ -87,7 +82,7 @@ def _taken(size: int) -> torch.Tensor | None:
 
 def _give_back(block: torch.Tensor) -> None:
     freed = block.nbytes > IDLE
-    if freed:  # Until the system takes them its pages stay, and a write finds them without a fault.
+    if freed:  # Pages that the system does not reclaim are written without a fault.
         _tell(block, _MADV_FREE)
     _idle[block.data_ptr()] = block
     idle = {place: block for place, block in _idle.copy().items() if (block.nbytes > IDLE) == freed}
@@ -102,7 +97,7 @@ def _ask(fresh: torch.Tensor) -> None:
 
 
 def _tell(memory: torch.Tensor, advice: int) -> None:
-    # Of the whole huge pages. A wish: nothing depends on its being granted.
+    # Advises the complete huge pages inside the memory; the system may ignore it.
     if _advise is not None:
         first = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
         end = (memory.data_ptr() + memory.nbytes) // _HUGE_PAGE * _HUGE_PAGE
@@ -110,7 +105,7 @@ def _tell(memory: torch.Tensor, advice: int) -> None:
 
 
 def _adviser() -> Callable[[int, int, int], int] | None:
-    """The C library's madvise(), where its advice means this."""
+    """The C library's madvise() on Linux, whose constants are used here; else None."""
     if sys.platform != "linux":
         return None
     advise = ctypes.CDLL(None).madvise

@@ -1,7 +1,7 @@
-"""The one registry of changes to what belongs to others: attributes, entries of sys.modules, finders of modules.
+"""The registry of patches to other modules: attributes, entries of sys.modules and finders on sys.meta_path.
 
-Changes of one place lie on each other as layers. A layer is taken off in any order and from any thread, and what
-other code has put there since stays.
+Patches of one attribute are stacked as layers. Layers can be removed in any order and from any thread, and values that
+other code assigned later stay.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 _ABSENT: Any = object()
 _Entered = TypeVar("_Entered", bound="Counted")
 
-# Global because the places are: two patches of one attribute must know of each other. Reentrant because the collector
-# may end a generator, and its patch with it, in the middle of another change; such an end waits in _ended.
+# Global, because patched attributes are, and patches of one attribute interact. Reentrant, because the garbage
+# collector may end a generator with a patch during another change; such a patch waits in _ended.
 _LOCK = threading.RLock()
 _layers: dict[tuple[int, str], list[Layer]] = {}
 _ended: list[Layer] = []
@@ -29,29 +29,29 @@ _changing = False
 
 
 class Layer:
-    """A value put in a place until it is taken off.
+    """A patch of one attribute or dictionary entry, until it is removed.
 
     Attributes:
-        value: what was put there.
-        on: whether it still counts. A caller may have kept its value: a wrapper whose layer is off only calls `below`.
+        value: the new value.
+        on: False after removal. Code may still refer to a wrapper of a removed layer, which then only calls `below`.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
-        self.owner, self.name, self.on = owner, name, True  # the owner is held, so that its id stays its own
+        self.owner, self.name, self.on = owner, name, True  # a reference to the owner keeps its id unique
         self.value: Any = _ABSENT
         self._read_value: Any
         self._replaced = result = _read(owner, name)
         self._lower = next((layer for layer in reversed(self._all()) if layer.value is result), None)
         if self._lower is not None:
             self._read_value = self._lower._read_value
-        elif result is _ABSENT:  # a class inherits, and a module may make what it is asked for
+        elif result is _ABSENT:  # a class inherits attributes, and a module may have __getattr__
             self._read_value = getattr(owner, name, None)
         else:
             self._read_value = result
 
     @property
     def below(self) -> Any:
-        """What one would find without this layer, as of now: what lay below may have been taken off meanwhile."""
+        """The value without this layer, at present: a layer below may have been removed meanwhile."""
         under = self._under()
         return self._read_value if under is _ABSENT else under
 
@@ -64,7 +64,7 @@ class Layer:
         return layer._replaced
 
     def _all(self) -> list[Layer]:
-        """The layers of the place that are on, the lowest first."""
+        """The active layers of the same attribute, the lowest first."""
         return _layers.get((id(self.owner), self.name), [])
 
     def _put(self, value: Any) -> None:
@@ -73,7 +73,7 @@ class Layer:
         _write(self.owner, self.name, value)
 
     def _settle(self) -> None:
-        """Puts back what lies below, if it is this layer whose value lies there."""
+        """Restores the value below, if the attribute still has this layer's value."""
         above = list(self._all())
         while above and above.pop(0) is not self:
             pass
@@ -90,7 +90,7 @@ class Layer:
 
 
 def _read(owner: Any, name: str) -> Any:
-    """What lies in a place itself, inherited or not."""
+    """The value stored in the owner itself, not an inherited one; _ABSENT if there is none."""
     return (owner if isinstance(owner, dict) else vars(owner)).get(name, _ABSENT)
 
 
@@ -107,7 +107,7 @@ def _write(owner: Any, name: str, value: Any) -> None:
 
 
 def _put(owner: Any, name: str, make: Callable[[Layer], Any], undo: ExitStack) -> Layer:
-    """A new layer with the value that `make` makes of it; how to take it off is known before it is there."""
+    """Adds a layer with the value make(layer); its removal is registered in `undo` before it is applied."""
     global _changing  # noqa: PLW0603  (one change at a time, of all)
     with _LOCK:
         _changing = True
@@ -123,7 +123,7 @@ def _put(owner: Any, name: str, make: Callable[[Layer], Any], undo: ExitStack) -
 
 
 def _take(layer: Layer) -> None:
-    """Takes a layer off; one that is off already stays so."""
+    """Removes a layer; does nothing if it is removed already."""
     with _LOCK:
         if layer.on:
             layer.on = False
@@ -137,7 +137,7 @@ def _settle_ended() -> None:
     _changing = True
     try:
         while _ended:
-            with suppress(Exception):  # what cannot be put back stays; an interrupted one is retried
+            with suppress(Exception):  # A value that cannot be restored stays; an interrupted restoration is retried.
                 _ended[-1]._settle()
             _ended.pop()._forget()
     finally:
@@ -145,9 +145,9 @@ def _settle_ended() -> None:
 
 
 class Changes:
-    """Changes that belong together: made one by one, taken back together, the last one first.
+    """A group of patches that are applied one by one and removed together, the last one first.
 
-    Any of them may be made and taken back in any thread. Nothing is made that cannot be taken back.
+    They can be applied and removed in any thread. Every patch can be removed.
 
     Example:
         >>> import math
@@ -161,54 +161,54 @@ class Changes:
     """
 
     def __init__(self) -> None:
-        self._undo = ExitStack()  # runs all that it holds, whatever one of them raises
+        self._undo = ExitStack()  # runs all callbacks, even if one raises
 
     def set(self, owner: Any, name: str, value: Any) -> Layer:
         """Sets an attribute of a module, class or object, or an entry of a dictionary."""
         return _put(owner, name, lambda layer: value, self._undo)
 
     def wrap(self, owner: Any, name: str, make: Callable[[Layer], Any]) -> Layer:
-        """Sets it to what `make` makes of the layer, whose `below` is what to call."""
+        """Sets an attribute or entry to make(layer), a wrapper that calls layer.below."""
         return _put(owner, name, make, self._undo)
 
     def find(self, finder: Any, *, first: bool = False) -> None:
-        """Puts a finder on sys.meta_path, at its end or at its beginning."""
+        """Adds a finder to sys.meta_path, at its end, or at its beginning."""
         self._undo.callback(_remove, finder)
         sys.meta_path.insert(0 if first else len(sys.meta_path), finder)
 
     def play(self, modules: dict[str, ModuleType], version: str) -> None:
-        """Puts modules where imports find them, packages before what they hold, and a distribution of the first's name
-        where importlib.metadata does."""
+        """Makes modules importable, packages before their submodules, and adds a distribution with the first one's name
+        to importlib.metadata."""
         player = Player(modules, version)
         for name, module in modules.items():
             self.set(sys.modules, name, module)
         self.find(player)
 
     def lend(self, modules: dict[str, ModuleType]) -> None:
-        """Puts modules where imports find them, before any of those names that are installed, and no distribution."""
+        """Makes modules importable in place of installed ones of the same names, without a distribution."""
         Player(modules, "")
         for name, module in modules.items():
             self.set(sys.modules, name, module)
 
     def when_loaded(self, name: str, change: Callable[[ModuleType], None]) -> None:
-        """Calls `change` with a module: now if it is loaded, or else as soon as it is."""
+        """Calls change(module) now if the module is loaded, else when it is loaded."""
         self.find(_Watch(name, change), first=True)
         if (module := sys.modules.get(name)) is not None:
             change(module)
 
     def after(self, undo: Callable[..., Any], *args: Any) -> None:
-        """Another way back, of a change that is about to be made."""
+        """Registers undo(*args), which end() calls, for a change that the caller makes itself."""
         self._undo.callback(undo, *args)
 
     def end(self) -> None:
-        """Takes all changes back that are not yet."""
+        """Removes all patches of the group."""
         with _LOCK:
             undo = self._undo.pop_all()
         undo.close()
 
 
 def together(make: Callable[[Changes], None]) -> Changes:
-    """The changes that `make` makes: all of them, or none."""
+    """Applies all patches of make(changes), or none if it raises."""
     changes = Changes()
     try:
         make(changes)
@@ -219,9 +219,9 @@ def together(make: Callable[[Changes], None]) -> Changes:
 
 
 class Counted(ContextDecorator):
-    """Changes made when the first one enters, in any thread, and taken back when the last one leaves.
+    """A context manager that applies patches at its first entry, in any thread, and removes them at its last exit.
 
-    A subclass says what they are in begin(). To leave more often than one entered does nothing.
+    Subclasses apply them in begin(). Additional exits do nothing.
     """
 
     def __init__(self) -> None:
@@ -229,11 +229,11 @@ class Counted(ContextDecorator):
         self._changes = Changes()
 
     def begin(self, changes: Changes) -> None:
-        """Makes the changes."""
+        """Applies the patches to `changes`."""
         raise NotImplementedError
 
     def __enter__(self: _Entered) -> _Entered:
-        """Makes the changes; where they are made, only counts."""
+        """Applies the patches at the first entry; counts entries."""
         with _LOCK:
             if not self._entered:
                 self._changes = together(self.begin)
@@ -241,7 +241,7 @@ class Counted(ContextDecorator):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Takes them back, once it was called as often as __enter__()."""
+        """Removes the patches at the last exit."""
         with _LOCK:
             if self._entered == 1:
                 self._changes.end()
@@ -249,7 +249,7 @@ class Counted(ContextDecorator):
 
 
 def another(name: str) -> str | None:
-    """The module or distribution of a name that imports find and no module stands in for, in words."""
+    """A description of the loaded or installed module with this name; None if there is none."""
     if (module := sys.modules.get(name)) is not None:
         return repr(module)
     spec = importlib.util.find_spec(name)
@@ -257,7 +257,7 @@ def another(name: str) -> str | None:
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What importlib.metadata finds: a name and a version."""
+    """A distribution for importlib.metadata that has only a name and a version."""
 
     def __init__(self, name: str, version: str) -> None:
         self.texts = {
@@ -266,16 +266,16 @@ class _Distribution(importlib.metadata.Distribution):
         }
 
     def read_text(self, filename: str) -> str | None:
-        """One of the files of a distribution."""
+        """The text of a metadata file, or None."""
         return self.texts.get(filename)
 
     def locate_file(self, path: Any) -> Any:
-        """Nothing lies anywhere."""
+        """Raises FileNotFoundError: there are no files."""
         raise FileNotFoundError("a module that is played has no files")
 
 
 class Player:
-    """Finds modules and their distribution on sys.meta_path; loading hands out the modules themselves."""
+    """A finder and loader for sys.meta_path that provides existing modules and their distribution."""
 
     def __init__(self, modules: dict[str, ModuleType], version: str) -> None:
         self.name = next(iter(modules))
@@ -285,32 +285,32 @@ class Player:
             module.__loader__ = self  # type: ignore[assignment]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The spec of one of the modules."""
+        """The spec of one of the modules, or None."""
         module = self.modules.get(name)
         return None if module is None else module.__spec__
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """The module itself."""
+        """The existing module of the spec."""
         return self.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: it is complete."""
+        """Does nothing: the module is complete."""
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """The distribution, if it is what is asked for."""
+        """Yields the distribution if its name is requested, or no name is."""
         asked_name = getattr(context, "name", None)
         if asked_name is None or re.sub(r"[-_.]+", "_", asked_name).lower() == self.name:
             yield self.distribution
 
 
 class _Watch:
-    """Finds on sys.meta_path what others find of one module, with a loader that tells when it is loaded."""
+    """A finder for sys.meta_path that delegates one module to other finders, and calls `change` after it is loaded."""
 
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
         self.name, self.change = name, change
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The spec of the one module."""
+        """The spec of the watched module, from other finders; None for other modules."""
         if name != self.name:
             return None
         result = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
@@ -320,7 +320,7 @@ class _Watch:
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
-                if module.__name__ == self.name and self in sys.meta_path:  # a loader may serve many, and outlive us
+                if module.__name__ == self.name and self in sys.meta_path:  # a loader may load many modules, and outlive this finder
                     self.change(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
-"""Plan and run: the work list of a back end for given lengths, and the cache of both (backends/ has the choice).
+"""Plans: a problem on given lengths with back end and work list, ready to run, and the cache of plans.
 
-plan() may take its time and is cached; run() only computes.
+Planning may be slow and is cached; Plan.run() only computes. backends/ selects the back end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fusion_attention.settings import chosen
 
 _PLANS: OrderedDict[Any, Plan] = OrderedDict()
 _PLANS_KEPT = 128
-_PLANS_LOCK = threading.Lock()  # What one thread found another may be throwing away.
+_PLANS_LOCK = threading.Lock()  # Another thread may evict the entry that one looks up.
 
 
 @dataclass(eq=False, slots=True)
@@ -30,9 +30,9 @@ class Plan:
     """One problem on given lengths, ready to run any number of times.
 
     Attributes:
-        backend: the name of the back end that was chosen.
-        op_kind: what is computed: the back end's function of that name.
-        capacity: the extents it was planned for, where update() may be called; else None.
+        backend: the name of the selected back end.
+        op_kind: the operation, the name of a function of the back end.
+        capacity: the extents of an updatable plan; None: update() raises.
     """
 
     problem: AnyProblem
@@ -45,25 +45,26 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory that a run takes besides operands and results, on the lengths it was planned for."""
+        """Bytes that a run allocates besides operands and results, for the planned lengths."""
         planned = self.capacity.extents if self.capacity else self.extents
         return self.module.workspace_bytes(self.problem, planned, self.op_kind)
 
     def update(self, kv_len: Any) -> None:
-        """Other key lengths for the same sequences: what a decode loop says before each step, instead of planning anew.
+        """Sets other key lengths of the same sequences, before each step of a decoding loop, without a new plan.
 
             lo' = lo + kv_len - capacity,  hi' = hi + ratio * (kv_len - capacity)        (finite edges only)
 
-        A finite edge of the band keeps its distance from the last key (ratio: of an IndexerProblem, else 1); what
-        slopes count distances from (extents.shift) stays where it was planned. Results are those of a fresh plan, bit
-        by bit (on a GPU, few rows without a page table: within rounding).
+        A finite edge of the band keeps its distance from the last key (ratio: that of an IndexerProblem, else 1). The
+        origin of slopes' distances (extents.shift) does not change. Results have the bits of a new plan (on a GPU, few
+        rows without a page table: within rounding).
 
         Args:
-            kv_len: keys of each sequence, int64 [sequences] or a list; each from 0 to what was planned for.
+            kv_len: keys of each sequence, int64 [sequences] or a list; each from 0 to the planned length.
 
         Raises:
-            ValueError: not a plan made with updatable=True, a wrong number of lengths, one beyond the capacity, or (on
-                the CPU) a plan that runs, in another thread or beneath a signal handler; then nothing is changed.
+            ValueError: the plan was not made with updatable=True, a wrong number of lengths, a length beyond the
+                capacity, or (on the CPU) the plan is running, in another thread or below a signal handler. Nothing
+                changes then.
         """
         if self.capacity is None:
             raise ValueError("fusion_attention: Plan.update: expected a plan made with updatable=True")
@@ -72,14 +73,14 @@ class Plan:
         self.extents = extents
 
     def keep(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Operands of many runs that stay as they are, so that the back end need read them only once."""
+        """Converts operands that many runs use unchanged to the back end's internal form."""
         return tuple(self.module.keep(each) or each for each in operands)
 
     def run(self, *operands: Any) -> None:
         """Computes into the operands (attention_forward: Operands; attention_backward: Operands and Grads)."""
         compute = getattr(self.module, self.op_kind)
         if torch._C._is_any_autocast_enabled():
-            # Back ends say where they round; autocast would narrow their float32 products too.
+            # Autocast would round float32 products inside back ends.
             with torch.autocast(operands[0].q.keep[0].device.type, enabled=False):
                 compute(self.problem, self.extents, self.schedule, *operands)
         else:
@@ -87,7 +88,7 @@ class Plan:
 
 
 class _Capacity:
-    """The lengths that an updatable plan was made for, and which of their band edges move with the last key."""
+    """The planned lengths of an updatable plan, and masks of the band edges that move with the last key."""
 
     def __init__(self, problem: AnyProblem, extents: Extents) -> None:
         self.extents, self.ratio = extents, getattr(problem, "ratio", 1)
@@ -97,7 +98,7 @@ class _Capacity:
         )
 
     def shortened(self, kv_len: Any) -> Extents:
-        """The extents with other key lengths."""
+        """The extents with other key lengths, checked, and with moved band edges."""
         planned = self.extents
         lengths = np.array(kv_len, np.int64)
         if lengths.shape != planned.kv_len.shape:
@@ -128,19 +129,20 @@ def plan(
     *,
     updatable: bool = False,
 ) -> Plan:
-    """A plan for a problem on given lengths; the last ones are kept and found again.
+    """A plan for a problem on given lengths; the most recent ones are cached.
 
     Args:
-        problem: what is computed.
+        problem: the computation.
         extents: lengths and bands of the sequences.
-        device: where the operands lie.
+        device: device of the operands.
         backend: "auto", or a name in BACKENDS.
         op_kind: "attention_forward", "attention_backward", "indexer_topk", "indexer_backward", "indexer_lse" or
             "indexer_loss".
-        updatable: a plan of the caller's own, whose key lengths Plan.update changes; extents are then its capacity.
+        updatable: a new plan that is not cached and whose key lengths Plan.update changes; extents are its capacity.
 
     Raises:
-        ValueError, BackendError: as choose().
+        ValueError: an unknown back end.
+        BackendError: no back end computes the problem.
     """
     if updatable:
         return _build(problem, extents, device, backend, op_kind, _Capacity(problem, extents))
@@ -158,7 +160,7 @@ def plan(
 
 
 def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "auto") -> None:
-    """Plans and runs a lowered call into its outputs, given by the names of call.results(); records no gradient."""
+    """Plans and runs a lowered call, without autograd; outputs: memory by the names of call.results()."""
     backend = chosen(backend)
     filled = call.fill(outputs)
     if filled.first is not None:

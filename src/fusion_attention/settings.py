@@ -1,7 +1,4 @@
-"""How strictly calls are checked and what computes them where a call itself says nothing: in a block, or a process.
-
-The one state of its kind.
-"""
+"""Defaults of strictness, content checks and back end, for a block of code or the process."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from typing import Any
 
 @dataclass(slots=True)
 class Settings:
-    """What a call takes where it does not say otherwise.
+    """Defaults for calls.
 
     Attributes:
-        strict: the chip's limits, and what a legal call probably does not mean, are errors.
-        check_content: rules that read tensor data on request are asked.
-        backend: what "auto" means.
+        strict: the chip's limits, and doubts about probable mistakes, are errors.
+        check_content: rules that read tensor data on request are checked.
+        backend: the back end of calls with backend="auto".
     """
 
     strict: bool = False
@@ -27,18 +24,18 @@ class Settings:
     backend: str = "auto"
 
 
-# Of every thread and task outside a block; npu.install(strict=True) changes it.
+# The settings of every thread and task outside a block; npu.install(strict=True) changes them.
 PROCESS = Settings()
 _SET: ContextVar[Settings] = ContextVar("fusion_attention", default=PROCESS)
-# The bare method, with no function around it: every call asks.
+# The bound method itself, because every call uses it.
 current = _SET.get
 
 
 def chosen(backend: str) -> str:
-    """The back end that a call asks for; where that is "auto", the one that is set.
+    """The back end of a call: its argument, or for "auto" the one in the settings.
 
     Raises:
-        ValueError: it is no name.
+        ValueError: the argument is not a string.
     """
     if not isinstance(backend, str):
         raise ValueError(f"fusion_attention: backend: expected a name, got {backend!r}")
@@ -47,7 +44,7 @@ def chosen(backend: str) -> str:
 
 @contextmanager
 def override(**changes: Any) -> Iterator[None]:
-    """Other settings inside a block, in this thread or task."""
+    """A context with changed settings, for this thread or asyncio task."""
     before = current()
     _SET.set(replace(before, **changes))
     try:

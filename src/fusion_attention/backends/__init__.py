@@ -1,7 +1,7 @@
-"""What computes: back ends that give the same operation kinds in the intermediate representation's types, and the
-choice among them.
+"""The protocol of back ends, which compute the operations of the intermediate representation, and their selection.
 
-Each is a module that says itself what it cannot do. They never import one another; load() imports the one chosen.
+Each back end is a module that reports what it cannot compute. Back ends never import one another; load() imports the
+selected one.
 """
 
 from __future__ import annotations
@@ -27,52 +27,51 @@ from fusion_attention.ir.problem import (
 )
 from fusion_attention.settings import override
 
-# In the order in which "auto" tries them. golden is asked for by name, never chosen.
+# The order in which "auto" tries back ends. golden is used by name only.
 AUTO = ("triton", "cpu")
-SHAPES = "meta"  # the device without memory, and what serves all calls there
+SHAPES = "meta"  # the device without memory, and its back end
 BACKENDS = (*AUTO, "golden")
 BackendName = Literal["auto", "cpu", "triton", "golden"]  # for type checkers
 _GOLDEN = ' golden computes it, in float64: backend="golden", or a block with fusion_attention.use_backend("golden").'
-Accepted = Any  # a problem against which a back end has no reason
+Accepted = Any  # a problem that the back end computes
 
 
 class Backend(Protocol):
-    """A back end: a module of these functions. Of a problem that it refuses it is asked nothing else.
+    """A back end: a module with these functions. Only reasons_against() is called for problems that it rejects.
 
-    The properties are its op_kinds: they compute a problem on given lengths, with its schedule for them, in given
-    memory.
+    The properties are the operation kinds: functions of problem, extents, schedule and memory.
     """
 
     NAME: str
 
     def reasons_against(self, problem: AnyProblem, device: torch.device, op_kind: str = "", /) -> list[str]:
-        """One sentence for each thing that it cannot do; without an operation kind, for all of them."""
+        """One sentence for each property of the problem that it does not support; op_kind "": for every operation."""
         ...
 
     def schedule(self, problem: Accepted, extents: Extents, op_kind: str, /) -> Any:
-        """What it plans for one of its operation kinds on given lengths, to be handed to every run; None: nothing."""
+        """The schedule of an operation on given lengths, which every run receives; None if it needs none."""
         ...
 
     def reschedule(self, problem: Accepted, extents: Extents, op_kind: str, schedule: Any, /) -> Any:
-        """The schedule for other key lengths of the same sequences, changed or made anew."""
+        """The schedule for other key lengths of the same sequences: the given one, modified, or a new one."""
         ...
 
     def workspace_bytes(self, problem: Accepted, extents: Extents, op_kind: str, /) -> int:
-        """What an operation kind allocates besides operands and results."""
+        """Bytes that an operation allocates besides operands and results."""
         ...
 
     def prepare(
         self, problem: Accepted, schedule: Any, operands: Any, names: tuple[str, ...], /
     ) -> Callable[..., bool] | None:
-        """A forward for many calls whose views differ in memory alone; None where there is nothing to gain.
+        """A function for repeated forward calls whose views differ only in memory; None if it would not be faster.
 
-        names: of the tensors that the function takes, in their order, as ir.places has them; those of max and sum are
-        None where they are not read. It is false where its results are not complete: then the operation has to run.
+        The function takes tensors in the order of names (those of ir.places); max and sum may be None if they are not
+        read. It returns False if the results are incomplete, and the caller then runs the operation.
         """
         ...
 
     def keep(self, operands: Any, /) -> Any:
-        """Operands of many runs that stay as they are, in a form of its own; None: it takes them as they are."""
+        """The back end's internal form of operands that many runs use unchanged; None if it has no such form."""
         ...
 
     @property
@@ -82,26 +81,26 @@ class Backend(Protocol):
 
     @property
     def attention_backward(self) -> Callable[[Problem, Extents, Any, Operands, Grads], None]:
-        """Writes all gradients, or adds to dbias, from the saved statistics and the saved out."""
+        """Writes all gradients (adds to dbias unless owns_dbias) from the saved statistics and the saved out."""
         ...
 
 
 class IndexerBackend(Backend, Protocol):
-    """A back end that computes the indexer and its loss too, as all of them do."""
+    """A back end that also computes the indexer and its loss, as all of them do."""
 
     @property
     def indexer_topk(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands], None]:
-        """Writes indices, and values where there are any, for every row of every sequence."""
+        """Writes indices, and values if problem.has_values, for every row of every sequence."""
         ...
 
     @property
     def indexer_backward(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands, IndexerGrads], None]:
-        """Writes dq, dk and dweights from the chosen indices."""
+        """Writes dq, dk and dweights from the selected indices and dvalues."""
         ...
 
     @property
     def indexer_lse(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands], None]:
-        """Writes stats, over the keys that the band shows."""
+        """Writes the softmax statistics of the indexer's scores over the keys in the band."""
         ...
 
     @property
@@ -111,7 +110,7 @@ class IndexerBackend(Backend, Protocol):
 
 
 def load(name: str) -> Backend:
-    """A back end; only what is chosen is imported: a machine without one's needs loads everything else."""
+    """Imports a back end by name; the others, whose requirements may be missing on this machine, are not imported."""
     result: IndexerBackend
     if name == "triton":
         from fusion_attention.backends import triton
@@ -133,17 +132,17 @@ def load(name: str) -> Backend:
 
 
 def choose(problem: AnyProblem, device: torch.device, backend: str, op_kind: str = "") -> str:
-    """The back end that computes an operation kind, or all: the named one, or the first of AUTO without a reason
-    against.
+    """Name of the back end for an operation ("": for all operations): the requested one, or the first of AUTO that
+    computes the problem.
 
     Raises:
         ValueError: an unknown name.
-        BackendError: none fits; the message lists every reason of every back end asked.
+        BackendError: no back end computes it; the message lists the reasons of each.
     """
     _check_name(backend)
     if device.type == SHAPES:
         return SHAPES
-    # Triton is slow to import and has nothing to say about memory that no GPU holds.
+    # Triton computes on CUDA devices only, and its import is slow.
     automatic = AUTO if device.type == "cuda" else AUTO[1:]
     listed = []
     for name in automatic if backend == "auto" else (backend,):
@@ -156,13 +155,13 @@ def choose(problem: AnyProblem, device: torch.device, backend: str, op_kind: str
 
 
 def _check_name(backend: str) -> None:
-    """Raises where there is no back end of this name."""
+    """Raises ValueError if no back end has this name."""
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"fusion_attention: backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
 
 
 def reasons_of(name: str, problem: AnyProblem, device: torch.device, op_kind: str = "") -> list[str]:
-    """Why a back end does not compute a problem on a device; empty where it does."""
+    """Reasons why a back end does not compute a problem on a device; empty if it does."""
     try:
         module = load(name)
     except ImportError as error:

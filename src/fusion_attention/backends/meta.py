@@ -1,4 +1,4 @@
-"""Calls on the meta device: every check, plan and shape, and no value, as torch's own operators have them there."""
+"""The back end of the meta device: calls are checked and planned and return shapes, as torch's operators do there."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ NAME = "meta"
 
 
 def reasons_against(problem: AnyProblem, device: torch.device, op_kind: str = "") -> list[str]:
-    """Why this back end cannot compute the problem: tensors with memory need values."""
+    """One reason if the device is not meta, else none."""
     return [] if device.type == NAME else [f"the meta back end computes device meta, not {device.type}."]
 
 
 def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
-    """None."""
+    """Bytes of scratch: 0."""
     return 0
 
 
 def nothing(*_: Any) -> None:
-    """Nothing is planned, and nothing written into memory that is not there."""
+    """Does nothing: there are no schedules, and meta tensors have no memory to write."""
 
 
 schedule = reschedule = prepare = keep = nothing

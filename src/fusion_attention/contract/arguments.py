@@ -1,5 +1,5 @@
-"""Arguments as rules see them: host integers as int64 arrays, lists of tensors as tuples, blanks as nothing; what kind
-of value each is, what came instead, and whether its memory is there.
+"""Normalization of arguments before rules check them (host integers to int64 arrays, lists of tensors to tuples), tests
+of their types, and tests that tensors' storages hold their elements.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ TYPES = {int: "an int below 2**63", float: "a number", str: "a string", bool: "T
 
 
 def members(value: Any) -> Any:
-    """A list of tensors as a tuple, one tensor as a tuple of one; else what came."""
+    """A list of tensors as a tuple, and a tensor as a tuple of one; other values are returned unchanged."""
     if isinstance(value, torch.Tensor):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 
 
 def is_memory(value: Any) -> bool:
-    """Whether a value is a tensor, or holds some."""
+    """True if a value is a tensor or a tuple with a tensor."""
     return isinstance(value, torch.Tensor) or (type(value) is tuple and any(isinstance(t, torch.Tensor) for t in value))
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a tensor that torch takes for a number: without dimensions, and without a gradient."""
+    """True for a tensor that torch accepts as a number: without dimensions, and without a gradient."""
     return isinstance(value, torch.Tensor) and not (value.dim() or value.is_meta or value.requires_grad)
 
 
 def to_array(value: Any) -> Any:
-    """Host integers as a new int64 array, from a list, a tuple, a range, an array or a tensor; else what came."""
+    """Host integers (list, tuple, range, array or tensor) as a new int64 array; other values in a form for errors."""
     array = value
     try:
         if isinstance(value, torch.Tensor):
             array = value.detach().cpu().numpy()
         elif isinstance(value, (list, tuple, range)):
             array = np.asarray(value) if len(value) else np.zeros(0, np.int64)
-    except Exception:  # Elements that are no numbers, a tensor without memory: not integers, whatever else they are.
+    except Exception:  # Elements that are not numbers, or a tensor without memory: rules report that.
         return value
     if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype in (np.int64, np.int32):
-        # A copy: callers change lengths in place, and what follows from these is kept.
+        # A copy, because callers may change lengths in place, while results derived from them are cached.
         return array.astype(np.int64, copy=array is value or isinstance(value, torch.Tensor))
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def array_of(op: Op, position: int, value: Any) -> Any:
-    """to_array() of an argument; None where it is optional and came as a tensor without elements."""
+    """to_array() of the argument at a position; None for an optional one that is a tensor without elements."""
     if isinstance(value, torch.Tensor) and value.numel() == 0 and op.blank_is_absent and op.params[position].optional:
         return None
     return to_array(value)
 
 
 def is_type(value: Any, p: Attr) -> bool:
-    """Whether an attribute is of its record's type: an int is a float too, and no bool is a number."""
+    """True if an attribute has its record's type: an int is a float too, but a bool is not a number."""
     wanted = p.type
     if wanted is bool or isinstance(value, bool):
         return wanted is bool and isinstance(value, bool)
@@ -74,7 +74,10 @@ def is_type(value: Any, p: Attr) -> bool:
 
 
 def no_tensor(value: Any, output: bool) -> Fault | None:
-    """What is wrong with a value that is no tensor of plain strided memory."""
+    """The fault of a value that is not a dense strided tensor with its values in memory; None if it is one.
+
+    output: the tensor is written, so its elements must not share memory.
+    """
     if not isinstance(value, torch.Tensor):
         return "a tensor", show(value), ""
     if value.is_nested:
@@ -94,14 +97,14 @@ def no_tensor(value: Any, output: bool) -> Fault | None:
 
 
 def no_tensors(values: Any) -> Fault | None:
-    """What is wrong with a value that is no list of such tensors."""
+    """The fault of a value that is not a non-empty tuple of tensors without no_tensor() faults; None if it is one."""
     if not isinstance(values, tuple) or not values:
         return "a tensor or a list of tensors", show(values), ""
     return next((fault for fault in (no_tensor(value, False) for value in values) if fault), None)
 
 
 def trained(value: Any) -> bool:
-    """Whether autograd waits for a gradient of a tensor, or of one of several."""
+    """True if autograd requires a gradient of a tensor, or of one in a list."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in members(value) or ())
 
 
@@ -109,24 +112,24 @@ def trained(value: Any) -> bool:
 
 
 def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from a window's first one to behind its last one."""
+    """Number of elements that a strided view spans in memory, from its first element to its last, inclusive."""
     return sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1 if all(shape) else 0
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to behind its last one."""
+    """Number of bytes that a tensor spans in memory, from its first element to its last, inclusive."""
     return tensor.nbytes if tensor.is_contiguous() else reach(tensor.shape, tensor.stride()) * tensor.itemsize
 
 
 def lost(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's storage, which may be resized under it, no longer holds its elements.
+    """True if a tensor's storage was resized and no longer holds all of its elements.
 
-    torch asks when a view is made, and never again.
+    torch checks this only when it makes a view.
     """
     try:
         need, offset = tensor.nbytes if tensor.is_contiguous() else span(tensor), tensor.storage_offset()
         return need > 0 and tensor.untyped_storage().nbytes() < (need + offset * tensor.itemsize if offset else need)
-    except Exception:  # Sparse, nested: they have no such storage; rules that need a dense tensor say so.
+    except Exception:  # Sparse and nested tensors have no such storage; no_tensor() reports them.
         return False
 
 
@@ -138,7 +141,8 @@ def _loss(op: str, param: str, tensor: torch.Tensor) -> Failure:
 
 
 def intact(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
-    """Raises where the storages of some tensors no longer hold them; names: what the tensors are called, in order."""
+    """Raises ContractError if the storage of a tensor no longer holds its elements; names: those of the tensors, in
+    order."""
     for t in tensors:
         if t is not None and lost(t):
             named = zip(names, tensors, strict=False)
@@ -146,7 +150,7 @@ def intact(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor | None]
 
 
 def losses(op: Op, tensors: Mapping[str, Any]) -> list[Failure]:
-    """The failures of all tensors, and lists of tensors, by canonical name, that are lost()."""
+    """The failures of those tensors that are lost(); tensors: tensors and tuples of tensors by canonical name."""
     shown = {op.by_name[name].shown: value for name, value in tensors.items()}
     named = [
         (f"{name}[{i}]" if type(value) is tuple and len(value) > 1 else name, t)

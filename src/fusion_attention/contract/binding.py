@@ -1,6 +1,6 @@
-"""Checking a call against its record: stage by stage, with every failure of the first stage that has one.
+"""Validation of a call against its record, in stages; an error lists all failures of the first stage that fails.
 
-A signature that was found legal is remembered.
+Legal signatures are cached.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from fusion_attention.contract.signatures import Reader, reader
 from fusion_attention.contract.stages import ask, first_stages
 from fusion_attention.settings import current
 
-# How many signatures of one operator are remembered.
+# Maximum number of cached signatures per operator.
 SIGNATURES_KEPT = 1024
 Result = TypeVar("Result")
 
 
 @dataclass(eq=False, slots=True)
 class CallCache:
-    """What all calls of one signature with the same arrays share: everything but tensors and their content.
+    """Cache for all calls of one signature with the same arrays; it holds no tensors.
 
     Attributes:
-        lowered: what the record's lowering made of names (Bound.once).
-        templates: of a decoding call's results.
-        prepared: by back end, the prepared call, None before its second use; preparable: False if it has none.
+        lowered: result of Bound.once(): the lowered call without tensors.
+        templates: shapes and dtypes of a decoding call's results.
+        prepared: the prepared call by back end, None before its second use; preparable: False if it has none.
         two_phase: the memory layouts of a two-phase call's tensors.
     """
 
@@ -56,10 +56,10 @@ class CallCache:
 
 
 class Bound:
-    """A checked call: every canonical name with its value.
+    """A valid call: the value of every canonical name.
 
     Attributes:
-        args: the arguments that were bound; tensors: the names of those that are tensors, or lists of them.
+        args: the arguments; tensors: names of the arguments that are tensors or lists of tensors.
         settled, call_cache: shared by all calls of one signature with the same arrays.
     """
 
@@ -72,20 +72,20 @@ class Bound:
 
     @property
     def names(self) -> dict[str, Any]:
-        """Axes, attributes, arrays (int64 numpy), tensors (None where absent), and what the record derives.
+        """Values of axes, attributes, arrays (int64 numpy), tensors (None if absent) and names that the record derives.
 
-        Made on first use: a fully prepared call needs none.
+        Computed on first use, because prepared calls do not need it.
         """
         if self._names is None:
             self._names = {**self.settled.names, **_tensors_of(self.op, self.args, self.tensors)}
         return self._names
 
     def over(self, tensors: Mapping[str, Any]) -> Bound:
-        """The same call with other tensors of the same signature."""
+        """The same call with other tensors, which must have the same signature."""
         return Bound(self.op, {**self.args, **tensors}, self.tensors, self.settled)
 
     def once(self, make: Callable[[dict[str, Any]], Result]) -> Result:
-        """The result of lowering the names that are no tensors, made once for all calls that share a cache."""
+        """make(names), computed once for all calls that share call_cache; it must not depend on tensors."""
         result: Result | None = self.call_cache.lowered
         if result is None:
             result = self.call_cache.lowered = make(self.names)
@@ -97,12 +97,12 @@ class Bound:
 
 @dataclass(eq=False, slots=True)
 class _Signature:
-    """What is known of all calls of one signature: shapes, strides, dtypes, attributes, and which arrays came.
+    """Cached validation of all calls with the same shapes, strides, dtypes, attributes and set of given arrays.
 
     Attributes:
-        names: those with one value for all of them; tensors: the names of those given.
-        rules: what may turn out otherwise when arrays change; reads: what may at every call; notes: found for all.
-        settled: the last arrays with what they led to. Layers of a model share lengths, steps do not.
+        names: names with the same value in all of these calls; tensors: names of the given tensors.
+        rules: rules to check when arrays change; reads: rules to check at every call; notes: warnings of all calls.
+        settled: the state for the last arrays, which the layers of a model share.
     """
 
     names: dict[str, Any]
@@ -115,10 +115,10 @@ class _Signature:
 
 @dataclass(eq=False, slots=True)
 class _Settled:
-    """What follows from the arrays of a call.
+    """Cached validation for one signature and one value of its arrays.
 
     Attributes:
-        names: all but tensors; within: what rules about them are evaluated in, made when one is asked again.
+        names: values of all names but tensors; within: the scope() of names, made when rules are checked again.
         notes: warnings.
     """
 
@@ -138,22 +138,21 @@ def bind(
     reads: bool = True,
     memory: bool = True,
 ) -> Bound:
-    """Checks a call against its record, stage by stage, and gives every name its value.
+    """Checks a call against its record, in stages, and returns the value of every name.
 
-    A signature (shapes, strides, dtypes, attributes) that was found legal is found again by one look-up; arrays are
-    compared with the last ones, and what reads tensor content is asked at every call, as are storages, which may be
-    resized under a tensor, whether they still hold it.
+    A legal signature (shapes, strides, dtypes, attributes) is found again by one look-up, and arrays are compared with
+    the last ones. Rules that read tensor content, and the sizes of storages, are checked at every call.
 
     Args:
         op: the record.
-        args: values by canonical name; a missing name is as None. They are not changed later.
-        strict: limits and doubts are errors too; None: as settings say.
-        check_content: rules that read tensor data on request are asked too; None: as settings say.
-        reads: so are those that always do; False where the data may not be there yet.
-        memory: False in a trace, whose tensors have none.
+        args: values by canonical name; a missing name is None. The caller does not change the mapping later.
+        strict: limits and doubts are errors; None: by the settings.
+        check_content: also check rules of level "content", which read tensor data; None: by the settings.
+        reads: check the other rules that read tensor data; False if the data may not be written yet.
+        memory: check that storages hold their tensors; False in a trace, whose tensors have no memory.
 
     Raises:
-        ContractError: with every failure of the first stage that found one.
+        ContractError: with all failures of the first stage that fails.
     """
     checks = current()
     strict = checks.strict if strict is None else strict
@@ -178,14 +177,14 @@ def bind(
 
 
 def _tell(notes: Iterable[Failure | str]) -> None:
-    """Warns, where the caller of this package stands."""
+    """Issues warnings at the line that called this package."""
     level = outside()
     for note in notes:
         warnings.warn(str(note), ContractWarning, stacklevel=level)
 
 
 def _with_reader(op: Op) -> Reader:
-    """The reader of an operator that has none yet: its records may be read where no core is loaded."""
+    """Makes and stores the signature reader of an operator; late, so that importing a record loads no native core."""
     result = reader(op)
     object.__setattr__(op, "reader", result)
     return result
@@ -194,7 +193,7 @@ def _with_reader(op: Op) -> Reader:
 def _anew(
     op: Op, args: Mapping[str, Any], key: Any, signature: _Signature | None, strict: bool, reads: bool, memory: bool
 ) -> tuple[Bound, _Settled]:
-    """A call whose signature, or whose arrays, are not the last ones."""
+    """Binds a call whose signature is not cached, or whose arrays are not the last ones."""
     given: list[Any] = list(map(args.get, op.names))
     for at in op.positions[Tensors]:
         given[at] = members(given[at])
@@ -207,12 +206,12 @@ def _anew(
         if memory and isinstance(given[at], torch.Tensor):
             intact(op.name, (op.params[at].shown,), (given[at],))
         given[at] = array = array_of(op, at, given[at])
-        if array is None:  # It came blank: the call is one without it.
+        if array is None:  # A tensor without elements counts as absent.
             return _otherwise(op, {**args, op.names[at]: None}, strict, reads, memory)
         if isinstance(array, np.ndarray):
             content.append(array.tobytes())
         else:
-            key = signature = None  # whatever it is, stages refuse it
+            key = signature = None  # not integers: a stage reports it
     signature = signature or _learn(op, given, strict)
     if memory and (failures := _losses(op, args, signature.tensors)):
         raise ContractError(failures)
@@ -229,7 +228,7 @@ def _anew(
 
 
 def _ask_again(op: Op, signature: _Signature, bound: Bound) -> None:
-    """Asks the rules that read tensor content; what is wrong ask() says."""
+    """Checks the rules that read tensor content; ask() raises if one fails."""
     settled = bound.settled
     if settled.within is None:
         settled.within = scope(settled.names, op.functions)
@@ -242,23 +241,23 @@ def _ask_again(op: Op, signature: _Signature, bound: Bound) -> None:
 
 
 def _otherwise(op: Op, args: Mapping[str, Any], strict: bool, reads: bool, memory: bool) -> tuple[Bound, _Settled]:
-    """_anew() of the call that one stands for which has a tensor for a number, or a blank one, under its own key."""
+    """_anew() with replaced arguments (numbers for tensors, None for empty tensors), under the key of the new call."""
     key, _, _ = (op.reader or _with_reader(op))(args, strict, bool(op.watched) and torch.is_grad_enabled())
     return _anew(op, args, key, op.signatures.get(key), strict, reads, memory)
 
 
 def _tensors_of(op: Op, args: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """The named tensors of a call, a list of them as a tuple."""
+    """The named tensors of a call; lists of tensors become tuples."""
     return {name: members(args[name]) if type(op.by_name[name]) is Tensors else args[name] for name in names}
 
 
 def _losses(op: Op, args: Mapping[str, Any], names: tuple[str, ...]) -> list[Failure]:
-    """The failures of all tensors whose storages no longer hold them."""
+    """Failures for tensors whose storages no longer hold their elements."""
     return losses(op, _tensors_of(op, args, names))
 
 
 def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
-    """The stages before lengths: a new signature, with every other rule still to be asked."""
+    """Runs the stages before lengths, and returns a new signature whose other rules are still to be checked."""
     levels = ("meaning", "note", "limit", "doubt") if strict else ("meaning", "note", "doubt")
     rules_asked = [r for r in op.asked if r.level in levels]
     if strict:
@@ -267,7 +266,7 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
     layout = str(names.get(op.layout_attr, ""))
     tensors = tuple(p.name for p in op.params if isinstance(p, Tensor) and names[p.name] is not None)
     rules = [r for r in rules_asked if r.stage in ("lengths", "rules") and (not r.only or layout in r.only)]
-    # Tensors belong to one call: keeping them would keep their memory.
+    # Tensors belong to one call; a cached reference would keep their memory alive.
     sizes = {name: value for name, value in names.items() if not is_memory(value)}
     return _Signature(sizes, tensors, rules, [])
 
@@ -275,7 +274,7 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
 def _settle(
     op: Op, signature: _Signature, given: list[Any], tensors: dict[str, Any], content: tuple[bytes, ...], reads: bool
 ) -> _Settled:
-    """The stages from lengths on, for new arrays."""
+    """Runs the stages from lengths on, for new arrays."""
     arrays = {op.params[i].name: given[i] for i in op.positions[Array] if given[i] is not None}
     names = {**signature.names, **tensors, **arrays}
     ask(op, [r for r in signature.rules if r.stage == "lengths"], names)
@@ -290,13 +289,13 @@ def _settle(
         signature.reads = [r for r in signature.rules if r.reads]
         signature.notes = [n for n in notes if n.rule not in signature.rules]
     sizes = {name: value for name, value in names.items() if not is_memory(value)}
-    # Another thread may have settled the signature meanwhile, with other arrays: this call keeps its own.
+    # Another thread may set signature.settled for other arrays meanwhile, so this call returns its own object.
     result = signature.settled = _Settled(content, sizes, list(map(str, notes)))
     return result
 
 
 def _changing(op: Op, rules: list[Rule], changing: set[str], names: dict[str, Any]) -> list[Rule]:
-    """The rules that may turn out otherwise when the values of some names change, or tensor content."""
+    """The rules whose outcome can change with the values of `changing` names, or with tensor content."""
     within = scope(names, op.functions)
 
     def touched(text: str) -> bool:
@@ -316,7 +315,7 @@ def _keep(op: Op, key: Any, signature: _Signature) -> None:
 
 
 def outside() -> int:
-    """The stack level of the first caller outside this package, where a warning points."""
+    """The stack level of the first caller outside this package, for warnings."""
     level, frame, package = 1, sys._getframe(1), __name__.split(".")[0]
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == package:
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""The page of a record: what an operator computes, its parameters, their shapes, its rules by level, its sources."""
+"""Markdown pages of records: formula, parameters, shapes, rules by level and sources of an operator."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ AXES = {
     "N": "columns of a product",
     "pages": "as many as an item has",
 }
-# What may hold axis words: shapes and expressions.
+# Shapes and expressions, which may contain axis words.
 _SYMBOLS = re.compile(r"\[[^]`]*\]|`[^`]*`")
-# What distinguishes the name of a version from that of the first one.
+# The suffix of versions after the first one.
 _VERSION = re.compile(r"_?[vV](\d+)$")
-# In the text of a rule on dtypes.
+# Marks the text of a rule on dtypes.
 _DTYPE = re.compile(r"\b(b?float16|float32|u?int8|dtype)\b")
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a page says besides its record: Markdown made from the function.
+    """Sections of a page that come from the function, not from the record: Markdown texts.
 
     Args:
-        call: its signature; text: what its docstring says.
-        example: a program; support: which back ends compute what.
+        call: its signature; text: its docstring.
+        example: a program; support: a table of back ends.
     """
 
     call: str = ""
@@ -78,7 +78,7 @@ class Shown:
     support: str = ""
 
     def lines(self) -> list[str]:
-        """Under a heading each."""
+        """The lines of all non-empty sections, with headings."""
         code = {"Call": "pyi", "Example": "python"}
         results = []
         for title, text in (("Call", self.call), ("", self.text), ("Example", self.example), ("Support", self.support)):
@@ -89,7 +89,7 @@ class Shown:
 
 
 def render(op: Op, shown: Shown | None = None, *, tex: bool = False) -> str:
-    """The page of a record; tex: for a browser, which sets the formula."""
+    """The page of a record as Markdown; tex: with the formula in TeX, for the website."""
     lines = [f"# {op.name}", "", op.summary, ""]
     if tex and op.tex:
         lines += ["$$", op.tex, "$$", ""]
@@ -111,7 +111,7 @@ def render(op: Op, shown: Shown | None = None, *, tex: bool = False) -> str:
 
 
 def versions(records: Iterable[Op]) -> str:
-    """The page that says which version of an operator has which parameters and layouts."""
+    """The page that compares the versions of each operator: a table of parameters and layouts."""
     named: dict[str, list[Op]] = {}
     for op in records:
         named.setdefault(_VERSION.sub("", op.name), []).append(op)
@@ -123,7 +123,7 @@ def versions(records: Iterable[Op]) -> str:
 
 
 def _versions(ops: list[Op]) -> list[str]:
-    """A line for each parameter and layout of some version, the newest version's order first."""
+    """A table with a line for each parameter and layout of any version, in the order of the newest version first."""
     parameters = dict.fromkeys(name for op in (ops[-1], *ops) for name in op.names)
     layouts = dict.fromkeys(name for op in ops for name in op.layouts)
     numbers = [result[1] if (result := _VERSION.search(op.name)) else "1" for op in ops]
@@ -138,7 +138,7 @@ def _versions(ops: list[Op]) -> list[str]:
 
 
 def _rules(op: Op) -> list[str]:
-    """A table for each level that has rules."""
+    """The tables of rules, one for each level that has rules."""
     lines = []
     for level in LEVELS:
         rules = [r for r in op.asked if r.level == level]
@@ -150,14 +150,14 @@ def _rules(op: Op) -> list[str]:
 
 
 def _axes(text: str) -> list[str]:
-    """What the axis words are that stand in the tables of a page."""
+    """Explanations of the axis words in the text of a page."""
     words = {word for symbols in _SYMBOLS.findall(text) for word in re.findall(r"\w+", symbols)}
     axes = [f"{axis} {text}" for axis, text in AXES.items() if axis in words]
     return ["", f"Axes: {', '.join(axes)}."] if axes else []
 
 
 def _line(*cells: str) -> str:
-    """A line of a table; a bar inside a cell would end it."""
+    """A line of a table; bars inside cells are escaped."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -174,7 +174,7 @@ def _row(op: Op, p: Param) -> str:
         shape = shape_text(shapes[0]) if len(set(shapes)) == 1 else "by layout"
         judged = "by the rules" if any(r.param == p.name and r.level == "meaning" for r in op.asked) else "any"
         shape, dtype = shape if any(shapes) else judged, dtype or judged
-        # What strict calls refuse stands beside what others take.
+        # Dtypes of strict calls are listed after those of other calls.
         limits = (r for r in op.asked if r.level == "limit" and r.code == INVALID and r.param == p.name)
         narrower = [r.expected for r in limits if _DTYPE.search(r.expected)]
         dtype = "; strict: ".join([dtype, *map(op.spell, narrower)])
@@ -193,7 +193,7 @@ def _by_layout(op: Op, p: Tensor) -> list[str]:
 
 
 def _shapes(op: Op) -> list[str]:
-    """The shapes that depend on the layout, those of one shape together."""
+    """The table of shapes that depend on the layout; parameters with the same shapes share a line."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for p in op.params:
         if isinstance(p, Tensor) and any(shapes := _by_layout(op, p)):

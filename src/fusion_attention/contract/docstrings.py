@@ -1,4 +1,4 @@
-"""The docstring of a function that is made from a record: its page, as far as help() shows it."""
+"""Docstrings of functions that are made from records."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Annotated, get_origin
 from fusion_attention.contract.expressions import shape_text
 from fusion_attention.contract.record import Attr, Op, Param, Tensor
 
-# A line of an entry: words that fit behind its indentation. textwrap would be most of an import's time.
+# A line of an entry, without its indentation. textwrap would dominate the import time.
 _LINE = re.compile(r"(.{1,108})(?: |$)")
 
 
 def docstring(op: Op) -> str:
-    """The text of help(): a sentence, the formula, and sections as every public docstring here has them."""
+    """The docstring of a record's function: summary, formula, Args, Returns, Raises, source and example."""
     outputs = [p for p in op.tensors(output=True) if p.name not in op.declared]
     listed = [] if len(outputs) == 1 else [f"({', '.join(p.shown for p in outputs)})"]
     results = [f"{p.shown}: {_description(op, p)}" for p in outputs]
@@ -38,7 +38,7 @@ def docstring(op: Op) -> str:
 
 
 def _description(op: Op, p: Param) -> str:
-    """The line of a parameter: its text, shape and dtypes, or its domain."""
+    """The description of a parameter: its text, its shape and dtypes or its domain."""
     sentences = [p.text]
     if isinstance(p, Attr) and p.axis:
         sentences[0] = f"{p.axis}: {sentences[0]}"
@@ -56,7 +56,7 @@ def _description(op: Op, p: Param) -> str:
 
 
 def _shapes(op: Op, p: Tensor) -> str:
-    """The shapes of a tensor, each with the first layout that has it."""
+    """The shapes of a tensor as text, each with the first layout that has it."""
     if isinstance(p.shape, str):
         return shape_text(p.shape) if p.shape else ""
     shapes: dict[str, str] = {}
@@ -72,5 +72,5 @@ def _either(words: Sequence[str], last: str = "or") -> str:
 
 
 def _flowed(text: str) -> str:
-    """An entry of a section."""
+    """An entry of a section, with line breaks and indentation."""
     return "    " + "\n        ".join(_LINE.findall(text))

@@ -1,6 +1,6 @@
-"""The small language of the records: axis words ("B S1 N1*D"), and expressions over the names that a call binds.
+"""The expression language of records: axis words ("B S1 N1*D"), and Python expressions over the names of a call.
 
-An expression is what is checked and what an error shows.
+The text of an expression is also the text of its error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Expression:
     """A parsed expression.
 
     Attributes:
-        names: the names it reads, functions left out; axes: those that stand in the axis words of fits().
-        parts: the expressions that a top-level `and` joins; itself without one.
+        names: the names that it reads, without functions; axes: names in the axis words of fits().
+        parts: the operands of a top-level `and`; without one, the expression itself.
     """
 
     code: CodeType
@@ -36,7 +36,7 @@ class Expression:
 
 @functools.cache
 def parse(text: str) -> Expression:
-    """An expression, parsed once."""
+    """Parses an expression; results are cached."""
     tree = ast.parse(text, mode="eval")
     nodes = list(ast.walk(tree))
     called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
@@ -48,12 +48,12 @@ def parse(text: str) -> Expression:
 
 
 def scope(names: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
-    """What expressions are evaluated in, beside Python's builtins; fits() compares a tensor's shape with axis words."""
+    """The namespace in which expressions are evaluated; its fits() compares a tensor's shape with axis words."""
     return {**functions, **names, "sum": _sum, "fits": lambda t, words: fits(t, words, names)}
 
 
 def _sum(values: Any) -> Any:
-    """sum(), of as many lengths as there may be."""
+    """sum() that is fast for arrays."""
     return int(values.sum()) if isinstance(values, np.ndarray) else sum(values)
 
 
@@ -63,7 +63,7 @@ def evaluate(text: str, within: dict[str, Any]) -> Any:
 
 
 def size_of(word: str, names: Mapping[str, Any]) -> int | None:
-    """The size of an axis word ("N1*D", "8"); None while a factor is unknown."""
+    """The size of an axis word ("N1*D", "8"); None if the size of a factor is not bound."""
     size = 1
     for factor in word.split("*"):
         factor_size = int(factor) if factor.isdigit() else names.get(factor)
@@ -74,31 +74,31 @@ def size_of(word: str, names: Mapping[str, Any]) -> int | None:
 
 
 def fits(tensor: torch.Tensor, alternatives: str, names: Mapping[str, Any]) -> bool:
-    """Whether a tensor has one of the shapes 'B N1 S1 S2 | S1 S2'."""
+    """True if a tensor has one of the shapes in axis words, such as 'B N1 S1 S2 | S1 S2'."""
     shape: list[int | None] = list(tensor.shape)
     return any(shape == [size_of(word, names) for word in words.split()] for words in alternatives.split("|"))
 
 
 def shape_text(alternatives: str) -> str:
-    """'B 1 S | S' as '[B, 1, S] or [S]'."""
+    """Formats shapes in axis words for readers: 'B 1 S | S' becomes '[B, 1, S] or [S]'."""
     return " or ".join("[" + ", ".join(words.split()) + "]" for words in alternatives.split("|"))
 
 
 def dtype_text(tensor: torch.Tensor) -> str:
-    """'float16' for torch.float16."""
+    """The name of a tensor's dtype, such as 'float16'."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def lazy(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory does not hold its values: torch negates them when it reads, or there is none."""
+    """True if a tensor's memory does not hold its values: a lazily negated view, or zeros without memory."""
     return tensor.is_neg() or tensor._is_zerotensor()
 
 
 def show(value: Any) -> str:
-    """A value as an error shows it: short, whatever it is."""
+    """A value as text for errors, at most 80 characters; never raises."""
     try:
         text = _text(value)
-    except Exception:  # A caller's object may fail in any way, and so does an int of more than 4300 digits.
+    except Exception:  # repr() of a caller's object may raise anything; an int of over 4300 digits raises too.
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 4] + " ..."
 

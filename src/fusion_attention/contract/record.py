@@ -1,7 +1,7 @@
-"""What a correct call is, as data: the parameters and rules of an operator, and how a broken one is worded.
+"""Records: the parameters and rules of an operator as data, and the errors of calls that violate them.
 
-From one record calls are checked (contract.bind), pages written (pages.py), test cases made (sampling.py). Refuses to
-know what any operator computes.
+A record is used to check calls (contract.bind), write pages (doc_pages.py) and make test cases (sampling.py). It does
+not compute anything.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import torch
 
 from fusion_attention.contract.expressions import shape_text
 
-# Return codes of the two-phase interface; every failure carries the one that CANN gives for it.
+# Return codes of the two-phase interface; every failure has the code that CANN returns for it.
 NULL_POINTER, INVALID, RUNTIME, TILING = 161001, 161002, 361001, 561002
-# meaning: no result is defined; limit: documented for the chip, an error when strict; content: reads tensor data, on
-# request; note: a warning; doubt: a legal call that probably means something else, a warning, and an error when strict.
+# meaning: the call has no defined result; limit: a documented limit of the chip, an error when strict; content: reads
+# tensor data, on request; note: a warning; doubt: a legal call that is probably a mistake, a warning, an error when
+# strict.
 LEVELS = ("meaning", "limit", "content", "doubt", "note")
 WARNED = ("note", "doubt")
-# In this order. "dtype" covers devices and the layout string too; the stage of a rule is one of the named four.
+# Stages in the order of checking. "dtype" also checks devices and the layout string. A rule's stage is "presence",
+# "dtype", "lengths" or "rules".
 STAGES = ("presence", "dtype", "rank", "axes", "domains", "lengths", "rules")
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
 
@@ -31,7 +33,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Failure:
-    """One broken rule, in the wording of every error of this library; cann: CANN's name of the parameter, if known."""
+    """One violated rule; str() is the error text. cann: CANN's name of the parameter, or ""."""
 
     op: str
     param: str
@@ -50,13 +52,13 @@ class Failure:
 
 
 class ContractError(ValueError, RuntimeError):
-    """A wrong call. The message has a line for each failure, one for lengths that are wrong alike; op, param and code
-    are the first one's.
+    """An invalid call. The message has a line for each failure (one for all lengths with the same fault); op, param and
+    code are those of the first failure.
 
-    A ValueError as Python has it, and a RuntimeError, which torch_npu's own refusals are.
+    It is a ValueError, as usual in Python, and a RuntimeError, as torch_npu raises.
 
     Attributes:
-        failures: every failure of the first stage that found one.
+        failures: all failures of the first stage that fails.
     """
 
     def __init__(self, failures: list[Failure]) -> None:
@@ -70,7 +72,7 @@ class ContractError(ValueError, RuntimeError):
         self.op, self.param, self.code = failures[0].op, failures[0].param, failures[0].code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (list(self.failures),)  # What worker processes send home.
+        return type(self), (list(self.failures),)  # Worker processes pickle errors.
 
 
 class BackendError(NotImplementedError):
@@ -78,18 +80,18 @@ class BackendError(NotImplementedError):
 
 
 class ContractWarning(UserWarning):
-    """A legal call that probably does not mean what it says."""
+    """A warning about a legal call that is probably a mistake."""
 
 
 @dataclass(frozen=True)
 class Param:
-    """What every parameter has.
+    """Base of all parameters.
 
     Args:
-        name: the canonical one; spelled: how this record spells it, if otherwise.
+        name: the canonical name; spelled: this record's spelling if it differs.
         text: one sentence.
         optional: may be None.
-        default: REQUIRED without one, even where None may be given.
+        default: REQUIRED if there is none, even if None may be passed.
     """
 
     name: str
@@ -100,22 +102,22 @@ class Param:
 
     @property
     def shown(self) -> str:
-        """The name that users see."""
+        """The parameter's name in the interface."""
         return self.spelled or self.name
 
 
 @dataclass(frozen=True)
 class Tensor(Param):
-    """A tensor.
+    """A tensor parameter.
 
     Args:
-        dtypes: allowed dtypes, or "=other" for the dtype of another tensor, or "" for a rule's decision.
-        shape: axis words ("B S1 N1*D"), one string or one per layout; "" where a rule decides.
-        output: written by the operator; a caller may leave it to the interface to allocate.
-        on_host: may lie in host memory beside tensors of a device.
-        cast: what to do about another dtype.
-        form: from a call's values to the layout of this tensor, where it is not the record's.
-        make: sample content from a shape, where random numbers would not be legal.
+        dtypes: allowed dtypes, "=other" for the dtype of another tensor, or "" if a rule checks the dtype.
+        shape: axis words ("B S1 N1*D"), one string or one per layout; "" if a rule checks the shape.
+        output: written by the operator; interfaces may allocate it.
+        on_host: may be in host memory when the other tensors are on a device.
+        cast: advice about a wrong dtype.
+        form: function from a call's values to the layout of this tensor; None: the record's layout.
+        make: function from a shape to sample content; None: random numbers.
     """
 
     dtypes: str = ""
@@ -127,33 +129,33 @@ class Tensor(Param):
     make: Callable[[tuple[int, ...]], torch.Tensor] | None = field(default=None, compare=False)
 
     def words(self, layout: str) -> list[str]:
-        """The axis words in a layout; empty where the record leaves the shape to a rule."""
+        """The axis words in a layout; empty if a rule checks the shape."""
         shape = self.shape if isinstance(self.shape, str) else self.shape.get(layout, "")
         return shape.split()
 
 
 @dataclass(frozen=True)
 class Tensors(Tensor):
-    """A list of tensors; one tensor is a list of one. Rules see a tuple.
+    """A parameter that is a list of tensors, or one tensor; rules get a tuple.
 
-    The shape is what pages show and samples have; rules decide.
+    shape is for pages and samples; rules check it.
     """
 
 
 @dataclass(frozen=True)
 class Array(Param):
-    """Host integers, one per sequence: a list, a tuple, or an integer tensor."""
+    """A parameter of host integers, one per sequence: a list, a tuple, or an integer tensor."""
 
 
 @dataclass(frozen=True)
 class Attr(Param):
-    """A number or a string.
+    """A parameter that is a number, a string or another hashable object.
 
     Args:
-        type: int, float or str (an int is a float too), or any class that is hashable.
-        domain: an expression that must hold; bad: a value that breaks it.
-        axis: the axis word that this number is.
-        unsigned: an int below 2**64, not 2**63.
+        type: int, float or str (an int is a float too), or any hashable class.
+        domain: an expression that must hold; bad: a value that violates it.
+        axis: the axis word whose size is this number.
+        unsigned: the bound of an int is 2**64, not 2**63.
     """
 
     type: type = int
@@ -169,20 +171,21 @@ class Attr(Param):
 class Rule:
     """An expression over axes, attributes, arrays and tensors that must hold; it is also the error's text.
 
-    Functions of the record may be called; one that returns a string has failed, and the string says what came.
+    It may call functions of the record. A function that returns a string fails, and the string describes the actual
+    value.
 
     Args:
         check: the expression.
-        param: the canonical name of the parameter that is blamed.
-        advice: why, or what to do.
-        text: the error's wording where the expression reads badly.
-        when: an expression; the rule is asked only where it holds.
-        only: the layouts in which it is asked; empty for all.
-        needs: parameters without which a record does not have the rule.
+        param: the canonical name of the parameter in the error.
+        advice: the reason, or the fix.
+        text: the expected value for the error, if the expression reads badly.
+        when: an expression; the rule applies only if it holds.
+        only: the layouts in which the rule applies; empty: all.
+        needs: parameters that a record must have for the rule to apply.
         level: one of LEVELS.
         stage: "presence", "dtype", "lengths" or "rules".
-        reads: needs tensor data, so it is asked at every call; for a warning, at the first of its signature.
-        given: sample settings under which the rule is asked; invalid: further settings that break it alone.
+        reads: reads tensor data, so the rule is checked at every call; a warning, at the first call of a signature.
+        given: sample settings under which the rule applies; invalid: additional settings that violate only this rule.
     """
 
     check: str
@@ -201,12 +204,12 @@ class Rule:
 
     @property
     def id(self) -> str:
-        """Names the rule in tests."""
+        """The rule's name in tests."""
         return f"{self.param}-{self.level}-{re.sub(r'[^a-zA-Z0-9]+', '_', self.text or self.check)[:48]}"
 
     @property
     def expected(self) -> str:
-        """The wording after "expected"."""
+        """The text after "expected" in the error."""
         if self.text:
             return self.text
         result = re.fullmatch(r"fits\(\w+, '([^']*)'\)", self.check)
@@ -215,13 +218,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Prototype:
-    """CANN's C declaration of an operator, as far as its record does not give it.
+    """CANN's C declaration of an operator: facts that are not in its record.
 
     Args:
-        names: what CANN calls its parameters, in its order.
-        source: where they were read.
-        header: CANN's file that declares it.
-        tensors: parameters that are integers in the record, and for CANN a tensor, not an aclIntArray.
+        names: CANN's names of the parameters, in its order.
+        source: the document that has them.
+        header: CANN's header file.
+        tensors: parameters that are integers in the record but tensors in CANN, not aclIntArray.
     """
 
     names: tuple[str, ...]
@@ -235,29 +238,28 @@ class Op:
     """The record of one operator.
 
     Args:
-        name: as the interface names it; of CANN's package: cann_ops_transformer.FUNCTION.
-        summary: one sentence; formula: what is computed, as plain text; tex: the same in TeX.
+        name: the interface's name; for CANN's package: cann_ops_transformer.FUNCTION.
+        summary: one sentence; formula: as text; tex: in TeX.
         params: in the interface's order.
-        source: who documents it; "" of this library's own. rulings: numbers of docs/rulings.md that decide where that
-            page is silent.
-        rules: asked in stages; one about a parameter or a layout that the record lacks is left out.
-        layouts: the layout strings, first one sampled; layout_attr: the attribute that chooses.
-        neutral: canonical names that rules and lowering may mention, with the value they have where the record
-            lacks the parameter.
-        blank_is_absent: an optional tensor without dimensions or elements was not given.
-        derive: from the names bound so far to further names (lengths per sequence), asked whenever arrays change.
-        functions: what rules may call.
-        lower: from a bound call (and, of what drops, seed and offset) to its ir.call.Lowered.
-        results: every result that its Lowered may have; fresh: from arguments by name, whose sizes may be symbols, to
-            memory for those that the call has; trains: from a result to the inputs that it is differentiable in (then
-            lower gives a Differentiable); repeats: whether calls that differ in memory alone are prepared once (then
-            lower gives a Repeatable).
+        source: the documentation; "" for this library's functions. rulings: numbers of decisions in docs/rulings.md
+            about questions that the source leaves open.
+        rules: checked in stages; rules about a parameter or layout that the record lacks are ignored.
+        layouts: the layout strings, the sample's first; layout_attr: the attribute that selects one.
+        neutral: values of canonical names that rules and lowering use, for parameters that the record lacks.
+        blank_is_absent: an optional tensor without dimensions or elements counts as absent.
+        derive: function from bound names to further names (lengths per sequence), called when arrays change.
+        functions: functions that rules may call.
+        lower: function from a bound call (and seed and offset, if it has dropout) to its ir.call.Lowered.
+        results: names of all results that its Lowered may have; fresh: function from arguments by name, whose sizes may
+            be symbolic, to memory for the call's results; trains: for each differentiable result, the inputs with a
+            gradient (lower then returns a Differentiable); repeats: True if calls that differ only in memory are
+            prepared once (lower then returns a Repeatable).
         sizes: axis sizes of a sample; samples: further sample settings per layout.
-        prototypes: those of CANN's operators, by their names: this one's gives its errors CANN's names too.
-        keywords: the first parameter, as users see it, that a function made of the record (npu/interface.py) takes by
-            keyword alone; "": none. declared: by canonical name, types of its parameters that their kinds do not say,
-            and those of outputs that a caller gives. returns: the names of its results, and what else is to be said
-            of them; "": the outputs. example: of its docstring.
+        prototypes: prototypes of CANN's operators by name; this operator's adds CANN's names to errors.
+        keywords: the interface's name of the first keyword-only parameter of the record's function (npu/interface.py);
+            "": none. declared: types by canonical name, of parameters whose class does not determine them, and of
+            outputs that a caller passes. returns: description of the results in the docstring; "": the outputs.
+            example: the docstring's example.
     """
 
     name: str
@@ -287,12 +289,12 @@ class Op:
     returns: str = ""
     example: str = ""
     names: tuple[str, ...] = field(init=False)
-    # From the names that users see to CANN's; empty where the operator is not CANN's.
+    # From the interface's names to CANN's; empty if the operator is not CANN's.
     cann: dict[str, str] = field(init=False)
-    # The positions of tensors of which rules ask whether they want a gradient.
+    # Positions of the tensors in rules of the form trained(name), which test if a gradient is required.
     watched: tuple[int, ...] = field(init=False)
     by_name: dict[str, Param] = field(init=False)
-    trained: frozenset[str] = field(init=False)  # the inputs that some result is differentiable in
+    trained: frozenset[str] = field(init=False)  # inputs with a gradient
     asked: tuple[Rule, ...] = field(init=False)
     signatures: dict[Any, Any] = field(init=False)
     reader: Callable[..., Any] | None = field(init=False, default=None)  # of signatures; bind() makes it
@@ -325,7 +327,8 @@ class Op:
     def version(
         self, name: str, summary: str, *, after: Mapping[str, tuple[Param, ...]] | None = None, **changes: Any
     ) -> Op:
-        """This record of another operator: with parameters inserted after others, and further fields changed."""
+        """A copy of this record for another operator; after: parameters to insert after the named ones; changes: other
+        fields."""
         if after is not None:
             changes["params"] = tuple(result for p in self.params for result in (p, *after.get(p.name, ())))
         return replace(self, name=name, summary=summary, **changes)
@@ -333,38 +336,38 @@ class Op:
     def failure(
         self, param: str, expected: str, got: str, advice: str = "", code: int = INVALID, rule: Rule | None = None
     ) -> Failure:
-        """One of this operator's; param: the name that users see."""
+        """A Failure of this operator; param: the name in the interface."""
         return Failure(self.name, param, expected, got, advice, code, rule, self.cann.get(param, ""))
 
     def named(self, values: Iterable[Any]) -> dict[str, Any]:
-        """Values in the order of the parameters, one for each, by canonical name."""
+        """A dictionary from canonical names to values, which are in the order of the parameters."""
         return dict(zip(self.names, values, strict=True))
 
     @property
     def called(self) -> str:
-        """The name of its function, without that of a package."""
+        """The function's name without the package."""
         return self.name.rpartition(".")[2]
 
     @property
     def page(self) -> str:
-        """The page that the record follows."""
+        """The documentation that the record follows."""
         return f"{self.source}, {self.name}" if self.source else "this library"
 
     def layout_of(self, p: Tensor, names: Mapping[str, Any]) -> str:
-        """The layout of a tensor in a call: the record's, or its own."""
+        """The layout of a tensor in a call: from p.form, or the call's layout."""
         return p.form(names) if p.form else str(names.get(self.layout_attr, ""))
 
     def tensors(self, output: bool = False) -> list[Tensor]:
-        """The input (or output) tensors, in order."""
+        """The input tensors, or the output tensors, in order."""
         return [p for p in self.params if isinstance(p, Tensor) and p.output is output]
 
     @property
     def inputs(self) -> list[Param]:
-        """What callers of its function give: all but what is written, unless that is declared too."""
+        """The parameters of its function: all but outputs, unless an output is in `declared`."""
         return [p for p in self.params if not (isinstance(p, Tensor) and p.output) or p.name in self.declared]
 
     def spell(self, text: str) -> str:
-        """A text with canonical names as this record spells them."""
+        """Replaces canonical names in a text by this record's spelling."""
         for p in self.params:
             if p.spelled:
                 text = re.sub(rf"\b{p.name}\b", p.spelled, text)

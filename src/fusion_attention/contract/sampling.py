@@ -1,4 +1,4 @@
-"""Calls made from records: legal ones, and for every rule one that breaks just that rule."""
+"""Sample calls made from records: legal ones, and for every rule one that violates only that rule."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fusion_attention.contract.record import INVALID, NULL_POINTER, REQUIRED, Ar
 
 @dataclass(frozen=True)
 class InvalidSample:
-    """A call that breaks one rule, and the failure that must be reported, alone.
+    """A call that violates one rule, and its expected failure.
 
     Attributes:
-        id: names rule and record; args: the call, by canonical name.
-        param: the parameter blamed, as the record spells it; code: the failure's; level: the rule's.
-        expected: the wording that the failure carries ("" where a stage, not a rule, words it).
+        id: names of record and rule; args: the arguments by canonical name.
+        param: the parameter in the failure, in the record's spelling; code: the failure's; level: the rule's.
+        expected: the failure's text after "expected"; "" if a stage, not a rule, makes it.
     """
 
     id: str
@@ -70,7 +70,7 @@ def sample(op: Op, **settings: Any) -> dict[str, Any]:
 
 
 def _derived_sizes(op: Op, layout: str, settings: dict[str, Any]) -> dict[str, int]:
-    """Axes that the record derives from arrays; where a setting takes the arrays away, those of a plain sample."""
+    """Axis sizes that the record derives from arrays; if a setting removes the arrays, those of the default sample."""
     sample_sizes = op.samples.get(layout, {})
     arrays = {p.name: p for p in op.params if isinstance(p, Array)}
     values = {name: value if (value := settings.get(name)) is not None else sample_sizes.get(name) for name in arrays}
@@ -96,7 +96,7 @@ def _tensor(
 
 
 def invalid_samples(op: Op) -> Iterator[InvalidSample]:
-    """A call for every way to break a record: each declared rule, and each presence, type, rank, axis and domain."""
+    """Yields a call for every way to violate a record: each rule, and each presence, type, rank, axis and domain."""
     for rule in op.asked:
         layouts = [name for name in op.layouts if name in (rule.only or op.layouts)]
         shown = op.by_name[rule.param].shown
@@ -109,7 +109,7 @@ def invalid_samples(op: Op) -> Iterator[InvalidSample]:
 
 
 def _stage_samples(op: Op, p: Param) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """(what is wrong, call, code) for the stages that a parameter's declaration alone decides."""
+    """Yields (fault, arguments, code) for faults that a parameter's declaration determines, without a rule."""
     legal = sample(op)
     present = legal[p.name] is not None
     if isinstance(p, Attr):
@@ -127,13 +127,13 @@ def _stage_samples(op: Op, p: Param) -> Iterator[tuple[str, dict[str, Any], int]
     if not p.optional:
         yield "missing", {**legal, p.name: None}, NULL_POINTER
     if p.dtypes and p.name != _first_tensor(op):
-        # Whatever must have its dtype has it still.
+        # Tensors that must have the same dtype change with it.
         along = [t.name for t in op.tensors() if t is p or (t.dtypes == f"={p.name}" and legal[t.name] is not None)]
         yield "dtype", {**legal, **{name: legal[name].to(torch.complex64) for name in along}}, INVALID
     words = [] if isinstance(p, Tensors) else p.words(op.layout_of(p, legal))
     if words:
         yield "rank", {**legal, p.name: legal[p.name][None, None]}, INVALID
-    # Only an axis that an earlier tensor has shown can disagree with it.
+    # An axis can only be wrong if an earlier tensor determines its size.
     earlier = op.tensors()[: op.tensors().index(p)]
     if words and any(words[0] in q.words(op.layout_of(q, legal)) for q in earlier if legal[q.name] is not None):
         longer = torch.cat((legal[p.name], legal[p.name][:1]))
@@ -141,5 +141,5 @@ def _stage_samples(op: Op, p: Param) -> Iterator[tuple[str, dict[str, Any], int]
 
 
 def _first_tensor(op: Op) -> str:
-    """The tensor whose dtype the others have: it is never the odd one."""
+    """The name of the first tensor, whose dtype the others must have."""
     return next(p.name for p in op.params if isinstance(p, Tensor))

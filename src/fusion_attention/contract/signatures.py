@@ -1,6 +1,6 @@
-"""What makes two calls one signature: shapes, strides, dtypes, devices, attributes; and the bytes of their lengths.
+"""Signatures of calls, the keys under which validation is cached: shapes, strides, dtypes, devices and attributes.
 
-The native core reads them, without a Python frame for each. Where it cannot be loaded, Python does: slower, and alike.
+The native core computes them. If it cannot be loaded, an equivalent Python function does.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fusion_attention.contract.arguments import lost, members, to_array
 from fusion_attention.contract.expressions import lazy
 from fusion_attention.contract.record import Array, Attr, Op, Tensor, Tensors
 
-# A key that signatures are found by, or None where a value cannot be part of one; the bytes of each list of integers
-# that came, or None where one has another form than usual; whether the storages of all tensors hold them.
+# (key of the signature, or None if a value is not hashable; bytes of each given list of integers, or None if one is
+# empty or not made of integers; True if the storages of all tensors hold them)
 Reading = tuple[Any, tuple[bytes, ...] | None, bool]
 Reader = Callable[[Mapping[str, Any], bool, bool], Reading]
 
@@ -24,8 +24,10 @@ _KINDS = {Attr: "a", Tensor: "t", Tensors: "s", Array: "i"}
 
 
 def reader(op: Op) -> Reader:
-    """What reads the arguments of an operator's calls: from a dictionary by canonical name, strictness, and whether
-    tensors that rules ask about may wait for gradients."""
+    """The function that computes the signatures of an operator's calls.
+
+    Its arguments are the call's arguments by canonical name, `strict`, and True if rules test tensors for gradients.
+    """
     try:
         from fusion_attention import _native
     except ImportError:
@@ -36,7 +38,7 @@ def reader(op: Op) -> Reader:
 
 
 def python_reader(op: Op) -> Reader:
-    """reader() without the native core."""
+    """A reader() in Python, without the native core."""
 
     def read(args: Mapping[str, Any], strict: bool, grad: bool) -> Reading:
         key: list[Any] = [strict, grad]
@@ -63,7 +65,7 @@ def python_reader(op: Op) -> Reader:
                 given += tensors
             results = tuple(key)
             hash(results)
-        except Exception:  # No tensor, no strides (sparse, nested), no hash (symbols of a trace have none).
+        except Exception:  # Not a tensor, no strides (sparse, nested), or no hash (symbolic sizes of a trace).
             return None, None, True
         return results, None if None in content else tuple(content), not any(map(lost, given))
 

@@ -1,4 +1,4 @@
-"""The stages that a call is checked in, with their failures: presence, dtypes, layout, ranks, axes, domains, rules."""
+"""The stages of validation: presence, dtypes, devices, layout, ranks, axes, domains and rules."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from fusion_attention.contract.record import (
 
 
 def first_stages(op: Op, given: Sequence[Any], rules: list[Rule]) -> dict[str, Any]:
-    """Every stage before lengths: the value of every name that arguments in the record's order show; missing: those of
-    the attributes that the call left out.
+    """Runs all stages before lengths, and returns the values of parameters and axes by name.
+
+    given: the arguments in the record's order. The name "missing" is a tuple of the attributes that were not passed.
 
     Raises:
-        ContractError: with every failure of the first stage that found one.
+        ContractError: with all failures of the first stage that fails.
     """
     values = {p.name: _value(op, p, value) for p, value in zip(op.params, given, strict=True)}
     _refuse(_presence(op, values))
@@ -46,29 +47,30 @@ def first_stages(op: Op, given: Sequence[Any], rules: list[Rule]) -> dict[str, A
 
 
 def ask(op: Op, rules: list[Rule], names: dict[str, Any]) -> list[Failure]:
-    """The notes of the rules; raises if there are failures."""
+    """Checks rules; returns their warnings, and raises ContractError if there are failures."""
     failures, notes = _broken(op, rules, names)
     _refuse(failures)
     return notes
 
 
 def _value(op: Op, p: Param, value: Any) -> Any:
-    """An argument as rules see it: defaults filled in, numpy scalars plain, blank tensors None."""
+    """The value of an argument for rules: with defaults, numpy scalars as Python numbers, empty optional tensors as
+    None."""
     if isinstance(p, Attr):
         if value is None:
             return None if p.default is REQUIRED else p.default
         return value.item() if isinstance(value, np.generic) else value
     if isinstance(p, Tensor) and isinstance(value, torch.Tensor) and p.optional and op.blank_is_absent:
-        # Rows that are as empty as the call itself are still rows.
+        # A tensor without rows (rank > 1) is present: the call itself may have no rows.
         rows = p.shape and value.dim() > 1 and value.shape[-1] > 0
         return None if value.dim() == 0 or (value.numel() == 0 and not rows) else value
     if isinstance(p, Tensors) and p.optional and isinstance(value, tuple) and not value:
-        return None  # a list of nothing, as torch has it
+        return None  # an empty list
     return value
 
 
 def _missing(op: Op, given: Sequence[Any]) -> tuple[str, ...]:
-    """The attributes that have their default because the call left them out."""
+    """Names of the attributes that were not passed and have their default."""
     return tuple(p.name for p, value in zip(op.params, given, strict=True) if isinstance(p, Attr) and value is None)
 
 
@@ -150,7 +152,7 @@ def _ranks(op: Op, names: dict[str, Any]) -> list[Failure]:
 
 
 def _axes(op: Op, names: dict[str, Any]) -> list[Failure]:
-    """Binds axis words, attributes before tensors; the first that shows an axis decides its size."""
+    """Binds axis words to sizes, from attributes before tensors; the first parameter with an axis determines it."""
     origin: dict[str, str] = {}
     for p in op.params:
         if isinstance(p, Attr) and p.axis and (names[p.name] != p.default or p.default):
@@ -169,7 +171,7 @@ def _axes(op: Op, names: dict[str, Any]) -> list[Failure]:
 
 
 def _bind_axis(word: str, size: int, names: dict[str, Any], origin: dict[str, str], param: str) -> str:
-    """Binds the one unknown factor of an axis word, or compares; what was expected if they disagree."""
+    """Binds the only unbound factor of an axis word, or compares sizes; returns the expected size if they differ."""
     factors = word.split("*")
     unknown = [f for f in factors if not f.isdigit() and names.get(f) is None]
     if len(unknown) == 1:
@@ -180,13 +182,13 @@ def _bind_axis(word: str, size: int, names: dict[str, Any], origin: dict[str, st
         names[unknown[0]], origin[unknown[0]] = size // (known_size or 1), param
         return ""
     known_size = size_of(word, names)
-    # Two unknown factors: the tensor that would have shown one of them has failed.
+    # With two unbound factors, another tensor has failed already.
     shown = word if word.isdigit() else f"{word}={known_size}"
     return "" if known_size in (size, None) else shown + _origins(word, origin, param)
 
 
 def _origins(word: str, origin: dict[str, str], param: str) -> str:
-    """Which other parameters an axis word's sizes come from."""
+    """Text that names the other parameters which determined an axis word's size."""
     sources = [origin[f] for f in word.split("*") if f in origin and origin[f] != param]
     return f" as in {', '.join(dict.fromkeys(sources))}" if sources else ""
 
@@ -201,7 +203,7 @@ def _domains(op: Op, names: dict[str, Any]) -> list[Failure]:
 
 
 def _broken(op: Op, rules: list[Rule], names: dict[str, Any]) -> tuple[list[Failure], list[Failure]]:
-    """(failures, notes) of the rules that apply."""
+    """(failures, warnings) of the rules that apply."""
     failures: list[Failure] = []
     notes: list[Failure] = []
     if not rules:
@@ -213,7 +215,7 @@ def _broken(op: Op, rules: list[Rule], names: dict[str, Any]) -> tuple[list[Fail
         outcome = evaluate(rule.check, within)
         if isinstance(outcome, str) or not outcome:
             got = outcome if isinstance(outcome, str) else _got(rule, names)
-            # Python shows a warning once for every text: one without numbers is shown once.
+            # Python shows each warning text once; without numbers in it, a doubt is shown once.
             got = "" if rule.level == "doubt" else got
             expected, got, advice = (op.spell(text) for text in (rule.expected, got, rule.advice))
             failure = op.failure(op.by_name[rule.param].shown, expected, got, advice, rule.code, rule)
@@ -222,7 +224,7 @@ def _broken(op: Op, rules: list[Rule], names: dict[str, Any]) -> tuple[list[Fail
 
 
 def _got(rule: Rule, names: Mapping[str, Any]) -> str:
-    """The values of what a rule reads: 'N1=4, N2=3', or a shape beside the axes that it should have had."""
+    """The values that a rule reads, such as 'N1=4, N2=3', or a shape with the sizes of the expected axes."""
     read = parse(rule.check)
     if read.axes:
         sizes = (f"{axis}={names[axis]}" for axis in read.axes)

@@ -1,1 +1,4 @@
-"""What lies between interfaces and kernels: a problem, its lengths, its operands. No word of CANN below here."""
+"""The intermediate representation between interfaces and kernels: a problem, its sequence lengths and its operands.
+
+No term of CANN appears here or in a lower layer.
+"""

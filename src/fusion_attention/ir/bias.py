@@ -1,7 +1,7 @@
-"""The values added to the scores of one sequence, and where their gradient goes.
+"""Biases of the scores of one sequence, and the accumulation of their gradients.
 
-Three sources: a matrix in memory, a table of the last TABLE_ROWS rows from which earlier rows are rebuilt, and
-distances computed from slopes.
+A bias is a matrix in memory, a table of the last TABLE_ROWS rows from which earlier rows are rebuilt, or computed from
+slopes and distances.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ TABLE_ROWS = 1024
 
 
 def from_matrix(view: MatrixView, b: int, heads: int, rows: slice, keys: slice) -> torch.Tensor:
-    """[heads, rows, keys]: the stored values, broadcast axes repeated by stride 0."""
+    """The stored bias [heads, rows, keys]; broadcast axes have stride 0."""
     return view.sequence(b, heads, rows.stop, keys.stop)[:, rows, keys]
 
 
 def from_slopes(slopes: torch.Tensor, shift: int, rows: slice, keys: slice, root: bool) -> torch.Tensor:
-    """[heads, rows, keys]: -slope * |j - i + shift|, or its square root form -slope * sqrt(|j - i + shift|)."""
+    """The bias [heads, rows, keys]: -slope * |j - i + shift|, or with root: -slope * sqrt(|j - i + shift|)."""
     row = torch.arange(rows.start, rows.stop, device=slopes.device)[:, None]
     key = torch.arange(keys.start, keys.stop, device=slopes.device)[None, :]
     distance = (key - row + shift).abs().to(slopes.dtype)
@@ -27,11 +27,11 @@ def from_slopes(slopes: torch.Tensor, shift: int, rows: slice, keys: slice, root
 
 
 def table_position(q_len: int, rows: slice, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the table holds (row, key): the table's row [rows, 1] and its column [rows, keys].
+    """Position of (row, key) in the table: its row [rows, 1] and its column [rows, keys].
 
-    The last TABLE_ROWS rows are stored as they are. An earlier row i is rebuilt from the stored row with the same
-    remainder, at the column with the same distance to the diagonal; it has no stored value beyond the diagonal, and
-    there the column is clamped to the row's last one (such keys are never visible: lowering refuses them).
+    The last TABLE_ROWS rows are stored. An earlier row i is rebuilt from the stored row with the same remainder
+    modulo TABLE_ROWS, at the column with the same distance to the diagonal. Columns beyond the last key have no value;
+    callers clamp them (such keys are never visible: lowering rejects them).
     """
     row = torch.arange(rows.start, rows.stop)[:, None]
     key = torch.arange(keys.start, keys.stop)[None, :]
@@ -43,14 +43,14 @@ def table_position(q_len: int, rows: slice, keys: slice) -> tuple[torch.Tensor, 
 def from_table(
     view: MatrixView, b: int, heads: int, lengths: tuple[int, int], rows: slice, keys: slice
 ) -> torch.Tensor:
-    """[heads, rows, keys]: values rebuilt from the stored last TABLE_ROWS rows; lengths = (q_len, kv_len)."""
+    """The bias [heads, rows, keys], rebuilt from the stored last TABLE_ROWS rows; lengths = (q_len, kv_len)."""
     table = view.sequence(b, heads, TABLE_ROWS, lengths[1])
     row, column = table_position(lengths[0], rows, keys)
     return table[:, row, column.clamp(max=lengths[1] - 1)]
 
 
 def add_matrix_gradient(view: MatrixView, b: int, gradient: torch.Tensor, rows: slice, keys: slice) -> None:
-    """Adds gradient [heads, rows, keys] where from_matrix read; broadcast axes are summed."""
+    """Adds gradient [heads, rows, keys] to the elements that from_matrix read; sums over broadcast axes."""
     if not gradient.numel():  # a sequence without rows or keys may have an address behind the memory's end
         return
     broadcast = (view.stride_head[b] == 0, view.stride_row[b] == 0, view.stride_key == 0)
@@ -67,7 +67,7 @@ def add_matrix_gradient(view: MatrixView, b: int, gradient: torch.Tensor, rows: 
 def add_table_gradient(
     view: MatrixView, b: int, lengths: tuple[int, int], gradient: torch.Tensor, rows: slice, keys: slice
 ) -> None:
-    """Adds gradient [heads, rows, keys] to the stored elements that from_table read; heads that share are summed."""
+    """Adds gradient [heads, rows, keys] to the elements that from_table read; sums over heads that share a table."""
     if not gradient.numel():
         return
     if view.stride_head[b] == 0:

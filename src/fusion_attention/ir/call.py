@@ -1,18 +1,17 @@
-"""A lowered call of any family: what to plan, and how its results come to lie in given memory.
+"""The protocol of a lowered call, which every operator family implements.
 
-Interfaces run every operator through this alone; a family brings its own Lowered. The runner calls back into
-its family four times, in this order (plan.compute, acl/jobs.py):
+A runner (plan.compute, acl/jobs.py) executes a lowered call in five steps:
 
-    call.results()                  memory for what is returned, unless the caller has some
-    filled = call.fill(results)     views of inputs and results, and scratch; nothing is written yet
-                                    (filled.first: another call then runs from its own fill() to its finish();
+    call.results()                  allocates the results, unless the caller passes memory
+    filled = call.fill(results)     makes views of inputs and results, and allocates scratch; writes nothing
+                                    (filled.first: a call that has to run completely before this one;
                                     no two-phase operator has one)
-    filled.begin()                  what lies in no sequence is cleared, what is saved in another form is read
-    plan.run(*filled.operands)      the back end; not where there is no sequence
-    filled.finish()                 results that lie in scratch go where they belong
+    filled.begin()                  clears elements that belong to no sequence, and reads state saved in another format
+    plan.run(*filled.operands)      runs the back end; skipped if there is no sequence
+    filled.finish()                 copies results from scratch to the caller's memory
 
-A two-phase call whose memory stays where it is runs the last three again and again. A derivative goes the same way:
-call.gradients() gets a `run` for the further calls that it makes.
+A two-phase call with unchanged memory repeats the last three steps. Derivatives take the same path:
+call.gradients() receives `run`, a function that executes the calls which it makes.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from fusion_attention.memory import empty
 
 
 class Filled:
-    """A call laid on memory: runs again and again as long as the memory is there.
+    """A lowered call with its memory; it can run repeatedly while the memory exists.
 
     Attributes:
-        operands: what the planned operation kind takes.
-        buffers: memory that a run writes; outputs: where the first of them belong, often the same tensors.
-        clears: the buffers with rows of no sequence.
-        first: a call that must run before, and where its results belong: some of the operands. None: there is none.
+        operands: arguments of the planned operation kind.
+        buffers: tensors that a run writes; outputs: the destinations of the first buffers, often the same tensors.
+        clears: buffers with rows that belong to no sequence.
+        first: None, or a call that must run before this one and the operands that receive its results.
     """
 
     __slots__ = ("buffers", "clears", "first", "operands", "outputs")
@@ -50,44 +49,44 @@ class Filled:
         self.operands, self.buffers, self.outputs, self.clears, self.first = operands, buffers, outputs, clears, first
 
     def begin(self) -> None:
-        """What comes before the plan runs: clears what no sequence covers, reads what is saved in another form."""
+        """Prepares memory before the plan runs: clears rows of no sequence; subclasses also convert saved state."""
         for tensor in self.clears:
             tensor.zero_()
 
     def finish(self) -> None:
-        """What comes after: results that lie in buffers go where they belong."""
+        """Copies results from buffers to outputs after the plan has run."""
         for output, tensor in zip(self.outputs, self.buffers, strict=False):
             if tensor is not output:
-                output.copy_(tensor)  # This output's rows are not of neighbouring elements.
+                output.copy_(tensor)  # Back ends cannot write this output: its rows are not contiguous.
 
 
 class Lowered(Protocol):
-    """A call below its interface's words: what is planned is its problem, its extents, its operation kind and its
+    """A call in terms of the intermediate representation. A plan depends on its problem, extents, op_kind and
     device."""
 
     op_kind: str
 
     @property
     def problem(self) -> Any:
-        """What is computed."""
+        """The computation: a Problem, IndexerProblem or IndexerLossProblem."""
         ...
 
     @property
     def extents(self) -> Extents:
-        """On which lengths."""
+        """Lengths and bands of the sequences."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """Device of all tensors."""
         ...
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Fresh memory for every result that the call has, by the names of its record's outputs."""
+        """Allocates every result of the call; keys are the names of its record's outputs."""
         ...
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """The call laid on its inputs and these outputs, with any strides; writes nothing yet."""
+        """Makes views of the inputs and of these outputs, which may have any strides; writes nothing."""
         ...
 
 
@@ -96,15 +95,15 @@ class Differentiable(Lowered, Protocol):
 
     @property
     def inputs(self) -> Mapping[str, torch.Tensor | None]:
-        """Its tensors by canonical name, always the same names."""
+        """The input tensors by canonical name; every call of the family has the same names."""
         ...
 
     def on(self, inputs: Mapping[str, torch.Tensor | None]) -> Differentiable:
-        """The same call on other tensors; None for all of them: without any."""
+        """The same call on other tensors; None in place of every tensor makes a call without memory."""
         ...
 
     def complete(self) -> Differentiable:
-        """The same call with every result that its derivative reads."""
+        """The same call, with all results that its derivative reads."""
         ...
 
     def gradients(
@@ -114,24 +113,29 @@ class Differentiable(Lowered, Protocol):
         run: Callable[[Lowered], dict[str, torch.Tensor]],
         wanted: Collection[str] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """The gradients of its inputs, from its results and their gradients; `run` computes further calls. Gradients
-        of inputs that are not wanted may be left out; None: all are."""
+        """Computes gradients of the inputs from the results and the gradients of the results (upstream).
+
+        run: executes a lowered call. wanted: names of inputs whose gradients are needed; None: all.
+        """
         ...
 
 
 class Further(NamedTuple):
-    """What makes results, by name, of what a run writes; holds no tensor of a caller. stats: it reads all of that, not
-    the first alone."""
+    """A function that computes a call's results, by name, from the tensors that a run writes; it keeps no tensor of a
+    caller.
+
+    stats: make takes all written tensors (output and softmax statistics); False: the first only.
+    """
 
     stats: bool
     make: Callable[..., dict[str, torch.Tensor]]
 
 
 class Repeatable(Lowered, Protocol):
-    """A lowered forward that may be prepared for other memory.
+    """A lowered forward call that can be prepared once and run on other memory.
 
     Attributes:
-        names: of its results, the last ones of which the caller may not want.
+        names: names of the results; the caller may not need the last ones.
     """
 
     @property
@@ -139,32 +143,32 @@ class Repeatable(Lowered, Protocol):
 
     @property
     def repeats(self) -> bool:
-        """Whether one run over its views is all of it: nothing is drawn, cleared or copied beside it."""
+        """True if one run over its views is the complete call: no random draw, no clearing, no copy."""
         ...
 
     @property
     def further(self) -> Further | None:
-        """What makes the call's results; None where they are what a run writes, as it is."""
+        """The function that converts written tensors to results; None if the written tensors are the results."""
         ...
 
     def memory(self) -> dict[str, torch.Tensor]:
-        """Fresh memory for what a run writes, by the names of operands."""
+        """Allocates the tensors that a run writes, by name of operand."""
         ...
 
     def operands(self, memory: Mapping[str, torch.Tensor], /) -> Any:
-        """The views of its tensors and of such memory."""
+        """Makes the operands: views of the input tensors and of the tensors from memory()."""
         ...
 
 
 def buffer(output: torch.Tensor) -> torch.Tensor:
-    """The output itself where back ends can write it (rows of neighbouring elements), else memory of its shape."""
+    """The output itself if its rows are contiguous, as back ends require, else uninitialized memory of its shape."""
     if output.stride(-1) == 1 or output.shape[-1] <= 1:
         return output
     return empty(output, output.shape)
 
 
 def tensors_in(operands: Any) -> Iterator[torch.Tensor]:
-    """Every tensor that operands hold, in views too."""
+    """All tensors in the operands, including those inside views."""
     if isinstance(operands, torch.Tensor):
         yield operands
     elif isinstance(operands, tuple):

@@ -1,7 +1,7 @@
-"""Which probabilities are kept: the caller's packed bits, or bits drawn by Philox4x32-7.
+"""Dropout masks: the caller's packed bits, or bits drawn by the generator Philox4x32-7.
 
-The drawn bit of a position depends on (seed, offset, sequence and head, row, key) alone, never on a length or a tile,
-so packed and padded batches, and all back ends, drop the same positions.
+The drawn bit of a position depends only on (seed, offset, sequence and head, row, key), not on lengths or tiles, so
+packed and padded batches, and all back ends, drop the same positions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEYS_PER_DRAW = 8
 
 
 def keep_from_bits(view: MatrixView, b: int, heads: int, rows: slice, keys: slice) -> torch.Tensor:
-    """[heads, rows, keys] bool from packed bits, least significant bit first; addresses count bits."""
+    """Mask [heads, rows, keys] bool, True: kept, from packed bits, least significant first; addresses count bits."""
     head = torch.arange(heads)[:, None, None] * int(view.stride_head[b])
     row = torch.arange(rows.start, rows.stop)[:, None] * int(view.stride_row[b])
     bit = (int(view.address[b]) + head + row + torch.arange(keys.start, keys.stop)).to(view.keep.device)
@@ -30,14 +30,14 @@ def keep_from_bits(view: MatrixView, b: int, heads: int, rows: slice, keys: slic
 
 
 def _high_low(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two 32-bit halves of a * b, both factors below 2**32; split so that no product leaves int64."""
+    """The high and low 32 bits of a * b, for factors below 2**32, without overflow of int64."""
     low = a * (b & 0xFFFF)
     high = a * (b >> 16) + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 def philox(counter: tuple[torch.Tensor, ...], key: tuple[int, int], rounds: int = ROUNDS) -> tuple[torch.Tensor, ...]:
-    """The four 32-bit words (int64 tensors) of Philox4x32 for four 32-bit counter words and two key words."""
+    """Philox4x32: four random 32-bit words (int64 tensors) from four 32-bit counter words and two key words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -49,16 +49,17 @@ def philox(counter: tuple[torch.Tensor, ...], key: tuple[int, int], rounds: int 
 
 
 def threshold(keep_prob: float) -> int:
-    """A 16-bit draw below this is kept."""
+    """The bound below which a 16-bit random number keeps its position."""
     return round(65536 * keep_prob)
 
 
 def keep_from_philox(
     seed: int, offset: int, keep_prob: float, first_stream: int, heads: int, rows: slice, keys: slice
 ) -> torch.Tensor:
-    """[heads, rows, keys] bool: drawn bits; stream first_stream + h serves head h, first_stream = sequence * heads.
+    """Draws the mask [heads, rows, keys] bool, True: kept; head h has stream first_stream + h, where first_stream is
+    sequence * heads.
 
-    One draw (counter = key // 8, row, stream, offset) gives eight 16-bit halves, little endian, for keys 8m .. 8m+7.
+    One draw (counter = key // 8, row, stream, offset) gives eight 16-bit numbers, little endian, for keys 8m .. 8m+7.
     """
     stream = torch.arange(first_stream, first_stream + heads)[:, None, None]
     row = torch.arange(rows.start, rows.stop)[None, :, None]
@@ -68,12 +69,12 @@ def keep_from_philox(
 def _keep_mask(
     seed: int, offset: int, keep_prob: float, stream: torch.Tensor, row: torch.Tensor, keys: slice
 ) -> torch.Tensor:
-    """[.., keys] bool for streams and rows [.., 1], which broadcast."""
+    """Draws the mask [.., keys] bool, True: kept, for streams and rows of shape [.., 1], which broadcast."""
     first = keys.start // KEYS_PER_DRAW
     last = -(-keys.stop // KEYS_PER_DRAW)
     draw = torch.arange(first, last, device=row.device)
     counter = (draw, row, stream & _MASK32, torch.tensor(offset & _MASK32, device=row.device))
-    # The words start as broadcast axes; the fourth round has mixed each of them into the full shape.
+    # Counter words start with broadcast shapes; after four rounds each has the full shape.
     words = torch.stack(philox(counter, (seed & _MASK32, (seed >> 32) & _MASK32)), dim=-1)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
     keep = (halves < threshold(keep_prob)).flatten(-3)
@@ -83,9 +84,11 @@ def _keep_mask(
 def drawn_bits(
     size: Sequence[int], keep_prob: float, seed: int, offset: int, device: torch.device | None = None
 ) -> torch.Tensor:
-    """uint8, least significant bit first: what is drawn for scores [.., rows, keys], linear over them.
+    """Draws the mask of scores of shape size = [.., rows, keys], packed in uint8, row by row, least significant bit
+    first; 1: kept.
 
-    The leading axes, multiplied, count streams: [sequences, heads, rows, keys] has the bits that kernels draw.
+    Streams number the leading axes in order, so for [sequences, heads, rows, keys] the bits are those that kernels
+    draw.
     """
     *streams, rows, keys = (1, 1, *size)
     count = math.prod(streams) * rows
@@ -93,7 +96,7 @@ def drawn_bits(
         return torch.zeros(0, dtype=torch.uint8, device=device)
     weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
     results = []
-    # Eight rows end with a whole byte; as many of them at a time as keep the words of their draws small.
+    # Eight rows end at a byte boundary; the number of rows at a time bounds the memory of the drawn words.
     step = max(8, (1 << 20) // keys // 8 * 8)
     for first in range(0, count, step):
         place = torch.arange(first, min(first + step, count), device=device)[:, None]
@@ -104,7 +107,7 @@ def drawn_bits(
 
 
 def signed(seed: int) -> int:
-    """The int64 of a seed's 64 bits: torch knows unsigned seeds, its operators do not."""
+    """The 64 bits of an unsigned seed as an int64, which is the only integer type of torch's operators."""
     return seed - (1 << 64) if 1 << 63 <= seed < 1 << 64 else seed
 
 
@@ -112,7 +115,7 @@ generator: ContextVar[Callable[[], tuple[int, int]] | None] = ContextVar("genera
 
 
 def draw_pair() -> tuple[int, int]:
-    """The (seed, offset) of a call that names none: of the generator in force, by default (draw_seed(), 0)."""
+    """(seed, offset) for a call without a seed, from the current `generator`; its default is (draw_seed(), 0)."""
     draw = generator.get()
     return (draw_seed(), 0) if draw is None else draw()
 
@@ -123,5 +126,5 @@ def draw_seed() -> int:
 
 
 def draw_seed_tensor() -> torch.Tensor:
-    """draw_seed() as an int64 tensor of no dimensions, for a trace that must draw anew at every run."""
+    """draw_seed() as an int64 tensor without dimensions, for traced graphs, which draw at every run."""
     return torch.randint(1, 2**63 - 1, ())

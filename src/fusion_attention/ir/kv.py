@@ -1,6 +1,6 @@
-"""Where rows and matrices lie in memory: one address per sequence, and strides.
+"""Views of rows and matrices in memory: one address per sequence, and strides.
 
-Every layout becomes a RowView or a MatrixView without a copy; what computes knows no other layout.
+Every layout of an interface is a RowView, a PagedView or a MatrixView, without a copy; back ends read nothing else.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 @dataclass(eq=False, slots=True)
 class RowView:
-    """Rows of `dim` neighbouring elements: row (sequence b, head h, token t) starts at
+    """Rows of `dim` contiguous elements: row (sequence b, head h, token t) starts at
 
-        address[b] + h * stride_head[b] + t * stride_token        (elements, from the kept tensor's first one)
+        address[b] + h * stride_head[b] + t * stride_token        (elements, from the first one of the tensor in keep)
 
     Args:
-        keep: the tensors that the addresses point into: one for all sequences, or one per sequence.
+        keep: the tensors that hold the rows: one for all sequences, or one per sequence.
         address: int64 [sequences].
         stride_token: elements from one token's row to the next.
         stride_head: int64 [sequences], elements from one head's row to the next.
@@ -33,11 +33,11 @@ class RowView:
     dim: int
 
     def over(self, tensor: torch.Tensor) -> RowView:
-        """The same rows of another tensor, for all sequences."""
+        """A view with the same addresses and strides in another tensor, which holds all sequences."""
         return RowView((tensor,), self.address, self.stride_token, self.stride_head, self.dim)
 
     def sequence(self, b: int, heads: int, length: int) -> torch.Tensor:
-        """Sequence b as a view [heads, length, dim] on the kept memory."""
+        """Rows of sequence b as a tensor [heads, length, dim] that shares the memory."""
         base = self.keep[b] if len(self.keep) > 1 else self.keep[0]
         start = base.storage_offset() + int(self.address[b])
         return base.as_strided((heads, length, self.dim), (int(self.stride_head[b]), self.stride_token, 1), start)
@@ -49,20 +49,20 @@ class PagedView:
 
         table[b, t // page_size] * stride_page + h * stride_head + t % page_size * stride_token
 
-    elements from the pool's first one. Its elements are neighbours, or lie in fragments: element d of the row is
+    elements from the pool's first one. A row is contiguous, or split into fragments: element d of the row is
 
         d // fragment * stride_fragment + d % fragment
 
-    elements behind the first. Table entries beyond a sequence's length, pages that no entry names and slots
-    behind a sequence's last token are never read: anything may lie there.
+    elements behind the first. Table entries beyond a sequence's length, pages without an entry and slots behind a
+    sequence's last token are never read, so their content is arbitrary.
 
     Args:
         pool: the tensor that holds all pages.
-        table: int32 [sequences, pages], neighbouring elements in a row; checked when the view is built.
+        table: int32 [sequences, pages], contiguous in a row; checked when the view is built.
         page_size: tokens of a page.
         stride_page, stride_token, stride_head: elements.
         dim: elements of a row.
-        fragment: neighbouring elements of a row that lies in fragments; 0: all of them.
+        fragment: elements of a fragment; 0: rows are contiguous.
         stride_fragment: elements from one fragment to the next; 0 without fragments.
     """
 
@@ -77,11 +77,11 @@ class PagedView:
     stride_fragment: int = 0
 
     def over(self, tensor: torch.Tensor) -> PagedView:
-        """The same rows of another pool."""
+        """A view with the same table and strides in another pool."""
         return dataclasses.replace(self, pool=tensor)
 
     def sequence(self, b: int, heads: int, length: int) -> torch.Tensor:
-        """Sequence b as a copy [heads, length, dim], gathered page by page."""
+        """Rows of sequence b as a new tensor [heads, length, dim], gathered from the pages."""
         size = self.page_size
         pages = self.table[b, : -(-length // size)].long()
         count = int(pages.max()) + 1 if len(pages) else 0
@@ -96,12 +96,12 @@ class PagedView:
 
 @dataclass(eq=False, slots=True)
 class Dequant:
-    """What stored integers mean: value = (stored + offset) * scale, applied where a row is loaded and nowhere else.
+    """Scales and offsets of stored integers: value = (stored + offset) * scale, computed when a row is loaded.
 
     Args:
         scale, offset: float32. Per channel: rows of the same dim that all tokens share (stride_token 0). Per token:
-            rows of one element, which heads may share (stride 0); they need not lie as the rows that they serve do:
-            a RowView counts tokens by their place in the sequence, beside paged keys too. offset None: 0.
+            rows of one element, which heads may share (stride 0). Their layout may differ from that of the integers:
+            a RowView counts tokens by position in the sequence, even if the keys are paged. offset None: 0.
     """
 
     scale: RowView | PagedView
@@ -110,18 +110,18 @@ class Dequant:
 
 @dataclass(eq=False, slots=True)
 class MatrixView:
-    """A value per (head, row, key) of each sequence; broadcast axes have stride 0. Element (b, h, i, j) lies at
+    """One value per (head, row, key) of each sequence; broadcast axes have stride 0. Element (b, h, i, j) is at
 
         address[b] + h * stride_head[b] + i * stride_row[b] + j * stride_key
 
     Drop bits use the same arithmetic, counted in bits of a uint8 tensor.
 
     Args:
-        keep: the tensor that the addresses point into.
+        keep: the tensor that holds the values.
         address, stride_head, stride_row: int64 [sequences].
-        stride_key: 1, or 0 where one value serves all keys.
-        first: of a blocked matrix, int64 [sequences]: keys before it have no element here, and are not blocked; a
-            sequence's address may then lie before the memory. None: 0.
+        stride_key: 1, or 0 if one value applies to all keys.
+        first: for a blocked matrix, int64 [sequences]: keys before `first` have no element and are not blocked, so a
+            sequence's address may point before the tensor. None: 0.
     """
 
     keep: torch.Tensor
@@ -132,11 +132,11 @@ class MatrixView:
     first: np.ndarray | None = None
 
     def sequence(self, b: int, heads: int, rows: int, keys: int) -> torch.Tensor:
-        """Sequence b from its first key on, as a view [heads, rows, keys - first] on the kept memory."""
+        """Values of sequence b from key `first` on, as a tensor [heads, rows, keys - first] that shares the memory."""
         strides = (int(self.stride_head[b]), int(self.stride_row[b]), self.stride_key)
         start, first = self.keep.storage_offset() + int(self.address[b]), self.first_of(b)
         return self.keep.as_strided((heads, rows, keys - first), strides, start + first * self.stride_key)
 
     def first_of(self, b: int) -> int:
-        """The first key of sequence b that has elements."""
+        """Index of the first key of sequence b that has elements."""
         return 0 if self.first is None else int(self.first[b])

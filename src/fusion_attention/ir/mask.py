@@ -12,17 +12,17 @@ import torch
 
 from fusion_attention.ir.kv import MatrixView
 
-# More tokens than any sequence has, and so few that sums of several never leave int64.
+# More tokens than any sequence has, and small enough that sums do not overflow int64.
 INFINITE = 1 << 40
-# Token counts from here on mean "no limit" in every interface.
+# The smallest token count that means "no limit" in every interface.
 UNLIMITED = (1 << 31) - 1
-# Rows and keys of a tile that is blocked as a whole, not at all, or bit by bit; and how it says the first two.
+# Rows and keys of a tile of blocked pairs, and the codes of tiles that are blocked completely or not at all.
 TILE = 128
 ALL_BLOCKED, NONE_BLOCKED = -1, -2
 
 
 def tokens(count: int) -> int:
-    """A caller's token count, with everything at or beyond +-(2**31 - 1) saturated to +-INFINITE."""
+    """A caller's token count; counts at or beyond +-(2**31 - 1) become +-INFINITE."""
     if count >= UNLIMITED:
         return INFINITE
     return -INFINITE if count <= -UNLIMITED else count
@@ -102,10 +102,10 @@ class Band:
         return saturate(self.lo, shift), saturate(self.hi, shift), prefix
 
     def __repr__(self) -> str:
-        """As it is made."""
+        """The expression that makes this band, with a constructor such as Band.causal() where one fits."""
         text = f"Band(lo={self.lo!r}, hi={self.hi!r}, align={self.align!r}, prefix={self.prefix!r})"
         if any(type(n) is not int for n in (self.lo, self.hi, *self.prefix)):
-            return text  # a call names numbers that are not integers
+            return text  # constructors would fail on numbers that are not integers; bind() reports them
         left = UNLIMITED if self.lo == -INFINITE else -self.lo
         right = UNLIMITED if self.hi == INFINITE else self.hi - 1
         align = () if self.align == "end" else (self.align,)
@@ -122,7 +122,7 @@ class Band:
 
 
 def _as_int(number: Any) -> Any:
-    """A whole number as an int, whatever it comes as: equal bands are alike. What is none a call names."""
+    """An integral number of any type as an int, so that equal bands compare equal; other values unchanged."""
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         if int(number) == number:
             return int(number)
@@ -137,7 +137,7 @@ def saturate(edge: int, shift: np.ndarray) -> np.ndarray:
 
 
 def interval_matrix(q_len: int, kv_len: int, lo: int, hi: int, prefix: int) -> torch.Tensor:
-    """[q_len, kv_len] bool: the keys i + lo <= j < max(prefix, i + hi) of each row i."""
+    """Matrix [q_len, kv_len] bool, True where i + lo <= j < max(prefix, i + hi) for row i and key j."""
     row = torch.arange(q_len)[:, None]
     key = torch.arange(kv_len)[None, :]
     return (key >= row + lo) & (key < torch.clamp(row + hi, min=prefix))
@@ -146,13 +146,13 @@ def interval_matrix(q_len: int, kv_len: int, lo: int, hi: int, prefix: int) -> t
 def blocked_by_tiles(
     tiles: MatrixView, bits: torch.Tensor | None, b: int, heads: int, rows: int, keys: int
 ) -> torch.Tensor:
-    """[heads, rows, keys] bool: the pairs of sequence b that tiles remove."""
+    """Matrix [heads, rows, keys] bool, True for the pairs of sequence b that blocked tiles hide."""
     numbers = tiles.sequence(b, heads, -(-rows // TILE), -(-keys // TILE)).long()
     full = torch.zeros(2, TILE, TILE, dtype=torch.bool, device=numbers.device)
     full[ALL_BLOCKED] = True
     if bits is not None:
         place = torch.arange(8, dtype=torch.uint8, device=bits.device)
         full = torch.cat(((bits[..., None] >> place & 1).flatten(-2).bool(), full))
-    # Counted from the end, the numbers of the two whole tiles are where they lie.
+    # ALL_BLOCKED (-1) and NONE_BLOCKED (-2) index the last two tiles of `full`.
     clipped = numbers.where((numbers >= NONE_BLOCKED) & (numbers < len(full) - 2), ALL_BLOCKED)
     return full[clipped].transpose(2, 3).flatten(3).flatten(1, 2)[:, :rows, :keys]

@@ -1,10 +1,11 @@
-"""Merging of partial results: attention over some keys and attention over other keys give attention over both.
+"""Merging of partial results: attention over two disjoint sets of keys gives attention over their union.
 
     m    = max(m1, m2),   w_i = s_i * exp(m_i - m)
     out  = (w1 * out1 + w2 * out2) / (w1 + w2),   max = m,   sum = w1 + w2
 
-In float32, into the first of the two. A row that saw no key (max = -inf) weighs nothing beside one that saw some; of
-two such rows each weighs its sum: nothing in zero form, its number of keys in mean form: their mean is that of all.
+In float32, into the first of the two. A row without visible keys (max = -inf) has weight 0 against a row with some. The
+weight of two such rows is their sum: 0 if they return zeros, the number of keys if they return the mean of V, so that
+the merged row is the mean over all keys.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import NamedTuple
 
 import torch
 
-# What a part weighs at least that saw keys: an infinite value that a row sees reaches its result, however small the
-# weight. Beside the row's largest weight, which is 1 or more, it is no bit of any finite sum.
+# The smallest weight of a partial result with visible keys: weights do not underflow to 0, so an infinite value of V
+# reaches the result. Finite sums do not change, since the largest weight of a row is at least 1.
 _LEAST = torch.finfo(torch.float32).smallest_normal
 
 
 class Partial(NamedTuple):
-    """Attention of rows to some of their keys: out [..., dim_v] float32, divided by its sum; max and sum [...] float32,
-    as Stats are."""
+    """Attention of rows to a subset of their keys: out [..., dim_v] float32, normalized; max and sum [...] float32, as
+    in Stats."""
 
     out: torch.Tensor
     max: torch.Tensor
@@ -29,12 +30,12 @@ class Partial(NamedTuple):
 
 
 def merge(into: Partial, more: Partial) -> None:
-    """Makes `into` the attention to the keys of both."""
+    """Merges `more` into `into`, in place: the result is attention over the keys of both."""
     top = torch.maximum(into.max, more.max)  # NaN where either is
     ours, theirs = (_weight(partial, top) for partial in (into, more))
     total = ours + theirs
     divisor = total.where(total != 0, 1.0)
-    # Select before multiply: what weighs nothing, a mean beside a row with keys, may not be finite.
+    # Select before multiply: a value of weight 0 may not be finite.
     into.out.masked_fill_((ours == 0)[..., None], 0.0).mul_((ours / divisor)[..., None])
     into.out.add_(more.out.masked_fill((theirs == 0)[..., None], 0.0).mul_((theirs / divisor)[..., None]))
     into.max.copy_(top)
@@ -42,19 +43,19 @@ def merge(into: Partial, more: Partial) -> None:
 
 
 def join_sink(into: Partial, sink: torch.Tensor) -> None:
-    """One more logit per head [heads] in the denominator of rows [..., heads]: a key without a value."""
+    """Adds the attention sink, one logit per head [heads], to the softmax denominators of rows [..., heads]."""
     peak = sink.float().expand_as(into.max)
     one = torch.ones_like(into.sum).where(peak != -math.inf, 0.0)
     merge(into, Partial(torch.zeros_like(into.out[..., :1]).expand_as(into.out), peak, one))
 
 
 def empty_partial(like: torch.Tensor, shape: tuple[int, ...], dim: int) -> Partial:
-    """Rows that have met no key."""
+    """The partial result of rows over no keys: out 0, max -inf, sum 0."""
     stats = like.new_zeros(shape, dtype=torch.float32)
     return Partial(like.new_zeros((*shape, dim), dtype=torch.float32), stats - math.inf, stats)
 
 
 def _weight(partial: Partial, top: torch.Tensor) -> torch.Tensor:
-    # Equal maxima first: the difference of two infinities is no number.
+    # Equal maxima are tested first, because -inf - -inf is NaN.
     weight = partial.sum * torch.where(partial.max == top, 0.0, partial.max - top).exp()
     return weight.where((partial.sum == 0) | (partial.max == -math.inf), weight.clamp(min=_LEAST))

@@ -1,4 +1,4 @@
-"""The tensors that a forward's operands lie in, by name: a prepared call puts others in their places."""
+"""Replacement of the tensors in a forward call's operands, by name, which prepared calls use."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from fusion_attention.ir.problem import IndexerOperands, Operands, Stats
 
 Some = TypeVar("Some", Operands, IndexerOperands)
 View = RowView | PagedView | MatrixView | torch.Tensor
-# Operands whose name is that of the field.
+# Operands that are named as their fields.
 _FIELDS: tuple[str, ...] = ("q", "k", "v", "out", "q_rope", "k_rope", "bias", "slopes", "blocked", "drop_bits", "sink")
 _FIELDS += ("out_scale", "out_offset", "k_common", "v_common", "row_scale", "blocked_tiles", "blocked_bits")
 _FIELDS += ("weights", "indices", "values")
 
 
 def places(operands: Operands | IndexerOperands) -> dict[str, torch.Tensor]:
-    """The tensors by name: fields of the operands; "max" and "sum"; "k_scale" and its kin; "table" of pages.
+    """The tensors of operands by name: names of fields, "max", "sum", "k_scale", "k_offset", "v_scale", "v_offset" and
+    "table" (of pages).
 
     Raises:
-        ValueError: rows that lie in several tensors, pages of two tables, or operands that have no name here.
+        ValueError: rows in several tensors, two page tables, or an operand without a name here.
     """
     result: dict[str, torch.Tensor] = {}
     for name, view in _views(operands):
@@ -37,7 +38,7 @@ def places(operands: Operands | IndexerOperands) -> dict[str, torch.Tensor]:
 
 
 def moved(operands: Some, tensors: Mapping[str, torch.Tensor]) -> Some:
-    """The same operands in other tensors, of which there is one for every name of places()."""
+    """The same operands in other tensors; `tensors` has one for every name of places()."""
     new: dict[str, Any] = {name: _over(view, tensors[name], tensors.get("table")) for name, view in _views(operands)}
     if "max" in new:
         new["stats"] = Stats(new.pop("max"), new.pop("sum"))

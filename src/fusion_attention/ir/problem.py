@@ -1,7 +1,6 @@
-"""The intermediate representation: what is computed (Problem), on which lengths (Extents), with which memory (Operands,
-Grads).
+"""The types of the intermediate representation: the computation (Problem), lengths (Extents), memory (Operands, Grads).
 
-Everything above speaks some interface's words and ends here; everything below knows only this. Validates nothing.
+Interfaces are lowered to these types, and back ends read nothing else. The types validate nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import torch
 from fusion_attention.ir.kv import Dequant, MatrixView, PagedView, RowView
 
 EXTENT_ROWS = ("q_len", "kv_len", "lo", "hi", "prefix", "shift")
-# Tokens at multiples of which a sequence may be cut into parts that together have the whole's bits.
+# A sequence that is split at multiples of so many tokens gives the same bits as the unsplit sequence.
 CUT = 64
 PART_ROWS = ("first_row", "first_key", "stream", "q_len", "kv_len")
 
-# Fields that every kernel of lists, or of a second source of keys, takes with these values alone.
+# The only values of these fields that kernels for selected or compressed keys support.
 PLAIN_SELECTION: dict[str, object] = {
     "bias": "none",
     "has_blocked": False,
@@ -37,69 +36,69 @@ PLAIN_SELECTION: dict[str, object] = {
 
 
 class _Typed:
-    """A problem's dtype in torch's words."""
+    """Base of problems: converts the name of the dtype to a torch.dtype."""
 
     dtype: str
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """dtype as torch names it."""
+        """The torch.dtype with the name in dtype."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
 
 @dataclass(frozen=True)
 class Problem(_Typed):
-    """Softmax attention with everything that changes a kernel, and nothing that changes from call to call.
+    """Parameters of softmax attention that select or specialize a kernel; lengths and addresses are not among them.
 
         x   = scale * row_scale * (q . k + q_rope . k_rope)            bias' = scale * bias if bias_scaled else bias
         s   = x + bias', or where there is a softcap: softcap * tanh(x / softcap) + bias'
         out = sum_j keep_j / keep_prob * exp(s_j - max) * v_j / (sum_j exp(s_j - max) + exp(sink - max))
 
-    over the keys that a row sees; one whose score is -inf it does not see, whatever its v. A row that sees no key is an
-    empty row.
+    summed over the visible keys of a row. A key with score -inf is not visible, whatever its v. A row without visible
+    keys is an empty row.
 
     Args:
         heads_q, heads_kv: query heads and key/value heads; group = heads_q / heads_kv query heads share one.
         dim_qk, dim_v, dim_rope: elements per row; dim_rope 0 without rope operands.
         dtype: of q, k, v and out: "float32", "float16" or "bfloat16".
         scale: factor on the dot products.
-        bias: "none", "matrix", "table" (last 1024 rows stored), "slopes" or "slopes_sqrt" (distances computed).
-        bias_scaled: the bias is multiplied by scale too.
-        has_blocked: a matrix removes keys (true = not seen) beside the band.
-        has_sink: one more logit per query head joins the denominator.
-        dropout: "none", "bits" (given) or "philox" (drawn).
-        keep_prob: share of kept probabilities, and the divisor.
-        empty_rows: what an empty row of a sequence with keys returns: "zero"; "mean" of all its V rows; or
-            "mean_in_band", the mean only where the band leaves keys and `blocked` takes them all, else zero.
+        bias: "none", "matrix", "table" (last 1024 rows stored), "slopes" or "slopes_sqrt" (computed from distances).
+        bias_scaled: the bias is also multiplied by scale.
+        has_blocked: in addition to the band, a matrix hides keys (nonzero: hidden).
+        has_sink: the denominator has one additional logit per query head.
+        dropout: "none", "bits" (mask given) or "philox" (mask drawn).
+        keep_prob: probability that an element is kept; kept elements are divided by it.
+        empty_rows: result of an empty row in a sequence with keys: "zero"; "mean" of all V rows; or "mean_in_band",
+            the mean if the band is not empty and `blocked` hides all of it, else zero.
         shares_kv: v is the first dim_v elements of k's rows; there is no v operand, and dk receives both gradients.
         page_size: tokens of a page of k and v; 0: not paged.
-        kv_dtype: how k and v are stored where that is not dtype: "" (as dtype), "int8", or "int4" (two in a byte, the
-            even element in the low half).
+        kv_dtype: storage format of k and v: "" (as dtype), "int8", or "int4" (two in a byte, the even element in the
+            low half).
         dequant_k, dequant_v: "none", "channel" (a scale per head and element) or "token" (a scale per head and token).
         out_quant: "none"; "tensor" or "channel": out is int8, round(out * out_scale + out_offset) saturated, halves to
             even ("tensor") or away from zero ("channel").
-        common_keys: the first keys of every sequence, so many of them, are the same rows of memory for all sequences
-            (k_common, v_common), and k and v hold the keys behind them: their token 0 is key common_keys. Lengths,
-            bands, biases and blocked count all keys; scales per channel are those of both.
-        has_row_scale: every row and head has a factor of its own on q . k + q_rope . k_rope (of an int8 query, whose
-            integers dtype holds exactly); else 1.
-        has_weight_scale: the v_j are weighed by round(weight_scale * exp(s_j - max)), halves to even, saturated as
-            int8, against the row's final maximum; the divisor sums weights that are not rounded. A row in mean form
-            weighs all its keys by round(weight_scale).
-        has_blocked_tiles: keys are removed tile by tile of 128 rows by 128 keys, beside band and matrix.
-        select_count: entries of a row's list of selected blocks; 0: no selection, rows see their whole band.
-        select_block: tokens of a selected block. A row that sees the keys before `end` reads the first
-            ceil(end / select_block) entries at most, and none from the first negative one on; it weighs the keys of a
-            block that its band leaves, once for every time that the block is listed.
-        softcap: what the scaled product comes near to and never exceeds, whatever its size; 0: none. A product of -inf
-            becomes -softcap, so its key is seen.
-        wide_results: what a run writes in rows of dtype (out; the gradients of rows and keys) is float32, to be added
-            up partial results. The saved out that a backward reads is rows of dtype all the same.
-        compressed_ratio: a second source of keys (k_compressed, v_compressed; Extents.compressed) joins the softmax,
-            one key of which stands for so many tokens: a row sees one more of them every compressed_ratio rows, beside
-            the keys of its band. Lists select keys of this source alone; where select_count is 0, a row reads all of
-            it that it sees. 0: there is one source.
+        common_keys: length of a prefix of keys that all sequences share in memory (k_common, v_common); token 0 of k
+            and v is key common_keys. Lengths, bands, biases and blocked count all keys; scales per channel apply to
+            both tensors.
+        has_row_scale: each row and head has a factor row_scale on q . k + q_rope . k_rope (the scale of an int8 query,
+            whose integers dtype represents exactly); else the factor is 1.
+        has_weight_scale: the weight of v_j is round(weight_scale * exp(s_j - max)), halves to even, saturated to
+            int8, with the row's final maximum; the divisor sums weights that are not rounded. In an empty row that
+            returns the mean, all weights are round(weight_scale).
+        has_blocked_tiles: in addition to band and matrix, a table hides keys in tiles of 128 rows by 128 keys.
+        select_count: entries in a row's list of selected blocks; 0: no selection, rows read their complete band.
+        select_block: tokens of a selected block. A row with visible keys before `end` reads at most the first
+            ceil(end / select_block) entries, and stops at the first negative entry. Keys of a block outside the band
+            are skipped; a block that is listed n times counts n times.
+        softcap: bound of the absolute value of the scaled product, by tanh; 0: none. A product of -inf becomes
+            -softcap, so its key stays visible.
+        wide_results: results with rows of dtype (out; gradients of q, k and v) are written in float32, so that
+            partial results can be summed. The saved out that backward reads has dtype nevertheless.
+        compressed_ratio: tokens per key in a second source of keys (k_compressed, v_compressed; Extents.compressed),
+            which join the softmax with the keys of the band: one more of them becomes visible every compressed_ratio
+            rows. Lists select keys of this source only; if select_count is 0, a row reads all that are visible.
+            0: no second source.
     """
 
     heads_q: int
@@ -139,11 +138,11 @@ class Problem(_Typed):
 
     @property
     def selects(self) -> bool:
-        """Whether rows read keys one by one: those of lists, or of two sources."""
+        """True if rows gather keys individually: selected keys, or keys of two sources."""
         return bool(self.select_count or self.compressed_ratio)
 
     def flops(self, extents: Extents, backward: bool = False) -> int:
-        """Multiply-adds counted twice, over visible pairs of the band only: two matmuls forward, five backward."""
+        """Floating-point operations (2 per multiply-add) of visible (row, key) pairs: 2 matmuls forward, 5 backward."""
         qk, v = self.dim_qk + self.dim_rope, self.dim_v
         pairs = extents.visible_pairs
         if self.compressed_ratio:
@@ -157,16 +156,16 @@ class Problem(_Typed):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Of sequences that are parts of longer ones, computed elsewhere or at another time: where they stand there.
+    """Positions of chunks in longer sequences whose other chunks are computed on other ranks or at other times.
 
-    Host int64 arrays, one number per sequence. Bands, shifts and lengths of Extents count from a part's own first row
-    and key; what a whole sequence decides is decided by these: which pairs dropout takes, which kernel computes and
-    where it cuts rows. So parts whose first row and first key are multiples of CUT have the whole's bits.
+    Host int64 arrays, one number per sequence. Bands, shifts and lengths of Extents count from the chunk's first row
+    and key. The complete sequence's positions and lengths determine dropped pairs, kernel and tile boundaries, so
+    chunks that start at multiples of CUT have the same bits as the complete sequence.
 
     Args:
-        first_row, first_key: what a part's row 0 and key 0 are in the whole sequence; keys at a multiple of 8.
-        stream: of dropout, for the part's head 0: in a whole batch, sequence * heads_q.
-        q_len, kv_len: of the whole sequence.
+        first_row, first_key: position of the chunk's row 0 and key 0 in the complete sequence; keys a multiple of 8.
+        stream: dropout stream of the chunk's head 0; in a batch of complete sequences, sequence * heads_q.
+        q_len, kv_len: lengths of the complete sequence.
     """
 
     first_row: np.ndarray
@@ -180,7 +179,7 @@ class Part:
 class Compressed:
     """Lengths and bounds of a second source of keys: host int64 arrays, one number per sequence.
 
-    Row i sees its first min(kv_len, (i + hi) // ratio) keys, where that is positive; Problem.compressed_ratio is ratio.
+    Visible to row i are the first min(kv_len, (i + hi) // Problem.compressed_ratio) keys, if that is positive.
     """
 
     kv_len: np.ndarray
@@ -191,10 +190,10 @@ class Compressed:
 class Extents:
     """Lengths and bands per sequence: host int64 arrays, all of one length.
 
-    Row i of sequence b sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)); a prefix goes only with
-    lo = -INFINITE. shift is the distance origin of computed biases: |j - i + shift|. part: None where sequences are
-    whole; parts have no bias tables, no drop bits and no blocked tiles. compressed: of a second source of keys, which
-    are numbered behind the kv_len of the first.
+    Visible to row i of sequence b are the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)); a prefix
+    requires lo = -INFINITE. shift: origin of distances in computed biases, |j - i + shift|. part: None if sequences are
+    complete; chunks have no bias tables, drop bits or blocked tiles. compressed: lengths of a second source of keys,
+    whose indices start at kv_len.
     """
 
     q_len: np.ndarray
@@ -211,55 +210,55 @@ class Extents:
 
     @functools.cached_property
     def key(self) -> bytes:
-        """What a cache of plans compares."""
+        """Bytes that identify these lengths in the cache of plans."""
         own = b"".join(getattr(self, name).tobytes() for name in EXTENT_ROWS)
         if self.compressed is not None:
             return b"compressed" + own + self.compressed.kv_len.tobytes() + self.compressed.hi.tobytes()
         if self.part is None:
             return own
-        # Four bytes more: no batch of whole sequences has a key of that length.
+        # The prefix of four bytes makes the key's length differ from every key without a part.
         return b"part" + own + b"".join(getattr(self.part, name).tobytes() for name in PART_ROWS)
 
     @functools.cached_property
     def call_cache(self) -> dict[Any, Any]:
-        """For what depends on these lengths alone, and on how tensors lie."""
+        """Cache of objects that depend only on these lengths and on memory layouts of tensors."""
         return {}
 
     @functools.cached_property
     def keyless(self) -> list[int]:
-        """The sequences that have rows but no keys."""
+        """Indices of sequences with rows but without keys."""
         keys = self.kv_len if self.compressed is None else self.kv_len + self.compressed.kv_len
         result: list[int] = np.flatnonzero((keys == 0) & (self.q_len > 0)).tolist()
         return result
 
     @functools.cached_property
     def scores(self) -> int:
-        """Pairs of a row and a key, seen or not, over all sequences."""
+        """Number of (row, key) pairs over all sequences, visible or not."""
         return int(self.q_len @ self.kv_len)
 
     @functools.cached_property
     def q_start(self) -> np.ndarray:
-        """Packed: the first token of each sequence."""
+        """Index of each sequence's first query token in packed rows."""
         return np.cumsum(self.q_len) - self.q_len
 
     @functools.cached_property
     def kv_start(self) -> np.ndarray:
-        """Packed: the first key token of each sequence."""
+        """Index of each sequence's first key token in packed rows."""
         return np.cumsum(self.kv_len) - self.kv_len
 
     @property
     def chosen_by(self) -> tuple[np.ndarray, np.ndarray]:
-        """(q_len, kv_len) of the whole sequences, which decide what computes them."""
+        """(q_len, kv_len) of the complete sequences, from which a back end chooses its kernel."""
         return (self.q_len, self.kv_len) if self.part is None else (self.part.q_len, self.part.kv_len)
 
     def drawn(self, b: int, heads: int) -> tuple[int, slice, slice]:
-        """(stream, rows, keys) that dropout draws for: of head 0 of sequence b, counted in the whole sequence."""
+        """(stream, rows, keys) of sequence b's dropout mask: stream of head 0, positions in the complete sequence."""
         p = self.part
         stream, row, key = (b * heads, 0, 0) if p is None else (int(a[b]) for a in (p.stream, p.first_row, p.first_key))
         return stream, slice(row, row + int(self.q_len[b])), slice(key, key + int(self.kv_len[b]))
 
     def row_interval(self, b: int, row: np.ndarray, ratio: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """(first, end) of the keys that the given rows of sequence b see; end <= first where they see none.
+        """(first, end) of the visible keys of the given rows in sequence b; end <= first if a row has none.
 
         ratio: as in IndexerProblem.
         """
@@ -268,17 +267,17 @@ class Extents:
         return first, end
 
     def compressed_end(self, b: int, row: np.ndarray, ratio: int) -> np.ndarray:
-        """How many keys of the second source the given rows of sequence b see."""
+        """Number of visible keys of the second source, for the given rows of sequence b."""
         assert self.compressed is not None
         return np.clip((row + self.compressed.hi[b]) // ratio, 0, self.compressed.kv_len[b])
 
     def all_keys(self, b: int) -> int:
-        """Keys of sequence b in both sources."""
+        """Number of keys of sequence b in both sources."""
         return int(self.kv_len[b]) + (0 if self.compressed is None else int(self.compressed.kv_len[b]))
 
     @functools.cached_property
     def visible_pairs(self) -> int:
-        """How many (row, key) pairs the bands leave, over all sequences."""
+        """Number of (row, key) pairs inside the bands, over all sequences."""
         total = 0
         for b in range(len(self)):
             first, end = self.row_interval(b, np.arange(self.q_len[b]))
@@ -287,7 +286,7 @@ class Extents:
 
 
 def _compressed_pairs(extents: Extents, ratio: int, listed: int) -> int:
-    """How many pairs of a row and a key of the second source are read; listed: keys of a list, 0 for none."""
+    """Number of (row, key) pairs of the second source that are read; listed: keys of a row's list, 0: no list."""
     ends = (extents.compressed_end(b, np.arange(extents.q_len[b]), ratio) for b in range(len(extents)))
     return sum(int((np.minimum(end, listed) if listed else end).sum()) for end in ends)
 
@@ -296,7 +295,7 @@ def _compressed_pairs(extents: Extents, ratio: int, listed: int) -> int:
 class Stats:
     """Softmax statistics, one float32 per row and head (RowViews with dim 1).
 
-    An empty row has max = -inf, and sum = 0 (zero form) or the sequence's kv_len (mean form).
+    An empty row has max = -inf; its sum is 0 if it returns zeros, or the sequence's kv_len if it returns the mean of V.
     """
 
     max: RowView
@@ -305,18 +304,18 @@ class Stats:
 
 @dataclass(eq=False)
 class Operands:
-    """The memory of one call: inputs, and out and stats, which forward writes and backward reads."""
+    """The memory of one attention call: inputs, and out and stats, which forward writes and backward reads."""
 
     q: RowView
     k: RowView | PagedView
-    v: RowView | PagedView  # k, narrowed to dim_v, where the problem shares them
+    v: RowView | PagedView  # the first dim_v elements of k if problem.shares_kv
     out: RowView
     stats: Stats
     q_rope: RowView | None = None
     k_rope: RowView | PagedView | None = None
     bias: MatrixView | None = None
     slopes: torch.Tensor | None = None  # float32 [sequences, heads_q]
-    blocked: MatrixView | None = None  # true (non-zero) = not seen
+    blocked: MatrixView | None = None  # nonzero: hidden
     drop_bits: MatrixView | None = None  # addresses count bits
     seed: int = 0
     offset: int = 0
@@ -325,37 +324,37 @@ class Operands:
     dequant_v: Dequant | None = None
     out_scale: torch.Tensor | None = None  # float32 [heads_q, dim_v], broadcast by strides
     out_offset: torch.Tensor | None = None  # as out_scale
-    k_common: RowView | None = None  # of one sequence, which stands for all
-    v_common: RowView | None = None  # k_common, narrowed to dim_v, where the problem shares them
-    row_scale: RowView | None = None  # float32, dim 1, as out lies
+    k_common: RowView | None = None  # one sequence, shared by all
+    v_common: RowView | None = None  # the first dim_v elements of k_common if problem.shares_kv
+    row_scale: RowView | None = None  # float32, dim 1, a row per row of out
     weight_scale: torch.Tensor | None = None  # one float32
     indices: RowView | None = None  # int32 rows of select_count entries, [heads_kv, q_len] rows per sequence
-    # int32, an element per tile, which counts in tiles: ALL_BLOCKED, NONE_BLOCKED, or the number of its bits; one that
-    # has no bits blocks all.
+    # int32, an element per tile (strides count tiles): ALL_BLOCKED, NONE_BLOCKED, or an index into blocked_bits; an
+    # index out of range blocks the complete tile.
     blocked_tiles: MatrixView | None = None
-    blocked_bits: torch.Tensor | None = None  # uint8 [n, 128, 16], a bit per pair, lowest first; 1 = not seen
+    blocked_bits: torch.Tensor | None = None  # uint8 [n, 128, 16], a bit per pair, lowest first; 1: hidden
     k_compressed: RowView | PagedView | None = None
-    v_compressed: RowView | PagedView | None = None  # k_compressed, narrowed to dim_v, where the problem shares them
+    v_compressed: RowView | PagedView | None = None  # the first dim_v elements of k_compressed if problem.shares_kv
 
 
 @dataclass(eq=False)
 class Grads:
-    """What backward reads (dout, dlse) and writes; what the problem has no operand for is None.
+    """The gradients that backward reads (dout, dlse) and writes; None for operands that the problem lacks.
 
-    dlse is the gradient of max + log(sum), float32, with dim 1; None: there is none. Those of empty rows count nothing.
+    dlse is the gradient of max + log(sum), float32, with dim 1, or None. Values at empty rows are ignored.
 
-    dbias is added to (the caller zeroes it, in at least float32): sequences may share a bias. Where owns_dbias, each of
-    its elements belongs to one pair of a row and a key alone: every pair of every sequence is written, in the dtype of
-    the memory, with zeros where a row does not see the key.
+    dbias is accumulated, because sequences may share a bias: the caller zeroes it, in float32 or wider. If owns_dbias,
+    each element belongs to a single (row, key) pair: all pairs of all sequences are overwritten, in the dtype of the
+    memory, with zeros where the key is not visible.
 
-    Of a selection, an indexer and its loss, gradients of keys (dk, dk_rope and dv, all of them) may be float32 beside
-    rows of another dtype, to add up partial results.
+    For selected keys, an indexer and its loss, the gradients of keys (dk, dk_rope and dv together) may be float32 when
+    the other rows are not, so that partial results can be summed.
     """
 
     dout: RowView
     dq: RowView
     dk: RowView
-    dv: RowView | None  # None where dk receives it (shares_kv)
+    dv: RowView | None  # None if dk includes it (shares_kv)
     dq_rope: RowView | None = None
     dk_rope: RowView | None = None
     dbias: MatrixView | None = None
@@ -363,32 +362,32 @@ class Grads:
     owns_dbias: bool = False
     dlse: RowView | None = None
     dk_compressed: RowView | None = None
-    dv_compressed: RowView | None = None  # None where dk_compressed receives it
+    dv_compressed: RowView | None = None  # None if dk_compressed includes it
 
 
 @dataclass(frozen=True)
 class IndexerProblem(_Typed):
-    """The lightning indexer: how much each visible key matters to a row, and the keys that matter most.
+    """The lightning indexer: scores the visible keys of each row, and selects the top_k.
 
         I[i, j] = sum_h weights[i, h] * max(0, q[i, h] . k[j])
 
-    over the keys that a row sees, one key head for all query heads. Chosen are the top_k largest, by descending score
-    and, among equals, ascending index; a row that sees fewer has index -1 and value -inf behind its last. A NaN comes
-    before all numbers, and a score of -inf is a key not seen.
+    for visible keys j; all query heads share one key head. The top_k largest scores are selected, in descending order,
+    equal scores by ascending index. Entries beyond a row's visible keys are index -1 and value -inf. NaN sorts before
+    all numbers, and a key with score -inf is not visible.
 
-    The gradient reads a row's list as attention does: at most as many entries as the row sees keys, none from the
-    first negative one on, none of a key that it does not see.
+    The gradient reads a row's list as attention does: at most as many entries as there are visible keys, up to the
+    first negative one, without entries of keys that are not visible.
 
     Args:
         heads, dim: query heads, and elements of a row.
         dtype: of q, k and values.
         weights_dtype: of the weights.
-        top_k: how many keys a row chooses.
-        has_values: the chosen scores are returned too.
+        top_k: number of keys that a row selects.
+        has_values: the selected scores are a result too.
         page_size: tokens of a page of k; 0: not paged.
-        wide_values: they are returned as they are compared, in float32, whatever dtype is.
-        ratio: tokens that a key stands for: row i sees the keys j < min(kv_len, (i + hi) // ratio). Where it is not 1,
-            lo is -INFINITE and prefix 0 (Extents).
+        wide_values: values are float32, the precision in which they are compared, whatever dtype is.
+        ratio: tokens per key: visible to row i are the keys j < min(kv_len, (i + hi) // ratio). Other ratios than 1
+            require lo = -INFINITE and prefix = 0 (Extents).
     """
 
     heads: int
@@ -404,10 +403,10 @@ class IndexerProblem(_Typed):
 
 @dataclass(eq=False)
 class IndexerOperands:
-    """The memory of one call of the indexer; indices and values are written by the choice of keys, read by gradients.
+    """The memory of one indexer call; indexer_topk writes indices and values, the gradient reads them.
 
-    The indexer's statistics (one head) are written by indexer_lse and read by a loss without selection. values of a
-    loss are y of its target's elements, written where a row reads them: the caller zeroes the others.
+    indexer_lse writes stats (one head), which a loss without selection reads. In a loss, values receive y at the
+    target's elements that a row reads; the caller zeroes the others.
     """
 
     q: RowView
@@ -420,7 +419,7 @@ class IndexerOperands:
 
 @dataclass(eq=False)
 class IndexerGrads:
-    """What the indexer's backward reads (dvalues, per chosen key; a loss has none) and writes."""
+    """The gradients that the indexer's backward reads (dvalues, one per selected key; None in a loss) and writes."""
 
     dq: RowView
     dk: RowView
@@ -430,7 +429,7 @@ class IndexerGrads:
 
 @dataclass(frozen=True)
 class IndexerLossProblem(_Typed):
-    """How far the indexer's distribution over keys is from the attention's, and the gradients that bring it nearer.
+    """Kullback-Leibler divergence of the indexer's distribution over keys from the attention's, and its gradients.
 
         p_j  = (1 / N) sum_h exp(s_hj - max_h) / sum_h,     s_hj = scale * (q_h . k_j + q_rope_h . k_rope_j)
         N    = heads_q - sum_h exp(sink_h - max_h) / sum_h  (heads_q without sinks)
@@ -439,25 +438,25 @@ class IndexerLossProblem(_Typed):
         loss = sum_j p_j * (ln max(p_j, 1e-8) - ln max(y_j, 1e-8))
         dI   = y - p,  dw_h = sum_j dI_j * max(0, S_hj),  dS = dI * w * [S > 0],  dq_h = dS k,  dk = sum_h dS^T q_h
 
-    over the keys that a row selects (select_count entries, read as attention reads them, a token weighed once for
-    every time that it is listed), or that its band shows (select_count 0, with the indexer's statistics given). Under
-    selection the factor before the logarithms is max(p_j, 1e-8) too. The loss is a sum over all rows; the gradients are
-    those of the sum, and none reaches the attention. A row without keys contributes nothing.
+    over the selected keys of a row (select_count entries, read as attention reads them; a token that is listed n times
+    counts n times), or over its band (select_count 0, with the indexer's statistics given). With selection the factor
+    before the logarithms is max(p_j, 1e-8) too. The loss is the sum over all rows. Gradients are those of the sum, for
+    the indexer only. A row without keys contributes 0.
 
-    A target that is an operand (heads_q 0) may sum to less than 1, where a row attends to other keys too:
+    A target that is an operand (heads_q 0) may sum to less than 1, if the row attends to further keys:
 
         loss = sum_j p_j * (ln max(p_j, 1e-8) - ln max(y_j, 1e-8)),   dI = y * sum_j p_j - p
 
-    with a p per entry of a row's list, or per key of its band, and nothing is read of entries and keys that the row
-    does not read. y may be a result (IndexerOperands.values, float32).
+    with one p per entry of a row's list, or per key of its band; p of entries and keys that the row skips is not read.
+    y may be a result (IndexerOperands.values, float32).
 
     Args:
-        heads_q, heads_kv, dim_qk, dim_rope, dtype, scale, has_sink: of the attention, as in Problem; heads_q 0: there
-            is none, and the target is an operand.
-        heads_index, dim_index, weights_dtype: of the indexer; its q and k have dtype too, and one key head.
+        heads_q, heads_kv, dim_qk, dim_rope, dtype, scale, has_sink: the attention's, as in Problem; heads_q 0: no
+            attention, the target is an operand.
+        heads_index, dim_index, weights_dtype: the indexer's; its q and k have dtype too, and one key head.
         select_count: entries of a row's list, shared by all heads; 0: no selection.
         ratio: as in IndexerProblem.
-        unit_target: a target without selection counts as one that sums to 1: dI = y - p.
+        unit_target: a target without selection is treated as summing to 1: dI = y - p.
     """
 
     heads_q: int
@@ -476,17 +475,16 @@ class IndexerLossProblem(_Typed):
 
     @property
     def has_target(self) -> bool:
-        """Whether the target is an operand."""
+        """True if the target is an operand."""
         return self.heads_q == 0
 
 
 @dataclass(eq=False)
 class IndexerLossOperands:
-    """The memory of one indexer_loss: what it reads of the attention or of a target, and of the indexer, and the loss,
-    overwritten."""
+    """The memory of one indexer_loss call: inputs of attention (or a target) and of the indexer, and the loss."""
 
     index: IndexerOperands
-    loss: torch.Tensor  # float32 [1]
+    loss: torch.Tensor  # float32 [1], overwritten
     target: RowView | None = None  # float32, one head, an element per entry of a list, or per key
     q: RowView | None = None
     k: RowView | None = None

@@ -1,7 +1,7 @@
-"""The work list: which keys a tile of rows meets, and the transpose of that for a tile of keys.
+"""The work list of a kernel: the interval of keys for each tile of rows, or of rows for each tile of keys.
 
-A few integers per tile, built by numpy from the bands alone; what sees no key is not listed, and between full_begin
-and full_end no mask is needed. Depends on each sequence's own lengths and on nothing else in the batch.
+numpy computes a few integers per tile from the bands only. Between full_begin and full_end no mask is needed. The tiles
+of a sequence do not depend on the other sequences of the batch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fusion_attention.ir.problem import Extents
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Structure of arrays (int64, one entry per tile).
+    """The work list as a structure of arrays (int64, one entry per tile).
 
-    by_query: rows [row0, row1) of sequence seq meet keys [begin, end), of which [full_begin, full_end) are seen by
-    every row of the tile. by_key: keys [row0, row1) meet query rows [begin, end), of which [full_begin, full_end)
-    see every key of the tile. Where nothing is full, full_begin = full_end.
+    by_query: rows [row0, row1) of sequence seq need keys [begin, end); those in [full_begin, full_end) are visible to
+    all rows of the tile. by_key: keys [row0, row1) need query rows [begin, end); to those in [full_begin, full_end)
+    all keys of the tile are visible. If there are none, full_begin = full_end.
     """
 
     seq: np.ndarray
@@ -35,7 +35,7 @@ class Tiles:
 
 
 def _tiles_of(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(seq, first, end) of pieces of at most `size` from each sequence's start."""
+    """(seq, first, end) of tiles: each sequence is divided from its start into tiles of at most `size` tokens."""
     count = -(-lengths // size)
     seq = np.repeat(np.arange(len(lengths)), count)
     within = np.arange(len(seq)) - np.repeat(np.cumsum(count) - count, count)
@@ -52,24 +52,22 @@ def _tiles(seq: np.ndarray, row0: np.ndarray, row1: np.ndarray, edges: tuple[np.
 
 
 def _sees(lo: np.ndarray, hi: np.ndarray, prefix: np.ndarray) -> np.ndarray:
-    """Whether a band can leave any row a key; where its edges cross, a whole tile's edges still may not."""
+    """True if a band is not empty; needed because a tile's edges may not cross where each row's edges do."""
     return (hi > lo) | (prefix > 0)
 
 
 def _cut_parts(extents: Extents, first_row: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(seq, first, end) of pieces between multiples of `size` of the whole sequence; the first may begin before row 0,
-    where the whole one's piece does."""
+    """(seq, first, end) of tiles of chunks, with boundaries at multiples of `size` in the complete sequence; a chunk's
+    first tile may begin before its row 0."""
     ahead = first_row % size
     seq, first, end = _tiles_of(np.where(extents.q_len > 0, extents.q_len + ahead, 0), size)
     return seq, first - ahead[seq], end - ahead[seq]
 
 
 def by_query(extents: Extents, size: int, ratio: int = 1) -> Tiles:
-    """Tiles of `size` query rows, every row listed (a tile that sees no key has begin = end: its rows are empty).
+    """Tiles of `size` query rows that cover all rows; begin = end if no key is visible to the tile.
 
-    ratio: as in IndexerProblem.
-
-    Parts are cut where their whole sequence is, and begin with the keys that the whole tile begins with.
+    ratio: as in IndexerProblem. Tiles of a chunk have the boundaries and first keys of the complete sequence's tiles.
     """
     if extents.part is None:
         seq, row0, row1 = _tiles_of(extents.q_len, size)
@@ -86,10 +84,10 @@ def by_query(extents: Extents, size: int, ratio: int = 1) -> Tiles:
 
 
 def by_key(extents: Extents, size: int, ratio: int = 1) -> Tiles:
-    """Tiles of `size` keys, every key listed (a tile that no row sees has begin = end: its gradient is zero)."""
+    """Tiles of `size` keys that cover all keys; begin = end if the tile is visible to no row, so its gradient is 0."""
     seq, key0, key1 = _tiles_of(extents.kv_len, size)
     lo, hi, prefix, q_len = (a[seq] for a in (extents.lo, extents.hi, extents.prefix, extents.q_len))
-    # Row i sees key j when i <= j - lo, and j < prefix or i + hi >= (j + 1) * ratio.
+    # Key j is visible to row i if i <= j - lo, and j < prefix or i + hi >= (j + 1) * ratio.
     begin = np.where(key0 < prefix, 0, np.clip((key0 + 1) * ratio - hi, 0, q_len))
     full_begin = np.where(key1 <= prefix, 0, np.clip(key1 * ratio - hi, 0, q_len))
     full_end = np.clip(key0 - lo + 1, 0, q_len)

@@ -1,4 +1,4 @@
-"""The operators: a contract record each, and their lowering to the intermediate representation."""
+"""The operators: their records, by name, and their lowering to the intermediate representation."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""How torch sees a call: eagerly with a derivative, or as an operator in traces and transforms (see dispatch.py)."""
+"""Integration with torch: eager calls with autograd, and registered operators for traces and transforms (dispatch.py).
+"""

@@ -1,8 +1,7 @@
-"""Tensors on a device that has a name of its own but no kernels: functions get aliases of them on the device that
-computes, and give back tensors on theirs.
+"""Support for tensors on a device without kernels, such as "npu": functions compute on aliases on another device.
 
-The device "npu" is one (npu/device/backend.py says how to cross); no code below the functions knows of it. Refuses to
-know what a function computes.
+Results are returned as tensors on the original device. Code below the wrapped functions sees aliases only.
+npu/device/backend.py defines the conversions of "npu".
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ COUNTS = frozenset({torch.int32, torch.int64})  # lengths and seeds may lie in h
 
 
 class Ways(NamedTuple):
-    """How tensors cross.
+    """The conversions between an aliased device and the device that computes.
 
     Attributes:
-        device: the type of the device with a name of its own.
-        to_base: the alias of a tensor of that device; autograd goes on.
-        back: the tensor of that device on an alias, or on any memory of the device that computes; the list names
-            tensors that may lie in the same memory.
-        draw: the next (seed, offset) of the device's generator.
+        device: type of the aliased device, such as "npu".
+        to_base: function from a tensor on that device to its alias on the computing device; differentiable.
+        back: function from a tensor on the computing device, and a list of tensors that may share its memory, to a
+            tensor on the aliased device.
+        draw: function that returns the next (seed, offset) of the aliased device's generator.
     """
 
     device: str
@@ -44,32 +43,32 @@ class Ways(NamedTuple):
     draw: Callable[[], tuple[int, int]]
 
 
-_ways: Ways | None = None  # one for the process, as the device is
+_ways: Ways | None = None  # one per process, as the device is registered per process
 
 
 def connect(ways: Ways) -> None:
-    """From now on functions take tensors of that device."""
+    """Registers the conversions; functions wrapped by crossing() then accept tensors on that device."""
     global _ways  # noqa: PLW0603
     _ways = ways
 
 
 def crosses(device: torch.device) -> bool:
-    """Whether functions take tensors of this device by their aliases."""
+    """True if this device is aliased."""
     return _ways is not None and device.type == _ways.device
 
 
 def aliased(function: Callable[P, R], host: int = 0) -> Callable[P, R]:
-    """crossing() of a function whose TypeErrors say what was meant."""
+    """crossing() of a function, with TypeErrors that suggest the intended parameter name."""
     return crossing(suggested(function), host)
 
 
 def crossing(function: Callable[P, R], host: int = 0, names: Mapping[str, str] | None = None) -> Callable[P, R]:
-    """The function, for tensors of that device too; host: how many results, the last ones, stay in host memory.
+    """Wraps a function so that it also accepts tensors on the aliased device.
 
-    names: of a function of one dictionary, what users call its keys.
+    host: number of results, the last ones, that stay in host memory. names: for a function of one dictionary, the
+    interface's names of its keys.
 
-    What is traced or transformed passes, as do tensors of a class of their own: the operators that it becomes find
-    their kernel themselves.
+    Traced and transformed calls, and tensor subclasses, pass through unchanged: torch dispatches their operators.
     """
 
     @functools.wraps(function)
@@ -102,7 +101,7 @@ def _elsewhere(
     kwargs: dict[str, Any],
     names: Mapping[str, str] | None,
 ) -> RuntimeError:
-    """torch's own error for tensors on several devices, and which argument it is."""
+    """torch's error for tensors on several devices, with the name of the argument."""
     home, strange = crossing.tensors[0].device, crossing.strange
     if names is None:
         named = dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
@@ -121,17 +120,17 @@ def _elsewhere(
 
 
 class _Crossing:
-    """The tensors of one call, there and back."""
+    """The conversion of one call's tensors to aliases, and of its results back."""
 
     def __init__(self, ways: Ways) -> None:
         self.ways = ways
         self.tensors: list[Tensor] = []
         self.aliases: list[Tensor] = []
         self.strange: torch.device | None = None
-        self.odd = False  # some tensor there is of a class of its own, which sees operators alone
+        self.odd = False  # a tensor on the device is of a subclass, which must see torch's operators
 
     def into(self, value: Any) -> Any:
-        """The value with aliases in the place of tensors."""
+        """The value with tensors replaced by aliases, also in lists, tuples and dictionaries."""
         kind = type(value)
         if kind in _TENSOR_TYPES:
             return self._alias(value)
@@ -159,14 +158,14 @@ class _Crossing:
         return self.aliases[-1]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """On the device that computes, autocast as it is on the tensors' own."""
+        """A context that applies the aliased device's autocast state to the computing device."""
         if not torch._C._is_any_autocast_enabled():
             return nullcontext()
         dtype, enabled = torch.get_autocast_dtype(self.ways.device), torch.is_autocast_enabled(self.ways.device)
         return torch.autocast(self.aliases[0].device.type, dtype, enabled)
 
     def out(self, value: Any) -> Any:
-        """The value with tensors of the device in the place of those that the function made."""
+        """The value with tensors of the function replaced by tensors on the aliased device."""
         if isinstance(value, torch.Tensor):
             for tensor, alias in zip(self.tensors, self.aliases, strict=True):
                 if alias is value:

@@ -1,4 +1,4 @@
-"""Which derivatives there are: one, backwards. Any other is refused on request, never silently zero."""
+"""Guards for unsupported derivatives: second derivatives and forward mode raise instead of returning zeros."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 class _Once(_SingleLevelFunction):
-    """Gradients, with a derivative that raises. Of one level: torch.func brings the level itself."""
+    """An autograd function that computes gradients and whose backward raises; single-level, for use in torch.func."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[[], Iterable[Tensor | None]], *_: Any) -> tuple[Tensor | None, ...]:
@@ -30,9 +30,10 @@ class _Once(_SingleLevelFunction):
 
 
 def once(compute: Callable[[], Iterable[Tensor | None]], reads: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The gradients that compute() makes of some tensors; to differentiate them raises.
+    """Runs compute(), which returns gradients; differentiating them raises.
 
-    torch's once_differentiable lets them pass as constants where the upstream gradient is one.
+    reads: the tensors that compute() reads. torch's once_differentiable is not sufficient: it returns the gradients as
+    constants if the upstream gradient is one.
     """
     read = tuple(reads)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in read):
@@ -44,10 +45,10 @@ def once(compute: Callable[[], Iterable[Tensor | None]], reads: Iterable[Tensor 
 
 
 def constants(upstream: Iterable[Tensor | None]) -> None:
-    """Raises where a loss went through the statistics of an attention.
+    """Raises if gradients of an attention's statistics are not zero, since they have no derivative.
 
-    One that did not may come with zeros: reentrant checkpointing makes them for unused outputs. The logarithm
-    makes NaN of them where the sum of a row without keys is 0.
+    Zeros are legal: reentrant checkpointing makes them for unused outputs. NaN counts as zero: the logarithm makes it
+    from a zero gradient if the sum of a row without keys is 0.
     """
     for t in upstream:
         if t is not None and not t.is_meta and bool(t.nan_to_num(0.0).any()):
@@ -59,18 +60,21 @@ def constants(upstream: Iterable[Tensor | None]) -> None:
 
 @contextmanager
 def below() -> Iterator[None]:
-    """Where an operator runs whose derivative autograd notes here; further levels of torch.func note it themselves."""
+    """A context that calls an operator below autograd, because the caller records its derivative.
+
+    Outer levels of torch.func still record theirs.
+    """
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
         yield
 
 
 def forward_mode() -> bool:
-    """Whether tensors may carry tangents."""
+    """True if forward-mode differentiation is active, so tensors may have tangents."""
     return forward_ad._current_level >= 0
 
 
 def no_tangents(tensors: Iterable[Tensor | None]) -> None:
-    """Raises where a tensor carries a tangent."""
+    """Raises NotImplementedError if a tensor has a tangent."""
     if forward_mode() and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError(
             "fusion_attention: forward-mode derivatives (jvp, jacfwd, dual numbers) are not computed: use backward(), "

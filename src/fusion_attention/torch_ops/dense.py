@@ -1,4 +1,4 @@
-"""The entry of our own dense attention: eager, or as an operator in a trace."""
+"""The entry point of this library's attention(), eager or as an operator in a trace."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _CAST = ("q", "k", "v", "q_rope", "k_rope", "bias")
 
 
 def forward(args: dict[str, Any], backend: str, *, stats: bool) -> tuple[Tensor, Any, Any]:
-    """(out, max, sum) of a call by canonical name; perhaps without the last two if they are not asked for.
+    """Runs attention() with arguments by canonical name; returns (out, max, sum).
 
-    Captures put their own in its place while they record.
+    stats: max and sum are needed; if False they may be None. Captures replace this function while they record.
     """
     dispatch.autocast(args, _CAST)
     drawn = dispatch.drops(args["keep_prob"]) and args["drop_bits"] is None and args["seed"] is None
-    if dispatch.is_traced(args.values()):  # then a seed is drawn when the trace runs
+    if dispatch.is_traced(args.values()):  # The seed is then drawn at every run of the trace.
         result = traced.results(record.RECORD, args, backend, draw_seed_tensor() if drawn else None)
     else:
-        with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
+        with torch._C.DisableTorchFunction():  # Function modes have seen this call; its internal calls are hidden.
             bound = bind(record.RECORD, args)
             result = eager.results(bound, backend, complete=stats, **({"seed": draw_seed()} if drawn else {}))
     return result["out"], result.get("max"), result.get("sum")

@@ -1,6 +1,6 @@
-"""The entry of a call: whether it runs at once or must be an operator that torch sees, and what functions ask before.
+"""The entry point of calls: runs them eagerly, or as registered operators if torch traces or transforms them.
 
-Eager calls on plain tensors are spared the dispatcher's and the text's time (text.py).
+Eager calls on ordinary tensors avoid the overhead of torch's dispatcher and of serialization (serialize.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, type(None), int, float, st
 
 
 def is_traced(args: Iterable[Any]) -> bool:
-    """Whether a call with these arguments must be one of the operators: it is traced, transformed, under a mode, or
-    on tensors of a class of their own."""
+    """True if a call must be a registered operator: it is traced or transformed, a mode is active, or an argument is
+    of a tensor subclass."""
     if (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -37,9 +37,12 @@ def is_traced(args: Iterable[Any]) -> bool:
 
 
 def autocast(args: dict[str, Any], names: Sequence[str]) -> None:
-    """Under autocast: the named tensors in its dtype, as scaled_dot_product_attention has them cast; names[0] is q."""
+    """Casts the named tensors in args to autocast's dtype if it is on, as scaled_dot_product_attention does.
+
+    names[0] is q, whose device decides.
+    """
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
-        return  # the usual case, found out faster than a tensor's device
+        return  # the usual case, tested first because it is faster than reading a tensor's device
     q = args[names[0]]
     device = q.device.type if isinstance(q, torch.Tensor) else ""
     if device not in ("", "meta") and torch.is_autocast_enabled(device):
@@ -51,20 +54,20 @@ def autocast(args: dict[str, Any], names: Sequence[str]) -> None:
 
 
 def drops(keep_prob: Any) -> bool:
-    """Whether a call drops probabilities; None keeps all, and what is no number bind() refuses."""
+    """True if keep_prob is a number below 1; bind() reports values that are not numbers."""
     return isinstance(keep_prob, _NUMBERS) and bool(keep_prob < 1)
 
 
 def results(
     op: Op, args: Mapping[str, Any], backend: str = "auto", *, complete: bool = False, reads: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The results of a call by canonical name, as eager.results() says; in a trace, those it has not are empty.
+    """Runs a call and returns its results by canonical name, as eager.results(); in a trace, absent ones are empty.
 
-    reads: as bind(); False where the caller made what would be read.
+    reads: as in bind(); False if the caller made the data that rules would read.
     """
     if is_traced(args.values()):
         return traced.results(op, args, backend)
-    with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
+    with torch._C.DisableTorchFunction():  # Function modes have seen this call; its internal calls are hidden.
         return eager.results(bind(op, args, reads=reads), backend, complete=complete)
 
 

@@ -1,4 +1,4 @@
-"""Eager execution of a bound call of any family, with the derivative that it says itself."""
+"""Eager execution of bound calls of all families, with the derivatives that lowered calls define."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ def _asked_one_by_one(*tensors: torch.Tensor | None) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-# torch 2.6 has no function that asks all of them at once.
+# torch 2.6 has no function that tests all tensors at once.
 _any_requires_grad = getattr(torch._C, "_any_requires_grad", _asked_one_by_one)
 
 
 def run(call: Lowered, backend: str = "auto") -> Results:
-    """The results of a lowered call, by the names of its record's outputs; records no gradient."""
+    """Runs a lowered call and returns its results by the names of the record's outputs, without autograd."""
     results = call.results()
     compute(call, results, backend)
     return results
 
 
 def results(bound: Bound, backend: str = "auto", *, complete: bool = False, **how: Any) -> Results:
-    """The results of a bound call, differentiable as its record says; there may be more of them than it asks for.
+    """Runs a bound call and returns its results by name, with the derivatives that its record declares.
+
+    There may be more results than were requested.
 
     Args:
         bound: the call.
-        backend: as plan().
-        complete: with all that a derivative reads, wanted or not.
-        how: for the record's lowering: the seed and offset of a call that drops and has none, the form of statistics.
+        backend: as in plan().
+        complete: return all results that a derivative reads, even if they were not requested.
+        how: further arguments of Op.lower: seed and offset for dropout, the format of statistics.
     """
     op = bound.op
     backend = chosen(backend)
@@ -55,7 +57,7 @@ def results(bound: Bound, backend: str = "auto", *, complete: bool = False, **ho
     if trains:
         full: Differentiable = call.complete()
         inputs = full.inputs
-        # The tensors are torch's to keep, and to notice when they change.
+        # The lowered call gets no tensors: autograd saves them, and detects in-place changes.
         result = _trained(op, full.on(dict.fromkeys(inputs)), tuple(inputs), inputs, backend, prepared)
     else:
         result = run(call.complete() if complete else call, backend)
@@ -72,8 +74,8 @@ def _trained(
     backend: str,
     prepared: Prepared | None,
 ) -> Results:
-    """The results of a call without tensors on its inputs, of which names are read, with their derivative."""
-    # What is not trained here is a constant: a backward must not run through, and free, what it came from.
+    """Runs a lowered call (bare: without tensors) on inputs, with autograd; names: those that the call reads."""
+    # Inputs without a gradient are detached, so that backward does not run through, and free, their graph.
     tensors = [
         t.detach() if t is not None and t.requires_grad and name not in op.trained else t
         for name, t in zip(names, map(inputs.get, names), strict=True)
@@ -82,7 +84,7 @@ def _trained(
 
 
 def _prepare(bound: Bound, call: Any, backend: str) -> None:
-    """Prepares a call on its second use: lengths that change with every call are not worth it."""
+    """Prepares a call at its second use; calls whose lengths always change are not prepared."""
     prepared, cache = bound.call_cache.prepared, bound.call_cache
     if backend not in prepared:
         prepared[backend] = None
@@ -96,7 +98,7 @@ def _prepare(bound: Bound, call: Any, backend: str) -> None:
 
 
 class _Run(torch.autograd.Function):
-    """A call, with the gradients that it says itself."""
+    """The autograd function of a call; its backward uses the gradients of the lowered call."""
 
     @staticmethod
     def forward(
@@ -127,7 +129,7 @@ class _Run(torch.autograd.Function):
         if not given:
             return (None,) * (5 + len(wanted))
         count = len(ctx.results)
-        saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor no second time
+        saved = ctx.saved_tensors  # read once, because checkpointing unpacks a tensor only once
         names = (*(f"gradient of {name}" for name in given), *ctx.results, *ctx.inputs)
         intact(f"{ctx.op.name}, backward", names, (*given.values(), *saved))
         results, inputs = dict(zip(ctx.results, saved[:count], strict=True)), saved[count:]

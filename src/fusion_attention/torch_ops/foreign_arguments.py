@@ -1,6 +1,6 @@
-"""What other libraries call a parameter, and how it is said here: for who brings a call along.
+"""Errors for parameter names of other attention libraries, which state the equivalent here.
 
-docs/coming_from.md says more, and its examples run.
+docs/coming_from.md has more, with examples.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PACKED = 'layout="TND" with q_len={} (lengths, not ends)'
 _FLEX = "fusion_attention.integrations.flex_attention takes it"
 _NEEDLESS = "leave it out: {}"
 
-# A word -> how it is said.
+# From another library's parameter name to the equivalent here.
 _WORDS = {
     "is_causal": 'band=Band.causal(align="start"): torch aligns the diagonal to the first key',
     "causal": "band=Band.causal(): the diagonal ends at the last key, as flash-attn's",
@@ -79,10 +79,10 @@ _WORDS = {
 
 
 def refuse(function: Callable[..., Any], words: Iterable[str]) -> NoReturn:
-    """Ends a call that names what the function does not take.
+    """Raises an error for keywords that a function does not have.
 
     Raises:
-        TypeError: with a line for each word.
+        TypeError: with a line for each keyword.
     """
     raise TypeError("\n".join(_line(function, word) for word in words))
 

@@ -8,7 +8,7 @@ Tensor = torch.Tensor
 
 
 def pooled(rows: Tensor, gates: Tensor, ratio: int, overlap: bool, *, first: bool = True) -> Tensor:
-    """Pools the windows of `ratio` rows of [B, tokens, ..., C], whole windows: [B, windows, ..., D].
+    """Pools windows of `ratio` rows of [B, tokens, ..., C] to [B, windows, ..., D]; ratio divides tokens.
 
         out[w, d] = sum_p softmax_p(gates[p, d]) * rows[p, d]
 
@@ -26,7 +26,8 @@ def pooled(rows: Tensor, gates: Tensor, ratio: int, overlap: bool, *, first: boo
 
 
 def _with_previous(windows: Tensor, absent: float) -> Tensor:
-    """[B, windows, 2 * ratio, ..., D]: first channels of the window before, last channels of its own."""
+    """Windows of twice the rows, [B, windows, 2 * ratio, ..., D]: the first D channels of the previous window, then the
+    last D channels of the window; absent: value before the first window."""
     half = windows.shape[-1] // 2
     previous, current = windows[..., :half], windows[..., half:]
     none = torch.full_like(previous[:, :1], absent)

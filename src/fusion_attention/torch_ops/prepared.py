@@ -1,6 +1,6 @@
-"""A forward whose plan and views are known: all that a call adds is where its tensors begin.
+"""Prepared forward calls: plan and views are fixed, and a call only passes the addresses of its tensors.
 
-Kept in the call cache of a signature and its lengths (contract.CallCache), by back end.
+They are stored in the call cache of a signature and its lengths (contract.CallCache), by back end.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fusion_attention.plan import plan
 
 Tensor = torch.Tensor
 Source = Callable[[Mapping[str, Any]], Tensor]  # from the arguments of a call to an operand's tensor
-_PACKED = ("slopes", "sink")  # which cores read as neighbouring float32
+_PACKED = ("slopes", "sink")  # operands that the core reads as contiguous float32
 
 
 class Prepared:
-    """What the calls of one call cache share: plan, views and the shapes of results. Holds no tensor of a caller.
+    """Plan, views and shapes of results for all calls of one call cache; holds no tensor of a caller.
 
     Attributes:
-        bare: the lowered call without tensors, and the arguments that are its inputs as they are, for its derivative;
-            None where an input is made of an argument.
+        bare: for the derivative: the lowered call without tensors, and the names of the arguments that are its inputs;
+            None if an input is derived from an argument.
     """
 
     __slots__ = ("_begins", "_call_names", "_core", "_exact", "_names", "_plan", "_templates", "_views", "bare")
@@ -35,7 +35,7 @@ class Prepared:
     def __init__(
         self, call: Repeatable, backend: str, views: Any, sources: Mapping[str, tuple[str, Source, Source]]
     ) -> None:
-        """views: the call's, over no memory; sources: of its operands, as _source() says."""
+        """Plans the call; views: its operands without memory; sources: results of _source() by operand."""
         self.bare: tuple[Differentiable, tuple[str, ...]] | None = None
         memory = call.memory()
         self._templates = [template(t, t.shape, t.dtype) for t in memory.values()]
@@ -43,26 +43,26 @@ class Prepared:
         self._views, self._names, self._call_names = views, (*sources, *memory), (call.names, call.further)
         begins, self._exact = zip(*(source[1:] for source in sources.values()), strict=True)
         direct = [argument for argument, begin, _ in sources.values() if isinstance(begin, itemgetter)]
-        # The usual sources look a name up: all of them are one look-up.
+        # If all sources are look-ups of a name, one itemgetter does them together.
         self._begins = itemgetter(*direct) if 1 < len(direct) == len(begins) else lambda args: [s(args) for s in begins]
         self._core = p.module.prepare(p.problem, p.schedule, call.operands(memory), self._names)
 
     def results(self, args: Mapping[str, Any], complete: bool) -> dict[str, Tensor]:
-        """The results of a call with these arguments, by name; complete: with statistics, wanted or not."""
+        """Runs a call and returns its results by name; complete: with statistics even if they were not requested."""
         names, further = self._call_names
         if further is not None:
             return further.make(*self.run(args, stats=complete or further.stats))
         return dict(zip(names if complete else names[:1], self.run(args, stats=complete), strict=False))
 
     def run(self, args: Mapping[str, Any], *, stats: bool) -> list[Any]:
-        """The memory of the results, written; of all but the first perhaps None if they are not asked for."""
-        core = self._core  # another thread may forget it meanwhile
+        """Allocates and writes the results; stats False: all but the first may be None."""
+        core = self._core  # another thread may reset it meanwhile
         first, *others = self._templates
         if core is not None:
             results = [another(first), *(map(another, others) if stats else [None] * len(others))]
             if core(*self._begins(args), *results):
                 return results
-        self._core = None  # The core left rows unfinished, and would again: run the plan.
+        self._core = None  # The core left empty rows incomplete, and would again, so the plan runs from now on.
         results = list(map(another, self._templates))
         tensors = (*[source(args) for source in self._exact], *results)
         self._plan.run(moved(self._views, dict(zip(self._names, tensors, strict=True))))
@@ -70,9 +70,9 @@ class Prepared:
 
 
 def prepare(bound: Bound, call: Repeatable, backend: str) -> Prepared | None:
-    """A call, for all that differ from it in memory alone; None where it must be lowered every time.
+    """Prepares a call for all calls that differ only in memory; None if each call has to be lowered.
 
-    Which argument an operand lies in is found by lowering the call once more, with stand-ins that share no memory.
+    To determine the argument of each operand, the call is lowered again with meta tensors, one storage per argument.
     """
     lower = bound.op.lower
     if lower is None or not call.repeats or not len(call.extents):
@@ -81,7 +81,7 @@ def prepare(bound: Bound, call: Repeatable, backend: str) -> Prepared | None:
     for _ in range(2):
         given = {name: _stand_in(bound.args[name], name in widened) for name in bound.tensors}
         shown: Repeatable = lower(bound.over(given))
-        if shown.problem != call.problem:  # it depends on which tensors share memory
+        if shown.problem != call.problem:  # lowering depends on tensors that share memory
             return None
         try:
             memory = shown.memory()
@@ -107,7 +107,7 @@ def _first(tensors: Any) -> Tensor:
 
 
 def _stand_in(tensors: Any, widened: bool) -> Any:
-    """A tensor without memory that lies as an argument does; widened: as the argument does in float32."""
+    """A meta tensor with shape, strides and dtype of an argument; widened: contiguous, in float32."""
     if not isinstance(tensors, torch.Tensor):
         return type(tensors)(_stand_in(t, widened) for t in tensors)
     if widened:
@@ -116,14 +116,15 @@ def _stand_in(tensors: Any, widened: bool) -> Any:
 
 
 def _narrow(given: Mapping[str, Any], names: Iterable[str]) -> frozenset[str]:
-    """The arguments of 16-bit floats: scales are read in float32."""
+    """The names of arguments with 16-bit floats, whose operands may be float32 copies."""
     return frozenset(name for name in names if _first(given[name]).dtype in (torch.float16, torch.bfloat16))
 
 
 def _source(
     name: str, operand: Tensor, given: Mapping[str, Any], argument: str, widened: bool
 ) -> tuple[str, Source, Source]:
-    """(argument, what finds a tensor that begins where the operand does, what finds the operand itself)."""
+    """(argument, function to a tensor that starts at the operand's address, function to the operand), both from the
+    call's arguments by name."""
     shape, strides, dtype, offset = operand.shape, operand.stride(), operand.dtype, operand.storage_offset()
     base: Source = itemgetter(argument)
     if widened or not isinstance(given[argument], torch.Tensor):
@@ -143,5 +144,5 @@ def _source(
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """A tensor in float32, its elements neighbours."""
+    """A contiguous float32 tensor."""
     return tensor.float().contiguous()

@@ -1,4 +1,4 @@
-"""Registration of our operators with torch: kernels, fakes, autograd and vmap."""
+"""Registration of operators with torch: kernels, fake implementations, autograd and vmap."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def register(
     """Registers an operator.
 
     Args:
-        schema: its name and arguments, as torch.library wants them.
-        run: computes it, on every device that has memory.
-        fake: its results without values.
-        autograd: what notes its derivative; None where it computes gradients, which have none.
-        library: whose operator it is.
-        keys: the devices that have memory.
+        schema: its name and arguments in torch.library's syntax.
+        run: the implementation for the devices in keys.
+        fake: returns results without values.
+        autograd: the implementation that records its derivative; None for an operator that computes gradients.
+        library: the library to which it belongs.
+        keys: dispatch keys of `run`.
     """
     name = schema.partition("(")[0]
     library.define(schema)
@@ -40,7 +40,7 @@ def register(
 
 
 def _once_of(operator: str) -> Callable[..., list[torch.Tensor]]:
-    """What autograd calls for an operator of ours that computes gradients."""
+    """The Autograd kernel of an operator that computes gradients: differentiating its results raises."""
 
     def call(*args: Any) -> list[torch.Tensor]:
         tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
@@ -57,7 +57,7 @@ def _once_of(operator: str) -> Callable[..., list[torch.Tensor]]:
 
 
 def _no_vmap(*args: Any) -> Any:
-    """What answers torch.vmap."""
+    """The kernel for torch.vmap: raises NotImplementedError."""
     raise NotImplementedError(
         "fusion_attention: vmap is not supported: make the mapped axis part of the batch axis of one call"
     )

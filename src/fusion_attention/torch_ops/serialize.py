@@ -1,7 +1,8 @@
-"""A call of any record as an operator of torch takes it: tensors, lengths as int64 tensors, numbers, one line of text.
+"""Serialization of any record's call to arguments of a torch operator: tensors, lengths as int64 tensors, numbers and
+one line of text.
 
-So a trace holds no length and no plan: checking, lowering and planning happen inside, when the operator runs. pack()
-makes this form of arguments, read() and unpack() make arguments of it again.
+A trace therefore contains no lengths and no plan: validation, lowering and planning run inside the operator. pack()
+serializes arguments; read() and unpack() restore them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CALL = "Tensor?[] tensors, Tensor?[] arrays, SymInt[] ints, float[] floats, Tens
 
 
 class Names(NamedTuple):
-    """The canonical names of what a record takes and gives."""
+    """Canonical names of a record's parameters by kind, and of its results."""
 
     tensors: tuple[str, ...]  # inputs
     arrays: tuple[str, ...]
@@ -39,7 +40,7 @@ class Names(NamedTuple):
 
 
 def names_of(op: str) -> Names:
-    """The names of a record."""
+    """The Names of the record `op`."""
     record = RECORDS[op]
     return Names(
         tuple(p.name for p in record.params if isinstance(p, Tensor) and not p.output),
@@ -51,7 +52,7 @@ def names_of(op: str) -> Names:
 
 
 def constant(function: Callable[[str], Any], value: str) -> Any:
-    """function(value), a constant in a trace: that need not look into records or settings, nor watch them."""
+    """function(value); in a trace, a constant, so that torch does not trace or guard records and settings."""
     if torch.compiler.is_compiling():
         from fusion_attention.torch_ops import trace_constants
 
@@ -60,10 +61,10 @@ def constant(function: Callable[[str], Any], value: str) -> Any:
 
 
 def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, backend: str = "auto") -> tuple[Any, ...]:
-    """The arguments of an operator that takes CALL, from a record's name and arguments by canonical name.
+    """Serializes a call to the arguments of an operator with schema CALL; args: by canonical name.
 
-    A list of lengths becomes a constant of the trace, a tensor an input. Numbers go by their own type, not the
-    record's: what is wrong with them bind() says.
+    A list of lengths becomes a constant of a trace, a tensor an input. Numbers are sorted by their type, not by the
+    record's; bind() reports wrong types later.
     """
     names = constant(names_of, op)
     ints: dict[str, Any] = {}
@@ -74,7 +75,7 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
         if value is None:
             continue
         if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
-            value = value.item()  # in a trace of dynamo a number of numpy is an array
+            value = value.item()  # dynamo traces a numpy scalar as an array
         if isinstance(value, (bool, str)):
             words[name] = value
         elif isinstance(value, (int, torch.SymInt)):
@@ -108,12 +109,12 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
 
 
 def nested(op: str, name: str) -> ContractError:
-    """What is wrong with a nested tensor, which no operator would even be called for."""
+    """The error for a nested tensor, which torch would not pass to an operator."""
     return ContractError([Failure(op, RECORDS[op].by_name[name].shown, "a dense tensor", "a nested one", NESTED)])
 
 
 def settings_of(backend: str) -> str:
-    """The back end of a call that is traced, and how it is checked: what is set where it is traced stays with it."""
+    """Text with back end and checks in force, "backend,strict,check_content", which a traced call stores."""
     settings = current()
     return f"{chosen(backend)},{settings.strict:d},{settings.check_content:d}"
 
@@ -121,16 +122,16 @@ def settings_of(backend: str) -> str:
 def _as_tensor(lengths: Any) -> torch.Tensor | None:
     if lengths is None or isinstance(lengths, torch.Tensor):
         return lengths
-    # What is no whole number stays so for bind() to refuse; an empty list has no dtype of its own.
+    # Numbers that are not integers keep their dtype, so that bind() reports them; an empty list has no dtype.
     return torch.tensor(lengths) if len(lengths) else torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
 class Text:
-    """What the line of text says: record, settings, names of numbers, lengths of lists, and the words themselves.
+    """The parsed line of text: record, settings, names of numbers, lengths of lists, and other attributes (words).
 
     Attributes:
-        strict, check_content: None where the trace did not ask for it, so that it is for those who run it to say.
+        strict, check_content: True if the trace was strict; None: settings at run time decide.
     """
 
     op: Op
@@ -145,7 +146,7 @@ class Text:
 
 @functools.lru_cache(maxsize=1024)
 def read(text: str) -> Text:
-    """The line of text, read once."""
+    """Parses the line of text; results are cached."""
     name, settings, ints, floats, lists, words = text.split(";", 5)
     backend, strict, content = settings.split(",")
     op = RECORDS[name]
@@ -160,7 +161,7 @@ def read(text: str) -> Text:
 
 
 def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: Text) -> dict[str, Any]:
-    """The arguments by canonical name."""
+    """Restores a call's arguments by canonical name from the arguments of the operator."""
     names = names_of(text.op.name)
     args = dict(text.words)
     left = iter(tensors)
@@ -173,12 +174,12 @@ def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: Text) ->
 
 
 def bound(text: Text, args: dict[str, Any]) -> Bound:
-    """The checked call."""
+    """Checks restored arguments, and returns the bound call."""
     return bind(text.op, args, strict=text.strict, check_content=text.check_content)
 
 
 def check(text: Text, args: dict[str, Any], arrays: Given) -> None:
-    """Refuses a wrong call while it is traced; symbols and lengths wait until it runs."""
+    """Checks a call during tracing, unless it has symbolic sizes or lengths, which are checked when it runs."""
     given = list(itertools.chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in args.values()))
     sizes = [size for t in given if isinstance(t, torch.Tensor) for size in (*t.shape, *t.stride())]
     is_concrete = not any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in (*given, *sizes))

@@ -1,4 +1,4 @@
-"""What a misspelt argument was meant to be: the sentence behind Python's own error."""
+"""TypeErrors with suggestions for misspelled arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def suggested(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, whose TypeError for an argument that it has not names those that it has."""
+    """Wraps a function so that its TypeError for an unknown argument suggests an existing one."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -26,7 +26,7 @@ def suggested(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def misspelt(function: Callable[..., object], given: Iterable[str], error: TypeError) -> TypeError:
-    """The error itself, or one that says what was meant, where a keyword is no parameter of the function."""
+    """A TypeError with a suggestion if a keyword is not a parameter of the function, else the given error."""
     parameters = inspect.signature(function).parameters
     unknown = [name for name in given if name not in parameters]
     if not unknown or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -37,7 +37,10 @@ def misspelt(function: Callable[..., object], given: Iterable[str], error: TypeE
 
 
 def misused(function: Callable[..., object], given: Sequence[Any], named: Mapping[str, Any]) -> TypeError:
-    """What Python says of a call that a function's signature does not allow."""
+    """The TypeError that Python raises for arguments that do not match a function's signature.
+
+    given: positional arguments; named: keyword arguments.
+    """
     name, parameters = function.__name__, inspect.signature(function).parameters.values()
     first = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     error = misspelt(function, named, TypeError())

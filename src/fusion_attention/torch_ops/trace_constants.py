@@ -1,6 +1,7 @@
-"""What a trace of torch.compile takes as a constant, or leaves out.
+"""Functions whose results are constants in a torch.compile trace, or that run outside of it.
 
-Loaded by the first trace: torch's decorators load its compiler, which takes about as long as torch itself.
+This module is loaded by the first trace, because torch's decorators import its compiler, which takes about as long as
+importing torch.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import torch
 
 @torch.compiler.assume_constant_result
 def constant(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function says while a call is traced, which stays with the trace."""
+    """function(*args), evaluated during tracing; the result is a constant of the trace."""
     return function(*args)
 
 
 @torch.compiler.disable
 def outside(function: Callable[..., Any], *args: Any) -> Any:
-    """A call that a trace ends before, and goes on behind."""
+    """function(*args), excluded from the trace by a graph break."""
     return function(*args)

@@ -1,6 +1,6 @@
-"""The calls of eager.py as operators that torch sees in a trace, under transforms and modes.
+"""The registered operators `lowered` and `lowered_grad`, which represent calls in traces, transforms and modes.
 
-One operator runs the call of any record that names its results, another its derivative.
+The first runs a call of any record with results, the second its derivative.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Tensor = torch.Tensor
 
 
 def _arguments(tensors: Any, arrays: Any, ints: Any, floats: Any, seed: Any, call: str) -> tuple[Text, dict[str, Any]]:
-    """(what the line of text says, arguments by canonical name)."""
+    """(parsed text, arguments by canonical name), from the operator's arguments."""
     text = read(call)
     return text, unpack(tensors, arrays, ints, floats, text)
 
 
 def _lowered(text: Text, args: dict[str, Any], seed: Tensor | None) -> Any:
-    """The checked and lowered call; a seed that was drawn for it comes as a tensor."""
+    """Checks and lowers a call; seed: a tensor with the drawn seed, or None."""
     assert text.op.lower is not None
     return text.op.lower(bound(text, args), **({} if seed is None else {"seed": int(seed)}))
 
 
 def _listed(by_name: Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -> list[Tensor]:
-    """One tensor for every name: what was not found is empty."""
+    """The tensors in the order of names; absent ones are empty tensors."""
     return [by_name[name] if name in by_name else like.new_empty(0) for name in names]
 
 
@@ -67,7 +67,7 @@ def _backward(
     intact(f"{op.name}, backward", shown, (*given.values(), *by_name.values(), rest[-2]))
     requested = {name for name, want in zip(names, wanted, strict=True) if want}
     result = call.gradients(by_name, given, lambda further: eager.run(further, text.backend), requested)
-    # A sink of fewer bits was widened on its way down.
+    # Lowering converts a 16-bit sink to float32.
     result = {name: gradient.to(args[name].dtype) for name, gradient in result.items() if name in requested}
     return _listed(result, names, tensors[0])
 
@@ -82,10 +82,7 @@ def _backward_fake(
 
 
 class _Differentiable(_SingleLevelFunction):
-    """lowered with lowered_grad as its derivative.
-
-    Of one level: torch.func brings the level itself.
-    """
+    """The autograd function of `lowered`, whose backward is `lowered_grad`; single-level, for use in torch.func."""
 
     @staticmethod
     def forward(ctx: Any, rest: tuple[Any, ...], *tensors: Any) -> Any:
@@ -122,7 +119,7 @@ class _Differentiable(_SingleLevelFunction):
 
 
 def _untrained(tensors: Any, *rest: Any) -> None:
-    """Raises where a gradient would be lost without a word: below autograd no rule sees who waits for one."""
+    """Raises ContractError if a tensor without a derivative requires a gradient; rules below autograd cannot see it."""
     text, args = _arguments(tensors, *rest)
     rules = [r for r in text.op.asked if r.level == "meaning" and r.check == f"not trained({r.param})"]
     ask(text.op, [r for r in rules if trained(args[r.param])], args)
@@ -149,7 +146,7 @@ register(
 
 
 def results(op: Op, args: Mapping[str, Any], backend: str = "auto", seed: Tensor | None = None) -> dict[str, Tensor]:
-    """The results of a call by canonical name; those it has not are empty. seed: drawn for the call."""
+    """Runs a call as an operator; returns results by canonical name, absent ones empty. seed: a drawn seed."""
     packed = pack(op.name, args, seed, backend)
     return dict(zip(constant(names_of, op.name).results, torch.ops.fusion_attention.lowered(*packed), strict=True))
 
@@ -157,7 +154,7 @@ def results(op: Op, args: Mapping[str, Any], backend: str = "auto", seed: Tensor
 def gradients(
     op: Op, args: Mapping[str, Any], results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], backend: str
 ) -> dict[str, Tensor]:
-    """The gradients of a call's tensors, from its results and their gradients, by canonical name."""
+    """Computes the gradients of a call's tensors as an operator, by canonical name; upstream: gradients of results."""
     packed, names = pack(op.name, args, backend=backend), constant(names_of, op.name)
     wanted = [name in op.trained and args[name] is not None for name in names.tensors]
     of_results = [upstream.get(name) for name in names.results]

@@ -1,4 +1,4 @@
-"""The CPU back end: every operation kind by the native core, and what empty rows in mean form add to it."""
+"""The CPU back end: all operations in the native core, and the means of empty rows in torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Schedule = ForwardPlan | BackwardPlan | SparsePlan | IndexerPlan | decode.Schedu
 
 
 def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: str = "") -> list[str]:
-    """One sentence for each thing that this back end cannot do; empty when it can."""
+    """One sentence for each property of the problem that this back end does not support."""
     table: list[tuple[str, object, tuple[object, ...]]] = [
         ("device", torch.device(device).type, DEVICES),
         ("dtype", problem.dtype, DTYPES),
@@ -74,10 +74,10 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: st
 
 
 def schedule(problem: AnyProblem, extents: Extents, op_kind: str, variant: str | None = None) -> Schedule:
-    """The core's plan of one operation kind; variant: an instruction set that runs here, by default the strongest.
+    """The core's plan of an operation; variant: an instruction set that runs here, by default the fastest.
 
-    Boundaries of tiles depend on each sequence's own lengths, so a sequence's bits do not depend on its neighbours,
-    on packing or on threads.
+    Tile boundaries depend only on the lengths of the sequence, so its bits do not depend on other sequences, packing or
+    threads.
     """
     backward = op_kind.endswith("_backward")
     if isinstance(problem, IndexerLossProblem):
@@ -92,14 +92,14 @@ def schedule(problem: AnyProblem, extents: Extents, op_kind: str, variant: str |
 
 
 def reschedule(problem: Problem, extents: Extents, op_kind: str, planned: Schedule) -> Schedule:
-    """The plan for other key lengths and bands of the same sequences; a decode's is changed, others are made anew."""
+    """The plan for other key lengths and bands of the same sequences: a decode plan is updated, others are remade."""
     if isinstance(planned, decode.Schedule) and planned.update(problem, extents):
         return planned
     return schedule(problem, extents, op_kind)
 
 
 def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
-    """What an operation kind allocates besides operands and results, with torch's present number of threads."""
+    """Bytes that an operation allocates besides operands and results, with torch's current number of threads."""
     return schedule(problem, extents, op_kind).workspace_bytes(torch.get_num_threads())
 
 
@@ -126,9 +126,9 @@ def attention_forward(
 
 
 def prepare(problem: Any, schedule: Schedule, operands: Any, names: tuple[str, ...]) -> Callable[..., bool] | None:
-    """A forward for many calls whose views differ in memory alone; None where each must say its views anew.
+    """A function for repeated forward calls whose views differ only in memory; None if this plan has none.
 
-    The function is false where empty rows still want their means.
+    It returns False if the means of empty rows are still missing.
     """
     prepared: PreparedForward | PreparedDecode | PreparedIndexer
     if isinstance(schedule, IndexerPlan):
@@ -144,14 +144,14 @@ def prepare(problem: Any, schedule: Schedule, operands: Any, names: tuple[str, .
 
 
 def keep(operands: Any) -> Any:
-    """Attention's operands, of which the core is told once."""
+    """Operands whose arguments for the core are computed once; None for operands of the indexer."""
     return KeptOperands(**vars(operands)) if isinstance(operands, Operands) else None
 
 
 def attention_backward(
     problem: Problem, extents: Extents, schedule: BackwardPlan | SparsePlan, operands: Operands, grads: Grads
 ) -> None:
-    """Writes all gradients, or adds to dbias, from the saved statistics and the saved out."""
+    """Writes all gradients (adds to dbias unless owns_dbias) from the saved statistics and the saved out."""
     if len(extents) == 0:
         if grads.dsink is not None:
             grads.dsink.zero_()
@@ -164,7 +164,7 @@ def attention_backward(
 
 
 def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands) -> None:
-    """Writes operands.indices, and operands.values where there are any, for every row of every sequence."""
+    """Writes operands.indices, and operands.values if problem.has_values, for every row of every sequence."""
     if len(extents):
         run_indexer(schedule, problem, operands)
 
@@ -172,13 +172,13 @@ def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: IndexerPla
 def indexer_backward(
     problem: IndexerProblem, extents: Extents, schedule: SparsePlan, operands: IndexerOperands, grads: IndexerGrads
 ) -> None:
-    """Writes dq, dk and dweights from the chosen indices; entries that are not read give nothing."""
+    """Writes dq, dk and dweights from the selected indices; entries that rows do not read contribute 0."""
     if len(extents):
         run_indexer_backward(schedule, problem, operands, grads)
 
 
 def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: IndexerPlan, operands: IndexerOperands) -> None:
-    """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), over the keys that the band shows."""
+    """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), over the keys in the band."""
     if len(extents):
         run_indexer(schedule, problem, operands)
 

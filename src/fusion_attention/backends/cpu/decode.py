@@ -1,4 +1,4 @@
-"""Few query rows over long, paged or quantised keys: views become addresses and page tables for the core's decode."""
+"""Decoding on the CPU, few query rows over long, paged or quantized keys: converts views to the core's arguments."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _STORAGES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4}
 _STORED = {"int8": torch.int8, "int4": torch.uint8}
 _DEQUANTS = {"none": 0, "channel": 1, "token": 2}
 _ROUNDINGS = {"none": 0, "tensor": 1, "channel": 2}
-# Rows (query tokens times heads of a group) up to which one pass over the keys as they lie is faster than packing them:
-# of sequences of few tokens, whose heads the dense forward computes one by one, and of others. Measured.
+# Maximum rows (query tokens * heads of a group) for which one pass over unpacked keys is faster than packing them, in
+# sequences with few tokens, whose heads the dense forward computes one by one, and in others. Measured.
 _FEW_TOKENS, _ROWS_OF_FEW, _ROWS = 8, 64, 16
-# The same of keys that lie in pages, or that values or sequences share; of the fewest tokens always.
+# The same for keys that are paged, or shared with values or sequences; also for up to so many tokens.
 _ROWS_OF_CACHE, _TOKENS_OF_CACHE = 128, 3
-# Keys up to which it is not, but for the fewest tokens: scores of so few stay in registers (csrc/dense/short.h). No
-# other number of keys may decide, since it changes from step to step of one plan.
+# With so few keys packing is faster, since scores stay in registers (csrc/dense/short.h), unless there are very few
+# tokens. No other bound may depend on the number of keys, which changes from step to step of a plan.
 _FEW_KEYS, _FEWER_TOKENS = 32, 2
 
 
 def needed(problem: Problem) -> bool:
-    """Whether only the decode knows how the keys lie or how the result is stored."""
+    """True if only the decode kernel supports the layout of the keys or the format of the result."""
     p = problem
     common = p.common_keys > 0 or p.has_row_scale
     return p.page_size > 0 or p.kv_dtype != "" or p.shares_kv or p.out_quant != "none" or common
 
 
 def reasons_against(problem: Problem) -> list[str]:
-    """What a problem that needs the decode may not ask for besides."""
+    """One sentence for each property that the decode kernel does not support, if the problem needs it."""
     p, reasons = problem, []
     if needed(p) and p.dropout != "none":
         reasons.append(
@@ -50,7 +50,8 @@ def reasons_against(problem: Problem) -> list[str]:
 
 
 def chosen(problem: Problem, extents: Extents) -> np.ndarray:
-    """[sequences] bool: whose rows the decode computes; by the problem and a (whole) sequence's own lengths alone."""
+    """Mask [sequences] bool of those that the decode kernel computes; depends on the problem and the lengths of the
+    complete sequence only."""
     if problem.kv_dtype or problem.out_quant != "none":
         return np.ones(len(extents), bool)
     q_len, kv_len = extents.chosen_by
@@ -62,31 +63,31 @@ def chosen(problem: Problem, extents: Extents) -> np.ndarray:
         return np.zeros(len(extents), bool)
     few = rows <= np.where(q_len <= _FEW_TOKENS, _ROWS_OF_FEW, _ROWS)
     few &= (kv_len > _FEW_KEYS) | (q_len <= _FEWER_TOKENS)
-    few[rows == 0] = few[rows > 0].all()  # where the others go
+    few[rows == 0] = few[rows > 0].all()  # Sequences without rows follow the others.
     return few
 
 
 @dataclass(eq=False)
 class Schedule:
-    """The plans of a forward: of the sequences that the decode computes, and of the others."""
+    """The plans of a forward: for sequences of the decode kernel, and for the others."""
 
     decode: _native.DecodePlan
     dense: _native.ForwardPlan | None
-    own: np.ndarray  # [sequences] bool: whose rows the decode computes
-    stays: bool  # they are all its own, with any numbers of keys
+    own: np.ndarray  # [sequences] bool: computed by the decode kernel
+    stays: bool  # all sequences are, for any number of keys
 
     @property
     def variant(self) -> str:
-        """The instruction set that computes."""
+        """The instruction set of the plan."""
         return self.decode.variant
 
     def workspace_bytes(self, threads: int) -> int:
-        """What both allocate; one runs after the other."""
+        """Bytes of scratch: the larger of both plans, which run one after the other."""
         dense = self.dense.workspace_bytes(threads) if self.dense else 0
         return max(self.decode.workspace_bytes(threads), dense)
 
     def update(self, problem: Problem, extents: Extents) -> bool:
-        """New key lengths and bands of the same sequences; false where these want another plan."""
+        """Sets new key lengths and bands of the same sequences; False if they need another plan."""
         if self.dense is not None or not (self.stays or chosen(problem, extents).all()):
             return False
         self.decode.update(extents.kv_len, extents.lo, extents.hi)
@@ -94,7 +95,7 @@ class Schedule:
 
 
 def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | _native.ForwardPlan:
-    """The decode's plan, the dense forward's, or both where sequences differ."""
+    """The plan of the decode kernel, of the dense forward, or of both if sequences differ."""
     decoded = chosen(problem, extents)
     if not decoded.any() and not needed(problem):
         return native.plan_forward(problem, extents, variant)
@@ -110,7 +111,8 @@ def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | 
 
 
 def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
-    """Writes out and statistics of every row of every sequence; empty rows are 0. Returns how many there are."""
+    """Writes out and statistics of every row of every sequence; out of empty rows is 0. Returns the number of empty
+    rows."""
     threads = torch.get_num_threads()
     if schedule.dense and not needed(problem):
         empty = native.run_forward(schedule.dense, problem, operands)
@@ -124,7 +126,7 @@ def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
 
 
 def prepare(schedule: Schedule, problem: Problem, operands: Operands, names: tuple[str, ...]) -> _native.PreparedDecode:
-    """run() over other memory, of a schedule without a dense part; names: of the tensors that a run gets."""
+    """A prepared run() for other memory, if no sequence needs the dense forward; names: those of a run's tensors."""
     with native.Floats() as floats:
         return schedule.decode.prepare(_operands(problem, operands, floats), names)
 

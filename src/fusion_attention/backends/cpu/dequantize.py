@@ -1,4 +1,4 @@
-"""Rows of a cache as float32 numbers, and results as they are stored, for what torch computes beside the core."""
+"""Conversion of cached rows to float32, and of results to their stored format, for computations in torch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from fusion_attention.ir.problem import Operands, Problem
 
 
 def keys(problem: Problem, operands: Operands, b: int, which: slice) -> torch.Tensor:
-    """[heads_kv, keys, dim_qk]: some keys of sequence b as they are stored."""
+    """Keys `which` of sequence b, [heads_kv, keys, dim_qk] float32; stored integers are not scaled."""
     return _rows(problem, operands.k, operands.k_common, b, which)
 
 
 def values(problem: Problem, operands: Operands, b: int, which: slice) -> torch.Tensor:
-    """[heads_kv, keys, dim_v]: as keys()."""
+    """Values `which` of sequence b, [heads_kv, keys, dim_v] float32; stored integers are not scaled."""
     return _rows(problem, operands.v, operands.v_common, b, which)
 
 
 def meant(stored: torch.Tensor, dequant: Dequant | None, b: int, which: slice) -> torch.Tensor:
-    """(stored + offset) * scale, of the same keys."""
+    """Dequantizes the rows of keys `which` of sequence b: (stored + offset) * scale."""
     if dequant is None:
         return stored
     heads = stored.shape[0]
@@ -31,7 +31,7 @@ def meant(stored: torch.Tensor, dequant: Dequant | None, b: int, which: slice) -
 
 
 def rounded(problem: Problem, operands: Operands, x: torch.Tensor) -> torch.Tensor:
-    """[heads_q, rows, dim_v]: rounded and saturated where the result is int8."""
+    """Results x [heads_q, rows, dim_v], scaled, rounded and saturated if out is int8; else unchanged."""
     if problem.out_quant == "none":
         return x
     assert operands.out_scale is not None

@@ -1,7 +1,7 @@
-"""Attention of integers throughout: weights are rounded as int8 against their row's final maximum, which takes two
-passes over the keys. By blocks of rows and keys, with torch's products.
+"""Attention with int8 queries, keys, values and weights, in blocks of rows and keys, with torch's matrix products.
 
-Products of integers are exact in float32 as long as a block of keys is short, so bits do not depend on threads.
+Weights are rounded to int8 relative to the row's final maximum, so there are two passes over the keys. Products of
+integers are exact in float32 if blocks of keys are short, so bits do not depend on threads.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from fusion_attention.ir import bias
 from fusion_attention.ir.kv import Dequant
 from fusion_attention.ir.problem import Extents, Operands, Problem
 
-# Keys whose weights, up to 128 each, times values, up to 128 too, add up to less than 2**24: float32 holds every sum.
+# Keys of a block: sums of so many products of two numbers up to 128 are below 2**24, hence exact in float32.
 _KEYS = 512
-# Elements of query and key rows of which the same is true.
+# Elements of query and key rows for which products are exact for the same reason.
 _EXACT_DIM = 1024
-# Scores that are alive at once.
+# Maximum number of scores in memory at once.
 _SCORES = 1 << 21
-# Buffers of that size: scores, weights, their integers, visible keys, a bias.
+# Buffers of that size: scores, weights, integer weights, visible keys, a bias.
 _BUFFERS = 5
 
 
 def reasons_against(problem: Problem) -> list[str]:
-    """What may not come beside rounded weights."""
+    """One sentence for each property that this kernel does not support."""
     p = problem
     table = (
         ("bias", p.bias, ("none", "matrix")),
@@ -47,25 +47,26 @@ def reasons_against(problem: Problem) -> list[str]:
 
 @dataclass(eq=False)
 class Schedule:
-    """How many rows are computed together."""
+    """The number of rows that are computed together."""
 
     problem: Problem
     rows: int
 
     def workspace_bytes(self, threads: int) -> int:
-        """Whatever the number of threads."""
+        """Bytes of scratch, for any number of threads."""
         p = self.problem
         return 4 * (_BUFFERS * p.heads_q * self.rows * _KEYS + _KEYS * p.heads_kv * (p.dim_qk + p.dim_v))
 
 
 def plan(problem: Problem) -> Schedule:
-    """The same rows on any lengths."""
+    """The schedule of a problem, for any lengths."""
     return Schedule(problem, max(1, _SCORES // (problem.heads_q * _KEYS)))
 
 
 @torch.no_grad()
 def run(schedule: Schedule, problem: Problem, extents: Extents, operands: Operands) -> int:
-    """Writes out and statistics of every row of every sequence; empty rows are 0. Returns how many there are."""
+    """Writes out and statistics of every row of every sequence; out of empty rows is 0. Returns the number of empty
+    rows."""
     empty = 0
     for b in range(len(extents)):
         q_len = int(extents.q_len[b])
@@ -76,7 +77,7 @@ def run(schedule: Schedule, problem: Problem, extents: Extents, operands: Operan
 
 
 class _Block:
-    """Some rows of one sequence, of all heads."""
+    """A block of rows of one sequence, for all heads."""
 
     def __init__(self, problem: Problem, extents: Extents, operands: Operands, b: int, rows: slice) -> None:
         self.problem, self.operands, self.b, self.rows = problem, operands, b, rows
@@ -95,14 +96,14 @@ class _Block:
         self.q = q.to(accum_dtype).reshape(problem.heads_kv, -1, problem.dim_qk)
 
     def compute(self) -> int:
-        """Writes the results of the rows; how many of them are empty."""
+        """Writes the results of the rows, and returns the number of empty ones."""
         p, o, b, rows = self.problem, self.operands, self.b, self.rows
         count = rows.stop - rows.start
         peak = torch.full((p.heads_q, count, 1), -math.inf)
         for keys in self.keys:
             peak = torch.maximum(peak, self._scores(keys).amax(-1, keepdim=True))
         empty = peak == -math.inf
-        # One scale for all tokens is left to the end: until then sums are whole numbers.
+        # A scale that all tokens share is applied last, so that sums are of integers.
         scaled_last = p.dequant_v != "token" and (o.dequant_v is None or o.dequant_v.offset is None)
         total = torch.zeros(p.heads_q, count, 1)
         out = torch.zeros(p.heads_kv, p.group * count, p.dim_v, dtype=torch.float64)
@@ -126,7 +127,7 @@ class _Block:
             view.sequence(self.b, self.problem.heads_q, self.rows.stop)[:, self.rows].copy_(result)
 
     def _scores(self, keys: slice) -> torch.Tensor:
-        """[heads_q, rows, keys] float32; -inf where a row does not see the key."""
+        """Scores [heads_q, rows, keys] float32; -inf for keys that are not visible."""
         p, o, b, rows = self.problem, self.operands, self.b, self.rows
         k = dequantize.keys(p, o, b, keys)
         if not self.exact:
@@ -142,7 +143,7 @@ class _Block:
         return scores.masked_fill(((key < self.first) | (key >= self.end)) | self._blocked(keys), -math.inf)
 
     def _blocked(self, keys: slice) -> torch.Tensor:
-        """[heads_q, rows, keys] bool, or less that broadcasts to it."""
+        """Mask of blocked keys, bool, that broadcasts to [heads_q, rows, keys]."""
         p, view, rows = self.problem, self.operands.blocked, self.rows
         if not p.has_blocked or view is None:
             return torch.zeros(1, dtype=torch.bool)
@@ -155,7 +156,7 @@ class _Block:
 
 
 def _common_scale(dequant: Dequant | None, b: int, p: Problem) -> float | None:
-    """The one scale of all stored keys, so that their integers are multiplied; None where there are several."""
+    """The scale of all stored keys if they have a single one (integers are then multiplied exactly), else None."""
     if dequant is None:
         return 1.0
     if dequant.offset is not None or p.dequant_k != "channel":

@@ -1,4 +1,4 @@
-"""The lightning indexer by the native core: the choice of keys, its backward, and its loss with what that reads."""
+"""The lightning indexer in the native core: selection of keys, gradients, statistics and loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fusion_attention.memory import empty
 def plan_indexer(
     problem: IndexerProblem, extents: Extents, op_kind: str, variant: str | None
 ) -> _native.IndexerPlan | _native.SparsePlan:
-    """The core's plan; variant: None for the strongest instruction set that runs here, or one of the runnable ones."""
+    """The core's plan of an operation; variant: an instruction set that runs here, None: the fastest."""
     p = problem
     fields = _fields(p, p.heads, p.dim, 0 if op_kind == "indexer_lse" else p.top_k)
     if op_kind == "indexer_backward":
@@ -32,7 +32,7 @@ def plan_indexer(
 
 
 def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: str | None) -> _native.SparsePlan:
-    """As plan_indexer."""
+    """The core's plan of the loss; variant: as in plan_indexer()."""
     p, dtype = problem, DTYPES[problem.torch_dtype]
     attention = (
         p.heads_q,
@@ -54,14 +54,14 @@ def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: st
 
 
 def run_indexer(plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands) -> None:
-    """Writes indices, and values where there are any; a plan of statistics writes these."""
+    """Writes indices, and values if there are any; with a plan of indexer_lse, statistics."""
     plan.run(torch.get_num_threads(), _lists(problem, operands))
 
 
 def prepare_lists(
     plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands, names: tuple[str, ...]
 ) -> _native.PreparedIndexer:
-    """run_indexer() over other memory; names: of the tensors that a run gets (ir/places.py)."""
+    """A prepared run_indexer() for other memory; names: those of a run's tensors (ir/places.py)."""
     return plan.prepare(_lists(problem, operands), names)
 
 

@@ -1,6 +1,6 @@
-"""Empty rows in mean form: out = (1/n) sum_j M_j v_j over all n keys, seen or not, a sum of n, and dv_j += M_j dout/n.
+"""Empty rows that return the mean of V: out = (1/n) sum_j M_j v_j over all n keys, sum = n, and dv_j += M_j dout / n.
 
-Added after the core, which leaves such rows as 0 with a maximum of -inf.
+Computed after the core, which writes 0 and a maximum of -inf for such rows.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from fusion_attention.backends.cpu import dequantize
 from fusion_attention.ir.dropout import keep_from_bits, keep_from_philox
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 
-# Rows and keys at a time: memory stays linear in a sequence's length.
+# Rows and keys of a block; memory is linear in the sequence length.
 _ROWS = _KEYS = 256
-# Binary digits of a value in a sum of that many: float64 holds 53 of the sum's.
+# Bits of a value such that a sum of so many is exact in float64, which has 53 bits.
 _DIGITS = 53 - 1 - 8
 
 
 @torch.no_grad()
 def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
-    """Overwrites out and sum of the empty rows that problem.empty_rows wants as means."""
+    """Overwrites out and sum of the empty rows that return means according to problem.empty_rows."""
     heads = problem.heads_q
     for b, tile, rows in _tiles(extents):
         empty = operands.stats.max.sequence(b, heads, rows.stop)[:, rows] == -math.inf
@@ -52,7 +52,8 @@ def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
 
 @torch.no_grad()
 def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, grads: Grads) -> None:
-    """Adds to every key's dv what the rows in mean form give it, all together: what is stored is rounded once more."""
+    """Adds to dv the contributions of empty rows that return means, summed first, so that dv is rounded only once
+    more."""
     p, heads = problem, problem.heads_q
     for b, tiles in groupby(_tiles(extents), key=itemgetter(0)):
         kv_len, full = int(extents.kv_len[b]), int(extents.chosen_by[1][b])
@@ -83,15 +84,18 @@ def _steps(length: int, size: int) -> Iterator[slice]:
 
 
 def _tiles_of(first: int, length: int, full: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """(tile, own): the tiles of a whole sequence that a part of it meets, counted from the part's first token, and
-    what of each is its own. Products are of whole tiles: torch's bits depend on their size."""
+    """Yields (tile, own): tiles of a complete sequence that overlap a chunk of it, and their overlap with the chunk.
+
+    Positions count from the chunk's first token. Products are over complete tiles, because torch's bits depend on
+    sizes.
+    """
     for start in range(first // size * size, first + length, size):
         tile = slice(start - first, min(start + size, full) - first)
         yield tile, slice(max(tile.start, 0), min(tile.stop, length))
 
 
 def _tiles(extents: Extents) -> Iterator[tuple[int, slice, slice]]:
-    """(sequence, tile, rows): as _tiles_of(), of all sequences with keys."""
+    """Yields (sequence, tile, rows), as _tiles_of(), for all sequences with keys."""
     full = extents.chosen_by[0]
     for b in np.flatnonzero(extents.kv_len).tolist():
         first = 0 if extents.part is None else int(extents.part.first_row[b])
@@ -100,7 +104,7 @@ def _tiles(extents: Extents) -> Iterator[tuple[int, slice, slice]]:
 
 
 def _unmasked(problem: Problem, extents: Extents, operands: Operands, b: int, rows: slice, keys: slice) -> torch.Tensor:
-    """[heads_q, rows, keys] bool: the pairs that dropout keeps."""
+    """Mask [heads_q, rows, keys] bool, True for pairs that dropout keeps."""
     p = problem
     if p.dropout == "none":
         return torch.ones(1, 1, 1, dtype=torch.bool).expand(p.heads_q, rows.stop - rows.start, keys.stop - keys.start)
@@ -113,10 +117,10 @@ def _unmasked(problem: Problem, extents: Extents, operands: Operands, b: int, ro
 
 
 def _kept_sum(unmasked: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[heads, m, d]: for each m the sum of the kept values [heads, n, d]; a dropped one counts nothing, even NaN.
+    """Sums [heads, m, d] of values [heads, n, d] where unmasked [heads, m, n]; dropped NaN do not count.
 
-    Sums are of integers, too few and too small for float64 to round: in whatever order they are added, by however many
-    threads, the bits are the same.
+    Values are rounded to integers whose sums are exact in float64, so the bits do not depend on the order of addition
+    or on threads.
     """
     finite = values.isfinite()
     clean = values.where(finite, 0.0).double()

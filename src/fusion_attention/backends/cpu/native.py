@@ -1,4 +1,4 @@
-"""The native core's two op_kinds: views become addresses, a plan holds what does not change from call to call."""
+"""Dense forward and backward in the native core: plans, and the conversion of views to the core's arguments."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ _Matrix = tuple[Any, ...]
 
 
 def plan_forward(problem: Problem, extents: Extents, variant: str | None) -> _native.ForwardPlan:
-    """The core's plan; variant: None for the strongest instruction set that runs here, or one of the runnable ones."""
+    """The core's plan of a forward; variant: an instruction set that runs here, None: the fastest."""
     t = by_query(extents, _native.TILE_ROWS)
     tiles = t.seq, t.row0, t.row1, t.begin, t.end
     return _native.ForwardPlan(problem_of(problem), extents_of(extents), tiles, variant)
 
 
 def plan_backward(problem: Problem, extents: Extents, variant: str | None) -> _native.BackwardPlan:
-    """As plan_forward."""
+    """The core's plan of a backward; variant: as in plan_forward()."""
     return _native.BackwardPlan(problem_of(problem), extents_of(extents), variant)
 
 
 def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> int:
-    """Writes out and statistics of every row of every sequence; empty rows are 0. Returns how many there are."""
+    """Writes out and statistics of every row of every sequence; out of empty rows is 0. Returns the number of empty
+    rows."""
     with Floats() as floats:
         return plan.run(torch.get_num_threads(), core_arguments(_operands, problem, operands, floats))
 
@@ -46,13 +47,14 @@ def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands)
 def prepare_forward(
     plan: _native.ForwardPlan, problem: Problem, operands: Operands, names: tuple[str, ...]
 ) -> _native.PreparedForward:
-    """run_forward() over other memory of the same dtypes; names: of the tensors that a run gets (ir/places.py)."""
+    """A prepared run_forward() for other memory of the same dtypes; names: those of a run's tensors (ir/places.py)."""
     with Floats() as floats:
         return plan.prepare(_operands(problem, operands, floats), names)
 
 
 def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:
-    """Writes the gradients, or adds to dbias; returns how many rows in mean form there are, which give nothing yet."""
+    """Writes the gradients (adds to dbias unless owns_dbias); returns the number of empty rows that return means, whose
+    contributions to dv are not included."""
     p, g, dtype = problem, grads, problem.torch_dtype
     result_dtype = torch.float32 if p.wide_results else dtype
     dsink = empty(g.dout.keep[0], (p.heads_q,), torch.float32)
@@ -76,7 +78,7 @@ def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operand
 
 
 class Floats:
-    """Float32 copies that the core reads during one call."""
+    """A context that keeps float32 copies alive while the core reads them."""
 
     def __enter__(self) -> Floats:
         self._references: list[torch.Tensor] = []
@@ -87,7 +89,7 @@ class Floats:
         self._references.clear()
 
     def address(self, values: torch.Tensor | None) -> int:
-        """The address of the values as one float32 array: often they are a row that serves all sequences."""
+        """The address of the values as a contiguous float32 array; 0 for None."""
         if values is None:
             return 0
         self._references.append(values.to(torch.float32).contiguous())
@@ -111,7 +113,7 @@ def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
 
 @dataclass(eq=False)
 class KeptOperands(Operands):
-    """Operands that stay as they are from run to run: the core is told of them once."""
+    """Operands that many runs use unchanged, with their cached arguments for the core."""
 
     arguments: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
 
@@ -119,7 +121,7 @@ class KeptOperands(Operands):
 def core_arguments(
     make: Callable[[Problem, Operands, Floats], tuple[Any, ...]], p: Problem, o: Operands, floats: Floats
 ) -> tuple[Any, ...]:
-    """The arguments of the core for operands, which are made once for operands that are kept."""
+    """The core's arguments for operands, from make(); cached for KeptOperands."""
     if not isinstance(o, KeptOperands):
         return make(p, o, floats)
     result = o.arguments.get(make)
@@ -131,7 +133,7 @@ def core_arguments(
 
 
 def _operands(p: Problem, o: Operands, floats: Floats, out: torch.dtype | None = None) -> tuple[Any, ...]:
-    """What the core reads and writes; out: the dtype of o.out, which a backward reads as it was saved."""
+    """The core's arguments for operands; out: the dtype of o.out, None: by the problem."""
     dtype = p.torch_dtype
     out = out or (torch.float32 if p.wide_results else dtype)
     return (

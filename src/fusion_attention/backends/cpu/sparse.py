@@ -1,4 +1,4 @@
-"""Attention to selected keys by the native core: forward and backward."""
+"""Attention to selected keys in the native core: forward and backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusion_attention.memory import empty
 
 
 def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str | None) -> _native.SparsePlan:
-    """The core's plan; variant: None for the strongest instruction set that runs here, or one of the runnable ones."""
+    """The core's plan; variant: an instruction set that runs here, None: the fastest."""
     p, dtype = problem, DTYPES[problem.torch_dtype]
     sizes = p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope
     selection = p.has_sink, p.shares_kv, p.select_count, p.select_block
@@ -24,7 +24,7 @@ def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str
 
 
 def run_sparse_forward(plan: _native.SparsePlan, problem: Problem, operands: Operands) -> None:
-    """Writes out and statistics of every row of every sequence; empty rows are 0."""
+    """Writes out and statistics of every row of every sequence; out of empty rows is 0."""
     with Floats() as floats:
         plan.run(torch.get_num_threads(), _arguments(problem, operands, sink=floats.address(operands.sink)))
 
@@ -54,13 +54,13 @@ def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Op
 
 
 def wide_keys(dk: RowView, dtype: torch.dtype) -> torch.dtype | None:
-    """float32 where gradients of keys are to have it beside rows of another dtype: they are rounded once, after they
-    are added up."""
+    """float32 if the gradients of keys are float32 but rows have another dtype, for summation of partial results; else
+    None."""
     return torch.float32 if dk.keep[0].dtype == torch.float32 != dtype else None
 
 
 def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: int) -> tuple[Any, ...] | None:
-    """Rows of keys as the core takes them: at addresses, or in pages."""
+    """The core's arguments for a view of keys, with addresses or in pages."""
     if view is None:
         return None
     if not isinstance(view, PagedView):
@@ -76,7 +76,7 @@ def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: in
 
 
 def _arguments(p: Problem, o: Operands, **more: Any) -> tuple[Any, ...]:
-    """arguments() of a call that reads or writes an output and its statistics."""
+    """arguments() of an attention call, from its problem and operands."""
     dtype, sequences = p.torch_dtype, len(o.q.address)
     return arguments(
         q=rows_of(o.q, dtype),
@@ -102,7 +102,7 @@ def arguments(
     dweights: Any = None, sink: int = 0, dsink: int = 0, wide_keys: bool = False, k_compressed: Any = None,
     v_compressed: Any = None, dk_compressed: Any = None, dv_compressed: Any = None, target: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """What a plan of selected keys or of the indexer reads and writes, in the core's order."""
+    """The tensors of a call with selected keys or of the indexer, in the order of the core's arguments."""
     read = q, q_rope, indices, k, k_rope, v, out, max_, sum_, weights, values
     written = dout, dlse, dq, dq_rope, dk, dk_rope, dv, dweights, sink, dsink, wide_keys
     return *read, *written, k_compressed, v_compressed, dk_compressed, dv_compressed, target

@@ -1,6 +1,6 @@
-"""The golden back end: the specification in float64, which judges every other back end.
+"""The golden back end: the reference in float64, with which every other back end is compared.
 
-Computes every problem on every device, dtype "float64" included; plans nothing. Never chosen silently.
+It computes every problem on every device, dtype "float64" included, without a plan. It is used by name only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 NAME = "golden"
-# Buffers of heads * q_len * kv_len doubles that are alive at once (measured on the plain formula, rounded up).
+# Buffers of heads * q_len * kv_len doubles that are alive at once (measured, rounded up).
 _BUFFERS = {
     "attention_forward": 6,
     "attention_backward": 10,
@@ -43,12 +43,12 @@ _BUFFERS = {
 
 
 def reasons_against(problem: AnyProblem, device: torch.device, op_kind: str = "") -> list[str]:
-    """Why this back end cannot compute the problem: never."""
+    """An empty list: this back end computes every problem."""
     return []
 
 
 def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
-    """About what the score matrices of the largest sequence take."""
+    """Estimated bytes of the score matrices of the largest sequence."""
     pairs = int((extents.q_len * extents.kv_len).max()) if len(extents) else 0
     if isinstance(problem, IndexerProblem):
         heads = problem.heads
@@ -60,7 +60,7 @@ def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
 
 
 def nothing(*_: Any) -> None:
-    """Nothing is planned: one sequence after the other, each as a whole."""
+    """Returns None: this back end has no schedules and no prepared calls."""
 
 
 schedule = reschedule = prepare = keep = nothing

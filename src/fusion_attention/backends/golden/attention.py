@@ -1,8 +1,7 @@
-"""The specification in float64: attention and its gradients, written as the formulas are.
+"""Attention and its gradients in float64, written like the formulas: the reference for all other back ends.
 
-Every other back end is judged by this one, so it builds whole score matrices, never narrows, and rounds only where a
-result is stored. Memory that a row may not see never reaches a result, whatever lies there; what a row does see
-propagates by the rules of IEEE 754. Refuses to be fast.
+It builds complete score matrices, and rounds only when it stores a result. The content of hidden keys never reaches a
+result, and visible NaN and infinities propagate by the rules of IEEE 754. Clarity comes before speed.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ class _Sequence:
     v: torch.Tensor  # [heads_q, kv_len, dim_v]
     q_rope: torch.Tensor | None  # [heads_q, q_len, dim_rope]
     k_rope: torch.Tensor | None  # [heads_q, kv_len, dim_rope]
-    in_band: torch.Tensor  # [q_len, 1] bool: the band leaves the row a key, whatever is blocked
-    scores: torch.Tensor  # [heads_q, q_len, kv_len]: -inf is a key not seen, and all that are not seen are -inf
+    in_band: torch.Tensor  # [q_len, 1] bool: the row's band is not empty, whatever is blocked
+    scores: torch.Tensor  # [heads_q, q_len, kv_len]: -inf exactly for the keys that are not visible
     keep: torch.Tensor  # [heads_q, q_len, kv_len] bool: not dropped
-    keep_factor: float  # what a kept probability is multiplied by
-    times: torch.Tensor  # [heads_q, q_len, kv_len], or one 1: how often a row weighs a key that it sees
-    slope: torch.Tensor | float  # [heads_q, q_len, kv_len]: of a score by its product before the cap, or 1
+    keep_factor: float  # factor on a kept probability
+    times: torch.Tensor  # [heads_q, q_len, kv_len], or one 1: multiplicity of a visible key in the softmax
+    slope: torch.Tensor | float  # [heads_q, q_len, kv_len]: derivative of a score by its product before the cap, or 1
 
 
 def _kv_heads(problem: Problem, device: torch.device) -> torch.Tensor:
-    """[heads_q]: the key/value head of each query head."""
+    """The key/value head of each query head, [heads_q]."""
     return torch.arange(problem.heads_q, device=device) // problem.group
 
 
 def _seen(
     problem: Problem, extents: Extents, operands: Operands, b: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(seen, in_band) of sequence b."""
+    """(visible [heads_q, q_len, keys], in_band [q_len, 1]) of sequence b, both bool."""
     q_len, kv_len = int(extents.q_len[b]), int(extents.kv_len[b])
     row = np.arange(q_len)
     first, end = (torch.from_numpy(edge).to(device)[:, None] for edge in extents.row_interval(b, row))
@@ -69,7 +68,7 @@ def _seen(
 
 
 def _times(problem: Problem, extents: Extents, operands: Operands, b: int, device: torch.device) -> torch.Tensor:
-    """How often the list of each row selects each key of sequence b; once, where nothing is selected."""
+    """Number of times that each row's list selects each key of sequence b; 1 without a selection."""
     if not problem.select_count:
         return torch.ones(1, 1, 1, dtype=torch.float64, device=device)
     assert operands.indices is not None
@@ -81,7 +80,7 @@ def _times(problem: Problem, extents: Extents, operands: Operands, b: int, devic
         end, listed = extents.row_interval(b, row)[1], kv_len
     entries, read = scanned(operands.indices, end, b, problem.heads_kv, block)
     times = added_up(read.double(), entries, read, -(-listed // block))
-    # A block is all of its keys; the band clips the one that the end of what a row sees runs through.
+    # A block counts with all of its keys; the band removes the keys behind the row's last visible one.
     times = times.repeat_interleave(block, -1)[..., :listed]
     if problem.compressed_ratio:
         times = F.pad(times, (kv_len, 0), value=1.0)
@@ -89,7 +88,7 @@ def _times(problem: Problem, extents: Extents, operands: Operands, b: int, devic
 
 
 def _bias(problem: Problem, extents: Extents, operands: Operands, b: int) -> torch.Tensor:
-    """[heads_q, q_len, kv_len] float64: what is added to the scores."""
+    """The bias [heads_q, q_len, kv_len] in float64."""
     lengths = int(extents.q_len[b]), int(extents.kv_len[b])
     rows, keys = slice(0, lengths[0]), slice(0, lengths[1])
     if problem.bias in ("slopes", "slopes_sqrt"):
@@ -105,7 +104,7 @@ def _bias(problem: Problem, extents: Extents, operands: Operands, b: int) -> tor
 def _keep(
     problem: Problem, extents: Extents, operands: Operands, b: int, device: torch.device
 ) -> tuple[torch.Tensor, float]:
-    """(keep, keep_factor) of sequence b."""
+    """(keep, keep_factor) of sequence b, as in _Sequence."""
     heads = problem.heads_q
     lengths = int(extents.q_len[b]), extents.all_keys(b)
     if problem.dropout == "none":
@@ -117,12 +116,12 @@ def _keep(
         seed, offset = operands.seed, operands.offset
         stream, rows, keys = extents.drawn(b, heads)
         keep = keep_from_philox(seed, offset, problem.keep_prob, stream, heads, rows, keys)
-    # From 1e-200 on nothing is left that float32 holds, and what float64 multiplies stays a number.
+    # keep_prob is at least 1e-200: below that results underflow in float32, and the factor could overflow float64.
     return keep.to(device), 1.0 / max(problem.keep_prob, 1e-200)
 
 
 def _stored(problem: Problem, view: RowView | PagedView, b: int, length: int) -> torch.Tensor:
-    """[heads_kv, length, dim]: rows of sequence b as they are stored."""
+    """Rows [heads_kv, length, dim] of sequence b in float64; integers are not scaled."""
     if problem.kv_dtype == "int4":
         packed = replace(view, dim=-(-view.dim // 2)).sequence(b, problem.heads_kv, length).int()
         halves = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., : view.dim]
@@ -137,8 +136,11 @@ def _meant(
     length: int,
     dequant: Dequant | None,
 ) -> torch.Tensor:
-    """[heads_kv, length, dim]: the keys or values of sequence b, those of all sequences first, from (own, common)
-    views; (stored + offset) * scale where they are integers."""
+    """The keys or values [heads_kv, length, dim] of sequence b, after its common prefix; integers are dequantized as
+    (stored + offset) * scale.
+
+    views: of the sequence's keys, and of the common prefix or None.
+    """
     own, common = views
     shared = min(problem.common_keys, length)
     values = _stored(problem, own, b, length - shared)
@@ -152,18 +154,19 @@ def _meant(
 
 
 def _quantised(problem: Problem, operands: Operands, out: torch.Tensor) -> torch.Tensor:
-    """[heads_q, q_len, dim_v]: round(out * out_scale + out_offset), saturated; NaN becomes 0."""
+    """Quantizes out [heads_q, q_len, dim_v]: round(out * out_scale + out_offset), saturated to int8; NaN becomes 0."""
     assert operands.out_scale is not None
     out = out * operands.out_scale.double()[:, None]
     if operands.out_offset is not None:
         out = out + operands.out_offset.double()[:, None]
-    # torch rounds halves to even; away from zero is what trunc makes of a half more.
+    # torch rounds halves to even; adding a half before truncation rounds them away from zero.
     rounded = out.round() if problem.out_quant == "tensor" else (out + 0.5 * out.sign()).trunc()
     return rounded.clamp(-128, 127).nan_to_num(0.0)
 
 
 def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Sequence:
-    """Sequence b with its scores: scale * (q . k + q_rope . k_rope), perhaps capped, + bias."""
+    """Loads sequence b and computes its scores: scale * (q . k + q_rope . k_rope), capped if there is a softcap, plus
+    bias."""
     device = operands.q.keep[0].device
     q_len, kv_len = int(extents.q_len[b]), int(extents.kv_len[b])
     kv_heads = _kv_heads(problem, device)
@@ -212,9 +215,9 @@ def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Se
 
 
 def _statistics(problem: Problem, operands: Operands, s: _Sequence) -> tuple[torch.Tensor, torch.Tensor]:
-    """(max, sum), [heads_q, q_len, 1], before any dropout; the sum of an empty row says which form it takes."""
+    """(max, sum) [heads_q, q_len, 1] before dropout; an empty row's sum is kv_len if it returns the mean, else 0."""
     heads, q_len, kv_len = s.scores.shape
-    # A sink is one more key without a value; without a sink that key has score -inf, which changes nothing.
+    # A sink acts as an additional key without a value; without a sink its score is -inf, which changes nothing.
     sink = s.scores.new_full((heads, q_len, 1), -_INF)
     if problem.has_sink:
         assert operands.sink is not None
@@ -230,17 +233,17 @@ def _statistics(problem: Problem, operands: Operands, s: _Sequence) -> tuple[tor
 def _weights(
     problem: Problem, operands: Operands, s: _Sequence, row_max: torch.Tensor, row_sum: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """(softmax, weights, live), each [heads_q, q_len, kv_len], and the divisor, from the statistics alone.
+    """(softmax, weights, live), each [heads_q, q_len, kv_len], and the divisor, computed from the statistics.
 
-    softmax (bool) marks the pairs that the softmax weighs: those seen, in rows that are not empty. live (bool) adds to
-    them every key of the rows in mean form. weights / divisor is the probability of each live pair, before dropout.
-    A score of -inf, wherever it comes from, is a key not seen: a weight of exactly 0 selects nothing, not even NaN.
+    softmax (bool) marks the visible pairs of rows that are not empty. live (bool) also marks all keys of empty rows
+    that return the mean. weights / divisor is the probability of each live pair, before dropout. A key with score -inf
+    is not visible, for any cause: its value is not read, not even NaN.
     """
     empty = row_max == -_INF
     mean = empty & (row_sum > 0)
     softmax = (s.scores != -_INF) & ~empty
     weights = (s.scores - row_max).exp()
-    # What no double holds is still more than nothing: an infinite value that a row sees reaches it.
+    # Weights that underflow stay positive, so that a visible infinite value reaches the result.
     weights = weights.masked_fill((weights == 0) & softmax, torch.finfo(torch.float64).tiny)
     weights = (weights * s.times).where(~mean, 1.0)
     if problem.has_weight_scale:
@@ -250,9 +253,9 @@ def _weights(
 
 
 def weighted_sum(weights: torch.Tensor, live: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[heads, m, d]: sum over n of weights [heads, m, n] * values [heads, n, d], over the live pairs only.
+    """Sum over n of weights [heads, m, n] * values [heads, n, d] over live pairs (bool [heads, m, n]): [heads, m, d].
 
-    Select before multiply: 0 * NaN is NaN, so a value row that is not finite is added to its live rows alone.
+    A value row with NaN or infinities is added to its live rows only, because 0 * NaN is NaN.
     """
     finite = values.isfinite().all(-1)  # [heads, n]
     total = weights.where(live & finite[:, None, :], 0) @ values.where(finite[..., None], 0)
@@ -269,7 +272,7 @@ def attention_forward(problem: Problem, extents: Extents, schedule: None, operan
         s = _load(problem, extents, operands, b)
         row_max, row_sum = _statistics(problem, operands, s)
         _, weights, live, divisor = _weights(problem, operands, s, row_max, row_sum)
-        # Divided last: a NaN among the scores makes the whole row NaN, even where its keys are all dropped.
+        # The division is last: a NaN among the scores makes the complete row NaN, even if all of its keys are dropped.
         out = weighted_sum(weights * s.keep_factor, live & s.keep, s.v) / divisor
         if problem.out_quant != "none":
             out = _quantised(problem, operands, out)
@@ -281,18 +284,18 @@ def attention_forward(problem: Problem, extents: Extents, schedule: None, operan
 
 @torch.no_grad()
 def attention_backward(problem: Problem, extents: Extents, schedule: None, operands: Operands, grads: Grads) -> None:
-    """Writes the gradients that were asked for, from the saved out and statistics (which may span more keys).
+    """Writes the gradients that are not None, from the saved out and statistics (which may cover more keys).
 
     dP = (dout . v) * M,  D = dout . out - dlse,  dS = P * (dP - D),  M = keep / keep_prob
     dq = scale * dS' k,  dk = scale * dS'^T q,  dv = (P * M)^T dout,  dbias = dS
     dS' = dS, or beneath a cap dS * (1 - tanh^2)
     dsink = -sum_i D_i * exp(sink - max_i) / sum_i
 
-    A row in mean form gives M * dout / n to dv and nothing else; an empty row in zero form gives nothing.
+    An empty row that returns the mean of n keys adds M * dout / n to dv; other gradients of empty rows are 0.
     """
     dsink = torch.zeros(problem.heads_q, dtype=torch.float64, device=operands.q.keep[0].device)
     if grads.dbias is not None and grads.owns_dbias:
-        grads.dbias.keep.zero_()  # Then adding is writing.
+        grads.dbias.keep.zero_()  # _add_bias_gradient then overwrites.
     for b in range(len(extents)):
         s = _load(problem, extents, operands, b)
         heads, q_len, _ = s.q.shape
@@ -333,9 +336,9 @@ def _store_qk(
     softmax: torch.Tensor,
     dv: torch.Tensor | None,
 ) -> None:
-    """Writes dq = scale * dS' k and dk = scale * dS'^T q, and the same for the rope tails.
+    """Writes dq = scale * dS' k and dk = scale * dS'^T q, and the same for the rope elements.
 
-    dv: where v lies in k, its gradient, which dk receives too.
+    dv: the gradient of v if v is stored in k; it is added to dk.
     """
     weights = problem.scale * s.slope * dscores
     for dq, k in ((grads.dq, s.k), (grads.dq_rope, s.k_rope)):
@@ -352,8 +355,8 @@ def _store_qk(
 def _store_shared(
     problem: Problem, views: tuple[RowView, RowView | None], b: int, kv_len: int, per_query_head: torch.Tensor
 ) -> None:
-    """Sums [heads_q, keys, dim] over the query heads that share a key/value head, and stores the first kv_len keys and
-    those of a second source in their views."""
+    """Sums a gradient [heads_q, keys, dim] over the query heads of each key/value head, and stores the first kv_len
+    keys in the first view and those of a second source in the second."""
     _, keys, dim = per_query_head.shape
     total = per_query_head.new_zeros(problem.heads_kv, keys, dim)
     total.index_add_(0, _kv_heads(problem, total.device), per_query_head)
@@ -364,7 +367,7 @@ def _store_shared(
 
 
 def _add_bias_gradient(problem: Problem, grads: Grads, b: int, dscores: torch.Tensor) -> None:
-    """Adds dS (times scale, where the bias was scaled) to the elements that the bias was read from."""
+    """Adds dS (times scale if problem.bias_scaled) to the elements that the bias was read from."""
     assert grads.dbias is not None
     gradient = problem.scale * dscores if problem.bias_scaled else dscores
     q_len, kv_len = gradient.shape[1:]

@@ -1,7 +1,4 @@
-"""Lists of selected blocks: which of their entries a row reads.
-
-The one statement of the scan, for attention and for the indexer's gradient.
-"""
+"""Reading of lists of selected blocks, for attention and for the indexer's gradients."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ from fusion_attention.ir.kv import RowView
 
 
 def scanned(view: RowView, end: np.ndarray, b: int, heads: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(entries, read) of sequence b, both [heads, q_len, entries of a list]: int64, and whether a row reads them.
+    """(entries int64, read bool) of sequence b, both [heads, q_len, entries of a list]; read: the row reads the entry.
 
-    A row that sees the keys before its `end` reads the first ceil(end / block) entries at most, and none from the first
-    negative one on.
+    A row whose visible keys are before `end` reads at most the first ceil(end / block) entries, and stops at the first
+    negative one.
     """
     entries = view.sequence(b, heads, len(end)).long()
     blocks = torch.from_numpy(-(-np.maximum(end, 0) // block)).to(entries.device)[:, None]
@@ -24,8 +21,11 @@ def scanned(view: RowView, end: np.ndarray, b: int, heads: int, block: int) -> t
 
 
 def added_up(values: torch.Tensor, entries: torch.Tensor, read: torch.Tensor, places: int) -> torch.Tensor:
-    """[.., places]: the sum of the values of all entries read that name a place; those beyond the last are dropped."""
+    """Sums values [.., entries] by index: result [.., places], where element j sums the values of read entries j.
+
+    Entries beyond the last index are dropped.
+    """
     counted = read & (entries < places)
-    total = values.new_zeros(*values.shape[:-1], places + 1)  # the last place takes what does not count
+    total = values.new_zeros(*values.shape[:-1], places + 1)  # the last element collects entries that do not count
     total.scatter_add_(-1, entries.where(counted, places), values.where(counted, 0))
     return total[..., :places]

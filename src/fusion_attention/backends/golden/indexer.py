@@ -1,6 +1,7 @@
-"""The specification in float64: the lightning indexer and its gradients, written as the formulas are.
+"""The lightning indexer and its gradients in float64, written like the formulas.
 
-Builds whole score matrices and sorts whole rows. What a row does not see, or does not select, never reaches a result.
+It builds complete score matrices and sorts complete rows. Keys that are not visible, or not selected, never reach a
+result.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ _INF = float("inf")
 def dots_of(
     heads: int, extents: Extents, operands: IndexerOperands, b: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(q [heads, q_len, dim], k [1, kv_len, dim], weights [heads, q_len, 1], dots [heads, q_len, kv_len])."""
+    """Operands of sequence b in float64, and the products q . k.
+
+    Returns (q [heads, q_len, dim], k [1, kv_len, dim], weights [heads, q_len, 1], dots [heads, q_len, kv_len]).
+    """
     q_len, kv_len = int(extents.q_len[b]), int(extents.kv_len[b])
     q = operands.q.sequence(b, heads, q_len).double()
     k = operands.k.sequence(b, 1, kv_len).double()
@@ -30,7 +34,7 @@ def dots_of(
 def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: None, operands: IndexerOperands) -> None:
     """Writes the indices, and the values, of the top_k largest scores I = sum_h w_h * max(0, q_h . k) of every row.
 
-    Scores descend, equal ones by ascending index; a NaN stands before all numbers. A score of -inf is a key not seen.
+    Scores descend, equal ones by ascending index; NaN sorts before all numbers. A key with score -inf is not visible.
     """
     assert operands.indices is not None
     for b in range(len(extents)):
@@ -55,7 +59,7 @@ def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: None, oper
 def indexer_backward(
     problem: IndexerProblem, extents: Extents, schedule: None, operands: IndexerOperands, grads: IndexerGrads
 ) -> None:
-    """Writes the gradients of the values that were chosen: dI is dvalues, added up where the list names a key.
+    """Writes the gradients of the selected values: dI of a key is the sum of dvalues over the entries that list it.
 
     dw_h = sum_j dI_j * max(0, S_hj),  dS = dI * w * [S > 0],  dq = dS k,  dk = sum_h dS^T q,  S = q . k
     """

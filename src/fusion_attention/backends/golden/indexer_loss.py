@@ -1,7 +1,7 @@
-"""The specification in float64: the indexer's softmax statistics, and how far its distribution is from attention's.
+"""The indexer's softmax statistics, and its Kullback-Leibler loss against attention, in float64.
 
-Builds whole score matrices. A token that a list names several times is one key of that weight: the sums are those over
-the entries of the list. What a row does not see, or does not select, never reaches a result.
+It builds complete score matrices. A token that is listed several times counts as often: sums are over the entries of
+the list. Keys that are not visible, or not selected, never reach a result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fusion_attention.ir.problem import (
 )
 
 _INF = float("inf")
-_LEAST = 1e-8  # below it probabilities enter the logarithms as this
+_LEAST = 1e-8  # lower bound of probabilities in the logarithms
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ def _scores(operands: IndexerOperands, extents: Extents, b: int, heads: int) -> 
 
 
 def _shown(extents: Extents, b: int, ratio: int, device: torch.device) -> torch.Tensor:
-    """[q_len, kv_len]: 1.0 where the band shows the row a key."""
+    """Matrix [q_len, kv_len] float64: 1 for the keys in a row's band, else 0."""
     edges = extents.row_interval(b, np.arange(extents.q_len[b]), ratio)
     first, end = (torch.from_numpy(edge).to(device)[:, None] for edge in edges)
     key = torch.arange(int(extents.kv_len[b]), device=device)
@@ -53,7 +53,7 @@ def _shown(extents: Extents, b: int, ratio: int, device: torch.device) -> torch.
 
 
 def _statistics(scores: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(max, sum), [q_len, 1], of keys weighed `times`; -inf and 0 where there are none."""
+    """Softmax statistics (max, sum) [q_len, 1] of scores whose keys count `times`; (-inf, 0) for a row without keys."""
     seen = scores.where(times > 0, -_INF)
     row_max = torch.cat((seen, seen.new_full((len(seen), 1), -_INF)), -1).amax(-1, keepdim=True)
     row_sum = (times * (seen - row_max).exp()).where(times > 0, 0).sum(-1, keepdim=True)
@@ -62,7 +62,7 @@ def _statistics(scores: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor
 
 @torch.no_grad()
 def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: None, operands: IndexerOperands) -> None:
-    """Writes max_j I_j and sum_j exp(I_j - max) over the keys that the band shows; -inf and 0 where it shows none."""
+    """Writes max_j I_j and sum_j exp(I_j - max) over the keys in the band; -inf and 0 if it is empty."""
     assert operands.stats is not None
     for b in range(len(extents)):
         scores = _scores(operands, extents, b, problem.heads).total
@@ -72,7 +72,7 @@ def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: None, opera
 
 
 def _times(problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int) -> torch.Tensor:
-    """[q_len, kv_len]: how often a row weighs each key; a listed key that its band hides, never."""
+    """Matrix [q_len, kv_len]: the number of times that a row counts each key; 0 outside its band."""
     shown = _shown(extents, b, problem.ratio, operands.loss.device)
     if not problem.select_count:
         return shown
@@ -85,7 +85,7 @@ def _times(problem: IndexerLossProblem, extents: Extents, operands: IndexerLossO
 def _target(
     problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, times: torch.Tensor
 ) -> torch.Tensor:
-    """[q_len, kv_len]: p, the mean over heads of the attention's probabilities, from its saved statistics."""
+    """p [q_len, kv_len]: the mean over heads of the attention's probabilities, from its saved statistics."""
     p, (q_len, kv_len) = problem, times.shape
     assert operands.q is not None
     assert operands.k is not None
@@ -119,7 +119,7 @@ def _attended(
     y: torch.Tensor,
     times: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, dI [q_len, kv_len]) of the attention's own distribution."""
+    """(loss, dI [q_len, kv_len]) with the attention's distribution as target; y: the indexer's distribution."""
     seen = times > 0
     p = _target(problem, extents, operands, b, times).where(seen, 0)
     factor = p.clamp(min=_LEAST) if problem.select_count else p
@@ -130,7 +130,7 @@ def _attended(
 def _entries(
     problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, target: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(key, read), both as the target: the key of each element, and whether the row's list reads it."""
+    """(key, read), both of the target's shape: the key of each element, and True if the row's list reads it."""
     if not problem.select_count:
         key = torch.arange(target.shape[1], device=target.device).expand(len(target), -1)
         return key, key >= 0
@@ -148,12 +148,12 @@ def _given(
     y: torch.Tensor,
     times: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, dI [q_len, kv_len]) of a target that is an operand; writes y of its elements."""
+    """(loss, dI [q_len, kv_len]) with an operand as target; writes y at the target's elements, if it is a result."""
     assert operands.target is not None
     q_len, kv_len = y.shape
     target = operands.target.sequence(b, 1, q_len)[0].double()
     key, read = _entries(problem, extents, operands, b, target)
-    key = key.clamp(0, kv_len)  # behind the last key is one that no row sees
+    key = key.clamp(0, kv_len)  # of_elements() appends a key kv_len that counts 0 times
 
     def of_elements(matrix: torch.Tensor) -> torch.Tensor:
         return torch.cat((matrix, matrix.new_zeros(q_len, 1)), 1).gather(1, key)

@@ -1,7 +1,7 @@
-"""What stands around attention in a model: records of functions that torch itself computes in a few lines.
+"""Records of auxiliary operators of models (norms, rotary embedding, caches, experts, ...), which torch computes.
 
-Such a record has no lowering: nothing of it reaches the intermediate representation. It is checked, documented and
-sampled as all others are. Programs that call attention alone load none of them.
+These records have no lowering to the intermediate representation, but are checked, documented and sampled as all
+others. They are loaded on first use.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ FAMILIES = (
     *(losses, atb, atb_rows, block_scores, compressor, quantised_sparse, merging, prolog),
 )
 AUXILIARY: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
-# Every record that there is.
+# All records by name.
 CONTRACTS: dict[str, Op] = {**RECORDS, **AUXILIARY}

@@ -1,6 +1,6 @@
-"""Attention over rows and pages, and its cache, by the names of the chip's transformer library (ATB): the records.
+"""Records of attention functions from the chip's transformer library (ATB), over packed rows and over pages.
 
-Every function writes a tensor that it is given. Attention itself is npu_fused_infer_attention_score's.
+Every function writes to a tensor that the caller passes. npu_fused_infer_attention_score computes the attention.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from fusion_attention.ops.auxiliary.common import auxiliary, floats, writes
 from fusion_attention.ops.shared.rules import finite_scale, groups_of_heads, invalid, untrained
 
 SIZES = {"T": 6, "R": 3, "M": 2, "P": 4, "Ps": 16, "N1": 4, "N2": 2, "D": 16, "Dv": 8, "K": 40, "L": 32}
-UNSEEN = -1000.0  # below it no weight is left of a score, in float32
+UNSEEN = -1000.0  # with such an addend the weight of a score underflows to 0 in float32
 
 
 def hides(mask: torch.Tensor) -> torch.Tensor:
-    """What a mask hides: the chip adds -inf or -10000 in float16, and takes 1 in other dtypes."""
+    """Boolean mask, True for hidden keys: the chip adds -inf or -10000 in float16, and hides by 1 in other dtypes."""
     if mask.dtype == torch.bool:
         return mask
     return (mask > 0) | (mask <= UNSEEN)
 
 
 def in_rows(mask: torch.Tensor) -> torch.Tensor:
-    """A mask [rows, columns] or [B, rows, columns], of one in FRACTAL_NZ: [B, columns / 16, rows, 16].
+    """Converts a mask in format FRACTAL_NZ [B, columns / 16, rows, 16] to [rows, columns] or [B, rows, columns].
 
-    Any other shape stays; one of 16 columns is the same in both.
+    Other shapes are returned unchanged; with 16 columns both formats are equal.
     """
     if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[3] != 16 or mask.shape[1] == 1:
         return mask
@@ -40,7 +40,7 @@ def in_rows(mask: torch.Tensor) -> torch.Tensor:
 
 
 def decided(mask: torch.Tensor) -> bool | str:
-    """Whether every element of a mask hides a key or leaves it as it is; reads them."""
+    """True if every element of a mask hides its key or is 0; reads the mask."""
     if mask.is_meta or mask.dtype == torch.bool:
         return True
     other = mask[~hides(mask) & (mask != 0)]
@@ -48,12 +48,12 @@ def decided(mask: torch.Tensor) -> bool | str:
 
 
 def triangle(mask: torch.Tensor) -> bool:
-    """Whether a mask hides what lies above its diagonal, and no more; reads it."""
+    """True if a mask hides exactly the elements above its diagonal; reads the mask."""
     return mask.is_meta or bool((hides(mask) == torch.ones_like(mask, dtype=torch.bool).triu(1)).all())
 
 
 def covers(mask: torch.Tensor, lengths: np.ndarray) -> bool:
-    """Whether a mask [S, S], [B or 1, S, S] or [B or 1, 1, S, S] has an element for every score."""
+    """True if a mask [S, S], [B or 1, S, S] or [B or 1, 1, S, S] has an element for every score."""
     lead, longest = mask.shape[:-2], max(lengths.tolist(), default=0)
     heads = lead[1] if len(lead) == 2 else 1
     items = lead[0] if lead else 1
@@ -107,19 +107,19 @@ WORKSPACE = Tensor("workspace", "Not used: this library plans its own memory.", 
 
 
 def out(rows: str, dim: str = "Dv") -> Tensor:
-    """What is written."""
+    """The parameter for the result, which is written in place."""
     return Tensor(
         "out", "Written; rows behind the last sequence stay as they are.", dtypes="=query", shape=f"{rows} N1 {dim}"
     )
 
 
 def lengths(name: str, text: str, advice: str, check: str, broken: Any, **more: Any) -> Rule:
-    """A rule about lengths."""
+    """A rule on the parameter `name`, with lengths; broken: an invalid value."""
     return invalid(check, name, advice, text, invalid={name: broken}, **more)
 
 
 def none_below_zero(name: str, bad: list[int]) -> Rule:
-    """Lengths are numbers of rows."""
+    """Rule: lengths are not negative; bad: an invalid value."""
     return lengths(name, "lengths >= 0", "a sequence may be empty", f"least({name}) >= 0", bad)
 
 
@@ -167,7 +167,7 @@ def attends(
     sample: Mapping[str, Any],
     **more: Any,
 ) -> Op:
-    """A record of attention that writes its result."""
+    """The record of an attention function that writes to `out`; visible: the formula's text on visible keys."""
     may_be_none = {p.name: p.type | None for p in inputs if isinstance(p, Attr) and p.default is not REQUIRED}
     shapes = {p.name: tuple(SIZES[word] for word in p.words("")) for p in inputs if isinstance(p, Tensor)}
     floating = {n: shapes[n] for n in ("query", "key", "value", "key_cache", "value_cache") if n in shapes}

@@ -1,4 +1,4 @@
-"""Stores of rows and rotary positions by the names of the chip's transformer library (ATB): the records."""
+"""Records of the chip's transformer library (ATB) that store rows in caches and apply rotary embedding."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fusion_attention.ops.shared.rules import invalid, untrained
 
 
 def whole_rows(cache: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Whether a cache [pages, slots, ...] has rows of so many elements."""
+    """True if a cache [pages, slots, ...] has as many elements per slot as rows [tokens, ...] have per token."""
     return cache.dim() > 2 and rows.dim() > 1 and cache.shape[2:].numel() == rows.shape[1:].numel()
 
 
 def holds_rows(cache: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Whether it has them, as they are or in pieces."""
+    """True if a cache can store such rows, contiguous or in fragments (NZ)."""
     return whole_rows(cache, rows) or (rows.dim() > 1 and pieces_of(cache, rows))
 
 
 def capacity(cache: torch.Tensor, rows: torch.Tensor) -> int:
-    """How many rows a cache has."""
+    """Number of slots in a cache that can store such rows."""
     return int(cache.shape[0] * cache.shape[1 if whole_rows(cache, rows) else 2])
 
 
@@ -33,7 +33,7 @@ STORED = "what is stored in a cache has no derivative: call it under torch.no_gr
 
 
 def stores(name: str, summary: str, names: tuple[str, ...], **more: Any) -> Op:
-    """A record of what stores rows in caches."""
+    """The record of a function that stores rows in caches; names: the tensors of rows."""
     caches, sizes = tuple(f"{n}_cache" for n in names), {"key": (6, 2, 16), "value": (6, 2, 8)}
     paged = {"key_cache": "P Ps N2 D", "value_cache": "P Ps N2 Dv"}
     pages = {c: tuple(SIZES[word] for word in paged[c].split()) for c in caches}

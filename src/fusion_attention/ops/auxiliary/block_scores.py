@@ -1,4 +1,4 @@
-"""Scores of blocks of keys, by which a model chooses what its rows attend to: the record of MsaIndexScore."""
+"""The record of MsaIndexScore, which scores blocks of keys, so that a model can select those that rows attend to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusion_attention.ops.shared.rules import group, limit, needed, of_lengths, 
 
 BLOCK = 128  # keys of a block, and of a page
 NOT_SCORED = torch.finfo(torch.float32).min
-FIRST, LOCAL = 1e30, 1e29  # of the first blocks, and of those at a row
+FIRST, LOCAL = 1e30, 1e29  # scores of the first blocks, and of the blocks near a row
 
 
 def _form(names: Mapping[str, Any]) -> str:
@@ -59,7 +59,7 @@ IN_TND = {"actual_seq_qlen": [0, 3, 8], "actual_seq_klen": [0, 100, 300]}
 
 
 def lengths_within(lengths: Any, count: int, room: int) -> bool | str:
-    """Whether there is a length for each of `count` sequences, from 0 to the keys of its pages."""
+    """True if there is a length for each of `count` sequences, between 0 and its capacity in pages (room)."""
     if len(lengths) != count:
         return f"{len(lengths)} lengths for {count} sequences"
     wrong = [n for n in lengths if not 0 <= n <= room]
@@ -150,7 +150,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Keys of every sequence."""
+    """Derived names of a call: klen, the number of keys of every sequence."""
     given = n["actual_seq_klen"]
     return {"klen": given[1:] - given[:-1] if n["layout_key"] == "TND" else given}
 

@@ -1,4 +1,4 @@
-"""What writes and reads caches, in pages or not: the records."""
+"""Records of functions that write and read caches, paged or not."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ WRITTEN = "float16 bfloat16 float32 int8 uint8 int16 int32"
 
 
 def pieces_of(cache: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Whether a cache [pages, pieces, slots, width] holds rows [tokens, heads, D] in pieces (the chip's format NZ)."""
+    """True if a cache [pages, fragments, slots, width] can store rows [tokens, heads, D] in fragments (format NZ)."""
     return cache.dim() == 4 and cache.shape[1] * cache.shape[3] == rows.shape[1:].numel()
 
 
 def lies_in_pieces(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> bool:
-    """Whether a cache that holds rows has them in pieces. Shapes may allow both: the mode and the width decide."""
+    """True if a cache stores rows in fragments (NZ); if its shape allows both formats, mode and width decide."""
     if cache.shape[2:] == rows.shape[1:]:
         chips_width = cache.shape[3] * cache.element_size() == 32
         return mode == "PA_NZ" and chips_width and pieces_of(cache, rows)
@@ -28,43 +28,43 @@ def lies_in_pieces(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") 
 
 
 def holds(cache: torch.Tensor, rows: torch.Tensor, pieces: bool = True) -> bool:
-    """Whether a cache of pages has rows like these: as they are, or in pieces."""
+    """True if a paged cache can store such rows, contiguous or (if `pieces`) in fragments."""
     if cache.dim() != 4 or rows.dim() != 3:
         return False
     return cache.shape[2:] == rows.shape[1:] or (pieces and pieces_of(cache, rows))
 
 
 def slots(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> int:
-    """How many rows a cache of pages holds."""
+    """Number of rows that a paged cache can store."""
     return int(cache.shape[0] * cache.shape[2 if lies_in_pieces(cache, rows, mode) else 1])
 
 
 def written(name: str, text: str, like: str) -> Tensor:
-    """A cache of rows, which is written in place."""
+    """The parameter for a cache, which is written in place; like: the parameter with its dtype."""
     return Tensor(name, text, dtypes=f"={like}")
 
 
 def waits_for_none(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Tensors that are written in place, of which autograd must not wait for a gradient."""
+    """Rules: tensors that are written in place do not require gradients."""
     leaf = torch.zeros(shape, dtype=torch.float16, requires_grad=True)
     text, advice = "a tensor that waits for no gradient", "it is written in place: detach() it, or use torch.no_grad()"
     return tuple(invalid(f"not trained({name})", name, advice, text, invalid={name: leaf}) for name in names)
 
 
 def own_memory(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Memory that is written has a place for every element."""
+    """Rules: tensors that are written do not have elements that share memory."""
     expanded = torch.zeros(shape[0], *(1,) * (len(shape) - 1), dtype=torch.float16).expand(shape)
     advice, text = "an expanded tensor cannot be written: clone() it", "memory of its own for every element"
     return tuple(invalid(f"apart({name})", name, advice, text, invalid={name: expanded}) for name in names)
 
 
 def apart(tensor: torch.Tensor) -> bool:
-    """Whether no two elements of a tensor are one in memory, as in what expand() makes."""
+    """True if no two elements of a tensor share memory, as expand() makes them."""
     return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def lengths_fill(seq_lens: torch.Tensor, cumulative: bool, rows: int) -> bool:
-    """Whether lengths are none below 0, and of so many rows; reads them."""
+    """True if lengths, or cumulative ends from 0, are not negative and sum to the number of rows; reads them."""
     if seq_lens.is_meta or seq_lens.dim() != 1:
         return True
     lengths = seq_lens.tolist()

@@ -1,4 +1,4 @@
-"""What records of auxiliary operators have in common: their parts of the record, and what their rules may call."""
+"""Parameters, rules and check functions that records of auxiliary operators share."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ SIZES = {"B": 2, "S1": 4, "N1": 4, "W": 8, "H": 4}  # W: elements of a row, H: h
 
 
 def ends_with(tensor: torch.Tensor, last: torch.Tensor) -> bool:
-    """Whether a tensor's last axes are those of another one, which has some."""
+    """True if the shape of `tensor` ends with the shape of `last`, which has an axis."""
     return 0 < last.dim() <= tensor.dim() and tensor.shape[tensor.dim() - last.dim() :] == last.shape
 
 
 def has_axis(tensor: torch.Tensor, dim: int) -> bool:
-    """Whether a tensor has this axis; negative ones count from the end."""
+    """True if a tensor has the axis `dim`; negative ones count from the end."""
     return -tensor.dim() <= dim < tensor.dim()
 
 
 def halves(tensor: torch.Tensor, dim: int) -> bool:
-    """Whether an axis has two halves."""
+    """True if an axis exists and has an even size."""
     return has_axis(tensor, dim) and tensor.shape[dim] % 2 == 0
 
 
@@ -38,13 +38,13 @@ def expands_to(tensor: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def half_of(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
-    """A tensor's shape, half as long along an axis."""
+    """A tensor's shape with half the size along an axis."""
     at = dim % tensor.dim()
     return (*tensor.shape[:at], tensor.shape[at] // 2, *tensor.shape[at + 1 :])
 
 
 def within(indices: torch.Tensor, *sizes: int, low: int = 0) -> bool | str:
-    """Whether indices are from `low` to below a size, each column below its own; reads them. What is not, if any."""
+    """True if the indices in each column are in [low, size of the column); else text with a wrong one. Reads them."""
     if indices.is_meta or not indices.numel():
         return True
     columns = indices.reshape(-1, len(sizes))
@@ -66,18 +66,20 @@ FUNCTIONS = {
 
 
 def floats(name: str, text: str, *, like: str = "", **changes: Any) -> Tensor:
-    """A tensor of floats, of any shape that rules allow; like: the tensor whose dtype it has."""
+    """A floating-point tensor parameter whose shape rules check; like: the parameter with its dtype."""
     return Tensor(name, text, dtypes=f"={like}" if like else FLOATS, **changes)
 
 
 def result(name: str, text: str, dtypes: str) -> Tensor:
-    """What an auxiliary operator returns; its text says the shape."""
+    """A result of an auxiliary operator; the text states its shape."""
     return Tensor(name, text, dtypes=dtypes, output=True)
 
 
 def auxiliary(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """A record of an auxiliary operator; a plain sample's shapes stand in `sample`, what rules call besides in
-    `functions`."""
+    """The record of an auxiliary operator.
+
+    more: fields of Op; `sample`: shapes of the default sample; `functions`: further functions that rules call.
+    """
     return Op(
         name,
         summary,
@@ -92,12 +94,12 @@ def auxiliary(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[T
 
 
 def writes(*names: str) -> dict[str, Any]:
-    """Tensors that a function writes, as the schema of its operator says it (Op.declared)."""
+    """Types for Op.declared of tensors that a function writes, with the annotation of the operator's schema."""
     return {name: Annotated[torch.Tensor, f"{letter}!"] for name, letter in zip(names, "ab", strict=False)}
 
 
 def same_shape(name: str, other: str, **more: Any) -> Rule:
-    """A tensor of another one's shape."""
+    """Rule: two tensors have the same shape."""
     broken = more.pop("invalid", {name: "7"})
     return invalid(
         f"{name}.shape == {other}.shape", name, "element by element", f"the shape of {other}", invalid=broken
@@ -105,7 +107,7 @@ def same_shape(name: str, other: str, **more: Any) -> Rule:
 
 
 def two_halves(dim: str = "dim", tensor: str = "input", **more: Any) -> tuple[Rule, ...]:
-    """An axis that is there, and is cut in the middle; more: what a sample with an odd axis needs besides."""
+    """Rules: an axis exists and has an even size; more: further settings of an invalid sample with an odd size."""
     present, advice = f"has_axis({tensor}, {dim})", "negative axes count from the end"
     return (
         invalid(present, dim, advice, f"an axis of {tensor}", invalid={dim: 4}),
@@ -120,5 +122,5 @@ def two_halves(dim: str = "dim", tensor: str = "input", **more: Any) -> tuple[Ru
     )
 
 
-# The chip has no derivative of some functions: here they have one, so that strict calls alone are refused.
+# Limit: the chip has no derivative of some functions. This library has, so only strict calls fail.
 no_derivative = partial(untrained, "the chip has no derivative of this function", kind=refused)

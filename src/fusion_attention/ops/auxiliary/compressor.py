@@ -1,4 +1,4 @@
-"""CANN's compressor, which projects rows and pools their windows to compressed keys: the record."""
+"""The record of CANN's compressor, which projects rows and pools their windows to compressed keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens on their way to experts and back: the records."""
+"""Records of functions that permute tokens into the order of experts, and back."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ IDS = "int32 int64"
 
 
 def counting(modulo: int, dtype: torch.dtype = torch.int32) -> Callable[[tuple[int, ...]], torch.Tensor]:
-    """What makes a sample's ids: 0, 1, ... modulo - 1, 0, 1, ..."""
+    """A function from a shape to sample ids: 0, 1, ... modulo - 1, 0, 1, ..."""
     return lambda shape: (torch.arange(math.prod(shape)) % modulo).reshape(shape).to(dtype)
 
 
 def moe(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """A record of the functions of this family and of routing.py."""
+    """The record of a function in this module or in routing.py; more: fields of Op, `sample` and `sizes`."""
     sample, sizes = more.pop("sample", {}), more.pop("sizes", {})
     return auxiliary(name, summary, inputs, results, sample=sample, sizes=SIZES | sizes, **more)
 
@@ -66,7 +66,7 @@ ENOUGH = invalid(
 
 
 def one_place_each(choices: str, **more: Any) -> Rule:
-    """A place for every choice."""
+    """Rule: sorted_indices has an element per choice of an expert; choices: expression for their number."""
     return invalid(f"P == {choices}", "sorted_indices", "where each choice's row lies", invalid={"P": 7}, **more)
 
 
@@ -178,12 +178,12 @@ DROP_AND_PAD = Attr(
 
 
 def within(ids: torch.Tensor, end: int) -> bool:
-    """Whether all ids are those of something that is there."""
+    """True if all ids are in [0, end)."""
     return bool(((ids >= 0) & (ids < end)).all())
 
 
 def chosen(routing_map: torch.Tensor) -> torch.Tensor:
-    """How many experts each token has."""
+    """Number of experts of each token."""
     return routing_map.bool().sum(1)
 
 

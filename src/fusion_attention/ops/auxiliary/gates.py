@@ -1,4 +1,4 @@
-"""Gated and plain activations: the records."""
+"""Records of activation functions, with and without a gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latents and positions of keys in two caches: the record."""
+"""The record of npu_kv_rmsnorm_rope_cache, which stores normalized latents and rotated keys in two caches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODES = "cache_mode in ('Norm', 'PA', 'PA_BNSD', 'PA_NZ', 'PA_BLK_BNSD', 'PA_BLK
 
 
 def index_fits(index: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, mode: str) -> bool:
-    """Whether an index has a place for every token, or for every page that tokens begin."""
+    """True if an index has an element for every token, or (modes with BLK) for every page."""
     items, tokens = kv.shape[0], kv.shape[2]
     if mode == "Norm":
         return tuple(index.shape) == (items, tokens)
@@ -22,12 +22,12 @@ def index_fits(index: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, mode:
 
 
 def buffer(cache: torch.Tensor, mode: str) -> int:
-    """One more than the largest place."""
+    """Upper bound, exclusive, of the indices of a cache."""
     return int(cache.shape[2] if mode == "Norm" else cache.shape[0] * cache.shape[1])
 
 
 def cache_fits(cache: torch.Tensor, kv: torch.Tensor, width: int, mode: str) -> bool:
-    """True if a cache holds rows of a width, in an order that its mode can write."""
+    """True if a cache has rows of `width` elements, and a shape and strides that the mode can write."""
     if cache.dim() != 4 or cache.shape[3] != width:
         return False
     if mode == "Norm":
@@ -36,33 +36,33 @@ def cache_fits(cache: torch.Tensor, kv: torch.Tensor, width: int, mode: str) -> 
     return cache.shape[2] == 1 and ("NZ" not in mode or (width % width_of_fragment == 0 and cache.is_contiguous()))
 
 
-APART = 128  # elements of a row of values that stand apart from kv
+APART = 128  # elements of a row in a separate tensor of values
 
 
 def stands_apart(v: torch.Tensor | None) -> bool:
-    """Whether values stand apart; a v of another shape says nothing."""
+    """True if values are a separate tensor, which is recognized by its shape."""
     return v is not None and v.dim() == 4 and v.shape[-1] == APART
 
 
 def rope_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) -> int:
-    """How many elements of a row are turned; 0 or less: the tensors do not fit."""
+    """Number of elements of a row that are rotated; 0 or less if shapes do not fit."""
     if stands_apart(v):
         return kv.shape[-1] - APART if gamma.shape[0] == kv.shape[-1] else 0
     return kv.shape[-1] - gamma.shape[0]
 
 
 def key_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) -> int:
-    """How many elements a row of k_cache has."""
+    """Number of elements in a row of k_cache."""
     return kv.shape[-1] if stands_apart(v) else rope_width(kv, gamma, v)
 
 
 def value_width(gamma: torch.Tensor, v: torch.Tensor | None) -> int:
-    """How many elements a row of ckv_cache has."""
+    """Number of elements in a row of ckv_cache."""
     return APART if stands_apart(v) else gamma.shape[0]
 
 
 def quantised(name: str, text: str, width: str, cache: str) -> tuple[Tensor, Rule]:
-    """Numbers of int8 rows, one for each element, and what is wrong with them."""
+    """The parameter for scales or offsets of int8 rows, one per element, and its rule."""
     rule = invalid(
         f"{name} is None or tuple({name}.shape) == ({width},)",
         name,

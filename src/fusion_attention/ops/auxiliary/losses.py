@@ -1,4 +1,4 @@
-"""The loss of a model: the records."""
+"""Records of losses: cross entropy with its gradient, and a Kullback-Leibler loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_HERE = "neither the chip nor this library computes the loss of lse"
 
 
 def labels(target: torch.Tensor, classes: int, ignored: int) -> bool | str:
-    """Whether every label is a class, or the one that is ignored; reads them. What is not, if any."""
+    """True if every label is in [0, classes) or the ignored one; else text with a wrong one. Reads the labels."""
     if target.is_meta:
         return True
     wrong = target[(target != ignored) & ((target < 0) | (target >= classes))]
@@ -39,7 +39,7 @@ HOW = (
 
 
 def loss(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], rows: str, **more: Any) -> Any:
-    """A record of the loss or its gradient; rows: the tensor [T, C]."""
+    """The record of the loss or its gradient; rows: name of the tensor [T, C]."""
     has_rows = Rule(
         f"labels(target, {rows}.shape[1], ignore_index)", "target", "or ignore_index", "classes that there are",
         code=INVALID, reads=True, when=f"{rows}.dim() == 2", invalid={"target": torch.tensor([0, 1, 2, 3, 4, 5])},

@@ -1,4 +1,4 @@
-"""What merges partial results of attention: the records."""
+"""Records of functions that merge partial results of attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusion_attention.ops.shared.params import TENSOR_FIRST
 from fusion_attention.ops.shared.rules import invalid, presence, untrained
 
 SIZES = {"T": 6, "N": 2, "D": 8, "S": 3, "L": 2, "H": 16}
-LANES = 8  # equal numbers of every row and head
+LANES = 8  # copies of each statistic
 LAYOUTS = ("SBH", "TND")
 NO_DERIVATIVE = (
     "detach() its tensors, or call it inside an autograd.Function (attention's gradient takes merged statistics)"
@@ -21,18 +21,18 @@ NO_DERIVATIVE = (
 
 
 def alike(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether results of ranks are [rows, D] of one shape and dtype."""
+    """True if the ranks' results are [rows, D], all of the same shape and dtype."""
     first = tensors[0]
     return all(t.dim() == 2 and t.shape == first.shape and t.dtype == first.dtype for t in tensors)
 
 
 def of_rows(tensors: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...]) -> bool:
-    """Whether there is a number for every row."""
+    """True if every tensor has an element per row of the results."""
     return all(t.shape == results[0].shape[:1] for t in tensors)
 
 
 def ascending(ends: np.ndarray, tokens: int) -> bool:
-    """Whether these are cumulative ends within so many tokens."""
+    """True if cumulative ends ascend from 0 to at most `tokens`."""
     return not any(a > b for a, b in itertools.pairwise([0, *ends.tolist(), tokens]))
 
 
@@ -72,7 +72,7 @@ STATISTICS = {"SBH": f"L N S {LANES}", "TND": f"T N {LANES}"}
 
 
 def statistic(name: str, text: str) -> Tensor:
-    """A number of every row and head, in equal lanes."""
+    """The parameter for a statistic per row and head, repeated in eight lanes."""
     return Tensor(name, text, dtypes="float32", shape=STATISTICS)
 
 

@@ -1,4 +1,4 @@
-"""Root-mean-square norms: the records."""
+"""Records of root-mean-square norms."""
 
 from __future__ import annotations
 

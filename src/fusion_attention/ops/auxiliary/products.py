@@ -1,4 +1,4 @@
-"""One product of matrices for every expert: the record."""
+"""The record of npu_grouped_matmul, a matrix product for every expert."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ BLOCKS = "of every group's columns, perhaps of every block of rows"
 
 
 def matrices(weight: Given) -> tuple[torch.Tensor, ...]:
-    """A matrix for every group, of a list of them or of one tensor [E, K, N]."""
+    """The matrices of all groups, from a list of them or one tensor [E, K, N]."""
     return weight[0].unbind(0) if len(weight) == 1 and weight[0].dim() == 3 else tuple(weight)
 
 
 def vectors(given: Given, count: int) -> tuple[torch.Tensor, ...]:
-    """A vector, or one for every block of rows, for each of so many groups: of a list, or of one tensor [E, ...]."""
+    """A vector (or one per block of rows) for each of `count` groups, from a list or one tensor [E, ...]."""
     full = len(given) == 1 and given[0].dim() > 1 and given[0].shape[0] == count
     return given[0].unbind(0) if full else tuple(given)
 
 
 def fit(x: Given, weight: Given, group_type: int, one: bool) -> bool | str:
-    """True if there is a product for every group; one: they share a result."""
+    """True if the shapes of x and weight fit in every group; one: all groups have one result tensor."""
     results = matrices(weight)
     shapes_text = f"x {[list(t.shape) for t in x]}, weight {[list(t.shape) for t in weight]}"
     if not results or any(w.dim() != 2 for w in results) or any(not t.dim() for t in x):
@@ -52,7 +52,7 @@ def fit(x: Given, weight: Given, group_type: int, one: bool) -> bool | str:
 
 
 def each(given: Given, weight: Given, blocks: bool) -> bool:
-    """True if there is a vector of as many elements as columns for every group; blocks: or for each block of rows."""
+    """True if every group has a vector with an element per column; blocks: or one vector per block of rows."""
     weights = matrices(weight)
     results = vectors(given, len(weights))
 
@@ -64,18 +64,18 @@ def each(given: Given, weight: Given, blocks: bool) -> bool:
 
 
 def sizes_of(group_list: np.ndarray, kind: int) -> np.ndarray:
-    """How many rows follow each other in one group; kind: group_list_type."""
+    """Number of rows in each group; kind: group_list_type."""
     return np.diff(group_list, prepend=0) if kind == 0 else group_list if kind == 1 else group_list[1::2]
 
 
 def groups_of(group_list: np.ndarray, kind: int) -> list[int]:
-    """Whose they are."""
+    """Index of the group that each size in sizes_of() belongs to."""
     results: list[int] = group_list[::2].tolist() if kind == 2 else list(range(len(group_list)))
     return results
 
 
 def grouped(group_list: np.ndarray, kind: int, x: Given, weight: Given, group_type: int) -> bool:
-    """Whether groups follow each other on their axis; rows behind the last one belong to none."""
+    """True if a group list has legal groups and sizes; rows behind the last group belong to none."""
     count = len(group_list) if group_type == 2 else len(matrices(weight))
     sizes = sizes_of(group_list, kind)
     total = sum(t.shape[1] if group_type == 2 else t.shape[0] for t in x)

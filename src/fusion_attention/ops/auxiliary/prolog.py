@@ -1,4 +1,4 @@
-"""What multi-head latent attention does before it attends, rows to queries and a stored latent: the records."""
+"""Records of the preprocessing of multi-head latent attention: queries from rows, and a latent stored in a cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CACHES = (
 
 
 def absent(*names: str) -> tuple[Tensor, ...]:
-    """Parameters of quantised forms."""
+    """Parameters of quantized variants, which must be None."""
     return tuple(Tensor(name, f"Not computed: {INTEGERS}.", True) for name in names)
 
 
@@ -72,14 +72,14 @@ NO_SCALE = result("dequant_scale_q_nope", "Without elements.", "float32")
 
 
 def fits_pages(cache: torch.Tensor, width: int, mode: str) -> bool:
-    """True if a cache holds rows of a width, in an order that its mode can write."""
+    """True if a cache has rows of `width` elements, and a shape and strides that the mode can write."""
     if cache.dim() != 4 or tuple(cache.shape[2:]) != (1, width):
         return False
     return mode == "PA_BSND" or (width % FRAGMENT == 0 and cache.is_contiguous())
 
 
 def none(params: tuple[Any, ...]) -> tuple[Rule, ...]:
-    """Parameters of quantised forms are not given."""
+    """Rules: parameters of quantized variants are None."""
     return tuple(invalid(f"{p.name} is None", p.name, INTEGERS, "None", invalid={p.name: "1"}) for p in params)
 
 
@@ -124,7 +124,7 @@ rope(r) = npu_interleave_rope(r, cos, sin)"""
 
 
 def prolog(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """A record of a version."""
+    """The record of a version of the operator."""
     return auxiliary(
         name,
         summary,

@@ -1,4 +1,4 @@
-"""Rows and matrices of eight and four bits: the records."""
+"""Records of quantization to eight and four bits, and of matrix products of integers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusion_attention.ops.auxiliary.common import FLOATS, auxiliary, floats, has
 from fusion_attention.ops.shared.rules import invalid, presence
 
 SIZES = {"M": 4, "K": 8, "N": 3, "E": 2}
-# What scales are: floats, or integers that hold one and an offset.
+# Dtypes of scales: floats, or integers that contain a scale and an offset.
 SCALES = "float32 bfloat16 int64 uint64"
 # torch's own numbers of dtypes, which torch_npu takes in their place.
 NUMBERS = {
@@ -28,22 +28,22 @@ DTYPE = int | torch.dtype | None  # for Op.declared
 
 
 def number_of(dtype: int | torch.dtype | None) -> int | None:
-    """The number of a dtype; what is no dtype stays as it is, one without a number is -1."""
+    """torch's number of a dtype, or -1; an int or None is returned unchanged."""
     return NUMBERS.get(dtype, -1) if isinstance(dtype, torch.dtype) else dtype
 
 
 def ends(group_index: torch.Tensor, rows: int) -> bool:
-    """Whether cumulative ends ascend to a number of rows."""
+    """True if cumulative ends ascend to the number of rows."""
     return bool((group_index.diff() >= 0).all() and group_index[0] >= 0 and group_index[-1] == rows)
 
 
 def rows_of(x: torch.Tensor) -> int:
-    """How many rows a tensor has."""
+    """Number of rows of a tensor: the product of all axes but the last."""
     return x[..., 0].numel()
 
 
 def broadcast(*shapes: tuple[int, ...] | torch.Size) -> tuple[int, ...] | None:
-    """The shape that shapes broadcast to; None without one."""
+    """The shape to which shapes broadcast; None if they do not."""
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
@@ -51,51 +51,51 @@ def broadcast(*shapes: tuple[int, ...] | torch.Size) -> tuple[int, ...] | None:
 
 
 def inner(x1: torch.Tensor) -> int:
-    """How many elements a row has; eight of four bits lie in an int32."""
+    """Number of elements of a row; an int32 stores eight int4."""
     return x1.shape[-1] * (8 if x1.dtype == torch.int32 else 1)
 
 
 def rows_packed(x1: torch.Tensor, x2: torch.Tensor) -> bool:
-    """Whether it is a column of x2, not a row, whose elements lie eight in an int32."""
+    """True if an int32 of x2 stores eight int4 of a column, not of a row."""
     return x2.dtype == torch.int32 and 8 * x2.shape[-2] == inner(x1)
 
 
 def columns(x1: torch.Tensor, x2: torch.Tensor) -> int:
-    """How many columns a product has."""
+    """Number of columns of the product."""
     return x2.shape[-1] * (8 if x2.dtype == torch.int32 and not rows_packed(x1, x2) else 1)
 
 
 def multiplies(x1: torch.Tensor, x2: torch.Tensor) -> bool:
-    """Whether two batches of matrices have a product."""
+    """True if two batches of matrices can be multiplied."""
     meet = inner(x1) == x2.shape[-2] or rows_packed(x1, x2)
     return meet and broadcast(x1.shape[:-2], x2.shape[:-2]) is not None
 
 
 def fits_result(bias: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor) -> bool:
-    """Whether a bias is added to every row of the product of two batches of matrices."""
+    """True if a bias broadcasts to every row of the product of two batches of matrices."""
     row = broadcast((*x1.shape[:-2], 1, 1), (*x2.shape[:-2], 1, columns(x1, x2))) or ()
     return broadcast(row, bias.shape) == row
 
 
 def mixed(x1: torch.Tensor, x2: torch.Tensor) -> bool:
-    """Whether eight bits meet four, whose scales are of blocks."""
+    """True for an int8 matrix times int4 stored in int32, whose scales are per block."""
     return x1.dtype == torch.int8 and x2.dtype == torch.int32
 
 
 def blocks(x1: torch.Tensor, sizes: np.ndarray | None) -> int:
-    """How many blocks of so many elements (the last size) a row has; 0 without such blocks."""
+    """Number of blocks in a row, where the last of three sizes is a block's elements; 0 if sizes do not fit."""
     rest = [] if sizes is None else sizes.tolist()
     fit = len(rest) == 3 and set(rest[:2]) <= {0, 1} and rest[2] > 0 and inner(x1) % rest[2] == 0
     return inner(x1) // rest[2] if fit else 0
 
 
 def axis_of(axis: int, div_mode: bool) -> int:
-    """The axis whose elements have scales of their own: of products the last one, or the one before."""
+    """The axis that scales belong to; if scales multiply (not div_mode), only the last axis or -2."""
     return axis if div_mode or axis == -2 else -1
 
 
 def along(scales: torch.Tensor, x: torch.Tensor, axis: int) -> bool:
-    """Whether there is one number for a tensor, or one for every element of an axis, which is there."""
+    """True if scales are one number, or one per element of the axis, or if the tensor lacks the axis."""
     if not has_axis(x, axis):
         return True
     if scales.dim() == 1:
@@ -255,7 +255,7 @@ INT4PACK = auxiliary(
 '0xf0000321'""",
 )  # fmt: skip
 
-# Of eight bits beside four.
+# Sample settings of an int8 matrix times int4.
 BLOCKS: dict[str, Any] = {
     "x2": ("K 2", "int32"), "scale": "2 16", "pertoken_scale": "M 1", "output_dtype": 5, "group_sizes": [0, 0, 4],
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Sparse attention and its indexer over int8: the records, made from those over floats, which compute them."""
+"""Records of sparse attention and its indexer over int8, derived from the records over floats, which compute them."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ SCALES = "float16 float32"
 
 
 def dtype_of(name: str) -> Attr:
-    """A dtype that torch cannot say."""
+    """The attribute for a dtype that torch does not have; only int8 is supported."""
     return Attr(name, f"None, or 1: int8; {INT8}.", default=None, domain=f"{name} in (None, 1)", bad=290)
 
 
 def mode_of(name: str, only: int, text: str) -> Attr:
-    """The one way of quantising that there is."""
+    """The attribute for a quantization mode of which only one value is supported."""
     return Attr(name, text, domain=f"{name} == {only}", bad=only + 1)
 
 
 def without_last(shape: dict[str, str]) -> dict[str, str]:
-    """Axis words without the last axis."""
+    """Axis words by layout, without the last axis."""
     return {layout: words.rpartition(" ")[0] for layout, words in shape.items()}
 
 
 def retained_rules(op: Op, params: Iterable[Any], *others: str) -> tuple[Rule, ...]:
-    """The rules of a record over floats about parameters that are the same; others: words of rules that are not."""
+    """The rules of a floating-point record whose parameters are in `params`; others: words of rules to drop."""
     names = {p.name for p in params}
     return tuple(rule for rule in op.rules if rule.param in names and not any(word in rule.check for word in others))
 
 
 def of_integers(op: Op, name: str, summary: str, params: tuple[Any, ...], **changes: Any) -> Op:
-    """A record of the same over int8, which has no lowering."""
+    """The int8 variant of a record, without lowering."""
     changes_of_all: dict[str, Any] = {"lower": None, "fresh": None, "trains": {}, "prototypes": {}}
     more = changes.pop("sample")
     samples = {layout: {**answer, **more} for layout, answer in op.samples.items()}
@@ -89,7 +89,7 @@ indices = the sparse_count largest I, best first; of equal ones the lower index 
 
 
 def packed_width(dim: int, rope: int, tile: int) -> int:
-    """Bytes of a key: integers, the rope part in sixteen bits, a float32 for every tile; 0 where no tiles fill it."""
+    """Bytes of a key: int8 elements, rope elements of 16 bits, a float32 per tile; 0 if tiles do not fill the row."""
     latent = dim - rope
     return latent + 2 * rope + 4 * (latent // tile) if latent > 0 and latent % tile == 0 else 0
 

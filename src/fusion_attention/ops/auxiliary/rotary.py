@@ -1,4 +1,4 @@
-"""Rotary positions: the records."""
+"""Records of rotary position embedding."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROWS = {"input": "B S1 N1 W", "r1": "1 S1 1 W", "r2": "1 S1 1 W"}
 
 
 def angles(cos: str, sin: str, first: str, *rows: str) -> tuple[Rule, ...]:
-    """Cosines that every tensor of rows can be multiplied by, and as many sines."""
+    """Rules: cosines broadcast to the tensors of rows, and sines have their shape; first, rows: names of the rows."""
     fit = invalid(
         f"expands_to({cos}, {first})",
         cos,
@@ -49,7 +49,7 @@ def angles(cos: str, sin: str, first: str, *rows: str) -> tuple[Rule, ...]:
         f"a shape that is repeated to that of {first}",
         invalid={cos: "7 W", sin: "7 W"},
     )
-    # One that fits the first rows and not the second has more heads than these.
+    # Cosines that fit the first tensor but not the second have more heads than it.
     others = (
         invalid(
             f"expands_to({cos}, {name})",
@@ -66,12 +66,12 @@ def angles(cos: str, sin: str, first: str, *rows: str) -> tuple[Rule, ...]:
 
 
 def even(name: str, *also: str) -> Rule:
-    """EVEN of another tensor; also: what must be as wide in a sample."""
+    """The rule EVEN for another tensor; also: tensors with the same width in an invalid sample."""
     return replace(EVEN, check=f"halves({name}, -1)", param=name, invalid=dict.fromkeys((name, *also), "B 3 N1 5"))
 
 
 def pairs(*names: str) -> dict[str, Any]:
-    """Samples of rows and angles of the same names."""
+    """Sample shapes by name; the last two names are cosines and sines, the others rows."""
     return dict.fromkeys(names[:-2], "B S1 N1 W") | dict.fromkeys(names[-2:], "1 S1 1 W")
 
 
@@ -187,12 +187,12 @@ INTERLEAVE_ROPE = auxiliary(
 
 
 def flat_rows(tokens: int, tensor: torch.Tensor, head_size: int) -> bool:
-    """Whether a tensor holds whole heads of so many tokens."""
+    """True if a tensor has `tokens` rows, whose size is a multiple of head_size."""
     return tensor.dim() > 1 and tensor.shape[0] == tokens and tensor.shape[1:].numel() % head_size == 0
 
 
 def sections_fit(section: Any, positions: torch.Tensor, width: int) -> bool:
-    """Whether sections share out half a row of angles among the kinds of positions; one kind needs none."""
+    """True if sections divide half a row of angles among the kinds of positions; 1-D positions need none."""
     if positions.dim() == 1:
         return section is None or len(section) == 3
     if section is None or len(section) != len(positions):

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and where its rows lie: the records."""
+"""Records of expert selection (gating), and of the order of rows by experts (routing)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes how a tensor lies, with or without a product: the records."""
+"""Records of functions that transpose and reshape tensors, or change their format, some with a matrix product."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fusion_attention.ops.shared.rules import invalid
 
 
 def permutes(perm: np.ndarray, count: int) -> bool:
-    """Whether these are the axes of so many, in another order."""
+    """True if perm is a permutation of range(count)."""
     return sorted(perm.tolist()) == list(range(count))
 
 
 def elements(shape: np.ndarray) -> int:
-    """Of a tensor of this shape; -1 where it is none."""
+    """Number of elements of a tensor with this shape; -1 if a size is negative."""
     return math.prod(shape.tolist()) if (shape >= 0).all() else -1
 
 
 def permuted(tensor: torch.Tensor, perm: np.ndarray | None, usual: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
-    """A tensor with its axes in another order."""
+    """The tensor with permuted axes; perm None: `usual`."""
     return tensor.permute(usual if perm is None else tuple(map(int, perm)))
 
 
 def multiply(x: torch.Tensor, w: torch.Tensor, perm_x: np.ndarray | None, perm_w: np.ndarray | None) -> bool:
-    """Whether there is a product; of axes that are none others speak."""
+    """True if the permuted matrices can be multiplied, or if another rule reports a wrong permutation."""
     if any(perm is not None and not permutes(perm, 3) for perm in (perm_x, perm_w)):
         return True
     a, b = permuted(x, perm_x).shape, permuted(w, perm_w).shape
@@ -38,12 +38,12 @@ def multiply(x: torch.Tensor, w: torch.Tensor, perm_x: np.ndarray | None, perm_w
 
 
 def result_columns(w: torch.Tensor, perm: np.ndarray | None) -> int:
-    """How many columns the matrices of a result have together; -1 where axes are none."""
+    """Number of columns of all matrices in the result; -1 for a wrong permutation."""
     return -1 if perm is not None and not permutes(perm, 3) else math.prod(permuted(w, perm).shape[::2])
 
 
 def splits(x: torch.Tensor, w: torch.Tensor, perm_x: Any, perm_w: Any, perm_y: Any, factor: int) -> bool:
-    """Whether the rows of a product are cut into so many parts."""
+    """True if the rows of the product can be divided into `factor` parts, or if another rule reports a permutation."""
     if any(perm is not None and not permutes(perm, 3) for perm in (perm_x, perm_w, perm_y)):
         return True
     width = result_columns(w, perm_w)
@@ -165,7 +165,7 @@ TRANSPOSE_BATCHMATMUL = auxiliary(
     "npu_transpose_batchmatmul",
     "A batched product whose operands and result are permuted.",
     (
-        # Programs look for torch_npu's own words.
+        # Programs match the text of torch_npu's error.
         floats(
             "input", "[M, B, K], or as perm_x1 says.", cast="input's type supported for float16, float32 and bfloat16"
         ),

@@ -1,4 +1,4 @@
-"""Softmax of masked scores: the records."""
+"""Records of the softmax of masked scores, and its gradient."""
 
 from __future__ import annotations
 

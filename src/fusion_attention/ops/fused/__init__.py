@@ -1,1 +1,1 @@
-"""Attention of prompts and new tokens over a cache: PromptFlashAttention and FusedInferAttentionScore."""
+"""Inference attention for prefill and decoding: PromptFlashAttention and FusedInferAttentionScore."""

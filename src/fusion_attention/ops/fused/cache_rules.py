@@ -1,6 +1,6 @@
-"""The rules of where keys lie in fused inference attention: pages, lists, left padding, shared prefix, rope parts.
+"""Rules on the KV cache of fused inference attention: pages, lists of tensors, left padding, shared prefix and rope.
 
-As rules.py, which holds inputs and lengths.
+rules.py has the rules on inputs and lengths.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The questions that the rules of fused inference attention ask; each answers True, or says what came instead.
+"""Check functions for rules of fused inference attention; each returns True, or a string with the actual value.
 
-Pure functions of shapes, lengths and dtypes.
+They are functions of shapes, lengths and dtypes; some read the content of masks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _layout(tensor: Tensor, layout: str, table: Tensor | None) -> str:
 def rows_fit(
     rows: Several, layout: str, heads: int, dim: int | None, table: Tensor | None, block_size: int = 0
 ) -> Outcome:
-    """Whether tensors of the key side have the dimensions, heads and elements that they should; dim None: any."""
+    """True if key or value tensors have the layout's axes and the given heads and elements; dim None: any."""
     for t in members(rows):
         layout_of_rows = _layout(t, layout, table)
         if not layout_of_rows:
@@ -52,7 +52,7 @@ def rows_fit(
 
 
 def counted(key: Several, layout: str, batch: int | None, heads: int, table: Tensor | None) -> Outcome:
-    """Whether keys are one tensor of the batch, one tensor per item, or one pool of pages."""
+    """True if keys are one tensor for the batch, one tensor per sequence, or one pool of pages."""
     forms = [form_of(t, _layout(t, layout, table), heads) or (0, 0, 0, 0) for t in members(key)]
     if table is not None or of_inputs(layout) not in ("BSH", "BSND", "BNSD"):
         return len(forms) == 1 or f"{len(forms)} tensors"
@@ -63,7 +63,7 @@ def counted(key: Several, layout: str, batch: int | None, heads: int, table: Ten
 
 
 def pieces_fit(key: Several) -> Outcome:
-    """Whether rows in pieces have pieces of 32 bytes."""
+    """True if rows in the fragmented format (NZ) have fragments of 32 bytes."""
     for t in members(key):
         if t.dim() == 5 and t.shape[4] * t.element_size() != 32:
             return f"{show(t)}, pieces of {t.shape[4] * t.element_size()} bytes"
@@ -71,7 +71,7 @@ def pieces_fit(key: Several) -> Outcome:
 
 
 def lies_as(rows: Several, key: Several, layout: str, heads: int, dim: int | None, table: Tensor | None) -> Outcome:
-    """Whether rows of other elements lie as keys do: as many tensors, of as many items or blocks, heads and tokens."""
+    """True if tensors match those of keys in number, sequences or pages, heads and tokens; dim: their elements."""
     if len(members(rows)) != len(members(key)):
         return f"{len(members(rows))} tensors beside {len(members(key))}"
     for one, other in zip(members(rows), members(key), strict=True):
@@ -84,7 +84,7 @@ def lies_as(rows: Several, key: Several, layout: str, heads: int, dim: int | Non
 
 
 def prefix_fits(prefix: Tensor, key: Several, layout: str, heads: int, dim: int | None) -> Outcome:
-    """Whether a shared prefix is of one item, and of the keys' heads, elements (dim None: any) and dtype."""
+    """True if a shared prefix is one sequence with the keys' heads, elements (dim None: any) and dtype."""
     form = form_of(prefix, of_inputs(layout), heads)
     fits = form is not None and form[:2] == (1, heads) and (dim is None or form[3] == dim)
     if fits and prefix.dtype == members(key)[0].dtype:
@@ -93,13 +93,13 @@ def prefix_fits(prefix: Tensor, key: Several, layout: str, heads: int, dim: int 
 
 
 def of_elements(rows: Tensor, layout: str, heads: int) -> int:
-    """Elements of a row in a layout; 0 where rows have another form."""
+    """Elements of a row in a layout; 0 if the tensor has another layout."""
     form = form_of(rows, of_inputs(layout), heads)
     return form[3] if form else 0
 
 
 def neighbours(rows: Several) -> bool:
-    """Whether elements of rows lie one behind the other."""
+    """True if rows are contiguous."""
     return all(t.stride(-1) == 1 or t.shape[-1] < 2 for t in members(rows))
 
 
@@ -107,7 +107,7 @@ def neighbours(rows: Several) -> bool:
 
 
 def ends_fit(ends: np.ndarray, tokens: int) -> Outcome:
-    """Whether cumulative ends begin at 0 or above, never fall, and stay inside a tensor."""
+    """True if cumulative ends begin at 0 or above, never fall, and do not exceed the tensor's tokens."""
     falls = np.flatnonzero(ends < np.append(0, ends)[: len(ends)])
     if len(falls):
         item = int(falls[0])
@@ -116,30 +116,30 @@ def ends_fit(ends: np.ndarray, tokens: int) -> Outcome:
 
 
 def tokens_of(key: Several, layout: str, heads: int) -> int:
-    """Tokens of a packed tensor of the key side."""
+    """Tokens of a packed key tensor."""
     form = form_of(members(key)[0], of_inputs(layout), heads)
     return form[2] if form else 0
 
 
 def items_fit(lengths: np.ndarray, batch: int) -> Outcome:
-    """Whether there is a length per item, or one for all."""
+    """True if there is a length per sequence, or one for all."""
     return len(lengths) == 1 or len(lengths) >= batch or f"{len(lengths)} lengths for {batch} items"
 
 
 def ended(q_len: np.ndarray, rows: int, what: str) -> Outcome:
-    """Whether packed lengths cover their tensor."""
+    """True if packed lengths cover all rows of their tensor."""
     covered = int(q_len.sum())
     return covered == rows or f"{rows} {what} rows, lengths end at {covered}"
 
 
 def rows_within(q_len: np.ndarray, rows: int) -> Outcome:
-    """Whether every item's query rows are there."""
+    """True if no sequence has more query rows than the tensor."""
     bad = np.flatnonzero((q_len < 0) | (q_len > rows))
     return len(bad) == 0 or f"{q_len[bad[0]]} for item {bad[0]} of {rows} rows"
 
 
 def no_more_rows(q_len: np.ndarray, visible: np.ndarray) -> Outcome:
-    """Whether no item has more query rows than keys."""
+    """True if no sequence has more query rows than keys."""
     bad = np.flatnonzero(q_len > visible)
     return len(bad) == 0 or f"{q_len[bad[0]]} rows over {visible[bad[0]]} keys in item {bad[0]}"
 
@@ -150,7 +150,7 @@ def no_more_rows(q_len: np.ndarray, visible: np.ndarray) -> Outcome:
 def mask_fits(
     mask: Tensor, kind: str, batch: int, rows: int, columns: int, packed: bool, one_token: bool, q_len: np.ndarray
 ) -> Outcome:
-    """Whether a mask has a shape that its mode takes."""
+    """True if a mask has a shape that its mode accepts; kind: as _mask_kind() in geometry.py."""
     shape = list(mask.shape)
     if kind == "triangle":
         return is_triangle(mask) or f"{shape}"
@@ -175,7 +175,7 @@ def mask_fits(
 
 
 def bias_fits(bias: Tensor, batch: int, heads: int, rows: int, columns: int) -> Outcome:
-    """Whether a bias is [B or 1, N1, rows or 1, columns]; rows and columns may be more."""
+    """True if a bias is [B or 1, N1, rows or 1, columns]; it may have more rows and columns."""
     shape = list(bias.shape)
     if bias.dim() != 4:
         return f"{len(shape)} axes {shape}"
@@ -187,7 +187,7 @@ def bias_fits(bias: Tensor, batch: int, heads: int, rows: int, columns: int) -> 
 
 
 def meets(mode: int, pre: int, next_: int, rows: np.ndarray, keys: np.ndarray) -> Outcome:
-    """Whether a window meets the scores of every item with query rows."""
+    """True if a window intersects the score matrix of every sequence with query rows."""
     for b in np.flatnonzero(rows):
         beyond = -next_ >= (rows[b] if mode == 0 else keys[b]) if next_ < 0 else False
         before = -pre >= (keys[b] if mode == 0 else rows[b]) if pre < 0 else False
@@ -197,7 +197,7 @@ def meets(mode: int, pre: int, next_: int, rows: np.ndarray, keys: np.ndarray) -
 
 
 def may_empty(mode: int, kind: str, pre: int, next_: int, rows: np.ndarray, keys: np.ndarray) -> bool:
-    """Whether mode and window may leave some row of an item without a key."""
+    """True if mode and window may leave a row without a visible key."""
     beyond = keys - rows
     match mode:
         case 0:
@@ -212,7 +212,7 @@ def may_empty(mode: int, kind: str, pre: int, next_: int, rows: np.ndarray, keys
 
 
 def hides_nothing(mask: Tensor, pre: int, next_: int) -> Outcome:
-    """Whether every element that a full mask shows lies inside the window from the upper left corner."""
+    """True if every key that a full mask leaves visible is inside the window, aligned to the upper left corner."""
     if min(pre, next_) >= UNLIMITED:
         return True
     row = torch.arange(mask.shape[-2], device=mask.device)[:, None]
@@ -222,7 +222,7 @@ def hides_nothing(mask: Tensor, pre: int, next_: int) -> Outcome:
 
 
 def is_causal(mask: Tensor) -> Outcome:
-    """Whether a compressed mask holds ones above its diagonal, and zeros elsewhere."""
+    """True if a compressed mask has ones above its diagonal, and zeros elsewhere."""
     square = mask.reshape(TRIANGLE, TRIANGLE) != 0
     future = torch.ones_like(square).triu_(1)
     if torch.equal(square, future):
@@ -236,12 +236,12 @@ def is_causal(mask: Tensor) -> Outcome:
 
 
 def integers(rows: Several) -> bool:
-    """Whether tensors hold integers: of eight bits, or eight of four in each int32."""
+    """True if tensors store int8, or eight int4 in each int32."""
     return members(rows)[0].dtype in (torch.int8, torch.int32)
 
 
 def joint_fits(scale: Tensor, mode: int, heads: int, dim: int, dim_v: int, batch: int, columns: int) -> Outcome:
-    """Whether scales of keys (index 0) and values (index 1) have a shape that their mode takes."""
+    """True if a tensor of scales, keys (index 0) and values (index 1), has a shape that its mode accepts."""
     shape = list(scale.shape)
     if mode == 1:
         fits = len(shape) == 3 and shape[:2] == [2, batch] and shape[2] >= columns
@@ -253,7 +253,7 @@ def joint_fits(scale: Tensor, mode: int, heads: int, dim: int, dim_v: int, batch
 def scale_fits(
     scale: Tensor, mode: int, heads: int, dim: int, batch: int, columns: int, blocks: int, slots: int
 ) -> Outcome:
-    """Whether the scales of keys or of values have a shape that their mode takes."""
+    """True if the scales of keys or of values have a shape that their mode accepts."""
     shape, size = list(scale.shape), scale.numel()
     wanted = {
         0: size in (1, heads * dim) and 1 <= len(shape) <= 4,
@@ -268,12 +268,12 @@ def scale_fits(
 
 
 def scale_dtypes(mode: int, query: Tensor) -> tuple[str, ...]:
-    """The dtypes that a chip takes for scales of a mode."""
+    """The dtypes that the chip accepts for scales in a mode."""
     return ("float32",) if mode in (1, 3, 4, 5) else (dtype_text(query),)
 
 
 def one_each(scales: Sequence[Tensor | None]) -> Outcome:
-    """Whether there are three scales of one element each."""
+    """True if all three scales are given, with one element each."""
     if any(t is None for t in scales):
         return f"{sum(t is not None for t in scales)} of 3"
     wrong = next((t for t in scales if t is not None and t.numel() != 1), None)
@@ -281,13 +281,13 @@ def one_each(scales: Sequence[Tensor | None]) -> Outcome:
 
 
 def row_scale_fits(scale: Tensor, query: Tensor, layout: str, heads: int) -> Outcome:
-    """Whether a scale per query row and head has the query's shape without its elements."""
+    """True if a scale per query row and head has the query's shape without the axis of elements."""
     shape = tuple(query.shape[:-1]) + ((heads,) if of_inputs(layout) == "BSH" else ())
     return tuple(scale.shape) == shape or f"{list(scale.shape)} for {list(shape)}"
 
 
 def out_dtypes(query: Tensor, rope: Tensor | None, scale: Tensor | None) -> tuple[str, ...]:
-    """The dtypes that attention_out may have; with a scale it is int8."""
+    """The legal dtypes of attention_out; with an output scale it is int8."""
     if scale is not None:
         return ("int8",)
     if query.dtype != torch.int8:
@@ -296,7 +296,7 @@ def out_dtypes(query: Tensor, rope: Tensor | None, scale: Tensor | None) -> tupl
 
 
 def number_fits(number: int | None, query: Tensor, rope: Tensor | None, scale: Tensor | None) -> Outcome:
-    """Whether a number is torch's of a dtype that attention_out has; a query of floats decides alone."""
+    """True if a number is torch's code of a legal dtype of attention_out; a floating-point query ignores it."""
     dtype = OUT_DTYPES.get(number) if number is not None else None
     if number is None or (dtype and scale is None and query.dtype != torch.int8):
         return True

@@ -1,4 +1,4 @@
-"""What the arguments of fused inference attention say together: axes, lengths, slots, and the shapes of results."""
+"""Derived values of a fused inference attention call: axes, lengths, slots, visibility, and the shapes of results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNTRANSPOSED = ("BSH", "BSND", "BNSD")
 MIXED = ("BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD")
 PACKED = ("TND", "NTD", "NTD_TND", "TND_NTD")
 LAYOUTS = (*UNTRANSPOSED, *MIXED, *PACKED, "NSD")
-# Of the versions without rope parts.
+# Layouts of the versions without rope.
 ROPELESS = (*UNTRANSPOSED, "BNSD_BSND", "TND", "NTD", "NTD_TND", "NSD")
 # Of PromptFlashAttention: V1 and V2, and with packed rows.
 PROMPT = (*UNTRANSPOSED, "BNSD_BSND", "NSD", "SH")
@@ -47,7 +47,7 @@ def of_output(layout: str) -> str:
 
 
 def words(side: str, dim: str, output: bool = False) -> dict[str, str]:
-    """Axis words of rows of the query ("1") or key ("2") side in every input_layout; dim: their axis of elements."""
+    """Axis words of query (side "1") or key (side "2") rows by input_layout; dim: axis word of their elements."""
     results = {}
     for layout in (*LAYOUTS, "SH"):
         letters = WORDS[of_output(layout) if output else of_inputs(layout)]
@@ -57,12 +57,12 @@ def words(side: str, dim: str, output: bool = False) -> dict[str, str]:
 
 
 def lse_words() -> dict[str, str]:
-    """Axis words of softmax_lse in every input_layout; L is unknown where none is asked for."""
+    """Axis words of softmax_lse by input_layout; L has no size if softmax_lse is not requested."""
     return {name: "T1 N1 L" if name in PACKED else "B N1 S1 L" for name in LAYOUTS}
 
 
 def packed(layout: str) -> bool:
-    """Whether the rows of all items lie on one axis."""
+    """True if the sequences of a layout are concatenated along one axis."""
     return layout in PACKED or layout == "SH"
 
 
@@ -70,14 +70,14 @@ def packed(layout: str) -> bool:
 
 
 def page_layout(cache: torch.Tensor) -> str:
-    """The layout of a paged cache, by its dimensions: rows of all heads, rows of each head, or rows in pieces."""
+    """The layout of a paged cache, by its rank: "BSH", "BNSD", or "NZ" (rows in fragments); else ""."""
     return {3: "BSH", 4: "BNSD", 5: "NZ"}.get(cache.dim(), "")
 
 
 def form_of(tensor: torch.Tensor, layout: str, heads: int) -> tuple[int, int, int, int] | None:
-    """(batch or blocks, heads, tokens, elements of a row) of rows in a layout; None where they have another form.
+    """(batch or pages, heads, tokens, elements of a row) of a tensor in a layout; None if its shape does not fit.
 
-    int32 holds eight elements of four bits.
+    An int32 stores eight elements of four bits.
     """
     shape, each = tuple(tensor.shape), 8 if tensor.dtype == torch.int32 else 1
     if layout == "NZ":
@@ -94,12 +94,12 @@ def form_of(tensor: torch.Tensor, layout: str, heads: int) -> tuple[int, int, in
 
 
 def key_layout(n: Mapping[str, Any], tensor: torch.Tensor) -> str:
-    """How a tensor of the key side lies."""
+    """The layout of a key or value tensor."""
     return of_inputs(n["input_layout"]) if n["block_table"] is None else page_layout(tensor)
 
 
 def key_heads(n: Mapping[str, Any]) -> int:
-    """Key heads; 0 stands for as many as query heads."""
+    """Number of key heads; the argument 0 means as many as query heads."""
     return int(n["num_key_value_heads"] or n["N1"])
 
 
@@ -112,7 +112,7 @@ def _ends(given: np.ndarray) -> np.ndarray:
 
 
 def _spread(given: np.ndarray | None, most: np.ndarray) -> np.ndarray:
-    """A length per item: the first ones of a list, one for all, or all there is, also where a list is too short."""
+    """A length per sequence: from a list, one number for all, or (also if the list is too short) the maximum `most`."""
     result = most.copy()
     if given is not None and len(given):
         result[: len(given) if len(given) > 1 else None] = given[: len(most)]
@@ -120,7 +120,7 @@ def _spread(given: np.ndarray | None, most: np.ndarray) -> np.ndarray:
 
 
 def _sizes(n: dict[str, Any]) -> dict[str, Any]:
-    """Axes that lengths alone say, for samples, whose tensors are not there yet."""
+    """Axes that lengths determine, for samples, which have no tensors yet."""
     layout = n["input_layout"]
     results: dict[str, Any] = {}
     for side, name in (("1", "actual_seq_lengths"), ("2", "actual_seq_lengths_kv")):
@@ -132,12 +132,12 @@ def _sizes(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unused(padding: np.ndarray) -> int:
-    """The slots behind every item; none where no number says so, which a rule refuses."""
+    """Number of unused slots behind every sequence; 0 for an empty list, which a rule rejects."""
     return max([0, *map(int, padding[:1])])
 
 
 def _rows(n: dict[str, Any], batch: int, one_token: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(query rows, the slot of the first one) of every item; below zero where padding leaves no room."""
+    """(query rows, slot of the first one) per sequence; the slot is negative if padding leaves too few slots."""
     layout, given = n["input_layout"], n["actual_seq_lengths"]
     if layout == "SH":
         q_len = np.array([n["T1"]] if given is None else given, np.int64)
@@ -153,7 +153,7 @@ def _rows(n: dict[str, Any], batch: int, one_token: bool) -> tuple[np.ndarray, n
 
 
 def _keys(n: dict[str, Any], batch: int, q_len: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
-    """(keys, the slot of the first one, slots) of every item; tokens: of each tensor."""
+    """(keys, slot of the first one, slots) per sequence; tokens: those of each key tensor."""
     layout, given = n["input_layout"], n["actual_seq_lengths_kv"]
     first = np.zeros(batch, np.int64)
     if n["block_table"] is not None:
@@ -170,7 +170,7 @@ def _keys(n: dict[str, Any], batch: int, q_len: np.ndarray, tokens: np.ndarray) 
 
 
 def prefix_length(n: Mapping[str, Any], heads: int) -> tuple[int, int]:
-    """(keys of the shared prefix that count, keys that its tensor holds)."""
+    """(used keys of the shared prefix, keys in its tensor)."""
     prefix, given = n["key_shared_prefix"], n["actual_shared_prefix_len"]
     form = None if prefix is None else form_of(prefix, of_inputs(n["input_layout"]), heads)
     prefix_keys = form[2] if form else 0
@@ -183,12 +183,12 @@ def prefix_length(n: Mapping[str, Any], heads: int) -> tuple[int, int]:
 
 
 def is_triangle(mask: torch.Tensor) -> bool:
-    """Whether a mask has the shape of a compressed one."""
+    """True if a mask has the shape of a compressed mask."""
     return mask.dim() in (2, 3, 4) and mask.shape[-2:] == (TRIANGLE, TRIANGLE) and mask.numel() == TRIANGLE**2
 
 
 def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
-    """What a mask is: "none", "full" (every score its own element), "triangle" (compressed), or "tree"."""
+    """The kind of a mask: "none", "full" (an element per score), "triangle" (compressed), or "tree"."""
     if mask is None or (one_token and mode in (2, 3, 4) and is_triangle(mask)):
         return "none"
     if one_token:
@@ -197,7 +197,7 @@ def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
 
 
 def visibility(n: Mapping[str, Any], one_token: bool) -> dict[str, Any]:
-    """What mode, window and mask say, the rule for one-token queries applied: mode, pre, next, mask_kind."""
+    """The effective mode, pre, next and mask_kind, after the rule for one-token queries."""
     mode, mask = n["sparse_mode"] % 10 if n["sparse_mode"] >= 10 else n["sparse_mode"], n["atten_mask"]
     windowed = not one_token and (mode == 4 or (mode == 0 and mask is not None))
     pre, next_ = (n["pre_tokens"], n["next_tokens"]) if windowed else (UNLIMITED, UNLIMITED)
@@ -210,18 +210,18 @@ def visibility(n: Mapping[str, Any], one_token: bool) -> dict[str, Any]:
 
 
 def geometry(n: dict[str, Any]) -> dict[str, Any]:
-    """What shapes, lengths and modes say together.
+    """The derived names of a call (Op.derive), from shapes, lengths and modes.
 
-    * B, S1, S2, N2, Dv, L: axes. S1: the most rows of an item, S2: of a key tensor (pages: of the table).
-    * q_len, kv_len: lengths of every item as given; capacity: keys it has room for; q_first, kv_first: slots of the
-      first row and key; q_used, kv_used: lengths, 0 where left padding leaves no room for the item.
-    * common, held: keys of the shared prefix that count, and that its tensor holds.
-    * one_token: the rule for one-token queries holds: mode, window, and the query's lengths and padding are ignored.
-    * mode, pre, next, mask_kind: what is visible, one_token and the modes of 10 to 14 resolved. A mode without a mask
-      keeps its window; mode 0 without a mask has none.
-    * columns, rows: what masks and biases must hold.
-    * cache_layout: of keys; blocks: pages of the pool; page: their slots.
-    * padded: left padding leaves room for every item; shape_out: of attention_out.
+    * B, S1, S2, N2, Dv, L: axes. S1: the most rows of a sequence; S2: tokens of a key tensor (pages: of the table).
+    * q_len, kv_len: given lengths per sequence; capacity: slots per sequence; q_first, kv_first: slots of the first
+      row and key; q_used, kv_used: lengths, 0 if left padding leaves too few slots for the sequence.
+    * common, held: used keys of the shared prefix, and keys in its tensor.
+    * one_token: the rule for one-token queries applies: mode, window, and the query's lengths and padding are ignored.
+    * mode, pre, next, mask_kind: visibility after one_token and modes 10 to 14 are resolved. A mode without a mask
+      keeps its window, but mode 0 has none.
+    * columns, rows: the least sizes of masks and biases.
+    * cache_layout: layout of keys; blocks: pages of the pool; page: slots per page.
+    * padded: left padding leaves enough slots for every sequence; shape_out: shape of attention_out.
     """
     if "query" not in n:
         return _sizes(n)
@@ -275,7 +275,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dim_v(n: Mapping[str, Any]) -> Any:
-    """Elements of a value row, of arguments whose sizes may be symbols."""
+    """Elements of a value row; sizes of the arguments may be symbolic."""
     value, heads = members(n["value"])[0], n["num_key_value_heads"] or n["num_heads"]
     each = 8 if value.dtype == torch.int32 else 1
     if n["block_table"] is not None and value.dim() == 5:
@@ -285,7 +285,7 @@ def _dim_v(n: Mapping[str, Any]) -> Any:
 
 
 def out_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The shape of attention_out, from arguments whose sizes may be symbols."""
+    """The shape of attention_out; sizes of the arguments may be symbolic."""
     layout, query, heads = n["input_layout"], n["query"], n["num_heads"]
     size = dict(zip(WORDS[of_inputs(layout)].split(), query.shape, strict=True))
     dim = _dim_v(n)
@@ -304,7 +304,7 @@ def lse_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def out_dtype(n: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of attention_out where the caller gives no memory for it."""
+    """The dtype of attention_out if the caller passes no memory for it."""
     query: torch.dtype = n["query"].dtype
     requested: torch.dtype | None = OUT_DTYPES.get(n["out_dtype"])
     if n["quant_scale2"] is not None:

@@ -1,6 +1,6 @@
-"""Lowers a bound call of fused inference attention to the intermediate representation (InferenceCall).
+"""Lowering of a bound call of fused inference attention to an InferenceCall.
 
-What lengths and shapes say together stands in geometry.py. What a record lacks has its neutral value.
+geometry.py derives lengths and shapes. Parameters that a record lacks have their neutral values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RESULTS = ("attention_out", LSE)
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Memory for the results of a call with these arguments."""
+    """Allocates the results of a call from its arguments by name."""
     q = n["query"]
     results = {"attention_out": empty(q, out_shape(n), out_dtype(n))}
     if n["has_lse"]:
@@ -45,10 +45,10 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _Settled:
-    """What the calls of one signature and its lengths share.
+    """Lowered objects that all calls with the same signature and lengths share.
 
     Attributes:
-        shared: the problem where values are the keys' own memory.
+        shared: the problem if keys and values are the same memory.
     """
 
     problem: Problem
@@ -58,7 +58,7 @@ class _Settled:
 
 
 def lower(bound: Bound) -> InferenceCall:
-    """The InferenceCall of a bound record."""
+    """Lowers a bound call to an InferenceCall."""
     n = bound.names
     settled: _Settled = bound.once(_settle)
     key, value = members(n["key"]), members(n["value"])
@@ -104,20 +104,19 @@ def _settle(n: dict[str, Any]) -> _Settled:
 
 
 def _prepared(layout: str) -> str:
-    """A layout as the intermediate representation's views know it: rows of one sequence without a batch axis are packed
-    rows."""
+    """The name in LAYOUTS of an input layout: "NSD", one sequence without a batch axis, is packed "NTD"."""
     return "NTD" if layout == "NSD" else layout
 
 
 def _same_memory(key: tuple[Tensor, ...], value: tuple[Tensor, ...]) -> bool:
-    """Whether values are the keys: of latents, which then are read once."""
+    """True if keys and values are the same memory, as latents are; kernels then read it once."""
     k, v = key[0], value[0]
     same = len(key) == len(value) == 1 and (k.is_cpu or k.is_cuda) and k.device == v.device
     return same and k.data_ptr() == v.data_ptr() and k.shape == v.shape and k.stride() == v.stride()
 
 
 def _blocked(n: Mapping[str, Any]) -> Tensor:
-    """A full mask with all four axes."""
+    """The full mask with four axes."""
     mask: Tensor = n["atten_mask"]
     if mask.dim() == 4:
         return mask
@@ -132,7 +131,7 @@ def _extents(n: dict[str, Any]) -> Extents:
 
 
 def fused_band(n: Mapping[str, Any]) -> Band:
-    """What mode and window leave; a compressed mask says nothing more, and any other is a matrix."""
+    """The band of mode and window; a compressed mask adds nothing, and other masks are a separate matrix."""
     match n["mode"]:
         case 2:
             return Band.causal("start")
@@ -150,7 +149,7 @@ def fused_band(n: Mapping[str, Any]) -> Band:
 
 
 def _is_full(n: Mapping[str, Any]) -> bool:
-    """Whether query, keys, values and weights are all int8, with one scale each."""
+    """True if query, keys, values and weights are all int8, with one scale each."""
     return n["query"].dtype == torch.int8 and n["query_quant_mode"] == 0
 
 
@@ -159,7 +158,7 @@ def _kind(n: Mapping[str, Any], side: int) -> str:
     if members(n["key"])[0].dtype not in (torch.int8, torch.int32):
         return "none"
     if n["query"].dtype == torch.int8:
-        # The key's scale of an int8 query with rope parts multiplies both products: it joins the row's.
+        # With rope, the key's scale of an int8 query multiplies both products, so it is included in row_scale.
         return "channel" if _is_full(n) or side else "none"
     name = ("key", "value")[side]
     mode = n["antiquant_mode"] if n["key_antiquant_scale"] is None else n[f"{name}_antiquant_mode"]
@@ -167,7 +166,7 @@ def _kind(n: Mapping[str, Any], side: int) -> str:
 
 
 def _scales(n: Mapping[str, Any], side: int) -> Scales:
-    """Scales of keys (0) or values (1), by the tensors that say them."""
+    """The scales of keys (side 0) or values (1), from the parameters that the call has."""
     kind, name = _kind(n, side), ("key", "value")[side]
     if kind == "none":
         return UNSCALED
@@ -191,7 +190,7 @@ def _scales(n: Mapping[str, Any], side: int) -> Scales:
 
 
 def _per_channel(n: Mapping[str, Any], side: int, scale: Tensor, offset: Tensor | None) -> Scales:
-    """[N2, elements] from one number, one per head, or one per head and element."""
+    """Scales [N2, elements], broadcast from one number, one per head, or one per head and element."""
     heads, dim = n["N2"], (n["D"], n["Dv"])[side]
 
     def per_head(t: Tensor) -> Tensor:
@@ -217,7 +216,7 @@ def _problem(n: dict[str, Any]) -> Problem:
         bias=bias,
         has_blocked=blocked,
         has_sink=n["learnable_sink"] is not None,
-        # What a mask or a bias hides leaves a mean; what mode and lengths leave without keys is zero.
+        # Rows that a mask or a bias empties return the mean of V; rows that mode and lengths empty return zeros.
         empty_rows="mean_in_band" if (blocked or bias != "none") and not n["inner_precise"] & 2 else "zero",
         page_size=n["page"],
         kv_dtype=stored_as(key, dtype),

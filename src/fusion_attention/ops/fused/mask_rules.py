@@ -1,7 +1,4 @@
-"""The rules of what acts on scores in fused inference attention: mask, mode, window, pse_shift and sink.
-
-As rules.py, which holds most others.
-"""
+"""Rules on mask, mode, window, pse_shift and sink of fused inference attention; rules.py has most others."""
 
 from __future__ import annotations
 
@@ -225,7 +222,7 @@ TREES = (
         invalid={"query_rope": None, "key_rope": None},
     ),
 )
-# The first two versions of PromptFlashAttention know no pse_shift.
+# The first two versions of PromptFlashAttention have no pse_shift.
 UNREAD_BIAS = (
     note(
         "pse_shift is None",

@@ -1,6 +1,6 @@
-"""The rules of integers in fused inference attention: caches, queries and outputs, and their scales.
+"""Rules on quantization in fused inference attention: integer caches, queries and outputs, and their scales.
 
-As rules.py, which holds most others.
+rules.py has most other rules.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ QUERY: dict[str, Any] = {
     "value": ("B S2 N2*D", "int8"),
     **dict.fromkeys(SCALES, ("1", "float32")),
 }
-# An int8 query with rope parts over latents of int8, in pages of pieces.
+# An int8 query with rope over int8 latents, in pages whose rows are in fragments (NZ).
 LATENTS: dict[str, Any] = {
     **LATENT,
     "block_table": "B 2",
@@ -114,7 +114,7 @@ NO_INTEGERS = (
         | {"value": ("B S2 N2*D", "int8")},
     ),
 )
-# The third version has rope parts, and no scale per row for the int8 query beside them.
+# The third version has rope, but no scale per row for an int8 query with rope.
 NO_INTEGER_LATENTS = (
     typed(
         "dtype_of(query) != 'int8' or query_rope is None",
@@ -131,7 +131,7 @@ NO_INTEGER_LATENTS = (
         },
     ),
 )
-# torch_npu's second version has no scales for an int8 query alone.
+# torch_npu's second version has no scales for an int8 query without rope.
 INTEGERS_WITH_ROPE = (
     typed(
         "dtype_of(query) != 'int8' or query_rope is not None",

@@ -1,9 +1,8 @@
-"""CANN's fused inference attention: the records of PromptFlashAttention and FusedInferAttentionScore.
+"""Records of CANN's fused inference attention, PromptFlashAttention and FusedInferAttentionScore, and of torch_npu's
+three functions.
 
-And of torch_npu's three functions.
-
-A version is a delta of the one before; what IncreFlashAttention has too comes from ops/inference/records.py. Rules
-stand in rules.py, the way down in lower.py.
+A version is a difference from an earlier one; parameters that IncreFlashAttention also has are imported from
+ops/inference/records.py. Rules are in rules.py, lowering in lower.py.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def _triangle() -> torch.Tensor:
 
 
 def _mask(shape: tuple[int, ...]) -> torch.Tensor:
-    """Sample content: the triangle of a compressed mask, nothing hidden otherwise."""
+    """Sample content of a mask: the triangle if compressed, else zeros (all visible)."""
     if shape[-2:] == (TRIANGLE, TRIANGLE):
         return _triangle().expand(shape)
     return torch.zeros(shape, dtype=torch.bool)
@@ -233,7 +232,7 @@ LSE = output(
     lse_words(),
     "",
     optional=True,
-    # One that was not requested may have any shape: it is not touched.
+    # If it is not requested, a given tensor may have any shape, since it is not written.
     form=lambda names: names["input_layout"] if names["softmax_lse_flag"] else "",
 )
 
@@ -302,7 +301,7 @@ SAMPLES: dict[str, Any] = {
     **{layout: {**HEADS, **(ENDS if layout in PACKED else {})} for layout in LAYOUTS},
     "SH": {**HEADS, "actual_seq_lengths": [3, 5], "T2": 8},
 }
-# Some layouts are for rope parts alone.
+# Some layouts require rope.
 ROPE_SAMPLES: dict[str, Any] = {
     **SAMPLES,
     **{layout: {**LATENT, "key_rope": words("2", "Dr")[layout]} for layout in ("BSH_NBSD", "BSND_NBSD", "BNSD_NBSD")},

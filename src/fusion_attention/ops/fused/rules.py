@@ -1,8 +1,7 @@
-"""The rules of fused inference attention: inputs and lengths, and what only the chip demands of them.
+"""Rules on inputs and lengths of fused inference attention, and the chip's limits of them.
 
-Those of where keys lie stand in cache_rules.py, of masks and biases in mask_rules.py, of integers in
-quant_rules.py; what IncreFlashAttention asks too comes from ops/inference/rules.py. Levels and codes:
-docs/rulings.md 15.
+Rules on the cache are in cache_rules.py, on masks and biases in mask_rules.py, on integers in quant_rules.py; rules
+that IncreFlashAttention shares are in ops/inference/rules.py. docs/rulings.md 15 explains levels and codes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from fusion_attention.ops.shared.rules import (
     untrained,
 )
 
-# Settings of samples: words are axis words, as in sampling.sample(). Layout BSH comes first.
+# Sample settings with axis words, as in sampling.sample(). The sampled layout is BSH.
 PAGES: dict[str, Any] = {
     "block_table": "B 2",
     "block_size": 16,

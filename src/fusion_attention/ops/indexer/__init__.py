@@ -1,1 +1,1 @@
-"""The lightning indexer: which keys a row selects, its gradients, and our own lightning_indexer()."""
+"""The lightning indexer, which selects keys for each row: CANN's operators, and this library's lightning_indexer()."""

@@ -1,4 +1,4 @@
-"""The lightning indexer below its interfaces' words: the IndexerProblem, the views, and what goes before a run."""
+"""Lowered calls of the lightning indexer, forward and gradient, with their views."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _LISTS = ("indices", "values")  # the operands that are RESULTS
 
 @dataclass(frozen=True, eq=False)
 class Indexer(TensorCall):
-    """A forward call.
+    """A lowered forward call of the indexer.
 
     Args:
-        layout_kv: of key rows.
-        room: lengths as sequences lie in memory, where those that count may be shorter; None: they are the same.
-        offset: int32, added to the indices of a row: [B, S1, 1], [T1, 1], or one number for every sequence. None: 0.
+        layout_kv: layout of key rows.
+        room: capacities of the sequences in memory, if lengths may be shorter; None: they are equal to the lengths.
+        offset: int32, added to the indices of a row: [B, S1, 1], [T1, 1], or one number per sequence. None: 0.
     """
 
     problem: IndexerProblem
@@ -41,19 +41,19 @@ class Indexer(TensorCall):
     op_kind = "indexer_topk"
 
     def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
-        """Rows of the query side."""
+        """View of a tensor's rows on the query side."""
         return row_view(tensor, self.layout, heads, self.room or self.extents, "q")
 
     def lists(self, tensor: Tensor) -> RowView:
-        """Rows of one head, whose axis may be left out."""
+        """View of lists, rows of one head; the tensor's axis of heads may be missing."""
         return self.rows(tensor if tensor.dim() == self.given("query").dim() else tensor.unsqueeze(-2))
 
     def keys(self, tensor: Tensor) -> RowView | PagedView:
-        """Rows of the key side."""
+        """View of key rows."""
         return key_view(tensor, self.layout_kv, 1, self.room or self.extents, self.tensors["block_table"])
 
     def operands(self, lists: Mapping[str, Tensor]) -> IndexerOperands:
-        """The views of the call's tensors, and of its indices and perhaps values."""
+        """Views of the call's tensors, of its "indices", and of its "values" if there are any."""
         return IndexerOperands(
             q=self.rows(self.given("query"), self.problem.heads),
             k=self.keys(self.given("key")),
@@ -85,19 +85,19 @@ class Indexer(TensorCall):
     def gradients(
         self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """The gradients of values."""
+        """Computes the gradients of the inputs from those of the values, as ir.call.Differentiable."""
         unpaged(self.problem.page_size)
         result = run(IndexerBackward(self, upstream[RESULTS[1]], results[RESULTS[0]]))
         return {name: result[f"d{name}"] for name in DIFFERENTIABLE}
 
     def results(self) -> dict[str, Tensor]:
-        """Fresh memory for sparse_indices_out and, where they are wanted, sparse_values_out."""
+        """Allocates sparse_indices_out and, if it is requested, sparse_values_out."""
         p = self.problem
         given = {"query": self.given("query"), "sparse_count": p.top_k, "return_values": p.has_values}
         return fresh(given, p.wide_values)
 
     def offsets(self) -> Tensor:
-        """The offset as it broadcasts to lists."""
+        """The offset in a shape that broadcasts to lists."""
         offset = self.offset
         assert offset is not None
         if offset.dim() > 1:
@@ -108,12 +108,12 @@ class Indexer(TensorCall):
         return offset.repeat_interleave(counts, output_size=len(self.given("query")))[:, None, None]
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors and its results."""
+        """A run on views of the call's tensors and these outputs."""
         return _ForwardRun(self, outputs)
 
 
 def fresh(n: Mapping[str, Any], wide: bool = False) -> dict[str, Tensor]:
-    """Memory for the results of a forward call with these arguments; wide: values are float32 at least."""
+    """Allocates the results of a forward call from its arguments by name; wide: values are float32 or wider."""
     q = n["query"]
     shape = (*q.shape[:-2], 1, n["sparse_count"])
     results = {RESULTS[0]: empty(q, shape, torch.int32)}
@@ -134,7 +134,7 @@ class _ForwardRun(Filled):
 
     def begin(self) -> None:
         for tensor, nothing in zip(self.clears, (-1, -torch.inf), strict=False):
-            tensor.fill_(nothing)  # Rows of no sequence choose nothing.
+            tensor.fill_(nothing)  # Rows outside all sequences select no key.
 
     def finish(self) -> None:
         if self.call.offset is not None:
@@ -144,12 +144,12 @@ class _ForwardRun(Filled):
 
 
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Memory for the gradients."""
+    """Allocates the gradients."""
     return {name: empty(n[source], n[source].shape) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True)}
 
 
 class IndexerBackward(OfCall):
-    """A gradient call: of the values, from the indices that the forward chose."""
+    """A lowered gradient call, from the gradient of the values and the indices that the forward selected."""
 
     call: Indexer
     op_kind = "indexer_backward"
@@ -159,11 +159,11 @@ class IndexerBackward(OfCall):
         self.dvalues, self.indices = dvalues, indices
 
     def results(self) -> dict[str, Tensor]:
-        """The gradients."""
+        """Allocates the gradients."""
         return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors, what was saved, and its gradients."""
+        """A run on views of the call's tensors, the saved indices and these gradients."""
         call, result = self.call, tuple(outputs[name] for name in GRADIENTS)
         dq, dk, dweights = buffers = tuple(buffer(tensor) for tensor in result)
         grads = IndexerGrads(

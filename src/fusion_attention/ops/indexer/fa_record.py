@@ -1,4 +1,4 @@
-"""The record of this library's own `lightning_indexer`."""
+"""The record of this library's lightning_indexer()."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fusion_attention.ops.sparse.rules import LENGTHS, TABLES
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Lengths and axes, and the mode that `causal` stands for."""
+    """Derived names of a call: lengths, axes, and the sparse_mode of `causal`."""
     return sparse.derive(names) | {"K": names["sparse_count"]}
 
 

@@ -1,4 +1,4 @@
-"""Lowers a bound call of the indexer to the intermediate representation (Indexer)."""
+"""Lowering of a bound call of the indexer to a lowered call (Indexer)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusion_attention.ops.sparse.lower import extents_of
 
 
 def indexer_call(bound: Bound) -> Indexer:
-    """The call of a bound record of the indexer."""
+    """Lowers a bound call of the indexer to its forward call."""
     n = bound.names
     problem, extents, room = bound.once(lambda n: (_problem(n), bounded_extents(n), room_of(n)))
     form = bound.op.layout_of(bound.op.by_name["key"], n)  # type: ignore[arg-type]  # a tensor
@@ -25,9 +25,9 @@ def indexer_call(bound: Bound) -> Indexer:
 
 
 def bounded_extents(n: Mapping[str, Any]) -> Extents:
-    """Lengths and bands of a bound call whose keys stand for `ratio` tokens each.
+    """The Extents of a bound call in which each key stands for `ratio` tokens.
 
-    Without a residual a call has all rows of its sequences.
+    residual: the number of tokens after those of the last key; None: the remainder of the rows, all of the sequence.
     """
     extents, ratio = extents_of(n), n["ratio"]
     if ratio == 1 or n["sparse_mode"] != 3:
@@ -37,7 +37,7 @@ def bounded_extents(n: Mapping[str, Any]) -> Extents:
 
 
 def room_of(n: Mapping[str, Any]) -> Extents | None:
-    """Lengths as sequences lie in memory, where they may be longer than those that count; None: they are the same."""
+    """Extents with the capacities of sequences in memory, if lengths may be shorter; None: capacities are lengths."""
     if n["q_room"] is None:
         return None
     none = np.zeros_like(n["q_room"])
@@ -45,7 +45,7 @@ def room_of(n: Mapping[str, Any]) -> Extents | None:
 
 
 def lower(bound: Bound) -> Indexer | IndexerBackward:
-    """A bound record of the indexer, forward or gradient."""
+    """Lowers a bound call of the indexer, forward or gradient."""
     call = indexer_call(bound)
     if "dy" not in bound.op.by_name:
         return call

@@ -1,6 +1,6 @@
-"""CANN's lightning indexer and its gradient: the records of its own interface and of torch_npu's.
+"""Records of CANN's lightning indexer and its gradient, in the two-phase interface and in torch_npu.
 
-Most rules stand in sparse/rules.py, the way down to an IndexerProblem in lower.py.
+Most rules are in ops/sparse/rules.py, lowering is in lower.py.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ LISTS = {**rows("1", "1", "K"), "BSND without heads": "B S1 K", "TND without hea
 
 
 def _list_layout(name: str) -> Callable[[Mapping[str, Any]], str]:
-    """The layout of lists, whose axis of one head may be left out."""
+    """A function that returns the layout of a parameter with lists, whose axis of one head may be missing."""
 
     def layout(names: Mapping[str, Any]) -> str:
         given, own = names.get(name), str(names.get("layout", ""))
@@ -204,7 +204,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Lengths and axes; without values they have no axis Kv."""
+    """Derived names of a call: lengths and axes; the axis Kv is None if values are not returned."""
     count = names["sparse_count"]
     return lengths(names) | {"K": count, "Kv": count if names["return_values"] else None}
 

@@ -1,5 +1,5 @@
-"""CANN's lightning indexer of the second generation, whose keys may stand for several tokens each: the records of its
-two-phase interface and of its package cann_ops_transformer."""
+"""Records of CANN's second lightning indexer, whose keys may each stand for several tokens, in the two-phase interface
+and in the package cann_ops_transformer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED
 from fusion_attention.ops.sparse.records import LAYOUT, LAYOUTS, MODE, QUERY, TABLE
 from fusion_attention.ops.sparse.rules import TABLE_LIMITS, TABLES
 
-PAGES = "PA_BBND"  # as these operators spell sparse.checks.PAGED
+PAGES = "PA_BBND"  # these operators' name of the layout sparse.checks.PAGED
 
 
 def _key_layout(names: Mapping[str, Any]) -> str:
@@ -207,15 +207,17 @@ LIMITS = (
 
 
 def tokens_fit(q_len: np.ndarray, kv_len: np.ndarray, ratio: int, residual: np.ndarray) -> bool | str:
-    """Whether no sequence has a few tokens more than rows, fewer than one key stands for: those that a residual of keys
-    instead of tokens makes of a sequence from its first token on."""
+    """True if no sequence has between 1 and ratio - 1 more tokens than rows.
+
+    Such a difference indicates a residual that counts keys instead of tokens, in a sequence with all of its rows.
+    """
     tokens = kv_len * ratio + residual
     few = np.flatnonzero((q_len >= ratio) & (tokens > q_len) & (tokens < q_len + ratio))
     return not len(few) or f"{tokens[few[0]]} tokens and {q_len[few[0]]} rows of sequence {few[0]}"
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Lengths and axes; without values they have no axis Kv."""
+    """Derived names of a call: lengths, capacities and axes; the axis Kv is None if values are not returned."""
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
     q_room = cumulative.stored(n["cu_seqlens_q"], count, n["S1"])
     k_room = cumulative.stored(n["cu_seqlens_k"], count, n["S2"])

@@ -1,1 +1,1 @@
-"""Attention over a cache: IncreFlashAttention and our own decode_attention()."""
+"""Decoding attention over a KV cache: IncreFlashAttention and this library's decode_attention()."""

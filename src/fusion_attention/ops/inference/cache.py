@@ -1,4 +1,4 @@
-"""Where the rows of a cache lie: one tensor, one per sequence, or pages; and the scales of what it stores."""
+"""Views of a KV cache (one tensor, one tensor per sequence, or pages), and of the scales of stored integers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from fusion_attention.ops.shared.layouts import LAYOUTS, keep
 Tensor = torch.Tensor
 View = TypeVar("View", RowView, PagedView, RowView | PagedView)
 
-NZ = "NZ"  # pages [blocks, heads, dim / d0, slots, d0]: a row in fragments
+NZ = "NZ"  # pages [blocks, heads, dim / d0, slots, d0]: a row is split into fragments of d0 elements
 
 
 @dataclass(frozen=True)
 class Cache:
-    """How keys and values lie.
+    """The memory layout of keys and values.
 
     Args:
-        layout: of each tensor, by its name in LAYOUTS, or NZ for pages; its batch axis counts pages where page_size is
-            not 0.
+        layout: layout of each tensor, a name in LAYOUTS, or NZ; the batch axis of a paged cache counts pages.
         page_size: slots of a page; 0: not paged.
     """
 
@@ -33,12 +32,12 @@ class Cache:
 
 
 class Scales(NamedTuple):
-    """Scale and offset of stored integers, of the same shape, and what the axes of scales per token count.
+    """Scale and offset of stored integers, of the same shape, and the axes of scales per token.
 
     Args:
-        scale, offset: per channel [heads_kv, dim]; per token as `counts` says.
-        counts: "slots": as k without its last axis; "tokens": [sequences or 1, heads_kv or 1, tokens of a sequence],
-            whatever slots they lie in; "pages": [blocks, heads_kv or 1, slots].
+        scale, offset: per channel [heads_kv, dim]; per token: by counts.
+        counts: "slots": the shape of k without its last axis; "tokens": [sequences or 1, heads_kv or 1, tokens], by
+            position in the sequence; "pages": [blocks, heads_kv or 1, slots].
     """
 
     scale: Tensor | None = None
@@ -51,13 +50,13 @@ UNSCALED = Scales()
 
 @dataclass(eq=False)
 class CacheViews:
-    """Makes the views of one call's cache.
+    """Makes views of a call's cache.
 
     Args:
-        table: int32 [sequences, pages] of a paged cache.
-        first: int64 [sequences], the slot of each sequence's first token, where that is not 0.
-        common: keys that lie elsewhere, before those of the cache.
-        halves: a byte holds two elements.
+        table: page table [sequences, pages] of a paged cache.
+        first: int64 [sequences], the slot of each sequence's first token; None: 0.
+        common: number of keys of a common prefix, which are not in the cache.
+        halves: a byte stores two elements.
     """
 
     cache: Cache
@@ -68,16 +67,16 @@ class CacheViews:
     halves: bool = False
 
     def rows(self, tensors: tuple[Tensor, ...], dim: int) -> RowView | PagedView:
-        """The rows of keys or values; dim counts elements, which two to a byte are fewer bytes."""
+        """View of the rows of keys or values; dim: elements of a row, also if a byte stores two."""
         tensors = tuple(map(_bytes_of, tensors))
         if any(t.stride(-1) != 1 and t.shape[-1] > 1 for t in tensors):
-            tensors = tuple(t.contiguous() for t in tensors)  # Kernels read rows of neighbouring elements.
+            tensors = tuple(t.contiguous() for t in tensors)  # Kernels read contiguous rows.
         if self.cache.page_size:
             return self._pages(tensors[0], dim)
         batch, token, head = LAYOUTS[self.cache.layout]
         if len({t.stride(token) for t in tensors if t.shape[token] > 1}) > 1:
-            tensors = tuple(t.contiguous() for t in tensors)  # One stride serves all sequences.
-        # A tensor of one token or none may say any stride, contiguous or not.
+            tensors = tuple(t.contiguous() for t in tensors)  # A view has one token stride for all sequences.
+        # The stride of a tensor with at most one token is arbitrary, so the longest tensor's is used.
         one, e = max(tensors, key=lambda t: t.shape[token]), self.extents
         key = ("cache", self.cache.layout, dim, *((t.shape, t.stride()) for t in tensors))
         view = e.call_cache.get(key)
@@ -95,15 +94,15 @@ class CacheViews:
         return RowView(tensors, view.address, view.stride_token, view.stride_head, view.dim)
 
     def common_rows(self, tensor: Tensor, layout: str, dim: int) -> RowView:
-        """The rows that come first in every sequence, of a tensor of one sequence."""
+        """View of the rows of a common prefix, a tensor of one sequence."""
         tensor, (_, token, head) = _bytes_of(tensor), LAYOUTS[layout]
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            tensor = tensor.contiguous()  # As rows().
+            tensor = tensor.contiguous()  # Kernels read contiguous rows.
         stride = self._bytes(dim) if head is None else tensor.stride(head)
         return RowView((tensor,), np.zeros(1, np.int64), tensor.stride(token), np.array([stride], np.int64), dim)
 
     def dequant(self, scales: Scales, kind: str, dim: int) -> Dequant:
-        """Views of scale and offset; kind: as Problem.dequant_k."""
+        """Views of scale and offset; kind: Problem.dequant_k or dequant_v."""
         views = [None if t is None else self._scale(as_float(t), scales.counts, kind, dim) for t in scales[:2]]
         assert views[0] is not None
         return Dequant(views[0], views[1])
@@ -111,7 +110,7 @@ class CacheViews:
     def _scale(self, scale: Tensor, counts: str, kind: str, dim: int) -> RowView | PagedView:
         count = len(self.extents)
         if kind == "channel":
-            scale = scale[:, :dim].contiguous()  # One number per element, however it was given.
+            scale = scale[:, :dim].contiguous()  # Kernels read one number per element; inputs may be broadcast.
             heads = np.full(count, scale.shape[1], np.int64)
             return RowView((scale,), np.zeros(count, np.int64), 0, heads, dim)
         if counts == "slots":
@@ -137,23 +136,23 @@ class CacheViews:
         table = self.table
         assert table is not None
         if table.dtype != torch.int32:
-            table = table.to(torch.int32)  # Kernels read 32 bits; every id in use was found to fit.
+            table = table.to(torch.int32)  # Kernels read 32 bits; pages_exist() has checked the range.
         if table.stride(-1) != 1 and table.shape[-1] > 1:
-            table = table.contiguous()  # A row of page ids is read at neighbouring addresses.
+            table = table.contiguous()  # Kernels read contiguous rows of page numbers.
         return table
 
     def _start(self) -> np.ndarray:
-        """Packed: the first token of each sequence among those that the cache holds."""
+        """Index of each sequence's first token in a packed cache, which lacks the common prefix."""
         suffix_len = np.maximum(self.extents.kv_len - self.common, 0)
         return np.cumsum(suffix_len) - suffix_len
 
     def _bytes(self, dim: int) -> int:
-        """Elements of memory that a row takes."""
+        """Elements of the tensor per row of dim elements."""
         return (dim + 1) // 2 if self.halves else dim
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """A cache as kernels read it: an int32 of eight integers is four bytes of two, of which the even one is the low
+    """A cache tensor as kernels read it: int32 with eight int4 becomes bytes with two, the even element in the low
     half."""
     if tensor.dtype != torch.int32:
         return tensor
@@ -161,19 +160,19 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def narrowed(view: View, dim: int) -> View:
-    """The first elements of every row."""
+    """A view of the first dim elements of every row."""
     return replace(view, dim=dim)
 
 
 def as_float(scale: Tensor) -> Tensor:
-    """A scale as float32; 64 bits are a hardware word whose bits 13 to 31 are the upper ones of a float32."""
+    """A scale as float32; a uint64 is a hardware word whose bits 13 to 31 are the upper bits of a float32."""
     if scale.dtype == torch.uint64:
         return (scale.view(torch.int64) & 0xFFFFE000).to(torch.int32).view(torch.float32)
     return scale.float()
 
 
 def stored_as(tensor: Tensor, dtype: torch.dtype) -> str:
-    """Problem.kv_dtype of a cache, from its tensor and the query's dtype."""
+    """Problem.kv_dtype of a cache tensor, for a query of the given dtype."""
     return (
         {torch.int8: "int8", torch.uint8: "int4", torch.int32: "int4"}.get(tensor.dtype, "")
         if tensor.dtype != dtype

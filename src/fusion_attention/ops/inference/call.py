@@ -1,6 +1,6 @@
-"""Inference as interfaces run it: query rows against a cache that is stacked, listed or paged, of floats or integers.
+"""InferenceCall, the lowered call of attention over a KV cache, with its views of query, masks and results.
 
-Views are made here, from layouts and lengths; those of a cache in cache.py.
+cache.py makes the views of the cache.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ Tensor = torch.Tensor
 
 LSE = "softmax_lse"
 _LOWEST = -float(np.finfo(np.float32).max)
-# Rows whose keys are looked at together, to find those of which a mask leaves none.
+# Number of rows that are checked together for visible keys.
 _ROWS = 256
 
 
 @dataclass(eq=False)
 class InferenceCall:
-    """A lowered call of inference (ir.call.Lowered).
+    """A lowered inference call (ir.call.Lowered).
 
     Args:
-        layout: of q and q_rope; cache: of k, v and k_rope.
-        q: query rows, perhaps of integers.
-        k, v: one tensor, or one per sequence; v None: the first elements of k's rows.
-        table: int32 [sequences, pages] of a paged cache.
-        first: int64 [sequences], the slot of each sequence's first token, where that is not 0.
-        k_dequant, v_dequant: scales; v's are k's where it has none of its own.
-        bias, blocked: 4-D, broadcast over [B, N1, rows, slots]; packed rows and keys count from 0 in every sequence, as
-            keys do where some are common.
-        sink: [N1]. out_quant: (scale, offset), one number or N1 * dim_v of them.
-        names: of the results: out; and max and sum, or the logarithm of sums, where the caller wants them.
-        call_cache: shared by all calls of the same shapes, strides and lengths.
-        out_layout: of the result; "": as layout. lse_by_batch: [1, N1, S1, 1] where rows are packed.
-        absent: results that the record has and this call has not: without elements, and never written.
-        q_first: int64 [sequences], the first query row of each sequence in its item, where that is not 0.
-        q_rope, k_rope: as q and k lie, k_rope's pages in pieces of their own.
-        k_common, v_common: the first rows of every sequence, in q's layout, with a batch of 1.
-        row_scale: float32, as q without its last axis ([B, S1, N1] in layout BSH), and one factor on all.
-        weight_scale: of one element.
-        tree: blocked is [B, S1, S1], or [sum of squares] of packed rows, and covers the last q_len keys.
+        layout: layout of q and q_rope; cache: layout of k, v and k_rope.
+        q: query rows, floating-point or int8.
+        k, v: one tensor, or one per sequence; v None: the first dim_v elements of k's rows.
+        table: page table [sequences, pages] of a paged cache.
+        first: int64 [sequences], the slot of each sequence's first token; None: 0.
+        k_dequant, v_dequant: scales; v uses k's if it has none.
+        bias, blocked: 4-D, broadcast over [B, N1, rows, slots]; with packed rows, or a common prefix, columns count
+            keys of the sequence from 0.
+        sink: [N1]. out_quant: (scale, offset), each one number or N1 * dim_v.
+        names: names of the results: out; optionally max and sum, or softmax_lse.
+        call_cache: shared by all calls with the same shapes, strides and lengths.
+        out_layout: layout of out; "": as layout. lse_by_batch: softmax_lse is [1, N1, S1, 1] although rows are packed.
+        absent: results of the record that were not requested: they have no elements.
+        q_first: int64 [sequences], the slot of each sequence's first query row; None: 0.
+        q_rope, k_rope: rope elements in the layouts of q and k.
+        k_common, v_common: common prefix of all sequences, in q's layout, with a batch of 1.
+        row_scale: (float32 of q's shape without elements ([B, S1, N1] in layout BSH), one factor on all).
+        weight_scale: one element.
+        tree: blocked is [B, S1, S1], or [sum of squares] for packed rows, and covers the last q_len keys.
     """
 
     problem: Problem
@@ -97,11 +97,11 @@ class InferenceCall:
 
     @property
     def device(self) -> torch.device:
-        """Where the query lies."""
+        """Device of the query."""
         return self.q.device
 
     def results(self) -> dict[str, Tensor]:
-        """out in its layout, and what else has names: statistics as stats_shape(), or their logarithm."""
+        """Allocates out, and the other results in names: statistics of stats_shape(), or softmax_lse."""
         out, stats = self._templates()
         if self.names[1:] == (LSE,):
             return {self.names[0]: another(out), LSE: empty(stats, self._lse_shape(stats))}
@@ -110,7 +110,7 @@ class InferenceCall:
         return result | {name: empty(stats, (0,)) for name in self.absent}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the query, the cache and the outputs."""
+        """A run on views of the query, the cache and the outputs."""
         out, *given = (outputs[name] for name in self.names)
         if self.names[1:] == (LSE,):
             return _Logarithms(self, out, self.stats(), given[0])
@@ -118,12 +118,12 @@ class InferenceCall:
         return Filled(*_prepared(self, out, (max_, sum_)))
 
     def stats(self) -> tuple[Tensor, Tensor]:
-        """Room for statistics."""
+        """Allocates max and sum."""
         _, stats = self._templates()
         return another(stats), another(stats)
 
     def _templates(self) -> tuple[Tensor, Tensor]:
-        """Of out and of one statistic."""
+        """Templates of out and of a statistic, from which results are allocated."""
         templates: tuple[Tensor, Tensor] | None = self.call_cache.templates
         if templates is None:
             p, q = self.problem, self.q
@@ -142,7 +142,7 @@ class InferenceCall:
         return (1, *stats.shape[::-1], 1) if self.lse_by_batch else (*stats.shape, 1)
 
     def operands(self, memory: Mapping[str, Tensor]) -> Operands:
-        """The views of a call, its output and its statistics."""
+        """Makes the views of the call; memory: out, max and sum, in this order."""
         out, max_, sum_ = memory.values()
         p, e, form, views = self.problem, self.extents, Form(self.layout), self._views()
         k = views.rows(self.k, p.dim_qk)
@@ -183,14 +183,14 @@ class InferenceCall:
         if p.out_quant != "none":
             operands.out_scale, operands.out_offset = map(self._per_channel, self.out_quant)
         operands.bias = None if self.bias is None else self._matrix(self.bias)
-        # A bool and a byte are the same memory; the view makes one kernel type of them.
+        # Kernels read bytes; bool and uint8 have the same representation.
         blocked = None if self.blocked is None else self.blocked.view(torch.uint8)
         if blocked is not None:
             operands.blocked = self._tree(blocked) if self.tree else self._matrix(blocked)
         return operands
 
     def complete(self) -> InferenceCall:
-        """The call as it is."""
+        """This call: it has no further results."""
         return self
 
     @property
@@ -219,11 +219,11 @@ class InferenceCall:
         return CacheViews(self.cache, self.extents, self.table, self.first, p.common_keys, p.kv_dtype == "int4")
 
     def _row_view(self, tensor: Tensor) -> RowView:
-        """Rows of the query side, in the query's layout."""
+        """View of a tensor's rows in the query's layout."""
         return self._moved(row_view(tensor, self.layout, self.problem.heads_q, self.extents, "q"))
 
     def _moved(self, view: RowView) -> RowView:
-        """The rows of an item from its first one on."""
+        """The view, moved by q_first to each sequence's first row."""
         if self.q_first is None:
             return view
         address = view.address + self.q_first * view.stride_token
@@ -237,7 +237,7 @@ class InferenceCall:
 
     def _matrix(self, tensor: Tensor) -> MatrixView:
         view = matrix_view(tensor, "broadcast", self.problem.heads_q, self.extents)
-        # Rows and columns count an item's slots; behind common keys, which have none, its keys.
+        # Rows and columns count slots of the cache; with a common prefix, which has no slots, columns count keys.
         if self.first is not None and not self.problem.common_keys:
             view.address = view.address + self.first * view.stride_key
         if self.q_first is not None:
@@ -257,7 +257,7 @@ class InferenceCall:
 
 
 class _Logarithms(Filled):
-    """A call that returns max + ln(sum) of every row, and what stands for rows that have none."""
+    """A run whose second result is softmax_lse, max + ln(sum) of every row, with the chip's values for empty rows."""
 
     __slots__ = ("call", "lse", "stats")
 
@@ -266,7 +266,7 @@ class _Logarithms(Filled):
         self.call, self.stats, self.lse = call, stats, lse
 
     def finish(self) -> None:
-        """The result from statistics."""
+        """Computes softmax_lse from the statistics."""
         super().finish()
         lse = _logarithm(*self.stats)
         if self.call.problem.has_sink:
@@ -275,18 +275,19 @@ class _Logarithms(Filled):
 
 
 def _logarithm(max_: Tensor, sum_: Tensor) -> Tensor:
-    """max + ln(sum); +inf for a row of no key or of no sequence, the lowest number for a mean."""
+    """max + ln(sum); +inf for rows without keys or outside all sequences, -FLT_MAX for rows that return a mean of V."""
     lse = sum_.log().add_(max_)
     return lse.masked_fill_(max_ == -math.inf, _LOWEST).masked_fill_(sum_ == 0, math.inf)
 
 
 def _shaped(lse: Tensor, by_batch: bool) -> Tensor:
-    """As interfaces have it: with a last axis, and perhaps a batch of one and heads first."""
+    """softmax_lse in the interface's shape: with a last axis of 1; by_batch: a batch axis, and heads before rows."""
     return (lse.mT.unsqueeze(0) if by_batch else lse).unsqueeze(-1)
 
 
 def _forget_sinks(call: InferenceCall, operands: Operands, lse: Tensor) -> None:
-    """Writes +inf where a row sees a sink alone, which its statistics do not tell from keys that weigh nothing."""
+    """Writes +inf for rows without visible keys in a call with sinks; their statistics, which include the sink, do not
+    show that."""
     e, heads = call.extents, call.problem.heads_q
     view = call._moved(stats_view(lse, Form(call.layout), heads, e))
     for b in range(len(e)):
@@ -309,7 +310,7 @@ def _forget_sinks(call: InferenceCall, operands: Operands, lse: Tensor) -> None:
 def _prepared(
     call: InferenceCall, out: Tensor, stats: tuple[Tensor, Tensor]
 ) -> tuple[tuple[Operands], tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """(operands, buffers, outputs, clears) of Filled."""
+    """The arguments (operands, buffers, outputs, clears) of Filled."""
     buffers = buffer(out), *stats
     clears = () if covered(call.q, call.layout, call.extents, "q") else buffers
     operands = call.operands(dict(zip(("out", "max", "sum"), buffers, strict=True)))
@@ -317,5 +318,5 @@ def _prepared(
 
 
 def extents_of(q_len: np.ndarray, kv_len: np.ndarray, band: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Extents:
-    """Lengths and bands of a call without computed biases."""
+    """The Extents of a call without computed biases (shift 0)."""
     return Extents(q_len, kv_len, *band, np.zeros_like(q_len))

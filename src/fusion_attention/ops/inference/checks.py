@@ -1,6 +1,6 @@
-"""The questions that the rules of decoding ask of a call; each answers True, or says what came instead.
+"""Check functions for rules of decoding; each returns True, or a string that describes the actual value.
 
-Pure functions of shapes, lengths and page tables.
+They are pure functions of shapes, lengths and page tables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 
 def sizes(tensor: Tensor, layout: str, heads: int) -> tuple[int, int, int] | None:
-    """(batch, tokens, elements of a row) of a cache's tensor in a layout; None where it has another form."""
+    """(batch, tokens, elements of a row) of a cache tensor in a layout; None if its shape does not fit."""
     shape = tuple(tensor.shape)
     if layout == "BSH":
         return (shape[0], shape[1], shape[2] // heads) if len(shape) == 3 and shape[2] % heads == 0 else None
@@ -27,19 +27,19 @@ def sizes(tensor: Tensor, layout: str, heads: int) -> tuple[int, int, int] | Non
 
 
 def page_layout(tensor: Tensor) -> str:
-    """The layout of a paged cache by its dimensions: [blocks, size, heads * dim] or [blocks, heads, size, dim]."""
+    """The layout of a paged cache by its rank: 3: [blocks, size, heads * dim], 4: [blocks, heads, size, dim]."""
     return "BSH" if tensor.dim() == 3 else "BNSD"
 
 
 def heads_fit(num_key_value_heads: int, heads: int) -> bool:
-    """Whether every key head serves the same number of query heads; 0 stands for as many."""
+    """True if the number of query heads is a multiple of that of key heads; 0 key heads: as many."""
     return num_key_value_heads >= 0 and heads % max(num_key_value_heads or heads, 1) == 0
 
 
 def cache_fits(
     key: tuple[Tensor, ...], layout: str, batch: int, heads: int, dim: int, table: Tensor | None, block_size: int
 ) -> bool | str:
-    """Whether keys are one tensor of the batch, one tensor per item, or pages of block_size tokens."""
+    """True if keys are one tensor for the batch, one tensor per sequence, or pages of block_size tokens."""
     if heads < 1:
         return True
     paged = table is not None
@@ -57,7 +57,7 @@ def cache_fits(
 
 
 def same_shapes(value: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> bool | str:
-    """Whether values lie as keys do."""
+    """True if values have the shapes of keys."""
     if len(value) != len(key):
         return f"{len(value)} tensors beside {len(key)}"
     wrong = next((i for i, (v, k) in enumerate(zip(value, key, strict=True)) if v.shape != k.shape), -1)
@@ -65,7 +65,7 @@ def same_shapes(value: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> bool | st
 
 
 def lengths_within(kv_len: np.ndarray, capacity: np.ndarray) -> bool | str:
-    """Whether every item's length lies between 0 and what its cache holds."""
+    """True if every length is between 0 and the sequence's capacity in the cache."""
     bad = np.flatnonzero((kv_len < 0) | (kv_len > capacity))
     if len(bad) == 0:
         return True
@@ -74,7 +74,7 @@ def lengths_within(kv_len: np.ndarray, capacity: np.ndarray) -> bool | str:
 
 
 def table_holds(table: Tensor, kv_len: np.ndarray, block_size: int) -> bool | str:
-    """Whether the table has a page for every token."""
+    """True if the page table has an entry for every token."""
     bad = np.flatnonzero(kv_len > table.shape[1] * block_size)
     if len(bad) == 0:
         return True
@@ -83,9 +83,9 @@ def table_holds(table: Tensor, kv_len: np.ndarray, block_size: int) -> bool | st
 
 
 def columns_fit(tensor: Tensor, batch: int, heads: int, rows: int, columns: int, shapes: tuple[str, ...]) -> bool | str:
-    """Whether a mask or bias has one of the shapes, each a line of b, B, N and s for the axes before the columns.
+    """True if a mask or bias has one of the shapes, and at least `columns` columns.
 
-    b: 1 or the batch; B: the batch; N: the heads; s: 1 or the rows.
+    A shape has a letter for each axis but the last: b: 1 or the batch; B: the batch; N: the heads; s: 1 or the rows.
     """
     allowed = {"b": (1, batch), "B": (batch,), "N": (heads,), "s": (1, rows), "1": (1,)}
     leading = tuple(tensor.shape[:-1])
@@ -96,13 +96,13 @@ def columns_fit(tensor: Tensor, batch: int, heads: int, rows: int, columns: int,
 
 
 def scale_fits(scale: Tensor, heads: int, dim: int) -> bool | str:
-    """Whether scales of keys and values are one number each, or one per channel."""
+    """True if scales of keys and values are one number each, or one per channel."""
     channels = ((2, heads, 1, dim), (2, heads, dim), (2, heads * dim), (2,))
     return tuple(scale.shape) in channels or f"{list(scale.shape)} with N={heads}, D={dim}"
 
 
 def beside(offset: Tensor | None, scale: Tensor | None) -> bool | str:
-    """Whether an offset has the shape and dtype of its scale."""
+    """True if an offset is None or has the shape and dtype of its scale."""
     if offset is None:
         return True
     if scale is None:
@@ -111,13 +111,13 @@ def beside(offset: Tensor | None, scale: Tensor | None) -> bool | str:
 
 
 def is_contiguous(*tensors: Any) -> bool:
-    """Whether tensors, and lists of tensors, lie without gaps."""
+    """True if all tensors, also those in tuples, are contiguous."""
     flat = [t for value in tensors for t in (value if isinstance(value, tuple) else (value,)) if t is not None]
     return all(t.is_contiguous() for t in flat)
 
 
 def dtype_of(value: Any) -> str:
-    """'int8' of a tensor or of several; "" of none."""
+    """Names of the dtypes of a tensor or a tuple of tensors, such as 'int8'; "" for None."""
     flat = value if isinstance(value, tuple) else () if value is None else (value,)
     return " and ".join(sorted({dtype_text(t) for t in flat}))
 

@@ -1,6 +1,6 @@
-"""The pythonic decode_attention: its record, its rules, and its lowering.
+"""The record, rules and lowering of this library's decode_attention().
 
-The second vocabulary of decoding beside CANN's: caches by layout, scales by shape, windows by Band.
+Unlike CANN's operators it describes caches by layout, scales by shape, and windows by a Band.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ STORED: dict[str, Any] = {
 
 
 def heads_of(k: tuple[torch.Tensor, ...], layout: str) -> int:
-    """Key heads of a cache; 0 where its first tensor has no four axes."""
+    """Key heads of a cache; 0 if its first tensor does not have four axes."""
     axis = LAYOUTS[layout][2]
     return int(k[0].shape[axis]) if k[0].dim() == 4 and axis is not None else 0
 
 
 def groups(k: tuple[torch.Tensor, ...], layout: str, heads: int) -> bool | str:
-    """Whether every key head serves the same number of query heads."""
+    """True if the number of query heads is a multiple of that of key heads."""
     kv_heads = heads_of(k, layout)
     return (kv_heads > 0 and heads % kv_heads == 0) or f"{show(k)} with N1={heads}"
 
@@ -65,7 +65,7 @@ def groups(k: tuple[torch.Tensor, ...], layout: str, heads: int) -> bool | str:
 def stored_fits(
     tensors: tuple[torch.Tensor, ...], layout: str, heads: int, dim: int, batch: int, paged: bool
 ) -> bool | str:
-    """Whether a cache is one tensor of the batch, one per sequence, or pages, of rows of dim elements."""
+    """True if a cache is one tensor for the batch, one per sequence, or pages, with rows of dim elements."""
     for t in tensors:
         size = sizes(t, layout, heads)
         elements = (dim + 1) // 2 if t.dtype == torch.uint8 else dim
@@ -82,7 +82,7 @@ def stored_fits(
 def values_fit(
     v: tuple[torch.Tensor, ...], k: tuple[torch.Tensor, ...], layout: str, heads: int, dim: int
 ) -> bool | str:
-    """Whether values lie as keys do, tensor by tensor, in rows of dim elements of their own."""
+    """True if each value tensor matches its key tensor in batch, heads and tokens, with rows of dim elements."""
     if len(v) != len(k):
         return f"{len(v)} tensors beside {len(k)}"
     for value, key in zip(v, k, strict=True):
@@ -94,7 +94,8 @@ def values_fit(
 
 
 def scale_kind(scale: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: int, dim: int) -> str:
-    """Whether a scale is per "channel" ([], [1], [N2] or [N2, dim]) or "token" (k without its last axis); else ""."""
+    """The kind of a scale: "none", "channel" ([], [1], [N2] or [N2, dim]), "token" (k's shape without its last axis),
+    or "" for other shapes."""
     if scale is None:
         return "none"
     if tuple(scale.shape) in ((), (1,), (heads,), (heads, dim)):
@@ -105,7 +106,7 @@ def scale_kind(scale: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: i
 def scales_fit(
     scale: torch.Tensor | None, offset: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: int, dim: int
 ) -> bool | str:
-    """Whether a scale has a known shape, and its offset the same."""
+    """True if a scale has a legal shape, and its offset the same shape."""
     if scale_kind(scale, k, heads, dim) == "":
         return f"{show(scale)} with N2={heads}, {dim} elements"
     if offset is None:
@@ -114,7 +115,7 @@ def scales_fit(
 
 
 def rows_within(q_len: np.ndarray, rows: int) -> bool | str:
-    """Whether every sequence's query rows are there."""
+    """True if no sequence has more query rows than the tensor."""
     bad = np.flatnonzero((q_len < 0) | (q_len > rows))
     return len(bad) == 0 or f"{q_len[bad[0]]} for sequence {bad[0]} of {rows} rows"
 
@@ -245,7 +246,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def geometry(names: dict[str, Any]) -> dict[str, Any]:
-    """The axes N2, S2 and Dv, lengths per sequence, and what the cache holds."""
+    """Derived names of a call: the axes N2, S2 and Dv, lengths per sequence, and capacities of the cache."""
     layout, batch = names["cache_layout"], names["B"]
     heads = heads_of(names["k"], layout)
     results = [sizes(t, layout, heads) or (0, 0, 0) for t in names["k"]]
@@ -257,9 +258,9 @@ def geometry(names: dict[str, Any]) -> dict[str, Any]:
     kv_len = capacity if names["kv_len"] is None else names["kv_len"]
     q_len = np.full(batch, names["S1"], np.int64) if names["q_len"] is None else names["q_len"]
     values = names["v"]
-    last = 0 if values is None else sum(values[0].shape[-1:])  # no axis: 0, which a rule refuses
+    last = 0 if values is None else sum(values[0].shape[-1:])  # 0 for a tensor without axes, which a rule rejects
     stored = last * (2 if values is not None and values[0].dtype == torch.uint8 else 1)
-    # A row of two to a byte does not say whether its last half counts; keys of the same bytes do.
+    # The size of a row with two elements per byte does not show if dim_v is odd; keys of the same size determine it.
     same = values is not None and values[0].shape[-1:] == names["k"][0].shape[-1:]
     return {
         "N2": heads,
@@ -284,10 +285,10 @@ def _scale_param(name: str, text: str) -> Tensor:
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Memory for the results of a call with these arguments."""
+    """Allocates the results of a call from its arguments by name."""
     q, k, v = n["q"], n["k"], n["v"]
     dim_v = n["dim_v"]
-    if v is not None:  # Two integers of a uint8 byte are two elements, as in keys.
+    if v is not None:  # A uint8 stores two elements.
         key, value = (side if isinstance(side, torch.Tensor) else side[0] for side in (k, v))
         dim_v = value.shape[-1] * (2 if value.dtype == torch.uint8 else 1)
         dim_v = q.shape[-1] if value.shape[-1] == key.shape[-1] else dim_v
@@ -299,7 +300,7 @@ def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def lower(bound: Bound) -> InferenceCall:
-    """The InferenceCall of a bound decode_attention."""
+    """Lowers a bound decode_attention call to an InferenceCall."""
     n = bound.names
     problem, extents, cache = bound.once(_without_tensors)
     call = InferenceCall(
@@ -319,7 +320,7 @@ def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Extents, Cache]:
 
 
 def _scales(n: dict[str, Any], side: str, dim: int) -> Scales:
-    """Per channel as [N2, dim]; per token as they are."""
+    """The scales of keys ("k") or values ("v"): per channel, expanded to [N2, dim]; per token, unchanged."""
     heads, kind = n["N2"], scale_kind(n[f"{side}_scale"], n["k"], n["N2"], dim)
 
     def viewed(tensor: torch.Tensor | None) -> torch.Tensor | None:

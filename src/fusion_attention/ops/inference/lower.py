@@ -1,6 +1,6 @@
-"""Lowers a bound call of CANN's decoding to the intermediate representation (InferenceCall).
+"""Lowering of a bound call of CANN's IncreFlashAttention to an InferenceCall.
 
-What a record lacks has its neutral value. Loops over nothing.
+Parameters that a record lacks have their neutral values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RESULTS = ("attention_out",)
 
 
 def geometry(n: dict[str, Any]) -> dict[str, Any]:
-    """What shapes and lengths say together: N2, tokens, lengths, the first slot of every item, columns of a mask."""
+    """Derived names of a call: heads, tokens, lengths, each sequence's first slot, and columns of a mask."""
     paged, batch = n["block_table"] is not None, n["B"]
     heads = n["num_key_value_heads"] or n["N1"]
     layout = page_layout(n["key"][0]) if paged else n["input_layout"]
@@ -38,7 +38,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
     first = np.zeros(batch, np.int64)
     if pads_left:
         first = capacity - max(int(padding[0]), 0) - kv_len
-    # An item that does not fit between the paddings is empty, as on the chip.
+    # A sequence that does not fit before the padding counts as empty, as on the chip.
     used = np.where(first < 0, 0, kv_len)
     columns = int((np.maximum(first, 0) + used).max(initial=0))
     return {
@@ -56,13 +56,13 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Memory for the results of a call with these arguments."""
+    """Allocates the result of a call from its arguments by name."""
     q = n["query"]
     return {"attention_out": empty(q, q.shape, q.dtype if n["quant_scale2"] is None else torch.int8)}
 
 
 def lower(bound: Bound) -> InferenceCall:
-    """The InferenceCall of a bound record."""
+    """Lowers a bound call to an InferenceCall."""
     n = bound.names
     problem, extents, cache, first = bound.once(_without_tensors)
     stored = n["key"], n["value"], n["block_table"]
@@ -86,12 +86,12 @@ def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Extents, Cache, np.nda
 
 
 def _blocked(mask: torch.Tensor) -> torch.Tensor:
-    """[B, S], [B, 1, S] or [B, 1, 1, S] with all four axes."""
+    """A mask [B, S], [B, 1, S] or [B, 1, 1, S] with four axes."""
     return mask if mask.dim() == 4 else mask.reshape(mask.shape[0], 1, 1, mask.shape[-1])
 
 
 def _scales(n: dict[str, Any], side: int) -> Scales:
-    """[N2, D] of keys (0) or values (1), from one number, or one per channel."""
+    """Scales [N2, D] of keys (side 0) or values (1), expanded from one number or one per channel."""
     heads, dim = n["N2"], n["D"]
 
     def viewed(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -105,7 +105,7 @@ def _scales(n: dict[str, Any], side: int) -> Scales:
 
 def _extents(n: dict[str, Any]) -> Extents:
     q_len = np.full(n["B"], n["S1"], np.int64)
-    # Several tokens of one step see each other as in a prompt: the last one sees all.
+    # Several tokens of one step are causal, aligned to the last key.
     band = (Band.causal() if n["S1"] > 1 else Band.full()).resolve(q_len, n["used"])
     return extents_of(q_len, n["used"], band)
 
@@ -123,7 +123,7 @@ def _problem(n: dict[str, Any]) -> Problem:
         scale=float(n["scale_value"]),
         bias=bias,
         has_blocked=n["atten_mask"] is not None,
-        # What a mask or a bias hides leaves a mean; rows before the first token of a step are zero.
+        # Rows that a mask or a bias empties return the mean of V; rows with an empty band return zeros.
         empty_rows="mean_in_band" if n["atten_mask"] is not None or bias != "none" else "zero",
         page_size=n["block_size"] if n["block_table"] is not None else 0,
         kv_dtype=kv_dtype,

@@ -1,6 +1,6 @@
-"""CANN's decoding: the records of IncreFlashAttention V1 to V4 and of torch_npu's npu_incre_flash_attention.
+"""Records of CANN's decoding: IncreFlashAttention V1 to V4 and torch_npu's npu_incre_flash_attention.
 
-A version is a delta of the one before. Rules stand in rules.py, the way down in lower.py.
+A version is a difference from the previous one. Rules are in rules.py, lowering in lower.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAYOUTS = ("BSH", "BNSD", "BSND")
 
 
 def _rows(side: str) -> dict[str, str]:
-    """Axis words of query ("1") or key ("2") rows in every layout."""
+    """Axis words of query (side "1") or key (side "2") rows, by layout."""
     s, n = f"S{side}", f"N{side}"
     return {"BSH": f"B {s} {n}*D", "BNSD": f"B {n} {s} D", "BSND": f"B {s} {n} D"}
 

@@ -1,6 +1,6 @@
-"""The rules of CANN's decoding: what IncreFlashAttention demands of a call.
+"""Rules of CANN's IncreFlashAttention.
 
-Each rule is asked of every record that has the parameter it blames. Levels and codes: docs/rulings.md 15.
+A rule applies to every record that has its parameter. docs/rulings.md 15 explains levels and codes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fusion_attention.ops.shared.rules import (
     typed,
 )
 
-# Settings of samples: words are axis words, as in sampling.sample(). Layout BSH comes first.
+# Sample settings with axis words, as in sampling.sample(). The sampled layout is BSH.
 PAGES: dict[str, Any] = {
     "block_table": "B 2",
     "block_size": 16,
@@ -39,12 +39,12 @@ _LISTED = [torch.zeros(1, 6, 32, dtype=torch.float16)] * 257
 
 
 def beside_its_scale(offset: str, scale: str, given: Settings, wrong: str) -> Rule:
-    """An offset as its scale is; wrong: the shape of one that is not."""
+    """Rule: an offset has the shape and dtype of its scale; wrong: an invalid shape."""
     check, advice, text = f"beside({offset}, {scale})", "an offset goes with its scale", f"shape and dtype of {scale}"
     return Rule(check, offset, advice, text, stage="dtype", given=given, invalid={offset: wrong})
 
 
-# Fused inference attention asks these too.
+# These rules also apply to fused inference attention.
 SIZED_PAGES = Rule(
     "block_size > 0",
     "block_size",
@@ -360,7 +360,7 @@ LIMITS = (
     ),
 )
 
-# What the first two versions do not know yet.
+# Limits of the first two versions.
 EARLY = (
     typed(
         "dtype_of(key) != 'int8'",

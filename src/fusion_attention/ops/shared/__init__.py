@@ -1,1 +1,1 @@
-"""What families of operators share: parameters, rules, layouts, lengths, sparse modes."""
+"""Code that operator families share: parameters, rules, layouts, lengths and sparse modes."""

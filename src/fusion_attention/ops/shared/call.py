@@ -1,4 +1,4 @@
-"""What lowered calls of several families share: tensors by canonical name, and what a gradient has of its forward."""
+"""Base classes of lowered calls in several families: tensors by canonical name, and calls derived from a call."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Same = TypeVar("Same", bound="TensorCall")
 
 @dataclass(frozen=True, eq=False)
 class TensorCall:
-    """How the tensors of a call lie, and the tensors by canonical name; the first of them is always there.
+    """A call's lengths, the layout of its tensors, and the tensors by canonical name; the first is never None.
 
     Args:
-        layout: of query rows.
+        layout: layout of the query side.
     """
 
     extents: Extents
@@ -32,19 +32,19 @@ class TensorCall:
     tensors: Mapping[str, Tensor | None]
 
     def given(self, name: str) -> Tensor:
-        """A tensor that the call has."""
+        """The tensor of a name, which must not be None."""
         result = self.tensors[name]
         assert result is not None
         return result
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """Device of the tensors."""
         return self.given(next(iter(self.tensors))).device
 
     @property
     def inputs(self) -> Mapping[str, Tensor | None]:
-        """The tensors of the call."""
+        """The tensors of the call by canonical name."""
         return self.tensors
 
     def on(self: Same, inputs: Mapping[str, Tensor | None]) -> Same:
@@ -52,26 +52,26 @@ class TensorCall:
         return replace(self, tensors=inputs)
 
     def complete(self: Same) -> Same:
-        """The call as it is: its derivative reads no more than it returns."""
+        """This call: its results are all that its derivative reads."""
         return self
 
     def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
-        """Rows of the query side."""
+        """View of a tensor's rows on the query side."""
         return row_view(tensor, self.layout, heads, self.extents, "q")
 
     def covers(self, tensor: Tensor, side: str = "q") -> bool:
-        """Whether every token of a tensor of the query ("q") or key ("kv") side belongs to a sequence."""
+        """True if every token of a tensor on the query ("q") or key ("kv") side belongs to a sequence."""
         return covered(tensor, self.layout, self.extents, side)
 
 
 class OfCall:
-    """What is planned of a call: its problem, its extents and its device."""
+    """A lowered call that has problem, extents and device of another call."""
 
     def __init__(self, call: Any) -> None:
         self.call, self.problem, self.extents = call, call.problem, call.extents
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """Device of the tensors."""
         result: torch.device = self.call.device
         return result

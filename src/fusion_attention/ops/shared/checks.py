@@ -1,4 +1,4 @@
-"""The questions that rules of several families ask of a call; each answers True, or says what came instead."""
+"""Check functions for rules of several families; each returns True, or a string that describes the actual value."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ Outcome = bool | str
 
 
 def float32(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of float32."""
+    """True if a tensor has dtype float32."""
     return tensor.dtype == torch.float32
 
 
 def int32(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of int32."""
+    """True if a tensor has dtype int32."""
     return tensor.dtype == torch.int32
 
 
 def lengths_fit(
     given: np.ndarray | None, ends: bool, count: int | None, longest: int | None, tokens: int | None
 ) -> Outcome:
-    """Whether lengths, or cumulative ends, lie in their ranges.
+    """True if lengths, or cumulative ends, are in range.
 
     Args:
-        given: None is legal: what is not needed is not asked.
-        ends: they are cumulative.
-        count: sequences, where tensors show them; longest: the most tokens of one; tokens: of all together.
+        given: lengths, or ends; None is legal.
+        ends: `given` are cumulative ends.
+        count: number of sequences, or None; longest: bound of a length, or None; tokens: bound of the sum.
     """
     if given is None:
         return True
@@ -50,14 +50,14 @@ def lengths_fit(
 
 
 def broadcasts(tensor: torch.Tensor, *sizes_allowed: int) -> Outcome:
-    """Whether a tensor broadcasts to [B, N1, S1, S2]."""
+    """True if a tensor broadcasts to the sizes [B, N1, S1, S2]."""
     sizes = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
     fits = 1 <= tensor.dim() <= 4 and all(size in (1, axis) for size, axis in zip(sizes, sizes_allowed, strict=True))
     return fits or f"{list(tensor.shape)} for {list(sizes_allowed)}"
 
 
 def band_fits(band: Band | None, count: int) -> Outcome:
-    """Whether a band has whole edges, and no prefix or one per sequence."""
+    """True if a band has integer edges, and no prefix or one per sequence."""
     if band is None:
         return True
     if not all(isinstance(n, int) and abs(n) <= INFINITE for n in (band.lo, band.hi, *band.prefix)):
@@ -66,20 +66,21 @@ def band_fits(band: Band | None, count: int) -> Outcome:
 
 
 def stays_unread(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of indices or pages has no content, or has it on a device where no check was requested.
+    """True if the content of indices or page numbers is not to be checked: meta tensors, and device tensors unless the
+    setting check_content is on.
 
-    Reading would wait for the device, which a captured graph cannot; kernels there reach nothing outside whatever it
-    holds.
+    Reading would synchronize with the device, which is impossible in a captured graph. GPU kernels never access memory
+    outside the tensors, for any content.
     """
     return tensor.is_meta or not (tensor.is_cpu or current().check_content)
 
 
 def pages_exist(table: torch.Tensor, kv_len: np.ndarray, page_size: int, pages: int) -> Outcome:
-    """Whether every page that some token lies in exists; reads the table, unless it stays_unread()."""
+    """True if the page of every token exists; reads the table unless stays_unread(table)."""
     if page_size < 1 or stays_unread(table):
         return True
     ids = table.numpy() if table.is_cpu else table.cpu().numpy()
-    # Below zero is beyond all where bits are read without a sign. The usual case needs no lengths.
+    # As unsigned integers, negative numbers are large. In the usual case no entry is wrong and lengths are not needed.
     bad = ids.view(np.uint32 if ids.itemsize == 4 else np.uint64) >= pages
     if not np.count_nonzero(bad):
         return True

@@ -1,5 +1,5 @@
-"""Lengths as CANN's newer operators take them: ends of packed sequences with a 0 before them (cu_seqlens), and how much
-of every sequence counts (seqused)."""
+"""Length parameters of CANN's newer operators and their rules: cumulative ends that begin with 0 (cu_seqlens), and the
+number of used tokens of each sequence (seqused)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fusion_attention.ops.shared.rules import PACKED, needed, of_lengths, presen
 
 
 def ends_param(side: str, of: str) -> Array:
-    """cu_seqlens_SIDE of a record."""
+    """The parameter cu_seqlens_SIDE: ends of packed sequences."""
     return Array(f"cu_seqlens_{side}", f"Ends of packed sequences of {of}, a 0 before them: TND alone, needed.", True)
 
 
 def used_param(side: str, of: str) -> Array:
-    """seqused_SIDE of a record."""
+    """The parameter seqused_SIDE: used tokens of each sequence."""
     text = f"{of} of every sequence that count, the first ones; None: all."
     return Array(f"seqused_{side}", text[0].upper() + text[1:], True)
 
 
 def ends_fit(ends: np.ndarray | None, tokens: int | None) -> Outcome:
-    """Whether cumulative ends begin with 0, never fall, and end with the tokens of their tensor."""
+    """True if cumulative ends begin with 0, never fall, and end with the number of tokens in the tensor."""
     if ends is None:
         return True
     if not len(ends) or ends[0] != 0:
@@ -36,13 +36,13 @@ def ends_fit(ends: np.ndarray | None, tokens: int | None) -> Outcome:
 
 
 def one_each(given: np.ndarray | None, count: int | None, ends: np.ndarray | None) -> Outcome:
-    """Whether there is a number for every sequence: as many as packed ones have ends, else `count`."""
+    """True if there is a number for every sequence; the number of sequences is that of `ends`, or `count` if None."""
     count = count if ends is None else len(ends) - 1
     return given is None or len(given) == count or f"{len(given)} for {count} sequences"
 
 
 def within(used: np.ndarray | None, room: np.ndarray) -> Outcome:
-    """Whether lengths lie between 0 and the tokens that there is memory for."""
+    """True if each length is between 0 and the sequence's capacity in tokens (room)."""
     if used is None:
         return True
     outside = np.flatnonzero((used < 0) | (used > room))
@@ -50,7 +50,7 @@ def within(used: np.ndarray | None, room: np.ndarray) -> Outcome:
 
 
 def stored(ends: np.ndarray | None, count: int, padded: int | None) -> np.ndarray:
-    """Tokens of every sequence that there is memory for: between its ends, or of a padded axis."""
+    """Capacity of each sequence in tokens: the distance of its ends if packed, else the size of the padded axis."""
     return np.full(count, padded or 0, np.int64) if ends is None else np.diff(ends)
 
 
@@ -61,9 +61,9 @@ def rules_of(side: str, axis: str, layout: str, packed: Mapping[str, Any]) -> tu
     """The rules of cu_seqlens_SIDE and seqused_SIDE.
 
     Args:
-        axis: of all tokens of a packed tensor.
-        layout: the name of the attribute that says the layout of this side.
-        packed: settings of a sample of packed sequences. `derive` of the record gives SIDE_room, what within() asks.
+        axis: axis word for all tokens of a packed tensor.
+        layout: name of the attribute with the layout of this side.
+        packed: sample settings of packed sequences. The record's `derive` must return SIDE_room, which within() reads.
     """
     ends, used = f"cu_seqlens_{side}", f"seqused_{side}"
     wrong = list(packed[ends])

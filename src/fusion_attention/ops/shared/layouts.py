@@ -1,6 +1,6 @@
-"""From a tensor in some layout to the rows that kernels read: here the words BSND, BNSD and TND end.
+"""Conversion of tensors in layouts such as BSND, BNSD and TND to the views that kernels read.
 
-Views depend on lengths and strides alone, and are kept with the lengths. Loops over nothing.
+Views depend only on lengths and strides, and are cached with the lengths.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ LAYOUTS: dict[str, tuple[int | None, int, int | None]] = {
     "NTD": (None, 1, 0),
     "SH": (None, 0, None),
 }
-# Views kept for one set of lengths; a caller whose strides change all the time starts over.
+# Maximum number of cached views per Extents; a full cache is cleared.
 _ENTRIES = 256
 
 
 @dataclass(frozen=True)
 class Form:
-    """How the tensors of a call lie, which kernels do not ask. Crosses an operator's boundary as one line of text.
+    """Layouts of a call's tensors, from which views are made.
 
     Args:
         layout: of q, k, v, rope tensors, out and their gradients.
-        bias: "none"; "broadcast" (4-D, size 1 repeats; packed sequences read the upper left corner); packed blocks
-            end to end: "blocks" ([N, S1, S2] each) or "row_blocks" ([N, 1, S2] each); "aligned" (4-D, the right
-            columns are a sequence's own).
-        blocked: "none", "broadcast" (2-D or 4-D), or "diagonal" ([T1, T2], a sequence's block on the diagonal).
-        stats: order of packed statistics: "item" (head-major in each sequence) or "token".
+        bias: "none"; "broadcast" (4-D, size 1 repeats; packed sequences read the upper left corner); concatenated
+            blocks of packed sequences: "blocks" ([N, S1, S2] each) or "row_blocks" ([N, 1, S2] each); "aligned" (4-D,
+            a sequence reads the last kv_len columns).
+        blocked: "none", "broadcast" (2-D or 4-D), or "diagonal" ([T1, T2], with a block per sequence on the diagonal).
+        stats: order of packed statistics: "item" (head-major in each sequence) or "token" (token-major).
     """
 
     layout: str = "BSND"
@@ -51,17 +51,17 @@ class Form:
 
     @property
     def packed(self) -> bool:
-        """Sequences lie end to end on one axis."""
+        """True if sequences are concatenated along one axis."""
         return LAYOUTS[self.layout][0] is None
 
 
 def row_shape(tensor: torch.Tensor, layout: str, heads: int, dim: int) -> tuple[int, ...]:
-    """The shape of a tensor with the batch and sequence axes of another, and rows of dim elements per head."""
+    """The shape of a tensor with the batch and sequence axes of `tensor`, and rows of dim elements per head."""
     return (*tensor.shape[:-1], dim if LAYOUTS[layout][2] is not None else heads * dim)
 
 
 def rows_shape(layout: str, batch: int, tokens: int, heads: int, dim: int) -> tuple[int, ...]:
-    """The shape of a tensor of rows in a layout; where rows are packed, tokens are those of all sequences together."""
+    """The shape of a tensor of rows in a layout; tokens: per sequence, or of all sequences if rows are packed."""
     at_batch, at_token, at_head = LAYOUTS[layout]
     axes = {at_token: tokens} | ({} if at_batch is None else {at_batch: batch})
     axes |= {len(axes): heads * dim} if at_head is None else {at_head: heads, len(axes) + 1: dim}
@@ -69,17 +69,17 @@ def rows_shape(layout: str, batch: int, tokens: int, heads: int, dim: int) -> tu
 
 
 def wide(tensor: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """A sink or slopes as kernels read them: in float32, however they came; float64 beside rows of float64."""
+    """Converts a sink or slopes to float32, which kernels read; float64 stays if q is float64."""
     if tensor is None or tensor.dtype == torch.float32 or tensor.dtype == q.dtype == torch.float64:
         return tensor
     return tensor.float()
 
 
 def row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, side: str) -> RowView:
-    """The rows of a tensor of the query ("q") or key ("kv") side."""
+    """View of the rows of a tensor on the query ("q") or key ("kv") side."""
     stride = tensor.stride()
     if stride[-1] != 1 and tensor.shape[-1] > 1:
-        # Kernels read rows of neighbouring elements; any other last axis is copied, here and nowhere else.
+        # Kernels read contiguous rows, so a tensor with another stride of the last axis is copied here.
         tensor = tensor.contiguous()
         stride = tensor.stride()
     key = (layout, heads, side, tensor.shape, stride)
@@ -88,7 +88,7 @@ def row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, si
 
 
 def keep(extents: Extents, key: Any, result: Result) -> Result:
-    """Stores a view that depends on lengths and strides alone in extents.call_cache."""
+    """Stores an object that depends only on lengths and strides in extents.call_cache, and returns it."""
     if len(extents.call_cache) >= _ENTRIES:
         extents.call_cache.clear()
     extents.call_cache[key] = result
@@ -106,12 +106,12 @@ def _row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, s
 
 
 def matrix_view(tensor: torch.Tensor, form: str, heads: int, extents: Extents) -> MatrixView:
-    """A bias or a blocked matrix in one of the forms of Form."""
+    """View of a bias or a blocked matrix in one of the forms of Form."""
     count = np.arange(len(extents))
     if form in ("blocks", "row_blocks"):
         return _blocks(tensor.reshape(-1), heads, extents.q_len if form == "blocks" else None, extents.kv_len)
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        # Kernels read along keys with stride 1 or 0. clone() sees to the strides of what has no rows, too.
+        # Kernels read along keys with stride 1 or 0. clone() also normalizes strides of tensors without rows.
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     if form == "diagonal":
         address = extents.q_start * tensor.stride(0) + extents.kv_start
@@ -125,9 +125,9 @@ def matrix_view(tensor: torch.Tensor, form: str, heads: int, extents: Extents) -
 
 
 def _blocks(flat: torch.Tensor, heads: int, rows: np.ndarray | None, keys: np.ndarray) -> MatrixView:
-    """Blocks [heads, rows, keys] of the sequences, end to end; rows None: one row serves all."""
+    """View of concatenated blocks [heads, rows, keys], one per sequence; rows None: blocks with one row for all."""
     if flat.stride(0) != 1:
-        flat = flat.contiguous()  # Kernels count a block's elements one by one.
+        flat = flat.contiguous()  # Kernels require contiguous blocks.
     head = keys if rows is None else rows * keys
     size = heads * head
     row = np.zeros_like(keys) if rows is None else keys
@@ -135,20 +135,20 @@ def _blocks(flat: torch.Tensor, heads: int, rows: np.ndarray | None, keys: np.nd
 
 
 def bits_view(bits: torch.Tensor, heads: int, form: Form, sizes: tuple[int, int], extents: Extents) -> MatrixView:
-    """Packed drop bits, linear over [B, N, S1, S2] (sizes = S1, S2), or sequence by sequence where rows are packed."""
+    """View of drop bits, in row-major order over [B, N, S1, S2] (sizes = S1, S2); packed: one block per sequence."""
     if form.packed:
         return _blocks(bits.reshape(-1), heads, extents.q_len, extents.kv_len)
     return _blocks(bits.reshape(-1), heads, np.full(len(extents), sizes[0]), np.full(len(extents), sizes[1]))
 
 
 def stats_shape(q: torch.Tensor, form: Form, heads: int) -> tuple[int, ...]:
-    """[B, N1, S1], or [T1, N1] where rows are packed."""
+    """The shape of statistics: [B, N1, S1], or [T1, N1] if rows are packed."""
     batch, token, _ = LAYOUTS[form.layout]
     return (q.shape[token], heads) if batch is None else (q.shape[batch], heads, q.shape[token])
 
 
 def stats_view(tensor: torch.Tensor, form: Form, heads: int, extents: Extents) -> RowView:
-    """Statistics that stats_shape() describes, in the order of form.stats."""
+    """View of statistics whose shape is stats_shape(), in the order of form.stats."""
     key = (form.layout, form.stats, heads, tensor.shape)
     view = extents.call_cache.get(key) or keep(extents, key, _stats_view(tensor, form, heads, extents))
     return view.over(tensor)
@@ -165,9 +165,9 @@ def _stats_view(tensor: torch.Tensor, form: Form, heads: int, extents: Extents) 
 
 
 def covered(tensor: torch.Tensor, layout: str, extents: Extents, side: str) -> bool:
-    """Whether every token of a tensor of the query ("q") or key ("kv") side belongs to a sequence.
+    """True if every token of a tensor on the query ("q") or key ("kv") side belongs to a sequence.
 
-    The outputs of others are zero.
+    Outputs of other tokens are zero.
     """
     batch, token, _ = LAYOUTS[layout]
     tokens = tensor.shape[token]

@@ -1,4 +1,4 @@
-"""Packed lengths: from cumulative ends to the tokens of each sequence, and what may be wrong with ends."""
+"""Cumulative ends of packed sequences: conversion to lengths, and validity checks."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import numpy as np
 
 
 def lengths_of(ends: np.ndarray) -> np.ndarray:
-    """Lengths from inclusive cumulative ends; a tail of zeros after a positive end disables its items."""
+    """Lengths from inclusive cumulative ends; sequences in a tail of zeros after a positive end have length 0."""
     return np.maximum(np.diff(ends, prepend=0), 0)
 
 
 def broken_end(ends: np.ndarray) -> int:
-    """The first item whose end falls below its predecessor's and that is not in a tail of zeros; -1 if none."""
+    """Index of the first end that is below its predecessor and not in a tail of zeros; -1 if there is none."""
     used = len(np.trim_zeros(ends, "b"))
-    falls = np.flatnonzero(ends[:used] < np.append(0, ends[:used])[:used])  # a difference might leave int64
+    falls = np.flatnonzero(ends[:used] < np.append(0, ends[:used])[:used])  # a difference might overflow int64
     return int(falls[0]) if len(falls) else -1
 
 
 def rising(ends: np.ndarray) -> bool | str:
-    """Whether cumulative ends never fall, but for a tail of zeros."""
+    """True if cumulative ends never fall, except to a tail of zeros."""
     if len(ends) and ends[0] >= 0 and (ends[1:] >= ends[:-1]).all():
         return True
     item = broken_end(ends)
@@ -26,5 +26,5 @@ def rising(ends: np.ndarray) -> bool | str:
 
 
 def last_end(ends: np.ndarray) -> int:
-    """The number of tokens that cumulative ends cover; a tail of zeros adds none."""
+    """The number of tokens in all sequences of cumulative ends."""
     return int(ends.max(initial=0))

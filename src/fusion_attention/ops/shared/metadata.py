@@ -1,4 +1,4 @@
-"""Two-phase functions that divide the work of a call on the chip. Nothing is divided here: they write zeros."""
+"""Metadata functions, which on the chip distribute the work of another operator; here they return zeros."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ NO_ATTENTION = Problem(1, 1, 1, 1)
 
 @dataclass(frozen=True, eq=False)
 class Metadata:
-    """A call that writes zeros.
+    """A lowered call that writes zeros.
 
     Args:
-        elements: of the result.
-        problem: of no pair of a row and a key.
+        elements: size of the result.
+        problem, extents: a problem without sequences, so no back end runs.
     """
 
     elements: int
@@ -39,11 +39,11 @@ class Metadata:
     op_kind: str = "attention_forward"
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Fresh memory."""
+        """Allocates the result."""
         return {OUT: empty(torch.empty(0, device=self.device), (self.elements,), torch.int32)}
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """The result, which is cleared."""
+        """A run that clears the result."""
         return Filled((), (outputs[OUT],), (outputs[OUT],), (outputs[OUT],))
 
 
@@ -51,10 +51,10 @@ def metadata(of: str, lengths: tuple[Param, ...], numbers: str, elements: int = 
     """The record of an operator's metadata function.
 
     Args:
-        of: the operator.
-        lengths: its lengths, as the operator has them.
-        numbers: its attributes, as "name" (needed) or "name=default".
-        elements: of the result.
+        of: name of the operator.
+        lengths: its length parameters, those of the operator.
+        numbers: its attributes, as "name" (required) or "name=default".
+        elements: size of the result.
     """
 
     def lower(bound: Bound) -> Metadata:

@@ -1,4 +1,4 @@
-"""Parameters that the records of several families have, the content that their samples need, and the usual scale."""
+"""Parameters of records in several families, the content of their samples, and the default scale."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ import torch
 from fusion_attention.contract import Attr, Tensor
 
 FLOATS = "float16 bfloat16 float32"
-OWN_FLOATS = f"{FLOATS} float64"  # of this library's own functions
+OWN_FLOATS = f"{FLOATS} float64"  # in this library's functions
 
 
 def spelled(param: Any, name: str, **changes: Any) -> Any:
-    """A parameter by another name."""
+    """A copy of a parameter with another spelling."""
     return replace(param, spelled=name, **changes)
 
 
 def output(name: str, text: str, shape: Any, dtypes: str = "=query", **changes: Any) -> Tensor:
-    """A tensor that an operator writes."""
+    """A parameter that is an output tensor."""
     return Tensor(name, text, dtypes=dtypes, shape=shape, output=True, **changes)
 
 
 def keeps_or_adds(bias: str) -> str:
-    """What to do about a mask of another dtype, which may mean one of three things."""
+    """Advice about a mask of a wrong dtype; bias: the parameter for additive masks."""
     return f"True removes a score: torch's keep mask is ~mask, an additive mask (0 and -inf) goes in {bias}"
 
 
 def unmasked(shape: tuple[int, ...]) -> torch.Tensor:
-    """Sample content: nothing is removed."""
+    """Sample content of a mask that hides no key."""
     return torch.zeros(shape, dtype=torch.bool)
 
 
 def in_order(shape: tuple[int, ...]) -> torch.Tensor:
-    """Sample content: pages one after the other."""
+    """Sample content of a page table: ascending page numbers."""
     return torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
 
 
 def scale_of(given: float | None, dim: int, rope: int = 0) -> float:
-    """A scale as a number; None: 1 / sqrt(dim + rope)."""
+    """The scale of q . k: the given one, or 1 / sqrt(dim + rope)."""
     return (dim + rope) ** -0.5 if given is None else float(given)
 
 
@@ -67,5 +67,5 @@ TENSOR_FIRST = torch.Tensor | Sequence[int] | np.ndarray | None
 
 
 def or_none(*attributes: Attr) -> dict[str, Any]:
-    """Attributes that may be None."""
+    """Types for Op.declared of attributes that may be None."""
     return {p.name: p.type | None for p in attributes}

@@ -1,6 +1,6 @@
-"""CANN's C declarations of its operators: the names of every aclnnXxxGetWorkspaceSize's parameters, in their order.
+"""CANN's C declarations: names and order of the parameters of every aclnnXxxGetWorkspaceSize function.
 
-Spelled as where they were read, mistakes and all: the versions of one operator differ in some names.
+Spellings, including inconsistent ones between versions, are those of the sources.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SIDE_MODES = "keyAntiquantMode valueAntiquantMode"
 
 
 def _fused(optional: str, modes: str = "", suffix: str = "Optional") -> str:
-    """The names of a version of FusedInferAttentionScore: its optional inputs, and its last modes."""
+    """Parameter names of a version of FusedInferAttentionScore, from its optional inputs and its last attributes."""
     return f"""
         query key value {" ".join(name + suffix for name in optional.split())}
         numHeads scaleValue preTokens nextTokens inputLayout numKeyValueHeads sparseMode innerPrecise blockSize
@@ -226,7 +226,7 @@ _PAGES |= {
         ("DenseLightningIndexerSoftmaxLseV2", ""),
     )
 }
-# Operators that take lengths as tensors: selections run without asking the host.
+# Operators whose lengths are tensors on the device.
 _LENGTHS_ON_DEVICE = {
     f"aclnn{name}"
     for name in (
@@ -246,7 +246,7 @@ _LENGTHS_ON_DEVICE = {
 
 
 def _header(name: str) -> str:
-    """CANN's file that declares an operator: the training operators share two, every other one has its own."""
+    """CANN's header of an operator; the training operators share two headers."""
     if name.startswith("aclnnFlashAttention"):
         return f"aclnn_flash_attention_score{'_grad' if 'Grad' in name else ''}.h"
     words = re.sub(r"([a-z\d])(?=[A-Z])|([A-Z])(?=[A-Z][a-z])", r"\1\2_", name)
@@ -263,5 +263,5 @@ PROTOTYPES = {
     **{name: _prototype(name, names, "this operator's page") for name, names in _PAGES.items()},
     **{name: _prototype(name, names, PUBLIC) for name, names in _HEADERS.items()},
 }
-# A record of CANN's; further ones are versions of it.
+# Makes the record of an operator of CANN; its versions are made with Op.version().
 of_cann = partial(Op, source="CANN", prototypes=PROTOTYPES, blank_is_absent=True)

@@ -1,6 +1,6 @@
-"""What the rules of all operators have in common: their kinds, and the rules that several families ask.
+"""Kinds of rules, and the rules that several families share.
 
-The rules of one family stand in a file of its own. Levels and codes: docs/rulings.md 15.
+The other rules are in the families' rules.py. docs/rulings.md 15 explains levels and codes.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from fusion_attention.contract import INVALID, NULL_POINTER, Rule, Settings
 PADDED, PACKED = ("BSND", "BSH", "SBH", "BNSD"), ("TND",)
 ROPE = {"query_rope": True, "key_rope": True}
 
-# What a call must have, how dtypes and lengths must be, and what the chip alone demands.
+# Rules on required parameters, dtypes and lengths, and limits of the chip.
 presence = partial(Rule, stage="presence", code=NULL_POINTER)
 typed = partial(Rule, stage="dtype", code=INVALID)
 of_lengths = partial(Rule, stage="lengths")
 limit = partial(Rule, level="limit")
-# The same of what CANN calls an invalid parameter.
+# Rules and limits whose code is that of an invalid parameter.
 invalid = partial(Rule, code=INVALID)
 refused = partial(limit, code=INVALID)
-# What is said of a call that runs all the same, or only where contents are checked.
+# Warnings, and rules on tensor content that are checked on request.
 note = partial(Rule, level="note")
 content = partial(Rule, level="content")
 
 
 def group(*rules: Rule, **common: Any) -> tuple[Rule, ...]:
-    """The rules, with the fields that all of them share."""
+    """Copies of the rules with fields that all of them share."""
     return tuple(replace(rule, **common) for rule in rules)
 
 
@@ -39,31 +39,31 @@ def group(*rules: Rule, **common: Any) -> tuple[Rule, ...]:
 
 
 def needed(param: str, advice: str, text: str = "", **more: Any) -> Rule:
-    """A parameter that a call must have."""
+    """Rule: a parameter is required."""
     return presence(f"{param} is not None", param, advice, text, invalid={param: None}, **more)
 
 
 def elements(axis: str, param: str, bad: int = 769, *, optional: bool = False, **more: Any) -> Rule:
-    """An axis of elements that one head has; optional: there may be no such tensor."""
+    """Rule: a head has between 1 and 768 elements on an axis; optional: the tensor may be absent."""
     bounds = f"1 <= {axis} <= 768"
     check, text = (f"{axis} is None or {bounds}", bounds) if optional else (bounds, "")
     return invalid(check, param, "elements per head", text, invalid={axis: bad}, **more)
 
 
 def groups_of_heads(key: str, *others: str) -> Rule:
-    """Query heads share key heads evenly; others: what else may be wrong."""
+    """Rule: the number of query heads is a multiple of that of key heads; others: further advice."""
     advice = "; ".join(("every key head serves the same number of query heads", *others))
     return Rule("N1 > 0 and N2 > 0 and N1 % N2 == 0", key, advice, invalid={"N2": 3})
 
 
 def rope_pair(query_rope: str, key_rope: str, given: Settings) -> Rule:
-    """Rope parts of both sides, or of neither."""
+    """Rule: rope tensors of query and key are both given, or neither."""
     text, check = f"{query_rope} and {key_rope}, or neither", f"({query_rope} is None) == ({key_rope} is None)"
     return presence(check, query_rope, "rope parts come in pairs", text, given=given, invalid={key_rope: None})
 
 
 def finite_scale(scale: str, bad: float = float("inf"), *, optional: bool = True) -> Rule:
-    """A scale that float32 can hold."""
+    """Rule: a scale is finite in float32."""
     check = f"abs({scale}) < 3.4e38"
     if optional:
         check = f"{scale} is None or {check}"
@@ -71,14 +71,14 @@ def finite_scale(scale: str, bad: float = float("inf"), *, optional: bool = True
 
 
 def one_length_each(q_len: str, kv_len: str) -> Rule:
-    """Packed sequences with a length on both sides."""
+    """Rule: packed queries and keys have the same number of sequences."""
     both = f"{q_len} is not None and {kv_len} is not None"
     check, advice = f"len({q_len}) == len({kv_len})", "one length per sequence in both"
     return of_lengths(check, kv_len, advice, when=both, only=PACKED, invalid={kv_len: [12]})
 
 
 def broadcasting(columns: str, text: str) -> tuple[Rule, ...]:
-    """A `blocked` and a `bias` for scores with so many columns."""
+    """Rules: `blocked` and `bias` broadcast to [B, N1, S1, columns]."""
     return tuple(
         Rule(
             f"broadcasts({name}, B, N1, S1, {columns})",
@@ -97,7 +97,7 @@ def broadcasting(columns: str, text: str) -> tuple[Rule, ...]:
 
 
 def cached(kv_len: str) -> Rule:
-    """Lengths that a cache holds."""
+    """Rule: lengths are within the capacity of the cache."""
     advice, text = "tokens in the cache, those of this step included", "0 <= length <= tokens of the cache"
     return Rule("lengths_within(kv_len, capacity)", kv_len, advice, text, invalid={kv_len: [3, 7]})
 
@@ -105,7 +105,10 @@ def cached(kv_len: str) -> Rule:
 def paged(
     size: str, size_text: str, owner: str, given: Settings, too_long: Settings, unknown: list[list[int]]
 ) -> tuple[Rule, ...]:
-    """A table of pages that are there, one for every token; too_long: lengths that it does not hold."""
+    """Rules: the page table has a page for every token, and the pages exist.
+
+    size: expression for the page size; given: sample settings; too_long, unknown: invalid lengths and page numbers.
+    """
     return group(
         Rule(
             f"table_holds(block_table, kv_len, {size})",
@@ -131,12 +134,12 @@ def paged(
 
 
 def reserved(name: str, sample: Any) -> Rule:
-    """A parameter that stays empty."""
+    """Limit: a parameter is reserved and must be None."""
     return limit(f"{name} is None", name, "reserved: leave it out", invalid={name: sample})
 
 
 def own_page_ids(given: Settings, ids: Any) -> Rule:
-    """Page numbers as the chip reads them; ids: a sample that is not."""
+    """Limit: page numbers are int32; ids: an invalid sample."""
     check, advice = "int32(block_table)", "the chip reads 32 bits"
     when = "block_table is not None"
     return refused(check, "block_table", advice, "int32", when=when, given=given, invalid={"block_table": ids})
@@ -148,9 +151,9 @@ doubt = partial(Rule, level="doubt")
 
 
 def covered(q_len: str, kv_len: str, advice: str, short: Settings) -> tuple[Rule, ...]:
-    """Packed sequences that end where their tensors do; short: settings under which neither side's do.
+    """Doubts: packed sequences cover all rows of their tensors; short: settings that violate this for both sides.
 
-    Every family's `derive` gives q_len and kv_len, tokens of each sequence.
+    The record's `derive` must return q_len and kv_len, the tokens of each sequence.
     """
     return tuple(
         doubt(
@@ -172,7 +175,10 @@ ENDS = "did you pass lengths? They are cumulative ends: [3, 8] is 3 and 5 rows"
 def untrained(
     advice: str, given: Settings | None = None, kind: Callable[..., Rule] = doubt, **shapes: tuple[int, ...]
 ) -> tuple[Rule, ...]:
-    """Tensors that get no gradient; kind: of the rules; shapes: of samples."""
+    """Rules: tensors without a derivative do not require gradients.
+
+    kind: constructor of the rules; shapes: names of the tensors, with sample shapes.
+    """
     wanting = {name: torch.zeros(shape, dtype=torch.float16, requires_grad=True) for name, shape in shapes.items()}
     text = "a tensor that waits for no gradient"
     return tuple(
@@ -182,19 +188,19 @@ def untrained(
 
 
 def own_scale(scale: str) -> Rule:
-    """A scale that the call says: torch_npu's default is seldom what is meant."""
+    """Note: the scale is passed, because torch_npu's default, 1.0, is seldom intended."""
     advice = "the default is 1.0, not 1 / sqrt(D): say 1.0 where queries are scaled already"
     return note(f"'{scale}' not in missing or D < 32", scale, advice, f"a {scale}", invalid={scale: None, "D": 64})
 
 
 def no_float32(query: str, weights: str = "") -> Rule:
-    """Sixteen bits alone; weights: their sample shape, where there are any."""
+    """Limit: the query is float16 or bfloat16; weights: sample shape of the weights, if there are any."""
     invalid = {query: ("B S1 N1 D", "float32")} | ({"weights": (weights, "float32")} if weights else {})
     advice, text = "the chip computes no float32 here", "float16 or bfloat16"
     return refused(f"not float32({query})", query, advice, text, invalid=invalid)
 
 
 def only_dim(axis: str, size: int, param: str, bad: int = 64, *, beside: str = "", **more: Any) -> Rule:
-    """An axis of elements that has one size; beside: a condition."""
+    """Limit: an axis of elements has a fixed size; beside: prefix of the condition."""
     when, advice = f"{beside}1 <= {axis} <= 768", "the chip takes no other dim"
     return refused(f"{axis} == {size}", param, advice, when=when, invalid={axis: bad}, **more)

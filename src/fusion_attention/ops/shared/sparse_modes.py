@@ -1,4 +1,4 @@
-"""What a sparse_mode means: the interval of keys that each row sees. docs/sparse_modes.md shows all nine."""
+"""Conversion of CANN's sparse_mode to a band, the interval of visible keys of each row (docs/sparse_modes.md)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from fusion_attention.ir.problem import Extents
 
 
 def sparse_band(mode: int, pre: int, next_: int, prefix: np.ndarray | None) -> Band:
-    """The band of a sparse mode of the training operators, given that a mask came with it.
+    """The band of a sparse mode of the training operators, for a call with a mask.
 
-    0 window from the upper left corner (beside the mask), 1 the mask alone, 2 causal from the upper left, 3 causal to
-    the lower right, 4 window to the lower right, 5 and 6 prefix, 7 as 3 and 8 as 2 (their cut sequence: mode_band).
+    0: window aligned to the upper left corner (the mask also applies); 1: the mask only; 2: causal, upper left; 3:
+    causal, lower right; 4: window, lower right; 5 and 6: prefix; 7 as 3 and 8 as 2, but for the sequence that is split
+    between devices (mode_band).
     """
     match mode:
         case 0:
@@ -32,10 +33,11 @@ def sparse_band(mode: int, pre: int, next_: int, prefix: np.ndarray | None) -> B
 def mode_band(
     mode: int, has_mask: bool, pre: int, next_: int, prefix: np.ndarray | None, q_len: np.ndarray, kv_len: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(lo, hi, prefix) per sequence. Without a mask the training operators ignore the mode: everything is visible.
+    """(lo, hi, prefix) per sequence, as in Extents. Without a mask training operators ignore the mode: all keys are
+    visible.
 
-    Modes 7 and 8 shift the diagonal of the one sequence that was cut between two devices: the last (7) or the first
-    (8) with query rows.
+    Modes 7 and 8 shift the diagonal of the sequence that is split between two devices: the last (7) or the first (8)
+    with query rows.
     """
     if not has_mask:
         return Band.full().resolve(q_len, kv_len)
@@ -48,7 +50,7 @@ def mode_band(
 
 
 def band_empties_rows(extents: Extents) -> bool:
-    """Whether some row of a sequence with keys sees none of them by the band alone."""
+    """True if the band leaves no key for some row in a sequence with keys."""
     e = extents
     past_the_end = e.q_len - 1 + e.lo >= e.kv_len
     before_the_start = (e.hi <= 0) & (e.prefix <= 0)

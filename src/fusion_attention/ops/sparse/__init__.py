@@ -1,1 +1,1 @@
-"""Attention to selected blocks of keys: SparseFlashAttention, its gradients, and our own sparse_attention()."""
+"""Attention to selected blocks of keys: SparseFlashAttention, its gradients, and this library's sparse_attention()."""

@@ -1,6 +1,5 @@
-"""Sparse attention below its interfaces' words: the Problem, the views, and what goes before and after a run.
-
-Statistics leave as CANN has them, and return as kernels keep them.
+"""Lowered calls of sparse attention, with their views, and the conversion of statistics between CANN's order and the
+kernels' order.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fusion_attention.ops.shared.layouts import covered, row_view
 from fusion_attention.ops.sparse.checks import PAGED
 
 Tensor = torch.Tensor
-# Inputs with a gradient, in the order of their gradients, and those without; then those of a second source of keys.
+# Inputs with a gradient, in the order of GRADIENTS; inputs without; and inputs of a second source of keys.
 DIFFERENTIABLE = ("query", "key", "value", "query_rope", "key_rope", "sinks")
 GRADIENTS = ("dquery", "dkey", "dvalue", "dquery_rope", "dkey_rope", "dsinks")
 OTHERS = ("sparse_indices", "block_table")
@@ -32,12 +31,12 @@ RESULTS = ("attention_out", *STATISTICS)
 
 @dataclass(frozen=True, eq=False)
 class Sparse(TensorCall):
-    """A forward call.
+    """A lowered forward call of sparse attention.
 
     Args:
-        layout_kv: of key rows.
-        stats: statistics are returned beside attention_out.
-        second: of a second source of keys, its layout, and its lengths as the kv_len of extents; None: there is none.
+        layout_kv: layout of key rows.
+        stats: statistics are results, in addition to attention_out.
+        second: layout of a second source of keys, and extents whose kv_len are its lengths; None: no second source.
     """
 
     problem: Problem
@@ -47,12 +46,12 @@ class Sparse(TensorCall):
     op_kind = "attention_forward"
 
     def keys(self, tensor: Tensor, dim: int = 0) -> RowView | PagedView:
-        """Rows of the key side; dim: fewer elements than there are."""
+        """View of key rows; dim: only the first dim elements of a row."""
         view = key_view(tensor, self.layout_kv, self.problem.heads_kv, self.extents, self.tensors["block_table"])
         return replace(view, dim=dim) if dim else view
 
     def compressed(self, tensor: Tensor | None, dim: int = 0) -> RowView | PagedView | None:
-        """The same of the second source; None without a tensor."""
+        """View of rows in the second source of keys, or None; dim: as in keys()."""
         if self.second is None or tensor is None:
             return None
         layout, extents = self.second
@@ -60,13 +59,13 @@ class Sparse(TensorCall):
         return replace(view, dim=dim) if dim else view
 
     def covers(self, tensor: Tensor, side: str = "q") -> bool:
-        """As it is everywhere; side "compressed": the second source."""
+        """As TensorCall.covers(); side "compressed": keys of the second source."""
         if side == "compressed" and self.second is not None:
             return covered(tensor, self.layout, self.second[1], "kv")
         return super().covers(tensor, side)
 
     def operands(self, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
-        """The views of the call's tensors, its output, and its statistics [.., N1] as kernels keep them."""
+        """Views of the call's tensors, its output, and its statistics [.., N1] in the kernels' order."""
         p, t = self.problem, self.tensors
         k, v, indices, q_rope, k_rope = (t[n] for n in ("key", "value", "sparse_indices", "query_rope", "key_rope"))
         assert k is not None
@@ -87,15 +86,15 @@ class Sparse(TensorCall):
         )
 
     def grouped(self, stats: Tensor) -> Tensor:
-        """grouped() of the call's statistics."""
+        """A view of the call's statistics in CANN's order (the function grouped())."""
         return grouped(stats, self.problem.heads_kv, self.layout)
 
     def complete(self) -> Sparse:
-        """The same call with statistics."""
+        """The same call, with statistics among its results."""
         return replace(self, stats=True)
 
     def backward(self, results: Results, upstream: Results) -> SparseBackward:
-        """The call of the gradients, from the results of a call with statistics and their gradients."""
+        """The gradient call, from the results of a call with statistics and their gradients (upstream)."""
         out, top, total = (results[name] for name in RESULTS)
         dout, dlse = (upstream.get(name) for name in RESULTS[:2])
         return SparseBackward(self, torch.zeros_like(out) if dout is None else dout, out, top, total, dlse)
@@ -103,23 +102,23 @@ class Sparse(TensorCall):
     def gradients(
         self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """The gradients of a call with statistics."""
+        """Computes the gradients of the inputs, as ir.call.Differentiable; results must include statistics."""
         unpaged(self.problem.page_size)
         result = run(self.backward(results, upstream))
         return {t: result[name] for t, name in GRADIENT_OF.items() if name in result}
 
     def results(self) -> dict[str, Tensor]:
-        """Fresh memory."""
+        """Allocates the results."""
         result = fresh({**self.tensors, "layout": self.layout, "dim_v": self.problem.dim_v})
         return result if self.stats else {RESULTS[0]: result[RESULTS[0]]}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors; kernels write statistics in their own order."""
+        """A run on views of the call's tensors and these outputs."""
         return SparseForward(self, outputs)
 
 
 def statistics(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for statistics of query rows as kernels keep them: [B, S1, N1] or [T1, N1]."""
+    """Allocates max and sum in the kernels' order: [B, S1, N1] or [T1, N1]."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return empty(query, query.shape[:-1], dtype), empty(query, query.shape[:-1], dtype)
 
@@ -130,28 +129,25 @@ def grouped(stats: Tensor, heads_kv: int, layout: str) -> Tensor:
 
 
 def key_view(tensor: Tensor, layout: str, heads: int, extents: Extents, table: Tensor | None) -> RowView | PagedView:
-    """Rows of keys, packed, padded or in pages; table: of page_table()."""
+    """View of key rows that are packed, padded or paged; table: result of page_table()."""
     if layout != PAGED:
         return row_view(tensor, layout, heads, extents, "kv")
     assert table is not None
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        tensor = tensor.contiguous()  # As row_view() does: kernels read rows of neighbouring elements.
+        tensor = tensor.contiguous()  # Kernels read contiguous rows.
     page, token, head, _ = tensor.stride()
     return PagedView(tensor, table, tensor.shape[1], page, token, head, tensor.shape[3])
 
 
 def narrow(lists: Tensor) -> Tensor:
-    """Lists as kernels read them, in 32 bits: an entry that these do not hold stays outside."""
+    """Lists converted to int32, which kernels read; entries beyond int32 become -1 or the largest int32."""
     if lists.dtype == torch.int32:
         return lists
     return lists.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
 
 
 def page_table(table: Tensor | None) -> Tensor | None:
-    """A page table as kernels read it, the same one for all that lies in its pages.
-
-    32 bits, which hold every page that there is; a sequence's pages one by one.
-    """
+    """A page table in the format that kernels read: int32 with contiguous rows."""
     if table is None:
         return None
     table = table.to(torch.int32)
@@ -162,7 +158,7 @@ def page_table(table: Tensor | None) -> Tensor | None:
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Memory for every result of a forward call with these arguments."""
+    """Allocates all results of a forward call from its arguments by name."""
     q, k, v = (n[name] for name in ("query", "key", "value"))
     heads = k.shape[-2]
     out = empty(q, (*q.shape[:-1], (n["dim_v"] or k.shape[-1]) if v is None else v.shape[-1]))
@@ -173,7 +169,7 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 class SparseForward(Filled):
-    """A forward call laid on memory; statistics are written in the order of kernels."""
+    """A run of a forward call; the back end writes statistics in the kernels' order, and finish() converts them."""
 
     __slots__ = ("call", "stats")
 
@@ -187,7 +183,7 @@ class SparseForward(Filled):
     def finish(self) -> None:
         super().finish()
         _, max_, sum_ = self.buffers
-        # A row without keys has 0 and 0, also where there is a sink but the sequence has no keys at all.
+        # CANN's statistics of a row without visible keys are 0 and 0, also in a sequence without keys and with a sink.
         empty = max_ == -torch.inf
         for b in self.call.extents.keyless:
             self.call.rows(empty.unsqueeze(-1), self.call.problem.heads_q).sequence(
@@ -202,19 +198,19 @@ class SparseForward(Filled):
 
 
 def unpaged(page_size: int) -> None:
-    """Raises for keys in pages."""
+    """Raises NotImplementedError for paged keys, which have no gradient."""
     if page_size:
         raise NotImplementedError("fusion_attention: keys in pages have no gradient: pass them padded or packed")
 
 
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Memory for the gradients of all tensors that are given."""
+    """Allocates gradients of all differentiable inputs that are not None."""
     given = ((name, n.get(source)) for source, name in GRADIENT_OF.items())
     return {name: empty(t, t.shape) for name, t in given if t is not None}
 
 
 class SparseBackward(OfCall):
-    """A gradient call, from the saved output and the saved statistics in CANN's order, as dlse is."""
+    """A lowered gradient call, from the saved output and statistics; statistics and dlse are in CANN's order."""
 
     call: Sparse
     op_kind = "attention_backward"
@@ -226,11 +222,11 @@ class SparseBackward(OfCall):
         self.saved, self.dlse = (dout, out, max_, sum_), dlse
 
     def results(self) -> dict[str, Tensor]:
-        """The gradients of all that the call has."""
+        """Allocates the gradients of the call's inputs."""
         return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors, what was saved, and its gradients."""
+        """A run on views of the call's tensors, its saved results and these gradients."""
         return BackwardRun(self.call, self.saved, self.dlse, outputs)
 
 
@@ -272,7 +268,7 @@ class BackwardRun(Filled):
         super().__init__(operands, buffers, tuple(outputs.values()), tuple(clears))
 
     def _ungrouped(self, dlse: Tensor) -> Any:
-        """dlse as kernels keep statistics."""
+        """View of dlse, copied to the kernels' order."""
         given, _ = statistics(self.call.given("query"))
         self.call.grouped(given).copy_(dlse)
         return self.call.rows(given.unsqueeze(-1), self.call.problem.heads_q)

@@ -1,6 +1,7 @@
-"""The questions that the rules of sparse attention and of the indexer ask: each answers True, or says what came.
+"""Check functions for rules of sparse attention and of the indexer; each returns True, or a string with the actual
+value.
 
-Pure functions of lengths, lists of selected blocks and page tables.
+They are pure functions of lengths, lists of selected blocks and page tables.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ PAGED = "PA_BSND"
 
 
 def keys_in(layout: str, layout_kv: str | None, block_table: torch.Tensor | None) -> str:
-    """How keys lie: as their own layout says, in pages where only a table says so, else as the queries."""
+    """The layout of keys: layout_kv if given, else paged if there is a block_table, else the layout of the queries."""
     if layout_kv is not None:
         return layout_kv
     return layout if block_table is None else PAGED
 
 
 def queries_fit(given: np.ndarray | None, layout: str, cumulative: bool, b: Any, s1: Any, t1: Any) -> Outcome:
-    """lengths_fit() of the query side."""
+    """True if query lengths are in range; arguments b, s1, t1: sizes of the axes."""
     packed = layout == "TND"
     return lengths_fit(given, packed and cumulative, None if packed else b, None if packed else s1, t1)
 
@@ -33,7 +34,7 @@ def queries_fit(given: np.ndarray | None, layout: str, cumulative: bool, b: Any,
 def keys_fit(
     given: np.ndarray | None, form: str, cumulative: bool, b: Any, s2: Any, t2: Any, table: Any, page: Any
 ) -> Outcome:
-    """lengths_fit() of the key side."""
+    """True if key lengths are in range; form: layout of keys; b, s2, t2, page: sizes of the axes."""
     if form == PAGED:
         return lengths_fit(given, False, b, 0 if table is None else table.shape[1] * page, None)
     packed = form == "TND"
@@ -41,7 +42,7 @@ def keys_fit(
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Lengths per sequence, and the axes that tensors of the layout do not show."""
+    """Derived names of a call: lengths per sequence, and axes that tensors in this layout do not have."""
     form = keys_in(names["layout"], names["layout_kv"], names["block_table"])
     given, cumulative = names["actual_seq_qlen"], names["cumulative"]
     packed = names["layout"] == "TND"
@@ -77,15 +78,14 @@ def _lists(indices: torch.Tensor, layout: str, q_len: np.ndarray) -> Iterator[tu
 
 
 def _first(bad: torch.Tensor, own: torch.Tensor, b: int) -> str:
-    """The first bad entry of a sequence's lists, and where it stands."""
+    """Text with the first invalid entry in a sequence's lists and its position."""
     row, head, slot = bad.nonzero()[0].tolist()
     heads = f"head {head}, " if own.shape[1] > 1 else ""
     return f"{int(own[row, head, slot])} at batch {b}, row {row}, {heads}slot {slot}"
 
 
 def entries_fit(indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int) -> Outcome:
-    """Whether every entry of every row is -1 or names a block of its sequence's keys; reads them, unless the lists
-    stay unread."""
+    """True if every entry is -1 or a block of its sequence's keys; reads the lists unless stays_unread(indices)."""
     if stays_unread(indices):
         return True
     for b, own in _lists(indices, layout, q_len):
@@ -97,12 +97,12 @@ def entries_fit(indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: n
 
 
 def unbroken(indices: torch.Tensor) -> bool:
-    """Whether no entry stands behind a -1, where no row reads it; True where lists stay unread."""
+    """True if no entry follows a -1, where rows do not read it, or if stays_unread(indices)."""
     return stays_unread(indices) or not bool(((indices[..., 1:] >= 0) & (indices[..., :-1] < 0)).any())
 
 
 def _visible(mode: int, rows: int, keys: int, device: torch.device) -> torch.Tensor:
-    """[rows, 1, 1]: how many keys each row sees."""
+    """Number of visible keys of each row, [rows, 1, 1]."""
     row = torch.arange(rows, device=device)[:, None, None]
     return (row + keys - rows + 1).clamp(0, keys) if mode == 3 else torch.full_like(row, keys)
 
@@ -110,7 +110,7 @@ def _visible(mode: int, rows: int, keys: int, device: torch.device) -> torch.Ten
 def few_enough(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int, mode: int
 ) -> Outcome:
-    """Whether no entry stands where no row reads it: behind as many as the row sees blocks."""
+    """True if no row lists more entries than its number of visible blocks, which is the number that it reads."""
     for b, own in _lists(indices, layout, q_len):
         seen = -(-_visible(mode, len(own), int(kv_len[b]), own.device) // block)
         slot = torch.arange(own.shape[-1], device=own.device)
@@ -123,7 +123,7 @@ def few_enough(
 def in_the_past(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int, mode: int
 ) -> Outcome:
-    """Whether every entry names a block of which its row sees a key."""
+    """True if every entry is a block with a key that is visible to its row."""
     for b, own in _lists(indices, layout, q_len):
         bad = own.long() * block >= _visible(mode, len(own), int(kv_len[b]), own.device)
         if bool(bad.any()):

@@ -1,6 +1,6 @@
-"""The record of this library's own `sparse_attention`, and what it shares with our own functions of the indexer.
+"""The record of this library's sparse_attention(), and parameters that its indexer functions share.
 
-Lengths are lengths, `causal` is a flag, and a value may be a part of its key.
+Unlike CANN's operators it takes lengths, not cumulative ends, a flag `causal`, and values that are elements of keys.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ SAMPLE = {"actual_seq_qlen": [3, 5], "actual_seq_kvlen": [5, 7]}
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Lengths and axes, and the mode that `causal` stands for."""
+    """Derived names of a call: lengths, axes, and the sparse_mode of `causal`."""
     return lengths(names) | {"sparse_mode": 3 if names["causal"] else 0}
 
 
 def _derive(names: dict[str, Any]) -> dict[str, Any]:
-    """derive(), with dim_v where it is given."""
+    """derive(), with Dv from dim_v if there is no value tensor."""
     return derive(names) | ({"Dv": names["dim_v"] or names["D"]} if names["value"] is None else {})
 
 
@@ -90,7 +90,7 @@ RECORD = V1.version(
     ),
     rulings=(1, 2, 6, 10, 11, 12, 17, 18, 23, 25),
     neutral={**NEUTRAL, "cumulative": False, "sparse_mode": 3},
-    # Of the maximum: the gradient of max + log(sum), whose parts are not visible.
+    # The gradient of softmax_max stands for that of max + log(sum).
     trains={"attention_out": DIFFERENTIABLE, "softmax_max": DIFFERENTIABLE},
     blank_is_absent=False,
     derive=_derive,

@@ -1,4 +1,4 @@
-"""Lowers a bound call of sparse attention to the intermediate representation (Sparse)."""
+"""Lowering of a bound call of sparse attention to a lowered call (Sparse)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fusion_attention.ops.sparse.checks import keys_in
 
 
 def extents_of(n: Mapping[str, Any]) -> Extents:
-    """Lengths and bands of a bound call."""
+    """The Extents of a bound call, from its names."""
     band = Band.causal() if n["sparse_mode"] == 3 else Band.full()
     return Extents(n["q_len"], n["kv_len"], *band.resolve(n["q_len"], n["kv_len"]), np.zeros_like(n["q_len"]))
 
 
 def sparse_call(bound: Bound) -> Sparse:
-    """The call of a bound record of sparse attention."""
+    """Lowers a bound call of sparse attention to its forward call."""
     n = bound.names
     problem, extents = bound.once(lambda n: (_problem(n), extents_of(n)))
     form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
     tensors = {name: n[name] for name in (*DIFFERENTIABLE, *OTHERS)}
-    if n["K"] == 0:  # lists of nothing end at once
+    if n["K"] == 0:  # Kernels require an entry; -1 ends a list.
         lists = n["sparse_indices"]
         tensors["sparse_indices"] = lists.new_full((*lists.shape[:-1], 1), -1)
     tensors |= {"sinks": wide(n["sinks"], n["query"]), "block_table": page_table(n["block_table"])}
@@ -36,7 +36,7 @@ def sparse_call(bound: Bound) -> Sparse:
 
 
 def lower(bound: Bound) -> Sparse | SparseBackward:
-    """A bound record of sparse attention, forward or gradient."""
+    """Lowers a bound call of sparse attention, forward or gradient."""
     call = sparse_call(bound)
     if "dy" not in bound.op.by_name:
         return call

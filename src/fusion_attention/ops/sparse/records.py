@@ -1,6 +1,6 @@
-"""CANN's sparse attention, forward and gradient: the records of its own interface and of torch_npu's.
+"""Records of CANN's sparse attention, forward and gradient, in the two-phase interface and in torch_npu.
 
-Rules stand in rules.py, the way down to a Problem in lower.py.
+Rules are in rules.py, lowering in lower.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LARGEST_INT64 = (1 << 63) - 1
 
 
 def rows(side: str, heads: str, dim: str) -> dict[str, str]:
-    """Axis words of a tensor of query ("1") or key ("2") rows in every layout; heads "" for a tensor without."""
+    """Axis words of a tensor of query (side "1") or key (side "2") rows, by layout; heads: axis word, "" for none."""
     shapes = {"BSND": f"B S{side} {heads} {dim}", "TND": f"T{side} {heads} {dim}"}
     return shapes | ({PAGED: f"P Ps {heads} {dim}"} if side == "2" else {})
 
@@ -263,7 +263,7 @@ RULES = LENGTHS + NEEDS_KEY_LENGTHS + PAGES + TABLES + TABLE_LIMITS + SHAPES + S
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Lengths and axes; without a value its rows are the key's."""
+    """Derived names of a call: lengths and axes; without a value tensor Dv is D."""
     result = lengths(names)
     if names["value"] is None and names["Dv"] is None:
         result["Dv"] = names["D"]
@@ -271,7 +271,7 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def derive_forward(names: dict[str, Any]) -> dict[str, Any]:
-    """derive(), and whether there are statistics: without them they have no axis G."""
+    """derive(), and the axis G of statistics; None if they are not returned."""
     group = names["N1"] // names["N2"] if names["return_softmax_lse"] and names["N2"] else None
     return derive(names) | {"G": group}
 

@@ -1,6 +1,6 @@
-"""The rules of sparse attention and of the indexer, shared by CANN's records and this library's own.
+"""Rules of sparse attention and of the indexer, for CANN's records and this library's.
 
-Each rule is asked of every record that has the parameters it names. Levels and codes: docs/rulings.md 15.
+A rule applies to every record that has its parameters. docs/rulings.md 15 explains levels and codes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ SIZES |= {"K": 2048, "P": 3, "Ps": 16, "R": 2, "M": 1}
 
 
 def lists(*entries: int) -> torch.Tensor:
-    """Sample lists of every row in layout BSND: these entries, then -1."""
+    """Sample lists in layout BSND: every row has these entries, then -1."""
     made = torch.full((SIZES["B"], SIZES["S1"], 1, SIZES["K"]), -1, dtype=torch.int32)
     made[..., : len(entries)] = torch.tensor(entries)
     return made
 
 
 def first_block(shape: tuple[int, ...]) -> torch.Tensor:
-    """Sample lists that name block 0 alone."""
+    """Sample lists with the single entry 0."""
     made = torch.full(shape, -1, dtype=torch.int32)
     made[..., :1] = 0
     return made
@@ -187,7 +187,7 @@ SELECTION = (
 
 
 def most_tokens(**keys: tuple[int, int]) -> Rule:
-    """Sequences that are not too long; keys: tensors of key rows by their heads and elements, for a sample."""
+    """Limit: sequences have at most 131072 tokens; keys: (heads, elements) of key tensors in an invalid sample."""
     beyond = 131073
     rows = {
         name: torch.zeros(1, 1, *shape, dtype=torch.float16).expand(1, beyond, *shape) for name, shape in keys.items()
@@ -216,14 +216,14 @@ LISTS_OF_2048 = limit(
 
 
 def some_heads(query: str, heads: str) -> Rule:
-    """An indexer with heads, by the names of its query and of its axis."""
+    """Rule: an indexer has a head; query, heads: names of its query and of its axis of heads."""
     return Rule(f"{heads} >= 1", query, "a score is a sum over heads", text="at least one head", invalid={heads: 0})
 
 
 def scores(query: str, heads: str, dim: str, like: str = "", like_shape: str = "") -> tuple[Rule, ...]:
-    """The rules of an indexer's scores, by the names of its query and of its axes.
+    """Rules of an indexer's weights and query; query, heads, dim: names of its query and of its axes.
 
-    like: the tensor whose dtype all have, where that is another one, and its sample shape.
+    like, like_shape: the tensor that determines the dtype, if it is not the query, and its sample shape.
     """
     like, like_shape = like or query, like_shape or f"B S1 {heads} {dim}"
     return (

@@ -1,1 +1,1 @@
-"""Training attention: FlashAttentionScore, VarLenScore, their gradients, and our own attention()."""
+"""Training attention: FlashAttentionScore, VarLenScore, their gradients, and this library's attention()."""

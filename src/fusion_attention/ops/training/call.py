@@ -1,4 +1,4 @@
-"""A dense call: training attention below its interfaces' words, and the views of its tensors, outputs and gradients."""
+"""DenseCall, a lowered call of training attention, and the views of its tensors, outputs and gradients."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ BIAS = EXTRAS.index("bias")
 
 @dataclass(eq=False, slots=True)
 class DenseCall:
-    """What is computed, how tensors lie, and the tensors; extras follow EXTRAS.
+    """A lowered call: problem, layouts, lengths and tensors; extras are in the order of EXTRAS.
 
     Args:
-        names: of the record's parameters that are q, k, v and extras; "" where there is none.
+        names: the record's parameters for q, k, v and extras; "" if the record has none.
     """
 
     problem: Problem
@@ -49,22 +49,22 @@ class DenseCall:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """Device of the tensors."""
         return self.q.device
 
     def covers(self, side: str) -> bool:
-        """Whether every token of the query ("q") or key ("kv") side belongs to a sequence."""
+        """True if every token of the query ("q") or key ("kv") side belongs to a sequence."""
         return covered(self.q if side == "q" else self.k, self.form.layout, self.extents, side)
 
 
 def fresh(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for out, max and sum."""
+    """Allocates out, max and sum; lanes: an additional last axis of the statistics."""
     q, p = call.q, call.problem
     return empty(q, row_shape(q, call.form.layout, p.heads_q, p.dim_v)), *statistics(call, *lanes)
 
 
 def statistics(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor]:
-    """Memory for max and sum."""
+    """Allocates max and sum; lanes: an additional last axis."""
     q = call.q
     shape = (*stats_shape(q, call.form, call.problem.heads_q), *lanes)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -88,7 +88,7 @@ def operands_of(call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> Ope
 
 
 def _extra_operands(call: DenseCall) -> dict[str, Any]:
-    """The operands that a call may lack, as far as it has them."""
+    """The optional operands that the call has, by name."""
     p, form, e = call.problem, call.form, call.extents
     token = LAYOUTS[form.layout][1]
     sizes = (call.q.shape[token], call.k.shape[token])
@@ -97,12 +97,12 @@ def _extra_operands(call: DenseCall) -> dict[str, Any]:
         "k_rope": lambda t: row_view(t, form.layout, p.heads_kv, e, "kv"),
         "bias": lambda t: matrix_view(t, form.bias, p.heads_q, e),
         "slopes": lambda t: t.reshape(-1, p.heads_q).expand(len(e), p.heads_q),
-        # A bool and a byte are the same memory; the view makes one kernel type of them.
+        # Kernels read bytes; bool and uint8 have the same representation.
         "blocked": lambda t: matrix_view(t.view(torch.uint8), form.blocked, p.heads_q, e),
         "drop_bits": lambda t: bits_view(t, p.heads_q, form, sizes, e),
         "sink": lambda t: t,
         "blocked_tiles": lambda t: matrix_view(t, "broadcast", p.heads_q, e),
-        # Strided bits are copied: kernels count a tile's bytes one by one.
+        # Strided bits are copied, because kernels require contiguous tiles.
         "blocked_bits": lambda t: t.contiguous(),
     }
     given = zip(EXTRAS, call.extras, strict=True)
@@ -112,9 +112,10 @@ def _extra_operands(call: DenseCall) -> dict[str, Any]:
 def grads_of(
     call: DenseCall, dout: Tensor, gradients: tuple[Tensor, ...], dlse: Tensor | None = None
 ) -> tuple[Grads, Tensor | None]:
-    """The views of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), and where dbias is summed if it must be.
+    """Views of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), and the buffer in which dbias is accumulated.
 
-    A gradient without elements is not wanted; dbias is as the bias is stored, in its dtype; dlse as statistics are.
+    A gradient without elements is not computed. dbias has shape and dtype of the bias, dlse the shape of statistics.
+    The buffer is None if the back end writes dbias directly.
     """
     p, form, e = call.problem, call.form, call.extents
     dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
@@ -124,7 +125,7 @@ def grads_of(
             bias = matrix_view(dbias, form.bias, p.heads_q, e)
             owned = p.bias == "matrix" and _one_pair_each(bias, p.heads_q, e)
         if not owned:
-            # Sequences and broadcast axes add up: in the bias's own dtype the sum would lose bits.
+            # Sums over sequences and broadcast axes would lose precision in the dtype of the bias.
             sum_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
             summed = empty(dbias, dbias.shape, sum_dtype)
             bias = matrix_view(summed, form.bias, p.heads_q, e)
@@ -145,7 +146,7 @@ def grads_of(
 
 
 def owns_bias(call: DenseCall) -> bool:
-    """Whether a call writes the gradient of its bias once (Grads.owns_dbias), where it has one."""
+    """True if the call has a bias whose gradient is written once (Grads.owns_dbias), not accumulated."""
     bias, p, e = call.extras[BIAS], call.problem, call.extents
     if bias is None or p.bias != "matrix":
         return False
@@ -153,7 +154,7 @@ def owns_bias(call: DenseCall) -> bool:
 
 
 def _one_pair_each(bias: MatrixView, heads: int, e: Extents) -> bool:
-    """Whether no element of a bias belongs to two pairs of a row and a key."""
+    """True if each element of a bias belongs to at most one (row, key) pair."""
     some = (e.q_len > 0) & (e.kv_len > 0)
     repeats = (e.q_len[some] > 1) & (bias.stride_row[some] == 0) | (heads > 1) & (bias.stride_head[some] == 0)
     starts = bias.address[some]
@@ -161,7 +162,7 @@ def _one_pair_each(bias: MatrixView, heads: int, e: Extents) -> bool:
 
 
 def clear_gradients(call: DenseCall, gradients: tuple[Tensor, ...], summed: Tensor | None) -> None:
-    """Zeroes what is added to, and the gradients of tokens, and of elements of a bias, that belong to no sequence."""
+    """Zeroes the accumulated gradient of a bias, and gradients of tokens and bias elements outside all sequences."""
     dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
     for side, tensors in (("q", (dq, dq_rope)), ("kv", (dk, dv, dk_rope))):
         if not call.covers(side):

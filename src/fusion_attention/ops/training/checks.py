@@ -1,6 +1,6 @@
-"""The questions that the rules of training attention ask of a call; each answers True, or says what came instead.
+"""Check functions for rules of training attention; each returns True, or a string that describes the actual value.
 
-Pure functions of lengths, windows and masks.
+They are pure functions of lengths, windows and masks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Lengths per sequence, the axes B, S1 and S2 where rows are packed, and the form of pse."""
+    """Derived names of a call: lengths per sequence, the axes B, S1 and S2 of packed rows, and the form of pse."""
     results: dict[str, Any] = {}
     if names["input_layout"] == "TND":
         q_len, kv_len = lengths_of(names["actual_seq_qlen"]), lengths_of(names["actual_seq_kvlen"])
@@ -35,7 +35,7 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pse_form(names: dict[str, Any]) -> str:
-    """The Form.bias of an external pse; "" if it fits none."""
+    """The Form.bias of a pse tensor; "" if its shape matches no form."""
     pse, batches = names["pse"], (1, names["B"])
     if pse is None or names["pse_type"] in (2, 3):
         return "none"
@@ -47,7 +47,7 @@ def _pse_form(names: dict[str, Any]) -> str:
         return "aligned" if is_matrix and pse.shape[2] == TABLE_ROWS <= s1 else ""
     if is_matrix and pse.shape[2] == TABLE_ROWS:
         return "aligned"
-    # Flat, or 4-D where all sequences have one length.
+    # Flat, or 4-D if all sequences have the same length.
     if pse.dim() != 1 and not (is_matrix and pse.shape[0] == names["B"] and pse.shape[2] in (1, s1)):
         return ""
     if pse.numel() == heads * int((names["q_len"] * names["kv_len"]).sum()):
@@ -56,7 +56,7 @@ def _pse_form(names: dict[str, Any]) -> str:
 
 
 def dense_window(mode: int, pre: int, next_: int, rows: int, keys: int) -> bool | str:
-    """Whether a window (upper left: mode 0; lower right: mode 4) can meet the score matrix."""
+    """True if a window (aligned upper left in mode 0, lower right in mode 4) intersects the score matrix."""
     if not rows or not keys:
         return True
     shift = keys - rows if mode == 4 else 0
@@ -72,7 +72,7 @@ def dense_window(mode: int, pre: int, next_: int, rows: int, keys: int) -> bool 
 
 
 def packed_window(mode: int, pre: int, next_: int, q_len: np.ndarray, kv_len: np.ndarray) -> bool | str:
-    """Whether a packed call's mode and window leave every row of every item a key, as the chip demands."""
+    """True if mode and window of a packed call leave a key for every row of every sequence, as the chip requires."""
     given = f"pre_tokens={pre}, next_tokens={next_}"
     pre, next_ = tokens(pre), tokens(next_)
     items = np.flatnonzero(q_len)
@@ -103,7 +103,7 @@ def packed_window(mode: int, pre: int, next_: int, q_len: np.ndarray, kv_len: np
 
 
 def prefix_fits(prefix: np.ndarray | None, q_len: np.ndarray, kv_len: np.ndarray) -> bool | str:
-    """Whether there is one prefix per sequence, between max(0, kv_len - q_len) and kv_len."""
+    """True if there is one prefix per sequence, between max(0, kv_len - q_len) and kv_len."""
     if prefix is None or len(prefix) != len(q_len):
         return f"{'None' if prefix is None else f'{len(prefix)} values'} for {len(q_len)} sequences"
     low = np.where(q_len > 0, np.maximum(kv_len - q_len, 0), 0)
@@ -112,14 +112,14 @@ def prefix_fits(prefix: np.ndarray | None, q_len: np.ndarray, kv_len: np.ndarray
 
 
 def prefixes_differ(prefix: np.ndarray | None) -> bool:
-    """Whether sequences have prefixes of several lengths."""
+    """True if the prefixes of sequences differ in length."""
     return prefix is not None and len(prefix) > 0 and bool(prefix.min() != prefix.max())
 
 
 def table_reaches(
     mode: int, mask: torch.Tensor | None, pre: int, next_: int, prefix: Any, q_len: np.ndarray, kv_len: np.ndarray
 ) -> bool | str:
-    """Whether no rebuilt row of a compressed pse sees a key beyond its diagonal, for which the table has no value."""
+    """True if no key beyond the diagonal is visible to a row that a compressed pse rebuilds: it has no value there."""
     _, hi, prefixes = mode_band(mode, mask is not None, pre, next_, prefix, q_len, kv_len)
     for b in np.flatnonzero(q_len > TABLE_ROWS):
         rows, diagonal = int(q_len[b]) - TABLE_ROWS, int(kv_len[b] - q_len[b])
@@ -137,18 +137,18 @@ def table_reaches(
 
 
 def known_form(form: str, pse: torch.Tensor, *axes: int) -> bool | str:
-    """Whether an external pse has one of the known shapes; form is the one found, "" for none."""
+    """True if the shape of a pse tensor matches a form; form: result of _pse_form()."""
     sizes = ", ".join(f"{name}={size}" for name, size in zip(("B", "N1", "S1", "S2"), axes, strict=True))
     return form != "" or f"{list(pse.shape)} with {sizes}"
 
 
 def positions(start: np.ndarray | None) -> bool:
-    """Whether a start index is one that distances can be computed from."""
+    """True if start indices are small enough to compute distances from."""
     return start is None or bool((np.abs(start) < INFINITE).all())
 
 
 def tiles_fit(tiles: torch.Tensor, *sizes: int) -> bool | str:
-    """Whether there is a number for every tile of [B or 1, N1 or 1, S1, S2] scores."""
+    """True if there is a number for every tile of [B or 1, N1 or 1, S1, S2] scores."""
     batch, heads, *lengths = sizes
     shape, counts = tuple(tiles.shape), tuple(-(-n // TILE) for n in lengths)
     fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == counts
@@ -156,7 +156,7 @@ def tiles_fit(tiles: torch.Tensor, *sizes: int) -> bool | str:
 
 
 def tiles_exist(tiles: torch.Tensor, count: int) -> bool | str:
-    """Whether every tile is one of the two whole ones or has bits; reads them."""
+    """True if every tile is ALL_BLOCKED, NONE_BLOCKED or an index below count; reads the table."""
     if tiles.is_meta or not tiles.numel():
         return True
     numbers = tiles.numpy() if tiles.is_cpu else tiles.cpu().numpy()
@@ -168,19 +168,19 @@ def tiles_exist(tiles: torch.Tensor, count: int) -> bool | str:
 
 
 def replays(seed: Any, offset: Any) -> bool:
-    """Whether a gradient was told what the forward drew from: 0 and 0 draws anew, so no forward returned it."""
+    """True if a gradient has the forward's seed and offset; no forward returns (0, 0), which requests a new seed."""
     return seed is not None and (isinstance(seed, torch.Tensor) or seed != 0 or offset != 0)
 
 
 def countable(offset: torch.Tensor | None) -> bool | str:
-    """Whether an offset that came as a tensor fits its word of the counter; on the meta device it has no value."""
+    """True if an offset tensor is in [0, 2**32), or has no value (meta)."""
     if offset is None or offset.is_meta or 0 <= int(offset) < 1 << 32:
         return True
     return str(int(offset))
 
 
 def is_compressed_mask(mask: torch.Tensor, mode: int) -> bool:
-    """Whether a compressed mask has the one documented content; True of one that stays_unread()."""
+    """True if a compressed mask has the documented content, or is not read (stays_unread)."""
     if stays_unread(mask):
         return True
     matrix = mask.reshape(mask.shape[-2:]) != 0
@@ -193,11 +193,11 @@ def is_compressed_mask(mask: torch.Tensor, mode: int) -> bool:
 
 
 def window_holds_mask(mask: torch.Tensor, pre: int, next_: int, q_len: np.ndarray, kv_len: np.ndarray) -> bool | str:
-    """Whether every key that a mode-0 mask leaves to a sequence lies inside the sequence's window."""
+    """True if every key that a mask leaves visible in mode 0 is inside the window."""
     pre, next_ = tokens(pre), tokens(next_)
     longest = q_len.max(initial=0), kv_len.max(initial=0)
     alike = mask.shape[-2:] == longest and (mask.dim() == 2 or mask.shape[0] == 1)
-    # Sequences of one length read the same part of a mask that all share.
+    # Sequences of the same length read the same elements of a shared mask.
     _, several = np.unique(np.stack((q_len, kv_len)), axis=1, return_index=True)
     for b in np.sort(several) if alike else range(len(q_len)):
         matrix = own_matrix(mask, int(b), q_len, kv_len)
@@ -210,7 +210,7 @@ def window_holds_mask(mask: torch.Tensor, pre: int, next_: int, q_len: np.ndarra
 
 
 def is_shifted(table: torch.Tensor) -> bool:
-    """Whether the rows of a compressed pse are one row shifted by one column each (equal along diagonals)."""
+    """True if each row of a compressed pse is the previous one shifted by one column (equal along diagonals)."""
     return torch.equal(table[..., 1:, 1:].tril(), table[..., :-1, :-1].tril())
 
 

@@ -1,6 +1,6 @@
-"""The record of this library's own `attention`, and its lowering: what CANN's operators say, without their words.
+"""The record of this library's attention(), and its lowering.
 
-Lengths are lengths, masks need no tensor, biases broadcast; everything a call may combine, it may combine.
+Unlike CANN's operators it takes lengths, not cumulative ends, masks without a tensor, and biases that broadcast.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ RULES = (
 )
 
 
-# Of the tensors of a DenseCall.
+# Parameter names of a DenseCall's tensors.
 _NAMES: tuple[str, ...] = (
     "q",
     "k",
@@ -234,7 +234,7 @@ _NAMES += ("blocked_bits",)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Lengths per sequence, and the axes B, S1, S2 where rows are packed."""
+    """Derived names of a call: lengths per sequence, the axes B, S1, S2 of packed rows, and the rows of drop_bits."""
     packed = names["layout"] == "TND"
     q_len, kv_len = names["q_len"], names["kv_len"]
     if packed:
@@ -247,7 +247,7 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def dense_call(bound: Bound, *, seed: int | None = None) -> DenseCall:
-    """The call of a bound `attention`; seed is the one drawn where the caller gave none."""
+    """The lowered call of a bound `attention`; seed: a drawn seed for a call without one."""
     n = bound.names
     seed = n["seed"] or 0 if seed is None else seed
     problem, form, extents = bound.once(_without_tensors)
@@ -293,7 +293,7 @@ def _extents(n: dict[str, Any]) -> Extents:
         band = (n["band"] or Band.full()).resolve(q_len, kv_len)
     start = n["alibi_start"]
     shift = q_len - kv_len if start is None else np.full_like(q_len, start[1] - start[0])
-    # The shift means nothing without slopes; one value for all such calls lets them share a plan.
+    # Without slopes the shift has no effect; a constant lets such calls share a plan.
     return Extents(q_len, kv_len, *band, shift if n["alibi_slopes"] is not None else np.zeros_like(q_len))
 
 

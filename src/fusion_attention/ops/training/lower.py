@@ -1,6 +1,6 @@
-"""Lowers a bound call of training attention to the intermediate representation (DenseCall).
+"""Lowering of a bound call of CANN's training attention to a DenseCall.
 
-Forward and gradient records lower alike; what a record lacks has its neutral value.
+Forward and gradient records are lowered alike; parameters that a record lacks have their neutral values.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ BIAS_KINDS = {2: "slopes", 3: "slopes_sqrt"}
 
 
 def dense_call(bound: Bound, *, seed: int | None = None, offset: int | None = None) -> DenseCall:
-    """The call of a bound forward or gradient record; keep_prob < 1 without a mask draws from (seed, offset), which
-    are the call's own unless given."""
+    """The lowered call of a bound forward or gradient record.
+
+    seed, offset: of the dropout mask, if keep_prob < 1 and no mask is given; None: the call's arguments.
+    """
     n = bound.names
     problem, form, extents, names = bound.once(_without_tensors)
     q, k, v = (n[name] for name in names[:3])
@@ -33,12 +35,12 @@ def dense_call(bound: Bound, *, seed: int | None = None, offset: int | None = No
 
 
 def _number(value: int | Tensor | None) -> int:
-    """A seed or an offset, which npu_fusion_attention_grad_v3 has as tensors; on the meta device they have no value."""
+    """A seed or an offset as an int; 0 for None and for tensors on the meta device."""
     return 0 if value is None or (isinstance(value, Tensor) and value.is_meta) else int(value)
 
 
 def results_call(bound: Bound, out: Tensor) -> DenseCall:
-    """The call of a bound forward record as its results show it: with the output in place of what it read."""
+    """A DenseCall of a bound forward record with the output in place of q, k and v, to convert its statistics."""
     problem, form, extents, _ = bound.once(_without_tensors)
     return DenseCall(problem, form, extents, out, out, out, ())
 
@@ -46,7 +48,7 @@ def results_call(bound: Bound, out: Tensor) -> DenseCall:
 def lower(
     bound: Bound, *, seed: int | None = None, offset: int | None = None, lanes: bool = True
 ) -> DenseForward | DenseBackward:
-    """A bound forward or gradient record; lanes: as DenseForward."""
+    """Lowers a bound forward or gradient record; lanes: as in DenseForward."""
     call, n = dense_call(bound, seed=seed, offset=offset), bound.names
     if "dy" not in bound.op.by_name:
         return DenseForward(call, FORWARD, lanes=lanes)
@@ -54,7 +56,7 @@ def lower(
 
 
 def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Form, Extents, tuple[str, ...]]:
-    """What a signature and its lengths decide, and DenseCall.names."""
+    """Problem, form, extents and DenseCall.names, which depend only on a signature and its lengths."""
     extents, form = dense_extents(n), _form(n)
     bias = ("", "pse") if n["pse_type"] in BIAS_KINDS else ("pse", "")
     blocked = "atten_mask" if _blocks(n) else ""
@@ -63,7 +65,7 @@ def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Form, Extents, tuple[s
 
 
 def _blocks(n: dict[str, Any]) -> bool:
-    """Whether the mask itself removes keys: compressed masks only stand for their formula."""
+    """True if the mask's content hides keys; compressed masks are replaced by a band."""
     return n["atten_mask"] is not None and n["sparse_mode"] in (0, 1, 5)
 
 
@@ -71,7 +73,7 @@ def _form(n: dict[str, Any]) -> Form:
     layout, mask = n["input_layout"], n["atten_mask"]
     blocked = "none"
     if _blocks(n):
-        # A matrix over all tokens and one over the longest lengths differ only where there are several sequences.
+        # [T1, T2] and [S1, S2] are equal if there is one sequence.
         corner = tuple(mask.shape[-2:]) == (n["S1"], n["S2"])
         blocked = "broadcast" if corner or layout != "TND" else "diagonal"
     bias = "none" if n["pse"] is None or n["pse_type"] in BIAS_KINDS else n["pse_form"]
@@ -79,7 +81,7 @@ def _form(n: dict[str, Any]) -> Form:
 
 
 def dense_extents(n: dict[str, Any]) -> Extents:
-    """Lengths and bands of every sequence, from the names of a bound call."""
+    """The Extents of a bound call, from its names."""
     q_len, kv_len, mode = n["q_len"], n["kv_len"], n["sparse_mode"]
     prefix = n["prefix"]
     if mode == 5 and prefix_fits(prefix, q_len, kv_len) is not True:
@@ -89,7 +91,8 @@ def dense_extents(n: dict[str, Any]) -> Extents:
 
 
 def _distance_shift(n: dict[str, Any], q_len: np.ndarray) -> np.ndarray:
-    """Origin of computed biases: kv_start - q_start, each 0 unless given; in mode 8 only the cut sequence has one."""
+    """Distance origin of computed biases: kv_start - q_start, each 0 by default; in mode 8 only for the first sequence
+    with rows, which is split between devices."""
     shift = np.zeros_like(q_len)
     q_start, kv_start = (0 if s is None or not len(s) else int(s[0]) for s in (n["q_start_idx"], n["kv_start_idx"]))
     if n["pse_type"] in BIAS_KINDS:
@@ -103,8 +106,8 @@ def _distance_shift(n: dict[str, Any], q_len: np.ndarray) -> np.ndarray:
 
 def _problem(n: dict[str, Any], form: Form, extents: Extents) -> Problem:
     bias = BIAS_KINDS.get(n["pse_type"]) or {"none": "none", "aligned": "table"}.get(form.bias, "matrix")
-    # The chip finds rows that the band alone empties and then zeroes all empty rows of a padded call; in a packed
-    # call only such rows are zero. Where it finds none, a row emptied by the mask is the mean of its V rows.
+    # If the band leaves no key for some row, the chip returns zeros for all empty rows of a padded call, but in a
+    # packed call only for such rows. Other rows whose keys are all masked return the mean of V.
     zero = n["inner_precise"] == 2 or (not form.packed and band_empties_rows(extents))
     dropout = "none"
     if n["keep_prob"] < 1:

@@ -1,6 +1,6 @@
-"""The rules on what acts on scores: mask, window, prefix and pse of CANN's training attention.
+"""Rules on mask, window, prefix and pse of CANN's training attention; rules.py has the others.
 
-As rules.py, which holds all the others. Levels and codes: docs/rulings.md 15.
+docs/rulings.md 15 explains levels and codes.
 """
 
 from __future__ import annotations

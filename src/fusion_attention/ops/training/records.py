@@ -1,7 +1,7 @@
-"""CANN's training attention: the records of FlashAttentionScore, VarLenScore, their gradients and torch_npu's calls.
+"""Records of CANN's training attention: FlashAttentionScore, VarLenScore, their gradients and torch_npu's functions.
 
-Parameters stand in the order of each page: written out, or as what a version adds to the one before. Rules stand in
-rules.py and mask_rules.py, the way down to a Problem in lower.py.
+Parameters are in the order of the documentation, listed completely or as additions to an earlier version. Rules are in
+rules.py and mask_rules.py, lowering in lower.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fusion_attention.ops.training.run import FORWARD, GRADIENTS, fresh_gradient
 
 
 def rows(side: str, dim: str) -> dict[str, str]:
-    """Axis words of a tensor of query ("1") or key ("2") rows in every layout."""
+    """Axis words of a tensor of query (side "1") or key (side "2") rows, by layout."""
     s, n, t = f"S{side}", f"N{side}", f"T{side}"
     return {
         "BSH": f"B {s} {n}*{dim}",
@@ -49,7 +49,7 @@ STATISTICS = dict.fromkeys(PADDED, "B N1 S1 8") | {"TND": "T1 N1 8"}
 
 
 def _mask(shape: tuple[int, ...]) -> torch.Tensor:
-    """Sample content: the documented triangle of a compressed mask, nothing masked otherwise."""
+    """Sample content of a mask: the documented triangle if compressed, else zeros (all visible)."""
     if shape[-1:] != (2048,):
         return torch.zeros(shape, dtype=torch.uint8)
     return _triangle()[: shape[-2]].expand(shape).contiguous().clone()
@@ -57,7 +57,7 @@ def _mask(shape: tuple[int, ...]) -> torch.Tensor:
 
 @functools.cache
 def _triangle() -> torch.Tensor:
-    """[3072, 2048]: what every compressed mask is the upper part of."""
+    """The largest compressed mask [3072, 2048]; the others are its first rows."""
     triangle = torch.ones(3072, 2048, dtype=torch.uint8).triu_(1)
     triangle[2048:, 1024:] = 1
     return triangle
@@ -99,12 +99,12 @@ MAX_IN = Tensor(
 SUM_IN = Tensor(
     "softmax_sum", "Row sums that the forward returned.", dtypes="float32", shape=STATISTICS, make=torch.ones
 )
-# The shape of packed statistics does not show how they lie.
+# The order of packed statistics, which their shape does not determine.
 HEAD_MAJOR = " TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it."
 
 
 def packed(p: Tensor) -> Tensor:
-    """Statistics of packed sequences."""
+    """A copy of a statistics parameter that documents the order of packed sequences."""
     return replace(p, text=p.text + HEAD_MAJOR)
 
 
@@ -189,7 +189,7 @@ NEUTRAL = {
 SIZES = {"B": 2, "S1": 4, "S2": 6, "N1": 4, "N2": 2, "D": 8, "Dv": 8, "Dr": 8, "T1": 8, "T2": 12}
 SAMPLES = {"TND": {"actual_seq_qlen": [3, 8], "actual_seq_kvlen": [5, 12]}}
 MASKED_SAMPLES = {"TND": {**SAMPLES["TND"], "atten_mask": "S1 S2"}}
-# By the page of each version: the last ones have wide rows, the gradients of those with rope do not read inner_precise.
+# Rules by version: the last ones accept more than 512 elements per row; gradients with rope ignore inner_precise.
 UNREAD = RULES + GIVEN_DROPOUT
 ANY_SHAPE = UNREAD + PRECISION
 UNREAD_ROPE = ROPE_RULES + GIVEN_DROPOUT + NARROW
@@ -198,7 +198,7 @@ RULINGS_PACKED = (*RULINGS, 6, 7)
 OF_SLOPES = (21, 22)
 
 
-# What a later version has beside the first one: the parameters that follow those named.
+# Parameters that later versions insert, by the name of the parameter before them.
 STARTS = (Q_START, KV_START)
 ROPES = {"query": (QUERY_ROPE,), "key": (KEY_ROPE,)}
 ROPE_GRADIENTS = {"dq": (DQ_ROPE,), "dk": (DK_ROPE,)}
@@ -340,7 +340,7 @@ UNPADDING_V5 = UNPADDING_V2.version(
     rules=UNREAD,
 )
 
-# torch_npu's functions take padded and packed layouts alike, draw dropout themselves, and spell some names otherwise.
+# torch_npu's functions take padded and packed layouts, draw dropout masks, and spell some names differently.
 PRE_TOCKENS, NEXT_TOCKENS = spelled(PRE, "pre_tockens"), spelled(NEXT, "next_tockens")
 DROPOUT_MASK, SCALE_VALUE = spelled(DROP_MASK, "dropout_mask"), spelled(SCALE, "scale_value")
 RETURNED = "As the forward returned it."
@@ -350,7 +350,7 @@ SEED_TENSOR, OFFSET_TENSOR = (
     Tensor(name, RETURNED, True, dtypes="int64", shape="1", on_host=True) for name in ("seed", "offset")
 )
 TRAINED = ("query", "key", "value", "pse", "sink")
-# As torch_npu declares them: lengths of the third version as tensors, what a gradient reads as optional.
+# torch_npu's declarations: lengths of the third version are tensors, and the saved results of a gradient are optional.
 LENGTHS = dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen"), TENSOR_FIRST)
 SAVED = dict.fromkeys(("softmax_max", "softmax_sum", "attention_in"), torch.Tensor | None)
 TORCH_V1 = SCORE_V1.version(

@@ -1,6 +1,6 @@
-"""The rules of CANN's training attention: what FlashAttentionScore, VarLenScore and their gradients demand of a call.
+"""Rules of CANN's training attention: FlashAttentionScore, VarLenScore and their gradients.
 
-Each rule is asked of every record that has the parameter it blames. Levels and codes: docs/rulings.md 15.
+A rule applies to every record that has its parameter. docs/rulings.md 15 explains levels and codes.
 """
 
 from __future__ import annotations
@@ -188,14 +188,14 @@ ROPES = (
     ),
 )
 
-# How many sequences and tokens the chip takes.
+# The chip's limits of sequences and tokens.
 TINY = {"N1": 1, "N2": 1, "D": 8, "Dv": 8}
 MANY = "the chip takes no more sequences"
 PREFIXES = "prefix is not None and len(prefix) > 0"
 
 
 def ends(count: int) -> Settings:
-    """So many packed sequences of one token."""
+    """Sample settings of `count` packed sequences of one token."""
     each = [*range(1, count + 1)]
     return {"actual_seq_qlen": each, "actual_seq_kvlen": each, "T1": count, "T2": count, **TINY}
 
@@ -250,18 +250,18 @@ SIZES = (
     ),
 )
 
-# ------------------------------------------------------------------------------------- what versions do not share
+# --------------------------------------------------------------------------------------- rules of some versions
 
 PRECISION = (
     limit("inner_precise in (0, 1, 2)", "inner_precise", "only 2 has an effect", invalid={"inner_precise": 3}),
 )
-# The first pages; those of operators with sinks go to 768.
+# Versions without sinks; those with sinks accept 768 elements.
 NARROW = (
     refused(
         "D <= 512 or D > 768", "query", "the chip takes no wider rows", text="D <= 512", invalid={"D": 520, "Dv": 520}
     ),
 )
-# The first two versions' pages; later ones have shorter value rows.
+# The first two versions; later ones accept shorter value rows.
 ALIKE = (
     refused(
         "Dv >= D",
@@ -302,7 +302,7 @@ BESIDE_ROPE = (
         given=MASKED_ROPE,
     ),
 )
-# The third packed version is made for rope: its page demands this of every call.
+# The third packed version, which is for rope, requires this of every call.
 FOR_ROPE = (
     replace(MASKED, when="", text="a mask", advice="this version takes no call without one"),
     *group(
@@ -331,7 +331,7 @@ FOR_ROPE = (
 
 
 def _climbing(heads: int = 4) -> Settings:
-    """Rows whose score with every key is their place in [T1, N1], and their statistics token by token."""
+    """Sample settings: rows whose score with every key is their index in [T1, N1], with token-major statistics."""
     place = torch.arange(8.0 * heads).reshape(8, heads, 1)
     lengths = torch.tensor([5.0] * 3 + [7.0] * 5).reshape(8, 1, 1)
     first = torch.eye(8)[0]
@@ -359,5 +359,5 @@ STATISTICS = (
 
 ALL = STATISTICS + INPUTS + MASKS + BIASES + DROPOUT + ROPES + SIZES
 RULES = (*ALL, PSE_BESIDE_0, *BESIDE_ROPE)
-# What the chip says of pse beside other things is moot where it takes none.
+# Limits of pse do not apply to versions without pse.
 ROPE_RULES = (*(r for r in ALL if r.param != "pse" or r.level != "limit"), *FOR_ROPE)

@@ -1,4 +1,4 @@
-"""Training attention as interfaces run it: a DenseCall and its outputs, forward and backward."""
+"""The lowered calls of training attention that interfaces run: forward and backward of a DenseCall."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fusion_attention.ops.training.statistics import LANES, from_lanes, write_la
 Tensor = torch.Tensor
 RESULTS = ("out", "max", "sum")
 FORWARD = ("attention_out", "softmax_max", "softmax_sum")
-# The outputs of a gradient in the order of grads_of(), and where what they are the gradients of stands in a call.
+# Gradients in the order of grads_of(), and the index in DenseCall.names of the input that each belongs to.
 GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
 _INPUTS = (0, 1, 2, *(3 + EXTRAS.index(name) for name in ("q_rope", "k_rope", "bias", "sink")))
 DPSE = GRADIENTS.index("dpse")
@@ -36,7 +36,10 @@ DPSE = GRADIENTS.index("dpse")
 def fresh_forward(
     names: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, layout: str, heads: int | None, *lanes: int
 ) -> dict[str, Tensor]:
-    """Memory for out, max and sum by name, of tensors whose sizes may be symbols; heads: where no axis holds them."""
+    """Allocates out, max and sum by name; sizes may be symbolic.
+
+    heads: query heads, for layouts without a head axis; lanes: an additional last axis of the statistics.
+    """
     batch, token, head = LAYOUTS[layout]
     heads = q.shape[head] if head is not None else heads or 1
     dim_v = v.shape[-1] if head is not None else v.shape[-1] // (k.shape[-1] // (q.shape[-1] // heads))
@@ -47,27 +50,27 @@ def fresh_forward(
 
 
 def fresh_results(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Memory for the results of a forward record's call."""
+    """Allocates the results of a forward record's call from its arguments by name."""
     return fresh_forward(FORWARD, n["query"], n["key"], n["value"], n["input_layout"], n["head_num"], LANES)
 
 
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Memory for the gradients of a gradient record's call, of tensors that are there."""
+    """Allocates the gradients of a gradient record's call, for the tensors that are not None."""
     return _like(n[name] for name in ("query", "key", "value", "query_rope", "key_rope", "pse", "sink"))
 
 
 def _like(tensors: Iterable[Tensor | None]) -> dict[str, Tensor]:
-    """Memory for the gradients of tensors in the order of GRADIENTS."""
+    """Allocates gradients of the tensors that are not None; they are in the order of GRADIENTS."""
     return {name: empty(t, t.shape) for name, t in zip(GRADIENTS, tensors, strict=True) if t is not None}
 
 
 class DenseForward(OfCall):
-    """A forward call, with its gradients (ir.call.Differentiable and Repeatable).
+    """A forward call; it implements ir.call.Differentiable and Repeatable.
 
     Args:
-        call: the call.
-        names: of its results: out, max and sum.
-        lanes: statistics are finite, in eight lanes; else as kernels keep them, which is what a derivative reads.
+        call: the lowered call.
+        names: names of the results out, max and sum.
+        lanes: statistics are finite and repeated in eight lanes, as CANN returns them; False: in the kernels' format.
     """
 
     op_kind = "attention_forward"
@@ -78,11 +81,11 @@ class DenseForward(OfCall):
         self.names, self.lanes = names, lanes
 
     def results(self) -> dict[str, Tensor]:
-        """The output and its statistics."""
+        """Allocates the output and its statistics."""
         return dict(zip(self.names, fresh(self.call, *((LANES,) if self.lanes else ())), strict=True))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors and its results."""
+        """A run on views of the call's tensors and these outputs."""
         out, max_, sum_ = (outputs[name] for name in self.names)
         if self.lanes:
             return _ForwardRun(self.call, out, max_, sum_)
@@ -104,7 +107,7 @@ class DenseForward(OfCall):
 
     @property
     def inputs(self) -> Mapping[str, Tensor | None]:
-        """The tensors of the call by the names of its record's parameters; "" stands for those that it lacks."""
+        """The tensors of the call by the record's parameter names; the key "" stands for absent tensors."""
         c = self.call
         return dict(zip(c.names, (c.q, c.k, c.v, *c.extras), strict=True))
 
@@ -116,14 +119,16 @@ class DenseForward(OfCall):
         return DenseForward(call, self.names, lanes=self.lanes)
 
     def complete(self) -> DenseForward:
-        """The call as it is: its derivative reads no more than it returns."""
+        """This call: its results are all that its derivative reads."""
         return self
 
     def backward(
         self, results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], wanted: Collection[str] | None = None
     ) -> DenseBackward:
-        """The call of the gradients, from results and their gradients; that of the maximum is the gradient of
-        max + log(sum). wanted: names of inputs; None: all."""
+        """The gradient call, from results and their gradients (upstream).
+
+        upstream of the maximum is the gradient of max + log(sum). wanted: names of inputs; None: all.
+        """
         out, max_, sum_ = (results[name] for name in self.names)
         dout, dlse = (upstream.get(name) for name in self.names[:2])
         dout = torch.zeros_like(out) if dout is None else dout
@@ -137,7 +142,7 @@ class DenseForward(OfCall):
         run: Callable[[Lowered], dict[str, Tensor]],
         wanted: Collection[str] | None = None,
     ) -> dict[str, Tensor]:
-        """The gradients of the inputs."""
+        """Computes the gradients of the inputs, as ir.call.Differentiable."""
         gradients = run(self.backward(results, upstream, wanted))
         return {
             self.call.names[at]: gradients[name]
@@ -150,9 +155,9 @@ class DenseBackward(OfCall):
     """A gradient call.
 
     Args:
-        call: the forward's.
-        saved: the gradient of its output, the output, and statistics: in eight lanes, or as kernels keep them.
-        pse: the bias or the slopes, where their gradient is wanted.
+        call: the forward call.
+        saved: (dout, out, max, sum); lanes: statistics have eight lanes; False: they have the kernels' format.
+        pse: the bias or the slopes if their gradient is wanted.
         dlse: the gradient of max + log(sum), without lanes.
     """
 
@@ -171,12 +176,12 @@ class DenseBackward(OfCall):
         self.saved, self.pse, self.dlse, self.lanes = saved, pse, dlse, lanes
 
     def results(self) -> dict[str, Tensor]:
-        """The gradients of all that the call has."""
+        """Allocates the gradients of the call's inputs."""
         q_rope, k_rope, _, _, _, _, sink, *_ = self.call.extras
         return _like((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors, its saved results and its gradients."""
+        """A run on views of the call's tensors, its saved results and these gradients."""
         return _BackwardRun(self, outputs)
 
 
@@ -208,7 +213,7 @@ class _BackwardRun(Filled):
         if self.slopes:
             self.gradients = (*self.gradients[:DPSE], none, *self.gradients[DPSE + 1 :])
         self.lanes = backward.lanes
-        # Views of statistics count on the order in which they were written.
+        # Views of statistics assume contiguous memory.
         self.stats = statistics(call) if self.lanes else tuple(t.contiguous() for t in self.saved)
         dlse = None if backward.dlse is None else backward.dlse.contiguous()
         grads, self.summed = grads_of(call, dy, self.gradients, dlse)
@@ -227,7 +232,7 @@ class _BackwardRun(Filled):
             self.gradients[DPSE].copy_(self.summed)
         for target, gradient in zip(self.targets, self.gradients, strict=True):
             if target is not None and gradient.numel() and gradient is not target:
-                target.copy_(gradient)  # As for a forward call's output.
+                target.copy_(gradient)  # The back end cannot write this target: its rows are not contiguous.
         if self.slopes:
             target = self.targets[DPSE]
             assert target is not None

@@ -1,4 +1,4 @@
-"""Statistics as the training operators return them: finite, in eight equal lanes; and as kernels keep them."""
+"""Conversion of softmax statistics between the kernels' format and CANN's: finite, repeated in eight equal lanes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LANES = 8
 
 
 def to_lanes(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-    """Statistics as the training operators return them: finite(), in eight equal lanes."""
+    """Statistics in CANN's format: finite() values, repeated along a new last axis of eight lanes."""
     lowest, one = _lanes(max_.device, max_.dtype)
     if not call.extents.keyless:
         return torch.maximum(max_.unsqueeze(-1), lowest), _finite_sum(call, max_, sum_).unsqueeze(-1) * one
@@ -25,7 +25,7 @@ def to_lanes(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tenso
 
 
 def write_lanes(call: DenseCall, max_: Tensor, sum_: Tensor, to_max: Tensor, to_sum: Tensor) -> None:
-    """to_lanes() into given memory."""
+    """to_lanes() that writes to to_max and to_sum."""
     if call.extents.keyless:
         for target, lanes in zip((to_max, to_sum), to_lanes(call, max_, sum_), strict=True):
             target.copy_(lanes)
@@ -38,8 +38,8 @@ def write_lanes(call: DenseCall, max_: Tensor, sum_: Tensor, to_max: Tensor, to_
 def finite(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
     """Statistics without infinities, in new tensors.
 
-    Empty rows: max -FLT_MAX with sum +FLT_MAX (zero form) or the number of keys (mean form); rows of a sequence
-    without keys: 0 and 0.
+    Empty rows have max -FLT_MAX, and sum FLT_MAX if they return zeros, or the number of keys if they return the mean of
+    V. In rows of a sequence without keys both are 0.
     """
     finite_max, finite_sum = max_.clamp_min(-FLT_MAX), _finite_sum(call, max_, sum_)
     for view in _keyless(call, finite_max, finite_sum):
@@ -49,35 +49,35 @@ def finite(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]
 
 def _finite_sum(call: DenseCall, max_: Tensor, sum_: Tensor) -> Tensor:
     if not covered(call.q, call.form.layout, call.extents, "q"):
-        # Rows of no sequence hold 0 and 0, and keep them.
+        # Both statistics of rows outside all sequences stay 0.
         return torch.where((max_ == -torch.inf) & (sum_ == 0), FLT_MAX, sum_)
     return torch.threshold(sum_, 0.0, FLT_MAX)  # 0 only in empty rows: any other row adds exp(0)
 
 
 @functools.lru_cache(maxsize=32)
 def _lanes(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """-FLT_MAX and 1 in every lane: an operation with them is the cheapest way to repeat a number."""
+    """Tensors [8] of -FLT_MAX and of 1; broadcasting with them repeats a statistic in the fewest operations."""
     return torch.full((LANES,), -FLT_MAX, device=device, dtype=dtype), torch.ones(LANES, device=device, dtype=dtype)
 
 
 def from_lanes(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-    """What to_lanes() wrote, as kernels keep it."""
+    """The inverse of to_lanes(): statistics in the kernels' format."""
     return from_finite(call, max_[..., 0], sum_[..., 0])
 
 
 def from_finite(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-    """What finite() made, as kernels keep it."""
+    """The inverse of finite(): statistics in the kernels' format, contiguous."""
     empty = max_ == -FLT_MAX
-    # Views of statistics count on their own order, so a caller's strides end here.
+    # Views of statistics assume contiguous memory.
     sum_ = torch.where(empty & (sum_ == FLT_MAX), 0.0, sum_).contiguous()
     max_ = torch.where(empty, -torch.inf, max_).contiguous()
     for view in _keyless(call, sum_):
-        view.fill_(1.0)  # Nothing is seen there; a sum of 0 would make the sink's share 0 / 0.
+        view.fill_(1.0)  # There are no visible keys; a sum of 0 would make the sink's probability 0 / 0.
     return max_, sum_
 
 
 def _keyless(call: DenseCall, *tensors: Tensor) -> list[Tensor]:
-    """The statistics of the sequences that have rows but no keys."""
+    """Views of the statistics of sequences with rows but without keys."""
     e, heads = call.extents, call.problem.heads_q
     return [
         stats_view(tensor, call.form, heads, e).sequence(int(b), heads, int(e.q_len[b]))

@@ -1,7 +1,7 @@
-"""Whether packed statistics lie in the order that a gradient was told, as far as their content shows it.
+"""A check that packed softmax statistics are in the order that a gradient call states.
 
-A row's log-sum is not below that of any keys that it sees, whatever else it sums (other shards' keys, a sink); read in
-the wrong order it is another row's. The one contract that computes: nothing but scores shows the order.
+A row's log-sum is at least that of a subset of its visible keys, whatever else it includes (keys on other ranks, a
+sink). Read in the wrong order it belongs to another row, and may be smaller. It is the only check that computes scores.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from fusion_attention.ops.shared.sparse_modes import mode_band
 
 Tensor = torch.Tensor
-# Looked at: so many sequences, so many rows of each, so many keys of each row.
+# Numbers of sequences, of rows per sequence and of keys per row that are checked.
 SEQUENCES, ROWS, KEYS = 16, 8, 2048
-# Of the coarsest products that statistics come from (TF32, ten bits), and of each term of a float32 sum.
+# Relative rounding errors: of the least precise products (TF32, ten bits), and of each term of a float32 sum.
 PRODUCT, TERM = 2.0**-10, 2.0**-23
 
 
 def own_matrix(mask: Tensor, b: int, q_len: np.ndarray, kv_len: np.ndarray) -> Tensor:
-    """The part [.., q_len, kv_len] of a mask that sequence b reads: its corner, or its block on the diagonal."""
+    """The submatrix [.., q_len, kv_len] of a mask for sequence b: the upper left corner, or a block on the diagonal."""
     matrix = mask[b] if mask.dim() == 4 and mask.shape[0] > 1 else mask
     corner = mask.shape[-2:] == (q_len.max(), kv_len.max())
     row, key = (0, 0) if corner else (int(q_len[:b].sum()), int(kv_len[:b].sum()))
@@ -40,12 +40,12 @@ def statistics_in_order(
     q_len: np.ndarray,
     kv_len: np.ndarray,
 ) -> bool | str:
-    """Whether the statistics are possible in the order given, or in neither.
+    """True if the statistics are possible in the given order, or impossible in both orders.
 
     Args:
         statistics: max and sum [T1, N1, 8]; order: softmax_layout.
         rows: query and query_rope; keys: key and key_rope.
-        mask: removes keys where the mode is 0 or 1.
+        mask: hides keys if the mode is 0 or 1.
         band: (sparse_mode, pre_tokens, next_tokens, prefix).
     """
     if any(t is not None and t.is_meta for t in (*statistics, *rows, *keys, mask)):
@@ -76,24 +76,24 @@ def statistics_in_order(
 
 
 def _spread(count: int, most: int, device: torch.device) -> Tensor:
-    """So many of the first `count` integers, evenly spread."""
+    """At most `most` integers from 0 to count - 1, evenly spaced."""
     return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64, device=device).long()
 
 
 def _of(parts: tuple[Tensor, Tensor | None], at: Tensor) -> Tensor:
-    """Rows [.., heads, elements] of a tensor with its rope part."""
+    """Rows [.., heads, elements] in float64: a tensor's and its rope tensor's elements, concatenated."""
     return torch.cat([t[at].double() for t in parts if t is not None], -1)
 
 
 def _least(q: Tensor, k: Tensor, scale: float, visible: Tensor) -> Tensor:
-    """[N1, rows]: what the log-sum of the scores seen is at least, however they were rounded."""
+    """A lower bound [N1, rows] of the log-sum of the visible scores, for any rounding of the products."""
     q = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
     scores, sizes = (torch.einsum("rngd,knd->ngrk", *pair).flatten(0, 1) for pair in ((q, k), (q.abs(), k.abs())))
     return (scale * scores - abs(scale) * PRODUCT * sizes).masked_fill(~visible, -math.inf).logsumexp(-1)
 
 
 def _log_sums(statistics: tuple[Tensor, Tensor], order: str, b: int, q_len: np.ndarray, row: Tensor) -> Tensor:
-    """[N1, rows]: max + log(sum) of a sequence's rows, read in an order."""
+    """max + log(sum) [N1, rows] of rows of sequence b, with statistics read in the given order."""
     heads, start = statistics[0].shape[1], int(q_len[:b].sum())
     head = torch.arange(heads, device=row.device)[:, None]
     at = (start + row) * heads + head if order == "token" else start * heads + head * int(q_len[b]) + row
