@@ -320,7 +320,8 @@ class _Watch:
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
-                if module.__name__ == self.name and self in sys.meta_path:  # a loader may load many modules, and outlive this finder
+                # A loader may load many modules, and outlive this finder.
+                if module.__name__ == self.name and self in sys.meta_path:
                     self.change(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
