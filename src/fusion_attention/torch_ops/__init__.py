@@ -1,1 +1,1 @@
-"""Integration with torch: eager calls with autograd, and registered operators for traces and transforms (dispatch.py)."""
+"""Integration with torch: eager calls with autograd; registered operators for traces and transforms (dispatch.py)."""
