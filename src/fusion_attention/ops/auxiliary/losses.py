@@ -117,13 +117,20 @@ g = dloss of the row,  dloss,  or dloss / sum(weight[y]);  0 of a row that is ig
 >>> torch.allclose(npu_cross_entropy_loss_backward(torch.ones(1), log_prob, y), x.grad, atol=1e-6)
 True""",
 )
+
+
+def _shares(shape: tuple[int, ...]) -> torch.Tensor:
+    """The same numbers from 0 to 1 for every sample."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(7))
+
+
 KL_LOSS = replace(
     auxiliary(
         "cann_ops_transformer.lightning_indexer_kl_loss",
-        "How far an indexer's distribution over keys is from a target: the value of the loss alone.",
+        "The divergence of an indexer's distribution over keys from a target: the value of the loss alone.",
         (
-            floats("target_score", "y, how much every key takes: [.., K].", make=torch.rand),
-            floats("index_probs", "p, the indexer's softmax over the same keys.", like="target_score", make=torch.rand),
+            floats("target_score", "y, how much every key takes: [.., K].", make=_shares),
+            floats("index_probs", "p, the indexer's softmax over the same keys.", like="target_score", make=_shares),
             Attr("eps", "The least that enters a logarithm.", type=float, default=1e-9, domain="0 < eps < 3.4e38",
                  bad=0.0, code=INVALID),
             Attr("weight_type", '"logits" or "probs": what the logarithms are weighted by, y or q.', type=str,
