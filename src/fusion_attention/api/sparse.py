@@ -301,36 +301,36 @@ def indexer_target_loss(
     residual: Lengths = None,
     backend: BackendName = "auto",
 ) -> Tensor:
-    """How far the indexer's distribution over keys is from a given target: the loss that trains an indexer.
+    """Kullback-Leibler divergence of the indexer's distribution over keys from a given target, to train an indexer.
 
         y    = softmax(I),   I_j = sum_h w_h * max(0, index_q_h . index_k_j)
         loss = sum_j p_j * (ln p_j - ln y_j),   dI = y * sum_j p_j - p
 
-    over the keys that a row selects, or (indices None) that it sees. The target p is constant, and may sum to less
-    than 1: where the attention reads other keys too, or a sink. The loss is a sum over all rows: divide it by their
-    number. Differentiable in index_q, index_k and weights; the gradients are computed together with the loss.
+    over the selected keys of a row, or (indices None) its visible keys. The target p is constant, and may sum to less
+    than 1 if the attention has further keys or a sink. The loss is a sum over all rows: divide it by their number.
+    Differentiable in index_q, index_k and weights; the gradients are computed together with the loss.
 
     Args:
-        index_q, index_k: of the indexer, [B, S1, Ni, Di] and [B, S2, 1, Di]; float16, bfloat16 or float32.
+        index_q, index_k: the indexer's, [B, S1, Ni, Di] and [B, S2, 1, Di]; float16, bfloat16 or float32.
         weights: of the indexer's heads, [B, S1, Ni], in index_q's dtype or float32.
         target: p, float32, an element for every entry of indices, [B, S1, 1, K], or for every key, [B, S1, 1, S2].
-            Entries and keys that a row does not read may have any.
-        indices: int32 or int64 [B, S1, 1, K], as lightning_indexer returned them: the keys that every row selects;
-            None: all that it sees.
+            Elements of entries and keys that a row does not read are ignored.
+        indices: int32 or int64 [B, S1, 1, K], results of lightning_indexer: the selected keys of every row; None: all
+            visible keys.
         layout: "BSND", or packed "TND": [T1, Ni, Di], ...; without indices target is [T1, 1, longest kv_len].
-        q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len).
-        causal: rows see keys up to their own, the last row the last key; False: all keys.
-        ratio, residual: as lightning_indexer() has them: tokens that a key stands for, and those behind the last key.
+        q_len, kv_len: tokens of every sequence (not cumulative). Packed: required (kv_len defaults to q_len).
+        causal: keys up to a row's position are visible, all keys to the last row; False: all keys to every row.
+        ratio, residual: as in lightning_indexer(): tokens per key, and tokens after those of the last key.
         backend: "auto", "cpu" or "golden".
 
     Returns:
-        The loss, a float32 scalar; 0 where no row sees a key. p and y enter the logarithms as 1e-8 at least, so it may
-        be a little below the exact sum.
+        The loss, a float32 scalar; 0 if no row has a visible key. p and y in the logarithms are at least 1e-8, so the
+        loss may be slightly below the exact sum.
 
     Raises:
-        ContractError: a call that `fusion-attention ops indexer_target_loss` does not allow; an index out of range is
-            named by batch, row and slot.
-        BackendError: no back end computes it, and why.
+        ContractError: a call that `fusion-attention ops indexer_target_loss` does not allow; the message names batch,
+            row and slot of an index out of range.
+        BackendError: no back end computes the call; the message lists the reasons.
 
     Source: this library; the problem of CANN's SparseLightningIndexerKLLossGrad.
 
