@@ -1,7 +1,7 @@
-"""CANN's two-phase operators: aclnnXxxGetWorkspaceSize(...) plans and checks, aclnnXxx(...) runs; codes, no exceptions.
+"""CANN's two-phase operators: aclnnXxxGetWorkspaceSize(...) checks and plans, aclnnXxx(...) runs.
 
-Every function is made from its record on first use; the parameters are CANN's, in CANN's order, named as the record
-spells them.
+Functions return codes and raise no exceptions. Each is made from its record on first use, with CANN's parameters in
+CANN's order and the record's spelling.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [name + phase for name in OPERATORS for phase in (PHASE_1, "")]
 
 
 def _first(op: Op, values: tuple[Any, ...], strict: bool, check_content: bool) -> tuple[int, int, acl.Executor | None]:
-    """(ret, workspace_size, executor) of any operator."""
+    """Phase 1 of an operator: (ret, workspace_size, executor)."""
     try:
         if STATE.device is None:
             raise Refusal(RUNTIME, f"{op.name}: called before acl.init() or after acl.finalize()")
@@ -60,26 +60,26 @@ def _first(op: Op, values: tuple[Any, ...], strict: bool, check_content: bool) -
 
 
 def planned(op: Op, values: tuple[Any, ...], options: Options) -> acl.Executor:
-    """A checked call on the memory of its tensors; values: one for each parameter.
+    """Checks and plans a call, and returns its executor; values: the arguments in the record's order.
 
     Raises:
-        Exception: anything; failure() has its code and text.
+        Exception: any error; failure() converts it to a code and a text.
     """
     job = _prepare(op, values, options)
     return acl.Executor(op, job.layout.workspace, values, options, job)
 
 
 def _code(op: Op, error: Exception) -> int:
-    """The code of a failure, its text kept."""
+    """The code of an error, whose text is stored for acl.get_recent_err_msg()."""
     if isinstance(error, ContractWarning):
-        raise error  # The caller asked for warnings to be exceptions.
+        raise error  # The caller's warning filter turns warnings into exceptions.
     code, text = failure(op, error)
     state.note(text)
     return code
 
 
 def failure(op: Op, error: Exception) -> tuple[int, str]:
-    """(code, text) of a failure. Whatever goes wrong inside has a code too: callers of C catch nothing."""
+    """(code, text) of an error; internal errors also have a code, since C programs cannot catch exceptions."""
     code, text = INNER, f"{op.name}: {type(error).__name__}: {error}"
     if isinstance(error, (ContractError, Refusal)):
         code, text = error.code, str(error)
@@ -91,9 +91,9 @@ def failure(op: Op, error: Exception) -> tuple[int, str]:
 
 
 def _prepare(op: Op, values: tuple[Any, ...], options: Options) -> Job:
-    """Checks a call and lays it on the memory of its tensors."""
+    """Checks a call, and makes its job on the memory of its tensors."""
     args = _arguments(op, values)
-    # Tensor content is read in phase 2: it may come after phase 1.
+    # Tensor content is read in phase 2, because it may be written after phase 1.
     bound = bind(op, args, strict=options.strict, reads=False)
     assert op.lower is not None
     call = op.lower(bound)
@@ -106,7 +106,7 @@ def _prepare(op: Op, values: tuple[Any, ...], options: Options) -> Job:
 
 
 def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
-    """What bind() takes, by canonical name: memory of tensors, values of int arrays."""
+    """The arguments of bind() by canonical name: torch tensors for acl.Tensor, arrays for int arrays."""
     args = op.named(values)
     for i in op.positions[Tensor]:
         value = values[i]
@@ -121,7 +121,7 @@ def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
     for i in may_lack(op):
         view = args[op.params[i].name]
         if view is not None and view.dim() < 2 and (view.dim() == 0 or view.numel() == 0):
-            args[op.params[i].name] = None  # An empty one is the other way to say that there is none.
+            args[op.params[i].name] = None  # An empty tensor counts as absent.
     for i in op.positions[Array]:
         value, p = values[i], op.params[i]
         if isinstance(value, acl.IntArray):
@@ -138,7 +138,7 @@ def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _view(op: Op, position: int, value: Any) -> torch.Tensor:
-    """The memory of a live tensor in a plain format."""
+    """The torch tensor of a handle, which must be alive and in a row-major format."""
     if (
         type(value) is acl.Tensor
         and value.view is not None
@@ -151,7 +151,7 @@ def _view(op: Op, position: int, value: Any) -> torch.Tensor:
 
 
 def _integers(op: Op, position: int, view: torch.Tensor) -> Any:
-    """The integers of a tensor; None where it is the other way to say that there are none."""
+    """The integers of a tensor; None for an empty tensor, which counts as absent."""
     return array_of(op, position, view if view.dim() else view.new_empty(0))
 
 
@@ -177,7 +177,7 @@ def _lost(op: Op, param: str, value: acl.Tensor, code: int = INVALID) -> Refusal
 
 
 def _second(op: Op, workspace: Any, workspace_size: Any, executor: Any, stream: Any) -> int:
-    """ret of any operator's second phase; nothing is written before everything is checked."""
+    """Phase 2 of an operator: returns ret; everything is checked before anything is written."""
     try:
         ready = _check_executor(op, executor)
         _check_stream(op, stream)
@@ -193,14 +193,14 @@ def _second(op: Op, workspace: Any, workspace_size: Any, executor: Any, stream: 
 
 
 def due(executor: acl.Executor) -> Job:
-    """What an executor runs next: its call where its tensors lie now, with content that was checked.
+    """The job that an executor runs next, on the current memory of its tensors, with checked content.
 
     Raises:
-        Exception: as planned(); nothing was written.
+        Exception: any error, as planned(); nothing was written.
     """
     op, job, options = executor.op, executor.job, executor.options
     if _moved(op, job, executor.values):
-        # Int arrays were read in phase 1, and need not be there any more.
+        # Int arrays were read in phase 1, and may be destroyed since.
         pairs = zip(op.params, executor.values, strict=True)
         values = tuple(job.args[p.name] if type(v) is acl.IntArray else v for p, v in pairs)
         job = executor.job = _prepare(op, values, options)
@@ -210,7 +210,7 @@ def due(executor: acl.Executor) -> Job:
 
 
 def _moved(op: Op, job: Job, values: tuple[Any, ...]) -> bool:
-    """Whether tensors lie elsewhere than when the job was made; refused where one lies nowhere any more."""
+    """True if the memory of tensors changed since the job was made; raises Refusal for a destroyed tensor."""
     moved = False
     for i, name in job.layout.given:
         value = values[i]
@@ -225,7 +225,7 @@ def _moved(op: Op, job: Job, values: tuple[Any, ...]) -> bool:
 
 
 def _check_there(op: Op, position: int, tensor: acl.Tensor) -> None:
-    """Refuses a tensor that ended after phase 1."""
+    """Raises Refusal for a tensor that was destroyed, or whose memory was freed, after phase 1."""
     param = op.params[position].shown
     if not tensor.alive:
         text = "destroyed, or its memory freed, since phase 1"
@@ -235,7 +235,7 @@ def _check_there(op: Op, position: int, tensor: acl.Tensor) -> None:
 
 
 def _changed(op: Op, position: int, value: Any, read: np.ndarray | None) -> bool:
-    """Whether a tensor of lengths is another one than phase 1 read."""
+    """True if a tensor of lengths has other values than in phase 1."""
     if type(value) is not acl.Tensor:
         return False
     _check_there(op, position, value)
@@ -292,9 +292,9 @@ def _check_workspace(op: Op, workspace: Any, size: Any, needed: int) -> None:
 
 
 def _check_content(op: Op, args: dict[str, Any], strict: bool, check_content: bool) -> None:
-    """Asks again what depends on tensor content, which may have come after phase 1."""
+    """Checks the rules that read tensor content, which may have been written after phase 1."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ContractWarning)  # Phase 1 gave them.
+        warnings.simplefilter("ignore", ContractWarning)  # Phase 1 issued them.
         bind(op, args, strict=strict, check_content=check_content)
 
 
@@ -310,11 +310,11 @@ def _annotation(p: Any) -> Any:
 
 
 def _phase_1(op: Op) -> Callable[..., Any]:
-    """aclnnXxxGetWorkspaceSize, with the record's parameters as its own."""
+    """Makes aclnnXxxGetWorkspaceSize with the record's parameters as its signature."""
     names = ", ".join(p.shown for p in op.params)
     head = f"{op.name}{PHASE_1}({names}, *, strict=True, check_content=False)"
     space: dict[str, Any] = {"_first": _first, "_op": op}
-    # A function with a real signature, as dataclasses make theirs; the names come from the record, not from a caller.
+    # exec makes a function with a real signature, as dataclasses do; the names come from the record, not from a caller.
     exec(f"def {head}:\n    return _first(_op, ({names},), strict, check_content)", space)
     function: Callable[..., Any] = space[op.name + PHASE_1]
     function.__annotations__ = {p.shown: _annotation(p) for p in op.params} | {
@@ -339,7 +339,7 @@ Source: {op.page}.
 
 
 def _phase_2(op: Op) -> Callable[..., Any]:
-    """aclnnXxx."""
+    """Makes aclnnXxx, the second phase."""
 
     def run(workspace: Any, workspace_size: int, executor: acl.Executor | None, stream: acl.Stream | None) -> int:
         return _second(op, workspace, workspace_size, executor, stream)

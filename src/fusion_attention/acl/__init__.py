@@ -1,6 +1,6 @@
 """CANN's runtime in Python: memory, tensors, streams and executors for the two-phase operators of aclnn.py.
 
-Names and returns follow pyACL (functions return ret, or (value, ret)); what only C has is named after its C function.
+Names and returns follow pyACL (functions return ret, or (value, ret)); functions that only C has are named after it.
 Constants of CANN's enums are attributes: acl.ACL_FLOAT16, acl.ACL_FORMAT_ND, acl.ACL_MEMCPY_HOST_TO_DEVICE.
 """
 
@@ -76,15 +76,15 @@ def __getattr__(name: str) -> Any:
 
 
 def init(config_path: str | None = None, *, device: str | torch.device = "cpu", backend: str = "auto") -> int:
-    """Starts the runtime; before any other call.
+    """Initializes the runtime, before any other call.
 
     Args:
         config_path: accepted without effect.
-        device: the device behind the ids 0 to 7: "cpu", or "cuda" where there is one.
-        backend: what computes: "auto", or a back end's name ("golden" for the reference).
+        device: the device of the ids 0 to 7: "cpu", or "cuda" if there is one.
+        backend: "auto", or a back end's name ("golden" for the reference).
 
     Returns:
-        ret: 0; 100002 where it runs already, 207004 for a device that is not there, 100000 for an unknown back end.
+        ret: 0; 100002 if it is initialized, 207004 for a missing device, 100000 for an unknown back end.
 
     Example:
         >>> init(), init(), finalize()
@@ -112,7 +112,7 @@ def init(config_path: str | None = None, *, device: str | torch.device = "cpu", 
 
 
 def finalize() -> int:
-    """Ends the runtime: contexts and streams close, memory is given back; returns ret (100037: ended before)."""
+    """Ends the runtime: closes contexts and streams, and frees memory; returns ret (100037: ended before)."""
     if STATE.device is None:
         state.note("acl: finalize: called twice, or before acl.init()")
         return state.REPEAT_FINALIZE if STATE.finalized else state.UNINITIALIZED
@@ -132,7 +132,7 @@ def _reset() -> None:
 
 
 def get_recent_err_msg() -> str:
-    """The text of this thread's last failed call, once: reading it clears it; "" without one.
+    """The error text of this thread's last failed call, or ""; reading it clears it.
 
     Example:
         >>> finalize() in (100001, 100037), get_recent_err_msg()

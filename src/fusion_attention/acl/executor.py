@@ -1,4 +1,4 @@
-"""aclOpExecutor: a planned call between its two phases; used once, unless made repeatable and then destroyed."""
+"""aclOpExecutor: the planned call that phase 1 returns and phase 2 runs, once or (if made repeatable) many times."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ INNER_NULL = 561103
 
 
 class Executor:
-    """What phase 1 of an operator returns and phase 2 takes.
+    """The planned call that phase 1 of an operator returns and phase 2 runs.
 
     Attributes:
-        op: the operator's record; workspace_size: bytes that phase 2 wants.
-        values: its arguments in the operator's order; options: what phase 1 was told beside them.
-        job: the call on the memory where its tensors lay last.
-        repeatable, used, destroyed: its life.
+        op: the operator's record; workspace_size: bytes that phase 2 needs.
+        values: the arguments in the operator's order; options: the other arguments of phase 1.
+        job: the call on the last memory of its tensors.
+        repeatable, used, destroyed: its state.
     """
 
     __slots__ = ("destroyed", "job", "op", "options", "repeatable", "used", "values", "workspace_size")
@@ -28,7 +28,7 @@ class Executor:
         self.repeatable = self.used = self.destroyed = False
 
     def end(self) -> None:
-        """Lets go of everything it holds."""
+        """Destroys the executor and releases its references."""
         self.destroyed = True
         self.job, self.values = None, ()
 
@@ -49,7 +49,7 @@ def _live(executor: Any) -> Executor:
 
 @coded
 def set_acl_op_executor_repeatable(executor: Executor) -> None:
-    """aclSetAclOpExecutorRepeatable: lets phase 2 run any number of times; before the first run; returns ret."""
+    """aclSetAclOpExecutorRepeatable: allows any number of runs; must be called before the first; returns ret."""
     live = _live(executor)
     if live.used:
         raise Refusal(RUNTIME, f"executor: {live.op.name}: used before it was made repeatable")
@@ -58,12 +58,12 @@ def set_acl_op_executor_repeatable(executor: Executor) -> None:
 
 @coded
 def destroy_acl_op_executor(executor: Executor) -> None:
-    """aclDestroyAclOpExecutor: ends an executor; a repeatable one needs it; returns ret."""
+    """aclDestroyAclOpExecutor: destroys an executor, as needed for a repeatable one; returns ret."""
     _live(executor).end()
 
 
 def _move(executor: Any, index: Any, tensor: Any, data: Any, sides: tuple[bool, ...]) -> None:
-    """Sides: False counts inputs, True outputs."""
+    """Moves a tensor of an executor to other memory; sides: tensors that index counts, False: inputs, True: outputs."""
     live = _live(executor)
     if tensor is None:
         raise Refusal(INNER_NULL, "tensor: expected the one to move, got null")
@@ -85,16 +85,16 @@ def _move(executor: Any, index: Any, tensor: Any, data: Any, sides: tuple[bool, 
 
 @coded
 def set_input_tensor_addr(executor: Executor, index: int, tensor: Tensor, addr: Any) -> None:
-    """aclSetInputTensorAddr: another address for an input of a repeatable executor.
+    """aclSetInputTensorAddr: sets another address for an input of a repeatable executor.
 
     Args:
-        executor: a repeatable one.
-        index: counts the operator's input tensors, absent ones too.
-        tensor: the tensor that phase 1 was given there.
-        addr: an address from acl.rt.malloc, a torch tensor or a torch storage that holds the same view.
+        executor: a repeatable executor.
+        index: index among the operator's input tensors, absent ones included.
+        tensor: the tensor at this index in phase 1.
+        addr: an address from acl.rt.malloc, a torch tensor or a torch storage, large enough for the same view.
 
     Returns:
-        ret: 561103 for null, 161002 for an index, a tensor or memory that does not fit.
+        ret: 561103 for null, 161002 for a wrong index, tensor or memory.
     """
     _move(executor, index, tensor, addr, (False,))
 

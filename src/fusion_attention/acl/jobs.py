@@ -1,7 +1,4 @@
-"""A two-phase call between its phases: what its signature decides, and the memory where its tensors lie.
-
-Checks outputs and workspace, which only this interface has, and runs.
-"""
+"""Two-phase calls between their phases: a layout per signature, a job per call, and checks of outputs and workspace."""
 
 from __future__ import annotations
 
@@ -21,17 +18,17 @@ from fusion_attention.plan import Plan, plan
 
 
 def refusal(op: Op, param: str, expected: str, got: str, advice: str = "", code: int = INVALID) -> Refusal:
-    """A failure in the wording of every error of this library."""
+    """A Refusal with the usual error text."""
     return Refusal(code, str(op.failure(param, expected, got, advice, code)))
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a call is planned with beside its arguments.
+    """Options of a planned call.
 
     Attributes:
         strict: the chip's limits are errors too; check_content: phase 2 checks tensor content too.
-        device: where its memory lies; backend: what computes, by name or "auto".
+        device: device of its memory; backend: name of a back end, or "auto".
     """
 
     strict: bool
@@ -45,14 +42,14 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What all calls of one signature share.
+    """Properties that all calls of one signature share.
 
     Attributes:
-        given: (position, name) of its tensors; written: names of the outputs that belong to it.
-        plan: of its problem and lengths; None where there is no sequence.
-        workspace: bytes of the plan and of everything that is converted on the way.
-        keeps: a call stays laid on its memory from phase 1 on: no input is copied.
-        reads: some rule reads tensor content, which may change between the phases.
+        given: (position, name) of its tensors; written: names of the outputs of the call.
+        plan: the plan of its problem and lengths; None if there is no sequence.
+        workspace: bytes for the plan and for converted tensors.
+        keeps: views made in phase 1 stay valid, because no input is copied.
+        reads: a rule reads tensor content, which may change between the phases.
         idle: all outputs are empty.
     """
 
@@ -67,11 +64,11 @@ class Layout:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A call on the memory where its tensors lie, ready to run again and again.
+    """A call on the memory of its tensors, which can run repeatedly.
 
     Attributes:
-        args: every argument by canonical name, tensors as memory.
-        filled: the call laid on them, where that may outlive a run.
+        args: the arguments by canonical name, with torch tensors.
+        filled: the lowered call's views, if they stay valid between runs (Layout.keeps); else None.
     """
 
     layout: Layout
@@ -80,7 +77,7 @@ class Job:
     filled: Filled | None
 
     def run(self) -> None:
-        """Computes into the outputs."""
+        """Runs the call, which writes the outputs."""
         if self.layout.idle:
             return
         filled = self.filled or self.call.fill(self.outputs())
@@ -90,14 +87,14 @@ class Job:
         filled.finish()
 
     def outputs(self) -> dict[str, torch.Tensor]:
-        """The outputs that belong to the call."""
+        """The output tensors of the call by name."""
         args = self.args
         return {name: args[name] for name in self.layout.written}
 
 
 @functools.cache
 def may_lack(op: Op) -> tuple[int, ...]:
-    """The positions of outputs that not every call has: reserved ones, and gradients of optional inputs."""
+    """Positions of outputs that some calls lack: reserved ones, and gradients of optional inputs."""
     required = {word for p in op.tensors() if not p.optional for name in op.layouts for word in p.words(name)}
     shown = {axis for word in required for axis in word.split("*")}
     results = []
@@ -111,13 +108,13 @@ def may_lack(op: Op) -> tuple[int, ...]:
 
 
 def _source(op: Op, p: Tensor) -> str:
-    """The optional input whose gradient an output is, by its name: pse of dpse; "" if it is none's."""
+    """The name of the optional input whose gradient an output is, such as pse for dpse; else ""."""
     source = op.by_name.get(p.name[1:]) if p.name[:1] == "d" else None
     return source.name if source is not None and source.optional else ""
 
 
 def job_of(layout: Layout, call: Lowered, args: dict[str, Any]) -> Job:
-    """A checked call, laid on its memory where it stays there."""
+    """The job of a checked call, with views if they stay valid between runs."""
     job = Job(layout, call, args, None)
     if layout.keeps:
         job.filled = call.fill(job.outputs())
@@ -127,7 +124,7 @@ def job_of(layout: Layout, call: Lowered, args: dict[str, Any]) -> Job:
 
 
 def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Options) -> Layout:
-    """Checks the outputs of a new signature, plans it and adds up what it needs."""
+    """Checks the outputs of a new signature, plans it, and computes its workspace."""
     op = bound.op
     if call.device != options.device:
         first = op.tensors()[0].shown
@@ -156,12 +153,12 @@ def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Option
 
 
 def handles(value: Any) -> tuple[Any, ...]:
-    """The tensors of a list, or the one tensor."""
+    """The tensors in an acl.TensorList, or a tuple of one tensor."""
     return value.tensors or () if type(value) is TensorList else (value,)
 
 
 def _written(bound: Bound, args: dict[str, Any], strict: bool) -> tuple[str, ...]:
-    """The outputs that belong to a call: each must be there, and (strict) no other, unless it is optional."""
+    """Names of the outputs of a call; raises Refusal if one is missing or, when strict, another is passed."""
     op, layout = bound.op, bound.names.get(bound.op.layout_attr, "")
     written = []
     for p in op.tensors(output=True):
@@ -184,11 +181,11 @@ def _written(bound: Bound, args: dict[str, Any], strict: bool) -> tuple[str, ...
 
 
 def check_disjoint(op: Op, values: tuple[Any, ...], layout: Layout) -> None:
-    """Refuses outputs that share memory with any other tensor."""
+    """Raises Refusal for outputs that share memory with another tensor."""
     written = layout.written
     handles_of = [(i, name in written, t) for i, name in layout.given for t in handles(values[i])]
     spans = sorted([(t.start, t.stop, is_written, at) for at, (_, is_written, t) in enumerate(handles_of)])
-    read = wrote = 0  # where the inputs, and the outputs, that start at or before this span end
+    read = wrote = 0  # ends of the inputs, and of the outputs, that start at or before this span
     for start, stop, is_written, _ in spans:
         if start < wrote or (is_written and start < read):
             break
@@ -198,7 +195,7 @@ def check_disjoint(op: Op, values: tuple[Any, ...], layout: Layout) -> None:
             read = max(read, stop)
     else:
         return
-    # Windows of one buffer may interleave; what counts is a common element.
+    # Strided views of one buffer may interleave without a common element.
     for start, stop, is_written, i in spans:
         for first, last, _, j in spans if is_written else ():
             if i != j and first < stop and start < last and overlap(handles_of[i][2], handles_of[j][2]):

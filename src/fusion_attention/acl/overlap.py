@@ -1,4 +1,4 @@
-"""Whether windows of memory share an element; addresses and strides alone say it, no memory is read."""
+"""Tests for overlap of strided views, from addresses and strides only; no memory is read."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 
 from fusion_attention.acl.tensors import Tensor
 
-# Beyond this much of numpy's search two windows count as sharing memory.
+# Limit of numpy's search; beyond it two views count as overlapping.
 _WORK = 100_000
 
 
 @functools.lru_cache(maxsize=1024)
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """True if two elements of a strided window are the same memory."""
+    """True if two elements of a strided view are the same memory."""
     reach, ordered = 1, True
     for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
         ordered = ordered and stride >= reach
@@ -28,7 +28,7 @@ def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 class _Addressed:
-    """Memory at an address for numpy to compare, never to read."""
+    """An array interface at a tensor's address, which numpy compares but does not read."""
 
     def __init__(self, tensor: Tensor) -> None:
         assert tensor.view is not None
@@ -43,9 +43,9 @@ class _Addressed:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """True if two windows have an element in common; interleaved ones may have none."""
+    """True if two strided views have a common element; interleaved views may have none."""
     first, second = np.asarray(_Addressed(a)), np.asarray(_Addressed(b))
     try:
         return bool(np.shares_memory(first, second, max_work=_WORK))
-    except Exception:  # Too hard to tell; the class that says so moved between versions of numpy.
+    except Exception:  # The search exceeded its limit; the class of this error depends on the version of numpy.
         return True

@@ -1,7 +1,7 @@
 """acl.rt: devices, contexts, streams and memory by pyACL's names and returns: (value, ret), or ret; 0 is success.
 
-Eight device ids share the one device that acl.init() chose. Streams are synchronous. Addresses are ints; one that no
-allocation holds is refused, never followed.
+Eight device ids share the device of acl.init(). Streams are synchronous. Addresses are ints; one outside all
+allocations is an error and is never accessed.
 
     >>> from fusion_attention import acl
     >>> acl.init(), acl.rt.set_device(0)
@@ -47,7 +47,7 @@ class MemcpyKind(enum.IntEnum):
 
 
 class RunMode(enum.IntEnum):
-    """aclrtRunMode: where the program runs."""
+    """aclrtRunMode: the program runs on the host or on the device."""
 
     ACL_DEVICE = 0
     ACL_HOST = 1
@@ -100,7 +100,7 @@ def get_device_count() -> int:
 
 @valued(-1)
 def get_run_mode() -> RunMode:
-    """(ACL_HOST, ret): host and device memory are different things, also where they are not."""
+    """(ACL_HOST, ret): host and device memory count as different, even if the device is the CPU."""
     return RunMode.ACL_HOST
 
 
@@ -120,7 +120,7 @@ def _wait() -> None:
 
 
 def _handle(value: Any, kind: type[Context] | type[Stream], name: str) -> Any:
-    """A context or stream that is still open."""
+    """The context or stream, checked to be of the given kind and open."""
     if not isinstance(value, kind):
         raise Refusal(state.INVALID_PARAM, f"{name}: expected an acl {kind.__name__}, got {type(value).__name__}")
     if not value.usable:
@@ -175,7 +175,7 @@ def synchronize_stream(stream: Stream | None) -> None:
 
 
 def check_stream(stream: Any) -> None:
-    """Refuses a stream that no work can be given to."""
+    """Raises Refusal for a stream that is destroyed or not a stream; None and 0 are the default stream."""
     if stream is None or (isinstance(stream, int) and stream == 0):
         _current()
     else:
@@ -216,7 +216,7 @@ def malloc(size: int, policy: int = MallocPolicy.ACL_MEM_MALLOC_HUGE_FIRST) -> i
 
 @coded
 def free(address: int) -> None:
-    """Gives device memory back; returns ret."""
+    """Frees device memory; returns ret."""
     _release(address, False, "malloc")
 
 
@@ -228,12 +228,12 @@ def malloc_host(size: int) -> int:
 
 @coded
 def free_host(address: int) -> None:
-    """Gives host memory back; returns ret."""
+    """Frees host memory; returns ret."""
     _release(address, True, "malloc_host")
 
 
 def get_mem_info(attr: int = 1) -> tuple[int, int, int]:
-    """(free, total, ret) in bytes: what the device has, less what acl.rt.malloc handed out and was not freed."""
+    """(free, total, ret) in bytes; free: the device's memory without live allocations of acl.rt.malloc."""
     if STATE.device is None:
         state.note("acl: get_mem_info: called before acl.init() or after acl.finalize()")
         return 0, 0, state.UNINITIALIZED
@@ -246,13 +246,13 @@ def get_mem_info(attr: int = 1) -> tuple[int, int, int]:
 
 
 class Pointer(int):
-    """An address that keeps what it points to: what acl.util hands out for host data."""
+    """An address of host data, from acl.util, with a reference that keeps the data alive."""
 
     owner: Any
 
 
 def _host_bytes(value: Any, count: int, written: bool) -> torch.Tensor:
-    """The first bytes of an array, a tensor or a bytes-like object."""
+    """The first `count` bytes of an array, a tensor or a bytes-like object, as a uint8 tensor."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu" or not value.is_contiguous():
             raise Refusal(RT, "a host tensor must be contiguous and lie on the CPU")
@@ -268,7 +268,7 @@ def _host_bytes(value: Any, count: int, written: bool) -> torch.Tensor:
             raise Refusal(state.INVALID_PARAM, text) from None
         if written and view.readonly:
             raise Refusal(RT, f"{type(value).__name__} is read-only")
-        # torch takes no read-only memory without a warning, so what is only read is copied.
+        # torch warns about read-only memory, so it is copied.
         memory = torch.from_numpy(np.array(flat, np.uint8) if flat.readonly else np.frombuffer(flat, np.uint8))
     if memory.numel() < count:
         raise Refusal(RT, f"{count} bytes asked of {memory.numel()}")
@@ -276,7 +276,7 @@ def _host_bytes(value: Any, count: int, written: bool) -> torch.Tensor:
 
 
 def bytes_at(place: Any, count: int, written: bool = False) -> tuple[torch.Tensor, bool]:
-    """(uint8 view of `count` bytes at an address or of host data, whether they are the host's)."""
+    """(uint8 view of `count` bytes at an address or in host data, True if they are host memory)."""
     if isinstance(place, Pointer):
         return _host_bytes(place.owner, count, written), True
     if not isinstance(place, (int, np.integer)) or isinstance(place, bool):
@@ -291,17 +291,17 @@ def bytes_at(place: Any, count: int, written: bool = False) -> tuple[torch.Tenso
 
 @coded
 def memcpy(dst: Any, dest_max: int, src: Any, count: int, kind: int) -> None:
-    """Copies bytes, and nothing where a single one would fall outside.
+    """Copies bytes, or nothing if any byte is outside of its memory.
 
     Args:
         dst: an address, or host data to fill (numpy array, torch tensor, bytearray).
-        dest_max: bytes that dst has room for.
+        dest_max: size of dst in bytes.
         src: an address, or host data (also bytes).
         count: bytes to copy.
-        kind: ACL_MEMCPY_HOST_TO_DEVICE and its kin; it must say what dst and src are.
+        kind: ACL_MEMCPY_HOST_TO_DEVICE or another direction, which must match dst and src.
 
     Returns:
-        ret: 0; 100000 for what is no memory, 107000 for sizes or a kind that do not fit.
+        ret: 0; 100000 for a wrong address or object, 107000 for wrong sizes or a wrong kind.
     """
     size, buffer = integer(count, "count"), integer(dest_max, "dest_max")
     if size < 0 or size > buffer:
@@ -314,7 +314,7 @@ def memcpy(dst: Any, dest_max: int, src: Any, count: int, kind: int) -> None:
     given = MemcpyKind((not source_on_host) * 2 + (not target_on_host))
     if given != kind:
         raise Refusal(RT, f"kind: {MemcpyKind(kind).name} given, but this is {given.name}")
-    # torch does not say what a copy within one allocation does where the two ends overlap.
+    # torch does not define a copy between overlapping parts of one allocation.
     target.copy_(source.clone() if source.untyped_storage()._cdata == target.untyped_storage()._cdata else source)
 
 

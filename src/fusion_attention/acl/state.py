@@ -1,7 +1,6 @@
-"""What a process has of the two-phase interface: device, memory, streams, the last error's text; and how calls fail.
+"""The process state of the two-phase interface (device, allocations, contexts, last error text), and its error codes.
 
-STATE is the module state that this interface cannot do without (its C original is a process-wide runtime too);
-importing changes nothing, acl.init() does.
+STATE is global because CANN's runtime is process-wide. Importing does not initialize it; acl.init() does.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SUCCESS = 0
-# Codes of the runtime (aclError). Those of operators (aclnnStatus) stand in contract/record.py.
+# Codes of the runtime (aclError). contract/record.py has those of operators (aclnnStatus).
 INVALID_PARAM, UNINITIALIZED, REPEAT_INITIALIZE, REPEAT_FINALIZE = 100000, 100001, 100002, 100037
 RT_INVALID_PARAM, RT_INVALID_DEVICE, RT_CONTEXT_NULL, RT_INVALID_HANDLE = 107000, 107001, 107002, 107017
 RT_MEMORY_ALLOCATION, RT_MEMORY_FREE, RT_NO_DEVICE = 207001, 207002, 207004
@@ -30,7 +29,7 @@ DEVICE_COUNT = 8
 
 
 class Refusal(Exception):
-    """A call that fails: its code and its text. Never leaves this package."""
+    """An error with code and text, inside the two-phase interface; callers receive the code."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
@@ -39,7 +38,7 @@ class Refusal(Exception):
 
 @dataclass(eq=False)
 class Memory:
-    """One allocation: its bytes, where they start, and whether they are still the caller's."""
+    """One allocation; host: host memory; alive: not freed."""
 
     bytes: torch.Tensor
     host: bool
@@ -47,63 +46,63 @@ class Memory:
 
     @property
     def address(self) -> int:
-        """The first byte's address."""
+        """Address of the first byte."""
         return self.bytes.data_ptr()
 
 
 @dataclass(eq=False)
 class Context:
-    """A device id in use; closing one closes its streams."""
+    """A context on a device id; closing it closes its streams."""
 
     device_id: int
     open: bool = True
 
     @property
     def usable(self) -> bool:
-        """Not destroyed, and its device not reset."""
+        """True if it was not destroyed and its device was not reset."""
         return self.open
 
 
 @dataclass(eq=False)
 class Stream:
-    """A queue whose work is done when the call that queues it returns."""
+    """A synchronous stream: work is complete when the call that submits it returns."""
 
     context: Context
     open: bool = True
 
     @property
     def usable(self) -> bool:
-        """Neither it nor its context was destroyed."""
+        """True if neither the stream nor its context was destroyed."""
         return self.open and self.context.open
 
 
 @dataclass(eq=False)
 class State:
-    """The runtime of this process; device None: not initialised."""
+    """The state of the runtime; device None: not initialized."""
 
     device: torch.device | None = None
     backend: str = "auto"
     finalized: bool = False
     context: Context | None = None
-    contexts: dict[int, list[Context]] = field(default_factory=dict)  # of every device id in use, its default one first
+    contexts: dict[int, list[Context]] = field(default_factory=dict)  # by device id in use, the default context first
     memories: dict[int, Memory] = field(default_factory=dict)
-    starts: list[int] = field(default_factory=list)  # addresses in memories, in order
+    starts: list[int] = field(default_factory=list)  # sorted keys of memories
     local: threading.local = field(default_factory=threading.local)
 
     def add(self, memory: Memory) -> int:
-        """Keeps an allocation; its address."""
+        """Registers an allocation, and returns its address."""
         self.memories[memory.address] = memory
         insort(self.starts, memory.address)
         return memory.address
 
     def remove(self, address: int) -> None:
-        """Ends an allocation; what was built on it finds it dead."""
+        """Unregisters an allocation, and marks it as freed for tensors that use it."""
         memory = self.memories.pop(address)
         self.starts.remove(address)
         memory.alive = False
 
     def find(self, address: int) -> tuple[Memory, int]:
-        """The allocation that an address lies in, and the bytes before it."""
+        """(allocation that contains an address, offset of the address in bytes); raises Refusal if there is none."""
         at = bisect_right(self.starts, address) - 1
         memory = self.memories[self.starts[at]] if at >= 0 else None
         if memory is None or address >= memory.address + memory.bytes.numel():
@@ -115,32 +114,32 @@ STATE = State()
 
 
 def note(text: str) -> None:
-    """Keeps the text that get_recent_err_msg() returns on this thread."""
+    """Stores the text that get_recent_err_msg() returns in this thread."""
     STATE.local.text = text
 
 
 def take_note() -> str:
-    """The kept text, once."""
+    """Returns the stored text and clears it."""
     text: str = getattr(STATE.local, "text", "")
     STATE.local.text = ""
     return text
 
 
 def integer(value: Any, name: str, code: int = INVALID_PARAM) -> int:
-    """A value that must be an integer (a Python or numpy one, no bool)."""
+    """Converts a Python or numpy integer, not a bool, to an int; raises Refusal for other values."""
     try:
         if isinstance(value, bool):
             raise TypeError
         number = operator.index(value)
     except TypeError:
         raise Refusal(code, f"{name}: expected an int, got {type(value).__name__}") from None
-    if number.bit_length() > 128:  # Others are refused where they mean too much; these have no text, or no end.
+    if number.bit_length() > 128:  # Too long for an error text; callers check the range of smaller numbers.
         raise Refusal(code, f"{name}: expected an int of 64 bits, got {show(number)}")
     return number
 
 
 def valued(nothing: Any = None) -> Callable[[Callable[P, T]], Callable[P, tuple[T, int]]]:
-    """A call that returns (value, code), after acl.init(); (nothing, code) where it fails."""
+    """Decorates a function to return (value, 0), or (nothing, code) if it raises Refusal or before acl.init()."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, tuple[T, int]]:
         @functools.wraps(function)
@@ -160,12 +159,12 @@ def valued(nothing: Any = None) -> Callable[[Callable[P, T]], Callable[P, tuple[
 
 
 def coded(function: Callable[P, None]) -> Callable[P, int]:
-    """A call that returns its code, after acl.init()."""
+    """Decorates a function to return 0, or the code if it raises Refusal or before acl.init()."""
     both = valued()(function)
     return functools.wraps(function)(lambda *args, **kwargs: both(*args, **kwargs)[1])
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T | None]:
-    """A call that returns what it makes, after acl.init(); None where it fails."""
+    """Decorates a function to return its value, or None if it raises Refusal or before acl.init()."""
     both = valued()(function)
     return functools.wraps(function)(lambda *args, **kwargs: both(*args, **kwargs)[0])

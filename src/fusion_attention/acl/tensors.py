@@ -1,6 +1,6 @@
-"""What operators take: tensors over device memory, int arrays, tensor lists, and CANN's numbers for dtypes and formats.
+"""Handles of operator arguments (tensors in device memory, int arrays, tensor lists), and CANN's dtypes and formats.
 
-A handle lives until it is destroyed or no longer referenced. Its strides and offset count elements.
+A handle exists until it is destroyed or no longer referenced. Strides and offsets count elements.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Format(enum.IntEnum):
     ACL_FORMAT_NCL = 47
 
 
-# Tags of plain row-major memory; every other format orders elements as the chip's matrix unit wants them.
+# Formats with row-major memory; the others have the element order of the chip's matrix unit.
 STRIDED_FORMATS = frozenset(
     getattr(Format, f"ACL_FORMAT_{name}") for name in ("ND", "NCHW", "NHWC", "HWCN", "NDHWC", "NCDHW", "NC", "NCL")
 )
@@ -93,15 +93,15 @@ ACL_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class Tensor:
-    """aclTensor: a strided window of device memory.
+    """aclTensor: a strided view of device memory.
 
     Attributes:
-        view: the memory as a torch tensor; None once destroyed.
-        dtype, format: as created; is_strided: whether the format is row-major.
+        view: a torch tensor on the memory; None after destruction.
+        dtype, format: those of its creation; is_strided: True if the format is row-major.
         offset: elements from its address to its first one.
-        memory: the allocation that holds it.
-        start, stop: addresses of its first byte and behind its last one.
-        needs: bytes that its storage must have.
+        memory: the allocation that contains it.
+        start, stop: address of its first byte, and the address behind its last byte.
+        needs: least size of its storage in bytes.
     """
 
     __slots__ = ("__weakref__", "dtype", "format", "is_strided", "memory", "needs", "offset", "start", "stop", "view")
@@ -120,14 +120,14 @@ class Tensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, format: Format = Format.ACL_FORMAT_ND) -> Tensor:
-        """A handle on a torch tensor's memory as it lies; it keeps the memory alive.
+        """Makes a handle on a torch tensor, with its strides, and keeps its memory alive.
 
         Args:
-            tensor: of a dtype that CANN has.
-            format: its tag.
+            tensor: a tensor with a dtype of CANN.
+            format: its format.
 
         Returns:
-            the handle; without destroy_tensor() it ends with its last reference.
+            the handle; it exists until destroy_tensor() or its last reference.
 
         Example:
             >>> Tensor.of(torch.zeros(2, 3)).dtype.name
@@ -141,20 +141,20 @@ class Tensor:
 
     @property
     def alive(self) -> bool:
-        """Neither destroyed nor its memory freed."""
+        """True if neither the handle was destroyed nor its memory freed."""
         return self.view is not None and self.memory.alive
 
     @property
     def lost(self) -> bool:
-        """The storage of a torch tensor was resized, and no longer holds it."""
+        """True if the storage of its torch tensor was resized and no longer holds all elements."""
         return self.view is not None and self.view.untyped_storage().nbytes() < self.needs
 
     def destroy(self) -> None:
-        """Ends the handle; the memory stays."""
+        """Destroys the handle, not the memory."""
         self.view = None
 
     def move(self, data: Any) -> None:
-        """Lays the same window over other memory; refused, and nothing changed, where that does not hold it."""
+        """Moves the view to other memory; raises Refusal and changes nothing if that is too small."""
         assert self.view is not None
         memory, first = _storage(data, self.view.element_size())
         self._attach(_window(memory, self.view.dtype, self.view.shape, self.view.stride(), first + self.offset), memory)
@@ -166,7 +166,7 @@ class Tensor:
 
 
 class IntArray:
-    """aclIntArray: int64 values on the host; None once destroyed."""
+    """aclIntArray: int64 values on the host; None after destruction."""
 
     __slots__ = ("values",)
 
@@ -178,7 +178,7 @@ class IntArray:
 
 
 class TensorList:
-    """aclTensorList: tensors that it owns; None once destroyed."""
+    """aclTensorList: tensors that the list owns; None after destruction."""
 
     __slots__ = ("tensors",)
 
@@ -190,12 +190,12 @@ class TensorList:
 
 
 def _memory_of(storage: torch.UntypedStorage) -> Memory:
-    """A torch storage as an allocation that stays while handles refer to it."""
+    """An allocation for a torch storage, which exists while handles refer to it."""
     return Memory(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), host=False)
 
 
 def _storage(data: Any, itemsize: int) -> tuple[Memory, int]:
-    """(allocation, first element) of an address, a torch tensor or a torch storage."""
+    """(allocation, index of the first element in it) of an address, a torch tensor or a torch storage."""
     if isinstance(data, torch.Tensor):
         memory, start = _memory_of(data.untyped_storage()), data.storage_offset() * data.element_size()
     elif isinstance(data, torch.UntypedStorage):
@@ -215,7 +215,7 @@ def _storage(data: Any, itemsize: int) -> tuple[Memory, int]:
 def _window(
     memory: Memory, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], first: int
 ) -> torch.Tensor:
-    """Elements of a dtype in an allocation; refused where it does not hold them."""
+    """A strided view of an allocation; raises Refusal if it exceeds the allocation."""
     size, count = dtype.itemsize, memory.bytes.numel()
     stop = (first + reach(shape, strides)) * size
     if stop > count:
@@ -243,7 +243,7 @@ def _number(kind: type[enum.IntEnum], value: Any, name: str) -> Any:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of neighbouring rows."""
+    """Strides in elements of a contiguous tensor."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = shape[axis + 1] * strides[axis + 1]
@@ -260,19 +260,19 @@ def create_tensor(
     storage_shape: Sequence[int] | None = None,
     data: Any = None,
 ) -> Tensor:
-    """aclCreateTensor: a strided window of device memory.
+    """aclCreateTensor: makes a strided view of device memory.
 
     Args:
-        view_shape: sizes as operators see them.
+        view_shape: sizes of the view.
         dtype: a DataType, or the torch dtype.
         strides: in elements, none negative; None: contiguous.
         offset: elements from data to the first one.
-        format: a Format; operators take the plain ones.
-        storage_shape: sizes of the memory that the view must lie in; None: what data has.
+        format: a Format; operators accept the row-major ones.
+        storage_shape: sizes of the memory that must contain the view; None: all of data.
         data: an address from acl.rt.malloc (or inside such memory), a torch tensor or a torch storage.
 
     Returns:
-        the handle; None where something does not fit, and acl.get_recent_err_msg() says what.
+        the handle, or None for invalid arguments; acl.get_recent_err_msg() has the reason.
 
     Example:
         >>> from fusion_attention import acl
@@ -310,7 +310,7 @@ def create_tensor(
 
 @checked
 def create_int_array(values: Sequence[int]) -> IntArray:
-    """aclCreateIntArray: int64 values on the host; None where they are none.
+    """aclCreateIntArray: makes an array of int64 values on the host; returns None for other values.
 
     Example:
         >>> from fusion_attention import acl
@@ -332,14 +332,14 @@ def create_int_array(values: Sequence[int]) -> IntArray:
 
 @checked
 def create_tensor_list(tensors: Sequence[Tensor]) -> TensorList:
-    """aclCreateTensorList: a list that owns its tensors: destroying it destroys them; None where one is no tensor."""
+    """aclCreateTensorList: makes a list that owns its tensors and destroys them; None if one is not a tensor."""
     if not isinstance(tensors, (list, tuple)):
         raise Refusal(INVALID, f"tensors: expected a sequence of tensors, got {type(tensors).__name__}")
     return TensorList(tuple(_owned(tensor, Tensor, "view", f"tensors[{i}]") for i, tensor in enumerate(tensors)))
 
 
 def _owned(value: Any, kind: type, owned: str, name: str) -> Any:
-    """A handle that was not destroyed."""
+    """The handle, checked not to be destroyed."""
     if value is None:
         raise Refusal(NULL_POINTER, f"{name}: expected an acl.{kind.__name__}, got null")
     if not isinstance(value, kind):
@@ -351,19 +351,19 @@ def _owned(value: Any, kind: type, owned: str, name: str) -> Any:
 
 @coded
 def destroy_tensor(tensor: Tensor) -> None:
-    """aclDestroyTensor: ends a handle, not its memory; returns ret."""
+    """aclDestroyTensor: destroys a handle, not its memory; returns ret."""
     _owned(tensor, Tensor, "view", "tensor").destroy()
 
 
 @coded
 def destroy_int_array(array: IntArray) -> None:
-    """aclDestroyIntArray: ends an array; returns ret."""
+    """aclDestroyIntArray: destroys an array; returns ret."""
     _owned(array, IntArray, "values", "array").values = None
 
 
 @coded
 def destroy_tensor_list(tensors: TensorList) -> None:
-    """aclDestroyTensorList: ends a list and its tensors; returns ret."""
+    """aclDestroyTensorList: destroys a list and its tensors; returns ret."""
     owned = _owned(tensors, TensorList, "tensors", "tensors")
     for tensor in owned.tensors:
         tensor.destroy()

@@ -1,4 +1,4 @@
-"""acl.util: between host data and addresses, by pyACL's names. An address from here keeps its data alive."""
+"""acl.util: conversion between host data and addresses, with pyACL's names. An address keeps its data alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _pointer(owner: object, address: int) -> Pointer:
 
 @checked
 def numpy_to_ptr(array: np.ndarray) -> Pointer:
-    """The address of a contiguous array's data; None where it is no such array.
+    """The address of a contiguous array's data; None for other objects.
 
     Example:
         >>> from fusion_attention import acl
@@ -34,7 +34,7 @@ def numpy_to_ptr(array: np.ndarray) -> Pointer:
 
 @checked
 def bytes_to_ptr(data: bytes) -> Pointer:
-    """The address of bytes; None where they are none."""
+    """The address of a bytes object's data; None for other objects."""
     if not isinstance(data, bytes):
         raise Refusal(100000, f"data: expected bytes, got {type(data).__name__}")
     return _pointer(data, np.frombuffer(data, np.uint8).ctypes.data if data else 1)
@@ -42,7 +42,7 @@ def bytes_to_ptr(data: bytes) -> Pointer:
 
 @checked
 def ptr_to_bytes(pointer: int, size: int) -> bytes:
-    """`size` bytes of host memory at an address; None where there are not as many."""
+    """`size` bytes of host memory at an address; None if the allocation is smaller."""
     memory, on_host = bytes_at(pointer, size)
     if not on_host:
         raise Refusal(107000, "pointer: device memory; acl.rt.memcpy brings it to the host")

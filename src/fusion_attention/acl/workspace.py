@@ -1,4 +1,4 @@
-"""The workspace size that phase 1 returns: what a call laid on its memory needs beside the caller's tensors."""
+"""The workspace size that phase 1 returns: bytes that a call needs in addition to the caller's tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusion_attention.plan import Plan
 
 
 def workspace(filled: Filled, tensors: Iterable[torch.Tensor], plan: Plan | None) -> tuple[int, bool]:
-    """(bytes of the plan and of everything that is converted on the way, whether inputs are copied for it).
+    """(bytes of the plan and of converted tensors, True if inputs are copied).
 
     tensors: the caller's tensors; what shares a storage with them needs none.
     """

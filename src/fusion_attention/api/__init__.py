@@ -1,1 +1,1 @@
-"""This library's own functions, and the cache of decode_attention(). The package shows them under their names."""
+"""The public functions of this library, which the package exports, and the cache of decode_attention()."""

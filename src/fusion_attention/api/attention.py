@@ -1,4 +1,4 @@
-"""attention(): softmax attention over the keys that a band, a matrix and lengths leave to each query row."""
+"""The public function attention(): softmax attention with a band, a mask, biases and dropout."""
 
 from __future__ import annotations
 
@@ -101,38 +101,40 @@ def attention(
         v: value rows, [B, S2, N2, Dv].
         layout: "BSND", "BNSD", "BSH" [B, S, N*D], "SBH" [S, B, N*D], or packed "TND" [T, N, D].
         heads: N1, for BSH and SBH.
-        q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len).
-            Padded: rows behind a sequence's length return zeros, keys behind it are not seen.
-        q_rope, k_rope: rope parts [B, S1, N1, Dr], [B, S2, N2, Dr], in q's layout and dtype.
+        q_len, kv_len: tokens of every sequence (not cumulative). Packed: required (kv_len defaults to q_len).
+            Padded: rows behind a sequence's length return zeros, keys behind it are not visible.
+        q_rope, k_rope: rope elements [B, S1, N1, Dr], [B, S2, N2, Dr], in q's layout and dtype.
         scale: factor on the dot products; None: 1 / sqrt(D + Dr).
-        band: the interval of keys that each row sees (Band.causal(), Band.window(255, 0), ...); None: all.
+        band: the interval of keys that are visible to each row (Band.causal(), Band.window(255, 0), ...); None: all.
         sparse_mode: CANN's mode (0, 1, 2, 3, 4, 7, 8) instead of a band, with pre_tokens and next_tokens.
         blocked: bool or uint8, true removes a score; broadcasts to [B, N1, S1, S2].
         bias: added to the scaled scores, in q's dtype; broadcasts to [B, N1, S1, S2]. -inf hides a key, whatever its v.
         alibi_slopes: [N1] or [B, N1], of any floating dtype; bias -slope * |key - row|, measured from the lower right
             corner; without a gradient.
-        alibi_start: positions (tokens) of the first row and the first key, to measure from instead.
-        sink: [N1], of any floating dtype; one more logit per row and head in the denominator.
-        keep_prob: share of probabilities kept; below 1, bits are drawn from (seed, offset) unless drop_bits gives them.
+        alibi_start: positions (tokens) of the first row and the first key, from which distances are measured instead.
+        sink: [N1], of any floating dtype; an additional logit per row and head in the denominator.
+        keep_prob: probability that dropout keeps an element; below 1, bits are drawn from (seed, offset) unless
+            drop_bits are given.
         drop_bits: uint8, one bit per score of [B, N1, S1, S2] (packed: block by block), 1 = kept, lowest bit first.
         seed, offset: of drawn dropout; seed None draws one from torch's default generator.
-        empty_rows: what a row without keys returns: "zero" (lse -inf), or the "mean" of its sequence's v.
-        softcap: keeps scores between -softcap and softcap, before any bias (Gemma 2: 50); 0: leaves them as they are.
-        blocked_tiles: a mask of which whole tiles are skipped: int32 [B or 1, N1 or 1, ceil(S1 / 128), ceil(S2 / 128)],
-            for every tile of 128 rows by 128 keys of a sequence -1 (removes all), -2 (removes nothing), or the number
-            of its bits. Packed: S1 and S2 are the longest sequence's.
-        blocked_bits: uint8 [tiles, 128, 16], a bit per score of a tile, lowest first, 1 removes it.
-        return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]; differentiable as out is.
-        backend: "auto" (as use_backend() says, else by the device), "cpu", "triton" or "golden".
-        foreign: words of other libraries (is_causal, attn_mask, softmax_scale, ...): an error that gives ours.
+        empty_rows: result of a row without visible keys: "zero" (lse -inf), or the "mean" of its sequence's v.
+        softcap: limits scores to between -softcap and softcap, before any bias (Gemma 2: 50); 0: no limit.
+        blocked_tiles: a mask whose blocked tiles are skipped: int32 [B or 1, N1 or 1, ceil(S1 / 128), ceil(S2 / 128)],
+            for every tile of 128 rows by 128 keys of a sequence -1 (all blocked), -2 (none blocked), or an index into
+            blocked_bits. Packed: S1 and S2 are the longest sequence's.
+        blocked_bits: uint8 [tiles, 128, 16], a bit per score of a tile, lowest first, 1: blocked.
+        return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]; differentiable like out.
+        backend: "auto" (set by use_backend(), else by the device), "cpu", "triton" or "golden".
+        foreign: parameters of other libraries (is_causal, attn_mask, softmax_scale, ...) raise an error that names
+            the equivalent here.
 
     Returns:
         out in q's layout with Dv elements per head, or (out, lse).
 
     Raises:
-        ContractError: a call that `fusion-attention ops attention` does not allow; the message says what to do.
-        BackendError: no back end computes it, and why.
-        TypeError: a word that it does not know, with the one that it does.
+        ContractError: a call that `fusion-attention ops attention` does not allow; the message states the fix.
+        BackendError: no back end computes the call; the message lists the reasons.
+        TypeError: an unknown parameter; the message suggests the equivalent one.
 
     Source: this library; the same Problem as CANN's operators.
 

@@ -13,7 +13,7 @@ from fusion_attention.memory import zeros
 
 Tensor = torch.Tensor
 _Slots = tuple[int, int, int]  # page, first slot, how many
-# Neighbouring slots of so few pages are stored faster by copies of their own than by their places.
+# Up to so many runs of contiguous slots are stored by one copy each, which is faster than indexing.
 _FEW = 4
 _LARGEST = {"int8": 127.0, "int4": 7.0}
 
@@ -25,17 +25,17 @@ class CacheFullError(RuntimeError):
 class PagedKVCache:
     """Keys and values of many sequences in pages of one pool; sequences may share pages.
 
-    With a group the pages of every sequence go round its ranks: each has a pool of its own, keeps the tokens of its
-    pages, and knows whose the others are. Every rank calls every method with the same arguments.
+    With a group, the pages of a sequence are distributed over the ranks in turn: each rank has a pool with the tokens
+    of its pages, and the page lists of all. Every rank must call every method with the same arguments.
 
     Args:
-        heads: key heads. dim: elements of a key row. dim_v: of a value row; None: as keys.
-        pages: how many there are; on every rank of a group. page_size: tokens of a page.
-        dtype: of the rows that come in, and of the pool where it is not quantised.
-        stored: "" (as dtype), or "int8" or "int4": quantised on append with a scale per token and head.
-        shares_kv: there are no values of their own: they are the first dim_v elements of the keys.
-        device: where the pool lies.
-        group: a process group, or a DeviceMesh of one dimension; None: the cache is this process's alone.
+        heads: key heads. dim: elements of a key row. dim_v: elements of a value row; None: dim.
+        pages: number of pages; with a group, on every rank. page_size: tokens of a page.
+        dtype: dtype of appended rows, and of the pool if it is not quantized.
+        stored: "" (as dtype), or "int8" or "int4": quantized on append with a scale per token and head.
+        shares_kv: values are the first dim_v elements of the keys.
+        device: device of the pool.
+        group: a process group, or a DeviceMesh of one dimension; None: one process.
 
     Example:
         >>> cache = PagedKVCache(heads=2, dim=64, pages=8, page_size=16)
@@ -120,7 +120,7 @@ class PagedKVCache:
 
     @property
     def pages(self) -> int:
-        """All pages of the pool; of those of all ranks."""
+        """Number of pages; with a group, on all ranks together."""
         return len(self._shared)
 
     @property
@@ -130,17 +130,17 @@ class PagedKVCache:
 
     @property
     def sequences(self) -> list[int]:
-        """The sequences that live, in the order in which they came."""
+        """The sequences of the cache, in the order of allocation."""
         return list(self._sequences)
 
     def allocate(self) -> int:
-        """A new, empty sequence."""
+        """Adds an empty sequence, and returns its number."""
         self._next += 1
         self._sequences[self._next - 1] = ([], 0)
         return self._next - 1
 
     def fork(self, sequence: int) -> int:
-        """A new sequence of the same tokens, which shares all pages until one of the two appends."""
+        """Adds a copy of a sequence and returns its number; pages are shared until one of the two appends."""
         pages, tokens = self._of(sequence)
         for page in pages:
             self._shared[page] += 1
@@ -149,7 +149,7 @@ class PagedKVCache:
         return new
 
     def free(self, sequence: int) -> None:
-        """Ends a sequence; pages that no other sequence shares are free again."""
+        """Removes a sequence; pages that no other sequence shares become free."""
         pages, _ = self._of(sequence)
         del self._sequences[sequence]
         self._tables.clear()
@@ -157,23 +157,23 @@ class PagedKVCache:
             self._release(page)
 
     def crop(self, sequence: int, tokens: int) -> None:
-        """Forgets the last tokens of a sequence, as many as it has at most; pages that get empty are let go."""
+        """Removes the last `tokens` tokens of a sequence (at most all), and releases pages that become empty."""
         _, tokens_cached = self._of(sequence)
         retained = tokens_cached - min(self._count(tokens), tokens_cached)
         self._keep(sequence, slice(-(-retained // self.page_size)), retained)
 
     def slide(self, sequence: int, tokens: int) -> None:
-        """Lets go of the pages that lie wholly before the last `tokens` tokens of a sequence.
+        """Releases the pages that contain none of the last `tokens` tokens of a sequence.
 
-        What is left counts from its first token on: lengths() falls by whole pages. A Band that ends at the last key,
-        as causal() and window() do, means what it meant before.
+        lengths() decreases by the tokens of the released pages, and the others are renumbered from 0. Bands aligned to
+        the last key, such as causal() and window(), select the same keys as before.
         """
         pages, tokens_cached = self._of(sequence)
         gone = max(tokens_cached - self._count(tokens), 0) // self.page_size
         self._keep(sequence, slice(gone, len(pages)), tokens_cached - gone * self.page_size)
 
     def add_pages(self, count: int) -> None:
-        """A larger pool: so many more pages on every rank, free; what is stored is copied."""
+        """Enlarges the pool by `count` free pages, on every rank; stored tokens are copied."""
         count, ranks = self._count(count), self._ranks
         pages = len(self._shared) // ranks
         with torch.inference_mode(False):
@@ -186,8 +186,8 @@ class PagedKVCache:
         self._shared += [0] * (count * ranks)
 
     def rows(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """(k, v) of a sequence, [tokens, heads, dim] and [tokens, heads, dim_v], in the cache's dtype; with a group
-        the tokens of this rank's pages."""
+        """(k, v) of a sequence, [tokens, heads, dim] and [tokens, heads, dim_v], in the cache's dtype; with a group,
+        only the tokens in this rank's pages."""
         (pages,), (count,) = self._local_pages((sequence,)), self._lengths((sequence,))
         where = torch.tensor(pages, dtype=torch.int64, device=self._pools[0].device)
         results = []
@@ -200,15 +200,15 @@ class PagedKVCache:
         return results[0], results[0][..., : self.dim_v] if self.shares_kv else results[1]
 
     def lengths(self, sequences: Sequence[int] | None = None) -> list[int]:
-        """Tokens of sequences, by default of all."""
+        """Number of tokens of each sequence; None: of all."""
         return [self._of(s)[1] for s in (self._sequences if sequences is None else self._named(sequences))]
 
     def block_table(self, sequences: Sequence[int] | None = None) -> Tensor:
-        """int32 [sequences, pages]: the pages of sequences in this process's pool, behind the last one 0."""
+        """The page table int32 [sequences, pages] in this process's pool, padded with 0."""
         return self._table(sequences).clone()
 
     def _table(self, sequences: Sequence[int] | None) -> Tensor:
-        """block_table(), made once as long as no sequence of the cache takes or leaves a page."""
+        """block_table(), cached until a sequence takes or releases a page."""
         selected = tuple(self._sequences) if sequences is None else self._named(sequences)
         if selected not in self._tables:
             rows = self._local_pages(selected)
@@ -219,38 +219,38 @@ class PagedKVCache:
         return self._tables[selected]
 
     def own_pages(self, sequences: Sequence[int] | None = None) -> list[list[int]]:
-        """Which pages of sequences lie in this process's pool: 0 is a sequence's first; without a group all."""
+        """For each sequence, the indices of its pages (0: the first) that are in this process's pool."""
         selected = self._sequences if sequences is None else self._named(sequences)
         return [[i for i, page in enumerate(self._of(s)[0]) if page % self._ranks == self._rank] for s in selected]
 
     def _local_pages(self, sequences: Sequence[int]) -> list[list[int]]:
-        """The pages of sequences that lie in this process's pool, as it counts them."""
+        """For each sequence, the page numbers in this process's pool."""
         if self._ranks == 1:
             return [self._of(s)[0] for s in sequences]
         return [[p // self._ranks for p in self._of(s)[0] if p % self._ranks == self._rank] for s in sequences]
 
     def _lengths(self, sequences: Sequence[int] | None) -> list[int]:
-        """Tokens of sequences in this process's pool."""
+        """Number of tokens of each sequence in this process's pool."""
         lengths = self.lengths(sequences)
         if self._ranks == 1:
             return lengths
         size, owned = self.page_size, self.own_pages(sequences)
-        # Only a sequence's last page may have buffer.
+        # Only a sequence's last page may have unused slots.
         return [
             len(local) * size - max((local[-1] + 1) * size - tokens, 0) if local else 0
             for local, tokens in zip(owned, lengths, strict=True)
         ]
 
     def append(self, sequences: Sequence[int], k: Tensor, v: Tensor | None = None) -> None:
-        """Stores new tokens behind those of some sequences.
+        """Appends new tokens to sequences.
 
         Args:
-            sequences: each once.
-            k: [sequences, tokens, heads, dim] in the cache's dtype; with a group all tokens on every rank, which keeps
-                those of its pages. v: [.., dim_v]; None where keys serve as values.
+            sequences: the sequences, each once.
+            k: [sequences, tokens, heads, dim] in the cache's dtype; with a group, all tokens on every rank, which
+                stores those in its pages. v: [.., dim_v]; None if the keys contain the values.
 
         Raises:
-            ValueError: shapes, dtypes or sequences that do not fit.
+            ValueError: wrong shapes, dtypes or sequences.
             CacheFullError: too few free pages; nothing was stored.
         """
         sequences = self._named(sequences)
@@ -285,7 +285,7 @@ class PagedKVCache:
             _store(pool, rows, runs, slots)
 
     def _of(self, sequence: int) -> tuple[list[int], int]:
-        """The pages and tokens of a sequence."""
+        """The page list and the number of tokens of a sequence; raises ValueError for an unknown one."""
         is_number = type(sequence) is int or isinstance(sequence, np.integer)
         result = self._sequences.get(sequence) if is_number else None
         if result is None:
@@ -293,21 +293,21 @@ class PagedKVCache:
         return result
 
     def _named(self, sequences: Sequence[int]) -> tuple[int, ...]:
-        """The sequences that a caller names."""
+        """The argument `sequences` as a tuple; raises ValueError if it is not iterable."""
         try:
             return tuple(sequences)
         except TypeError:
             raise ValueError(f"PagedKVCache: sequences: expected a list of them, got {show(sequences)}") from None
 
     def _count(self, count: int) -> int:
-        """A number of tokens or pages that a caller names."""
+        """A number of tokens or pages as an int; raises ValueError if it is not an integer from 0 on."""
         full = type(count) is int or isinstance(count, np.integer)
         if not full or count < 0:
             raise ValueError(f"PagedKVCache: count: expected a whole number from 0 on, got {show(count)}")
         return int(count)
 
     def _keep(self, sequence: int, retained: slice, tokens: int) -> None:
-        """Leaves a sequence some of its pages."""
+        """Reduces a sequence to a slice of its pages with `tokens` tokens, and releases the others."""
         pages, _ = self._sequences[sequence]
         left = pages[retained]
         if len(left) < len(pages):
@@ -322,11 +322,11 @@ class PagedKVCache:
             self._free[page % self._ranks].append(page)
 
     def _next_rank(self, sequence: int, pages: list[int]) -> int:
-        """Whose the next page of a sequence is; sequences begin on different ranks."""
+        """The rank of a sequence's next page; sequences start on different ranks."""
         return (pages[-1] + 1 if pages else sequence) % self._ranks
 
     def _of_rank(self, runs: list[_Slots]) -> tuple[list[_Slots], Tensor]:
-        """The runs of slots in this rank's pool, and which of the new rows go there."""
+        """The runs of slots in this rank's pool, and the indices of the new rows that are stored there."""
         ends = np.cumsum([count for _, _, count in runs], dtype=np.int64)
         mine = [page % self._ranks == self._rank for page, _, _ in runs]
         rows = [np.arange(end - run[2], end) for end, run, is_local in zip(ends, runs, mine, strict=True) if is_local]
@@ -338,16 +338,19 @@ class PagedKVCache:
         return results, torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.int64)])).to(self._pools[0].device)
 
     def _extend(self, sequences: Sequence[int], count: int) -> list[_Slots]:
-        """Where the new tokens go; takes new pages, and copies a shared one that is written."""
+        """Extends sequences by `count` tokens and returns the runs of slots for them.
+
+        Takes new pages, and copies shared pages before they are written.
+        """
         size, needed, copies = self.page_size, [0] * self._ranks, []
-        left: dict[int, int] = {}  # how many hold a page, but for those that take a copy
+        left: dict[int, int] = {}  # holders of a page, without sequences that take a copy
         for sequence in sequences:
             pages, tokens = self._of(sequence)
             more, rank = -(-(tokens + count) // size) - len(pages), self._next_rank(sequence, pages)
-            for i in range(min(more, self._ranks)):  # the i-th of them, and every further one after a round
+            for i in range(min(more, self._ranks)):  # every self._ranks-th page from the i-th on has the same rank
                 needed[(rank + i) % self._ranks] += -(-(more - i) // self._ranks)
             if count and tokens % size and (holders := left.get(pages[-1], self._shared[pages[-1]])) > 1:
-                left[pages[-1]] = holders - 1  # The last one to write keeps it.
+                left[pages[-1]] = holders - 1  # The last sequence that writes keeps the page.
                 copies.append(sequence)
                 needed[pages[-1] % self._ranks] += 1
         for rank, free in enumerate(self._free):
@@ -381,7 +384,7 @@ class PagedKVCache:
         return page
 
     def arguments(self, sequences: Sequence[int] | None = None) -> dict[str, Any]:
-        """This cache as arguments of the record decode_attention; with a group, of what this rank has of it."""
+        """Arguments of decode_attention's record for this cache; with a group, for this rank's pool."""
         named: dict[str, Any] = {
             "k": self._pools[0],
             "v": None if self.shares_kv else self._pools[1],
@@ -396,7 +399,7 @@ class PagedKVCache:
 
 
 def _slots_of(runs: list[_Slots], device: torch.device) -> Tensor:
-    """int64 [2, tokens]: page and slot of every token."""
+    """Page and slot of every token, int64 [2, tokens]."""
     pages, first, count = np.array(runs, np.int64).T
     before = count.cumsum() - count
     where = np.stack((np.repeat(pages, count), np.arange(count.sum()) + np.repeat(first - before, count)))
@@ -404,7 +407,7 @@ def _slots_of(runs: list[_Slots], device: torch.device) -> Tensor:
 
 
 def _store(pool: Tensor, rows: Tensor, runs: list[_Slots], slots: Tensor | None) -> None:
-    """Rows [tokens, heads, ..] into a pool [pages, heads, size, ..]."""
+    """Stores rows [tokens, heads, ..] in a pool [pages, heads, size, ..]; slots None: by one copy per run."""
     if slots is not None:
         pool[slots[0], :, slots[1]] = rows
         return
@@ -415,15 +418,15 @@ def _store(pool: Tensor, rows: Tensor, runs: list[_Slots], slots: Tensor | None)
 
 
 def _widen(numbers: Tensor, stored: str, dim: int) -> Tensor:
-    """Stored integers as float32, [.., dim]."""
-    if stored == "int4":  # two signed ones in a byte, the even element in the low half
+    """Converts stored integers to float32 [.., dim], without their scale."""
+    if stored == "int4":  # A byte stores two elements, the even one in the low half.
         both = numbers.view(torch.int8)
         numbers = torch.stack(((both << 4) >> 4, both >> 4), -1).flatten(-2)[..., :dim]
     return numbers.float()
 
 
 def _quantise(rows: Tensor, stored: str) -> tuple[Tensor, Tensor]:
-    """(integers, scale): rows [tokens, heads, dim] with a scale per token and head, the largest element exact."""
+    """Quantizes rows [tokens, heads, dim]; returns (integers, scale [tokens, heads]), scaled by the largest element."""
     largest = _LARGEST[stored]
     rows32 = rows.float()
     scale = rows32.abs().amax(-1) / largest

@@ -16,11 +16,11 @@ Tensor = torch.Tensor
 
 
 class CompressionState:
-    """The rows of sequences that no complete window holds yet, between calls of compress().
+    """State between calls of compress(): the rows of each sequence that do not fill a window yet.
 
     Attributes:
         tokens: rows of each sequence so far.
-        residual: tokens % ratio, as compressed_attention() takes it; 0 before the first call.
+        residual: tokens % ratio, an argument of compressed_attention(); 0 before the first call.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ def _biased(gate: Tensor, bias: Tensor | None, ratio: int, position: int = 0) ->
 
 
 def _windows(kv: Tensor, gate: Tensor, ratio: int, bias: Tensor | None, overlap: bool) -> Tensor:
-    """The complete windows of rows from position 0 on."""
+    """Pools the complete windows of rows that start at position 0."""
     complete = kv.shape[1] // ratio * ratio
     return pooled(kv[:, :complete], _biased(gate[:, :complete], bias, ratio), ratio, overlap)
 
@@ -127,7 +127,7 @@ def _windows(kv: Tensor, gate: Tensor, ratio: int, bias: Tensor | None, overlap:
 def _continued(
     kv: Tensor, gate: Tensor, ratio: int, bias: Tensor | None, overlap: bool, state: CompressionState
 ) -> Tensor:
-    """The windows that rows behind those of the state complete."""
+    """Pools the windows that these rows complete, after the rows in the state, and updates the state."""
     first = state.tokens < ratio
     rows, gates = state.joined(kv, _biased(gate, bias, ratio, state.tokens))
     complete = rows.shape[1] // ratio * ratio
@@ -140,10 +140,10 @@ def _checked(
     kv: Tensor, gate: Tensor, ratio: int, bias: Tensor | None, overlap: bool, layout: str,
     kv_len: Sequence[int] | Tensor | None, state: CompressionState | None,
 ) -> list[int]:  # fmt: skip
-    """The lengths of a call.
+    """Checks a call, and returns its lengths.
 
     Raises:
-        ContractError: the first parameter that does not fit.
+        ContractError: for the first invalid parameter.
     """
     for name, tensor in (("kv", kv), ("gate", gate)):
         if not isinstance(tensor, Tensor) or tensor.dim() == 0:

@@ -1,4 +1,4 @@
-"""decode_attention(): the newest tokens of each sequence over its cache."""
+"""The public function decode_attention(): attention of each sequence's newest tokens over its KV cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Lengths = Sequence[int] | Tensor | None
 Layout = Literal["BSND", "BNSD"]
 Cache = PagedKVCache | Tensor | Sequence[Tensor] | tuple[Any, Any]
 _OP = record.RECORD.name
-# What a PagedKVCache brings, so that a caller may not.
+# Arguments that a PagedKVCache provides, and callers must not pass in addition.
 _OF_CACHE = ("kv_len", "block_table", "k_scale", "k_offset", "v_scale", "v_offset")
 
 
@@ -97,32 +97,33 @@ def decode_attention(
         cache: a PagedKVCache (with a group: every rank has the same q, and gets all of out); or (k, v), each
             [B, S2, N2, D] (v: [.., Dv]), a list of one [1, S2, N2, D] per sequence, or pages [pages, size, N2, D]; or
             k alone, with dim_v (MLA: keys of 576 elements, values their first 512).
-            Elements are q's dtype, int8, or two integers of four bits in a uint8, the even element in the low half.
-        sequences: of a PagedKVCache, one per row of q; None: all. It brings lengths, table and scales itself.
-        layout: of q and out: "BSND" or "BNSD". cache_layout: of k and v; pages count where the batch does.
+            Elements have q's dtype, int8, or two int4 in a uint8, the even element in the low half.
+        sequences: sequences of a PagedKVCache, one per row of q; None: all. It provides lengths, table and scales.
+        layout: layout of q and out: "BSND" or "BNSD". cache_layout: of k and v; the batch axis of a paged cache counts
+            pages.
         q_len: query rows of every sequence; rows behind them return zeros.
-        kv_len: tokens of every sequence in its cache; None: all that the tensors hold.
-        block_table: int32 or int64 [B, pages]; needs kv_len.
+        kv_len: tokens of every sequence in its cache; None: all in the tensors.
+        block_table: int32 or int64 [B, pages]; requires kv_len.
         k_scale, k_offset, v_scale, v_offset: float32, of stored integers: [1], [N2], [N2, D], or per token and head
             (k's shape without its last axis).
-        dim_v: elements of a value row where keys serve as values.
+        dim_v: elements of a value row if keys contain the values.
         scale: factor on the dot products; None: 1 / sqrt(D).
-        band: the keys that each row sees; None: Band.causal(). A window of 512 tokens is Band.window(511, 0).
+        band: visible keys of each row; None: Band.causal(). A window of 512 tokens is Band.window(511, 0).
         blocked: bool or uint8, true removes a score; broadcasts to [B, N1, S1, S2] (S2: slots of the cache).
-        bias: added to the scaled scores, in q's dtype; broadcasts as blocked. -inf hides a key, whatever its v.
-        sink: [N1], of any floating dtype; one more logit per row in the denominator.
+        bias: added to the scaled scores, in q's dtype; broadcasts like blocked. -inf hides a key, whatever its v.
+        sink: [N1], of any floating dtype; an additional logit per row in the denominator.
         out_scale, out_offset: float32, 1 or N1 * Dv elements: out is int8, round(x * out_scale + out_offset).
-        softcap: cap(x) = softcap * tanh(x / softcap), as of attention(); 0: scores stay as they are.
+        softcap: cap(x) = softcap * tanh(x / softcap), as in attention(); 0: no cap.
         return_lse: also return log(sum(exp(s))): float32 [B, N1, S1].
-        backend: "auto" (as use_backend() says, else by the device), "cpu", "triton" or "golden".
+        backend: "auto" (set by use_backend(), else by the device), "cpu", "triton" or "golden".
 
     Returns:
-        out in q's layout with Dv elements per head, or (out, lse). A row that sees nothing is zero (lse -inf).
+        out in q's layout with Dv elements per head, or (out, lse). Rows without visible keys are zero (lse -inf).
 
     Raises:
-        ContractError: a call that `fusion-attention ops decode_attention` does not allow; a length or page that does
-            not exist is named with its position.
-        BackendError: no back end computes it, and why.
+        ContractError: a call that `fusion-attention ops decode_attention` does not allow; the message names the
+            position of a wrong length or page.
+        BackendError: no back end computes the call; the message lists the reasons.
 
     Source: this library; the same Problem as CANN's IncreFlashAttention.
 
@@ -131,7 +132,7 @@ def decode_attention(
         >>> decode_attention(q, (k, v), kv_len=[100, 31]).shape
         torch.Size([2, 1, 8, 64])
     """
-    # Without k and v, for which the cache stands.
+    # k and v follow from the cache.
     args: dict[str, Any] = {
         "q": q, "layout": layout, "cache_layout": cache_layout, "q_len": q_len, "kv_len": kv_len,
         "block_table": block_table, "k_scale": k_scale, "k_offset": k_offset, "v_scale": v_scale,
@@ -140,7 +141,7 @@ def decode_attention(
     }  # fmt: skip
     _agree(cache, sequences, args)
     if isinstance(cache, PagedKVCache):
-        if torch.compiler.is_compiling():  # its pages are Python's: a trace ends here and goes on behind
+        if torch.compiler.is_compiling():  # Page lists are Python objects, which a trace cannot contain.
             from fusion_attention.torch_ops import trace_constants
 
             return trace_constants.outside(_of_cache, cache, sequences, args, return_lse, backend)
@@ -153,7 +154,7 @@ def decode_attention(
 
 
 def _agree(cache: Any, sequences: Sequence[int] | None, args: dict[str, Any]) -> None:
-    """Raises where the caller says what the cache knows, or asks for sequences of bare tensors."""
+    """Raises ContractError for arguments that a PagedKVCache provides, and for `sequences` without such a cache."""
     failures = []
     if isinstance(cache, PagedKVCache):
         doubled = [name for name in _OF_CACHE if args[name] is not None] + ["dim_v"] * (args["dim_v"] != 0)
@@ -168,7 +169,7 @@ def _agree(cache: Any, sequences: Sequence[int] | None, args: dict[str, Any]) ->
 
 @aliased
 def _attend(args: dict[str, Any], return_lse: bool, backend: str, reads: bool = True) -> Tensor | tuple[Tensor, Tensor]:
-    """out, or (out, lse); reads: False where a PagedKVCache made the page table: its pages need no check."""
+    """Runs a call and returns out, or (out, lse); reads: check page numbers (False for those of a PagedKVCache)."""
     result = dispatch.results(record.RECORD, args, backend, complete=return_lse, reads=reads)
     return (result["out"], result["max"] + result["sum"].log()) if return_lse else result["out"]
 
@@ -176,7 +177,7 @@ def _attend(args: dict[str, Any], return_lse: bool, backend: str, reads: bool = 
 def _of_cache(
     cache: PagedKVCache, sequences: Sequence[int] | None, args: dict[str, Any], return_lse: bool, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The call over the tokens of a cache's sequences."""
+    """Runs a call over sequences of a PagedKVCache."""
     if cache.group is not None and cache.group.world > 1:
         from fusion_attention.distributed import decode
 

@@ -1,4 +1,4 @@
-"""What an int8 query over int8 latents must bring: rope parts that are divided before both products are scaled."""
+"""divided_rope(), which prepares the rope elements of an int8 query over int8 latents."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Tensor = torch.Tensor
 
 @aliased
 def divided_rope(query_rope: Tensor, query_scale: Tensor, key_scale: Tensor | float) -> Tensor:
-    """The rope part of an int8 query, as npu_fused_infer_attention_score_v2 takes it with query_quant_mode 3.
+    """Divides the rope elements of an int8 query for npu_fused_infer_attention_score_v2 with query_quant_mode 3.
 
     s = (q8 . k8 + q_rope . k_rope) * query_scale * key_scale * softmax_scale
 
-    The operator adds both products before it scales them: a rope part that is in floats has to come divided by both
-    scales. Nothing can notice one that does not.
+    The operator scales the sum of both products, so floating-point rope elements must be divided by both scales before.
+    An omitted division cannot be detected.
 
     Args:
-        query_rope: [.., Dr] in any layout, or BSH [B, S, N*Dr]; key_rope stays as it is.
+        query_rope: [.., Dr] in any layout, or BSH [B, S, N*Dr]; key_rope is not divided.
         query_scale: dequant_scale_query: the query's shape without its elements, BSH [B, S, N].
         key_scale: dequant_scale_key, one number.
 

@@ -1,5 +1,5 @@
-"""The Python API of sparse attention: lightning_indexer() chooses keys, sparse_attention() attends to them, and
-indexer_loss() teaches the one what the other needs."""
+"""The public functions of sparse attention: lightning_indexer() selects keys, sparse_attention() attends to them, and
+indexer_loss() trains the indexer."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def lightning_indexer(
     page_table: Tensor | None = None,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The keys that matter most to every row, and how much.
+    """Selects the top_k keys of every row by the indexer's score, and returns their scores.
 
-        I_j = sum_h w_h * max(0, q_h . k_j);  indices, values = the top_k largest I among the keys that a row sees
+        I_j = sum_h w_h * max(0, q_h . k_j);  indices, values = the top_k largest I among the visible keys
 
     The values are differentiable in q, k and weights; no scale is applied: fold it into the weights.
 
@@ -50,14 +50,14 @@ def lightning_indexer(
         q: query rows, [B, S1, N1, D]; float16, bfloat16 or float32 (float64: backend="golden").
         k: key rows, [B, S2, 1, D], one head for all query heads.
         weights: of query heads, [B, S1, N1], in q's dtype or float32.
-        top_k: keys that a row chooses.
+        top_k: number of keys that a row selects.
         layout: "BSND", or packed "TND": [T1, N1, D], [T2, 1, D], [T1, N1].
-        q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len).
-        causal: rows see keys up to their own, the last row the last key; False: all keys.
-        ratio: tokens that a key stands for, as in compressed_attention(): a row at position p of its sequence sees the
-            first (p + 1) // ratio keys; with causal alone.
-        residual: tokens behind those of the last key, of every sequence: its tokens % ratio. None: the rows are all
-            tokens of their sequences, with q_len // ratio keys.
+        q_len, kv_len: tokens of every sequence (not cumulative). Packed: required (kv_len defaults to q_len).
+        causal: keys up to a row's position are visible, all keys to the last row; False: all keys to every row.
+        ratio: tokens per key, as in compressed_attention(): the first (p + 1) // ratio keys are visible to a row at
+            position p; other ratios than 1 require causal.
+        residual: per sequence, the number of tokens after those of the last key: tokens % ratio. None: the rows are
+            all tokens of their sequences, with q_len // ratio keys.
         page_table: int32 or int64 [B, M], the pages of every sequence: k is pages [P, page, 1, D].
         backend: "auto", "cpu", "triton" or "golden".
 
@@ -66,8 +66,8 @@ def lightning_indexer(
         score and, among equals, ascending index; -1 behind the last. The scores in q's dtype; -inf behind the last.
 
     Raises:
-        ContractError: a call that `fusion-attention ops lightning_indexer` does not allow; the message says what to do.
-        BackendError: no back end computes it, and why.
+        ContractError: a call that `fusion-attention ops lightning_indexer` does not allow; the message states the fix.
+        BackendError: no back end computes the call; the message lists the reasons.
 
     Source: this library; the same problem as CANN's LightningIndexer.
 
@@ -135,34 +135,34 @@ def sparse_attention(
     """Softmax attention over the blocks of keys that every row selects.
 
         s_j = scale * (q . k_j + q_rope . k_rope_j)
-        out = sum_j exp(s_j) * v_j / (sum_j exp(s_j) + exp(sink)),  j over the selected keys that the row sees
+        out = sum_j exp(s_j) * v_j / (sum_j exp(s_j) + exp(sink)),  j over the selected visible keys
 
-    Differentiable in q, k, v, q_rope, k_rope and sink. docs/sparse_attention.md says which entries of a list count.
+    Differentiable in q, k, v, q_rope, k_rope and sink. docs/sparse_attention.md explains how lists are read.
 
     Args:
         q: query rows, [B, S1, N1, D]; float16, bfloat16 or float32 (float64: backend="golden").
         k: key rows, [B, S2, N2, D]; N1 is a multiple of N2.
-        v: value rows, [B, S2, N2, Dv]; None: the first dim_v elements of k's rows, whose gradient then holds both.
+        v: value rows, [B, S2, N2, Dv]; None: the first dim_v elements of k's rows, whose gradient includes both.
         indices: int32 or int64 [B, S1, N2, K]: selected blocks of every row, -1 behind the last.
         layout: "BSND", or packed "TND": [T1, N1, D], [T2, N2, D], [T1, N2, K].
-        q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len).
-        q_rope, k_rope: rope parts [B, S1, N1, Dr], [B, S2, N2, Dr].
+        q_len, kv_len: tokens of every sequence (not cumulative). Packed: required (kv_len defaults to q_len).
+        q_rope, k_rope: rope elements [B, S1, N1, Dr], [B, S2, N2, Dr].
         scale: factor on the dot products; None: 1 / sqrt(D + Dr).
         block: tokens of a block, 1 to 128; entry b selects the tokens b * block to b * block + block - 1.
-        causal: rows see keys up to their own, the last row the last key; False: all keys.
-        dim_v: where v is None, elements of a value row; 0: all of the key's.
-        sink: [N1], of any floating dtype; one more logit per row and head in the denominator.
+        causal: keys up to a row's position are visible, all keys to the last row; False: all keys to every row.
+        dim_v: if v is None, elements of a value row; 0: all of the key's.
+        sink: [N1], of any floating dtype; an additional logit per row and head in the denominator.
         page_table: int32 or int64 [B, M], the pages of every sequence: k, v and k_rope are pages [P, page, N2, D].
-        return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]; differentiable as out is.
+        return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]; differentiable like out.
         backend: "auto", "cpu", "triton" or "golden".
 
     Returns:
-        out as q with Dv elements per head, or (out, lse); rows without keys are 0, with lse -inf.
+        out as q with Dv elements per head, or (out, lse); rows without visible keys are 0, with lse -inf.
 
     Raises:
-        ContractError: a call that `fusion-attention ops sparse_attention` does not allow; an index out of range is
-            named by batch, row and slot.
-        BackendError: no back end computes it, and why.
+        ContractError: a call that `fusion-attention ops sparse_attention` does not allow; the message names batch, row
+            and slot of an index out of range.
+        BackendError: no back end computes the call; the message lists the reasons.
 
     Source: this library; the same Problem as CANN's SparseFlashAttention.
 
@@ -187,12 +187,12 @@ def sparse_attention(
 
 
 def pack_lists(indices: Tensor) -> Tensor:
-    """Moves the entries of lists that name a key or block to the front, in their order, and -1 behind them.
+    """Moves the entries of lists that are not negative to the front, in order, followed by -1.
 
-    A list is read to its first -1, so a list with holes, as masked_fill makes them, is packed before it is used.
+    A list is read up to its first negative entry, so a list with gaps, for instance from masked_fill, must be packed.
 
     Args:
-        indices: int32 or int64 [..., K]; entries below 0 name nothing.
+        indices: int32 or int64 [..., K]; negative entries select nothing.
 
     Returns:
         Lists of the same shape and dtype.
@@ -229,40 +229,40 @@ def indexer_loss(
     sink: Tensor | None = None,
     backend: BackendName = "auto",
 ) -> Tensor:
-    """How far the indexer's distribution over keys is from the attention's: the loss that trains an indexer.
+    """Kullback-Leibler divergence of the indexer's distribution over keys from the attention's, to train an indexer.
 
         p_j  = mean over heads of exp(scale * (q . k_j + q_rope . k_rope_j) - lse)
         y    = softmax(I),   I_j = sum_h w_h * max(0, index_q_h . index_k_j)
         loss = sum_j p_j * (ln p_j - ln y_j),   dI = y - p
 
-    over the keys that a row selects, or (indices None) that it sees; with sinks p is divided so that the real keys
-    alone count. The loss is a sum over all rows: divide it by their number. Differentiable in index_q, index_k and
-    weights, never in what is the attention's; the gradients are found together with the loss. docs/sparse_attention.md
-    says how to train with it.
+    over the selected keys of a row, or (indices None) its visible keys; with sinks p is normalized over the keys
+    without the sink. The loss is a sum over all rows: divide it by their number. Differentiable in index_q, index_k and
+    weights, not in the attention's inputs; the gradients are computed together with the loss. docs/sparse_attention.md
+    shows a training.
 
     Args:
-        q, k: of the attention, [B, S1, N1, D] and [B, S2, N2, D]; float16, bfloat16 or float32.
-        lse: as the attention returned it (return_lse=True) over the same keys: [B, N1, S1], packed [T1, N1].
-        index_q, index_k: of the indexer, [B, S1, Ni, Di] and [B, S2, 1, Di], in q's dtype.
+        q, k: the attention's, [B, S1, N1, D] and [B, S2, N2, D]; float16, bfloat16 or float32.
+        lse: the attention's result (return_lse=True) over the same keys: [B, N1, S1], packed [T1, N1].
+        index_q, index_k: the indexer's, [B, S1, Ni, Di] and [B, S2, 1, Di], in q's dtype.
         weights: of the indexer's heads, [B, S1, Ni], in q's dtype or float32.
-        indices: int32 or int64 [B, S1, 1, K], as lightning_indexer returned them: the keys that every row selects;
-            None: all that it sees, with lse of a dense attention.
+        indices: int32 or int64 [B, S1, 1, K], results of lightning_indexer: the selected keys of every row; None: all
+            visible keys, with lse of a dense attention.
         layout: "BSND", or packed "TND": [T1, N1, D], [T2, N2, D], ...
-        q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len).
-        q_rope, k_rope: rope parts of the attention, [B, S1, N1, Dr], [B, S2, N2, Dr].
+        q_len, kv_len: tokens of every sequence (not cumulative). Packed: required (kv_len defaults to q_len).
+        q_rope, k_rope: rope elements of the attention, [B, S1, N1, Dr], [B, S2, N2, Dr].
         scale: the attention's; None: 1 / sqrt(D + Dr).
-        causal: rows see keys up to their own, the last row the last key; False: all keys.
+        causal: keys up to a row's position are visible, all keys to the last row; False: all keys to every row.
         sink: the attention's, float32 [N1].
         backend: "auto", "cpu", "triton" or "golden".
 
     Returns:
-        The loss, a float32 scalar; 0 where no row sees a key. Probabilities enter the logarithms as 1e-8 at least, so
-        it may fall a little below 0.
+        The loss, a float32 scalar; 0 if no row has a visible key. Probabilities in the logarithms are at least 1e-8, so
+        the loss may be slightly below 0.
 
     Raises:
-        ContractError: a call that `fusion-attention ops indexer_loss` does not allow; an index out of range is named
-            by batch, row and slot.
-        BackendError: no back end computes it, and why.
+        ContractError: a call that `fusion-attention ops indexer_loss` does not allow; the message names batch, row and
+            slot of an index out of range.
+        BackendError: no back end computes the call; the message lists the reasons.
 
     Source: this library; the same problem as CANN's Sparse- and DenseLightningIndexerGradKLLoss.
 
@@ -301,36 +301,36 @@ def indexer_target_loss(
     residual: Lengths = None,
     backend: BackendName = "auto",
 ) -> Tensor:
-    """How far the indexer's distribution over keys is from a given target: the loss that trains an indexer.
+    """Kullback-Leibler divergence of the indexer's distribution over keys from a given target, to train an indexer.
 
         y    = softmax(I),   I_j = sum_h w_h * max(0, index_q_h . index_k_j)
         loss = sum_j p_j * (ln p_j - ln y_j),   dI = y * sum_j p_j - p
 
-    over the keys that a row selects, or (indices None) that it sees. The target p is constant, and may sum to less
-    than 1: where the attention reads other keys too, or a sink. The loss is a sum over all rows: divide it by their
-    number. Differentiable in index_q, index_k and weights; the gradients are computed together with the loss.
+    over the selected keys of a row, or (indices None) its visible keys. The target p is constant, and may sum to less
+    than 1 if the attention has further keys or a sink. The loss is a sum over all rows: divide it by their number.
+    Differentiable in index_q, index_k and weights; the gradients are computed together with the loss.
 
     Args:
-        index_q, index_k: of the indexer, [B, S1, Ni, Di] and [B, S2, 1, Di]; float16, bfloat16 or float32.
+        index_q, index_k: the indexer's, [B, S1, Ni, Di] and [B, S2, 1, Di]; float16, bfloat16 or float32.
         weights: of the indexer's heads, [B, S1, Ni], in index_q's dtype or float32.
         target: p, float32, an element for every entry of indices, [B, S1, 1, K], or for every key, [B, S1, 1, S2].
-            Entries and keys that a row does not read may have any.
-        indices: int32 or int64 [B, S1, 1, K], as lightning_indexer returned them: the keys that every row selects;
-            None: all that it sees.
+            Elements of entries and keys that a row does not read are ignored.
+        indices: int32 or int64 [B, S1, 1, K], results of lightning_indexer: the selected keys of every row; None: all
+            visible keys.
         layout: "BSND", or packed "TND": [T1, Ni, Di], ...; without indices target is [T1, 1, longest kv_len].
-        q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len).
-        causal: rows see keys up to their own, the last row the last key; False: all keys.
-        ratio, residual: as lightning_indexer() has them: tokens that a key stands for, and those behind the last key.
+        q_len, kv_len: tokens of every sequence (not cumulative). Packed: required (kv_len defaults to q_len).
+        causal: keys up to a row's position are visible, all keys to the last row; False: all keys to every row.
+        ratio, residual: as in lightning_indexer(): tokens per key, and tokens after those of the last key.
         backend: "auto", "cpu" or "golden".
 
     Returns:
-        The loss, a float32 scalar; 0 where no row sees a key. p and y enter the logarithms as 1e-8 at least, so it may
-        be a little below the exact sum.
+        The loss, a float32 scalar; 0 if no row has a visible key. p and y in the logarithms are at least 1e-8, so the
+        loss may be slightly below the exact sum.
 
     Raises:
-        ContractError: a call that `fusion-attention ops indexer_target_loss` does not allow; an index out of range is
-            named by batch, row and slot.
-        BackendError: no back end computes it, and why.
+        ContractError: a call that `fusion-attention ops indexer_target_loss` does not allow; the message names batch,
+            row and slot of an index out of range.
+        BackendError: no back end computes the call; the message lists the reasons.
 
     Source: this library; the problem of CANN's SparseLightningIndexerKLLossGrad.
 

@@ -1,4 +1,4 @@
-"""Attention layers that learn to choose their keys: the lightning indexer, and the stages in which it is trained."""
+"""Attention layers with a lightning indexer, which learns to select keys, and the stages of its training."""
 
 from fusion_attention.nn.cache import Cache
 from fusion_attention.nn.indexer import Index, LightningIndexer

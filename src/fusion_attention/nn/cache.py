@@ -1,4 +1,4 @@
-"""Cache: the keys and values of earlier tokens, for layers that generate."""
+"""The KV cache of the attention layers, for generation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """One call's view of a cache: the query, the rows of all tokens by name, and the lengths for functions."""
+    """The operands of one call with a cache: query, rows of all tokens by name, and length arguments."""
 
     q: Tensor
     rows: dict[str, Tensor]
@@ -29,10 +29,10 @@ class Step(NamedTuple):
 
 
 class Cache:
-    """The keys, values and indexer's keys of all earlier tokens; every layer needs one of its own.
+    """The keys, values and indexer's keys of all earlier tokens; every layer needs its own cache.
 
-    The first call allocates the memory, in the dtype and on the device of its rows: keys and values (MLA: the latent
-    with its rope part), and in the sparse stage the indexer's keys.
+    The first call allocates the memory, in the dtype and on the device of its rows: keys and values (MLA: latents with
+    rope elements), and in the sparse stage the indexer's keys.
 
     Args:
         batch: number of sequences; each has its own length.
@@ -63,13 +63,13 @@ class Cache:
         self._layer: weakref.ref[nn.Module] | None = None
 
     def __repr__(self) -> str:
-        """Lengths, and what is stored."""
+        """Text with the lengths and the stored tensors."""
         stored = ", ".join(f"{name} {show(rows)}" for name, rows in self._rows.items())
         return f"<Cache: {self.lengths} of {self.max_length} tokens; {stored or 'nothing stored'}>"
 
     @property
     def lengths(self) -> list[int]:
-        """The stored tokens of every sequence."""
+        """Number of stored tokens of every sequence."""
         return self._lengths.tolist()
 
     def positions(self, x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Cache:
         return (self._lengths[:, None] + torch.arange(x.shape[1], device="cpu")).to(x.device)
 
     def _check_rows(self, name: str, layer: nn.Module, x: Tensor, new: dict[str, Tensor]) -> None:
-        """Raises where rows do not continue the stored ones."""
+        """Raises ValueError if rows do not match the stored ones in layer, names, shape, dtype or device."""
         if x.shape[0] != self.batch:
             raise ValueError(f"{name}: x: expected {self.batch} sequences, as its cache has, got {show(x)}")
         for operand, t in new.items():
@@ -109,7 +109,7 @@ class Cache:
 def step(
     cache: Cache, layer: nn.Module, ranks: Ranks | None, x: Tensor, q: Tensor, lengths: Lengths, **rows: Tensor | None
 ) -> Iterator[Step]:
-    """A layer's call: its rows [B, S, ...] stand behind the stored ones, and stay if the call succeeds."""
+    """A context for a layer's call with a cache: appends rows [B, S, ...], and keeps them if the call succeeds."""
     name = type(layer).__name__
     given: dict[str, Any] = {"q": q, **{operand: t for operand, t in rows.items() if t is not None}}
     dispatch.autocast(given, tuple(given))
@@ -140,7 +140,7 @@ def step(
 
 
 def _check_call(name: str, cache: Any, ranks: Ranks | None, x: Tensor, tensors: list[Tensor]) -> None:
-    """Raises where a call has no cache, or is one that a layer can do without a cache alone."""
+    """Raises ValueError if `cache` is not a Cache, or the call cannot use one (a group, packed rows, gradients)."""
     if not isinstance(cache, Cache):
         raise ValueError(f"{name}: cache: expected a fusion_attention.nn.Cache, got {show(cache)}")
     if ranks is not None:
@@ -157,7 +157,7 @@ def _check_call(name: str, cache: Any, ranks: Ranks | None, x: Tensor, tensors: 
 
 
 def _added(name: str, x: Tensor, lengths: Lengths) -> Tensor:
-    """int64 [B]: how many tokens every sequence appends."""
+    """Number of tokens that every sequence appends, int64 [B]."""
     batch, tokens = x.shape[:2]
     if lengths is None:
         return torch.full((batch,), tokens, device="cpu")
@@ -169,7 +169,7 @@ def _added(name: str, x: Tensor, lengths: Lengths) -> Tensor:
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that a trace of torch.compile ends before, and goes on behind: the lengths of a cache are numbers."""
+    """Excludes a function from torch.compile by a graph break, because lengths of a cache are Python numbers."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The lightning indexer as a layer: it scores every key for every row, and chooses the best."""
+"""The lightning indexer as a module, which scores every key for every row and selects the best."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Index(NamedTuple):
-    """What an indexer says of a batch: its query, key and weights, and the keys that it chose (None: not asked)."""
+    """The results of an indexer: its query, key and weights, and the selected keys (None if not requested)."""
 
     q: Tensor
     k: Tensor
@@ -32,23 +32,23 @@ class Index(NamedTuple):
 
 
 class LightningIndexer(nn.Module):
-    """Scores every key for every row with a few small heads, and chooses the best.
+    """Scores every key for every row with a few small heads, and selects the best.
 
         q_h = wq_b(query)_h,  k = k_norm(wk(x)),  w = weights_proj(x) / sqrt(heads * head_dim)
-        I_j = sum_h w_h * max(0, q_h . k_j);  indices = the top_k largest I among the keys that a row sees
+        I_j = sum_h w_h * max(0, q_h . k_j);  indices = the top_k largest I among the visible keys
 
-    What it reads is detached: its loss teaches the indexer alone. Parameters have the names of DeepSeek-V3.2; the
-    Hadamard rotation of its inference code is left out, as it changes no product.
+    Its inputs are detached, so its loss trains the indexer only. Parameters have the names of DeepSeek-V3.2; the
+    Hadamard rotation of its inference code is omitted, as it does not change the products.
 
     Args:
         dim: elements of a token's hidden state.
         heads: query heads.
         head_dim: elements of a head.
-        top_k: keys that a row chooses.
-        query_dim: elements of what queries are made of (MLA's query latent); None: the hidden state, dim.
-        group: a process group or DeviceMesh among whose ranks sequences are divided, as distributed.shard() does it
-            with `schedule`; None: this process has them whole. A layer around the indexer works among the same ranks.
-        schedule: as of distributed.attention().
+        top_k: number of keys that a row selects.
+        query_dim: elements of the input from which queries are projected (MLA's query latent); None: dim.
+        group: a process group or DeviceMesh over whose ranks sequences are sharded by distributed.shard() with
+            `schedule`; None: not sharded. A layer with this indexer uses the same ranks.
+        schedule: as in distributed.attention().
 
     Source: this library; the indexer of DeepSeek-V3.2.
 
@@ -88,20 +88,20 @@ class LightningIndexer(nn.Module):
         tokens: int | None = None,
         cache: Cache | None = None,
     ) -> Index:
-        """The indexer's rows, and the keys that every row chooses.
+        """Computes the indexer's rows, and the selected keys of every row.
 
         Args:
             x: hidden states, [B, S, dim], or packed [T, dim].
             query: [B, S, query_dim], or packed [T, query_dim]; None: x.
             rope: (cos, sin) of the tokens, [S, R / 2], [B, S, R / 2] or [T, R / 2]; R elements of each head rotate.
             lengths: tokens of every sequence; packed: needed.
-            choose: False: indices are None.
-            tokens: of whole padded sequences that ranks share; None: every rank has as many as this one.
-            cache: keys of earlier tokens; appends those of x, and rows choose among all, which k then holds.
+            choose: select keys; False: indices are None.
+            tokens: tokens of complete padded sequences that are sharded over ranks; None: equal shards.
+            cache: keys of earlier tokens; those of x are appended, and rows select among all of them, returned as k.
 
         Raises:
-            ValueError: a cache that is full, of another batch, layer, dtype or device, or beside a group, packed rows
-                or gradients.
+            ValueError: a cache that is full, of another batch, layer, dtype or device, or used with a group, packed
+                rows or gradients.
         """
         x = x.detach()
         query = x if query is None else query.detach()
@@ -109,7 +109,7 @@ class LightningIndexer(nn.Module):
         k = self.k_norm(self.wk(x)).unsqueeze(-2)
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
-        # weights_proj may stay in float32 where the model does not.
+        # weights_proj may be float32 in a model of another dtype.
         weights = self.weights_proj(x.to(self.weights_proj.weight.dtype)) * (self.heads * self.head_dim) ** -0.5
         index = Index(q, k, weights, None)
         if cache is not None:
@@ -118,13 +118,13 @@ class LightningIndexer(nn.Module):
 
     @torch.no_grad()
     def _choose(self, index: Index, **rows: Any) -> Index:
-        """The index with the chosen keys; rows: layout and lengths, in lightning_indexer()'s words."""
+        """The index with selected keys; rows: further arguments of lightning_indexer()."""
         indices, _ = functions(self.ranks).lightning_indexer(*index[:3], self.top_k, **rows)
         return index._replace(indices=indices)
 
     @untraced
     def _append(self, cache: Cache, x: Tensor, index: Index, lengths: Lengths, choose: bool) -> Index:
-        """The index over all tokens of a cache, those of x appended."""
+        """The index over all tokens of a cache, after those of x are appended."""
         with step(cache, self, self.ranks, x, index.q, lengths, index_k=index.k) as (_, stored, call_lengths):
             index = index._replace(k=stored["index_k"])
             return self._choose(index, **call_lengths) if choose else index

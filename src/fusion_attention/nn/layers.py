@@ -1,4 +1,4 @@
-"""Attention layers that learn to choose their keys, and the stages in which they are trained."""
+"""Attention layers with a lightning indexer, and the stages of their training."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ Stage = Literal["dense", "warmup", "sparse"]
 
 
 class SparseAttention(nn.Module):
-    """Causal attention that is dense, or dense while its indexer learns to imitate it, or over the keys it chooses.
+    """Causal attention in three stages: dense; dense, with training of the indexer; or over the indexer's selection.
 
         stage     attention                loss
         "dense"   all keys                 0
         "warmup"  all keys                 KL(p || softmax(I)) over all keys
         "sparse"  the keys of largest I    KL(p || softmax(I)) over those keys
 
-    where p is the mean over heads of the attention's probabilities, and I the indexer's scores. A layer with
-    projections of its own calls attend() (as SparseSelfAttention and SparseLatentAttention do), or this module as
-    it is. The stage is no part of the state_dict; set_stage() changes it in a whole model.
+    where p is the mean over heads of the attention's probabilities, and I the indexer's scores. Layers with projections
+    call attend() (as SparseSelfAttention and SparseLatentAttention do), or this module. The stage is not in the
+    state_dict; set_stage() changes it in all layers of a model.
 
-    Where the indexer has a group, tensors are this rank's shares, lengths those of whole sequences, and the loss is
-    that of all ranks, the same on each: add it once to each rank's own loss. Rope's positions: distributed.positions().
+    If the indexer has a group, tensors are this rank's shards, lengths are those of complete sequences, and the loss is
+    that of all ranks, equal on each: add it once to each rank's loss. Positions for rope: distributed.positions().
 
     Args:
-        indexer: chooses the keys.
+        indexer: selects the keys.
         stage: one of STAGES.
 
     Raises:
@@ -59,7 +59,7 @@ class SparseAttention(nn.Module):
         self.indexer, self.stage = indexer, _checked(stage)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As attend()."""
+        """Calls attend()."""
         return self.attend(*args, **kwargs)
 
     def attend(
@@ -78,29 +78,29 @@ class SparseAttention(nn.Module):
         tokens: int | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attention of projected rows in the present stage, and the indexer's loss.
+        """Attention of projected rows in the current stage, and the indexer's loss.
 
         Args:
             x: hidden states, read by the indexer: [B, S, dim], or packed [T, dim].
             q: query rows, [B, S, N1, D], or packed [T, N1, D].
             k: key rows, [B, S, N2, D]; N1 is a multiple of N2.
             v: value rows, [B, S, N2, Dv]; None: k's rows are the values too (MLA's latent).
-            query: what the indexer makes its query of; None: x.
-            q_rope, k_rope: rope parts [B, S, N1, Dr], [B, S, N2, Dr].
+            query: input of the indexer's query projection; None: x.
+            q_rope, k_rope: rope elements [B, S, N1, Dr], [B, S, N2, Dr].
             scale: factor on the dot products; None: 1 / sqrt(D + Dr).
             index_rope: (cos, sin) for the indexer's rows.
-            lengths: tokens of every sequence; packed: needed. Padded: rows behind them are 0 and lose nothing.
-            tokens: of whole padded sequences that ranks share; None: every rank has as many as this one.
-            cache: keys and values of earlier tokens; appends those of x, and rows attend over all.
+            lengths: tokens of every sequence; packed: required. Padded: rows behind them are 0 and have no loss.
+            tokens: tokens of complete padded sequences that are sharded over ranks; None: equal shards.
+            cache: keys and values of earlier tokens; those of x are appended, and rows attend to all of them.
 
         Returns:
             (out, loss): out as q with Dv elements per head. loss is a scalar, the mean over all tokens, and 0 in
-            evaluation mode, in the dense stage and beside a cache; add it to the model's own loss (in warm-up it is
-            all there is).
+            evaluation mode, in the dense stage and with a cache; add it to the model's loss (in warm-up it is the only
+            loss).
 
         Raises:
-            ValueError: a cache that is full, of another batch, layer, stage, dtype or device, or beside a group, packed
-                rows or gradients.
+            ValueError: a cache that is full, of another batch, layer, stage, dtype or device, or used with a group,
+                packed rows or gradients.
         """
         ranks = self.indexer.ranks
         if cache is not None:
@@ -120,7 +120,7 @@ class SparseAttention(nn.Module):
             index = self.indexer(x, query, rope=index_rope, lengths=lengths, tokens=tokens)
             indices = index.indices
             assert indices is not None
-            lists = indices.expand(*k.shape[:-1], -1)  # One choice for all key heads.
+            lists = indices.expand(*k.shape[:-1], -1)  # All key heads have the same selection.
             out, lse = of.sparse_attention(q, k, v, lists, return_lse=True, **common)
             if not self.training:
                 return out, out.new_zeros((), dtype=torch.float32)
@@ -141,10 +141,10 @@ class SparseAttention(nn.Module):
         scale: float | None,
         lengths: Lengths,
     ) -> Tensor:
-        """Attention over all tokens of a cache, those of x appended."""
+        """Attention over all tokens of a cache, after those of x are appended."""
         (q_rope, k_rope, index_rope), dim, chooses = ropes, k.shape[-1], self.stage == "sparse"
         index = self.indexer(x, query, rope=index_rope, choose=False) if chooses else None
-        if q_rope is not None and k_rope is not None:  # stored side by side: decode_attention() has no rope parts
+        if q_rope is not None and k_rope is not None:  # concatenated, because decode_attention() has no rope operands
             q, k = torch.cat([q, q_rope], -1), torch.cat([k, k_rope], -1)
         rows = {"k": k, "v": v, "index_k": None if index is None else index.k}
         with step(cache, self, self.indexer.ranks, x, q, lengths, **rows) as (q, stored, call_lengths):
@@ -238,7 +238,7 @@ class SparseSelfAttention(SparseAttention):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[override]
 
     def project(self, x: Tensor, rope: Rope = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows that attention reads: q [..., heads, head_dim], k and v [..., kv_heads, head_dim]."""
+        """Projects x to q [..., heads, head_dim], k and v [..., kv_heads, head_dim], rotated by rope."""
         q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)) for f in (self.q_proj, self.k_proj, self.v_proj))
         return (q, k, v) if rope is None else (apply_rope(q, rope), apply_rope(k, rope), v)
 
@@ -249,9 +249,9 @@ class SparseLatentAttention(SparseAttention):
         q_latent = norm(q_a(x)),  q, q_rope = q_b(q_latent);  latent, k_rope = norm, rope of kv_a(x)
         k, v = kv_b(latent),  out = o(attention(q, k, v, q_rope, k_rope))
 
-    Over all keys, k and v are formed: nope + rope + v products for every pair of row and key. Over chosen keys,
-    kv_b is multiplied into the query and the output instead: 2 kv_rank + rope products, but a row gathers one latent
-    for all heads. The scores are the same. A cache holds latents and their rope parts, and is read absorbed.
+    Over all keys, k and v are projected: nope + rope + v products for every (row, key) pair. Over selected keys, kv_b
+    is multiplied into the query and the output instead ("absorbed"): 2 kv_rank + rope products, but a row gathers one
+    latent for all heads. The scores are the same. A cache stores latents and rope elements, and calls are absorbed.
 
     Args:
         dim: elements of a token's hidden state.
@@ -350,9 +350,9 @@ class SparseLatentAttention(SparseAttention):
 
 
 def set_stage(model: nn.Module, stage: Stage) -> None:
-    """Brings every SparseAttention in a model to a stage, and says to autograd which parameters learn in it.
+    """Sets the stage of every SparseAttention in a model, and requires_grad of the parameters that are trained in it.
 
-        "dense": all but the indexers;  "warmup": the indexers alone;  "sparse": all
+        "dense": all but the indexers;  "warmup": only the indexers;  "sparse": all
 
     requires_grad of every parameter is set, so freeze others afterwards. DDP reads it when it wraps a model: wrap
     after it, and again after the next change of stage; then every parameter that DDP waits for gets a gradient
@@ -381,7 +381,7 @@ def set_stage(model: nn.Module, stage: Stage) -> None:
     indexers = {parameter for layer in layers for parameter in layer.indexer.parameters()}
     for layer in layers:
         layer.stage = stage
-    # Integers, as quantised layers keep them, learn in no stage.
+    # Integer parameters of quantized layers are never trained.
     for parameter in (p for p in model.parameters() if p.is_floating_point() or p.is_complex()):
         parameter.requires_grad_(stage == "sparse" or (parameter in indexers) == (stage == "warmup"))
 

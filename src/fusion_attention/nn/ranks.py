@@ -1,4 +1,4 @@
-"""Among which ranks the sequences of a layer are divided: where its functions are, and what they are told."""
+"""Selection of functions and arguments for a layer on one process, or with sequences sharded over ranks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Lengths = Sequence[int] | Tensor | None
 
 
 class Ranks:
-    """The ranks among which a layer's sequences are divided, and how."""
+    """The process group over which a layer's sequences are sharded, and the schedule of sharding."""
 
     def __init__(self, group: Any, schedule: str) -> None:
         self.group, self.schedule = group, schedule
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        return self  # A copy of a layer works among the same ranks: a process group has no copy.
+        return self  # A process group cannot be copied, so a copy of a layer uses the same ranks.
 
 
 class _OneRank:
-    """The functions of one process."""
+    """The functions for a layer on one process."""
 
     attention = staticmethod(attention)
     indexer_loss = staticmethod(indexer_loss)
@@ -33,7 +33,7 @@ class _OneRank:
 
 
 def functions(ranks: Ranks | None) -> Any:
-    """The module of attention and the indexer's functions: for one process, or for several ranks."""
+    """The namespace of attention and indexer functions: for one process, or fusion_attention.distributed."""
     if ranks is None:
         return _OneRank
 
@@ -43,13 +43,13 @@ def functions(ranks: Ranks | None) -> Any:
 
 
 def rows_of(x: Tensor, lengths: Lengths, ranks: Ranks | None, tokens: int | None) -> dict[str, Any]:
-    """How the tokens of hidden states lie, in the words of the functions."""
+    """Arguments of the functions that describe the tokens of hidden states x: layout, lengths and ranks."""
     rows = {"layout": "TND" if x.dim() == 2 else "BSND", "q_len": lengths, "kv_len": lengths}
     return rows if ranks is None else {**rows, "group": ranks.group, "schedule": ranks.schedule, "tokens": tokens}
 
 
 def tokens_of(x: Tensor, lengths: Lengths, ranks: Ranks | None, tokens: int | None) -> int | Tensor:
-    """Tokens that are not padding, of all ranks, at least 1."""
+    """Number of tokens on all ranks, without padding; at least 1."""
     if lengths is not None:
         return lengths.sum().clamp(min=1) if isinstance(lengths, Tensor) else max(1, sum(lengths))
     count = x.shape[:-1].numel()

@@ -1,4 +1,4 @@
-"""Rotary embedding of rows: a table of angles by position, and rows rotated by it."""
+"""Rotary position embedding: tables of cosines and sines, and their application to rows."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def rope_table(positions: Tensor, dim: int, base: float = 10000.0) -> tuple[Tens
 
 
 def apply_rope(rows: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
-    """Rows whose first elements are rotated by their positions; the elements behind the table's width stay.
+    """Rotates the first elements of rows by the angles of a table; elements beyond its width do not change.
 
         (a, b) -> (a cos - b sin, b cos + a sin)
 
     Args:
         rows: [..., heads, D].
         rope: (cos, sin), each [..., R / 2] with R <= D, as rope_table() gives them.
-        interleaved: pairs are neighbours (2 i, 2 i + 1), and the results stand halves apart; False: pairs stand
-            halves apart (i, i + R / 2).
+        interleaved: pairs are elements (2 i, 2 i + 1), and results are stored at (i, i + R / 2); False: pairs are
+            elements (i, i + R / 2).
 
     Raises:
         ValueError: the table is wider than the rows.

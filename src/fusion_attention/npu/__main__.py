@@ -1,6 +1,6 @@
-"""`python -m fusion_attention.npu script.py ...` runs a program for the chip as it is; `torchrun -m` does, too.
+"""`python -m fusion_attention.npu script.py ...` runs a program for the chip unchanged; so does `torchrun -m`.
 
-Processes that it starts (torchrun's, spawned ones) find torch_npu as well: children/sitecustomize.py.
+In processes that the program starts torch_npu is importable too (npu/subprocesses/sitecustomize.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEFAULT = inspect.signature(install).parameters["device"].default
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Installs, and runs what the arguments name, as Python itself would."""
+    """Calls install(), and runs the script or module in the arguments as Python would."""
     parser = argparse.ArgumentParser(
         "python -m fusion_attention.npu", description="Run a program for the chip without it."
     )
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.module:
         runpy.run_module(given.program, run_name="__main__", alter_sys=True)
     else:
-        if not getattr(sys.flags, "safe_path", False):  # python -P puts no folder first
+        if not getattr(sys.flags, "safe_path", False):  # python -P adds no folder
             sys.path[0] = str(Path(given.program).resolve().parent)
         runpy.run_path(given.program, run_name="__main__")
 

@@ -1,6 +1,6 @@
-"""Which names of the chip's packages a tree of sources uses, how often, and which of them are here.
+"""Statistics of the names of the chip's packages in a tree of sources: number of uses, and whether they exist here.
 
-Reads files with ast and executes nothing of them.
+Files are parsed with ast and not executed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# What a package of the chip is called in a program -> in the table.
+# From a package's name in programs to its name in the table.
 ROOTS = {
     "torch_npu": "torch_npu",
     "torch.npu": "torch_npu.npu",
@@ -32,13 +32,13 @@ _FUNCTION = re.compile(r"(?:torch_npu(?:\.atb)?|torch\.ops\.(?:npu|atb))\.(_?npu
 
 @dataclass
 class Use:
-    """How often a name is used, and where.
+    """The uses of a name.
 
     Attributes:
-        name: in full, as "torch_npu.npu_rms_norm".
-        calls: places that call it.
-        others: places that import it, ask for it, or hand it on.
-        files: the files of all these places.
+        name: the full name, such as "torch_npu.npu_rms_norm".
+        calls: number of calls.
+        others: number of imports and other references.
+        files: files with a use.
     """
 
     name: str
@@ -48,20 +48,20 @@ class Use:
 
     @property
     def function(self) -> str | None:
-        """The operator that it is or belongs to; None of everything else."""
+        """The name of the operator, if it is one or an overload of one; else None."""
         result = _FUNCTION.match(self.name)
         return result and result[1]
 
 
 @dataclass
 class Reading:
-    """What a tree of sources says.
+    """The result of reading a tree of sources.
 
     Attributes:
-        uses: by name.
-        files: how many were read.
-        unread: a reason for every file that was not.
-        device_tests: places that ask whether a device is "npu".
+        uses: uses by name.
+        files: number of files that were read.
+        unread: the reason for each file that was not read.
+        device_tests: number of expressions that test for the device "npu".
     """
 
     uses: dict[str, Use] = field(default_factory=dict)
@@ -82,10 +82,10 @@ class Reading:
 
 
 def read(path: Path) -> Reading:
-    """Every use of the chip's packages in a file, or in all files *.py below a folder.
+    """Finds all uses of the chip's packages in a file, or in all files *.py below a folder.
 
     Raises:
-        OSError: nothing is there.
+        OSError: the path does not exist.
 
     Example:
         >>> import tempfile
@@ -102,7 +102,7 @@ def read(path: Path) -> Reading:
             if file.stat().st_size > LARGEST:
                 raise ValueError(f"larger than {LARGEST >> 20} MiB")
             text, result = file.read_bytes(), Reading()
-            if _MARKS.search(text):  # parsing is slow, and few files of a tree speak of the chip
+            if _MARKS.search(text):  # parsing is slow, and few files of a tree mention the chip
                 _File(result, name).read(_tree(text))
         except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
             reading.unread[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -118,11 +118,11 @@ def _tree(text: bytes) -> ast.AST:
 
 
 def present(name: str, modules: dict[str, ModuleType]) -> bool:
-    """True if a name of the table is here.
+    """True if this library has a name of the table.
 
     Args:
-        name: as Use has it.
-        modules: every module that install() plays, by its name.
+        name: a full name, as in Use.
+        modules: all modules that install() provides, by name.
     """
     if name in modules:
         return True
@@ -171,20 +171,20 @@ def _add(reading: Reading, other: Reading) -> None:
 
 
 class _File:
-    """One file: what its imports call things, wherever they stand, and then every chain of names."""
+    """The analysis of one file: first its imports, then every chain of names."""
 
     def __init__(self, reading: Reading, file: str) -> None:
         self.reading, self.file = reading, file
         self.meaning: dict[str, str] = {}
 
     def read(self, tree: ast.AST) -> None:
-        """Notes every use in a tree."""
+        """Records all uses in a syntax tree."""
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 self._imported(node)
             elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 self._imported_from(node, node.module)
-        inner: set[int] = set()  # parts of a chain that was noted
+        inner: set[int] = set()  # nodes inside a recorded chain
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 self._call(node, inner)
@@ -226,7 +226,7 @@ class _File:
             self.reading._note(name, self.file, called)
 
     def _name(self, node: ast.AST, inner: set[int]) -> str | None:
-        """What a chain of names means; None where it begins with something else. Its parts go into `inner`."""
+        """The full name of a chain such as a.b.c; None if it does not start with a name. Adds its nodes to `inner`."""
         parts: list[str] = []
         inner.add(id(node))
         while isinstance(node, ast.Attribute):
@@ -234,7 +234,7 @@ class _File:
             node = node.value
             inner.add(id(node))
         if not isinstance(node, ast.Name):
-            inner.discard(id(node))  # a call, say, whose own names are still to be read
+            inner.discard(id(node))  # for instance a call, whose names are still to be read
             return None
         meaning = self.meaning.get(node.id)
         return meaning and ".".join([meaning, *reversed(parts)])

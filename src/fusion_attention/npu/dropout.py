@@ -1,4 +1,4 @@
-"""torch_npu's mask of drawn dropout, to hand over as dropout_mask, or to look at; and whether a mask is such a one."""
+"""torch_npu's function that draws a dropout mask, and a check that a given mask is the one of a seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusion_attention.torch_ops.aliases import aliased
 __all__ = ["_npu_dropout_gen_mask"]
 
 _ALIGNED = 128  # bits: the chip writes whole blocks of them
-_GLANCE = 4096  # keys
+_GLANCE = 4096  # keys that are compared
 
 
 @aliased
@@ -33,24 +33,24 @@ def _npu_dropout_gen_mask(
     parallel: bool | None = True,
     sync: bool | None = None,
 ) -> torch.Tensor:
-    """The bits that attention draws from (seed, offset), as a mask.
+    """Draws the dropout mask that attention draws from (seed, offset).
 
-    bit i = 1 where score i of `size` is kept;  i = ((b * N1 + n) * S1 + row) * S2 + key
+    bit i = 1 if score i of `size` is kept;  i = ((b * N1 + n) * S1 + row) * S2 + key
 
     Args:
-        input: says the device alone.
-        size: [B, N1, S1, S2], or [N1, S1, S2] of one sequence: then the mask equals what keep_prob = 1 - p draws from
-            (seed, offset), and the gradient functions draw it again. Any other size is legal, but has bits of its own:
-            the last axis counts keys, the one before rows, [numels] is one row of them.
-        p: share that is dropped, 0 to 1.
-        seed, offset: of the draw; unsigned seeds too.
+        input: determines the device only.
+        size: [B, N1, S1, S2], or [N1, S1, S2] of one sequence: the mask is then the one of keep_prob = 1 - p and
+            (seed, offset), which the gradient functions draw again. Other sizes give other bits: the last axis counts
+            keys, the one before rows; [numels] is one row.
+        p: probability of dropping, 0 to 1.
+        seed, offset: of the generator; unsigned seeds are allowed.
         parallel, sync: accepted without effect.
 
     Returns:
-        uint8, least significant bit first, as many whole blocks of 128 bits as hold them; unused ones are 0.
+        uint8, least significant bit first, padded with 0 to a multiple of 128 bits.
 
     Raises:
-        ContractError: sizes, shares, seeds or offsets that are none.
+        ContractError: a wrong size, probability, seed or offset.
 
     Source: Ascend op-plugin, _npu_dropout_gen_mask. The chip's own bits are others (docs/rulings.md 9).
 
@@ -71,13 +71,13 @@ def _npu_dropout_gen_mask(
 
 
 def _number(value: Any) -> Any:
-    """A number that came as a tensor or as numpy's, as torch takes it; what is none stays as it is."""
+    """Converts a tensor with one element or a numpy scalar to a Python number; other values are unchanged."""
     one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta
     return value.item() if one or isinstance(value, np.generic) else value
 
 
 def _failures(input: Any, size: Any, p: Any, seed: Any, offset: Any) -> Iterator[tuple[str, str, str]]:
-    """(parameter, what was expected, what came) of everything that is wrong."""
+    """Yields (parameter, expected, got) for each wrong argument."""
 
     def is_integer(value: Any, low: int, high: int) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and low <= value < high
@@ -95,9 +95,9 @@ def _failures(input: Any, size: Any, p: Any, seed: Any, offset: Any) -> Iterator
 
 
 def glance_at_mask(op: str, call: DenseCall) -> None:
-    """Warns (strict: raises) where a mask is not what the seed beside it draws: one row of each head is compared.
+    """Warns (strict: raises) if a given mask differs from the one that the given seed draws; compares one row per head.
 
-    Autograd keeps the mask, but the gradient functions draw again from the seed that the forward hands back.
+    Autograd saves the mask, but the gradient functions draw again from the seed that the forward returns.
     """
     p, e = call.problem, call.extents
     some = np.flatnonzero((e.q_len > 0) & (e.kv_len > 0))

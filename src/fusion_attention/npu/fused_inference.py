@@ -1,7 +1,6 @@
-"""torch_npu's fused attention for inference by its own names, signatures, defaults and returns, on any device.
+"""torch_npu's fused inference attention, with its names, signatures, defaults and returns, on any device.
 
-torch_ops computes. Nothing is differentiable. `.out` of the two fused functions, and what callers ask before it, are in
-fused_out.py.
+The functions are not differentiable. fused_out.py has the variant `.out` of the two fused functions and its helpers.
 """
 
 import torch

@@ -1,8 +1,5 @@
-"""The other interfaces of torch_npu's fused attention: `.out`, the workspace that its callers ask for, and room for
-results.
-
-They are made from the functions and their records.
-"""
+"""Further functions of torch_npu's fused attention, made from records: `.out`, the size of its workspace, and the
+allocation of results."""
 
 from __future__ import annotations
 
@@ -31,13 +28,13 @@ P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
 Interface = Callable[..., Any]
 Pair = tuple[torch.Tensor, torch.Tensor]
-# What is written, as the schema of the operator says it (operators.py).
+# Annotation of a written tensor in the operator's schema (operators.py).
 Written = Annotated[torch.Tensor, "a!"]
 _NUMBERS = {dtype: number for number, dtype in OUT_DTYPES.items()}
 
 
 def numbered(args: Args) -> Args:
-    """Arguments with torch's number of a dtype in its place."""
+    """Replaces a torch.dtype in the argument out_dtype by its number in torch."""
     dtype = args.get("out_dtype")
     return {**args, "out_dtype": _NUMBERS.get(dtype, -1)} if isinstance(dtype, torch.dtype) else args
 
@@ -49,22 +46,22 @@ def _pair(op: Op, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class WithOut(Protocol[P, R_co]):
-    """A function that has an `.out`.
+    """A function with a variant `.out`.
 
     Attributes:
-        out: the same into tensors that are given, `.out(..., workspace=None, out=[...])`, which it returns.
+        out: `.out(..., workspace=None, out=[...])`, which writes its results to the given tensors and returns them.
     """
 
     __name__: str
     out: Callable[..., Any]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        """As the function."""
+        """Calls the function."""
         ...
 
 
 def with_out(op: Op) -> Callable[[Callable[P, Pair]], WithOut[P, Pair]]:
-    """Gives the function of a record its `.out`, which computes where it is told."""
+    """Adds `.out` to a record's function; it computes into the given tensors."""
 
     def decorate(function: Callable[P, Pair]) -> WithOut[P, Pair]:
         result = cast("WithOut[P, Pair]", function)
@@ -75,7 +72,7 @@ def with_out(op: Op) -> Callable[[Callable[P, Pair]], WithOut[P, Pair]]:
 
 
 def _out_of(function: Interface, op: Op) -> Interface:
-    """`function.out`: the same into tensors that are given."""
+    """Makes `function.out`, which writes its results to the given tensors."""
     read = reader(op)
 
     @aliased
@@ -96,7 +93,7 @@ def _out_of(function: Interface, op: Op) -> Interface:
 
 
 def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[P, R_co]]:
-    """Gives the function of a record an `.out`, into which its results are copied."""
+    """Adds `.out` to a record's function; it copies the function's results to the given tensors."""
 
     def decorate(function: Callable[P, R_co]) -> WithOut[P, R_co]:
         @aliased
@@ -122,7 +119,7 @@ def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[
 
 
 def _dressed(out: Interface, function: Interface, op: Op, results: Sequence[str], rest: str) -> Interface:
-    """An `.out` with the signature and the text that its function's make of it."""
+    """Sets signature and docstring of an `.out`, derived from those of its function."""
     buffers = (
         inspect.Parameter("workspace", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=torch.Tensor | None),
         inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[Sequence[torch.Tensor], "a!"]),
@@ -146,7 +143,7 @@ All others are the function's. Source: {op.page}.
 
 
 def workspace_of(function: WithOut[P, Pair], op: Op) -> Callable[P, torch.Tensor]:
-    """`_.._get_max_workspace`: what `.out` needs beside the tensors that it is given."""
+    """Makes `_.._get_max_workspace`, which returns the workspace of `.out`: an empty tensor."""
     read = reader(op)
 
     @aliased
@@ -171,7 +168,7 @@ Args: as {function.__name__}'s. Source: {op.page}.
 
 
 def room(op: Op, given: Args) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for (attention_out, softmax_lse) of a call, from those arguments that decide its shapes."""
+    """Allocates (attention_out, softmax_lse) of a call, from the arguments that determine shapes."""
     args = {**op.neutral, **numbered(given)}
     layout, query, heads = args["input_layout"], args["query"], args["num_heads"]
 

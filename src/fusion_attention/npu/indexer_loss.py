@@ -1,4 +1,4 @@
-"""torch_npu's losses of the lightning indexer by their own names, signatures, defaults and returns."""
+"""torch_npu's losses of the lightning indexer, with its names, signatures, defaults and returns."""
 
 import torch
 

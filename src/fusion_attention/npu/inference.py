@@ -1,6 +1,6 @@
-"""torch_npu's attention for inference by its own names, signatures, defaults and returns, on any device.
+"""torch_npu's npu_incre_flash_attention, with its name, signature, defaults and return, on any device.
 
-torch_ops computes. Nothing is differentiable.
+It is not differentiable.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""install() and uninstall(): this library as the module `torch_npu`, so that Ascend code runs without the chip.
+"""install() and uninstall(), which make this library importable as `torch_npu`, so that Ascend code runs anywhere.
 
-What changes, and no way to change it or to take it back (patches.py). Refuses to touch another torch_npu.
+This module defines the changes; patches.py applies and removes them. Another torch_npu is never modified.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEVICES = ("cpu", "cuda", "host")
 
 
 class _Way(NamedTuple):
-    """What "npu" means: a device of its own, or another name of the one that computes."""
+    """The meaning of "npu": a device of torch computed by `base`, or (not registers_device) another name of `base`."""
 
     base: torch.device
     registers_device: bool
@@ -44,15 +44,15 @@ def _changed(way: _Way, changes: Changes) -> None:
         return torch.device(kind, device_module.number(device))
 
     def npu(self: Any, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
-        """A copy of the tensor on the device that stands for the NPU; the tensor itself if it lies there."""
+        """Copies the tensor to the device that represents the NPU; returns the tensor if it is there."""
         return self.to(device=place(device), non_blocking=non_blocking)
 
     def module_npu(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
-        """Moves all parameters and buffers to the device that stands for the NPU."""
+        """Moves all parameters and buffers to the device that represents the NPU."""
         return self.to(place(device))
 
     def record_stream(self: torch.Tensor, stream: Any) -> None:
-        """Keeps the tensor's memory until a stream has run; on a host it has."""
+        """Keeps the tensor's memory until a stream has run; does nothing for streams of the host."""
         if not isinstance(stream, device_module.Stream):
             torch._C.TensorBase.record_stream(self, stream)
 
@@ -85,25 +85,25 @@ _installed: tuple[_Way, Changes] | None = None
 
 
 def install(device: str | torch.device = "cpu", *, strict: bool | None = None) -> None:
-    """Makes this library the module `torch_npu`, and "npu" a device of torch that the CPU, or CUDA, computes.
+    """Makes this library importable as `torch_npu`, and "npu" a device of torch that is computed by the CPU or CUDA.
 
-    From then on `import torch_npu`, `torch.npu`, `x.npu()`, `x.is_npu`, `module.npu()` and the device "npu" work, in
-    every thread: `torch.randn(2, device="npu").device.type` is "npu", and each operator of torch runs the kernel of the
-    device that computes on the same memory. A library that looked for torch_npu before remembers that there was none:
-    install first, then import it. A second call changes nothing but what it says. All of it happens, or nothing.
+    Afterwards `import torch_npu`, `torch.npu`, `x.npu()`, `x.is_npu`, `module.npu()` and the device "npu" work in every
+    thread: `torch.randn(2, device="npu").device.type` is "npu", and each operator of torch runs the kernel of the
+    computing device on the same memory. Libraries that search for torch_npu at import must be imported afterwards. A
+    second call changes device and strictness only. If anything fails, nothing is changed.
 
-    The first call of all compiles a file against the torch that is here, and keeps it. Without a C++ compiler a warning
-    says so, and "npu" is read as another name of the device that computes, as device="host" asks for: tensors then have
-    that device's type, and other threads that write "npu" call install() too.
+    The first call compiles a C++ file for the installed torch, and caches it. Without a C++ compiler a warning is
+    issued, and "npu" is another name of the computing device, as with device="host": tensors then have that device's
+    type, and other threads that use "npu" must call install() too.
 
     Args:
-        device: what computes: "cpu", or "cuda" where there is one; "host": the CPU, without a device of its own.
-        strict: what the chip would refuse is an error, in every thread of the process, until uninstall(); None leaves
-            it as an earlier call said. `with npu.strict():` says it for a block.
+        device: the computing device: "cpu", or "cuda" if there is one; "host": the CPU, without a device "npu".
+        strict: the chip's limits are errors, in every thread of the process, until uninstall(); None: unchanged. `with
+            npu.strict():` applies to a block.
 
     Raises:
-        RuntimeError: another torch_npu is here, or another library has made a device of torch's PrivateUse1.
-        ValueError: a device that cannot compute, or that is not here.
+        RuntimeError: another torch_npu is installed, or another library uses torch's PrivateUse1.
+        ValueError: an unknown or missing device.
 
     Example:
         >>> install()
@@ -142,7 +142,7 @@ def _wanted(device: str | torch.device) -> _Way:
 
 
 def _loaded(wanted: _Way) -> _Way:
-    """The way that there is: without a compiler, another name is what remains."""
+    """Loads the device "npu"; without a compiler, warns and returns the way with another name."""
     if not wanted.registers_device:
         return wanted
     try:
@@ -158,11 +158,11 @@ def _loaded(wanted: _Way) -> _Way:
 
 
 def uninstall() -> None:
-    """Takes back everything that install() changed, in all threads; nothing where nothing is installed.
+    """Removes all changes of install(), in all threads; does nothing if it is not installed.
 
-    What others have changed since stays theirs. torch keeps the name of a device that it has heard of: `torch.npu` then
-    says that there is none, tensors that live on it go on working, and new ones are refused. With device="host", in
-    other threads that called install() a mode stays that does nothing.
+    Later changes by other code stay. torch cannot forget the name of a device: `torch.npu` then reports that there is
+    none, existing tensors work, and new ones raise. With device="host", an inactive mode remains in other threads that
+    called install().
 
     Example:
         >>> uninstall()

@@ -1,7 +1,7 @@
-"""torch_npu's functions, made from their records: signature, docstring, and the way from a call to its arguments.
+"""Construction of torch_npu's functions from their records: signature, docstring, and reading of arguments.
 
-A record is the one place that says a parameter's name, order, default, type and meaning. What a function does stands
-beside it, as a body that takes the arguments by the record's names.
+A record defines names, order, defaults, types and meaning of parameters. The function itself is a body that receives
+the arguments by the record's names.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ R = TypeVar("R")
 Args = dict[str, Any]
 _NONE, _PARAMETER, _EMPTY = type(None), inspect.Parameter, inspect.Parameter.empty
 _KINDS = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-# Types of tensors, lists of them and integers: needed, optional.
+# Types of tensors, lists of tensors and integers: (required, optional).
 _TENSOR, _LIST = (torch.Tensor, torch.Tensor | None), (Sequence[torch.Tensor], Sequence[torch.Tensor] | None)
 _INTEGERS = Sequence[int] | np.ndarray | torch.Tensor, Sequence[int] | np.ndarray | torch.Tensor | None
 _WITHOUT = re.compile(r"'(\w+)' not in missing")
 
 
 def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]], Callable[..., R]]:
-    """Makes a function of its record and its body, which gives its module and the type of what is returned.
+    """Makes a function from a record and a body, which has its module and return type.
 
     Args:
         op: the record.
-        host: how many results, the last ones, stay in host memory where tensors cross to the device that computes
-            (aliases.py); None: the body computes in torch's own operators, which find the device themselves.
+        host: number of results, the last ones, that stay in host memory if tensors are on an aliased device
+            (torch_ops/aliases.py); None: the body uses torch's operators only, which need no aliases.
     """
 
     def decorate(body: Callable[[Args], R]) -> Callable[..., R]:
@@ -48,24 +48,24 @@ def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]],
 
 
 def reader(op: Op) -> Callable[..., Args]:
-    """A function that returns the arguments of a call by the record's names."""
+    """A function with the record's signature that returns its arguments by the record's names."""
     return _reading(op, lambda args: args, Args)
 
 
 def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R]:
-    """A function that hands its arguments to a body; written for speed, as it is a part of every call."""
+    """A function that passes its arguments by name to a body; optimized, because every call uses it."""
     signature = signature_of(op, returns)
     parameters = signature.parameters.values()
     names = {p.shown: p.name for p in op.params}
     parameter_of = {p.name: names[p.name] for p in parameters}
     shown = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     first = [parameter_of[name] for name in shown]
-    # Of some attributes rules ask whether the call says them.
+    # Rules test if some attributes were passed, so their default here is None.
     asking = (rule.check for rule in op.asked if " missing" in rule.check)
     optional = {name for check in asking for name in _WITHOUT.findall(check)}
     defaults = {parameter_of[p.name]: None if parameter_of[p.name] in optional else p.default for p in parameters}
     spelled = [pair for pair in parameter_of.items() if pair[0] != pair[1]]
-    # By the number of positional arguments: keywords that come twice or by the record's name, and those needed.
+    # By number of positional arguments: keywords that are duplicates or canonical names, and required keywords.
     refused = [{*shown[:count], *(name for _, name in spelled)} for count in range(len(shown) + 1)]
     necessary = {p.name for p in parameters if p.default is _EMPTY}
     needed = [necessary.difference(shown[:count]) for count in range(len(shown) + 1)]
@@ -96,10 +96,10 @@ def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R
 
 
 def signature_of(op: Op, returns: Any) -> inspect.Signature:
-    """What a function takes: the inputs of its record, in their order."""
+    """The signature of a record's function: its inputs in order."""
     declared = [(p, *_declared(op, p)) for p in op.inputs]
     placed = next((at for at, (p, _, _) in enumerate(declared) if p.shown == op.keywords), len(declared))
-    # Of those that come by position none has a default in front of one that has none.
+    # Python forbids a positional parameter with a default before one without.
     needed = max((at for at, (_, _, default) in enumerate(declared[:placed]) if default is _EMPTY), default=-1)
     parameters = [
         _PARAMETER(p.shown, _KINDS[at >= placed], default=_EMPTY if at <= needed else default, annotation=annotation)
@@ -109,7 +109,7 @@ def signature_of(op: Op, returns: Any) -> inspect.Signature:
 
 
 def _declared(op: Op, p: Any) -> tuple[Any, Any]:
-    """(type, default) of a parameter; the first member of a union is what torch_npu declares (operators.py)."""
+    """(type, default) of a parameter; the first member of a union is torch_npu's declared type (operators.py)."""
     default = _EMPTY if p.default is REQUIRED else p.default
     if (declared := op.declared.get(p.name)) is not None:
         return declared, default if default is not None or _NONE in get_args(declared) else _EMPTY

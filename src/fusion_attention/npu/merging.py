@@ -1,6 +1,6 @@
-"""torch_npu's functions that merge partial results of attention: of a ring's two steps, and of a list of ranks.
+"""torch_npu's functions that merge partial results of attention, of two steps of a ring or of a list of ranks.
 
-The arithmetic is ir/merge.py's; here layouts, lanes, and what the statistics of empty rows look like.
+ir/merge.py computes; this module converts layouts, lanes, and statistics of empty rows.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ def npu_attention_update(args: Args) -> tuple[Tensor, Tensor | None]:
 
 
 def _head_major(ends: Sequence[int], heads: int) -> Tensor:
-    """[tokens * heads]: where the statistics of (token, head) lie that are head by head in each sequence."""
+    """Positions [tokens * heads] of the statistics of (token, head) in head-major order within each sequence."""
     positions, start = [], 0
     for end in ends:
         token, head = torch.arange(end - start)[:, None], torch.arange(heads)
@@ -82,19 +82,19 @@ def _head_major(ends: Sequence[int], heads: int) -> Tensor:
 
 
 def _by_token(lanes: Tensor, order: Tensor | None) -> Tensor:
-    """[S, B, N] or [T, N]: a statistic's first lane."""
+    """The first lane of a statistic, token-major: [S, B, N] or [T, N]."""
     one = lanes[..., 0]
     if one.dim() == 3:
         return one.permute(2, 0, 1)
     if order is None:
         return one
-    result = one.flatten().clone()  # tokens of no sequence stay as they are
+    result = one.flatten().clone()  # tokens outside all sequences do not change
     result[: len(order)] = one.flatten()[order]
     return result.view(one.shape)
 
 
 def _in_lanes(one: Tensor, like: Tensor, order: Tensor | None) -> Tensor:
-    """What _by_token() reads, as it came."""
+    """The inverse of _by_token(): a statistic in the order of `like`, with lanes."""
     if like.dim() == 4:
         one = one.permute(1, 2, 0)
     elif order is not None:
@@ -105,7 +105,7 @@ def _in_lanes(one: Tensor, like: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _partial(out: Tensor, max_: Tensor, sum_: Tensor, heads: int) -> Partial:
-    """Float32 copies; statistics of empty rows as kernels have them."""
+    """A partial result as float32 copies, with statistics of empty rows in the kernels' format."""
     empty = max_ == _LOWEST
     total = torch.where(empty & (sum_ == _LARGEST), 0.0, sum_)
     peak = torch.where(empty | (total == 0), -torch.inf, max_)

@@ -1,7 +1,7 @@
-"""torch.ops.npu, torch.ops.atb and torch.ops.cann_ops_transformer: every function of torch_npu and of CANN's package
-that is here, as an operator of torch under its own name and schema.
+"""Registration of the functions of torch_npu and of CANN's package as operators of torch: torch.ops.npu, torch.ops.atb
+and torch.ops.cann_ops_transformer.
 
-A schema is read off the function's signature, so there is one place that says what may be given.
+Schemas are derived from the functions' signatures.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in ("npu", 
 _OF_ATB = {*atb.__all__, *atb_rows.__all__}
 Interface = Callable[..., Any]
 
-# What torch calls the types of arguments and results. Of a union the first counts: it is the one that torch_npu takes.
-# Annotated[Tensor, "a!"] is a tensor that is written, and so is a result that is that tensor.
-# Annotated[Sequence[int], 2] are two numbers, for which one may stand.
+# torch's names of types in schemas. The first member of a union is used, torch_npu's type.
+# Annotated[Tensor, "a!"] is a written tensor, or a result that is this tensor.
+# Annotated[Sequence[int], 2] is a list of two numbers, or one number for both.
 _TYPES = {torch.Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 # Operators that torch_npu declares under an overload with a name.
 _OVERLOADS = {"_npu_dropout_gen_mask": "Tensor"}
-# Functions that may return what came, which an operator may not.
+# Functions that may return an argument, which operators must not.
 _HANDS_BACK = {"npu_format_cast"}
-# A function's parameter `input` is `self` in its schema, but in these.
+# Functions whose parameter `input` is not named `self` in the schema.
 _INPUT = {
     *("npu_cross_entropy_loss", "npu_dynamic_quant", "npu_transpose_batchmatmul"),
     *("npu_format_cast", "npu_format_cast_", "get_npu_format"),
 }
-# Functions with an overload `.List`, and what it takes otherwise; None: not at all.
+# Functions with an overload `.List`, and the types of parameters that differ in it; None: no such parameter.
 _LISTS: dict[str, dict[str, Any]] = {
     "npu_grouped_matmul": {
         "group_list": Sequence[int] | None,
@@ -47,14 +47,13 @@ _LISTS: dict[str, dict[str, Any]] = {
 
 
 def register_all(interfaces: Mapping[str, Interface], namespace: str = "") -> None:
-    """Registers every function, and its `.out` where it has one; what others have registered stays theirs.
+    """Registers functions as operators, and their `.out` if they have one; existing operators are not replaced.
 
-    For good: a graph may hold an operator longer than an installation lasts, and torch crashes where one is called that
-    was taken back.
+    Operators stay registered after uninstall(), because torch crashes if a graph calls a removed one.
 
     Args:
         interfaces: functions by name.
-        namespace: of their operators below torch.ops; "" for torch_npu's two.
+        namespace: the operators' namespace in torch.ops; "": torch_npu's two, npu and atb.
     """
     for name, interface in interfaces.items():
         library = _LIBRARIES[namespace or ("atb" if name in _OF_ATB else "npu")]
@@ -67,7 +66,7 @@ def register_all(interfaces: Mapping[str, Interface], namespace: str = "") -> No
 
 
 def _changed(interface: Interface, types: Mapping[str, Any]) -> Interface:
-    """A function some of whose parameters are of other types; None leaves one out."""
+    """A copy of a function with other types of some parameters in its signature; None removes a parameter."""
 
     @functools.wraps(interface)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -85,7 +84,7 @@ def _register(name: str, interface: Interface, library: torch.library.Library) -
     packet, _, overload = name.partition(".")
 
     def autograd(*args: Any, **kwargs: Any) -> Any:
-        """The function itself where a gradient is wanted, for it has the derivative; else the operator below."""
+        """Calls the function, which has the derivative, if a gradient is required; else the operator below autograd."""
         tensors = list(_tensors((*args, *kwargs.values())))
         no_tangents(tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -98,17 +97,17 @@ def _register(name: str, interface: Interface, library: torch.library.Library) -
     run = _apart(interface) if packet in _HANDS_BACK else run
     fake = _nothing if schema.endswith("-> ()") else run
     keys: tuple[str, ...] = ("CPU", "CUDA", "PrivateUse1")
-    if "Tensor " not in schema:  # Of a call without a tensor torch knows no device.
+    if "Tensor " not in schema:  # torch cannot determine a device without a tensor argument.
         keys = ("CompositeExplicitAutograd",)
     register(schema, run, fake, autograd, library, keys=keys)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What a trace sees of a function that writes what it is given: lengths, which some read, have no values there."""
+    """The fake implementation of a function that only writes its arguments: does nothing."""
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, and in lists of them."""
+    """Yields the tensors in arguments, also in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -117,7 +116,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _with_int_result(interface: Interface) -> Interface:
-    """A function that returns integers, which an operator cannot return as tensors."""
+    """Wraps a function that returns integers: raises NotImplementedError if one is a tensor, as in a trace."""
 
     @functools.wraps(interface)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +132,7 @@ def _with_int_result(interface: Interface) -> Interface:
 
 
 def _apart(interface: Interface) -> Interface:
-    """A function whose result is never its first argument."""
+    """Wraps a function so that it never returns its first argument, but a copy."""
 
     @functools.wraps(interface)
     def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -144,11 +143,11 @@ def _apart(interface: Interface) -> Interface:
 
 
 def schema_of(function: Interface, name: str = "") -> str:
-    """The schema of a function, as torch.library wants it: types of parameters and results from its annotations.
+    """The schema of a function for torch.library, with types from its annotations.
 
     Args:
-        function: with an annotation for every parameter and for what it returns.
-        name: of the operator, with its overload; "" takes the function's.
+        function: a function with annotations of all parameters and of its return.
+        name: the operator's name with its overload; "": the function's name.
     """
     signature = inspect.signature(function)
     types = _hints(function, signature)
@@ -168,7 +167,7 @@ def schema_of(function: Interface, name: str = "") -> str:
 
 
 def _hints(function: Interface, signature: inspect.Signature) -> dict[str, Any]:
-    """The types of a function whose annotations are text; those of the functions made from records are none."""
+    """The resolved types of a function with textual annotations; {} for functions from records, which have types."""
     written = any(isinstance(p.annotation, str) for p in signature.parameters.values())
     return typing.get_type_hints(inspect.unwrap(function), include_extras=True) if written else {}
 

@@ -1,6 +1,6 @@
-"""`pytest -p fusion_attention.npu.pytest`: tests written for the chip compute, where they had a mock object.
+"""The plugin `pytest -p fusion_attention.npu.pytest`: runs tests that were written for the chip.
 
-Installs before any conftest is read, and takes it back when the run ends. `--fake-npu` (fake_npu.py) is the same.
+It calls install() before conftests are read, and uninstall() at the end. `--fake-npu` (fake_npu.py) does the same.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _UNSAY = pytest.StashKey[Callable[[], None]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Installs, unless installed."""
+    """Calls npu.install()."""
     npu.install()
-    early_config.stash[_UNSAY] = tell(DEFAULT)  # xdist's workers, and programs that tests start
+    early_config.stash[_UNSAY] = tell(DEFAULT)  # for xdist's workers and processes that tests start
 
 
 def pytest_report_header() -> str:
-    """Whose numbers these are."""
+    """Adds the version of torch_npu in use to pytest's header."""
     import torch_npu  # type: ignore[import-not-found]  # the one that is installed
 
     return f"torch_npu: {torch_npu.__version__}"
 
 
 def pytest_collection_finish() -> None:
-    """Says where a conftest has put a mock object in its place."""
+    """Warns if a conftest has replaced torch_npu by a mock object."""
     result: Any = sys.modules.get("torch_npu")
     if result is None or "fusion" not in str(getattr(result, "__version__", "")):
         warnings.warn(
@@ -48,6 +48,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Takes it back."""
+    """Calls npu.uninstall()."""
     config.stash.get(_UNSAY, lambda: None)()
     npu.uninstall()

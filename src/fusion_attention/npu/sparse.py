@@ -1,6 +1,6 @@
-"""torch_npu's sparse attention and lightning indexer by their own names, signatures, defaults and returns.
+"""torch_npu's sparse attention and lightning indexer, with its names, signatures, defaults and returns.
 
-torch_ops computes. Differentiable as torch_npu's.
+They are differentiable in the same inputs as torch_npu's.
 """
 
 import torch

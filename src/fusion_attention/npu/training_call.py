@@ -1,6 +1,6 @@
-"""What the functions of training.py do with their arguments: bind, lower and run, at once or in a trace.
+"""Calls of torch_npu's training attention: binding, lowering and execution, eagerly or in a trace.
 
-Captures put their own in the place of forward() and backward() while they record, so look both up in this module.
+Captures replace forward() and backward() while they record, so callers must look them up in this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tenso
     dispatch.autocast(args, _CAST[:-1] if isinstance(kind, int) and kind in (2, 3) else _CAST)
     if dispatch.is_traced(args.values()):
         return _traced_forward(op, args)
-    with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
+    with torch._C.DisableTorchFunction():  # Function modes have seen this call; its internal calls are hidden.
         bound = bind(op, args)
         given = bound.args
         seed, offset, drops = given.get("seed") or 0, given.get("offset") or 0, dispatch.drops(given["keep_prob"])
@@ -58,7 +58,7 @@ def backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
     """(dq, dk, dv, dq_rope, dk_rope, dpse, dsink) of a gradient call."""
     for name in ("seed", "offset"):
         if not isinstance(op.by_name[name], Attr) and isinstance(args[name], Tensor) and args[name].dim() == 0:
-            args[name] = args[name].reshape(1)  # a number; a tensor of no elements is absent
+            args[name] = args[name].reshape(1)  # bind() treats tensors without dimensions as absent
     seed = args["seed"]
     returned = isinstance(op.by_name["seed"], Attr) and isinstance(seed, Tensor)  # by a traced forward
     if dispatch.is_traced(args.values()):

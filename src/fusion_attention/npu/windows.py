@@ -1,7 +1,8 @@
-"""A warning where transformers' own NPU attention leaves out a window or a sink: wrong numbers, on the chip too.
+"""Warnings that the NPU attention of transformers ignores a window or a sink, which gives wrong results, also on the
+chip.
 
-transformers asks an attention function's signature what it can do, and leaves out what it cannot: its functions for an
-NPU know no window and no sink. The call is made as it always was.
+transformers inspects the signature of an attention function and omits unsupported arguments; its NPU functions support
+neither windows nor sinks. The call itself is not changed.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ DROPPED = {
 
 
 def watch(changes: Changes) -> None:
-    """Wraps transformers' functions as soon as they are loaded.
+    """Wraps the functions of transformers when they are loaded.
 
-    What transformers has fetched of them goes on warning when the changes have ended, and is right.
+    References that transformers holds still warn after the changes are removed, which remains correct.
     """
 
     def wrap(module: ModuleType) -> None:
@@ -51,7 +52,7 @@ def _tell(name: str) -> bool:
 
 
 def _warning(function: Any) -> Any:
-    """The function, with parameters for what it leaves out, which warn; itself if it leaves out nothing."""
+    """Wraps a function with additional parameters that warn; returns it unchanged if it has them already."""
     signature = inspect.signature(function)
     dropped = [name for name in DROPPED if name not in signature.parameters]
     if not dropped:

@@ -1,1 +1,1 @@
-"""The functions that stand around attention in a model, under torch_npu's names."""
+"""torch_npu's auxiliary functions of models (norms, rotary embedding, caches, experts, ...), computed by torch."""

@@ -1,6 +1,6 @@
-"""torch_npu's attention by the names of the chip's transformer library (ATB), which writes what it is given.
+"""torch_npu's attention functions from the chip's transformer library (ATB), which write to a given tensor.
 
-What computes is npu_fused_infer_attention_score.
+npu_fused_infer_attention_score computes them.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def _masked(args: Args) -> Args:
-    """Arguments with the mask as it lies in rows."""
+    """The arguments, with the mask converted from format FRACTAL_NZ to rows."""
     return {**args, "mask": atb.in_rows(args["mask"])}
 
 

@@ -1,4 +1,4 @@
-"""The calls of ATB's attention functions: lengths, masks, and npu_fused_infer_attention_score into `out`."""
+"""Helpers of ATB's attention functions: lengths, masks, and the call of npu_fused_infer_attention_score."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fusion_attention.npu.auxiliary.call import checked, in_place_of
 from fusion_attention.npu.fused_inference import npu_fused_infer_attention_score
 
 Tensor = torch.Tensor
-CAUSAL = 2048  # rows and columns of the mask that attention takes for its causal mode
+CAUSAL = 2048  # rows and columns of the compressed causal mask
 MASK_ALONE, CAUSAL_AT_THE_END = 1, 3  # sparse modes
 
 
 def ends_of(op: Op, given: Mapping[str, Any]) -> np.ndarray:
-    """Where the rows of every sequence of a call end, which its record allows."""
+    """Checks a call, and returns the cumulative ends of its sequences' rows."""
     checked(op, given)
     return read(op, given["seq_len"]).cumsum()
 
 
 def read(op: Op, lengths: Any) -> np.ndarray:
-    """Lengths, on the host."""
+    """Lengths as an int64 array on the host; raises NotImplementedError in a trace."""
     result = to_array(lengths)
     if isinstance(result, np.ndarray):
         return result
@@ -32,12 +32,12 @@ def read(op: Op, lengths: Any) -> np.ndarray:
 
 
 def one_each(query: Tensor) -> np.ndarray:
-    """The same of one row of every sequence."""
+    """Cumulative ends of sequences with one row each."""
     return np.arange(1, len(query) + 1)
 
 
 def causal(query: Tensor) -> dict[str, Any]:
-    """What makes attention causal, the last row at the last key."""
+    """Mask and mode arguments for causal attention aligned to the last key."""
     triangle = torch.ones(CAUSAL, CAUSAL, dtype=torch.bool, device=query.device).triu(1)
     return {"atten_mask": triangle, "sparse_mode": CAUSAL_AT_THE_END}
 
@@ -50,13 +50,13 @@ def attend(
     kv: np.ndarray | Tensor,
     **mask_arguments: Any,
 ) -> None:
-    """Attention of a checked call, into its `out`.
+    """Computes a checked call, and writes its `out`.
 
     Args:
         op, given: the record, and the arguments by its names.
         keys: rows of keys and values, or their pages.
-        ends: where the rows of every sequence end.
-        kv: ends of packed keys, or how many keys every sequence has in pages.
+        ends: cumulative ends of the query rows.
+        kv: cumulative ends of packed keys, or numbers of keys in pages.
         mask_arguments: mask and mode.
     """
     table = given.get("block_table")
@@ -79,5 +79,5 @@ def attend(
 
 
 def _pages(cache: Tensor) -> Tensor:
-    """Pages [pages, slots, heads * elements]: a view, also of a part of the elements, where there is one head."""
+    """Pages as [pages, slots, heads * elements]; a view if there is one head, even for sliced elements."""
     return cache[:, :, 0] if cache.shape[2] == 1 else cache.flatten(2)

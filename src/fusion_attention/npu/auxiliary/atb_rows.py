@@ -1,4 +1,4 @@
-"""torch_npu's stores of rows and rotary positions by the names of the chip's transformer library (ATB), in place."""
+"""torch_npu's functions from the chip's transformer library (ATB) that store rows or rotate them, in place."""
 
 from typing import Annotated
 
@@ -51,5 +51,5 @@ def _npu_rotary_embedding(
 
 
 def _slots(cache: Tensor, rows: Tensor) -> Tensor:
-    """A cache of pages as [pages, slots, elements of a row...], a view; pieces stay apart."""
+    """View of a paged cache as [pages, slots, elements of a row...]; fragments are an axis of elements."""
     return cache if atb_rows.whole_rows(cache, rows) else cache.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""torch_npu's writing and reading of caches, in torch's own operators."""
+"""torch_npu's functions that write and read caches, in torch's operators."""
 
 from typing import Annotated
 
@@ -57,7 +57,7 @@ def npu_gather_pa_kv_cache(
         sequence = torch.arange(len(lengths), device=key.device).repeat_interleave(lengths, output_size=tokens)
         row = torch.arange(tokens, device=key.device) - starts[sequence]
         column = row // size + (0 if seq_offset is None else seq_offset[sequence].long() // size)
-        table = torch.nn.functional.pad(block_tables.long(), (0, 1), value=-1)  # behind the last column
+        table = torch.nn.functional.pad(block_tables.long(), (0, 1), value=-1)  # for positions behind it
         page = table[sequence, column.clamp(0, table.shape[1] - 1)].where(column >= 0, -1)
         there = (page >= 0) & (page < pages)
         results = []
@@ -121,7 +121,7 @@ def npu_kv_rmsnorm_rope_cache(
 
 
 def _last(slot_indices: Tensor) -> Tensor:
-    """For every row the last one that has its place: writing that one instead, rows of one place are no race."""
+    """For every row, the index of the last row with the same slot; writing that row instead avoids races."""
     order = slot_indices.argsort(stable=True)
     ordered = slot_indices[order]
     last = order[torch.searchsorted(ordered, ordered, right=True) - 1]
@@ -129,7 +129,7 @@ def _last(slot_indices: Tensor) -> Tensor:
 
 
 def _updated(target: Tensor, indices: Tensor, updates: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """(places along each axis, rows) as index_put() takes them; the last row of a place alone has a gradient."""
+    """The arguments (indices per axis, rows) of index_put(); only the last row of equal indices has a gradient."""
     axes = indices.shape[-1]
     positions, rows = (
         indices.reshape(-1, axes).long(),
@@ -144,12 +144,12 @@ def _updated(target: Tensor, indices: Tensor, updates: Tensor) -> tuple[tuple[Te
 
 
 def _slots(cache: Tensor, rows: Tensor, mode: str = "Norm") -> Tensor:
-    """A cache of pages as [pages, slots, elements of a row...], a view; pieces stay apart."""
+    """View of a paged cache as [pages, slots, elements of a row...]; fragments are an axis of elements."""
     return cache.transpose(1, 2) if caches.lies_in_pieces(cache, rows, mode) else cache
 
 
 def _lines(cache: Tensor, mode: str) -> Tensor:
-    """The same of a cache whose mode says how it lies."""
+    """View of a cache as [pages or sequences, slots, elements of a row...], by its mode."""
     if mode == "Norm":
         return cache[:, 0]
     if "NZ" not in mode:
@@ -159,10 +159,13 @@ def _lines(cache: Tensor, mode: str) -> Tensor:
 
 
 def store(caches_and_rows: list[tuple[Tensor, Tensor]], slot_indices: Tensor) -> None:
-    """Rows at places below 0 are stored nowhere; of equal places the last row stays. All are read, then all written."""
+    """Stores rows in caches at slots; negative slots store nothing, and of equal slots the last row stays.
+
+    All rows are read before any is written.
+    """
     if not slot_indices.numel() or not all(slots.shape[0] * slots.shape[1] for slots, _ in caches_and_rows):
         return
-    # Rows without a place are written as the one of the largest place is; if none has one, as what is there.
+    # Rows without a slot repeat the row of the largest slot; if no row has a slot, the existing content is rewritten.
     top = slot_indices.argmax(0, keepdim=True)
     there, last = slot_indices >= 0, _last(slot_indices)
     place = slot_indices.where(there, slot_indices[top]).clamp(min=0).long()
@@ -175,7 +178,7 @@ def store(caches_and_rows: list[tuple[Tensor, Tensor]], slot_indices: Tensor) ->
 
 
 def _of_tokens(index: Tensor, tokens: int, cache: Tensor, mode: str) -> Tensor:
-    """The place of every token, of all items end to end."""
+    """The slot of every token, for all sequences concatenated."""
     if mode == "Norm":
         items = torch.arange(len(index), device=index.device)[:, None] * cache.shape[2]
         return (index + items).where(index >= 0, -1).flatten()
@@ -184,12 +187,12 @@ def _of_tokens(index: Tensor, tokens: int, cache: Tensor, mode: str) -> Tensor:
     size = cache.shape[1]
     token = torch.arange(tokens, device=index.device)
     first = index.view(-1, -(-tokens // size) if size else 0)[:, token // max(size, 1)]
-    # A page counts, not where in it the place lies.
+    # Only the page of the index is used, not the slot inside it.
     return (first // max(size, 1) * size + token % max(size, 1)).where(first >= 0, -1).flatten()
 
 
 def _rounded(rows: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Tensor | None) -> Tensor:
-    """Rows as a cache has them; halves to even."""
+    """Rows converted to a cache's dtype; with a scale, quantized to int8, halves to even."""
     if scale is None:
         return rows.to(dtype)
     return rounded(rows * scale if offset is None else rows * scale + offset, 127)

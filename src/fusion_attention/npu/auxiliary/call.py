@@ -1,5 +1,4 @@
-"""The entry of an auxiliary operator's call: checked as every call is, then computed by its function in torch's own
-operators."""
+"""The entry point of auxiliary operators: calls are checked against the record, then computed in torch's operators."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ R = TypeVar("R")
 def computed(
     op: Op, host: int | None = None, before: Callable[[Args], Args] | None = None
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Makes the function of an auxiliary record, whose calls are checked, of what computes it.
+    """Makes the function of an auxiliary record from a body, and checks its calls.
 
-    The body names the arguments that it reads as the record does; attributes have their default in place of None.
+    The body's parameters are canonical names of arguments that it reads; attributes that are None have their defaults.
 
     Args:
-        op, host: as from_record().
-        before: what is made of the arguments before they are checked.
+        op, host: as in from_record().
+        before: function that converts the arguments before they are checked.
     """
     attributes = frozenset(p.name for p in op.params if isinstance(p, Attr))
 
@@ -48,13 +47,13 @@ def computed(
 
 
 def checked(op: Op, args: Mapping[str, Any], *, with_tensors: bool = True) -> Mapping[str, Any]:
-    """The arguments of a call that its record allows, defaults in place of None; with_tensors: the tensors too.
+    """Checks a call, and returns its arguments with defaults in place of None; with_tensors: including tensors.
 
-    Within torch.compile nothing is checked: torch's own operators say what is wrong. Other traces are asked where their
-    sizes are numbers and no tensor holds lengths; what would read memory is not.
+    Calls inside torch.compile are not checked: torch's operators report errors. Other traces are checked if sizes are
+    numbers and lengths are not tensors, without the rules that read memory.
 
     Raises:
-        ContractError: with every failure of the first stage that found one.
+        ContractError: with all failures of the first stage that fails.
     """
     if not is_traced(args.values()):
         bound = bind(op, args)
@@ -67,13 +66,14 @@ def checked(op: Op, args: Mapping[str, Any], *, with_tensors: bool = True) -> Ma
 
 @contextmanager
 def in_place_of(op: Op, **names: str) -> Iterator[None]:
-    """Another function's calls inside an auxiliary operator, whose own rules say what the chip takes.
+    """A context for calls of another function inside an auxiliary operator: errors name the operator, and the other
+    function's limits are not checked.
 
     Args:
-        op: the record of the auxiliary operator, under whose name errors go out.
-        names: from the other function's parameters to those of the auxiliary operator, where they differ.
+        op: the record of the auxiliary operator.
+        names: from the other function's parameters to the operator's, if they differ.
     """
-    # torch.compile traces no settings, so strictness is not asked.
+    # torch.compile cannot trace settings.
     try:
         with nullcontext() if torch.compiler.is_compiling() else settings.override(strict=False):
             yield
@@ -83,7 +83,7 @@ def in_place_of(op: Op, **names: str) -> Iterator[None]:
 
 
 def as_given(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Within it torch computes in the dtypes that tensors have: the chip's autocast lists no auxiliary operator."""
+    """A context that disables autocast on a tensor's device, since the chip's autocast has no auxiliary operators."""
     kind = tensor.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
@@ -91,7 +91,7 @@ def as_given(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 def _numbers(values: Any) -> bool:
-    """Whether all sizes are numbers, not symbols of a trace."""
+    """True if all sizes are numbers, not symbolic."""
     tensors = [t for value in values for t in (value if isinstance(value, (list, tuple)) else (value,))]
     sizes = (size for t in tensors if isinstance(t, torch.Tensor) for size in t.shape)
     return not any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in (*tensors, *sizes))

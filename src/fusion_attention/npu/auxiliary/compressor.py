@@ -1,4 +1,4 @@
-"""cann_ops_transformer's compressor, in torch's own operators."""
+"""cann_ops_transformer's compressor, in torch's operators."""
 
 from collections.abc import Sequence
 from typing import Annotated

@@ -1,6 +1,6 @@
-"""torch_npu's permutations of tokens between themselves and their experts, in torch's own operators.
+"""torch_npu's permutations of tokens into the order of experts and back, in torch's operators.
 
-Sums over the rows of a token are formed in float32 and rounded once. Rows whose place is not there are zeros.
+Sums over a token's rows are in float32 and rounded once. Rows with an index out of range are zeros.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 def taken(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index]; zeros where there is no such row."""
+    """rows[index]; zeros for an index out of range."""
     there = (index >= 0) & (index < rows.shape[0])
     if rows.shape[0] == 0:
         return rows.new_zeros(index.shape[0], rows.shape[1])
@@ -32,9 +32,11 @@ def taken(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def _spread(tokens: Tensor, choices: int, order: Tensor, positions: Tensor) -> Tensor:
-    """The row of choice order[i] for every i, choices being counted token by token; gradients are summed once.
+    """Gathers tokens: row i is that of choice order[i]; choice t * choices + c belongs to token t.
 
-    positions: order turned round, which is what the gradient reads.
+    The gradient sums over the choices of a token in float32.
+
+    positions: the inverse of order, which the gradient reads.
     """
     count = tokens.shape[0]
 
@@ -46,7 +48,7 @@ def _spread(tokens: Tensor, choices: int, order: Tensor, positions: Tensor) -> T
 
 
 def _sum_of_choices(rows: Tensor, positions: Tensor, count: int, choices: int) -> Tensor:
-    """The sum of every token's rows."""
+    """Sums the rows of each token, in float32; positions: the row of each choice."""
     return taken(rows, positions).unflatten(0, (count, choices)).sum(1, dtype=torch.float32).to(rows.dtype)
 
 
@@ -73,7 +75,7 @@ def npu_moe_token_unpermute(permuted_tokens: Tensor, sorted_indices: Tensor, pro
 
 
 def _weighed(permuted: Tensor, positions: Tensor, probs: Tensor | None) -> Tensor:
-    """The sum of every token's rows, weighted by probs [T, K]; None: of the one row that it has."""
+    """Sums the rows of each token, weighted by probs [T, K]; None: each token has one row."""
     count = permuted.shape[0]
 
     def compute(permuted: Tensor, probs: Tensor | None) -> tuple[tuple[Tensor], Some]:
@@ -96,16 +98,16 @@ def _weighed(permuted: Tensor, positions: Tensor, probs: Tensor | None) -> Tenso
 
 
 def _of_permuted(dy: Tensor, positions: Tensor, probs: Tensor | None, count: int) -> Tensor:
-    """The gradient of the permuted rows, of which there are so many."""
+    """The gradient of the permuted rows, [count, elements]."""
     weighed = dy if probs is None else (dy.unsqueeze(1) * probs.unsqueeze(-1)).flatten(0, 1).to(dy.dtype)
     there = (positions >= 0) & (positions < count)
-    result = dy.new_zeros(count + 1, dy.shape[1])  # one for lost rows
+    result = dy.new_zeros(count + 1, dy.shape[1])  # the last row collects rows out of range
     with as_given(result):
         return result.index_add_(0, torch.where(there, positions, count), weighed)[:-1]
 
 
 def _of_probs(dy: Tensor, positions: Tensor, probs: Tensor, permuted: Tensor) -> Tensor:
-    """The gradient of the weights."""
+    """The gradient of the weights probs [T, K]."""
     rows = taken(permuted, positions).reshape(*probs.shape, permuted.shape[1])
     return (rows * dy.float().unsqueeze(1)).sum(-1).to(probs.dtype)
 

@@ -1,4 +1,4 @@
-"""torch_npu's gated and plain activations, in torch's own operators; float32 inside."""
+"""torch_npu's activation functions, with and without a gate, in torch's operators; computed in float32."""
 
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +58,7 @@ def npu_geglu(input: Tensor, dim: int, approximate: int, activate_left: bool) ->
     def gradient(_: Any, dy: Tensor, x: Tensor) -> tuple[Tensor]:
         gelu = torch.nn.functional.gelu(
             _halves(x, dim, activate_left)[1], approximate=word
-        )  # again, as exact as it was
+        )  # recomputed in float32, more exact than the rounded result
         return (_geglu_gradient(dy, x, gelu, dim, word, activate_left),)
 
     y, gelu = keeping(compute, gradient, input)
@@ -119,12 +119,12 @@ def _fast_gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _of_one(function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
-    """A function of one tensor, rounded to its dtype, whose gradient reads that tensor alone."""
+    """function(x) rounded to the dtype of x, with a gradient that saves x only."""
     (y,) = keeping(lambda x: ((function(x).to(x.dtype),), (x,)), lambda _, dy, x: (gradient(dy, x),), x)
     return y
 
 
 def _halves(input: Tensor, dim: int, left: bool) -> tuple[Tensor, Tensor]:
-    """(the half that stays, the half that is activated) of a geglu, in float32."""
+    """(linear half, activated half) of a GEGLU's input, in float32."""
     a, b = input.float().chunk(2, dim)
     return (b, a) if left else (a, b)

@@ -1,4 +1,4 @@
-"""torch_npu's cross entropy, in torch's own operators; float32 inside."""
+"""torch_npu's cross entropy, in torch's operators; computed in float32."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 class _How(NamedTuple):
-    """What is said of a loss beside its tensors."""
+    """The attributes of a cross entropy call."""
 
     reduction: str
     ignored: int
@@ -82,7 +82,7 @@ def _gradient(dloss: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, h
 
 
 def _rows(target: Tensor, weight: Tensor | None, like: Tensor, how: _How) -> tuple[Tensor, Tensor, Any]:
-    """(whether each row counts, the weight of its class, what a sum over rows is divided by)."""
+    """(mask of rows that count, weight of each row's class, divisor of the sum over rows)."""
     counted = target != how.ignored
     of_label = like.new_ones(target.shape) if weight is None else weight[target.where(counted, 0)]
     return counted, of_label, of_label.where(counted, 0.0).sum() if how.reduction == "mean" else 1

@@ -1,4 +1,4 @@
-"""torch_npu's root-mean-square norms, in torch's own operators; float32 inside."""
+"""torch_npu's root-mean-square norms, in torch's operators; computed in float32."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def npu_gemma_rms_norm(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Te
 
 
 def normalised(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(y, rstd): rows over their root mean square times gamma, in the dtype of x, and 1 / rms without a derivative."""
+    """RMS norm: returns (y = x / rms * gamma in the dtype of x, rstd = 1 / rms in float32 without a derivative)."""
 
     def compute(x: Tensor, gamma: Tensor) -> tuple[tuple[Tensor, Tensor], Some]:
         rstd = _rstd(x, gamma, epsilon)
@@ -43,7 +43,7 @@ def normalised(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor
         return results, (x, gamma, results[1])
 
     def gradient(wanted: tuple[bool, bool], dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> Some:
-        again = torch.is_grad_enabled()  # for a derivative of the gradient, which goes through rstd too
+        again = torch.is_grad_enabled()  # second derivatives also pass through rstd
         return _gradients(wanted, dy, x, gamma, _rstd(x, gamma, epsilon) if again else rstd)
 
     y, rstd = keeping(compute, gradient, x, gamma)
@@ -56,7 +56,7 @@ def _rstd(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
 
 
 def _gradients(wanted: tuple[bool, bool], dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> Any:
-    """(dx, dgamma) as npu_rms_norm_backward says, those that are wanted."""
+    """(dx, dgamma) of the RMS norm; None for those that are not wanted."""
     axes, rows = tuple(range(-gamma.dim(), 0)), tuple(range(x.dim() - gamma.dim()))
     scale, upstream = rstd.float(), dy.float()
     xhat, weighed = x.float() * scale, upstream * gamma

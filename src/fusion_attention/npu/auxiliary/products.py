@@ -1,4 +1,4 @@
-"""torch_npu's products of rows with the matrix of their group, in torch's own operators."""
+"""torch_npu's grouped matrix product, in torch's operators."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,7 +44,7 @@ def npu_grouped_matmul(args: Args) -> list[Tensor]:
 
 
 def _products(given: dict[str, Any]) -> list[Tensor]:
-    """The results of a call, by the record's names."""
+    """Computes a checked call; given: the arguments by canonical name."""
     x, weight = _listed(given["x"]) or (), _listed(given["weight"]) or ()
     number = given["output_dtype"]
     product = _Product(given, x[0].dtype if number is None else DTYPES[number])
@@ -59,12 +59,12 @@ def _products(given: dict[str, Any]) -> list[Tensor]:
 
 
 def _listed(given: Tensor | Tensors | None) -> Tensors | None:
-    """A list of tensors; one tensor is a list of one."""
+    """A list of tensors; one tensor becomes a tuple of one."""
     return (given,) if isinstance(given, Tensor) else given
 
 
 def _dense_weight(weight: Tensors, x: Tensors) -> Tensors:
-    """Matrices of four bits as int8, others as they came; rows of x say along which axis eight lie together."""
+    """Matrices of int4 in int32 unpacked to int8, others unchanged; the size of x's rows determines the packed axis."""
     ours, rows = _listed(weight), _listed(x)
     if not (ours and rows and isinstance(ours, (list, tuple)) and isinstance(rows, (list, tuple))):
         return weight
@@ -77,10 +77,10 @@ def _dense_weight(weight: Tensors, x: Tensors) -> Tensors:
 
 
 class _Product:
-    """What every group's product has besides rows and their matrix."""
+    """The product of rows with a group's matrix, with its scales, bias and activation."""
 
     def __init__(self, given: dict[str, Any], dtype: torch.dtype) -> None:
-        """given: by the record's names; dtype: of results."""
+        """given: arguments by canonical name; dtype: dtype of the results."""
 
         self.weights = products.matrices(_listed(given["weight"]) or ())
         listed = [_listed(given[name]) for name in products.ONE_EACH]
@@ -93,7 +93,7 @@ class _Product:
         self.lazy = is_traced(given.values()) or (isinstance(self.group_list, Tensor) and self.group_list.is_meta)
 
     def __call__(self, x: Tensor, group: int, start: int) -> Tensor:
-        """The product of rows, the first of which is row `start` of all, with the matrix of a group."""
+        """The product of rows x with the matrix of a group; start: index of x's first row in all rows."""
         weight = self.weights[group]
         bias, scale, anti, shift = [None if v is None else v[group] for v in self.vectors]
         if x.dtype == torch.int8:
@@ -123,7 +123,7 @@ class _Product:
         return self.act(y).to(self.dtype)
 
     def of_rows(self, x: Tensor, one: bool) -> list[Tensor]:
-        """Groups of rows of one tensor."""
+        """Products of groups of rows of one tensor; one: concatenated to one result."""
         groups = len(self.weights)
         if self.lazy:
             if not one:
@@ -142,7 +142,7 @@ class _Product:
         return [torch.cat((*results, x.new_zeros(x.shape[0] - ends[-1], results[0].shape[1], dtype=self.dtype)))]
 
     def of_sums(self, x: Tensor, weight: Tensor) -> list[Tensor]:
-        """Groups of what is summed: columns of x, rows of weight."""
+        """Products over groups of the summed axis: columns of x, rows of weight; [E, M, N]."""
         if self.lazy:
             inside = self._inside(x.shape[1])
             results = [
@@ -154,12 +154,12 @@ class _Product:
         return [self.act(torch.stack(results)).to(self.dtype)]
 
     def _ends(self) -> list[int]:
-        """Where groups end, on the host."""
+        """Cumulative ends of the groups, on the host."""
         ends: list[int] = products.sizes_of(to_array(self.group_list), self.kind).cumsum().tolist()
         return ends
 
     def _inside(self, rows: int) -> Tensor:
-        """Which rows are each group's: [E, rows]."""
+        """Mask [E, rows] of the rows in each group."""
         given = torch.as_tensor(self.group_list)
         ends = (given[1::2] if self.kind == 2 else given).cumsum(0) if self.kind else given
         starts = torch.cat((ends.new_zeros(1), ends[:-1]))

@@ -1,4 +1,4 @@
-"""torch_npu's quantisation and products of integers, in torch's own operators. Products are exact."""
+"""torch_npu's quantization and matrix products of integers, in torch's operators; products are exact."""
 
 from functools import partial
 
@@ -20,17 +20,17 @@ Tensor = torch.Tensor
 
 
 def row_scales(x: Tensor, largest: int, axes: tuple[int, ...]) -> Tensor:
-    """What the largest element over some axes is divided by to become `largest`."""
+    """Scales that map the largest absolute value over some axes to `largest`."""
     return x.abs().amax(axes) / largest
 
 
 def rounded(x: Tensor, largest: int) -> Tensor:
-    """Whole numbers as int8, halves to even, -largest - 1 to largest; NaN is 0."""
+    """Rounds to int8, halves to even, saturated to -largest - 1 to largest; NaN becomes 0."""
     return x.nan_to_num(0.0, largest, -largest - 1).round().clamp(-largest - 1, largest).to(torch.int8)
 
 
 def _numbered(name: str, args: Args) -> Args:
-    """Arguments with the number of a dtype in its place."""
+    """Replaces the torch.dtype in an argument by its number."""
     return {**args, name: quantised.number_of(args[name])}
 
 
@@ -68,7 +68,7 @@ def npu_quantize(
     return _packed(y) if dtype == quantised.NUMBERS[torch.quint4x2] else y
 
 
-# What is no int32.
+# (least, largest, torch dtype) of dtypes other than int32.
 _RANGES = {
     torch.qint8: (-128, 127, torch.int8),
     torch.int8: (-128, 127, torch.int8),
@@ -78,13 +78,13 @@ _RANGES = {
 
 
 def _packed(y: Tensor) -> Tensor:
-    """Eight elements of four bits in one int32, the first in the lowest."""
+    """Packs eight int4 into one int32, the first in the lowest bits."""
     nibbles = (y.to(torch.int64) & 15).unflatten(-1, (-1, 8))
     return _signed((nibbles << (4 * torch.arange(8, device=y.device))).sum(-1), 32).to(torch.int32)
 
 
 def unpacked(words: Tensor) -> Tensor:
-    """What _packed() packed, as int8."""
+    """The inverse of _packed(): int4 elements as int8."""
     shifts = 4 * torch.arange(8, device=words.device)
     return _signed(words.to(torch.int64).unsqueeze(-1) >> shifts & 15, 4).to(torch.int8).flatten(-2)
 
@@ -107,7 +107,7 @@ def npu_trans_quant_param(scale: Tensor, offset: Tensor | None, round_mode: int 
 
 
 def read_scale(scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(scale, offset) in float32 of what a product is scaled by; offset: None of floats, which hold none."""
+    """(scale, offset) in float32 from a scale parameter; offset is None if it is floating-point, without an offset."""
     if scale.dtype.is_floating_point:
         return scale.float(), None
     word = scale.view(torch.int64)
@@ -116,7 +116,7 @@ def read_scale(scale: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _signed(bits: Tensor, count: int) -> Tensor:
-    """The numbers that some low bits are in two's complement."""
+    """Interprets the lowest `count` bits as a two's complement number."""
     half = 1 << (count - 1)
     return (bits ^ half) - half
 
@@ -159,12 +159,12 @@ def npu_quant_matmul(
 
 
 def block_sums(x1: Tensor, x2: Tensor, factors: Tensor) -> Tensor:
-    """The product of a matrix of whole numbers and one whose blocks of rows have factors of their own, [blocks, N]."""
+    """The product of integer matrices x1 and x2, where each block of rows of x2 has factors; factors: [blocks, N]."""
     blocks = (1 if factors.dim() == 1 else len(factors), -1)
     sums = exact(x1.unflatten(1, blocks).transpose(0, 1), x2.unflatten(0, blocks))
     return (sums.float() * factors.unsqueeze(-2)).sum(0)
 
 
 def exact(x1: Tensor, x2: Tensor) -> Tensor:
-    """The product of whole numbers of eight bits: float64 holds every sum."""
+    """The product of int8 matrices in float64, which is exact."""
     return x1.double() @ x2.double()

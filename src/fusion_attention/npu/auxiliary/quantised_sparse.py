@@ -1,6 +1,6 @@
-"""torch_npu's sparse attention and its indexer over int8, by those over floats: integers as what they mean.
+"""torch_npu's sparse attention and its indexer over int8, computed on dequantized rows by the floating-point functions.
 
-What an integer with a float16 scale means is exact in float32, in which both compute.
+An integer times a float16 scale is exact in float32, in which both compute.
 """
 
 import torch
@@ -56,8 +56,10 @@ def npu_kv_quant_sparse_flash_attention(args: Args) -> Tensor:
 
 
 def _pages_used(caches: tuple[Tensor, ...], table: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Of caches [pages, ...] the pages that a table names, and the table with their new numbers: a cache is mostly
-    larger than what one call reads. Numbers of no page stay what they are."""
+    """The pages of caches [pages, ...] that a table uses, and the table with renumbered pages.
+
+    A call usually reads a small fraction of a cache. Invalid page numbers are not changed.
+    """
     pages = caches[0].shape[0]
     if table is None or dispatch.is_traced((*caches, table)) or table.numel() >= pages or table.is_meta:
         return caches, table

@@ -1,4 +1,4 @@
-"""torch_npu's rotary positions, in torch's own operators; float32 inside."""
+"""torch_npu's rotary position embedding, in torch's operators; computed in float32."""
 
 from collections.abc import Sequence
 
@@ -63,7 +63,7 @@ def npu_mrope(
 ) -> tuple[Tensor, Tensor]:
     cos, sin = cos_sin_cache[positions.long()].float().chunk(2, -1)
     if positions.dim() == 2:
-        # A trace checks nothing, and has no array.
+        # In a trace the argument is not converted to an array.
         sections = [int(n) for n in (() if mrope_section is None else mrope_section)]
         kinds = _kind_of_angle(sections, cos.shape[-1], cache_mode)
         kind = torch.tensor(kinds, device=cos.device).expand(1, *cos.shape[1:])
@@ -81,7 +81,7 @@ def npu_mrope(
 
 
 def halves_of_pairs(x: Tensor) -> Tensor:
-    """The first elements of all pairs of neighbours, then the second ones."""
+    """Reorders pairs (x0, x1), (x2, x3), ... to halves (x0, x2, ..., x1, x3, ...)."""
     return torch.cat((x[..., ::2], x[..., 1::2]), -1)
 
 
@@ -91,7 +91,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
 
 
 def _turned(x: Tensor, mode: str) -> Tensor:
-    """Pairs turned by 90 degrees."""
+    """Pairs rotated by 90 degrees: (a, b) becomes (-b, a)."""
     if mode == "half":
         first, second = x.chunk(2, -1)
         return torch.cat((-second, first), -1)
@@ -99,7 +99,7 @@ def _turned(x: Tensor, mode: str) -> Tensor:
 
 
 def _kind_of_angle(sections: list[int], angles: int, cache_mode: str) -> list[int]:
-    """Which kind of position (time, height, width) each angle is of."""
+    """The kind of position of each angle, 0 time, 1 height, 2 width."""
     if cache_mode == "default":
         return [kind for kind, count in enumerate(sections) for _ in range(count)]
     turns = [range(kind, min(3 * sections[1], angles), 3) for kind in (1, 2)]

@@ -1,4 +1,4 @@
-"""torch_npu's choice of experts, and the rows that it makes of it, in torch's own operators; float32 inside."""
+"""torch_npu's expert selection and routing of rows, in torch's operators; computed in float32."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row and where they are, the first of equals first."""
+    """(values, indices) of the k largest in each row; equal ones by ascending index."""
     values, index = scores.sort(dim=-1, descending=True, stable=True)
     return values[..., :k], index[..., :k]
 
@@ -64,7 +64,7 @@ def npu_moe_gating_top_k(
 
 
 def _normalised(args: Args) -> Args:
-    """The arguments of npu_moe_init_routing_v2, tensors without elements absent, one number of a range both."""
+    """The arguments of npu_moe_init_routing_v2, with empty tensors as None, and a range of one number as a pair."""
     tensors = {name: args[name] for name in ("scale", "offset")}
     present = {n: None if isinstance(t, Tensor) and t.numel() == 0 else t for n, t in tensors.items()}
     some = args["active_expert_range"]
@@ -104,7 +104,7 @@ def npu_moe_init_routing_v2(
 def _expanded(
     rows: Tensor, there: Tensor, scale: Tensor | None, offset: Tensor | None, mode: int, token: Tensor, expert: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(rows, perhaps as int8, and their scales); what is not there is 0."""
+    """(rows, quantized to int8 by the mode, and their scales); inactive rows are 0."""
     result = rows.masked_fill(~there.unsqueeze(1), 0)
     scales = rows.new_zeros(len(rows), dtype=torch.float32)
     if mode == 0 and scale is not None and offset is not None:
@@ -119,14 +119,14 @@ def _expanded(
 
 
 def _counts(expert: Tensor, bounds: tuple[int, ...], kind: int, experts: int) -> Tensor:
-    """How many rows each active expert has, as expert_tokens_num_type says."""
+    """Numbers of rows of each active expert, in the form of expert_tokens_num_type (kind)."""
     ids = torch.arange(*bounds, device=expert.device)
     counts = (expert.unsqueeze(0) == ids.unsqueeze(1)).sum(1)
     if kind == 0:
         return counts.cumsum(0)
     if kind == 1:
         return counts
-    first = (counts == 0).to(torch.int8).argsort(stable=True)  # those that have any, in their order
+    first = (counts == 0).to(torch.int8).argsort(stable=True)  # experts with rows, in order
     pairs = torch.stack((ids, counts), 1)[first].masked_fill((counts[first] == 0).unsqueeze(1), 0)
     return torch.nn.functional.pad(pairs, (0, 0, 0, experts - len(ids)))
 

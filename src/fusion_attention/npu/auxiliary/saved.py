@@ -1,4 +1,4 @@
-"""What a function keeps for its gradient: what the chip's keeps, not what torch's operators within it would."""
+"""Autograd for functions that save the same tensors as the chip's, not the intermediates of torch's operators."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Some = tuple[Tensor | None, ...]
 def keeping(
     compute: Callable[..., tuple[tuple[Tensor, ...], Some]], gradient: Callable[..., Some], *inputs: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The results of compute(*inputs), of which the first alone has a derivative.
+    """The results of compute(*inputs); only the first has a derivative.
 
-    In a trace it is that of torch's operators: who compiles a graph decides what it keeps.
+    In a trace the derivative is that of torch's operators, and the compiler decides which tensors are saved.
 
     Args:
-        compute: (results, what the gradient reads of inputs and results).
-        gradient: of (which inputs want one, the gradient of the first result, *what it reads): those of the inputs, in
-            operators that have a derivative themselves.
-        inputs: all tensors that may want a gradient.
+        compute: returns (results, tensors to save for the gradient).
+        gradient: function of (wanted, gradient of the first result, *saved) to the gradients of the inputs, made of
+            differentiable operators; wanted: for each input, True if its gradient is needed.
+        inputs: all tensors that may require gradients.
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs) and not is_traced(inputs):
         result: tuple[Tensor, ...] = _Keeping.apply(compute, gradient, *inputs)

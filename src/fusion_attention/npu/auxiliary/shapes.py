@@ -1,4 +1,4 @@
-"""torch_npu's reshaping products, permutations and formats, in torch's own operators."""
+"""torch_npu's transpositions, batched products and formats of tensors, in torch's operators."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
-_ND, _BASE = 2, {4: 0, 5: 30}  # a tensor's own format by its axes: NCHW, NCDHW, else ND
+_ND, _BASE = 2, {4: 0, 5: 30}  # the default format by rank: NCHW, NCDHW, else ND
 _BASES = (_ND, *_BASE.values())
 
 
@@ -63,12 +63,12 @@ def npu_format_cast_(args: Args) -> Annotated[Tensor, "a!"]:
 
 
 def _format_of(input: Tensor) -> int:
-    """A tensor's own format, by its axes."""
+    """The default format of a tensor, by its rank."""
     return _BASE.get(input.dim(), _ND)
 
 
 def _wanted(op: Op, given: Args) -> int:
-    """The format that a call asks for."""
+    """The format that a call requests."""
     if isinstance(given["acl_format"], Tensor):
         given["acl_format"] = get_npu_format(given["acl_format"])
     wanted: int = checked(op, given)["acl_format"]
@@ -76,7 +76,7 @@ def _wanted(op: Op, given: Args) -> int:
 
 
 def get_npu_format(input: Tensor) -> int:
-    """The format that npu_format_cast gave a tensor; without one that of its axes: 0 for four, 30 for five, else 2.
+    """The format that npu_format_cast set; by default 0 (NCHW) for 4 axes, 30 (NCDHW) for 5, else 2 (ND).
 
     Args:
         input: any tensor.
@@ -117,5 +117,5 @@ def npu_transpose_batchmatmul(
 
 
 def _ints(values: Sequence[int] | Tensor) -> list[int]:
-    """Host integers as torch takes them."""
+    """Integers from a sequence or a tensor as a list of int."""
     return [int(n) for n in (values.tolist() if isinstance(values, Tensor) else values)]

@@ -1,4 +1,4 @@
-"""torch_npu's softmax of masked scores, in torch's own operators; float32 inside."""
+"""torch_npu's softmax of masked scores, in torch's operators; computed in float32."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""The device "npu" of torch: its own, or another name of the one that computes."""
+"""The device "npu" of torch: a registered device, or another name of the computing device."""

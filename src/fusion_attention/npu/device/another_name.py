@@ -1,6 +1,6 @@
-"""install(device="host"): "npu" as another name of a device that is here. A tensor's own device keeps its true name.
+"""install(device="host"): "npu" as another name of an existing device, whose tensors keep the device's real name.
 
-A mode reads the name below the modes that others enter, and takes no harm of them.
+A TorchFunctionMode translates the name. It is below the modes of other code, so that they can be left in any order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEVICE = re.compile(r"npu(:\d+)?")
 
 
 class _Devices(TorchFunctionMode):
-    """Reads "npu" and "npu:0" as the device that computes, wherever torch is given a device; without one, nothing."""
+    """Translates "npu" and "npu:0" to the computing device in calls of torch; does nothing if base is None."""
 
     base: torch.device | None = None
 
@@ -41,7 +41,7 @@ class _Devices(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def device(self, type: Any = None, index: int | None = None, **kwargs: Any) -> torch.device:
-        """torch.device(...), with "npu" understood."""
+        """torch.device(...) with support of "npu"."""
         if not isinstance(type, str) or not _DEVICE.fullmatch(type) or self.base is None:
             given = [a for a in (type, index) if a is not None]
             return torch.device(*given, **kwargs)
@@ -50,17 +50,17 @@ class _Devices(TorchFunctionMode):
         return self.base if self.base.type == "cpu" or name == "npu" else torch.device(self.base.type, number)
 
     def word(self, value: Any) -> Any:
-        """A device string with "npu" replaced."""
+        """A device string with "npu" replaced; other values unchanged."""
         if isinstance(value, str) and _DEVICE.fullmatch(value) and self.base is not None:
             device = self.device(value)
             return device.type if value == "npu" else str(device)
         return value
 
     def enter(self) -> None:
-        """Lies down in this thread below the modes that others entered, so that they leave as they entered."""
+        """Enters the mode in this thread, below the modes of other code."""
         above = _lifted()
         try:
-            # set_default_device() looks for its mode at the bottom; `with torch.device(...)` takes the uppermost.
+            # set_default_device() expects its mode at the bottom; `with torch.device(...)` pops the topmost.
             if above and isinstance(above[-1], DeviceContext) and hasattr(above[-1], "old_device"):
                 _push_mode(above.pop())
             if self not in above:
@@ -69,13 +69,13 @@ class _Devices(TorchFunctionMode):
             _put_back(above)
 
     def leave(self) -> None:
-        """Leaves this thread, wherever it lies."""
+        """Removes the mode from this thread's stack, at any position."""
         above = _lifted()
         _put_back([mode for mode in above if mode is not self])
 
 
 def _lifted() -> list[Any]:
-    """All modes of this thread, taken off, the uppermost first."""
+    """Pops all modes of this thread; returns them, the topmost first."""
     return [_pop_mode() for _ in range(_len_torch_function_stack())]
 
 
@@ -84,11 +84,11 @@ def _put_back(modes: list[Any]) -> None:
         _push_mode(mode)
 
 
-DEVICES = _Devices()  # one for all threads: without a base it does nothing, on whatever stack it lies
+DEVICES = _Devices()  # one for all threads; without a base it does nothing
 
 
 def place(base: torch.device, device: Any) -> torch.device:
-    """The device that "npu", an index of it or None means."""
+    """The computing device for "npu", an index of it, or None."""
     if base.type == "cpu":
         device_module.number(device)
         return base
@@ -96,7 +96,7 @@ def place(base: torch.device, device: Any) -> torch.device:
 
 
 def enter(base: torch.device, changes: Changes) -> None:
-    """Reads "npu" as the device that computes; the changes take it back."""
+    """Makes "npu" another name of the computing device, until the changes end."""
     word = DEVICES.word
     changes.wrap(torch.autocast, "__init__", lambda layer: _mapped(layer, 1, "device_type", word))
     changes.wrap(torch, "load", lambda layer: _mapped(layer, 1, "map_location", word))
@@ -108,7 +108,7 @@ def enter(base: torch.device, changes: Changes) -> None:
 
 
 def _mapped(layer: Layer, position: int, name: str, word: Callable[[Any], Any]) -> Callable[..., Any]:
-    """What lies below, with an argument at a position, or of a name, that may say "npu"."""
+    """Wraps the function below: translates its argument at a position, or with a name, by `word`."""
 
     @functools.wraps(layer.below)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

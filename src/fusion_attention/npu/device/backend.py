@@ -1,7 +1,6 @@
-"""The device "npu" of torch's PrivateUse1: loaded once in a process, in force while install() is.
+"""The device "npu" on torch's PrivateUse1, which is loaded once per process and active while installed.
 
-torch can neither unload it nor forget its name, so tensors that live on when install() is taken back go on working;
-only new ones are refused.
+torch can neither unload it nor forget its name, so existing tensors work after uninstall(), but new ones raise.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from fusion_attention.torch_ops.aliases import Ways, connect
 
 NAME = "npu"
 MODULE = "torch.npu"
-_FORMER = "privateuseone"  # what torch calls the device before it is renamed
+_FORMER = "privateuseone"  # torch's name of the device before it is renamed
 
-_loaded = ""  # the type of device that computes, once there is a device
+_loaded = ""  # the type of the computing device, after the device is loaded
 
 
 def claim() -> None:
-    """Raises RuntimeError where another library has given PrivateUse1 its name: torch has one such device."""
+    """Raises RuntimeError if another library has renamed PrivateUse1, of which torch has only one."""
     name = torch._C._get_privateuse1_backend_name()
     if name not in (_FORMER, NAME):
         raise RuntimeError(
@@ -37,14 +36,14 @@ def claim() -> None:
 
 
 def load(base: str) -> None:
-    """Makes the device, if there is none.
+    """Loads the device, if it is not loaded.
 
     Args:
-        base: what computes: "cpu" or "cuda".
+        base: the computing device: "cpu" or "cuda".
 
     Raises:
-        BuildError: what has to be compiled cannot be.
-        RuntimeError: PrivateUse1 is another library's, or computes on another device in this process.
+        BuildError: its C++ file cannot be compiled.
+        RuntimeError: another library uses PrivateUse1, or it computes on another device in this process.
     """
     global _loaded  # noqa: PLW0603
     claim()
@@ -62,11 +61,11 @@ def load(base: str) -> None:
         torch.utils.backend_registration.rename_privateuse1_backend(NAME)
     ops = torch.ops.fusion_attention_npu
     ops.register_operators(base == "cuda")
-    # For good: tensors outlive uninstall(), and so do their gradients.
+    # Permanent, because tensors and their gradients outlive uninstall().
     if base == "cpu":
         run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
         torch.autograd._engine_run_backward = _in_this_thread(run)  # type: ignore[attr-defined]
-    # For good: torch goes on asking the module of its accelerator whether there is one.
+    # Permanent, because torch continues to call is_available() of its accelerator's module.
     torch.npu = sys.modules[MODULE] = _absent()  # type: ignore[attr-defined]
     connect(Ways(NAME, ops.to_base.default, ops.to_npu.default, _draw))
     _loaded = base
@@ -78,17 +77,16 @@ def _draw() -> tuple[int, int]:
 
 
 def _start_engine() -> None:
-    """A backward, the first of the process: autograd's engine then starts threads for the devices that it knows.
+    """Runs the first backward of the process, so that autograd starts its threads before "npu" is registered.
 
-    npu is not yet one of them. A thread of its own would bring threads for OpenMP, and a process that has one can no
-    longer be forked.
+    A thread for "npu" would start OpenMP threads, and the process could not be forked afterwards.
     """
     with torch.inference_mode(False), torch.enable_grad():
         torch.ones((), device="cpu", requires_grad=True).backward()
 
 
 def enter(changes: Changes, module: ModuleType) -> None:
-    """Puts the device in force, with the module of its name; the changes take it back."""
+    """Activates the device with the module torch.npu, until the changes end."""
     changes.set(sys.modules, MODULE, module)
     changes.after(torch.ops.fusion_attention_npu.set_count, 0)
     torch.ops.fusion_attention_npu.set_count(module.device_count())
@@ -97,8 +95,8 @@ def enter(changes: Changes, module: ModuleType) -> None:
 
 
 def _in_this_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """autograd's way into its engine, which has no thread for npu (_start_engine): each backward runs where it is asked
-    for.
+    """Wraps autograd's entry into its engine, which has no thread for "npu" (_start_engine): backward runs in the
+    calling thread.
     """
 
     @functools.wraps(run_backward)
@@ -110,7 +108,7 @@ def _in_this_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _absent() -> ModuleType:
-    """What torch finds when a device is named that is not in force."""
+    """The module torch.npu while the device is not active: no devices, and using one raises."""
 
     def refuse() -> None:
         raise RuntimeError(

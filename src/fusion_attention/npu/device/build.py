@@ -1,7 +1,6 @@
-"""Compiles the device "npu" against the torch that is here: once for each, kept where torch keeps its extensions.
+"""Compilation of the device "npu" for the installed torch; the result is cached in torch's folder of extensions.
 
-The wheel knows no torch. What its sources become depends on the release of torch and on the compiler alone. Refuses to
-know what they do.
+The wheel contains the sources, since the compiled file depends on the release of torch and on the compiler.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")
 
 
 class BuildError(RuntimeError):
-    """What has to be compiled cannot be; the message says why."""
+    """The device cannot be compiled; the message states the reason."""
 
 
 def library() -> str:
     """The path of the compiled device; compiles it if needed.
 
-    Several processes may ask at once: one compiles, and the others wait for it.
+    If several processes call it at once, one compiles and the others wait.
 
     Raises:
-        BuildError: there is no compiler, or it fails, or nothing can be kept.
+        BuildError: there is no compiler, it fails, or the cache folder cannot be written.
     """
     target = folder() / "npu.so"
     if target.exists():
@@ -52,7 +51,7 @@ def library() -> str:
 
 
 def folder() -> Path:
-    """Where the compiled device is kept: its name holds all that it depends on."""
+    """The cache folder of the compiled device; its name depends on torch's version, the flags and the sources."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(
         os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch_extensions"
     )
@@ -63,7 +62,7 @@ def folder() -> Path:
 
 
 def _compiler() -> list[str]:
-    """The C++ compiler, as CXX names it, or the first that is found."""
+    """The command of the C++ compiler: from CXX, or the first one that is found."""
     command_set = os.environ.get("CXX", "").split()
     for command in (command_set,) if command_set else (["c++"], ["g++"], ["clang++"]):
         if shutil.which(command[0]):
@@ -73,7 +72,7 @@ def _compiler() -> list[str]:
 
 
 def _compile(compiler: list[str], target: Path) -> None:
-    """Compiles all sources as one: torch's headers, which take most of the time, are read once."""
+    """Compiles all sources as one file, so that torch's headers, which dominate the time, are read once."""
     torch_folder = Path(torch.__file__).parent
     include = torch_folder / "include"
     sources = sorted(SOURCES.glob("*.cpp"))

@@ -1,6 +1,6 @@
-"""torch.compile's own back end, inductor, for tensors on npu: it compiles the graph for the device that computes.
+"""Support of torch.compile's inductor for tensors on "npu": graphs are compiled for the computing device.
 
-Aliases go into what it made, and tensors of npu come out, as with functions (torch_ops/aliases.py); autograd goes on.
+The compiled function runs on aliases, and its results are tensors on "npu" (torch_ops/aliases.py), with autograd.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _NAME = re.compile(r"npu(:\d+)?")
 
 
 def enter(changes: Changes, base: str) -> None:
-    """Inductor takes graphs on npu as soon as it is loaded; the changes take it back.
+    """Makes inductor accept graphs on "npu", when it is loaded and until the changes end.
 
     Args:
-        changes: what takes it all back.
-        base: the type of the device that computes.
+        changes: registry of the patches.
+        base: type of the computing device.
     """
 
     def change(module: ModuleType) -> None:
@@ -42,12 +42,12 @@ def _on_npu(value: Any) -> bool:
 
 
 def _counts(value: Any) -> bool:
-    """Whether it may be lengths or a seed, which lie in host memory."""
+    """True for an integer tensor on the CPU, which may be lengths or a seed."""
     return isinstance(value, Tensor) and value.device.type == "cpu" and value.dtype in COUNTS
 
 
 def _results(model: Any) -> list[Any]:
-    """What a graph returns, as the trace has it."""
+    """The fake tensors that a traced graph returns."""
     results: list[Any] = []
     for node in _nodes(model):
         if node.op == "output":
@@ -82,7 +82,7 @@ def _nodes(model: Any) -> Sequence[Any]:
 
 
 def _rename(model: Any, base: str) -> None:
-    """Puts the device that computes where a graph's calls name npu."""
+    """Replaces "npu" by the computing device in the calls of a graph."""
 
     def named(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -96,7 +96,7 @@ def _rename(model: Any, base: str) -> None:
 
 
 def _elsewhere(fake: Any, value: Any, base: str) -> Any:
-    """An input as one on the device that computes, with sizes as the trace has them: some may be symbols."""
+    """A fake input on the computing device, with the sizes of the trace, which may be symbolic."""
     if not _on_npu(fake):
         return value
     with fake.fake_mode, torch.enable_grad():
@@ -105,7 +105,10 @@ def _elsewhere(fake: Any, value: Any, base: str) -> Any:
 
 
 def _crossing(compiled: Callable[..., Any], stay: Sequence[int]) -> Callable[..., Any]:
-    """What was compiled for the device that computes, for tensors of npu; stay: which results are not on it."""
+    """Wraps a function compiled for the computing device to accept and return tensors on "npu".
+
+    stay: indices of results that stay on the host.
+    """
     ops = torch.ops.fusion_attention_npu
 
     def run(*given: Any) -> Any:

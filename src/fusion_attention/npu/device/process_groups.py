@@ -1,7 +1,4 @@
-"""The process group "hccl" of programs for the chip: gloo's on a CPU, nccl's on a GPU, under the name asked for.
-
-Changes go through the registry that it is given (patches.py).
-"""
+"""The process group "hccl", which gloo implements on a CPU and nccl on a GPU."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ import torch
 from fusion_attention.patches import Changes, Layer
 
 NAME = "hccl"
-# The class of torch.distributed that carries it, by the device that computes.
+# The implementing class of torch.distributed by computing device.
 _CARRIERS = {"cpu": "ProcessGroupGloo", "cuda": "ProcessGroupNCCL"}
 
 
 class Options(SimpleNamespace):
-    """ProcessGroupHCCL.Options: takes every field that a program sets; none has a meaning off the chip."""
+    """ProcessGroupHCCL.Options: accepts every field, without effect."""
 
     hccl_config: Any = None
     is_high_priority_stream = False
@@ -28,17 +25,17 @@ class Options(SimpleNamespace):
         return f"ProcessGroupHCCL.Options({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
-# torch_npu._C._distributed_c10d of programs that pass options.
+# For programs that import it from torch_npu._C._distributed_c10d.
 ProcessGroupHCCL = SimpleNamespace(Options=Options)
 
 
 def register(changes: Changes, base: torch.device, kind: str) -> None:
-    """Makes "hccl" a back end of torch.distributed.
+    """Makes "hccl" a back end of torch.distributed, until the changes end.
 
     Args:
-        changes: what takes it all back.
-        base: the device that computes.
-        kind: the type of device that tensors on "npu" have; where it is not that of the base, groups get aliases.
+        changes: registry of the patches.
+        base: the computing device.
+        kind: device type of tensors on "npu"; if it is not base's, groups communicate aliases.
     """
     if not torch.distributed.is_available():
         return
@@ -47,7 +44,7 @@ def register(changes: Changes, base: torch.device, kind: str) -> None:
 
 
 def _add(changes: Changes, c10d: ModuleType, base: torch.device, kind: str) -> None:
-    """What Backend.register_backend() writes, which nothing takes back."""
+    """Does the same as Backend.register_backend(), by patches that can be removed."""
     backend = c10d.Backend
 
     def create(options: Any, given: Any = None) -> Any:
@@ -81,12 +78,12 @@ def _carrier(c10d: ModuleType, base: torch.device, options: Any) -> Any:
 
 
 def read_meshes(changes: Changes, mapped: Callable[[Layer, int, str], Any]) -> None:
-    """Makes init_device_mesh("npu", ...) and DeviceMesh("npu", ...) meshes of the device that computes: FSDP and
-    DTensor ask a mesh for its device type.
+    """Makes init_device_mesh("npu", ...) and DeviceMesh("npu", ...) create meshes of the computing device, since FSDP
+    and DTensor read a mesh's device type.
 
     Args:
-        changes: what takes it all back.
-        mapped: the function of a layer below with an argument, at a position or of a name, that may say "npu".
+        changes: registry of the patches.
+        mapped: wraps a layer's function to translate the argument at a position, or with a name.
     """
     if torch.distributed.is_available():
         changes.when_loaded("torch.distributed.device_mesh", lambda module: _meshes(changes, module, mapped))

@@ -1,4 +1,4 @@
-"""Tensors on npu that go to another process: the memory does, by the way of the device that computes."""
+"""Pickling of tensors on "npu" for other processes: the memory is shared like that of the computing device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 def enter(changes: Changes) -> None:
-    """Queues, pipes and the workers of a DataLoader take tensors on npu; the changes take it back."""
+    """Makes queues, pipes and the workers of a DataLoader accept tensors on "npu", until the changes end."""
     for kind in (Tensor, torch.nn.Parameter):
         changes.wrap(ForkingPickler._extra_reducers, kind, _reducing)  # type: ignore[arg-type, attr-defined]
 
@@ -28,7 +28,7 @@ def _reducing(layer: Layer) -> Callable[[Tensor], Any]:
         if tensor.requires_grad and not tensor.is_leaf:
             return layer.below(tensor)  # torch's own error
         alias = torch.ops.fusion_attention_npu.to_base(tensor.detach()).share_memory_()
-        tensor.detach()  # any operator: the memory has moved, and the tensor's storage is told
+        tensor.detach()  # any operator updates the tensor's storage, whose memory has moved
         return _rebuilt, (alias, tensor.device.index, type(tensor) is torch.nn.Parameter, tensor.requires_grad)
 
     return reduce

@@ -1,6 +1,6 @@
-"""Lets the processes that this one starts find torch_npu: spawned ones, torchrun's, pytest-xdist's.
+"""Makes torch_npu importable in processes that this one starts: spawned ones, torchrun's, pytest-xdist's.
 
-Its folder lies on their path, so that each of them reads sitecustomize.py.
+This folder is added to their PYTHONPATH, so that each of them runs sitecustomize.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ DEVICE, STRICT, PATH = "FUSION_ATTENTION_NPU_DEVICE", "FUSION_ATTENTION_NPU_STRI
 
 
 def tell(device: str, strict: bool = False) -> Callable[[], None]:
-    """Says to processes started from now on what install() is to be told; returns what takes that back."""
+    """Sets the arguments of install() for processes that are started later, in the environment; returns a function that
+    undoes it."""
     before = {name: os.environ.get(name) for name in (DEVICE, STRICT, PATH)}
     path = filter(None, [str(Path(__file__).parent), before[PATH]])
     os.environ.update({DEVICE: device, STRICT: "1" if strict else "", PATH: os.pathsep.join(path)})
@@ -30,7 +31,7 @@ def tell(device: str, strict: bool = False) -> Callable[[], None]:
 
 
 def done() -> None:
-    """Removes the on-demand import hook once install() has run."""
+    """Removes the on-demand import hook after install()."""
     finder = getattr(sys.modules.get("sitecustomize"), "ON_DEMAND", None)
     if finder in sys.meta_path:
         sys.meta_path.remove(finder)

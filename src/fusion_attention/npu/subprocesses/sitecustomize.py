@@ -1,6 +1,6 @@
-"""Read by every Python that `python -m fusion_attention.npu` starts: torch_npu is there once torch is.
+"""Startup code of every Python process that `python -m fusion_attention.npu` starts: installs torch_npu with torch.
 
-Loads nothing itself, for many of these processes load no torch. An environment's own sitecustomize is read as well.
+It loads nothing, because many of these processes do not use torch. The environment's sitecustomize also runs.
 """
 
 import importlib.util
@@ -14,10 +14,10 @@ NAMES = ("torch_npu", "mindspeed", "cann_ops_transformer")
 
 
 class _OnDemand:
-    """Finds torch_npu by installing it: when torch is loaded, which loads the chip's by itself, or on import."""
+    """An import hook that calls install() when torch, or a package of the chip, is imported."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
-        """The spec that install() put there; torch's own, which installs when it has been loaded."""
+        """The spec of a package of the chip, after install(); or that of torch, with a loader that calls install()."""
         if name != "torch" and name.partition(".")[0] not in NAMES:
             return None
         if importlib.util.find_spec("fusion_attention") is None:  # another environment's Python
@@ -32,7 +32,7 @@ class _OnDemand:
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next(filter(None, (finder.find_spec("torch", None) for finder in others)), None)
         loader = None if spec is None else spec.loader
-        if loader is None or "fusion_attention" in sys.modules:  # being loaded, perhaps
+        if loader is None or "fusion_attention" in sys.modules:  # this library may be loading torch itself
             return spec
         load = loader.exec_module
 
@@ -45,14 +45,14 @@ class _OnDemand:
 
 
 def _install() -> None:
-    """Once: install() takes the finder away."""
+    """Calls install(), which removes this import hook."""
     from fusion_attention.npu import install
 
     install(os.environ["FUSION_ATTENTION_NPU_DEVICE"], strict=bool(os.environ.get("FUSION_ATTENTION_NPU_STRICT")))
 
 
 def _next() -> None:
-    """Runs the sitecustomize that this one hides."""
+    """Runs the environment's sitecustomize, which this file hides."""
     here = Path(__file__).parent
     others = [entry for entry in sys.path if Path(entry or ".").resolve() != here.resolve()]
     for finder in sys.meta_path:

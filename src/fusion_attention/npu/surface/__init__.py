@@ -1,1 +1,1 @@
-"""What stands around the functions in torch_npu: its modules, and those of packages beside it."""
+"""The modules of torch_npu (torch_npu.npu, profiler, testing, ...), and of other packages for the chip."""

@@ -1,4 +1,4 @@
-"""Names that torch_npu, or another package of the chip, has and this library does not: what to use instead."""
+"""Replacements for names of torch_npu, or of another package for the chip, that this library does not have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 PAGE = "docs/ascend_code.md"
 LIST = "`fusion-attention npu` lists what is there"
 
-# The first pattern that fits the last part of a name, or the name behind its package, speaks.
+# The first pattern that matches a name, without its package or without all of its modules, applies.
 _CHIP = "MX and float8 formats are the chip's alone; npu_dynamic_quant (int8) is here"
 _INTEGERS = "npu_dynamic_quant, npu_quant_matmul"
 _INSTEAD = (
@@ -68,7 +68,7 @@ _INSTEAD = (
 
 
 def instead(name: str) -> str | None:
-    """What serves in place of a name that is not there; None where nothing is known of it."""
+    """Advice for a missing name; None if there is none."""
     last = name.rpartition(".")[2]
     behind = name.partition(".")[2]
     for pattern, sentence in _INSTEAD:

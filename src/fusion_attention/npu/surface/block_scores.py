@@ -9,7 +9,7 @@ from fusion_attention.npu.auxiliary.call import as_given, computed
 from fusion_attention.ops.auxiliary.block_scores import BLOCK, FIRST, INDEX_SCORE, LOCAL, NOT_SCORED
 
 Tensor = torch.Tensor
-_SCORES = 1 << 24  # of rows, heads and keys that are in memory together
+_SCORES = 1 << 24  # maximum number of scores in memory at once
 
 
 @computed(INDEX_SCORE)
@@ -39,7 +39,7 @@ def msa_index_score(
             continue
         at: slice | Tensor = slice(starts[b], starts[b] + k_lengths[b])
         if block_table is not None:
-            at = block_table[b, :count].long().clamp(0, len(key) - 1)  # of a page that is not there the last one
+            at = block_table[b, :count].long().clamp(0, len(key) - 1)  # invalid page numbers read the last page
         rows = key[at].reshape(-1, query.shape[-1])[: k_lengths[b]].float()
         if scale is not None:
             rows = rows * scale[at].reshape(-1, 1)[: k_lengths[b]]
@@ -51,7 +51,7 @@ def msa_index_score(
 
 
 def _write_scores(out: Tensor, query: Tensor, keys: Tensor, causal: bool) -> None:
-    """Overwrites [heads, rows, blocks] of a sequence, so many rows at a time as there is memory for."""
+    """Writes the scores [heads, rows, blocks] of a sequence, in steps of rows that bound the memory."""
     count, length = len(query), len(keys)
     key = torch.arange(out.shape[-1] * BLOCK, device=keys.device)
     step = max(1, _SCORES // (out.shape[-1] * BLOCK * query.shape[1]))
@@ -65,7 +65,7 @@ def _write_scores(out: Tensor, query: Tensor, keys: Tensor, causal: bool) -> Non
 
 
 def _raise_blocks(out: Tensor, at: Tensor, init_blocks: int, local_blocks: int) -> None:
-    """The first blocks, and those up to the rows' own, score more than any product, seen or not."""
+    """Sets the scores of the first blocks, and of the blocks up to a row's, above all products, visible or not."""
     block = torch.arange(out.shape[-1], device=out.device)
     out.masked_fill_(block < init_blocks, FIRST)
     out.masked_fill_((block >= at + 1 - local_blocks) & (block <= at), LOCAL)

@@ -1,7 +1,7 @@
-"""Graphs of the chip on a host: what is captured runs at once and is recorded by operator; a replay runs it again.
+"""torch.npu.NPUGraph on a host: a capture runs operators and records them; a replay runs them again.
 
-A replay writes into the tensors that the capture made, as the chip does, so that programs which fill static inputs and
-read static outputs get the numbers of now.
+A replay writes to the tensors of the capture, as on the chip, so programs can fill static inputs and read static
+outputs.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ _THREAD = threading.local()
 
 
 class Tasks:
-    """A part of a graph, whose operators may be recorded anew: what graph_task_group_end() returns."""
+    """A group of operators in a graph that can be replaced; graph_task_group_end() returns it."""
 
     def __init__(self) -> None:
         self.steps: list[Any] = []
 
 
 class ExternalEvent(Event):
-    """An event that a captured graph waits for, and that a program records once it has updated the graph's tasks."""
+    """An event that a captured graph waits for, and that a program records after it has updated the graph's tasks."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
         self.waiting: list[Callable[[], None]] = []
 
     def record(self, stream: Any = None) -> None:
-        """It has happened: replays that wait for it go on."""
+        """Records the event; replays that wait for it continue."""
         super().record(stream)
         waiting, self.waiting = self.waiting, []
         if waiting:
-            self.moment = None  # one replay takes one record
+            self.moment = None  # each record continues one replay
         for go_on in waiting:
             go_on()
 
     def wait(self, stream: Any = None) -> None:
-        """Captured: a replay waits here."""
+        """During a capture, records that a replay waits here; else does nothing."""
         if (recorder := _recorder()) is not None:
             recorder.tasks[-1].steps.append(self)
 
     def reset(self, stream: Any = None) -> None:
-        """It has not happened. Captured: a replay that waited forgets it (which a wait does here by itself)."""
+        """Marks the event as not recorded; does nothing during a capture, since a replay resets the event itself."""
         if _recorder() is None:
             self.moment = None
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs every operator, and notes it."""
+    """A dispatch mode that runs and records every operator."""
 
     def __init__(self, tasks: Tasks | None = None) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         returns = func._schema.returns
         if any(one.alias_info is not None and not one.alias_info.is_write for one in returns):
-            return result  # a view stays what it is
+            return result  # views of captured tensors stay valid
         if not name.startswith(("aten::empty", "aten::new_empty")):
             given = {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
             self.tasks[-1].steps.append((func, args, kwargs, result, given))
@@ -86,7 +86,7 @@ def _recorder() -> _Recorder | None:
 
 
 class NPUGraph:
-    """What ran between capture_begin() and capture_end(), to be run again.
+    """The operators between capture_begin() and capture_end(), which replay() runs again.
 
     Example:
         >>> x, graph = torch.zeros(3), NPUGraph()
@@ -105,10 +105,10 @@ class NPUGraph:
         self._pool = graph_pool_handle()
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
-        """Begins to record what this thread runs.
+        """Starts to record the operators of this thread.
 
         Raises:
-            RuntimeError: this thread captures already.
+            RuntimeError: this thread is capturing already.
         """
         if _recorder() is not None:
             raise RuntimeError(
@@ -122,7 +122,7 @@ class NPUGraph:
         """Ends the capture.
 
         Raises:
-            RuntimeError: this graph does not capture in this thread.
+            RuntimeError: this graph is not capturing in this thread.
         """
         if self._recorder is None or _recorder() is not self._recorder:
             raise RuntimeError(
@@ -132,7 +132,7 @@ class NPUGraph:
         self._steps, self._recorder, _THREAD.recorder = self._recorder.tasks[0].steps, None, None
 
     def replay(self) -> None:
-        """Runs what was captured; up to an ExternalEvent that is not recorded yet, and the rest once it is.
+        """Runs the captured operators, up to an ExternalEvent that is not recorded, and the rest when it is.
 
         Raises:
             RuntimeError: nothing was captured.
@@ -142,18 +142,18 @@ class NPUGraph:
         _run(_flat(self._steps))
 
     def reset(self) -> None:
-        """Forgets what was captured."""
+        """Deletes the captured operators."""
         self._steps = None
 
     def pool(self) -> Any:
-        """What another graph is told that may share this one's memory."""
+        """The handle of this graph's memory pool, for graphs that share it."""
         return self._pool
 
     def enable_debug_mode(self) -> None:
-        """Nothing is kept back."""
+        """Does nothing."""
 
     def debug_dump(self, path: Any = None) -> None:
-        """There is no graph of the chip to write.
+        """Not supported: there is no graph of the chip.
 
         Raises:
             NotImplementedError: always.
@@ -163,7 +163,7 @@ class NPUGraph:
         )
 
     def update(self, cpu_update_input: Any) -> None:
-        """Not here: the operators of a captured call have its lengths in them.
+        """Not supported: captured operators contain the lengths of their calls.
 
         Raises:
             NotImplementedError: always.
@@ -175,7 +175,7 @@ class NPUGraph:
 
 
 def _flat(steps: list[Any]) -> Iterator[Any]:
-    """Steps in order, those of tasks as they are when their turn comes."""
+    """Yields steps in order; those of tasks are read when they are reached."""
     for step in steps:
         if isinstance(step, Tasks):
             yield from _flat(step.steps)
@@ -208,7 +208,7 @@ def _write(old: torch.Tensor, new: torch.Tensor, func: Any) -> None:
 
 
 class capture:
-    """`with torch.npu.graph(graph):` captures what stands in it."""
+    """The context manager `with torch.npu.graph(graph):`, which captures its block."""
 
     def __init__(
         self, npu_graph: NPUGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global", **_: Any
@@ -225,17 +225,17 @@ class capture:
 
 
 def graph_pool_handle() -> tuple[int, int]:
-    """A name for memory that graphs share; here every capture keeps its own tensors."""
+    """A new handle of a memory pool; here every capture has separate tensors."""
     return (0, next(_IDS))
 
 
 def is_current_stream_capturing() -> bool:
-    """Whether this thread captures."""
+    """True if this thread is capturing."""
     return _recorder() is not None
 
 
 def make_graphed_callables(callables: Any, sample_args: Any = (), *_: Any, **__: Any) -> Any:
-    """The callables themselves: a host gains nothing by a graph."""
+    """Returns the callables: graphs are not faster on a host."""
     return callables
 
 
@@ -247,7 +247,7 @@ def _capturing(what: str) -> _Recorder:
 
 
 def graph_task_group_begin(stream: Any = None) -> None:
-    """From here on a capture's operators are tasks that may be updated."""
+    """Starts a group of operators in a capture that can be replaced later."""
     recorder = _capturing("graph_task_group_begin")
     tasks = Tasks()
     recorder.tasks[-1].steps.append(tasks)
@@ -255,7 +255,7 @@ def graph_task_group_begin(stream: Any = None) -> None:
 
 
 def graph_task_group_end(stream: Any = None) -> Tasks:
-    """The tasks since graph_task_group_begin()."""
+    """Ends the group of graph_task_group_begin(), and returns its tasks."""
     recorder = _capturing("graph_task_group_end")
     if len(recorder.tasks) == 1:
         raise RuntimeError("torch.npu.graph_task_group_end: expected graph_task_group_begin before it")
@@ -263,7 +263,7 @@ def graph_task_group_end(stream: Any = None) -> Tasks:
 
 
 def graph_task_update_begin(stream: Any, handle: Tasks) -> None:
-    """What this thread calls from here on replaces a graph's tasks; it runs, too."""
+    """Starts the replacement of a graph's tasks by the following operators of this thread, which also run."""
     if not isinstance(handle, Tasks):
         raise RuntimeError(
             f"torch.npu.graph_task_update_begin: expected what graph_task_group_end returned, got {handle!r}"
@@ -275,7 +275,7 @@ def graph_task_update_begin(stream: Any, handle: Tasks) -> None:
 
 
 def graph_task_update_end(stream: Any = None) -> None:
-    """Ends the update of tasks."""
+    """Ends the replacement of tasks."""
     recorder = _recorder()
     if recorder is None or recorder.replaced is None:
         raise RuntimeError(

@@ -1,6 +1,6 @@
-"""cann_ops_transformer's ..._metadata functions, which divide the work of a call on the chip.
+"""cann_ops_transformer's ..._metadata functions, which on the chip distribute the work of a call.
 
-A function takes the arguments of the chip's and returns zeros of its shape; a call accepts metadata of any content.
+Here they accept the same arguments and return zeros of the same shape; calls ignore the content of metadata.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def metadata(of: str, parameters: str, elements: int = 1024) -> Callable[..., Te
     """The metadata function of an operator.
 
     Args:
-        of: the operator.
-        parameters: its own, as words: "name" is an optional tensor, "name:int" a number, "name=0" one with a default,
-            "*" begins those that come by keyword alone, "..." stands for any.
-        elements: of the tensor.
+        of: name of the operator.
+        parameters: the function's parameters: "name" is an optional tensor, "name:int" a number, "name=0" a number with
+            a default, "*" starts the keyword-only ones, "..." accepts any arguments.
+        elements: size of the result.
     """
     signature = inspect.Signature(_parameters(parameters), return_annotation=Tensor)
 

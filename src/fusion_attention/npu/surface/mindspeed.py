@@ -1,6 +1,6 @@
-"""Packages that programs for the chip import beside torch_npu, as far as their functions are ours under other names.
+"""The package mindspeed, whose operators are functions of torch_npu with other names.
 
-MindSpeed's operators are compiled on first use against CANN; here they are torch_npu's.
+MindSpeed compiles its operators against CANN on first use; here nothing is compiled.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ _ROTARY = {0: "half", 1: "interleave"}
 
 
 def _former(op: Op, name: str, *changed: Param, without: str) -> Op:
-    """A record of torch_npu's as MindSpeed has it: with some parameters changed, and without some."""
+    """MindSpeed's variant of a record of torch_npu, with changed parameters, and without those in `without`."""
     others = {p.name: p for p in changed}
     params = tuple(others.get(p.name, p) for p in op.params if p.name not in without.split())
     return op.version(name, op.summary, params=params, rules=(), source="MindSpeed", example="")
@@ -40,21 +40,21 @@ _GRADIENT = _former(
 
 
 class _Builder:
-    """What MindSpeed compiles an operator with: load() returns the functions, and nothing is compiled."""
+    """MindSpeed's builder of an operator: load() returns the functions without compiling."""
 
     def __init__(self, functions: Mapping[str, Any]) -> None:
         vars(self).update(functions)
 
     def load(self, verbose: bool = True) -> "_Builder":
-        """The functions."""
+        """Returns an object with the functions as attributes."""
         return self
 
 
 def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What every module holds, by its name, packages before what they hold.
+    """The content of each module by name, packages before their modules.
 
     Args:
-        functions: torch_npu's, by name; a module whose functions need one that is not there is left out.
+        functions: torch_npu's functions by name; modules that need a missing one are omitted.
     """
     results: dict[str, dict[str, Any]] = {"mindspeed": {}, "mindspeed.ops": {}}
     for name, make in _MINDSPEED.items():

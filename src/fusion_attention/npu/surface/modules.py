@@ -1,4 +1,4 @@
-"""The module torch_npu and its submodules, as torch_npu lays them out: what is there works, what is not says so."""
+"""Construction of the module torch_npu with its submodules; missing names raise an error with advice."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ INTERFACES = (
     ),
 )
 
-# Submodules of torch_npu.npu whose names are torch_npu.npu's own.
+# Submodules of torch_npu.npu that repeat names of torch_npu.npu.
 _PARTS = {
     "streams": "Stream Event",
     "random": "manual_seed manual_seed_all seed seed_all initial_seed "
@@ -70,17 +70,17 @@ _PARTS = {
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """Every function of torch_npu that is here, by name; those that cross devices know their parameters already."""
+    """All functions of torch_npu that this library has, by name, with errors that suggest parameter names."""
     results = {name: getattr(module, name) for module in INTERFACES for name in module.__all__}
     return {name: f if hasattr(f, "__wrapped__") else suggested(f) for name, f in results.items()}
 
 
 def build_modules(base: torch.device, kind: str) -> dict[str, ModuleType]:
-    """Every module by its full name, packages before what they hold.
+    """Makes all modules of torch_npu, by full name, packages before their modules.
 
     Args:
-        base: the device that computes.
-        kind: the type of device that tensors on "npu" have: "npu", or the base's.
+        base: the computing device.
+        kind: device type of tensors on "npu": "npu", or the base's.
     """
     interfaces = functions()
     npu = {**runtime.names(base), **device_module.names(base, kind), **interfaces}
@@ -114,7 +114,7 @@ def build_modules(base: torch.device, kind: str) -> dict[str, ModuleType]:
 
 
 def beside(interfaces: dict[str, Any]) -> dict[str, ModuleType]:
-    """Modules of other packages of the chip, by their full names, packages before what they hold.
+    """Makes the modules of other packages for the chip, by full name, packages before their modules.
 
     Args:
         interfaces: the functions of torch_npu.
@@ -138,9 +138,9 @@ def _module(name: str, names: dict[str, Any]) -> ModuleType:
 
 
 def _absent(module: ModuleType) -> Callable[[str], Any]:
-    """The module's __getattr__: an error that says whose module it is, and what comes close."""
+    """The module's __getattr__: raises AttributeError with the module's name and similar names."""
 
-    @lru_cache(256)  # programs that ask what there is ask often
+    @lru_cache(256)  # programs may test for names often
     def suggestion(name: str) -> str:
         if sentence := instead(f"{module.__name__}.{name}"):
             return f"; instead: {sentence}"

@@ -1,6 +1,6 @@
-"""torch_npu.profiler: torch's own profiler, under the words of programs for the chip.
+"""torch_npu.profiler: torch's profiler with torch_npu's names.
 
-What only a chip has (levels, counters of its cores) is taken and means nothing.
+Settings that only a chip has (levels, counters of its cores) are accepted without effect.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import profiler as torchs
 
 
 class ProfilerActivity(Enum):
-    """What is watched. Both are one place here: operators for the chip run on the host."""
+    """Profiled activities; both are the host, since operators for the chip run there."""
 
     CPU = "CPU"
     NPU = "NPU"
 
 
 class ProfilerLevel:
-    """How much a chip is asked; without effect."""
+    """Levels of detail; without effect."""
 
     Level0, Level1, Level2, Level_none = "Level0", "Level1", "Level2", "Level_none"
 
 
 class AiCMetrics:
-    """Which counters of a chip's cores are read; there are none."""
+    """Counters of a chip's cores; without effect."""
 
     PipeUtilization = "PipeUtilization"
     ArithmeticUtilization = "ArithmeticUtilization"
@@ -38,19 +38,19 @@ class AiCMetrics:
 
 
 class ExportType:
-    """The form of a chip's files; traces are torch's, in JSON."""
+    """Formats of the chip's files; without effect, traces are torch's JSON."""
 
     Text, Db = "text", "db"
 
 
 class HostSystem:
-    """What else of the host is watched; without effect."""
+    """Profiled resources of the host; without effect."""
 
     CPU, MEM, DISK, NETWORK, OSRT = "cpu", "mem", "disk", "network", "osrt"
 
 
 class _ExperimentalConfig(SimpleNamespace):
-    """Takes every setting of a chip's profile; none has a meaning off the chip."""
+    """Accepts every setting of a chip's profile, without effect."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -66,7 +66,7 @@ def _activities(given: Iterable[Any] | None) -> list[Any] | None:
 
 
 class profile(torchs.profile):
-    """torch.profiler.profile. Times are this machine's."""
+    """torch.profiler.profile with torch_npu's arguments; it measures this machine."""
 
     def __init__(
         self,
@@ -98,21 +98,21 @@ class profile(torchs.profile):
 def schedule(
     wait: int, active: int, warmup: int = 0, repeat: int = 0, skip_first: int = 0, **_: Any
 ) -> Callable[[int], Any]:
-    """Which steps are profiled, as torch.profiler.schedule says it."""
+    """torch.profiler.schedule with torch_npu's order of arguments: selects the profiled steps."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a warm-up of 0, which is the chip's default
+        warnings.simplefilter("ignore")  # torch warns about a warm-up of 0, torch_npu's default
         return torchs.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first)
 
 
 def tensorboard_trace_handler(
     dir_name: str | None = None, worker_name: str | None = None, analyse_flag: bool = True, async_mode: bool = False
 ) -> Callable[..., None]:
-    """Writes each trace into a folder (by default the current one), as Chrome and TensorBoard read it."""
+    """A handler that writes each trace to a folder (default: the current one), for Chrome and TensorBoard."""
     return torchs.tensorboard_trace_handler(dir_name or ".", worker_name)
 
 
 def analyse(profiler_path: str, max_process_number: int = 0, **_: Any) -> None:
-    """Nothing is left to do: traces are written ready."""
+    """Does nothing: traces need no further analysis."""
 
 
 NAMES: dict[str, Any] = {

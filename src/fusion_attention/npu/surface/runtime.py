@@ -1,6 +1,6 @@
-"""What torch.npu and torch_npu.utils have beside devices, streams and seeds (host.py): memory, marks, counters.
+"""Further names of torch.npu and torch_npu.utils: memory statistics, profiler marks and counters.
 
-Over the host what a chip would measure is the host's, or none.
+device_module.py has devices, streams and seeds. On a host, statistics are those of the host, or empty.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch.utils import collect_env
 from fusion_attention.npu.surface import graphs
 from fusion_attention.npu.surface.device_module import number
 
-_OPEN: dict[int, Any] = {}  # ranges that are open: a program hands the number of one from thread to thread
+_OPEN: dict[int, Any] = {}  # open ranges by number; global, because a program may end a range in another thread
 _NUMBERS = itertools.count(1)
 
-# Types of numbers that torch_npu names; where torch has none of the name, a word that no function takes.
+# torch_npu's names of dtypes; those without a torch dtype become strings that no function accepts.
 _TYPES = (
     "float8_e8m0fnu float8_e8m0 float8_e4m3fn float8_e5m2 float4_e2m1fn_x2 float4_e1m2fn_x2 float4_e1m2 hifloat8 int4"
 )
 
 
 class Format(enum.IntEnum):
-    """Numbers of the chip's formats, as npu_format_cast takes them."""
+    """Numbers of the chip's formats, for npu_format_cast."""
 
     UNDEFINED = -1
     NCHW = 0
@@ -50,17 +50,17 @@ class Format(enum.IntEnum):
 
 
 class mstx:
-    """Marks in a profile, as torch.profiler.record_function makes them."""
+    """Marks in a profile, made by torch.profiler.record_function."""
 
     @staticmethod
     def mark(message: str = "", stream: Any = None, domain: str = "default") -> None:
-        """A moment."""
+        """Marks a point in time."""
         with torch.profiler.record_function(message):
             pass
 
     @staticmethod
     def range_start(message: str, stream: Any = None, domain: str = "default") -> int:
-        """Begins a range: its number, or 0 where the message says nothing."""
+        """Starts a range, and returns its number; 0 for an empty message."""
         if not message or not isinstance(message, str):
             return 0
         result = next(_NUMBERS)
@@ -70,13 +70,13 @@ class mstx:
 
     @staticmethod
     def range_end(range_id: int, domain: str = "default") -> None:
-        """Ends a range; a number that names none does nothing."""
+        """Ends a range; unknown numbers are ignored."""
         if (result := _OPEN.pop(range_id, None)) is not None:
             result.__exit__(None, None, None)
 
     @staticmethod
     def mstx_range(message: str, stream: Any = None, domain: str = "default") -> Callable[..., Any]:
-        """Marks a function: each of its calls is a range."""
+        """A decorator that marks each call of a function as a range."""
 
         def marked(function: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)
@@ -90,9 +90,9 @@ class mstx:
 
 
 class FlopsCounter:
-    """Counts the floating-point operations of what runs between start() and stop(), by torch's formulas.
+    """Counts floating-point operations between start() and stop() by torch's formulas.
 
-    torch has formulas of products and of its own attention; operators of this library count none.
+    torch has formulas for matrix products and its attention; operators of this library count 0.
     """
 
     def __init__(self) -> None:
@@ -107,24 +107,24 @@ class FlopsCounter:
         self.pause()
 
     def start(self) -> None:
-        """Counts from 0."""
+        """Starts counting from 0."""
         self.stop()
         self.resume()
 
     def stop(self) -> None:
-        """Ends, and forgets the count: ask get_flops() before."""
+        """Stops counting, and resets the count."""
         self.pause()
         self._before = 0
 
     def pause(self) -> None:
-        """Counts no more; the count stays."""
+        """Stops counting; the count is kept."""
         if self._mode is not None:
             self._before = self._count()
             self._mode.__exit__(None, None, None)
             self._mode = None
 
     def resume(self) -> None:
-        """Goes on counting."""
+        """Continues counting."""
         if self._mode is None:
             from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
 
@@ -135,7 +135,7 @@ class FlopsCounter:
         return self._before + (self._mode.get_total_flops() if self._mode is not None else 0)
 
     def get_flops(self) -> list[int]:
-        """[recorded, traversed]: twice the same, for nothing is computed anew without being counted."""
+        """[recorded, traversed] operations, which are equal here."""
         return [self._count(), self._count()]
 
 
@@ -165,28 +165,28 @@ def memory_allocated(device: Any = None) -> int:
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    """Nothing is counted."""
+    """Does nothing: the host's memory is not counted."""
     number(device)
 
 
 def get_device_capability(device: Any = None) -> None:
-    """None, as torch_npu says where nothing is set."""
+    """None, torch_npu's default."""
     number(device)
 
 
 def can_device_access_peer(device: Any, peer: Any) -> bool:
-    """Whether one device reads another's memory: it is one memory."""
+    """True for two different devices, which share one memory."""
     return number(device) != number(peer)
 
 
 def get_pretty_env_info() -> str:
-    """What torch says of this machine, and that this library stands in for torch_npu."""
+    """torch's report of this machine, with a line that this library replaces torch_npu."""
     report = collect_env.get_pretty_env_info()
     return f"{report}\n\ntorch_npu: fusion_attention, as {_version()}, stands in for it; CANN: none"
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Accepted, and without effect here."""
+    """Accepts any arguments, without effect."""
 
 
 @contextlib.contextmanager
@@ -194,7 +194,7 @@ def _block(*_: Any, **__: Any) -> Iterator[None]:
     yield
 
 
-# Accepted and without effect: what a chip compiles, dumps, checks, or keeps for itself. Results are deterministic.
+# Accepted without effect: compilation, dumps, checks and caches of a chip. Results are deterministic.
 _WITHOUT_EFFECT = (
     "init_dump finalize_dump set_dump set_aoe set_mm_bmm_format_nd set_sync_debug_mode ipc_collect "
     "empty_virt_addr_cache enable_deterministic_with_backward disable_deterministic_with_backward "
@@ -207,7 +207,7 @@ _COUNTERS = "memory_allocated max_memory_allocated memory_reserved max_memory_re
 
 
 def names(base: torch.device) -> dict[str, Any]:
-    """What torch.npu has besides host.py's names; over CUDA, whose own functions come later and win."""
+    """Names of torch.npu in addition to those of device_module.py, which replace them for CUDA."""
     return {
         **graphs.NAMES,
         **dict.fromkeys(_WITHOUT_EFFECT.split(), _nothing),
@@ -223,14 +223,14 @@ def names(base: torch.device) -> dict[str, Any]:
         "get_sync_debug_mode": lambda: 0,
         "get_mm_bmm_format_nd": lambda: True,
         "is_jit_compile_false": lambda: True,
-        "get_npu_overflow_flag": lambda: False,  # what overflows is infinite, and no flag is raised
+        "get_npu_overflow_flag": lambda: False,  # overflow gives infinities and sets no flag
         "matmul": SimpleNamespace(allow_hf32=False),
         "conv": SimpleNamespace(allow_hf32=False),
     }
 
 
 def utils() -> dict[str, dict[str, Any]]:
-    """The modules torch_npu.utils and below, by the rest of their name."""
+    """The content of torch_npu.utils and its submodules, by name below torch_npu."""
     environment = {"get_pretty_env_info": get_pretty_env_info, "get_env_info": collect_env.get_env_info}
     environment |= {"get_cann_version": lambda: "not known", "get_torch_npu_version": _version, "main": _print}
     return {
@@ -238,7 +238,7 @@ def utils() -> dict[str, dict[str, Any]]:
             "FlopsCounter": FlopsCounter,
             "set_thread_affinity": _nothing,
             "reset_thread_affinity": _nothing,
-            "get_cann_version": lambda module="CANN": "",  # torch_npu's answer where there is none
+            "get_cann_version": lambda module="CANN": "",  # torch_npu's value without CANN
         },
         "utils.flops_count": {"FlopsCounter": FlopsCounter},
         "utils.collect_env": environment,
@@ -256,5 +256,5 @@ def _print() -> None:
 
 
 def types() -> dict[str, Any]:
-    """torch_npu's names of types of numbers: torch's types, or words."""
+    """torch_npu's names of dtypes: torch's dtypes, or strings if torch has none."""
     return {name: getattr(torch, name, f"torch_npu.{name}") for name in _TYPES.split()}

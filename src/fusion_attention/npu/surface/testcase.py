@@ -1,4 +1,4 @@
-"""What test programs of torch_npu import from torch_npu.testing, on top of unittest."""
+"""torch_npu.testing: test cases and helpers, based on unittest."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ HELPERS = ("SkipIfNotGteCANNVersion", "SupportedDevices", "create_common_tensor"
 
 
 def get_npu_device() -> str:
-    """The device of tests: "npu:0", or the one whose number SET_NPU_DEVICE is."""
+    """The device of tests: "npu:0", or the number in SET_NPU_DEVICE."""
     return f"npu:{os.environ.get('SET_NPU_DEVICE', '0')}"
 
 
 def set_npu_device() -> str:
-    """Chooses get_npu_device(), and names it."""
+    """Makes get_npu_device() the current device, and returns its name."""
     device = get_npu_device()
     torch.npu.set_device(device)  # type: ignore[attr-defined]  # as long as it is installed
     return device
@@ -30,10 +30,10 @@ def set_npu_device() -> str:
 def create_common_tensor(
     item: Sequence[Any], minValue: float, maxValue: float, device: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(on the CPU, on the device): the same uniform random values.
+    """Uniform random values as a tensor on the CPU, and a copy on the device.
 
     Args:
-        item: (numpy dtype, format, shape); the format is how a chip lays memory out, and means nothing here.
+        item: (numpy dtype, format, shape); the format of the chip's memory has no effect.
         minValue, maxValue: the range of values.
         device: get_npu_device() by default.
     """
@@ -43,18 +43,18 @@ def create_common_tensor(
 
 
 class SupportedDevices:
-    """Marks a test for some chips; here it always runs, for operators mean the same on any machine."""
+    """Decorator of tests for some chips; here they always run."""
 
     def __init__(self, supported_devices: Sequence[str]) -> None:
         self.supported_devices = supported_devices
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The test itself."""
+        """Returns the test."""
         return function
 
 
 class SkipIfNotGteCANNVersion:
-    """Marks a test for a CANN of this version or a later one; here it always runs."""
+    """Decorator of tests for a version of CANN or later; here they always run."""
 
     def __init__(self, version: str) -> None:
         self.version = version
@@ -72,7 +72,7 @@ def _values(given: Any) -> np.ndarray:
 
 
 class TestCase(unittest.TestCase):
-    """unittest's, with seeds set before every test and comparisons of tensors."""
+    """unittest.TestCase with seeds set before every test, and comparisons of tensors."""
 
     maxDiff = None
     precision = 1e-5
@@ -80,11 +80,11 @@ class TestCase(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Chooses the device."""
+        """Sets the current device."""
         cls.npu_device = set_npu_device()
 
     def setUp(self) -> None:
-        """Seeds torch and Python by SEED, or 666."""
+        """Seeds torch and Python with SEED from the environment, or 666."""
         seed = int(os.environ.get("SEED", "666"))
         torch.manual_seed(seed)
         random.seed(seed)
@@ -98,10 +98,10 @@ class TestCase(unittest.TestCase):
         auto_trans_dtype: bool = False,
         message: Any = None,
     ) -> None:
-        """Fails where shapes or dtypes differ, NaN lies elsewhere, or too many elements are too far apart.
+        """Fails if shapes or dtypes differ, NaN are at different positions, or too many elements differ too much.
 
-        Too many are a share of more than prec of all, both with |x - y| > prec and with |x - y| > prec * max(|x|, |y|)
-        (prec16 for float16 and bfloat16).
+        It fails if more than a fraction prec of all elements has |x - y| > prec, and more than a fraction prec has |x -
+        y| > prec * max(|x|, |y|) (prec16 for float16 and bfloat16).
         """
         if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)):
             self.assertEqual(len(x), len(y), message)
@@ -124,7 +124,7 @@ class TestCase(unittest.TestCase):
         self.assertLessEqual(far, limit * a.size, message or f"{far} of {a.size} elements are too far apart")
 
     def assertEqual(self, first: Any, second: Any, msg: Any = None, **options: Any) -> None:
-        """unittest's; tensors, and numbers beside tensors, are equal within precision (prec)."""
+        """unittest's assertEqual; tensors and numbers are compared within precision, or the option prec."""
         prec = options.pop("prec", None)
         if isinstance(msg, float):
             prec, msg = msg, options.pop("message", None)

@@ -1,6 +1,6 @@
-"""The packages that compile graphs for the chip, as programs name them: here torch traces the graph, and runs it.
+"""The package torchair, which compiles graphs for the chip; here torch traces and runs them.
 
-Options of the chip's compiler are taken, and change nothing.
+Options of the chip's compiler are accepted without effect.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from fusion_attention.patches import Changes
 
 NAME = "torchair"
-_RUN = "aot_eager"  # torch's back end that traces, gradients included, and compiles nothing
+_RUN = "aot_eager"  # torch's back end that traces forward and backward, without compilation
 
 
 class CompilerConfig:
-    """Options of the chip's compiler: any may be set, at any depth."""
+    """Options of the chip's compiler: accepts any attribute, nested to any depth."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -27,12 +27,12 @@ class CompilerConfig:
 
 
 def get_npu_backend(*, compiler_config: Any = None, custom_decompositions: Any = None) -> str:
-    """The back end that torch.compile takes for the chip's graphs."""
+    """The name of torch.compile's back end for graphs of the chip."""
     return _RUN
 
 
 def contents() -> dict[str, dict[str, Any]]:
-    """What every module holds, by its name, packages before what they hold."""
+    """The content of each module by name, packages before their modules."""
     names = {"CompilerConfig": CompilerConfig}
     return {
         NAME: {"get_npu_backend": get_npu_backend, **names},
@@ -46,7 +46,7 @@ def contents() -> dict[str, dict[str, Any]]:
 
 
 def enter(changes: Changes) -> None:
-    """torch.compile(backend="npugraph_ex") from now on; the changes take it back."""
+    """Registers the back end "npugraph_ex" of torch.compile, until the changes end."""
 
     def change(registry: ModuleType) -> None:
         if "npugraph_ex" not in registry._BACKENDS:

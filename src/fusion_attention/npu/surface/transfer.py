@@ -1,6 +1,6 @@
 """torch_npu.contrib.transfer_to_npu: importing it makes programs written for CUDA run on "npu".
 
-Changes go through the registry of install() (patches.py), which takes them back.
+uninstall() removes its patches, since they use the registry of install() (patches.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fusion_attention.patches import Changes, Layer
 
 NAME = "torch_npu.contrib.transfer_to_npu"
 
-# What is told a device, by position or name, and where a bare number is one.
+# Functions and methods with a device argument, by position or keyword.
 _FACTORIES = (
     "arange as_tensor asarray empty empty_like empty_permuted empty_strided eye from_file full full_like hann_window "
     "hamming_window kaiser_window bartlett_window blackman_window linspace logspace normal ones ones_like rand "
@@ -31,27 +31,27 @@ _PROCESS_GROUPS = "init_process_group new_group"
 
 
 class Finder:
-    """On sys.meta_path: the module that does it when it is loaded."""
+    """A finder for sys.meta_path of the module transfer_to_npu, which applies the patches when it is loaded."""
 
     def __init__(self, changes: Changes) -> None:
         self.changes = changes
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The spec of the one module."""
+        """The spec of transfer_to_npu; None for other modules."""
         return importlib.machinery.ModuleSpec(name, self, origin=__package__) if name == NAME else None  # type: ignore[arg-type]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """A plain module."""
+        """None: Python makes an empty module."""
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Transfers."""
+        """Applies the patches."""
         self.changes.after(sys.modules.pop, NAME, None)
         _transfer(self.changes)
 
 
 def _npu(value: Any) -> Any:
-    """A device, or a text or dictionary that names one, with "npu" where "cuda" stood."""
+    """Replaces "cuda" by "npu" in a device, a device string, or a dictionary; other values are unchanged."""
     if isinstance(value, str):
         return value.replace("cuda", "npu") if value == "cuda" or value.startswith("cuda:") else value
     if isinstance(value, torch.device) and value.type == "cuda":
@@ -66,7 +66,7 @@ def _hccl(value: Any) -> Any:
 
 
 def _translating(layer: Layer, word: Callable[[Any], Any] = _npu, *, numbers: bool = False) -> Callable[..., Any]:
-    """What lies below, its arguments in the words of the chip; a bare number is a device where `numbers` says so."""
+    """Wraps the function below: translates its arguments by `word`; numbers: integers are device indices."""
 
     def translate(value: Any) -> Any:
         return f"npu:{value}" if numbers and type(value) is int else word(value)
@@ -79,7 +79,7 @@ def _translating(layer: Layer, word: Callable[[Any], Any] = _npu, *, numbers: bo
 
 
 def _told_class(layer: Layer) -> type:
-    """A class of torch's that cannot be changed: annotations and isinstance() still want a class under its name."""
+    """A substitute for a class of torch that cannot be patched, usable in annotations and isinstance()."""
 
     class Meta(type):
         def __instancecheck__(cls, one: object) -> bool:
@@ -99,7 +99,7 @@ def _transfer(changes: Changes) -> None:
     for name, value in given.items():
         if not isinstance(value, ModuleType):
             changes.set(torch.cuda, name, value)
-    changes.set(torch.cuda, "get_device_capability", lambda device=None: (0, 0))  # what programs compare is a pair
+    changes.set(torch.cuda, "get_device_capability", lambda device=None: (0, 0))  # programs compare it with a pair
     for submodule in ("amp", "random", "memory", "streams"):
         for name, value in vars(getattr(npu, submodule)).items():
             if not name.startswith("_") and not isinstance(value, ModuleType):
@@ -125,7 +125,7 @@ def _transfer(changes: Changes) -> None:
 
 
 def _profile(layer: Layer) -> Callable[..., Any]:
-    """Every profiler of torch's, which would ask CUDA for the time of each operator that it believes to run there."""
+    """Wraps the constructor of torch's profiler, so that it does not query CUDA for times of operators."""
 
     @functools.wraps(layer.below)
     def wrapper(
@@ -140,7 +140,7 @@ def _profile(layer: Layer) -> Callable[..., Any]:
 
 
 def _scaler(layer: Layer) -> Callable[..., Any]:
-    """GradScaler(), whose device is CUDA where nothing is said."""
+    """Wraps the constructor of GradScaler, whose default device is CUDA."""
 
     @functools.wraps(layer.below)
     def wrapper(self: Any, device: Any = "cuda", *args: Any, **kwargs: Any) -> None:

@@ -64,22 +64,22 @@ class Indexer(TensorCall):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As ir.call.Repeatable."""
+        """Names of the results: the indices, and the values if they are requested."""
         return RESULTS[: 1 + self.problem.has_values]
 
     @property
     def repeats(self) -> bool:
-        """As ir.call.Repeatable."""
+        """True if a run over the views is the complete call: no offset, and every row in a sequence."""
         return self.offset is None and self.covers(self.given("query"))
 
     @property
     def further(self) -> Further:
-        """As ir.call.Repeatable."""
+        """The function that names the written lists, indices and values."""
         names = self.names
         return Further(True, lambda *lists: dict(zip(names, lists, strict=True)))
 
     def memory(self) -> dict[str, Tensor]:
-        """As ir.call.Repeatable."""
+        """Allocates the lists that a run writes, by name of operand."""
         return dict(zip(_LISTS, self.results().values(), strict=False))
 
     def gradients(

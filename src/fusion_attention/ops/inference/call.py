@@ -195,17 +195,17 @@ class InferenceCall:
 
     @property
     def repeats(self) -> bool:
-        """As ir.call.Repeatable."""
+        """True if a run over the views is the complete call: one key tensor, and every row in a sequence."""
         forgets = self.names[1:] == (LSE,) and self.problem.has_sink
         return len(self.k) == 1 and not forgets and covered(self.q, self.layout, self.extents, "q")
 
     def memory(self) -> dict[str, Tensor]:
-        """As ir.call.Repeatable."""
+        """Allocates out, max and sum, by name of operand."""
         return dict(zip(("out", "max", "sum"), (another(self._templates()[0]), *self.stats()), strict=True))
 
     @property
     def further(self) -> Further | None:
-        """As ir.call.Repeatable."""
+        """The function that converts out, max and sum to the results; None if they are the results."""
         names, absent, by_batch = self.names, self.absent, self.lse_by_batch
         if names[1:] == (LSE,):
             return Further(True, lambda out, *stats: {names[0]: out, LSE: _shaped(_logarithm(*stats), by_batch)})

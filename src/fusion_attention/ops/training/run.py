@@ -94,15 +94,15 @@ class DenseForward(OfCall):
 
     @property
     def repeats(self) -> bool:
-        """As ir.call.Repeatable."""
+        """True if a run over the views is the complete call: no drawn dropout, and every row in a sequence."""
         return self.call.problem.dropout != "philox" and self.call.covers("q")
 
     def memory(self) -> dict[str, Tensor]:
-        """As ir.call.Repeatable."""
+        """Allocates out, max and sum, by name of operand."""
         return dict(zip(RESULTS, fresh(self.call), strict=True))
 
     def operands(self, memory: Mapping[str, Tensor]) -> Operands:
-        """As ir.call.Repeatable."""
+        """Makes the views of the call's tensors and of the tensors from memory()."""
         return operands_of(self.call, *memory.values())
 
     @property
