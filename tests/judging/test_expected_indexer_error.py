@@ -209,6 +209,7 @@ class _Choice:
 
     def __init__(self, problem: Any) -> None:
         self.heads, self.dtype, self.torch_dtype = problem.heads_index, problem.dtype, torch.float32
+        self.ratio = problem.ratio
 
 
 def test_a_product_whose_sign_is_open() -> None:

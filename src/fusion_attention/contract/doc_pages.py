@@ -42,6 +42,7 @@ AXES = {
     "T3": "compressed keys of all sequences",
     "Pc": "pages of compressed keys",
     "Pcs": "compressed keys of a page",
+    "Pk": "elements of a row of the target",
     "Mc": "pages of a sequence's compressed keys",
     "Ko": "keys of a row's list",
     "Kc": "entries of a row's list, or compressed keys",

@@ -311,5 +311,6 @@ def indexer_loss(
     if not len(extents):
         operands.loss.zero_()
         return
+    assert operands.q is not None  # reasons_against() refuses a given target
     with layout_table.on(layout_table.tensor_of(operands.q).device):
         launch_loss.run_loss(problem, extents, schedule, operands, grads)

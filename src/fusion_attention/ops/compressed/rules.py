@@ -194,7 +194,7 @@ OF_TABLES = group(
             table,
             "the chip takes no larger pages",
             text="pages of at most 1024 tokens",
-            when=f"{table} is not None",
+            when=f"{table} is not None and {page} is not None",
             invalid={page: 1025},
         )
         for *_, table, page in KEYS

@@ -185,9 +185,7 @@ DENSE_V1 = V1.version(
     sizes={**V1.sizes, "Pk": SIZES["S2"]},
     samples={"BSND": PADDED_SAMPLE, "TND": {**PACKED_SAMPLE, "Pk": 7}},
 )
-LSE_QUERY, LSE_KEY, LSE_WEIGHTS = (
-    replace(p, spelled=name) for p, name in zip(ROWS, ("query_index", "key_index", "weight"), strict=True)
-)
+LSE_QUERY, LSE_KEY, LSE_WEIGHTS = (replace(p, spelled=name) for p, name in zip(ROWS, ("", "", "weight"), strict=True))
 LSE_TAIL = tuple(
     replace(p, default={"layout": "BSND", "layout_kv": "BSND", "sparse_mode": 0}.get(p.name, p.default)) for p in TAIL
 )

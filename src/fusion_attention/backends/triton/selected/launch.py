@@ -39,11 +39,11 @@ def tokens(extents: Extents) -> np.ndarray:
 def slots(problem: Problem, extents: Extents) -> tuple[int, int]:
     """(keys of its band, keys that its list names or compressed keys) of a row, at most."""
     p, listed = problem, problem.select_count * problem.select_block
-    if extents.compressed is None:
+    e, second = extents, extents.compressed
+    if second is None:
         return 0, listed
-    e = extents
     band = np.minimum(e.kv_len, np.maximum(e.hi - e.lo, e.prefix))
-    return max(int(band.max(initial=0)), 0), listed if p.select_count else int(e.compressed.kv_len.max(initial=0))
+    return max(int(band.max(initial=0)), 0), listed if p.select_count else int(second.kv_len.max(initial=0))
 
 
 def near(views: dict[str, layout_table.View | None], extents: Extents) -> bool:
