@@ -73,7 +73,7 @@ def test_every_key_is_written_where_its_view_lies() -> None:
     total.total.copy_(torch.arange(total.total.numel()).view(total.total.shape))
     out = torch.full((int(lengths.sum()), heads, buffer), torch.nan, dtype=torch.bfloat16)
     view = RowView((out,), e.kv_start * heads * buffer, heads * buffer, np.full(3, buffer, np.int64), dim)
-    views = {"ids": launch_key_sum.numbered(like, e, heads), "dk": view}
+    views = {"ids": launch_key_sum.numbered(like, e.kv_len, heads), "dk": view}
     where = Where(torch.from_numpy(layout_table.strides(views, 3)), torch.from_numpy(launch_key_sum.key_tiles(e)), 3)
     total.write(out, "dk", 2, dim, heads, where)
     want = total.total.view(-1, heads, 6)[..., 2:5].to(torch.bfloat16)
