@@ -50,7 +50,9 @@ def index_scores(q, k, weights, scores, table, strides, lengths, tiles, count: t
         kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
     j0 = tl.program_id(0) * BN
     # Rows that may see one of these keys.
-    earliest = tl.minimum(tl.maximum(row0, (j0 + 1).to(tl.int64) * RATIO - hi), row1)
+    earliest = tl.maximum(row0, j0 + 1 - hi)
+    if RATIO != 1:  # the product takes registers that two programs of a processor do not have
+        earliest = tl.minimum(tl.maximum(row0, (j0 + 1).to(tl.int64) * RATIO - hi), row1)
     start = tl.where(prefix > j0, row0, earliest).to(tl.int32)
     stop = tl.minimum(row1, j0 + BN - lo).to(tl.int32)
     if (j0 < kv_len) & (start < stop):
