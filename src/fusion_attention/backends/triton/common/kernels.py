@@ -4,7 +4,7 @@ Rows and keys are broadcast axes in either order, so the same functions serve sc
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl

@@ -4,7 +4,7 @@ Page numbers are clamped, so that only the pool is read for any content of the t
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl

@@ -13,7 +13,7 @@ some |dout| of a key head's rows exceeds 256, dS is held 256 times smaller, and 
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl

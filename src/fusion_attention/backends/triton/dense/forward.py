@@ -6,7 +6,7 @@ factor, and the maximum is scaled once, when it is stored.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl

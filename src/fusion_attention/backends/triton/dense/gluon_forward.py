@@ -8,7 +8,7 @@ waits for phase i // STAGES & 1.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

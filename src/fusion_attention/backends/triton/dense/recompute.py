@@ -12,7 +12,7 @@ rounded after the sum (scales of integers, float16).
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
