@@ -30,7 +30,7 @@ bool attend_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit 
         if (p.storage == Storage::int4) return decode::attend_unit<Nibble>(job, unit, next, scratch, partial);
     }
 #endif
-    if constexpr (lanes >= 8) {  // fewer convert slowly, and one value for few rows
+    if constexpr (lanes >= 8) {  // narrower vectors convert slowly, and few rows use each value
         using Halved = decode::Widened<Half, Storage::float16>;
         using Brained = decode::Widened<Brain, Storage::bfloat16>;
         if (p.storage == Storage::float16) return decode::attend_unit<Halved>(job, unit, next, scratch, partial);
