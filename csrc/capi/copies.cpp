@@ -182,7 +182,7 @@ std::size_t grain_of(int policy) {
     if (policy < 0 || policy > 0x7fff) {
         throw Refusal(invalid_param, "policy: expected an aclrtMemMallocPolicy, got " + std::to_string(policy));
     }
-    // Of the first six, every third requests no huge pages; further bits state the memory's purpose.
+    // Every third of the first six policies requests no huge pages; further bits state the memory's purpose.
     const int kind = policy & 0xff;
     return kind == 2 || kind == 5 ? small_page : huge_page;
 }

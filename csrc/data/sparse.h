@@ -57,7 +57,7 @@ struct SparseJob {
     const SparseProblem *problem;
     const SparseOperands *operands;
     const Sequence *sequences;
-    // Of a loss, whose problem is the indexer: the attention whose probabilities are the target.
+    // The attention whose probabilities are the target of a loss; the problem of a loss is the indexer.
     const SparseProblem *attention = nullptr;
     const SparseOperands *attended = nullptr;
 };
