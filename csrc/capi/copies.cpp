@@ -14,7 +14,7 @@ constexpr const char *kinds[] = {"ACL_MEMCPY_HOST_TO_HOST", "ACL_MEMCPY_HOST_TO_
                                  "ACL_MEMCPY_DEVICE_TO_DEVICE", "ACL_MEMCPY_DEFAULT"};
 // Newer names of three kinds, which specify buffering and the positions of devices.
 constexpr int newer[] = {host_to_device, device_to_device, device_to_device};
-// All addresses of a program are below.
+// An upper bound of the addresses of a program.
 constexpr std::uintptr_t last_address = ~std::uintptr_t{0} >> 8;
 
 std::string bytes(std::size_t count) { return std::to_string(count) + " bytes"; }
