@@ -162,7 +162,7 @@ template <class F> struct DecodeWork {  // a unit with its parameters and scratc
             const auto vectors = static_cast<int>(count > 4 ? round_up<std::int64_t>(count, 2) : count);
             return {row, count, Loop::rows, lanes, vectors};
         }
-        // As many phases as lanes / rows; one if rows of other sequences could change the number.
+        // lanes / rows phases, but one with common keys, where rows of other sequences would change the number.
         int phases = unit.tokens ? 1 : lanes;
         while (phases > 1 && lanes / phases < count) phases /= 2;
         while (phases > 1 && (sizes.key_words % phases || sizes.rope_words % phases)) phases /= 2;

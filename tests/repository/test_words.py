@@ -98,9 +98,26 @@ def docstrings(path: Path) -> Iterator[str]:
             yield ast.get_docstring(node) or ""
 
 
+def comments(path: Path) -> Iterator[str]:
+    """The first lines of the comments of a C++ source that have lines of their own."""
+    inside = False
+    for line in path.read_text(encoding="utf-8").splitlines():
+        comment = re.match(r"\s*// *(.*)", line)
+        if comment and not inside:
+            yield comment[1]
+        inside = comment is not None
+
+
 def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
     sources = {name for name, _ in texts() if name.startswith("src/") and name.endswith(".py")}
     openings = {name: [d for d in docstrings(ROOT / name) if OPENING.match(d)] for name in sorted(sources)}
     wrong = [f"{name}: {d.splitlines()[0]}" for name, bad in openings.items() for d in bad if not UNREVISED.match(name)]
     assert not wrong, "\n".join(wrong)
     assert any(bad for name, bad in openings.items() if UNREVISED.match(name)), "UNREVISED has nothing left to name"
+
+
+def test_comments_of_the_core_begin_with_a_noun_or_a_verb() -> None:
+    sources = [path for ending in ("h", "cpp") for path in sorted((ROOT / "csrc").rglob(f"*.{ending}"))]
+    wrong = [f"{path.name}: {first}" for path in sources for first in comments(path) if OPENING.match(first)]
+    assert len(sources) > 100
+    assert not wrong, "\n".join(wrong)
