@@ -24,7 +24,8 @@ struct Registers {
     unsigned a = 0, b = 0, c = 0, d = 0;
 };
 
-// Nothing where the leaf is beyond the highest, or, below 7, the subleaf: what a CPU answers to those means nothing.
+// Registers of cpuid; zeros if the leaf (or, for leaf 7, the subleaf) is beyond the highest, where answers are
+// undefined.
 Registers cpuid(unsigned leaf, unsigned subleaf) {
     Registers r;
     if (subleaf && cpuid(leaf, 0).a < subleaf) return r;
@@ -40,7 +41,7 @@ std::uint64_t saved_registers() {  // XCR0: the register files that the operatin
     return low | std::uint64_t{high} << 32;
 }
 
-constexpr std::uint64_t none = 0, ymm = 0x6, zmm = ymm | 0xe0, tiles = 0x60000;  // of XCR0
+constexpr std::uint64_t none = 0, ymm = 0x6, zmm = ymm | 0xe0, tiles = 0x60000;  // bits of XCR0
 
 struct Bit {
     const char *name;

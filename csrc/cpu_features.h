@@ -1,4 +1,4 @@
-// What the CPU has that this runs on, by the names of /proc/cpuinfo.
+// Features of the CPU that the process runs on, by the names of /proc/cpuinfo.
 
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace fusion {
 
-// Of the features that a variant needs, or that anyone here asks about; none that the operating system does not save
-// registers for. In a fixed order.
+// The features among those that variants or callers use, in a fixed order; features whose registers the operating
+// system does not save are left out.
 std::vector<std::string> find_features();
 
 // Bytes of a core's second-level cache as the system tells, between 512 KiB and 2 MiB: larger values were not measured:

@@ -31,7 +31,7 @@ namespace {
 
 using Names = std::vector<std::string>;
 
-// Words with blanks between them; without a stream, whose locales want symbols of a newer glibc.
+// Splits text at blanks. It uses no stream, because locales of streams need symbols of a newer glibc.
 Names words_of(const std::string &text) {
     Names words;
     for (std::size_t from = 0, end; from < text.size(); from = end + 1) {
@@ -60,12 +60,12 @@ bool runs_on(const Names &here, const Built &row) {
            (!has(row.needs, "amx_tile") || tile_refusal().empty());
 }
 
-// The features of this CPU, or those of them that the forced variant needs.
+// The features of this CPU; with a forced variant, those of them that it needs.
 Names visible_features() {
     Names here = find_features();
     const std::string forced = forced_variant();
     if (forced.empty()) return here;
-    if (forced == "amx_model") here.push_back(forced);  // which no processor has
+    if (forced == "amx_model") here.push_back(forced);  // a software model; no processor has this feature
     std::string runnable;
     for (const Built &row : list_rows()) {
         if (!runs_on(here, row)) continue;
@@ -82,7 +82,8 @@ Names visible_features() {
                                 "), got '" + forced + "'" + (refused ? ": " + tile_refusal() : ""));
 }
 
-// Kernels of tiles are of pairs alone: the rest is that of the strongest variant before. Plans keep references.
+// Completes a variant whose kernels use tile registers: they exist for bfloat16 pairs only, so all other kernels are
+// those of the strongest variant before it. Plans keep references to the result.
 void assemble(Built &row, const Built *before) {
     static std::deque<Variant> dense;
     static std::deque<SparseVariant> sparse;

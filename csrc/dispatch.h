@@ -1,6 +1,6 @@
-// Which variants this module holds, which of them this CPU can run, and the one chosen.
+// The variants compiled into this module, those that this CPU can run, and the chosen one.
 //
-// The choice is made once, when the module is imported; nothing else in the core asks what CPU it is on.
+// The choice is made once, when the module is imported; no other code of the core depends on the CPU.
 
 #pragma once
 
@@ -23,8 +23,8 @@ struct Built {  // a row of the table in CMakeLists.txt
     const SparseVariant *sparse = nullptr;
 };
 
-// The variant that FUSION_ATTENTION_CPU names, or "". The CPU then counts as one that has what this variant needs and
-// no more. cpu_features() throws std::invalid_argument for a name that is unknown or does not run here.
+// The variant named by FUSION_ATTENTION_CPU, or "". cpu_features() is then limited to the features that this variant
+// needs, and throws std::invalid_argument if the name is unknown or the variant does not run here.
 std::string forced_variant();
 
 const std::vector<std::string> &cpu_features();  // by the names of /proc/cpuinfo

@@ -1,5 +1,5 @@
-// Tables of kernels that are written once for every format; for the files that are compiled once per variant,
-// and the names of what these show.
+// Macros and templates for tables of kernels with one entry per operand format, and for the names of entry points; for
+// the files that are compiled once per variant.
 
 #pragma once
 
@@ -9,8 +9,8 @@
 namespace fusion {
 namespace {
 
-// body(T{}) with what elements of a dtype are stored as. Where there are kernels of Pair, bfloat16 never comes to
-// Single, and no kernel is compiled for it.
+// Calls body(T{}) with the storage type of a dtype. If the variant has kernels of Pair, no kernel of Single is compiled
+// for bfloat16, which never uses it.
 template <class Format, class Body> FUSION_INLINE auto with_stored(Dtype dtype, Body body) {
     if constexpr (Format::depth == 2) {
         return body(Brain{});
@@ -32,7 +32,7 @@ template <class Format, class Body> FUSION_INLINE auto with_stored(Dtype dtype, 
                                    [&](auto stored) { return name<Format, decltype(stored)>(job, arguments...); }); \
     }
 
-// The one function that a file shows: FUSION_VARIANT_ENTRY with the part's suffix.
+// The only exported function of a file: FUSION_VARIANT_ENTRY with the suffix of its part.
 #define FUSION_JOIN(entry, suffix) entry##suffix
 #define FUSION_SUFFIX(entry, suffix) FUSION_JOIN(entry, suffix)
 #define FUSION_ENTRY(suffix) FUSION_SUFFIX(FUSION_VARIANT_ENTRY, suffix)

@@ -1,5 +1,5 @@
-// What this variant's instructions can do at most: loops of multiply-adds in registers, for a share of the peak to mean
-// something. Only benchmarks ask.
+// Measures the peak rate of a variant's multiply-adds, with loops in registers; benchmarks report kernels as a fraction
+// of it.
 
 #pragma once
 
@@ -8,13 +8,14 @@
 namespace fusion {
 namespace {
 
-constexpr int chains = 12;  // independent sums: more than latency times rate of any CPU we know, fewer than registers
+constexpr int chains = 12;  // independent sums: above latency times rate of common CPUs, below the number of registers
 
-// Runs `turns` rounds of multiply-adds and returns how many operations that was; `result` keeps the compiler honest.
+// Runs `turns` rounds of multiply-adds and returns the number of operations; writing `result` keeps the compiler from
+// removing them.
 double float_work(std::int64_t turns, float *result) {
     Floats sums[chains];
     for (int i = 0; i < chains; ++i) sums[i] = all(static_cast<float>(i));
-    // Nothing that the compiler knows: it would leave out a sum that x and y do not change.
+    // Values that change the sums; the compiler would remove a sum that x and y do not change.
     const Floats x = rounded(all(0.9999f)), y = rounded(all(1e-3f));
     for (std::int64_t t = 0; t < turns; ++t) {
 #pragma GCC unroll 12

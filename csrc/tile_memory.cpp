@@ -1,5 +1,5 @@
-// Compiled for the baseline instruction set, but for instructions that run only where the system has given leave; as
-// bytes, since older assemblers do not know them.
+// Compiled for the baseline instruction set. Tile instructions, which run only after the system has granted tile
+// registers, are written as bytes, since older assemblers do not support them.
 
 #include "tile_memory.h"
 
@@ -56,7 +56,7 @@ KeptTiles::KeptTiles() {
 
 KeptTiles::~KeptTiles() {
 #if defined(FUSION_ASKS_FOR_TILES)
-    if (!config_[0]) return;                                                           // they were not configured
+    if (!config_[0]) return;                                                           // tiles were not configured
     __asm__ volatile(".byte 0xc4, 0xe2, 0x78, 0x49, 0x07" ::"D"(config_) : "memory");  // ldtilecfg (%rdi)
 #endif
 }

@@ -1,4 +1,4 @@
-// The system's leave to use tile registers (AMX), whose state it keeps for each thread.
+// The operating system's permission to use tile registers (AMX), whose state it saves for each thread.
 
 #pragma once
 
@@ -6,14 +6,15 @@
 
 namespace fusion {
 
-// Asks for it, once; "" where it is given, else why it is not. For the whole process and its children, and best before
-// others make threads: the system refuses where a thread's signal stack has no room for the state of tiles.
+// Requests the permission, once, for the process and its children; returns "" if granted, else the reason. The request
+// should precede the creation of threads: the system refuses it if a thread's signal stack is too small for tiles.
 const std::string &tile_refusal();
 
-// Why the system answered with an error number.
+// The reason that belongs to an error number of the system.
 std::string tile_refusal_of(int error);
 
-// Tiles of this thread stay configured, though not their contents, over code that may use them otherwise.
+// Saves the tile configuration of this thread and restores it at the end of its scope, so that code in between may
+// change it. Contents of tiles are not saved.
 class KeptTiles {
 public:
     KeptTiles();

@@ -1,4 +1,4 @@
-// The decode part of an instruction-set variant. Compiled as variant_dense.cpp is, with the same care.
+// The decode part of an instruction-set variant; compiled like variant_dense.cpp, with the same restrictions.
 
 #include "decode/attend.h"
 #include "decode/finish.h"
@@ -30,7 +30,7 @@ bool attend_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit 
         if (p.storage == Storage::int4) return decode::attend_unit<Nibble>(job, unit, next, scratch, partial);
     }
 #endif
-    if constexpr (lanes >= 8) {  // fewer convert slowly, and one value for few rows
+    if constexpr (lanes >= 8) {  // narrower vectors convert slowly, and few rows use each value
         using Halved = decode::Widened<Half, Storage::float16>;
         using Brained = decode::Widened<Brain, Storage::bfloat16>;
         if (p.storage == Storage::float16) return decode::attend_unit<Halved>(job, unit, next, scratch, partial);
@@ -39,7 +39,7 @@ bool attend_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit 
     return decode::attend_unit<decode::Floating>(job, unit, next, scratch, partial);
 }
 
-// For the probe.
+// sum(x * y) of bytes, for the test at import that checks a variant's instructions.
 std::int32_t dot_bytes(const std::uint8_t *x, const std::int8_t *y, std::size_t n) {
     std::int32_t total = 0;
     std::size_t i = 0;

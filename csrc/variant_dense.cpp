@@ -1,7 +1,7 @@
-// The dense part of an instruction-set variant: forward, backward, and what shows what the instructions can do.
+// The dense part of an instruction-set variant: forward, backward, and the measurement of peak rates.
 //
-// CMake compiles the three variant_*.cpp once per variant, with FUSION_VARIANT_ENTRY set; or one of them alone, where
-// the other parts would gain nothing (dispatch.cpp puts variants together).
+// CMake compiles the three variant_*.cpp once per variant, with FUSION_VARIANT_ENTRY set, or only one of them if the
+// other parts would gain nothing (dispatch.cpp combines variants).
 // No function of the standard library that may be emitted out of line is called here: the linker keeps one copy of such
 // a function for the whole module, and it may keep the one an older CPU cannot run. check_leaks.cmake holds us to it.
 
@@ -48,11 +48,11 @@ template <class Format> constexpr GradientKernels gradient_kernels() {
 }
 
 #if defined(FUSION_TILES)
-// All else is another variant's, whose part this one is completed by.
+// The other members are completed from another variant (dispatch.cpp).
 constexpr DenseVariant variant = {lanes,   {},      kernels<Pair>(), {},     gradient_kernels<Pair>(),
                                   nullptr, nullptr, nullptr,         nullptr};
 #else
-// The probe: proof that this variant's instructions run here and mean what they should.
+// The test at import: it runs this variant's instructions and checks their results.
 
 inline float float_of(std::uint16_t brain) {
     const std::uint32_t word = static_cast<std::uint32_t>(brain) << 16;

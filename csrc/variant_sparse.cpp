@@ -1,5 +1,5 @@
-// The sparse part of an instruction-set variant: selected keys and the indexer. Compiled as variant_dense.cpp is, with
-// the same care.
+// The sparse part of an instruction-set variant: selected keys and the indexer; compiled like variant_dense.cpp, with
+// the same restrictions.
 
 #include "sparse/indexer.h"
 #include "sparse/loss_tiles.h"

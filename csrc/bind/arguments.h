@@ -1,7 +1,7 @@
-// How Python's views arrive: integers and int64 arrays become the core's plain data. Included by the bindings alone.
+// Conversion of Python's views (integers and int64 arrays) to the structs of data/. Included only by the bindings.
 //
-// Addresses and lengths come from views that our own Python built from tensors; here only what is cheap is checked:
-// presence, sizes of arrays, row lengths, strides of keys.
+// Addresses and lengths come from views that this library's Python built from tensors, so only cheap properties are
+// checked here: presence, sizes of arrays, row lengths, strides of keys.
 
 #pragma once
 
@@ -27,7 +27,7 @@ using fusion::Dtype;
     throw nb::value_error(("fusion_attention: native core: " + why).c_str());
 }
 
-// An int64 array of `size` elements, held while this lives; copied where its elements are no neighbours.
+// A reference to an int64 array of `size` elements; a copy if its elements are not contiguous.
 class Longs {
 public:
     Longs() = default;
@@ -81,7 +81,7 @@ template <class T> T item(const nb::tuple &t, std::size_t i) { return nb::cast<T
 
 inline void *pointer(const nb::tuple &t) { return reinterpret_cast<void *>(item<std::uintptr_t>(t, 0)); }
 
-// (pointer, address, stride_head, stride_token, dim), or None where the problem has no such operand.
+// (pointer, address, stride_head, stride_token, dim), or None if the problem has no such operand.
 struct RowsArgument {
     Longs address, stride_head;
     fusion::Rows rows;
@@ -98,7 +98,7 @@ struct RowsArgument {
     }
 };
 
-// (pointer, address, stride_head, stride_row, stride_key, dtype), or None; of bits that begin at some key, and which.
+// (pointer, address, stride_head, stride_row, stride_key, dtype), or None; a seventh value is the first key with a bit.
 struct MatrixArgument {
     Longs address, stride_head, stride_row, first;
     fusion::Matrix matrix;
@@ -138,8 +138,8 @@ inline int choice(nb::handle value, const char *name, int count) {
     return number;
 }
 
-// The fields of the Python Problem in order, dtype, bias and dropout as numbers, the threshold of drawn dropout,
-// the softcap, has_blocked_tiles and wide_results.
+// Converts the fields of the Python Problem in order: dtype, bias and dropout as numbers, the threshold of generated
+// dropout, the softcap, has_blocked_tiles and wide_results.
 inline fusion::Problem problem_of(const nb::tuple &t) {
     if (t.size() != 17) refuse("a problem has 17 fields");
     fusion::Problem p{};
@@ -163,7 +163,8 @@ inline fusion::Problem problem_of(const nb::tuple &t) {
     return p;
 }
 
-// Sequences, or parts of longer ones: then three arrays more. heads: of queries, by which dropout counts streams.
+// Converts the arrays of sequences; chunks of longer sequences have three more arrays. heads: number of query heads, by
+// which dropout numbers its random streams.
 inline std::vector<fusion::Sequence> sequences_of(const nb::tuple &extents, std::int64_t heads = 0) {
     if (extents.size() != 6 && extents.size() != 8 && extents.size() != 9)
         refuse("extents are six arrays, eight with those of a second key source, or nine with a part's");
@@ -195,7 +196,7 @@ inline std::vector<fusion::Sequence> sequences_of(const nb::tuple &extents, std:
     return sequences;
 }
 
-// What both op_kinds read, in the order in which Python gives it; holds the arrays that the views point into.
+// Operands of forward and backward, in the order of the Python tuple; keeps references to the arrays of the views.
 struct OperandsArgument {
     RowsArgument q, k, v, out, max, sum, q_rope, k_rope;
     MatrixArgument bias, blocked, drop_bits, blocked_tiles;
@@ -243,7 +244,7 @@ private:
 // A new reference, or null with Python's error set. The stable ABI has no PyObject_CallMethodNoArgs.
 inline PyObject *called(PyObject *of, PyObject *method) { return PyObject_VectorcallMethod(method, &of, 1, nullptr); }
 
-// Where a tensor's first element lies; null for None.
+// The address of a tensor's first element; null for None.
 inline void *place_of(nb::handle tensor) {
     if (tensor.is_none()) return nullptr;
     static PyObject *const data_ptr = PyUnicode_InternFromString("data_ptr");
@@ -254,9 +255,9 @@ inline void *place_of(nb::handle tensor) {
     return found;
 }
 
-// Which tensor of a prepared call's begins which of its operands. `each` visits operands: each(operands, visit) calls
-// visit(name, pointer) for every pointer to memory, and may say a name several times. Every operand that is there must
-// be named: what is not would be read where it lay when the call was prepared.
+// The assignment of tensors to operands in a prepared call. `each(operands, visit)` calls visit(name, pointer) for
+// every pointer to memory, possibly several times for a name. Every operand must have a name; otherwise it would be
+// read at its address when the call was prepared.
 class Places {
 public:
     template <class Operands, class Each> Places(Operands operands, const nb::tuple &names, Each each) {
@@ -290,7 +291,7 @@ public:
 
 private:
     static constexpr std::size_t max_tensors = 32;
-    std::vector<int> of_;  // by operand, in the order of `each`
+    std::vector<int> of_;  // tensor of each operand, in the order of `each`
     std::size_t count_ = 0;
 };
 

@@ -1,12 +1,12 @@
-// BackwardPlan as Python sees it.
+// The Python bindings of BackwardPlan.
 
 #include "plan/backward.h"
 #include "bind/arguments.h"
 
 namespace {
 
-// dout, dlse (or None: there is none), dq, dk, dv, dq_rope, dk_rope, dbias (or None: not wanted), the address of dsink,
-// and whether dbias is written, in its own dtype, rather than added to.
+// dout, dlse (or None), dq, dk, dv, dq_rope, dk_rope, dbias (or None if not requested), the address of dsink, and true
+// if dbias is written in its dtype, false if it accumulates in float32.
 struct GradientsArgument {
     RowsArgument dout, dlse, dq, dk, dv, dq_rope, dk_rope;
     MatrixArgument dbias;

@@ -1,5 +1,5 @@
-// DecodePlan as Python sees it: integers, int64 arrays and page tables in, results written where the caller's views
-// point.
+// The Python bindings of DecodePlan: arguments are integers, int64 arrays and page tables; results are written to the
+// memory of the caller's views.
 
 #include "bind/arguments.h"
 #include "plan/decode.h"
@@ -14,8 +14,8 @@ namespace {
 using fusion::Cache;
 
 // (pointer, bytes per element, address, stride_head, stride_token, dim), or for pages (pointer, bytes per element,
-// table, table_stride, page_size, stride_page, stride_head, stride_token, dim), or None where the problem has no such
-// operand. Two more values of rows in pieces: how long one is, and how far apart.
+// table, table_stride, page_size, stride_page, stride_head, stride_token, dim), or None if the problem has no such
+// operand. Rows of fragments have two more values: the elements of a fragment, and the stride of fragments.
 struct CacheArgument {
     Longs address, stride_head;
     Cache cache;
@@ -67,7 +67,7 @@ fusion::PerChannel per_channel(const nb::object &from, const char *name, bool al
     return {static_cast<const float *>(pointer(t)), item<std::int64_t>(t, 1), item<std::int64_t>(t, 2)};
 }
 
-// The problem of both planners, and what only a decode knows.
+// The problem of forward and decode, and additional fields of decode.
 struct Kinds {
     fusion::DecodeProblem problem;
     fusion::Dequant keys, values;
@@ -91,7 +91,7 @@ Kinds kinds_of(const nb::tuple &base, const nb::tuple &more) {
     return k;
 }
 
-// What a decode reads and writes, in the order in which Python gives it; holds the arrays that the views point into.
+// Operands and results of a decode, in the order of the Python tuple; keeps references to the arrays of the views.
 struct DecodeArgument {
     RowsArgument q, out, max, sum, q_rope;
     MatrixArgument bias, blocked;
@@ -165,7 +165,7 @@ public:
         return compute(given.operands, threads);
     }
 
-    // By the dense forward's plan for the same sequences.
+    // Runs the call by the plan of the dense forward for the same sequences.
     std::int64_t run_dense(const fusion::ForwardPlan &dense, int threads, const nb::tuple &operands) const {
         require_threads(threads);
         if (dense.sequences() != plan_.sequences()) refuse("the dense plan is one for other sequences");
@@ -181,7 +181,7 @@ public:
     }
 
 private:
-    struct Running {  // counted under Python's lock
+    struct Running {  // counts active runs with the GIL held
         int &runs;
 
         explicit Running(int &runs_) : runs(runs_) { ++runs; }
@@ -192,10 +192,10 @@ private:
 
     Kinds kinds_;
     fusion::DecodePlan plan_;
-    mutable int runs_ = 0;  // that are computing now
+    mutable int runs_ = 0;  // number of active runs
 };
 
-// Pages of all that a cache holds stand in one table.
+// Visits the pointers of operands; keys, values and factors of a cache share one page table.
 constexpr auto each_cache = [](fusion::DecodeOperands &o, auto visit) {
     each_place(o, visit);
     const auto cache = [&](const char *name, Cache &c) {
@@ -209,7 +209,7 @@ constexpr auto each_cache = [](fusion::DecodeOperands &o, auto visit) {
     visit("out_scale", o.out_scale.base), visit("out_offset", o.out_offset.base);
 };
 
-// A plan with the views of its operands, which say how they lie: a call brings only where they begin.
+// A plan with the memory layout of its operands; a call passes only their addresses.
 struct PreparedDecode {
     nb::object plan;
     DecodeArgument given;
@@ -225,7 +225,7 @@ std::unique_ptr<PreparedDecode> prepare(nb::object self, const nb::tuple &operan
     return std::make_unique<PreparedDecode>(std::move(self), of, operands, names);
 }
 
-// Tensors in the order of the names, None for statistics that are not read.
+// Runs a prepared call on tensors in the order of the names; None for statistics that are not read.
 std::int64_t run_prepared(const PreparedDecode &self, int threads, const nb::args &tensors) {
     require_threads(threads);
     const auto &of = nb::cast<const Decode &>(self.plan);

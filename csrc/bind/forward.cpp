@@ -1,4 +1,5 @@
-// ForwardPlan as Python sees it: integers and int64 arrays in, results written where the caller's views point.
+// The Python bindings of ForwardPlan: arguments are integers and int64 arrays; results are written to the memory of the
+// caller's views.
 
 #include "bind/arguments.h"
 #include "plan/forward.h"
@@ -36,7 +37,7 @@ constexpr auto each_row = [](fusion::Operands &o, auto visit) {
     visit("k", o.k.base), visit("v", o.v.base), visit("k_rope", o.k_rope.base);
 };
 
-// A plan with the views of its operands, which say how they lie: a call brings only where they begin.
+// A plan with the memory layout of its operands; a call passes only their addresses.
 struct PreparedForward {
     nb::object plan;
     OperandsArgument given;
@@ -52,7 +53,7 @@ std::unique_ptr<PreparedForward> prepare(nb::object self, const nb::tuple &opera
     return std::make_unique<PreparedForward>(std::move(self), plan, operands, names);
 }
 
-// Tensors in the order of the names, None for statistics that are not read.
+// Runs a prepared call on tensors in the order of the names; None for statistics that are not read.
 std::int64_t run_prepared(const PreparedForward &self, int threads, const nb::args &tensors) {
     require_threads(threads);
     const auto &plan = nb::cast<const fusion::ForwardPlan &>(self.plan);

@@ -74,8 +74,8 @@ const fusion::Variant &find_variant(const std::string &name, const std::optional
     return *std::find_if(all.begin(), all.end(), [&](const fusion::Built &b) { return name == b.name; })->variant;
 }
 
-// Small whole numbers: every product and partial sum is exact in float32 and every input in bfloat16, so the result
-// does not depend on the number of lanes.
+// Runs one product of a variant on small integers and returns its results for a comparison at import: every product and
+// sum is exact in float32 and every input in bfloat16, so the results do not depend on the number of lanes.
 nb::dict variant_probe(const std::string &name, const std::optional<Names> &within) {
     const fusion::Variant &variant = find_variant(name, within);
     constexpr int count = 1003;  // not a multiple of any vector, so the tail is exercised too
@@ -125,11 +125,12 @@ nb::dict cpu_features() {
     return out;
 }
 
-// The thread that Python runs handlers of signals in, when this module was imported.
+// The thread in which Python runs signal handlers, as determined at import.
 unsigned long main_thread = 0;
 
-// Runs handlers of signals that have arrived, as Python does between two of its instructions; whether one has raised.
-// Called without Python's lock, which another thread may hold for some ms: never asked for where no handler runs.
+// Runs handlers of pending signals, as Python does between two instructions; returns true if one has raised. Called
+// without the GIL, which another thread may hold for milliseconds, and which is therefore only acquired to run
+// handlers.
 bool signals_stop() {
     if (PyThread_get_thread_ident() != main_thread) return false;
     const nb::gil_scoped_acquire held;
@@ -143,7 +144,7 @@ void watch_signals() {
         try {
             std::rethrow_exception(thrown);
         } catch (const fusion::Interrupted &) {
-            // Python's exception is set: the handler has raised it.
+            // The exception of the handler is set in Python.
         }
     });
 }
@@ -159,9 +160,9 @@ void bind_signature(nb::module_ &m);  // bind/signature.cpp
 
 NB_MODULE(_native, m) {
     m.doc() = "The native CPU core of fusion_attention.";
-    fusion::built_variants();  // ask the CPU once, now
+    fusion::built_variants();  // detects the CPU's features once
     watch_signals();
-    // Plans live in a Python cache until the interpreter ends, and it may end without taking them down.
+    // Plans are in a Python cache until the interpreter ends, which may not release them.
     nb::set_leak_warnings(false);
 
     m.def(

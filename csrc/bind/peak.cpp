@@ -1,4 +1,4 @@
-// The machine's own limits, measured: arithmetic of one variant, and reading memory.
+// Measurements of the machine's limits: arithmetic of one variant, and reading memory.
 
 #include "bind/arguments.h"
 #include "plan/team.h"

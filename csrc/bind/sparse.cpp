@@ -1,4 +1,4 @@
-// SparsePlan and IndexerPlan as Python sees them.
+// The Python bindings of SparsePlan and IndexerPlan.
 
 #include "bind/arguments.h"
 #include "plan/indexer.h"
@@ -12,8 +12,8 @@ namespace {
 
 using fusion::SparseProblem;
 
-// Rows, or rows of a paged cache: behind the five values of rows (address and stride_head as arrays) come the address
-// of the table, its stride, page_size and stride_page.
+// Rows, or rows of a paged cache, whose tuple has, after the five values of rows (address and stride_head as arrays),
+// the address of the page table, its stride, page_size and stride_page.
 struct KeysArgument {
     RowsArgument rows;
     fusion::KeySource keys;
@@ -29,7 +29,7 @@ struct KeysArgument {
         keys.stride_table = item<std::int64_t>(t, 6);
         keys.page_size = item<std::int64_t>(t, 7);
         keys.stride_page = item<std::int64_t>(t, 8);
-        // A table without columns has no address: no sequence has a key then, and nothing is read.
+        // A page table without columns has no address; no sequence has a key then, and nothing is read.
         if (keys.page_size < 1) refuse(std::string(name) + " has no pages");
     }
 
@@ -64,9 +64,9 @@ SparseProblem sparse_problem_of(const nb::tuple &t) {
     return p;
 }
 
-// What a call reads and writes, in the order in which Python gives it; holds the arrays that the views point into.
+// Operands and results of a call, in the order of the Python tuple; keeps references to the arrays of the views.
 struct SparseArgument {
-    bool writes;  // gradients
+    bool writes;  // true if gradients are written
     RowsArgument q, q_rope, indices;
     KeysArgument k, k_rope, v;
     RowsArgument out, max, sum, weights, values, dout, dlse, dq, dq_rope, dk, dk_rope, dv, dweights;
@@ -74,7 +74,7 @@ struct SparseArgument {
     RowsArgument dk_compressed, dv_compressed, target;
     fusion::SparseOperands operands;
 
-    enum class Of { forward, backward, loss };  // a loss starts from no gradient; its attention is that of a forward
+    enum class Of { forward, backward, loss };  // a loss has no incoming gradient, and its attention is a forward
 
     SparseArgument(const nb::tuple &t, const SparseProblem &p, Of of, std::size_t n)
         : writes(of != Of::forward), q(at(t, 0), "q", p.dim_qk, n), q_rope(at(t, 1), "q_rope", p.dim_rope, n),
@@ -131,10 +131,10 @@ struct SparseArgument {
                     item<bool>(t, 21)};
     }
 
-    // Lists of an indexer need none, and an attention without heads is none.
+    // True if the problem has softmax statistics: not an indexer with lists, nor an attention without heads.
     static bool has_statistics(const SparseProblem &p) { return p.heads_q && !(p.indexes && p.select_count); }
 
-    // Elements of rows that a problem's sizes do not determine; 0: there are none.
+    // The number of elements of rows whose length is not a size of the problem; 0 if the operand is missing.
     static std::int64_t width_of(const nb::tuple &t, std::size_t i) {
         const nb::object from = at(t, i);
         return from.is_none() ? 0 : item<std::int64_t>(nb::cast<nb::tuple>(from), 4);
@@ -205,7 +205,7 @@ void run_indexer(const fusion::IndexerPlan &self, int threads, const nb::tuple &
     self.run(given.operands, threads);
 }
 
-// What a forward reads and writes.
+// Visits the pointers of operands and results of a forward.
 constexpr auto each_selected = [](fusion::SparseOperands &o, auto visit) {
     const auto keys = [&](const char *name, fusion::Keys &k) {
         visit(name, k.rows.base);
@@ -217,7 +217,7 @@ constexpr auto each_selected = [](fusion::SparseOperands &o, auto visit) {
     visit("weights", o.weights.base), visit("values", o.values.base);
 };
 
-// An indexer's plan with the views of its operands, which say how they lie: a call brings only where they begin.
+// A plan of the indexer with the memory layout of its operands; a call passes only their addresses.
 struct PreparedIndexer {
     nb::object plan;
     SparseArgument given;
@@ -233,7 +233,7 @@ std::unique_ptr<PreparedIndexer> prepare(nb::object self, const nb::tuple &opera
     return std::make_unique<PreparedIndexer>(std::move(self), plan, operands, names);
 }
 
-// Tensors in the order of the names; no row is left for others to complete.
+// Runs a prepared call on tensors in the order of the names; every row is written.
 std::int64_t run_prepared(const PreparedIndexer &self, int threads, const nb::args &tensors) {
     require_threads(threads);
     const auto &plan = nb::cast<const fusion::IndexerPlan &>(self.plan);

@@ -11,8 +11,8 @@
 namespace fusion::capi {
 namespace {
 
-// For each thread: the text that aclGetRecentErrMsg() returns next, and the text that it returned last. Programs may
-// call it at exit from destructors, after their thread's texts were destroyed.
+// Per thread: the text that aclGetRecentErrMsg() returns next, and the text that it returned last. Programs may call it
+// at exit from destructors, after their thread's texts were destroyed.
 thread_local bool texts_ended = false;
 struct Messages {
     ~Messages() { texts_ended = true; }

@@ -14,7 +14,7 @@ constexpr const char *kinds[] = {"ACL_MEMCPY_HOST_TO_HOST", "ACL_MEMCPY_HOST_TO_
                                  "ACL_MEMCPY_DEVICE_TO_DEVICE", "ACL_MEMCPY_DEFAULT"};
 // Newer names of three kinds, which specify buffering and the positions of devices.
 constexpr int newer[] = {host_to_device, device_to_device, device_to_device};
-// All addresses of a program are below.
+// An upper bound of the addresses of a program.
 constexpr std::uintptr_t last_address = ~std::uintptr_t{0} >> 8;
 
 std::string bytes(std::size_t count) { return std::to_string(count) + " bytes"; }
@@ -182,7 +182,7 @@ std::size_t grain_of(int policy) {
     if (policy < 0 || policy > 0x7fff) {
         throw Refusal(invalid_param, "policy: expected an aclrtMemMallocPolicy, got " + std::to_string(policy));
     }
-    // Of the first six, every third requests no huge pages; further bits state the memory's purpose.
+    // Every third of the first six policies requests no huge pages; further bits state the memory's purpose.
     const int kind = policy & 0xff;
     return kind == 2 || kind == 5 ? small_page : huge_page;
 }

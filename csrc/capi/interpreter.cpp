@@ -37,8 +37,8 @@ std::string parent(const std::string &path) {
     return slash == std::string::npos ? "" : path.substr(0, slash);
 }
 
-// The environment around a path: .../lib/python3.11/site-packages/... (of a user's own packages: the python3.11 of
-// PATH), or a folder above with an environment in .venv.
+// Returns the environment that contains a path: .../lib/python3.11/site-packages/... (for packages of a user, the
+// python3.11 of PATH), or a parent folder with an environment in .venv.
 std::string environment_of(const std::string &path) {
     std::string version;  // "python3.11", once passed on the way up
     for (std::string at = parent(path); !at.empty(); at = parent(at)) {

@@ -12,8 +12,8 @@ struct Interpreter {
     std::vector<std::string> libraries;  // candidate files of that name, most likely first; empty: no shared library
 };
 
-// FUSION_ATTENTION_PYTHON, or the environment that this library lies in, or a source tree's .venv, or python3 of PATH.
-// Throws a Refusal where none runs.
+// Returns the interpreter of FUSION_ATTENTION_PYTHON, or of the environment that contains this library, or of a source
+// tree's .venv, or python3 of PATH. Throws a Refusal if none runs.
 Interpreter find_interpreter();
 
 }  // namespace fusion::capi

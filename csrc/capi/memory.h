@@ -47,8 +47,8 @@ struct Allocation {
     Allocation &operator=(const Allocation &) = delete;
 
     char *address;
-    std::size_t asked;    // by the program
-    std::size_t granted;  // as the chip would: whole pages
+    std::size_t asked;    // bytes requested by the program
+    std::size_t granted;  // rounded up to pages, as on the chip
     bool host;
     std::atomic<bool> alive = true;  // false once freed; owners of this object may still read the memory
     const DeviceFunctions *functions = nullptr;

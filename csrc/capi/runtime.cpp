@@ -11,7 +11,7 @@ namespace fusion::capi {
 namespace {
 
 struct Process {
-    std::mutex mutex;  // of aclInit() and aclFinalize() as a whole
+    std::mutex mutex;  // held for all of aclInit() and aclFinalize()
     // Locked only briefly: operators read the settings, some under Python's lock, for which aclInit() may wait.
     std::mutex settings_mutex;
     std::shared_ptr<const Settings> settings;
@@ -89,7 +89,7 @@ void set_settings(Process &own, std::shared_ptr<const Settings> settings) {
     own.settings.swap(settings);
 }
 
-// Under the lock of a process whose runtime does not run.
+// Starts the runtime; the caller holds the lock of the process, whose runtime does not run.
 void begin(Process &own, const char *path) {
     Configuration found = configuration_of(path);
     own.functions = nullptr;
@@ -104,8 +104,8 @@ void begin(Process &own, const char *path) {
     own.running = true;
 }
 
-// Under the lock of a process whose runtime runs. The memory that ends with it, to be given back behind the lock: that
-// may take Python's, which others hold who wait for this one.
+// Ends the runtime; the caller holds the lock of the process. Returns its memory, which the caller frees after it
+// releases the lock: freeing may need Python's lock, whose holder may wait for this one.
 Allocations end(Process &own, const Call &call) {
     if (own.checked) {
         Leaks leaks;

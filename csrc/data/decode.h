@@ -1,5 +1,5 @@
-// What a decode reads besides the operands that every forward has: keys and values at addresses or in pages, perhaps as
-// stored integers. Plain data, shared by the baseline code and every variant.
+// Operands of decode in addition to those of every forward: keys and values at addresses or in pages, also quantised to
+// integers. Plain data, shared by the baseline code and every variant.
 
 #pragma once
 
@@ -11,10 +11,10 @@ enum class Storage : int { float32, float16, bfloat16, int8, int4 };  // int4: t
 enum class Dequant : int { none, channel, token };
 enum class Rounding : int { none, even, away };  // of an int8 result: halves to even, or away from zero
 
-// Rows of neighbouring elements. Token t of (sequence b, head h) starts at element
-//   address[b] + h * stride_head[b] + t * stride_token                            where table is null, else
+// Rows of contiguous elements. The row of token t of (sequence b, head h) starts at element
+//   address[b] + h * stride_head[b] + t * stride_token                            if table is null, else
 //   table[b * table_stride + t / page_size] * stride_page + h * page_stride_head + t % page_size * stride_token
-// Where piece is not 0, only so many are neighbours, and such pieces of a row lie stride_piece elements apart.
+// If piece is not 0, a row consists of fragments of that many contiguous elements, stride_piece elements apart.
 struct Cache {
     const char *base = nullptr;
     std::int64_t item = 0;  // bytes of an element
@@ -39,27 +39,27 @@ struct DecodeProblem : Problem {
     Storage storage;  // of k and v
     Rounding rounding;
     bool shares_kv;
-    std::int64_t common_keys = 0;  // first keys of every sequence that are the same rows of memory
+    std::int64_t common_keys = 0;  // length of the prefix of keys that all sequences share in memory
 };
 
-struct DecodeOperands : Operands {  // k, v and k_rope of the base are not used
+struct DecodeOperands : Operands {  // k, v and k_rope of Operands are not used
     Cache keys, values, key_ropes;
     Quantised quantised_keys, quantised_values;
     PerChannel out_scale, out_offset;
-    Cache common_keys = {}, common_values = {};  // of a sequence 0; keys and values hold what comes behind them
+    Cache common_keys = {}, common_values = {};  // the shared prefix, as sequence 0; keys and values hold the rest
 };
 
-// Rows of a sequence and key/value head are counted token by token, and within a token by query head of the group. A
-// unit is rows [row0, row1) of `heads` heads from `head` on and keys [begin, end), which lie in one leaf. Where it
-// meets common keys, tokens are counted over all sequences, and `tokens` says whose each is.
+// Rows of a sequence and key/value head are numbered token by token, and within a token by query head of the group. A
+// unit consists of rows [row0, row1) of `heads` heads from `head` on and keys [begin, end) of one leaf. For common
+// keys, tokens are numbered over all sequences, and `tokens` has the sequence of each.
 struct DecodeToken {
     std::int64_t seq, token;
 };
 struct DecodeUnit {
     std::int64_t seq, head, heads, row0, row1, begin, end;
-    bool placed;  // the unit before it on this scratch memory has left there what it needs of the same rows
+    bool placed;  // the previous unit on this scratch memory has prepared the same rows
     const DecodeToken *tokens = nullptr;
-    std::int64_t first_own = 0;  // the key that is the first one of the cache
+    std::int64_t first_own = 0;  // number of the first key in the cache
 };
 
 struct DecodeRows {  // rows whose partial results are merged: `count` of them, `stride` floats apart
@@ -72,12 +72,12 @@ struct DecodeJob {
     const Sequence *sequences;
 };
 
-constexpr std::int64_t decode_tile = 128;   // keys whose scores are weighed together
-constexpr std::int64_t decode_rows = 64;    // rows of a head of a unit, at most
-constexpr std::int64_t decode_slots = 128;  // and of a unit, each head's rounded up to slots_of()
+constexpr std::int64_t decode_tile = 128;   // keys per softmax step
+constexpr std::int64_t decode_rows = 64;    // most rows of a head in a unit
+constexpr std::int64_t decode_slots = 128;  // most rows of a unit, with those of each head rounded up to slots_of()
 
-// Keys are cut into leaves, so that one sequence gives many cores work, and a partial result begins with each. Those of
-// a run are merged before those of different runs are. Both are cut at multiples of these, whatever else is computed.
+// Keys are divided into leaves, so that one sequence occupies many cores; each leaf has a partial result. Partial
+// results of a run are merged before those of different runs. Both begin at multiples of these numbers for any batch.
 constexpr std::int64_t decode_leaf = 512, decode_run = 4096;
 
 constexpr std::int64_t slots_of(std::int64_t rows) { return (rows + 15) / 16 * 16; }

@@ -1,5 +1,5 @@
-// What the core computes and where it lies in memory: plain data, shared by the baseline code and every variant.
-// No functions: each variant compiles its own (simd/rows.h).
+// Problems and operands of attention as plain data, shared by the baseline code and every variant. No functions: each
+// variant compiles its own (simd/rows.h).
 //
 // Lengths, strides and addresses have been checked when they arrive here; kernels validate nothing.
 
@@ -14,7 +14,7 @@ enum class Dtype : int { float32, float16, bfloat16 };
 enum class Bias : int { none, matrix, table, slopes, slopes_sqrt };
 enum class Dropout : int { none, bits, philox };
 
-constexpr std::int64_t table_rows = 1024;  // of a Bias::table, the last rows of each sequence
+constexpr std::int64_t table_rows = 1024;  // rows of a Bias::table: the last rows of each sequence
 
 struct Problem {
     std::int64_t heads_q, heads_kv, dim_qk, dim_v, dim_rope;
@@ -24,14 +24,14 @@ struct Problem {
     bool bias_scaled, has_blocked, has_sink;
     Dropout dropout;
     double keep_prob;
-    std::int64_t keep_below;     // a 16-bit draw below this is kept
-    bool has_row_scale = false;  // products of a row are multiplied by a factor of its own
-    double softcap = 0.0;        // scaled products x become softcap * tanh(x / softcap), before any bias; 0: they stay
+    std::int64_t keep_below;     // dropout keeps elements whose 16-bit random number is below this
+    bool has_row_scale = false;  // products of each row are multiplied by its element of row_scale
+    double softcap = 0.0;        // scaled products x become softcap * tanh(x / softcap), before any bias; 0: no cap
     bool has_blocked_tiles = false;
-    bool wide_results = false;  // out, or the gradients of rows and keys, are float32, to be added up
+    bool wide_results = false;  // out, or the gradients of rows and keys, are float32, for later sums
 };
 
-// Rows of neighbouring elements: (sequence b, head h, token t) starts at element
+// Rows of contiguous elements: the row of (sequence b, head h, token t) starts at element
 // address[b] + h * stride_head[b] + t * stride_token.
 struct Rows {
     void *base = nullptr;
@@ -40,7 +40,7 @@ struct Rows {
     std::int64_t stride_token = 0;
 };
 
-// A value per (head, row, key) of each sequence, or a bit: (b, h, i, j) lies at address[b] + h * stride_head[b] +
+// A value or a bit per (sequence, head, row, key): that of (b, h, i, j) is at address[b] + h * stride_head[b] +
 // i * stride_row[b] + j * stride_key. Broadcast axes have stride 0; stride_key is 0 or 1.
 struct Matrix {
     const void *base = nullptr;
@@ -49,59 +49,58 @@ struct Matrix {
     const std::int64_t *stride_row = nullptr;
     std::int64_t stride_key = 0;
     Dtype dtype = Dtype::float32;
-    const std::int64_t *first = nullptr;  // of bits: keys before it have none, and are not blocked; null: 0
+    const std::int64_t *first = nullptr;  // of bits: first key with a bit; earlier keys are not blocked; null: 0
 };
 
 struct Operands {
-    Rows q, k, v, out, max, sum, q_rope, k_rope;  // no forward writes statistics where max has no base
+    Rows q, k, v, out, max, sum, q_rope, k_rope;  // without max.base, the forward writes no statistics
     Matrix bias, blocked, drop_bits;
     const float *slopes = nullptr;  // [sequences, heads_q]
     const float *sink = nullptr;    // [heads_q]
     std::uint64_t seed = 0;
     std::uint32_t offset = 0;
     Rows row_scale = {};  // float32
-    // A number per tile of 128 rows by 128 keys, counted in tiles: -1 (all is blocked), -2 (nothing is), or whose
-    // bits, of so many tiles: 128 rows of 16 bytes each, least significant bit first, set where a key is not seen.
+    // A number per tile of 128 rows by 128 keys: -1 (all blocked), -2 (none blocked), or an index into an array of bits
+    // of tiles: 128 rows of 16 bytes each, least significant bit first, set for blocked keys.
     Matrix blocked_tiles = {};
     const std::uint8_t *blocked_bits = nullptr;
     std::int64_t blocked_count = 0;
 };
 
-// What the backward reads and writes. dbias is added to, in float32, where the bias was read; or, where each of its
-// elements belongs to one pair of a row and a key alone, it is written in its own dtype, with zeros for pairs that are
-// not seen.
+// Gradients that the backward reads and writes. dbias accumulates in float32 with the layout of the bias; or, if each
+// element belongs to a single (row, key) pair, it is written once in its dtype, with zeros for hidden keys.
 struct Gradients {
-    Rows dout, dlse, dq, dk, dv, dq_rope, dk_rope;  // dlse: float32, of max + log(sum); no base: there is none
+    Rows dout, dlse, dq, dk, dv, dq_rope, dk_rope;  // dlse: float32, for max + log(sum); optional
     Matrix dbias;
     float *dsink = nullptr;  // [heads_q]
     bool owns_dbias = false;
 };
 
-// Row i sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)). Of a part of a longer sequence: where its
-// first row and key stand there, as dropout counts them, and the stream that dropout draws of for head 0.
+// Keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)) are visible to row i. A sequence may be a chunk of a
+// longer one: dropout uses the positions of its first row and key there, and the random stream of head 0.
 struct Sequence {
     std::int64_t q_len, kv_len, lo, hi, prefix, shift, first_row = 0, first_key = 0, stream = 0;
-    // Of a second key source: how many keys it has, and that row i sees the first (i + compressed_hi) / ratio of them.
+    // A second key source: its number of keys, of which the first (i + compressed_hi) / ratio are visible to row i.
     std::int64_t compressed_len = 0, compressed_hi = 0;
 };
 
-struct Tile {  // query rows [row0, row1) of a sequence, which meet keys [begin, end)
+struct Tile {  // query rows [row0, row1) of a sequence and keys [begin, end), which contain their visible keys
     std::int64_t seq, row0, row1, begin, end;
 };
 
-// Keys and values [key_begin, key_end) of one sequence and key/value head, packed once for all that read them.
+// Keys and values [key_begin, key_end) of one sequence and key/value head, packed once for all tiles that read them.
 struct Unit {
-    std::int64_t seq, head, key_begin, key_end;  // whole panels; the last may end behind the sequence
+    std::int64_t seq, head, key_begin, key_end;  // complete panels; the last may end behind the sequence
     char *packed;
 };
 
 struct PrefetchRows {  // rows of memory that are read or written soon
     const char *first;
-    std::int64_t stride, rows, bytes;  // from row to row; how many; of each
+    std::int64_t stride, rows, bytes;  // stride of rows in bytes; number of rows; bytes of each
 };
 
-// What is asked for while a tile is computed: what its thread reads next, and the backward's results that are stored
-// soon. Nothing depends on it.
+// Memory to prefetch while a tile is computed: operands that its thread reads next, and results of the backward that
+// are stored soon. No result depends on it.
 struct Prefetches {
     static constexpr int most = 16;  // keys, their gradients, and three of each of four tiles of rows
     PrefetchRows parts[most];
@@ -115,12 +114,12 @@ struct Prefetches {
 struct RowTile {  // query rows [row0, row1) of one head, packed for the backward
     std::int64_t seq, head, row0, row1;
     void *memory;
-    bool fresh = false;  // they have met no keys: their dq is zero, whatever lies there
+    bool fresh = false;  // no tile of keys has been processed yet: dq in memory is undefined and counts as zero
 };
 
-// Tiles of keys add to a tile of rows in their order, a few rows at a time: wait() returns when it is this one's turn
-// to add to dq and dbias of the rows before `row` of the tile, false: the run is given up, and so is the tile; done()
-// says that it has. Without functions no one else does.
+// Order in which tiles of keys add to a tile of rows, a few rows at a time. wait() returns true when earlier tiles have
+// added to dq and dbias of all rows before `row` of the tile, and false if the run was cancelled, which ends the tile;
+// done() reports that this one has added. Null functions: no other thread adds to these rows.
 struct RowTurn {
     void *state = nullptr;
     bool (*wait)(void *state, std::int64_t row) = nullptr;
@@ -132,7 +131,7 @@ struct KeyTile {  // keys [key0, key1) of one key/value head, and a thread's mem
     void *memory;
 };
 
-struct RowNotes {        // what packing found in a tile of rows
+struct RowNotes {        // results of packing a tile of rows
     std::int64_t means;  // empty rows in mean form
     float dsink;
 };
@@ -143,9 +142,9 @@ struct Job {
     const Problem *problem;
     const Operands *operands;
     const Sequence *sequences;
-    const Gradients *gradients = nullptr;  // the backward's
+    const Gradients *gradients = nullptr;  // of the backward only
     bool streamed = false;                 // results of the backward are written past the caches
-    // Where the forward's keys lie, if that is a cache, and how many of them all sequences have in common.
+    // The cache with the keys of the forward, if they are in one, and the length of their common prefix.
     const DecodeOperands *cache = nullptr;
     std::int64_t common_keys = 0;
 };

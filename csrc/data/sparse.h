@@ -1,4 +1,4 @@
-// What selections of keys and the lightning indexer compute and where it lies in memory: plain data, as data/problem.h.
+// Problems and operands of attention to selected keys and of the lightning indexer: plain data like data/problem.h.
 
 #pragma once
 
@@ -6,16 +6,16 @@
 
 namespace fusion {
 
-// Rows of keys: where `table` is given, token t lies in slot t % page_size of page table[b * stride_table +
-// t / page_size], and addresses and strides count from that page.
+// Rows of keys. With a page table, token t is in slot t % page_size of page table[b * stride_table + t / page_size],
+// and addresses and strides count from that page.
 struct KeySource {
     Rows rows;
     const std::int32_t *table = nullptr;
     std::int64_t stride_table = 0, page_size = 0, stride_page = 0;
 };
 
-// Where a problem has two key sources, those of the second are numbered behind the first's: key j of sequence b is key
-// j - kv_len[b] of `compressed` from kv_len[b] on.
+// One or two key sources. Keys of the second are numbered after those of the first: key j >= kv_len[b] of sequence b is
+// key j - kv_len[b] of `compressed`.
 struct Keys : KeySource {
     KeySource compressed = {};
     const std::int64_t *kv_len = nullptr;  // null: there is one source
@@ -27,17 +27,17 @@ struct SparseProblem {
     Dtype dtype;
     double scale;
     bool has_sink, shares_kv;
-    std::int64_t select_count;  // entries of a row's list; 0: no list (two sources: all of the second that it sees)
-    std::int64_t select_block;  // keys that an entry stands for
-    bool indexes;               // the lightning indexer
-    Dtype weights_dtype;        // of its weights
-    bool wide_values = false;   // its values are float32, whatever dtype is
-    // Rows for which one key of a second source is added to those that a row sees: it reads its whole band of the first
-    // source, and lists name keys of the second. 0: one source.
+    std::int64_t select_count;  // entries of a row's list; 0: no list (two sources: all visible keys of the second)
+    std::int64_t select_block;  // keys per entry
+    bool indexes;               // true for the lightning indexer
+    Dtype weights_dtype;        // of the indexer's weights
+    bool wide_values = false;   // values of the indexer are float32 for every dtype
+    // With a second key source, one more of its keys is visible every compressed_ratio rows; a row then reads its
+    // complete band of the first source, and lists name keys of the second. 0: one source.
     std::int64_t compressed_ratio = 0;
-    std::int64_t ratio = 1;      // rows for which one key is added to those that a row sees (of one source)
-    std::int64_t most_keys = 0;  // that a row reads, at most: a plan finds it
-    bool unit_target = false;    // of a loss: its given target counts as one that sums to 1
+    std::int64_t ratio = 1;      // with one source: one more key is visible every `ratio` rows
+    std::int64_t most_keys = 0;  // the most keys that a row reads; computed by the plan
+    bool unit_target = false;    // of a loss: the sum of a row's target is taken as 1
 };
 
 struct SparseOperands {
@@ -45,19 +45,19 @@ struct SparseOperands {
     Keys k, k_rope, v;
     Rows out, max, sum;
     const float *sink = nullptr;                    // [heads_q]
-    Rows weights, values;                           // of the indexer; values of a loss: y, where rows read, or null
+    Rows weights, values;                           // of the indexer; values of a loss: y for every key read, or null
     Rows dout, dlse, dq, dq_rope, dk, dk_rope, dv;  // dout: of the indexer, dvalues; dlse: as in Gradients
     Rows dweights, dk_compressed, dv_compressed;
     Rows target;             // of a loss without an attention: float32, an element per entry of a list, or per key
     float *dsink = nullptr;  // [heads_q]
-    bool wide_keys = false;  // dk, dk_rope, dv and those of a second source are float32, whatever dtype is
+    bool wide_keys = false;  // dk, dk_rope, dv and those of a second source are float32 for every dtype
 };
 
 struct SparseJob {
     const SparseProblem *problem;
     const SparseOperands *operands;
     const Sequence *sequences;
-    // Of a loss, whose problem is the indexer: the attention that the indexer learns from.
+    // The attention whose probabilities are the target of a loss; the problem of a loss is the indexer.
     const SparseProblem *attention = nullptr;
     const SparseOperands *attended = nullptr;
 };
@@ -67,8 +67,8 @@ struct SparseItem {
     std::int64_t seq, head_kv, head0, heads, row;
 };
 
-// Items of a loss over all keys add to shared rows of key gradients in their order: an item says up to where it is done
-// and waits for earlier items that are not yet done with keys [first, last]; false: the run is given up, and so is the
+// Order in which items of a loss over all keys add to shared rows of key gradients: an item reports the key up to which
+// it has added, and waits for earlier items to finish keys [first, last]. False: the run was cancelled, which ends the
 // item.
 struct Turn {
     void *state;
@@ -77,11 +77,11 @@ struct Turn {
     void (*done)(void *state, std::int64_t item, std::int64_t next, std::int64_t last);
 };
 
-// What an item of a list adds to sums of keys, kept until it is added, a range of keys at a time. Ranges consist of
-// strips of `strip_keys` neighbouring keys.
+// The contributions of an item with a list to the sums of keys, stored until they are added, a range of keys at a time.
+// Ranges consist of strips of `strip_keys` contiguous keys.
 struct Notes {
     void *memory;
-    std::int32_t *starts;  // [strip + 1]: how many keys of the list, which are in ascending order, lie before a strip
+    std::int32_t *starts;  // [strips + 1]: number of keys of the list, in ascending order, before each strip
     std::int64_t strip_keys;
 };
 
@@ -95,7 +95,7 @@ struct KeySums {
     float *memory;
 };
 
-constexpr std::int64_t loss_tile_rows = 144;  // rows of a loss without selection that read a block of keys together
-constexpr std::int64_t index_tile_rows = 8;   // rows of the indexer that read a chunk of keys together
+constexpr std::int64_t loss_tile_rows = 144;  // rows per tile of a loss without selection
+constexpr std::int64_t index_tile_rows = 8;   // rows per tile of the indexer
 
 }  // namespace fusion

@@ -1,4 +1,4 @@
-// What the model of tiles counts. Tile registers themselves: simd/tiles.h.
+// Counters of the software model of tile registers (simd/tiles_model.h).
 
 #pragma once
 
@@ -6,12 +6,12 @@
 
 namespace fusion {
 
-struct TileCounts {  // of instructions
+struct TileCounts {  // numbers of instructions
     std::int64_t loads, stores, products;
 };
 
-// Of the calling thread, since it began. No thread_local: in other files that needs a function, which a variant may not
-// show.
+// Counts of the calling thread since its start. Not thread_local, because access from other files would call a function
+// that a variant may not export.
 extern __thread TileCounts tile_counts;
 
 }  // namespace fusion

@@ -1,5 +1,5 @@
-// What one instruction-set variant offers for selected keys and for the lightning indexer: what data/variant.h is for
-// dense attention and decode.
+// Tables of the functions of one instruction-set variant for selected keys and the lightning indexer; data/variant.h
+// has those for dense attention and decode.
 
 #pragma once
 
@@ -10,13 +10,14 @@ namespace fusion {
 struct SparseKernels {  // sizes are bytes and multiples of 64
     std::int64_t panel;
     std::size_t (*scratch_bytes)(const SparseProblem &, std::int64_t heads);
-    std::int64_t (*attend)(const SparseJob &, const SparseItem &, void *scratch);  // returns 1 where no key is seen
-    // The backward, and the loss where rows have lists: what an item adds to sums of keys is noted, and added by
-    // add_keys, a range of keys at a time, while notes that are added next, unless they are null, are asked for.
+    std::int64_t (*attend)(const SparseJob &, const SparseItem &,
+                           void *scratch);  // returns 1 if the row has no visible key
+    // The backward, and the loss with lists: contributions of an item to sums of keys are stored in notes and added by
+    // add_keys, a range of keys at a time, which also prefetches the notes that are added next, unless they are null.
     std::size_t (*gradient_bytes)(const SparseProblem &, std::int64_t heads);
-    std::size_t (*notes_bytes)(const SparseProblem &, std::int64_t heads);  // without starts
-    std::int64_t (*sum_columns)(const SparseProblem &);                     // floats of a row of KeySums
-    // dsink_share: [heads of the item], what the row adds to dsink.
+    std::size_t (*notes_bytes)(const SparseProblem &, std::int64_t heads);  // without Notes::starts
+    std::int64_t (*sum_columns)(const SparseProblem &);                     // floats per row of KeySums
+    // dsink_share: [heads of the item], the row's contribution to dsink.
     void (*gradient)(const SparseJob &, const SparseItem &, const Notes &, float *dsink_share, void *scratch);
     void (*list_loss)(const SparseJob &, const SparseItem &, const Notes &, double *loss, void *scratch);
     void (*add_keys)(const SparseJob &, const SparseItem &, const Notes &, const Notes *next, const KeyRange &,
@@ -24,19 +25,20 @@ struct SparseKernels {  // sizes are bytes and multiples of 64
     void (*store_keys)(const SparseJob &, std::int64_t seq, std::int64_t head_kv, const KeySums &, std::int64_t first,
                        std::int64_t end);
     std::size_t (*loss_bytes)(const SparseProblem &attention, const SparseProblem &index);
-    // The loss without selection, of the loss_tile_rows rows from an item on.
+    // The loss without selection for loss_tile_rows rows, beginning with the row of an item.
     void (*tile_loss)(const SparseJob &, const SparseItem &, const Turn &, const KeySums &, double *loss,
                       void *scratch);
-    // The indexer's forward: keys packed once for all rows of a sequence, or (`packed` is null) a panel at a time.
+    // The indexer's forward; keys are packed once for all rows of a sequence, or, if `packed` is null, panel by panel.
     std::size_t (*index_packed_bytes)(const SparseProblem &, std::int64_t keys);
-    // Panels [first, end) of keys.
+    // Packs panels [first, end) of keys.
     void (*index_pack)(const SparseJob &, std::int64_t seq, std::int64_t first, std::int64_t end, char *packed);
     std::size_t (*index_scratch_bytes)(const SparseProblem &, std::int64_t rows);
-    // Writes the softmax statistics of rows [row0, row1), as many as index_rows takes.
+    // Writes the softmax statistics of rows [row0, row1), at most index_tile_rows.
     void (*index_stats)(const SparseJob &, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
                         void *scratch);
-    // Chooses for rows [row0, row1); or writes their scores of keys [first, end), index_chunk at most, `pitch` floats
-    // apart, and leaves choosing to index_choose; keys from `later` on are what this thread may meet next.
+    // index_rows selects keys for rows [row0, row1). index_scores only writes scores of keys [first, end), at most
+    // index_chunk, with rows `pitch` floats apart, for index_choose; `later` is the first key that this thread may read
+    // next.
     void (*index_rows)(const SparseJob &, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
                        void *scratch);
     void (*index_scores)(const SparseJob &, std::int64_t seq, std::int64_t row0, std::int64_t row1, std::int64_t first,

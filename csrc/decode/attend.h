@@ -1,10 +1,10 @@
-// Some rows of one sequence and a few key/value heads meet the keys of one leaf: partial results of peak, sum and
-// values.
+// The decode kernel of a unit: partial results (maximum, sum, values) of some rows of a sequence and a few key/value
+// heads for the keys of one leaf.
 //
-// All rows of a head share one pass over the keys, which are multiplied as they lie in the cache. A tile of keys is
-// scored for up to `lanes` rows at a time, weighed, and its values are added up; while one half of a tile is computed,
-// the next half is on its way from memory. Whatever is not finite is found when a chunk is done, and the chunk is
-// computed again with care. Start reading at attend_unit(); finish_rows() merges partial results.
+// All rows of a head share one pass over the keys, which are multiplied in the format of the cache. Scores of a tile of
+// keys are computed for up to `lanes` rows at a time, then weights, then the sum of values; the next half of a tile is
+// prefetched while one half is computed. Non-finite results are detected at the end of a unit, and the rows concerned
+// are computed again by add_row_carefully(). Start reading at attend_unit(); finish_rows() merges partial results.
 
 #pragma once
 
@@ -23,7 +23,7 @@ namespace decode {
 
 // ------------------------------------------------------------------------------------------- between the two products
 
-// Scales and offsets of the tokens whose stored integers were multiplied.
+// Applies scales and offsets of tokens to products with quantised integers.
 template <class F> void scale_scores(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t, float *scores) {
     const Floats sum = all(w.s.row_sum[w.slot(row)]);
     for (std::int64_t c = 0; c < t.count; c += lanes) {
@@ -33,7 +33,7 @@ template <class F> void scale_scores(const DecodeWork<F> &w, std::int64_t row, c
     }
 }
 
-// Which of the tile's keys a row sees, as bits; the scores of all others become -inf, whatever their product was.
+// Sets the bits of the tile's keys that are visible to a row; sets scores of all others to -inf.
 template <class F> void hide_row(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t, float *scores) {
     const std::int64_t token = w.token(row);
     const Sequence &seq = w.sequences[w.seq(row)];
@@ -48,7 +48,7 @@ template <class F> void hide_row(const DecodeWork<F> &w, std::int64_t row, const
 
 FUSION_INLINE float power(float x) { return exp2(all(x))[0]; }
 
-// The largest weight times its value's scale.
+// The largest product of a weight and the scale of its value.
 template <class F>
 float largest_product(const DecodeWork<F> &w, const DecodeTile &t, const float *scores, std::int64_t count,
                       float from) {
@@ -61,8 +61,8 @@ float largest_product(const DecodeWork<F> &w, const DecodeTile &t, const float *
     return largest_of(top);
 }
 
-// Scores become weights relative to the largest score so far; what was summed before shrinks by `fade`. Weights of
-// stored integers become whole numbers, of which each stands for `factor`.
+// Converts scores to weights relative to the largest score so far; `fade` is the factor of earlier sums. Weights of
+// quantised values are rounded to integers in units of `factor`.
 template <class F>
 __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
                                          float *scores, LinePrefetch &keys, std::int64_t lines) {
@@ -110,7 +110,7 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
 
 // ------------------------------------------------------------------------------------------------------------- values
 
-// Rows [i, i + M) of a block, N vectors of columns from column `d` on.
+// Adds weighted values to rows [i, i + M) of a block, N vectors of columns from column `d` on.
 template <class F, int M, int N>
 __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
                                           std::int64_t d, LinePrefetch &ahead) {
@@ -162,7 +162,8 @@ void value_block(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
 
 // ---------------------------------------------------------------------------------------------------------- with care
 
-// One row where something is not finite: select before multiply, and no weight of a key that is seen is 0.
+// Adds the keys of a tile to one row with non-finite elements: hidden keys are skipped, not multiplied by 0, and
+// weights of visible keys are never 0.
 inline void add_row_carefully(const DecodeWork<Floating> &w, std::int64_t row, const DecodeTile &t,
                               const float *scores) {
     float *state = w.state(row), *out = w.out(row), peak = state[0];
@@ -181,7 +182,7 @@ inline void add_row_carefully(const DecodeWork<Floating> &w, std::int64_t row, c
     for (std::int64_t d = 0; d < w.p.dim_v; ++d) out[d] *= fade;
     state[1] *= fade;
     for (std::int64_t c = 0; c < t.real; ++c) {
-        if (scores[c] == -infinity) continue;  // not seen: all others are so here
+        if (scores[c] == -infinity) continue;  // hidden
         const float weight = power((scores[c] - peak) * w.factor);
         const float *value = reinterpret_cast<const float *>(w.s.value_rows[c]);
         for (std::int64_t d = 0; d < w.p.dim_v; ++d) {
@@ -217,7 +218,8 @@ inline Meaning find_meaning(const Quantised &q, const KeySpan &span, const char 
     return {q.kind, scale, q.offset.base ? offset : nullptr};
 }
 
-// Finds the tile's rows and stages those that cannot be multiplied where they lie; false: not with such scales.
+// Finds the addresses of the tile's rows and converts those that cannot be multiplied in place; false if the scales are
+// not supported.
 template <class F> __attribute__((noinline)) bool load_tile(DecodeWork<F> &w, DecodeTile &t) {
     const DecodeUnit &u = w.unit;
     const std::int64_t own = u.first_own;
@@ -231,7 +233,7 @@ template <class F> __attribute__((noinline)) bool load_tile(DecodeWork<F> &w, De
             if (m.kind != Dequant::token) continue;
             if (!all_finite(m.scale, t.count) || (m.offset && !all_finite(m.offset, t.count))) return false;
         }
-        // Weights carry the scales of values.
+        // Weights include the scales of values.
         if (!F::signed_weights && t.values.kind == Dequant::token && any_negative(t.values.scale, t.count))
             return false;
     }
@@ -250,10 +252,10 @@ template <class F> __attribute__((noinline)) bool load_tile(DecodeWork<F> &w, De
     return true;
 }
 
-// Where a unit's tiles lie: its heads side by side in memory are met tile by tile, others one after the other, so that
-// neighbouring reads are neighbours in memory.
+// The order of a unit's (head, tile) pairs. If heads are adjacent in memory, all heads of a tile come first, else all
+// tiles of a head, so that consecutive reads are contiguous.
 struct TileOrder {
-    std::int64_t first, end, tiles, heads;  // first and end: whole vectors of keys
+    std::int64_t first, end, tiles, heads;  // first and end: rounded to vectors of keys
     bool by_tile;
 
     explicit TileOrder(const DecodeUnit &u, const Cache &keys)
@@ -266,11 +268,11 @@ struct TileOrder {
     std::int64_t key(std::int64_t step) const { return first + (by_tile ? step / heads : step % tiles) * decode_tile; }
 };
 
-// The rows of the keys of a step, or of the first one of the next unit: to be fetched ahead.
+// Finds the rows of the keys of a step, or of the first step of the next unit, for prefetches.
 template <class F>
 void find_next(DecodeWork<F> &w, const TileOrder &order, std::int64_t step, const DecodeUnit *next) {
     const DecodeUnit *u = &w.unit;
-    std::int64_t head = u->head, first = u->end - 1;  // nothing follows: rows that are near anyway
+    std::int64_t head = u->head, first = u->end - 1;  // without a next step: rows that are in the cache
     if (step < order.tiles * order.heads) {
         head += order.head(step), first = order.key(step);
     } else if (next && next->begin < next->end) {
@@ -288,7 +290,7 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
     LinePrefetch keys(w.s.next_rows, decode_tile, w.s.next_step, 0, shared, met_values);
     LinePrefetch values(w.s.value_rows, t.count, w.s.value_step, 0, w.values.piece ? 0 : value_bytes, met_keys);
     if (w.p.shares_kv && !w.keys.piece) values = {w.s.next_rows, decode_tile, 0, shared, key_bytes, met_keys};
-    bool scored = false;  // together with the block before
+    bool scored = false;  // computed together with the previous block
     for (std::int64_t row = 0; row < w.rows(); row += lanes) {
         const RowBlock b = w.block(row);
         float *const block_scores = w.s.scores + (scored ? lanes * decode_tile : 0);
@@ -314,10 +316,10 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
     }
 }
 
-// Brings columns in order and gives sums of stored integers their meaning; returns the rows, as bits, where something
-// is not finite.
+// Reorders columns and applies scales and offsets of channels to sums of quantised integers; returns the rows, as bits,
+// with non-finite results.
 template <class F> std::uint64_t settle(const DecodeWork<F> &w) {
-    // Floats have taken their meaning with them when they were staged.
+    // Floats were dequantised when they were converted.
     const Meaning v = F::integer ? channel_meaning(w.o.quantised_values, w.unit.seq, w.kv_head)
                                  : Meaning{Dequant::none, nullptr, nullptr};
     std::uint64_t nonfinite = 0;
@@ -349,8 +351,8 @@ template <class F> std::uint64_t settle(const DecodeWork<F> &w) {
     return nonfinite;
 }
 
-// Returns the rows of each head that meet what is not finite: their partial results mean nothing, nor do those of the
-// head's others unless they are of several sequences.
+// Computes a unit. Returns the rows of each head with non-finite results, which are invalid; other rows of such a head
+// are invalid too, unless the unit has rows of several sequences.
 template <class F>
 DecodeNonfinite attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch,
                        float *partial, bool careful) {
@@ -399,7 +401,7 @@ bool attend_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit 
         finite = false;
         DecodeUnit one = unit;
         one.head += head, one.heads = 1, one.placed = false;
-        // Rows of other sequences stay as they are.
+        // Rows of other sequences remain valid.
         const std::int64_t step = unit.tokens ? 1 : rows;
         for (std::int64_t row = 0; row < rows; row += step) {
             if (unit.tokens && !(nonfinite.rows[head] >> row & 1)) continue;

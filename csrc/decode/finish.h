@@ -1,4 +1,4 @@
-// The end of a decode: partial results of the same rows are merged in order, divided, rounded and stored.
+// The last step of a decode: merges partial results of the same rows in order, divides, rounds and stores them.
 
 #pragma once
 
@@ -9,7 +9,7 @@ namespace fusion {
 namespace {
 namespace decode {
 
-// Adds the partial results of row `i` into the first of them; returns its state: peak and sum.
+// Merges the partial results of row `i` into the first one; returns its maximum and sum.
 inline const float *merge_partials(const DecodeProblem &p, const DecodeRows &r, std::int64_t i, float *partials) {
     const std::int64_t own = partial_stride(p);
     float *first = partials + r.place + i * own;
@@ -47,7 +47,7 @@ inline void store_integers(const DecodeProblem &p, const DecodeOperands &o, std:
                            std::int8_t *to) {
     for (std::int64_t d = 0; d < p.dim_v; ++d) {
         float x = from[d] * at(o.out_scale, head, d, 1.0f);
-        __asm__("" : "+m"(x));  // rounded here, as the product that it is
+        __asm__("" : "+m"(x));  // rounds the product here, so that it is not fused with an addition
         x += at(o.out_offset, head, d, 0.0f);
         x = x > -129.0f ? (x < 129.0f ? x : 129.0f) : x <= -129.0f ? -129.0f : 0.0f;
         float whole = __builtin_rintf(x);

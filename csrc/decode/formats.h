@@ -1,12 +1,12 @@
-// What a decode multiplies: rows as they lie in the cache (or staged as float32), eight to two elements per word.
+// Operand formats of a decode: rows in the format of the cache (or converted to float32), with one to eight elements
+// per word.
 //
-// Scores: a vector holds `lanes / P` query rows times P words of their rows; a word of a query row meets P neighbouring
-// words of a key, repeated for all query rows. So one load serves all rows, whatever their number, and sums over the P
-// phases are added up once per `lanes` keys. Three or four rows of bfloat16, or of few floats, fill vectors of half the
-// size by pairs, those of integers two vectors with twice the words: as many products, but half as many loads that
-// repeat; those of more floats have a vector each, and so has every row where vectors have eight lanes (lanes8.h).
-// Values: two keys' elements of 2 * lanes columns make two vectors of words, in an order of columns that is undone once
-// per chunk.
+// Scores: a vector has P words (phases) of each of `lanes / P` query rows; it is multiplied by P contiguous words of a
+// key, repeated for all query rows. So one load serves all rows, and sums over the P phases are formed once per `lanes`
+// keys. Three or four rows of bfloat16, or short rows of floats, are multiplied as pairs in vectors of half the size,
+// those of integers in two vectors with twice the words: the same number of products, but half as many repeating loads.
+// Long rows of floats have a vector each, and so has every row with vectors of eight lanes (lanes8.h). Values: elements
+// of two keys and 2 * lanes columns form two vectors of words, in an order of columns that is reverted once per unit.
 
 #pragma once
 
@@ -24,7 +24,7 @@ template <class V, int... I> FUSION_INLINE V pick_odd(V a, V b, std::integer_seq
     return __builtin_shufflevector(a, b, (2 * I + 1)...);
 }
 
-// sum[key], whose lanes are [query row][phase], becomes sum[query row], whose lanes are keys. N sums are left.
+// Transforms sum[key] with lanes [query row][phase] to sum[query row] with lanes [key], summing over phases.
 template <int Phases, int Rows, int N = lanes, class V> FUSION_INLINE void gather_keys(V (&sum)[lanes]) {
     using Lanes = std::make_integer_sequence<int, lanes>;
     if constexpr (Phases > 1) {
@@ -43,7 +43,7 @@ template <int Phases, int Rows, int N = lanes, class V> FUSION_INLINE void gathe
     }
 }
 
-// P words, repeated to fill a vector.
+// A vector with P words from memory, repeated.
 template <int P> FUSION_INLINE Words repeat(const char *from) {
     if constexpr (P == lanes) {
         return load<Words>(from);
@@ -70,13 +70,13 @@ template <int P> FUSION_INLINE Words repeat(const char *from) {
 }
 
 #if defined(__AVX512F__)
-// Vectors of half the size: loads repeat four words in them without a shuffle, which costs as much as a third of a
-// product where products are computed 256 bits at a time.
+// Vectors of half the size: loads repeat four words in them without a shuffle, which costs a third of a product on CPUs
+// that compute products 256 bits at a time.
 typedef float NarrowFloats __attribute__((vector_size(32)));
 typedef std::uint32_t NarrowWords __attribute__((vector_size(32)));
 #endif
 
-// Columns as unpacked: Count of x, Count of y, and so on, become those of x and those of y.
+// Undoes the order of unpacked columns: from alternating groups of Count columns of x and y to all of x, or all of y.
 template <int Count, int First, int... I>
 FUSION_INLINE Floats turn(Floats x, Floats y, std::integer_sequence<int, I...>) {
     return __builtin_shufflevector(
@@ -89,14 +89,14 @@ template <int Count> FUSION_INLINE void order_turns(Floats &x, Floats &y) {
     y = turn<Count, lanes>(a, b, Lanes{});
 }
 
-// A format of one float per word.
+// The format with one float per word.
 struct Floating {
     using Sum = Floats;
     using Weight = float;
     static constexpr int depth = 1;     // keys per word of weights
-    static constexpr int elements = 1;  // of a row, per word of it
+    static constexpr int elements = 1;  // elements of a row per word
     static constexpr int parts = 1, digits = 1;
-    static constexpr int together = 1;  // keys that meet a word of three or four rows
+    static constexpr int together = 1;  // keys multiplied by a word of three or four rows at a time
     static constexpr bool integer = false, widened = false;
     static constexpr Storage stored = Storage::float32;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 4; }
@@ -117,19 +117,21 @@ struct Floating {
         store(row + at + lanes, high);
     }
     static FUSION_INLINE void order(Floats &, Floats &) {}
-    // Vectors of eight lanes: what one of a row's words is multiplied as, and where its element i is in that.
+    // With vectors of eight lanes: the vectors as which a vector of words is multiplied, and the position of element i.
     static FUSION_INLINE void read(const char *from, Words (&part)[1]) { part[0] = load<Words>(from); }
     static std::int64_t place(std::int64_t i) { return i; }
 };
 
-// Numbers of 16 bits met as floats. Values are converted where they lie; so are keys by vectors of eight lanes, of
-// which one of words becomes two, while others are converted a few keys at a time before they are met.
+// Elements of 16 bits that are multiplied as floats. Values are converted when they are loaded; so are keys with
+// vectors of eight lanes, where one vector of words becomes two; else a few keys at a time are converted to memory
+// before.
 template <class T, Storage Stored> struct Widened : Floating {
     using Element = T;
     static constexpr int together = 4;
     static constexpr bool widened = lanes != 8;
     static constexpr int elements = widened ? 1 : 2, parts = elements;
-    static constexpr bool turns = !widened && std::is_same_v<T, Brain>;  // even and odd elements: two instructions
+    static constexpr bool turns =
+        !widened && std::is_same_v<T, Brain>;  // separates even and odd elements with two instructions
     static constexpr Storage stored = Stored;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 2; }
 
@@ -151,7 +153,7 @@ template <class T, Storage Stored> struct Widened : Floating {
 };
 
 #if defined(FUSION_BRAIN_PRODUCTS)
-// Two neighbouring bfloat16 per word.
+// The format with two contiguous bfloat16 per word.
 struct Paired {
     using Sum = Floats;
     using Weight = std::uint32_t;

@@ -1,8 +1,8 @@
-// AVX512_VNNI: stored integers. A query row times its scales becomes 16-bit numbers, in two signed bytes each (scores),
-// and so do the weights of a tile (values); sums are exact.
+// Formats of quantised integers for AVX512_VNNI. A query row times its scales is rounded to 16-bit numbers, each of two
+// signed bytes (digits), for scores; so are the weights of a tile for values. Sums are exact.
 //
-// `largest` is the largest size of an element, `raised` what is added to it before it meets a query row's digits: the
-// instruction takes one of its operands without sign.
+// `largest` is the largest magnitude of an element; `raised` is added to elements before they are multiplied by digits
+// of a query row, because one operand of the instruction is unsigned.
 
 #pragma once
 
@@ -26,12 +26,12 @@ struct Integer {
     static FUSION_INLINE Ints dot(Ints sum, Words positive, Words digits) {
         return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)positive, (__m512i)digits);
     }
-    // The same; left to itself gcc copies sums from register to register.
+    // The same as inline assembly, because gcc would copy sums between registers.
     static FUSION_INLINE Ints added(Ints sum, Words positive, Words digits) {
         __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(positive), "v"(digits));
         return sum;
     }
-    // The sum of a row's number times elements, of those of its digits, `apart` from each other; in units of `unit`.
+    // Combines the sums of a row's digits, `apart` vectors from each other, to that of its numbers, in units of `unit`.
     static constexpr float unit = 1.0f;
     static constexpr std::int32_t rounding = 0;  // added to the lowest sum
     static FUSION_INLINE Ints joined(const Ints *digits, int apart) { return (digits[0] << 8) + digits[apart]; }
@@ -45,7 +45,7 @@ struct Integer {
 };
 
 struct Byte : Integer {
-    static constexpr int elements = 4, parts = 1;  // parts: what a vector of a row is split into
+    static constexpr int elements = 4, parts = 1;  // parts: vectors into which a vector of a row is split
     static constexpr Storage stored = Storage::int8;
     static constexpr int largest = 128, raised = 128;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns; }
@@ -83,8 +83,8 @@ struct Nibble : Integer {
     static FUSION_INLINE void order(Floats &x, Floats &y) { order_turns<1>(x, y); }
 };
 
-// Queries and weights of float32's precision: 24-bit numbers in three digits. Weights have no sign, so that values may
-// keep theirs: a word of them are the same digit of four keys.
+// Queries and weights with the precision of float32: 24-bit numbers of three digits. Weights are unsigned, because
+// values are signed; a word has the same digit of the weights of four keys.
 struct FineSum {
     Ints high, rest[2];
 };
@@ -99,7 +99,7 @@ template <class Coarse> struct Fine : Coarse {
     static constexpr float most_weight = 16776960.0f;  // below 2^24 by more than rounding adds
     static constexpr bool signed_weights = false;
 
-    // 32 bits hold sums without their lowest bits: as many as an element has.
+    // Sums are stored in 32 bits without as many lowest bits as an element has.
     static constexpr float unit = Coarse::largest;
     static constexpr std::int32_t rounding = Coarse::largest / 2;
     static FUSION_INLINE Ints joined(const Ints *digits, int apart) {
@@ -124,12 +124,12 @@ template <class Coarse> struct Fine : Coarse {
     static FUSION_INLINE void order(Floats &x, Floats &y) { order(static_cast<Coarse *>(nullptr), x, y); }
 
 private:
-    // The digits of four keys side by side.
+    // Stores the digits of four keys contiguously.
     static FUSION_INLINE void store_numbers(FineWeight *to, Floats x) {
         const __m128i turns = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
         store(to, _mm512_shuffle_epi8((__m512i)Coarse::whole(x), _mm512_broadcast_i32x4(turns)));
     }
-    // Words of four keys' bytes; of a vector's columns the first and third four, then the second and fourth.
+    // Words with bytes of four keys: x for the first and third four columns of a vector, y for the second and fourth.
     static FUSION_INLINE void columns(Byte *, const char *const *rows, std::int64_t from, Words &x, Words &y) {
         const __m256i a = load<__m256i>(rows[0] + from), b = load<__m256i>(rows[1] + from);
         const __m256i c = load<__m256i>(rows[2] + from), d = load<__m256i>(rows[3] + from);
@@ -159,7 +159,7 @@ private:
         x = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
         y = __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
     }
-    // Quarters lie as bytes 0 to 3, 8 to 11, 4 to 7 and 12 to 15 of a row.
+    // Quarters of columns are in the order of bytes 0 to 3, 8 to 11, 4 to 7 and 12 to 15 of a row.
     static FUSION_INLINE void order(Nibble *, Floats &x, Floats &y) {
         x = middle_turned(x), y = middle_turned(y);
         order_turns<1>(x, y);
@@ -169,7 +169,7 @@ private:
     }
 };
 
-// Products whose sum 32 bits hold.
+// Number of products whose sum fits into 32 bits.
 constexpr std::int64_t fine_products = 256;
 
 }  // namespace decode

@@ -1,7 +1,8 @@
-// AVX2, and AVX-512 without VNNI: stored integers, met by numbers of 16 bits. A query row times its scales becomes such
-// numbers, and so do the weights of a tile; sums are exact, and have the bits that integers_avx512.h gives them.
+// Formats of quantised integers for AVX2, and AVX-512 without VNNI, with products of 16-bit numbers. A query row times
+// its scales is rounded to 16-bit numbers, and so are the weights of a tile; sums are exact and have the bits of
+// integers_avx512.h.
 //
-// Elements of a key are widened within their 16 bits by shifts, which more ports do than permute bytes.
+// Elements of a key are widened to 16 bits by shifts, which more ports can do than permutations of bytes.
 
 #pragma once
 
@@ -11,7 +12,7 @@ namespace fusion {
 namespace {
 namespace decode {
 
-// As numbers of 16 bits: shifts, and the sums of two neighbours' products; and a vector of bytes as such numbers.
+// Operations on 16-bit numbers: shifts, sums of products of adjacent pairs, and the conversion from bytes.
 #if defined(__AVX512F__)
 typedef __m256i HalfVector;
 FUSION_INLINE Words shift_left(Words x, int bits) { return (Words)_mm512_slli_epi16((__m512i)x, bits); }
@@ -29,14 +30,14 @@ FUSION_INLINE Words widen_bytes(HalfVector x) { return (Words)_mm256_cvtepi8_epi
 struct Integer {
     using Sum = Ints;
     using Weight = std::uint32_t;
-    using Digit = std::int16_t;  // a query row's number has one
+    using Digit = std::int16_t;  // numbers of query rows have one digit
     static constexpr int depth = 2, digits = 1, raised = 0;
     static constexpr float most_weight = 32767.0f;
     static constexpr bool integer = true, widened = false, signed_weights = true;
 
     static FUSION_INLINE Ints dot(Ints sum, Words elements, Words numbers) {
         sum += multiply_pairs(elements, numbers);
-        __asm__("" : "+v"(sum));  // gcc would add products to each other first, and keep them in memory
+        __asm__("" : "+v"(sum));  // else gcc adds products to each other first and spills them
         return sum;
     }
     static FUSION_INLINE Ints added(Ints sum, Words elements, Words numbers) { return dot(sum, elements, numbers); }
@@ -86,7 +87,7 @@ struct Byte : Integer {
 };
 
 struct Nibble : Integer {
-    static constexpr int elements = 8, parts = 4;  // of 16 bits, the lowest first
+    static constexpr int elements = 8, parts = 4;  // parts of 16 bits, lowest elements first
     static constexpr Storage stored = Storage::int4;
     static constexpr int largest = 8;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns / 2; }

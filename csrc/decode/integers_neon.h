@@ -1,7 +1,7 @@
-// Arm with dot products of bytes: the same formats as integers_avx512.h.
+// The formats of integers_avx512.h for Arm with dot products of bytes.
 //
-// Both operands of SDOT have a sign, so bytes need not be raised. 16-bit numbers have no dot product; a word of weights
-// meets the elements of one key and those of the next in two products.
+// Both operands of SDOT are signed, so bytes need no offset. There is no dot product of 16-bit numbers; a word of
+// weights is multiplied by the elements of one key and those of the next in two products.
 
 #pragma once
 
@@ -19,7 +19,7 @@ struct Integer {
     static constexpr float most_weight = 32767.0f;
     static constexpr bool integer = true, widened = false, signed_weights = true;
 
-    // b: four columns of a key, and of the next.
+    // b: four columns of a key, and of the next key.
     static FUSION_INLINE Ints weigh(Ints sum, Weight a, Words b) {
         const auto weights = (int16x8_t)all(a), values = (int16x8_t)b;
         const int32x4_t first = vmlal_laneq_s16((int32x4_t)sum, vget_low_s16(values), weights, 0);
@@ -28,7 +28,7 @@ struct Integer {
     static FUSION_INLINE Ints dot(Ints sum, Words elements, Words digits) {
         return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)elements, (int8x16_t)digits);
     }
-    // The sum of a row's number times elements, of those of its digits, `apart` from each other; in units of `unit`.
+    // Combines the sums of a row's digits, `apart` vectors from each other, to that of its numbers, in units of `unit`.
     static constexpr float unit = 1.0f;
     static constexpr std::int32_t rounding = 0;  // added to the lowest sum
     static FUSION_INLINE Ints joined(const Ints *digits, int apart) { return (digits[0] << 8) + digits[apart]; }

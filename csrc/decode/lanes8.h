@@ -1,9 +1,8 @@
-// Both halves of a decode for vectors of eight lanes: scores of a tile's keys, and the sum of its values, while rows
-// that come later are fetched.
+// Scores of a tile's keys and the sum of its values for vectors of eight lanes, with prefetches of later rows.
 //
-// Every query row has vectors of its own, and R of them meet 8 / R keys at a time: eight sums, which become a vector. A
-// vector of stored words is taken apart where it is multiplied (F::read), into vectors in whose order the query rows
-// lie, so no key is stored a second time. A row's sum has one order, however many rows there are.
+// Every query row has separate vectors, and R of them are multiplied by 8 / R keys at a time: eight sums, which form a
+// vector. A vector of stored words is split when it is loaded (F::read) into vectors in whose order query rows are
+// packed, so that no converted key is stored. The order of a row's sum does not depend on the number of rows.
 
 #pragma once
 
@@ -13,18 +12,17 @@ namespace fusion {
 namespace {
 namespace decode {
 
-// Rows are asked for half a tile ahead, and once more this many ahead.
+// Rows are prefetched half a tile ahead, and again this many rows ahead.
 constexpr std::int64_t again_rows = 16;
 
-template <class F> constexpr bool feeds = false;  // nothing is asked for while scores are weighed
+template <class F> constexpr bool feeds = false;  // no prefetches while weights are computed
 
-// Into the second cache.
+// Prefetches into the second-level cache.
 FUSION_INLINE void fetch_line(const char *row, std::int64_t byte) {
-    __asm__ volatile("prefetcht1 (%0,%1)" : : "r"(row), "r"(byte));  // gcc would add them in an instruction of its own
+    __asm__ volatile("prefetcht1 (%0,%1)" : : "r"(row), "r"(byte));  // gcc would add both with a separate instruction
 }
 
-// Bytes [from, to) of a tile's rows that follow half a tile later: those of a row while the same row of the present
-// tile is multiplied.
+// Prefetches of bytes [from, to) of the rows half a tile ahead, row by row while the current rows are multiplied.
 class LinePrefetch {
 public:
     LinePrefetch() = default;
@@ -45,8 +43,8 @@ private:
 
 template <class F> using Score = std::conditional_t<F::integer, Ints, Floats>;
 
-// Adds R rows' products with 8 / R keys of so many bytes. A row's vectors of one step lie behind each other, then
-// those of the next row.
+// Adds products of R rows and 8 / R keys of `bytes` bytes. For each step, the vectors of one row are followed by those
+// of the next.
 template <class F, int R>
 FUSION_INLINE void add_products(Score<F> (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t bytes,
                                 const char *const *next, const char *const *soon) {
@@ -76,13 +74,14 @@ template <int N> FUSION_INLINE void copy_lanes(float *to, const Floats &x, int f
     std::memcpy(to, reinterpret_cast<const float *>(&x) + from, N * 4);
 }
 
-// Lane i is the sum of x[i]'s lanes. Neighbours first: what crosses 128 bits takes longer.
+// Lane i is the sum of the lanes of x[i]. Adjacent lanes are added first, because crossing 128 bits takes longer.
 template <class V> FUSION_INLINE V sums_of_lanes(const V (&x)[lanes]) {
-    const auto pairs = [](V a,
-                          V b) __attribute__((always_inline)) {  // as floats: for integers gcc takes other shuffles
-        const Floats even = __builtin_shufflevector((Floats)a, (Floats)b, 0, 2, 8, 10, 4, 6, 12, 14);
-        return (V)even + (V)__builtin_shufflevector((Floats)a, (Floats)b, 1, 3, 9, 11, 5, 7, 13, 15);
-    };
+    const auto pairs =
+        [](V a,
+           V b) __attribute__((always_inline)) {  // as floats, because gcc uses slower shuffles for integers
+            const Floats even = __builtin_shufflevector((Floats)a, (Floats)b, 0, 2, 8, 10, 4, 6, 12, 14);
+            return (V)even + (V)__builtin_shufflevector((Floats)a, (Floats)b, 1, 3, 9, 11, 5, 7, 13, 15);
+        };
     const auto fours = [&](const V *x) __attribute__((always_inline)) {
         return (Floats)pairs(pairs(x[0], x[1]), pairs(x[2], x[3]));
     };
@@ -91,7 +90,7 @@ template <class V> FUSION_INLINE V sums_of_lanes(const V (&x)[lanes]) {
            (V)__builtin_shufflevector(low, high, 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
-// The rows of a block, R at most, against the keys of a tile.
+// Scores of the rows of a block, at most R at a time, for the keys of a tile.
 template <class F, int R>
 __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
                                           const LinePrefetch &ahead) {
@@ -100,7 +99,7 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
     const Words *const q = w.query(b.row);
     const std::int64_t count = t.count, turn = most<std::int64_t>(count - again_rows, 0);
     const char *const *const rows = w.s.key_rows, *const *const ropes = w.s.rope_rows;
-    // Where nothing is to be fetched, what is in the cache.
+    // Without rows to prefetch, addresses that are in the cache.
     const bool repeats = w.sizes.direct_keys && ahead.any();
     const char *const *const next_rows = ahead.any() ? ahead.rows() : rows, *const *again = rows;
     const std::int64_t from = ahead.any() ? ahead.from() : 0;
@@ -118,7 +117,7 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
         Score<F> sum[lanes] = {};
         add_products<F, R>(sum, q, rows + key, words * 4, next, soon);
         Floats scores;
-        if constexpr (F::integer) {  // from sums of whole numbers to the products that they stand for
+        if constexpr (F::integer) {  // converts sums of integers to products
             scores = __builtin_convertvector(sums_of_lanes(sum), Floats) * scale + plus;
         } else {
             const char *const *const rope = ropes + key;
@@ -129,7 +128,7 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
     }
 }
 
-// False: the next block's are not among them.
+// Scores of a block of rows. Returns false: scores of the next block are not included.
 template <class F>
 bool score_blocks(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const LinePrefetch &ahead) {
     switch (b.vectors) {
@@ -145,18 +144,18 @@ bool score_blocks(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t
 
 // -------------------------------------------------------------------------------------------------------------- values
 
-// Adds the values of a tile's keys, N vectors of columns that begin at byte `at`, times the weights of M rows.
+// Adds the values of a tile's keys, N vectors of columns from byte `at` on, times the weights of M rows.
 template <class F, int M, int N>
 FUSION_INLINE void add_columns(const DecodeWork<F> &w, std::int64_t, const DecodeTile &t,
                                const typename F::Weight *weights, std::int64_t at, LinePrefetch &ahead,
                                typename F::Sum (&sum)[M][N]) {
-    constexpr std::int64_t keys = 4 * F::depth;  // that are met in one step: a divisor of `lanes`
+    constexpr std::int64_t keys = 4 * F::depth;  // keys per step, a divisor of `lanes`
     constexpr int lines = (F::bytes(N * lanes) + 63) / 64;
     const bool fetches = at % 64 == 0 && ahead.any();
     const std::int64_t turn = w.sizes.direct_values ? most<std::int64_t>(t.count - again_rows, 0) : t.count;
     const char *const *rows = w.s.value_rows, *const *soon = rows + (w.sizes.direct_values ? again_rows : 0);
     for (std::int64_t key = 0, end = least(turn, t.real);; end = t.real, soon = w.s.next_rows - turn) {
-        for (; key < end; key += keys, weights += keys / F::depth) {  // the weights of those behind `real` are 0
+        for (; key < end; key += keys, weights += keys / F::depth) {  // weights of keys behind `real` are 0
             if (fetches) {
                 FUSION_UNROLL for (int k = 0; k < keys; ++k) {
                     for (int line = 0; line < lines; ++line) {
@@ -166,7 +165,7 @@ FUSION_INLINE void add_columns(const DecodeWork<F> &w, std::int64_t, const Decod
                 }
             }
             const char *const *met = rows + key;
-            __asm__("" : "+r"(met));  // gcc would compute the address of every pointer
+            __asm__("" : "+r"(met));  // else gcc computes the address of every pointer
             FUSION_UNROLL for (int k = 0; k < keys; k += F::depth) {
                 Words value[N];
                 FUSION_UNROLL for (int j = 0; j < N; j += 2) {

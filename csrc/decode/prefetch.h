@@ -1,5 +1,5 @@
-// Rows of a cache that are asked for while earlier ones are multiplied. Vectors of eight lanes have loops that do so by
-// themselves (lanes8.h).
+// Prefetches of rows of a cache while earlier ones are multiplied; vectors of eight lanes have their own loops in
+// lanes8.h.
 
 #pragma once
 
@@ -9,43 +9,43 @@ namespace fusion {
 namespace {
 namespace decode {
 
-// A processor drops requests that come faster than its memory answers. So rows are asked for half a tile ahead, and
-// once more this many keys ahead, which costs little where they have come.
+// A processor drops prefetches that are faster than memory. So rows are prefetched half a tile ahead, and again this
+// many keys ahead, which costs little if they have arrived.
 template <class F> constexpr std::int64_t again_keys = F::depth == 1 ? lanes : 2 * lanes;
 template <class F> constexpr std::int64_t again_values = F::depth == 1 ? 32 : 16;
 
-// Into the second cache.
+// Prefetches into the second-level cache.
 FUSION_INLINE void fetch_line(const char *at) { __builtin_prefetch(at, 0, 2); }
 FUSION_INLINE void fetch_line(const char *row, std::int64_t byte) {
 #if defined(__x86_64__)
-    __asm__ volatile("prefetcht1 (%0,%1)" : : "r"(row), "r"(byte));  // gcc would add them in an instruction of its own
+    __asm__ volatile("prefetcht1 (%0,%1)" : : "r"(row), "r"(byte));  // gcc would add both with a separate instruction
 #else
     fetch_line(row + byte);
 #endif
 }
 
-// Whether a quarter of the next keys is asked for while scores are weighed, when memory would rest. Integers take
+// True if a quarter of the next keys is prefetched while weights are computed, when memory would be idle. Integers take
 // longer to multiply than to read.
 template <class F> constexpr bool feeds = !F::integer;
 
-// The lines of a tile's rows that follow half a tile later, asked for row by row: memory answers fastest in its own
-// order. No PrefetchQueue: rows of pages are known by their addresses, and this stands in the loop over words of a key.
+// Prefetches of the rows half a tile ahead, in the order of memory, which is fastest. Not a PrefetchQueue, because rows
+// of pages are given by addresses, and this runs in the loop over words of a key.
 class LinePrefetch {
 public:
     LinePrefetch() = default;
-    // Bytes [from, to) of `count` rows, which lie `step` apart (0: anyhow), while rows of `met` bytes are multiplied:
-    // staged ones are longer than what is stored.
+    // Bytes [from, to) of `count` rows with stride `step` (0: none), while rows of `met` bytes are multiplied;
+    // converted rows are longer than stored ones.
     LinePrefetch(const char *const *rows, std::int64_t count, std::int64_t step, std::int64_t from, std::int64_t to,
                  std::int64_t met)
         : rows_(rows + 1), last_(rows + count), from_(from), size_(to - from) {
         if (size_ <= 0) return;
         every_ = most<std::int64_t>(met / size_, 1), wait_ = 0;
-        if (from == 0 && step == to) rows_ = last_, size_ *= count;  // side by side
+        if (from == 0 && step == to) rows_ = last_, size_ *= count;  // contiguous rows
         at_ = rows[0] + from, end_ = at_ + size_;
     }
 
     bool any() const { return at_ != nullptr; }
-    // The next N lines, each time that as many are due; behind the last, that one again.
+    // Prefetches the next N lines if they are due; after the last line, that one again.
     template <int N> FUSION_INLINE void fetch() {
         if (wait_-- > 0) return;
         wait_ = every_ - 1;
@@ -55,7 +55,7 @@ public:
         for (std::int64_t i = 0; at_ && i < count; ++i) step();
     }
 
-    // The next `count` lines are asked for by the caller, from where this says on. Behind the last, some of the last.
+    // Returns the address of the next `count` lines, which the caller prefetches; at the end, some of the last lines.
     FUSION_INLINE const char *take(std::int64_t count) {
         const char *const from = at_;
         if (__builtin_expect(end_ - from <= count * 64, 0)) return take_last(count);
@@ -81,7 +81,7 @@ private:
     std::int64_t from_ = 0, size_ = 0, every_ = 1, wait_ = std::int64_t{1} << 62;
 };
 
-// Rows that are read next, once more, in the order in which they will be read.
+// Repeated prefetches of the rows that are read next, in the order of reads.
 struct RepeatPrefetch {
     const char *const *rows = nullptr;  // null: none
     std::int64_t to = 0;
@@ -90,7 +90,7 @@ struct RepeatPrefetch {
         if (!rows || byte >= to) return;
         FUSION_UNROLL for (int i = 0; i < N; ++i) fetch_line(rows[row + i], byte);
     }
-    // While P words of each of `lanes` rows are multiplied.
+    // Prefetches while P words of each of `lanes` rows are multiplied.
     template <int P> FUSION_INLINE void follow(std::int64_t step) const {
         if constexpr (lanes == 16) {
             fetch<P>(step * P % 16, step * P / 16 * 64);
@@ -100,13 +100,13 @@ struct RepeatPrefetch {
     }
 };
 
-// While P words of each of N rows are multiplied: as many lines.
+// Prefetches the number of lines that P words of each of N rows occupy, while these are multiplied.
 template <int P, int N> FUSION_INLINE void follow(LinePrefetch &ahead, std::int64_t step) {
     if constexpr (P * N >= 16) ahead.fetch<P * N / 16>();
     else if (step * P * N % 16 == 0) ahead.fetch<1>();
 }
 
-// Once more: of the keys that come next, behind the last of which are the first values.
+// The repeated prefetches of the keys that are read next; after the last keys, the first values.
 template <class F>
 FUSION_INLINE RepeatPrefetch repeat_for(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
                                         const LinePrefetch &ahead, std::int64_t key) {

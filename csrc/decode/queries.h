@@ -1,4 +1,4 @@
-// A unit of a decode: its sizes and memory, and its query rows in the order in which they are multiplied.
+// A unit of a decode: its sizes and scratch memory, and the packing of its query rows.
 
 #pragma once
 
@@ -10,33 +10,33 @@ namespace fusion {
 namespace {
 namespace decode {
 
-constexpr std::int64_t column_unit = 2 * lanes;  // columns of values that are computed together, at least
-constexpr int value_rows = lanes == 16 ? 8 : 4;  // and rows, at most
-constexpr std::int64_t partial_head = 16;        // floats before a partial row's values: peak, sum
+constexpr std::int64_t column_unit = 2 * lanes;  // least number of columns of values per block
+constexpr int value_rows = lanes == 16 ? 8 : 4;  // most rows per block of values
+constexpr std::int64_t partial_head = 16;        // floats before the values of a partial row: maximum, sum
 
 FUSION_INLINE std::int64_t partial_stride(const Problem &p) {
     return partial_head + round_up<std::int64_t>(p.dim_v, 32);
 }
 
-// Whether scores are scaled, capped and biased in a pass of their own (the largest product belongs to the largest score
-// only under a positive scale); if not, what makes a product the problem's score.
+// True if scores are scaled, capped and biased in a separate pass: unless the scale is positive, the largest product
+// does not belong to the largest score.
 FUSION_INLINE bool needs_score_pass(const DecodeProblem &p) {
     return p.storage >= Storage::int8 || p.bias != Bias::none || p.has_row_scale || p.softcap > 0.0 ||
            !(p.scale > 1e-30);
 }
-// Whether rows of q that are multiplied as integers take the scale with them: nothing comes between it and the scores.
+// True if quantised rows of q include the scale, because no bias or cap is applied to scores.
 FUSION_INLINE bool scales_queries(const Problem &p) { return p.bias == Bias::none && !(p.softcap > 0.0); }
 FUSION_INLINE float natural_scale(const DecodeProblem &p) {
     return needs_score_pass(p) ? 1.0f : static_cast<float>(p.scale);
 }
 
-template <class F> struct DecodeSizes {  // of rows, in words
-    bool direct_keys, direct_values;     // multiplied where they lie in the cache
+template <class F> struct DecodeSizes {  // sizes of rows in words
+    bool direct_keys, direct_values;     // multiplied in place, without conversion
     std::int64_t key_words, rope_words, columns;
 
     explicit DecodeSizes(const DecodeProblem &p, const DecodeOperands &o, bool careful)
         : columns(round_up<std::int64_t>(p.dim_v, column_unit)) {
-        constexpr int whole = lanes == 8 ? lanes : 4;  // words that are loaded together, at least
+        constexpr int whole = lanes == 8 ? lanes : 4;  // least number of words per load
         const auto fits = [](std::int64_t n) { return n % (whole * F::elements) == 0; };
         const bool same = p.storage == F::stored && !careful;
         const bool exact_words = same && !F::widened && fits(p.dim_qk) && fits(p.dim_rope);
@@ -52,11 +52,11 @@ template <class F> struct DecodeSizes {  // of rows, in words
     std::int64_t value_words() const { return F::bytes(columns) / 4; }
 };
 
-// Of a row that fills vectors of words, eight elements to a word at most.
+// Elements of a row of n, rounded up to vectors of words with up to eight elements.
 FUSION_INLINE std::int64_t staged_elements(std::int64_t n) { return round_up<std::int64_t>(n, 8 * lanes); }
 
-struct DecodeScratch {                        // one thread's
-    float *q;                                 // [blocks][words * lanes], digits: up to six vectors for one of words
+struct DecodeScratch {                        // scratch memory of a thread
+    float *q;                                 // [blocks][words * lanes]; with digits, up to six times as much
     std::int32_t *start;                      // [blocks][vectors][digits][lanes]
     float *row_scale, *row_offset, *row_sum;  // [decode_slots]
     float *fade, *factor;                     // [lanes]
@@ -64,10 +64,10 @@ struct DecodeScratch {                        // one thread's
     float *weights;                           // [lanes][decode_tile]
     std::uint8_t *seen;                       // [decode_tile / 8]
     float *line;                              // one query row, and its digits
-    char *keys, *ropes, *values;              // [decode_tile] staged rows
+    char *keys, *ropes, *values;              // [decode_tile] converted rows
     float *token[4];                          // [decode_tile] scales and offsets of keys, of values
     const char **key_rows, **next_rows, **rope_rows, **value_rows, **spare_rows;  // [decode_tile]
-    std::int64_t next_step = 0, value_step = 0;                                   // find_rows()'s
+    std::int64_t next_step = 0, value_step = 0;                                   // strides from find_rows()
     std::size_t bytes;
 
     DecodeScratch(const Problem &p, void *memory) {
@@ -98,16 +98,16 @@ struct DecodeScratch {                        // one thread's
     }
 };
 
-// How rows meet keys.
+// The loops that multiply rows and keys.
 enum class Loop {
     repeated,  // words of a key are repeated for all rows
-    narrow,    // three or four rows, by pairs in vectors of half the size
-    pairs,     // three or four rows of integers, by pairs in vectors of twice the words
-    wide,      // three or four long rows of floats, each in vectors of its own
-    rows       // of eight lanes: any rows, each in vectors of its own
+    narrow,    // three or four rows, as pairs in vectors of half the size
+    pairs,     // three or four rows of integers, as pairs in vectors with twice the words
+    wide,      // three or four long rows of floats, each in separate vectors
+    rows       // with eight lanes: any number of rows, each in separate vectors
 };
 
-// Rows [row, row + rows) of a unit in `vectors` vectors, each of which holds `lanes / phases` rows.
+// Rows [row, row + rows) of a unit in `vectors` vectors, each with `lanes / phases` rows.
 struct RowBlock {
     std::int64_t row, rows;
     Loop loop;
@@ -118,7 +118,7 @@ FUSION_INLINE const Cache &keys_of(const DecodeUnit &unit, const DecodeOperands 
     return unit.tokens ? o.common_keys : o.keys;
 }
 
-template <class F> struct DecodeWork {  // a unit, of whose heads one is selected, and all that it needs
+template <class F> struct DecodeWork {  // a unit with its parameters and scratch, and its current head
     const DecodeProblem &p;
     const DecodeOperands &o;
     const Sequence *const sequences;
@@ -131,7 +131,7 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one is selecte
     const bool careful;
     const DecodeSizes<F> sizes;
     const bool score_pass;
-    const float natural, factor;  // what makes a score the problem's, and a power of two
+    const float natural, factor;  // from stored scores to scores of the problem, and to exponents of 2
 
     DecodeWork(const DecodeJob &job, const DecodeUnit &unit_, void *scratch, float *partial_, bool careful_)
         : p(*job.problem), o(*job.operands), sequences(job.sequences), unit(unit_), keys(keys_of(unit_, o)),
@@ -151,7 +151,7 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one is selecte
         return p.has_row_scale ? *row_of<const float>(o.row_scale, seq(row), head(row), token(row)) : 1.0f;
     }
     std::int64_t head(std::int64_t row) const { return kv_head * group + (unit.row0 + row) % group; }
-    float *state(std::int64_t row) const { return partial + (selected * rows() + row) * stride; }  // peak, sum
+    float *state(std::int64_t row) const { return partial + (selected * rows() + row) * stride; }  // maximum, sum
     float *out(std::int64_t row) const { return state(row) + partial_head; }
     std::int64_t slot(std::int64_t row) const { return selected * slots_of(rows()) + row; }
     void select_head(std::int64_t head) { selected = head, kv_head = unit.head + head; }
@@ -162,13 +162,13 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one is selecte
             const auto vectors = static_cast<int>(count > 4 ? round_up<std::int64_t>(count, 2) : count);
             return {row, count, Loop::rows, lanes, vectors};
         }
-        // Sums begin in as many phases as rows leave: not where rows of other sequences are among them.
+        // lanes / rows phases, but one with common keys, where rows of other sequences would change the number.
         int phases = unit.tokens ? 1 : lanes;
         while (phases > 1 && lanes / phases < count) phases /= 2;
         while (phases > 1 && (sizes.key_words % phases || sizes.rope_words % phases)) phases /= 2;
         const bool four = lanes == 16 && phases == 4;
         if (four && F::integer && sizes.key_words % 8 == 0) return {row, count, Loop::pairs, 8, 2};
-        // Floats of long rows: what vectors of their own save is more than adding up their lanes takes.
+        // For long rows of floats, separate vectors save more than the sum over their lanes costs.
         const bool wide = F::depth == 1 && sizes.key_words >= 4 * lanes;
         const bool whole = (sizes.key_words | sizes.rope_words) % lanes == 0;
         if (four && wide && whole) return {row, count, Loop::wide, 16, 4};
@@ -181,13 +181,13 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one is selecte
     Ints *start(std::int64_t row) const { return reinterpret_cast<Ints *>(s.start + slot(row) * 6); }
 };
 
-// What a head's rows meet that is not finite: rows of a unit, as bits.
+// Rows of a unit with non-finite results, as bits per head.
 struct DecodeNonfinite {
     std::uint64_t rows[decode_slots / 16] = {};
 };
 static_assert(decode_rows <= 64);
 
-struct DecodeTile {  // keys [first, first + count) of a chunk, whole vectors of them; `real` of them before its end
+struct DecodeTile {  // keys [first, first + count) of a unit, rounded up to vectors; `real` of them before its end
     std::int64_t first, count, real;
     Meaning keys, values;
 };
@@ -201,7 +201,7 @@ inline void load_query(Dtype dtype, const Rows &rows, std::int64_t b, std::int64
     widen_row(static_cast<Storage>(dtype), row, n, to);
 }
 
-// Where word c of a block's row i lies.
+// The position of word c of row i of a block in packed queries.
 FUSION_INLINE std::int64_t place_of(std::int64_t c, std::int64_t i, const RowBlock &b) {
     const int shift = __builtin_ctz(b.phases);  // a power of two
     return (c >> shift) * b.vectors * lanes + (i << shift) + (c & (b.phases - 1));
@@ -232,7 +232,7 @@ template <class F> void place_floats(const DecodeWork<F> &w, const RowBlock &b, 
     }
 }
 
-// A row's numbers of 16 or 24 bits as one, two or three digits; false where the row is not finite.
+// Rounds a row to numbers of 16 or 24 bits and packs their one, two or three digits; false if the row is not finite.
 template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, std::int64_t i) {
     using Digit = typename F::Digit;
     constexpr int word = F::elements, parts = F::parts, digits = F::digits;
@@ -257,10 +257,10 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
         w.s.row_scale[w.slot(row)] = w.s.row_offset[w.slot(row)] = w.s.row_sum[w.slot(row)] = 0.0f;
         return false;
     }
-    // Digits that signed bytes hold (of 24 bits by more than rounding adds), and a sum that 32 bits hold.
+    // Limits so that digits fit into signed bytes (for 24 bits with a margin for rounding) and sums into 32 bits.
     const float whole = digits == 3 ? 8355584.0f : least(32639.0f, 2147000000.0f / static_cast<float>(F::largest * n));
     const float step = largest_of(top) / whole, inverse = step > 0.0f ? 1.0f / step : 0.0f;
-    const float share = inverse - inverse == 0.0f ? inverse : 0.0f;  // a row of less than 1e-31 is a row of zeros
+    const float share = inverse - inverse == 0.0f ? inverse : 0.0f;  // rows below 1e-31 count as zeros
     const float times = (scales_queries(w.p) ? static_cast<float>(w.p.scale) : 1.0f) * w.row_scale(row);
     w.s.row_scale[w.slot(row)] = share > 0.0f ? step * times * F::unit : 0.0f;
     w.s.row_offset[w.slot(row)] = added * times;
@@ -292,7 +292,7 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
     return true;
 }
 
-// What sums of digits start from: stored integers meet them raised.
+// Initial values of sums of digits, which compensate the offset `raised` of integers.
 template <class F> void place_starts(const DecodeWork<F> &w, const RowBlock &b) {
     const Words raised = all(static_cast<std::uint32_t>(F::raised) * 0x01010101u);
     for (int vector = 0; vector < b.vectors; ++vector) {
@@ -310,7 +310,7 @@ template <class F> void place_starts(const DecodeWork<F> &w, const RowBlock &b) 
     }
 }
 
-// Returns the rows that are not finite and cannot be placed, as bits.
+// Packs all query rows; returns those that are not finite and cannot be packed, as bits.
 template <class F> __attribute__((noinline)) std::uint64_t place_queries(const DecodeWork<F> &w) {
     std::uint64_t nonfinite = 0;
     for (std::int64_t row = 0; row < w.rows(); row += lanes) {

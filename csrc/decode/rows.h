@@ -1,4 +1,4 @@
-// Where the rows of a tile of keys lie, and the same rows as float32 where the kernel cannot multiply them as they are.
+// Addresses of the rows of a tile of keys, and their conversion to float32 if the kernel cannot multiply them in place.
 
 #pragma once
 
@@ -25,13 +25,13 @@ FUSION_INLINE const char *cache_row(const Cache &c, std::int64_t b, std::int64_t
     return c.base + at * c.item;
 }
 
-// Keys [first, first + count) of a (sequence, head), of which only [begin, end) may be touched: a row outside is stood
-// for by its nearest neighbour inside. Readers ignore it.
+// Keys [first, first + count) of a (sequence, head), of which only [begin, end) may be read: a row outside is replaced
+// by the nearest row inside, and its results are ignored.
 struct KeySpan {
     std::int64_t seq, head, first, count, begin, end;
 };
 
-// Returns how far apart all rows lie, or 0.
+// Finds the addresses of rows; returns their stride in bytes, or 0 if it is not constant.
 inline std::int64_t find_rows(const Cache &c, const KeySpan &s, const char **to) {
     std::int64_t i = most<std::int64_t>(s.begin - s.first, 0);
     const std::int64_t stop = least(s.end - s.first, s.count), step = c.stride_token * c.item;
@@ -49,7 +49,7 @@ inline std::int64_t find_rows(const Cache &c, const KeySpan &s, const char **to)
     return even ? step : 0;
 }
 
-// One float of each row.
+// Reads one float per row, such as a scale.
 inline void find_values(const Cache &c, const KeySpan &s, const char **rows, float *to) {
     find_rows(c, s, rows);
     for (std::int64_t i = 0; i < s.count; ++i) std::memcpy(to + i, rows[i], 4);
@@ -93,7 +93,7 @@ inline void widen_row(Storage storage, const char *row, std::int64_t n, float *t
     }
 }
 
-// What the stored integers of one operand mean, for one tile of keys.
+// Scales and offsets of the quantised integers of one operand, for one tile of keys.
 struct Meaning {
     Dequant kind;
     const float *scale, *offset;  // channel: rows of dim; token: one per key of the tile; offset may be null
@@ -108,7 +108,7 @@ struct Meaning {
     }
 };
 
-// With scales and offsets of channels, where there are such.
+// Scales and offsets per channel, if any.
 FUSION_INLINE Meaning channel_meaning(const Quantised &q, std::int64_t b, std::int64_t head) {
     if (q.kind != Dequant::channel) return {q.kind, nullptr, nullptr};
     const char *const scale = cache_row(q.scale, b, head, 0);
@@ -116,7 +116,7 @@ FUSION_INLINE Meaning channel_meaning(const Quantised &q, std::int64_t b, std::i
     return {q.kind, reinterpret_cast<const float *>(scale), reinterpret_cast<const float *>(offset)};
 }
 
-// A row whose pieces are brought together at `to`, where it lies in pieces.
+// The address of a contiguous row: a row of fragments is first copied to `to`.
 FUSION_INLINE const char *whole_row(const Cache &c, const char *row, std::int64_t bytes, char *to) {
     if (!c.piece) return row;
     const std::int64_t size = c.piece * c.item;
@@ -126,8 +126,8 @@ FUSION_INLINE const char *whole_row(const Cache &c, const char *row, std::int64_
     return to;
 }
 
-// Rows of n elements become rows of `words` words behind each other, filled up with zeros: of float32 that carry their
-// meaning, or (several to a word) as they are. line: memory for one row.
+// Converts rows of n elements to contiguous rows of `words` words, padded with zeros: dequantised to float32, or, with
+// several elements per word, unchanged. line: memory for one row.
 template <int Elements>
 void stage_rows(const Cache &cache, const char **rows, std::int64_t count, Storage storage, const Meaning &meaning,
                 std::int64_t n, std::int64_t words, char *to, char *line) {

@@ -1,5 +1,4 @@
-// The first half of a decode: scores of a tile's keys, while rows that come later are fetched. Vectors of eight lanes
-// have loops of their own (lanes8.h).
+// Scores of a tile's keys, with prefetches of later rows; vectors of eight lanes have their own loops in lanes8.h.
 
 #pragma once
 
@@ -12,7 +11,7 @@ namespace fusion {
 namespace {
 namespace decode {
 
-// A block in the phases that its rows leave, P at most.
+// Scores of a block with at most P phases.
 template <class F, int P = lanes>
 void score_repeated(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const LinePrefetch &ahead) {
     constexpr bool elsewhere = lanes == 16 && P == 4 && !F::integer;  // Loop::narrow or Loop::wide
@@ -22,7 +21,7 @@ void score_repeated(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile 
     if constexpr (!elsewhere) score_rows<F, P>(w, b, t, ahead);
 }
 
-// Scores of a block of rows; true: and of the next block, behind them.
+// Scores of a block of rows; returns true if they are followed by those of the next block.
 template <class F>
 bool score_blocks(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const LinePrefetch &ahead) {
 #if defined(__AVX512F__)

@@ -1,5 +1,5 @@
-// Scores by vectors of sixteen lanes: three or four rows, which would leave most of a vector to phases, and two blocks
-// of rows at once.
+// Scores with vectors of sixteen lanes for three or four rows, which would need four phases, and for two blocks of rows
+// at once.
 
 #pragma once
 
@@ -13,7 +13,7 @@ FUSION_INLINE NarrowWords repeat_narrow(const char *from) {
     return (NarrowWords)_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
 }
 
-// The sums of four lanes each: of the first half of each vector, then of the second.
+// Sums over groups of four lanes: of the first half of each vector, then of the second.
 FUSION_INLINE NarrowFloats add_quads(const NarrowFloats *x) {
     const auto pair = [](NarrowFloats a, NarrowFloats b) __attribute__((always_inline)) {
         return __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) +
@@ -24,7 +24,7 @@ FUSION_INLINE NarrowFloats add_quads(const NarrowFloats *x) {
            __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
 }
 
-// Four lanes to each of four rows.
+// Stores four lanes to each of four rows.
 FUSION_INLINE void store_quads(float *to, std::int64_t stride, Floats x) {
     store(to, __builtin_shufflevector(x, x, 0, 1, 2, 3));
     store(to + stride, __builtin_shufflevector(x, x, 4, 5, 6, 7));
@@ -32,9 +32,9 @@ FUSION_INLINE void store_quads(float *to, std::int64_t stride, Floats x) {
     store(to + 3 * stride, __builtin_shufflevector(x, x, 12, 13, 14, 15));
 }
 
-constexpr int narrow_keys = 8;  // that are met together
+constexpr int narrow_keys = 8;  // keys per step
 
-// Three or four rows, a pair of them in a vector: each key has a sum of either pair.
+// Adds products of three or four rows, with a pair of rows per vector: each key has a sum for either pair.
 template <class F>
 FUSION_INLINE void add_narrow(NarrowFloats (&sum)[2][narrow_keys], const Words *q, const char *const *rows,
                               std::int64_t steps, LinePrefetch &ahead, const RepeatPrefetch &again, std::int64_t row) {
@@ -78,22 +78,24 @@ __attribute__((noinline)) void score_narrow(const DecodeWork<F> &w, const RowBlo
     }
 }
 
-constexpr int wide_keys = 4;  // whose sums are gathered together
+constexpr int wide_keys = 4;  // keys whose sums are gathered together
 
-// Three or four rows of floats, each in a vector of its own: no word is repeated. F::together keys meet a row's words
-// while they are in a register: of float32 one, which is read from end to end, with requests evenly between its lines,
-// since in that order memory answers fastest; more where products take longer than that. Steps: 0 or how many.
+// Adds products of three or four rows of floats, each in separate vectors, so that no word is repeated. F::together
+// keys are multiplied by a row's words while these are in a register: one key for float32, which is read sequentially
+// with prefetches in between, because that is the fastest order of memory; more if products take longer. Steps: number
+// of steps if known, else 0.
 template <class F, int Steps>
 FUSION_INLINE void add_wide(Floats (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t steps,
                             LinePrefetch &ahead, const RepeatPrefetch &again, std::int64_t row) {
-    constexpr int together = F::together, met = F::widened ? 2 : 1;  // met: lines of a key for each line of the cache
+    constexpr int together = F::together,
+                  met = F::widened ? 2 : 1;  // met: lines of a converted key per line of the cache
     FUSION_UNROLL for (int k = 0; k < wide_keys; k += together) {
         const char *key[together], *next[together], *soon[together];
         FUSION_UNROLL for (int j = 0; j < together; ++j) {
             key[j] = rows[k + j];
             next[j] = ahead.any() ? ahead.take(steps / met) : key[j];
             soon[j] = again.rows ? again.rows[row + k + j] : next[j];
-            __asm__("" : "+r"(key[j]), "+r"(q));  // gcc would compute all addresses before, and keep them in memory
+            __asm__("" : "+r"(key[j]), "+r"(q));  // else gcc computes all addresses in advance and spills them
         }
         const auto add = [&](std::int64_t step) __attribute__((always_inline)) {
             Words words[together];
@@ -138,11 +140,11 @@ FUSION_INLINE void fetch_four(const char *const *rows, std::int64_t byte) {
     FUSION_UNROLL for (int i = 0; i < 4; ++i) fetch_line(rows[i], byte);
 }
 
-// 32 bytes of four keys.
+// Adds products of 32 bytes of four keys.
 template <class F>
 FUSION_INLINE void add_pairs(Ints (&sum)[2][F::digits][4], const char *const (&row)[4], std::int64_t byte,
                              const Words *&digits) {
-    constexpr int keys = F::digits == 2 ? 1 : 4;  // that meet a vector of digits while it is in a register
+    constexpr int keys = F::digits == 2 ? 1 : 4;  // keys per load of a vector of digits
     FUSION_UNROLL for (int from = 0; from < 4; from += keys) {
         Words part[keys][F::parts];
         FUSION_UNROLL for (int k = 0; k < keys; ++k) F::read(row[from + k] + byte, part[k]);
@@ -157,14 +159,14 @@ FUSION_INLINE void add_pairs(Ints (&sum)[2][F::digits][4], const char *const (&r
     digits += 2 * F::parts * F::digits;
 }
 
-// Neighbouring lanes added, of a and b in turns. As floats: for integers gcc takes a slower shuffle.
+// Sums of adjacent lanes of x and y, interleaved. Shuffled as floats, because gcc uses a slower shuffle for integers.
 FUSION_INLINE Ints fold_pairs(Ints x, Ints y) {
     const Floats a = (Floats)x, b = (Floats)y;
     return (Ints)__builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
            (Ints)__builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
 }
 
-// Sums of eight lanes each, of two rows by four keys a pair of rows: lane 4 * i + j is row i's and key j's.
+// Sums over groups of eight lanes for two pairs of rows and four keys: lane 4 * i + j is that of row i and key j.
 FUSION_INLINE Ints gather_pairs(const Ints (&sum)[2][4]) {
     Ints row[2];
     FUSION_UNROLL for (int i = 0; i < 2; ++i) {
@@ -174,8 +176,8 @@ FUSION_INLINE Ints gather_pairs(const Ints (&sum)[2][4]) {
            __builtin_shufflevector(row[0], row[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
 }
 
-// Three or four rows of integers, a pair of them in a vector. Sums of four keys are gathered among the products of the
-// next four, for which the processor would otherwise wait.
+// Scores of three or four rows of integers, with a pair of rows per vector. Sums of four keys are gathered between the
+// products of the next four, whose latency they hide.
 template <class F, bool Fetches>
 __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
                                            const LinePrefetch &ahead) {
@@ -189,7 +191,7 @@ __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBloc
     FUSION_UNROLL for (int lane = 0; lane < lanes; ++lane) {
         scale[lane] = w.s.row_scale[slot + lane / 4], plus[lane] = w.s.row_offset[slot + lane / 4];
     }
-    Ints sum[2][4] = {};  // of the four keys before
+    Ints sum[2][4] = {};  // of the previous four keys
     for (std::int64_t key = 0; key < count; key += 4, rows += 4) {
         if (Fetches && key == count - again_keys<F>) upcoming = w.s.value_rows;
         const char *const row[4] = {rows[0], rows[1], rows[2], rows[3]};
@@ -215,7 +217,7 @@ __attribute__((noinline)) void score_pairs(const DecodeWork<F> &w, const RowBloc
     store_quads(to_scores, decode_tile, __builtin_convertvector(gather_pairs(sum), Floats) * scale + plus);
 }
 
-// Three or four rows in the loop that block() has chosen for them.
+// Scores of three or four rows in the loop selected by block().
 template <class F>
 void score_four(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const LinePrefetch &ahead) {
     if constexpr (F::integer) {
@@ -230,8 +232,8 @@ void score_four(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, 
     if constexpr (!F::integer) score_narrow(w, b, t, ahead);
 }
 
-// Two blocks of rows, whose lanes are all rows, meet the keys together: a word of a key is repeated once for both. Sums
-// have the order that score_rows() gives them. The second block's scores lie behind the first one's.
+// Scores of two blocks with one phase, so that a word of a key is repeated once for both. Sums have the order of
+// score_rows(). Scores of the second block follow those of the first.
 template <class F>
 __attribute__((noinline)) void score_both(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
                                           const LinePrefetch &ahead) {

@@ -1,4 +1,4 @@
-// Scores by vectors of any width but eight lanes: words of a key are repeated for all rows of a block.
+// Scores with vectors of four or sixteen lanes: words of a key are repeated for all rows of a block.
 
 #pragma once
 
@@ -8,8 +8,8 @@ namespace fusion {
 namespace {
 namespace decode {
 
-// Converts keys shortly before they are met, while they are in the first cache, but not at once: what has just been
-// stored is slow to load.
+// Converts keys a little before they are multiplied, while they are in the first-level cache; loading them directly
+// after the stores would be slow.
 template <class F> FUSION_INLINE void widen_keys(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
                                                  std::int64_t key) {
     if constexpr (F::widened) {
@@ -42,7 +42,7 @@ FUSION_INLINE void add_products(Floats (&sum)[lanes], const Words *q, const char
 template <class F, int P>
 FUSION_INLINE void add_digits(Ints (&sum)[lanes], const Words *q, const Ints *start, const char *const *rows,
                               std::int64_t steps, LinePrefetch &ahead, const RepeatPrefetch &again) {
-    constexpr int half = least(lanes, 8);  // as many sums of all digits as registers hold
+    constexpr int half = least(lanes, 8);  // the number of sums of all digits that fit into registers
     FUSION_UNROLL for (int from = 0; from < lanes; from += half) {
         Ints digit[F::digits][half];
         FUSION_UNROLL for (int n = 0; n < F::digits; ++n) {
@@ -79,8 +79,7 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
             Ints sum[lanes];
             add_digits<F, P>(sum, q, w.start(b.row), w.s.key_rows + key, steps, next, again);
             gather_keys<P, rows>(sum);
-            FUSION_UNROLL for (int i = 0; i < rows;
-                               ++i) {  // from sums of whole numbers to the products that they stand for
+            FUSION_UNROLL for (int i = 0; i < rows; ++i) {  // converts sums of integers to products
                 const std::int64_t slot = w.slot(b.row + i);
                 const Floats scale = all(w.s.row_scale[slot]), plus = all(w.s.row_offset[slot]);
                 store(w.s.scores + i * decode_tile + key, __builtin_convertvector(sum[i], Floats) * scale + plus);

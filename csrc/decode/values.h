@@ -1,4 +1,4 @@
-// The second half of a decode: the sum of a tile's values times their weights, while rows that come later are fetched.
+// The sum of a tile's values times their weights, with prefetches of later rows.
 
 #pragma once
 
@@ -8,8 +8,7 @@ namespace fusion {
 namespace {
 namespace decode {
 
-// Adds the values of a tile's keys, N vectors of columns that begin at byte `at`, times the weights of M rows from
-// `row` on.
+// Adds the values of a tile's keys, N vectors of columns from byte `at` on, times the weights of M rows from `row` on.
 template <class F, int M, int N>
 FUSION_INLINE void add_columns(const DecodeWork<F> &w, std::int64_t row, const DecodeTile &t,
                                const typename F::Weight *weights, std::int64_t at, LinePrefetch &ahead,
@@ -26,7 +25,7 @@ FUSION_INLINE void add_columns(const DecodeWork<F> &w, std::int64_t row, const D
             const std::int64_t from = at + F::bytes(j * lanes);
             F::columns(rows + key, from, value[j], value[j + 1]);
         }
-        // Once more: of the rows that come next, behind the last of which are the first of the rows ahead.
+        // The repeated prefetches of the rows that are read next; after the last one, the first rows ahead.
         const char *const *const upcoming = key < again ? rows + key + again_values<F>
                                             : follows   ? w.s.next_rows + key - again
                                                         : nullptr;

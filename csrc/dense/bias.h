@@ -1,8 +1,8 @@
-// What becomes of a row of products: they are scaled, perhaps capped, and added to values from memory, values rebuilt
-// from a table, or distances times a slope.
+// Scores from a row of products: they are scaled, optionally capped, and a bias is added that comes from memory, from a
+// table of the last rows, or is a distance times a slope.
 //
 // score = score * scale + factor * value, for `count` keys from key `first` on. Memory behind the sequence's last key
-// is not read; what is added there does not matter, since no row sees it.
+// is not read; the sums there do not matter, because these keys are hidden from all rows.
 
 #pragma once
 
@@ -20,7 +20,7 @@ struct Row {  // one row of scores
 template <class T>
 void add_stored(const Row &r, const T *values, std::int64_t stride_row, std::int64_t stride_key, std::int64_t readable,
                 float scale, float factor) {
-    // The next block reads the same columns further down: streams too short for the hardware to follow.
+    // The next block of rows reads the same columns; such streams are too short for hardware prefetchers.
     if (stride_key) prefetch(values + block_rows * stride_row, least(r.count, readable));
     for (std::int64_t c = 0; c < r.count; c += lanes) {
         const Floats value = stride_key ? load_floats(values + c, readable - c) : all(load_floats(values, 1)[0]);
@@ -28,12 +28,13 @@ void add_stored(const Row &r, const T *values, std::int64_t stride_row, std::int
     }
 }
 
-struct Stored {  // where a row's values lie: in which row of the matrix, and how many columns on
+struct Stored {  // position of a row's values: row of the stored matrix, and offset of columns
     std::int64_t row, shift;
 };
 
-// The last rows of a table are stored as they are; an earlier one is rebuilt from the stored row with the same
-// remainder, at the column with the same distance to the diagonal. Beyond the table's last column it sees nothing.
+// The stored row of a table for a row. The last rows are stored; an earlier row takes the stored row with the same
+// remainder, at the columns with the same distance to the diagonal. Keys beyond the table's last column are hidden from
+// it.
 inline Stored table_row(const Sequence &seq, std::int64_t row) {
     const std::int64_t first = seq.q_len - table_rows, stored = row >= first ? row - first : row % table_rows;
     return {stored, first + stored - row};
@@ -59,13 +60,13 @@ template <bool Root> void add_distances(const Row &r, float slope, std::int64_t 
     }
 }
 
-// Whether scores are scaled, capped and biased in a pass of their own: the largest product belongs to the largest score
-// only under a positive scale.
+// True if scores are scaled, capped and biased in a separate pass: unless the scale is positive, the largest product
+// does not belong to the largest score.
 inline bool needs_bias_pass(const Problem &p) {
     return p.bias != Bias::none || p.has_row_scale || p.softcap > 0.0 || !(p.scale > 1e-30);
 }
 
-// With Bias::none the row is only scaled, or capped; slopes: as of cap_scores().
+// Converts a row of products to scores; with Bias::none it only scales or caps them. slopes: as in cap_scores().
 inline void add_bias(const Row &r, const Problem &p, const Operands &o, const Sequence &seq, float *slopes = nullptr) {
     const bool capped = p.softcap > 0.0;
     if (capped) cap_scores(p, r.scores, r.count, slopes);

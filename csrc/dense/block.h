@@ -1,4 +1,4 @@
-// What a tile of the forward needs, and blocks of its rows.
+// Scratch memory and parameters of a tile of the forward, and its blocks of rows.
 
 #pragma once
 
@@ -12,27 +12,28 @@
 namespace fusion {
 namespace {
 
-constexpr std::int64_t most_step = 512;                       // keys that a tile meets at a time, at most,
-constexpr std::int64_t step_bytes = std::int64_t{640} << 10;  // and what their panels may take of a second-level cache
+constexpr std::int64_t most_step = 512;                       // most keys of a step of a tile,
+constexpr std::int64_t step_bytes = std::int64_t{640} << 10;  // and most bytes of their panels in a second-level cache
 
 static_assert(tile_rows % block_rows == 0 && block_rows % block_parts == 0 && most_step % (8 * lanes) == 0);
 
-// A function of the problem alone, since it decides in which order weights are summed.
+// The number of keys of a step. It depends on the problem only, because it determines the order in which weights are
+// summed.
 template <class Format> FUSION_INLINE std::int64_t step_keys(const Sizes<Format> &sizes) {
     std::int64_t keys = most_step;
     while (keys > 128 && keys * (sizes.words + sizes.value_columns / Format::depth) * 4 > step_bytes) keys /= 2;
     return keys;
 }
 
-template <class Format> struct Scratch {  // one thread's
+template <class Format> struct Scratch {  // scratch memory of a thread
     using Word = typename Format::Word;
     Word *q;        // [tile_rows][words]
     float *out;     // [tile_rows][columns], not yet divided by the sum; undefined before a row's first step
     float *sum;     // [tile_rows][lanes], one sum per lane
     float *peak;    // [tile_rows + lanes], the largest score so far
-    float *shift;   // [tile_rows + lanes], what is subtracted: the peak, or (Format::fused) the peak * factor, rounded
+    float *shift;   // [tile_rows + lanes], subtracted from scores: the peak, or (Format::fused) peak * factor, rounded
     float *scores;  // [block_rows][most_step]
-    Word *weights;  // [block_rows][most_step / depth]; in the scores' place where they have the same size
+    Word *weights;  // [block_rows][most_step / depth]; shares the memory of scores if both have the same size
     std::uint8_t *seen, *keep;  // [block_rows][most_step / 8]
     std::size_t bytes;
 
@@ -55,7 +56,7 @@ template <class Format> struct Scratch {  // one thread's
     }
 };
 
-template <class Format> struct Work {  // a tile and all that it needs
+template <class Format> struct Work {  // a tile with its parameters and scratch
     const Problem &p;
     const Operands &o;
     const Sequence &seq;
@@ -65,9 +66,9 @@ template <class Format> struct Work {  // a tile and all that it needs
     const Unit &unit;
     const Tile &tile;
     const std::int64_t head;
-    const bool bias_pass;  // scores are scaled and biased in a pass of their own
-    const float natural;   // what a score is multiplied by to give the problem's score
-    const float factor;    // and to give it as a power of two
+    const bool bias_pass;  // scores are scaled and biased in a separate pass
+    const float natural;   // factor from stored scores to scores of the problem
+    const float factor;    // natural * log2(e), the factor to exponents of 2
     const Job &job;
 
     Work(const Job &job_, const Unit &unit_, std::int64_t head_, const Tile &tile_, void *scratch)
@@ -76,22 +77,22 @@ template <class Format> struct Work {  // a tile and all that it needs
           natural(bias_pass ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e), job(job_) {}
 };
 
-// Rows [row, row + rows) of the tile and whole panels of keys, [first, first + count) of the sequence. Counted from
-// first, some row sees a key of [some_begin, some_end) and none any other; every row sees those of [full_begin,
-// full_end).
+// Rows [row, row + rows) of the tile and complete panels of keys, [first, first + count) of the sequence. Counted from
+// first, keys outside [some_begin, some_end) are hidden from all rows, and keys in [full_begin, full_end) are visible
+// to all rows of the band.
 struct Block {
     std::int64_t row, rows, first, count, some_begin, some_end, full_begin, full_end;
-    bool hidden;   // some row does not see some key,
-    bool by_bits;  // and which, a mask's elements say
+    bool hidden;   // some key is hidden from some row
+    bool by_bits;  // a mask determines the hidden keys
 };
 
-// Rows of a block, of a tile of so many: as few blocks as there can be, alike.
+// The number of rows of a block for a tile of `rows` rows: the fewest blocks possible, of equal height.
 inline std::int64_t height_of(std::int64_t rows) {
     const std::int64_t blocks = (rows + block_rows - 1) / block_rows;
     return round_up<std::int64_t>((rows + blocks - 1) / blocks, block_rows / block_parts);
 }
 
-// The part of keys [begin, end) that the block's rows see, in whole panels; count 0 if they see none.
+// The block with the keys of [begin, end) that are visible to its rows, in complete panels; count 0 if there are none.
 template <class Format>
 Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std::int64_t begin, std::int64_t end) {
     const std::int64_t top = w.tile.row0 + row, bottom = top + rows - 1;
@@ -104,7 +105,7 @@ Block cut_block(const Work<Format> &w, std::int64_t row, std::int64_t rows, std:
             full_begin, full_end, hidden, w.p.has_blocked};
 }
 
-// use(block), or where tiles are blocked, use(part) for its parts, tiles that some row sees beside each other.
+// Calls use(block); with a mask of tiles, use(part) for each run of consecutive tiles with visible keys.
 template <class Format, class Use> void for_seen_parts(const Work<Format> &w, const Block &b, Use use) {
     if (!w.p.has_blocked_tiles) return use(b);
     const MaskRows rows = {w.tile.seq, w.head, w.tile.row0 + b.row, b.rows};

@@ -1,8 +1,8 @@
-// One tile of query rows of one head, from load to store: scores, bias, mask, online softmax, dropout, values.
+// The forward kernel of one tile of query rows of one head: scores, bias, mask, online softmax, dropout, values.
 //
-// A tile meets its keys in steps of step_keys(). Within a step, blocks of `block_rows` rows carry their scores through
-// a strip of cache [block_rows][most_step] to the weights that multiply V. Which of the stages between the two products
-// run is decided once per block, outside every inner loop. Start reading at attend().
+// A tile processes its keys in steps of step_keys(). Within a step, each block of `block_rows` rows computes its scores
+// [block_rows][most_step] in a cache, turns them into weights, and multiplies these by V. The stages between the two
+// products are selected once per block, outside all inner loops. Start reading at attend().
 
 #pragma once
 
@@ -16,7 +16,7 @@ namespace {
 
 // ---------------------------------------------------------------------------------------------------------- products
 
-// A vector of keys that no row sees is left as it was: hide() replaces it.
+// Computes scores of M rows. Vectors of keys that are hidden from all rows are not computed; hide() replaces them.
 template <class Format, int M>
 __attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b, PrefetchQueue &queue) {
     const std::int64_t words = w.sizes.words;
@@ -58,7 +58,7 @@ template <class Format> FUSION_INLINE BitBlock bits_of(const Work<Format> &w, co
     return {w.tile.seq, w.head, w.tile.row0 + b.row, b.rows, b.first, b.count, most_step / 8};
 }
 
-// As hide(), where bits say which keys are seen.
+// Like hide(), with visible keys given by bits.
 template <class Format> void hide_by_bits(const Work<Format> &w, const Block &b) {
     mark_seen(w.s.seen, bits_of(w, b), w.p, w.o, w.seq);
     for (std::int64_t i = 0; i < b.rows; ++i) {
@@ -73,10 +73,10 @@ template <class Format> void hide_by_bits(const Work<Format> &w, const Block &b)
     }
 }
 
-// The scores of the keys that a row does not see become -inf, whatever their product was.
+// Sets scores of hidden keys to -inf.
 template <class Format> void hide(const Work<Format> &w, const Block &b) {
     if (b.by_bits) return hide_by_bits(w, b);
-    // Vectors from `head` to `tail` are seen by all rows.
+    // Vectors from `head` to `tail` are visible to all rows.
     std::int64_t head = least(round_up<std::int64_t>(most<std::int64_t>(b.full_begin, 0), lanes), b.count);
     std::int64_t tail = most<std::int64_t>(b.full_end, 0) / lanes * lanes;
     if (tail < head) head = tail = 0;
@@ -91,8 +91,8 @@ template <class Format> void hide(const Work<Format> &w, const Block &b) {
     }
 }
 
-// Updates the rows' peaks and gives the factors by which what was summed before shrinks. Where an infinity may be among
-// that, it never shrinks to nothing: 0 * inf is NaN, and no weight of a key that is seen is 0.
+// Updates the rows' peaks and computes the factors of earlier sums. If these may contain an infinity, no factor is 0,
+// because 0 * inf is NaN and weights of visible keys are not 0.
 template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, bool nonfinite, float *fade) {
     constexpr int padded = round_up(block_rows, lanes);
     alignas(64) float found[padded];
@@ -106,7 +106,7 @@ template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, 
         }
         found[i] = largest_of(larger(one, other));
     }
-    for (int i = 0; i < padded; i += lanes) {  // the lanes behind block_rows are the next block's, and stay as they are
+    for (int i = 0; i < padded; i += lanes) {  // lanes behind block_rows belong to the next block and do not change
         float *const peaks = w.s.peak + b.row + i, *const shifts = w.s.shift + b.row + i;
         const Floats highest = load<Floats>(found + i), from = load<Floats>(shifts);
         const Floats before = load<Floats>(peaks), peak = highest > before ? highest : before;
@@ -115,13 +115,13 @@ template <class Format> void raise_peaks(const Work<Format> &w, const Block &b, 
         store(shifts, to);
         const Floats apart = Format::fused ? from - to : (from - to) * w.factor;
         Floats share = before == peak ? all(1.0f) : exp2(apart);                 // equal infinities: no difference
-        if constexpr (Format::fused) share = share == share ? share : Floats{};  // two shifts that overflow alike
+        if constexpr (Format::fused) share = share == share ? share : Floats{};  // two infinite shifts
         if (nonfinite) share = before > all(-infinity) ? larger(all(least_weight), share) : share;
         store(fade + i, share);
     }
 }
 
-// The weights of one row, added to `sum`; those that dropout takes are stored as zeros.
+// Computes the weights of one row and adds them to `sum`; dropped ones are stored as zeros.
 template <class Format, bool Drops>
 FUSION_INLINE Floats weigh(const float *scores, std::int64_t count, float factor, float shift, Floats sum,
                            const std::uint8_t *keep, typename Format::Word *weights) {
@@ -140,15 +140,15 @@ FUSION_INLINE Floats weigh(const float *scores, std::int64_t count, float factor
     return sum + other;
 }
 
-// Beside a peak whose shift is no finite number, only keys with the same score weigh anything: the row becomes one
-// whose peak is 0.
+// Rewrites the scores of a row whose shift is not finite: those equal to the peak become 0 and all others -inf, so that
+// only they have weights.
 inline void bring_to_zero(float *scores, std::int64_t count, float peak) {
     for (std::int64_t c = 0; c < count; ++c) {
         if (scores[c] == scores[c]) scores[c] = scores[c] == peak ? 0.0f : -infinity;
     }
 }
 
-// A row whose peak is +inf has no finite softmax: it only remains to find out whether a NaN is among its scores.
+// True if a score is NaN; checked for rows with a peak of +inf, which have no finite softmax.
 inline bool has_nan(const float *scores, std::int64_t count) {
     for (std::int64_t c = 0; c < count; ++c) {
         if (scores[c] != scores[c]) return true;
@@ -190,8 +190,8 @@ template <class Format> bool sees_nonfinite(const Work<Format> &w, const Block &
     return false;
 }
 
-// Before weights take the scores' place: a key is seen whose score is not -inf. hide() has left no other score to the
-// rest.
+// Sets the bits of visible keys before weights overwrite scores: those whose score is not -inf, which hide() has set
+// for all hidden keys.
 template <class Format> void note_seen(const Work<Format> &w, const Block &b) {
     for (std::int64_t i = 0; i < b.rows; ++i) {
         std::uint8_t *bits = w.s.seen + i * (most_step / 8);
@@ -200,7 +200,7 @@ template <class Format> void note_seen(const Work<Format> &w, const Block &b) {
     }
 }
 
-// Elements of a value from one on, as many as fill a vector.
+// A vector of elements of a value, from element d on.
 template <class Format, class T>
 const T *value_of(const Work<Format> &w, std::int64_t key, std::int64_t d, T *staged) {
     if (!w.job.cache) return row_of<const T>(w.o.v, w.tile.seq, w.unit.head, key) + d;
@@ -208,8 +208,8 @@ const T *value_of(const Work<Format> &w, std::int64_t key, std::int64_t d, T *st
     return staged;
 }
 
-// The elements of V that are not finite, which packing left out: each is added to the rows that see and keep its key,
-// with a weight that is never 0: one that no float can hold is still more than nothing.
+// Adds the non-finite elements of V, which packing replaced by zeros, to the rows that see the key and keep it in
+// dropout. Their weights are never 0, even if they underflow.
 template <class Format, class T> void add_nonfinite_values(const Work<Format> &w, const Block &b) {
     for (std::int64_t c = b.some_begin; c < b.some_end; ++c) {
         if (!is_nonfinite(w, b.first + c)) continue;
@@ -273,7 +273,7 @@ template <class Format, class T> void load_rows(const Work<Format> &w) {
     for (std::int64_t i = 0; i < padded + lanes; ++i) w.s.peak[i] = w.s.shift[i] = -infinity;
 }
 
-// Divides, and writes out, in its dtype, and statistics; returns how many rows are empty.
+// Divides by sums and writes out and statistics; returns the number of empty rows.
 template <class Format, class Out> std::int64_t store_rows(const Work<Format> &w) {
     const std::int64_t rows = w.tile.row1 - w.tile.row0, dim = w.p.dim_v;
     Out *out = row_of<Out>(w.o.out, w.tile.seq, w.head, w.tile.row0);
@@ -289,7 +289,7 @@ template <class Format, class Out> std::int64_t store_rows(const Work<Format> &w
         for (std::int64_t i = 0; i < here; ++i) sums_by_lane[i] = load<Floats>(w.s.sum + (first + i) * lanes);
         Floats sum = sums_of(sums_by_lane), share = all(1.0f);
         const Floats highest = load<Floats>(w.s.peak + first), seen = sum;
-        if constexpr (Format::fused) {  // all weights carry the shift's rounding error, as one factor
+        if constexpr (Format::fused) {  // the rounding error of the shift is a common factor of all weights
             const Floats rest = Format::rest(highest, all(w.factor), load<Floats>(w.s.shift + first));
             share = rest > all(-infinity) && rest < all(infinity) ? exp2(-rest) : share;
             sum *= share;
@@ -305,8 +305,8 @@ template <class Format, class Out> std::int64_t store_rows(const Work<Format> &w
         alignas(64) float peaks[lanes], sums[lanes], factors[lanes];
         store(peaks, peak), store(sums, sum), store(factors, factor);
         for (std::int64_t i = 0; i < here; ++i, out += out_stride) {
-            const bool none = peaks[i] == -infinity;                        // not even a sink: an empty row
-            const bool zeros = highest[i] == -infinity && seen[i] == 0.0f;  // perhaps it never met a key
+            const bool none = peaks[i] == -infinity;                        // an empty row without a sink
+            const bool zeros = highest[i] == -infinity && seen[i] == 0.0f;  // the row may have had no step
             float *from = w.s.out + (first + i) * w.sizes.value_columns;
             if (rest > 1.0) {
                 for (std::int64_t d = 0; d < dim; ++d) from[d] *= factors[i];
@@ -326,7 +326,7 @@ template <class Format, class Out> std::int64_t store_rows(const Work<Format> &w
     return empty;
 }
 
-// What is asked for during a tile: its own results' memory, and what the thread reads next.
+// The prefetches during a tile: memory of its results, and operands that the thread reads next.
 template <class Format, class T> PrefetchQueue queue_of(const Work<Format> &w, const Prefetches &ahead) {
     const std::int64_t rows = w.tile.row1 - w.tile.row0, seq = w.tile.seq, row0 = w.tile.row0;
     PrefetchQueue out;
@@ -353,9 +353,9 @@ std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const T
     PrefetchQueue queue = queue_of<Format, T>(w, ahead);
     load_rows<Format, T>(w);
     const std::int64_t rows = tile.row1 - tile.row0;
-    const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin inside a panel
+    const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin within a panel
     const std::int64_t step = step_keys(w.sizes);
-    bool met_nonfinite = false, met[tile_rows / block_rows] = {};  // by each block of rows
+    bool met_nonfinite = false, met[tile_rows / block_rows] = {};  // per block of rows
     const std::int64_t height = height_of(rows);
     for (std::int64_t begin = tile.begin / panel * panel; begin < end; begin += step) {
         for (std::int64_t row = 0; row < rows; row += height) {

@@ -1,9 +1,9 @@
-// Where a tile of query rows meets a tile of keys: five products and what lies between them.
+// The backward kernel of a tile of query rows and a tile of keys: five products and the softmax gradient.
 //
-//   S = q k^T, dP = dout v^T      by blocks of `block_rows` rows, as the forward does, so that scores have its bits
+//   S = q k^T, dP = dout v^T      by blocks of `block_rows` rows, as in the forward, so that scores have the same bits
 //   P = exp(S - max) / sum, dS = P * (dP * M - D)                                M = keep / keep_prob
-//   where keep_prob is tiny, all of them divided by keep_rest() until they are stored
-//   beneath a cap, dq and dk take dS * (1 - tanh^2) for dS
+//   if keep_prob is tiny, all gradients are divided by keep_rest() until they are stored
+//   with a cap, dq and dk use dS * (1 - tanh^2) in place of dS
 //   dq += dS k                    block by block
 //   dv^T += dout^T (P * M), dk^T += q^T dS            for all rows of the tile at once, one panel of keys at a time
 //
@@ -21,7 +21,7 @@ namespace {
 
 // ------------------------------------------------------------------------------------------------ between the products
 
-// What makes weights of scores in `depth` rows of a block, from row i on.
+// The factors and shifts that convert scores to weights in `depth` rows of a block, from row i on.
 template <class Format, bool SmallPeaks> struct RowFactors {
     static constexpr int depth = Format::depth;
     float peak[depth] = {}, share[depth] = {}, delta[depth] = {}, shift[depth] = {};
@@ -42,15 +42,14 @@ template <class Format, bool SmallPeaks> struct RowFactors {
     }
 };
 
-// P * M (less its divisor) and dS of a block, in the forms that the products want. What is not seen (where something is
-// not finite, a key with a score of -inf too), and rows that are not there, are zeros whatever their products were.
-// SmallPeaks: scale, maximum and sum of all rows go into the exponent at once; else each row is asked, so that no row's
-// bits depend on its neighbours.
+// Computes P * M (without its divisor) and dS of a block, in the formats of the products. Hidden keys and missing rows
+// are zeros (so are keys with a score of -inf if some operand is not finite). SmallPeaks: scale, maximum and sum of all
+// rows enter the exponent at once; else each row decides separately, so that its bits do not depend on other rows.
 template <class Format, bool Capped, bool Drops, bool Hidden, bool SmallPeaks>
 void softmax_gradient(const GradientWork<Format> &w, const GradientBlock &b) {
     constexpr std::int64_t keys = tile_keys<Format>;
     constexpr int depth = Format::depth;
-    // Copies: for all the compiler knows, a store may change what w refers to.
+    // Copies, because the compiler must assume that stores may change the referenced objects.
     const KeyPart<Format> k = w.k;
     const float natural = w.natural, factor = natural * log2_e, kept_factor = keep_factor(w.p);
     const bool wants_dbias = w.g.dbias.base != nullptr;
@@ -132,7 +131,8 @@ float weight_of(const typename Format::Word *weights, std::int64_t row, std::int
     return Format::get(word, row % Format::depth);
 }
 
-// The elements of a row that packing left out, times a weight, to every `stride`-th float from `to` on.
+// Adds the non-finite elements of a row, which packing replaced by zeros, times a weight, to every `stride`-th float
+// from `to` on.
 template <class T> void add_nonfinite_row(const T *row, std::int64_t n, float weight, float *to, std::int64_t stride) {
     for (std::int64_t d = 0; d < n; ++d) {
         const Floats value = load_floats(row + d, 1);
@@ -195,7 +195,7 @@ template <class Format, class T> void add_nonfinite(const GradientWork<Format> &
 
 // ----------------------------------------------------------------------------------------------------- from end to end
 
-// The part of the key tile that the block's rows see, in whole panels; count 0 if they see none.
+// The block with the visible keys of its rows in the key tile, in complete panels; count 0 if there are none.
 template <class Format> GradientBlock cut(const GradientWork<Format> &w, std::int64_t row, std::int64_t rows) {
     const std::int64_t top = w.row_tile.row0 + row, bottom = top + rows - 1, begin = w.key_tile.key0;
     std::int64_t some_begin = first_key(w.seq, top), some_end = end_key(w.seq, bottom);
@@ -226,7 +226,7 @@ template <class Format> GradientBlock cut(const GradientWork<Format> &w, std::in
             small_peaks, nonfinite != 0};
 }
 
-// Notes which rows of the tile see some key of each panel; rows between two blocks that do count as zeros.
+// Extends, for each panel, the range of rows of the tile with visible keys; other rows in the range have zero weights.
 template <class Format> void note_rows(const GradientWork<Format> &w, const GradientBlock &b) {
     constexpr std::int64_t depth = Format::depth;
     for (std::int64_t at = b.at; at < b.at + b.count; at += panel) {
@@ -250,7 +250,7 @@ template <class Format> void clear_dq(const GradientWork<Format> &w, const Gradi
     std::memset(w.r.dq + b.row * w.sizes.columns, 0, b.rows * w.sizes.columns * sizeof *w.r.dq);
 }
 
-// Whether an element of V is not finite: it has made every row's dP so, and one row is asked.
+// True if an element of V is not finite; then dP of every row is not finite, so that one row is checked.
 template <class Format> bool has_nonfinite_values(const GradientWork<Format> &w, const GradientBlock &b) {
     Words nonfinite = {};
     for (std::int64_t at = b.from; at < b.to; at += lanes)
@@ -258,7 +258,8 @@ template <class Format> bool has_nonfinite_values(const GradientWork<Format> &w,
     return any(nonfinite);
 }
 
-// What others may add to at the same time is touched behind this alone; false: not at all any more.
+// Waits for the turn of this tile; memory that other threads add to is accessed only afterwards, and not at all if this
+// returns false.
 template <class Format> bool wait_for_turn(const GradientWork<Format> &w, const GradientBlock &b) {
     return !w.turn.wait || w.turn.wait(w.turn.state, b.row + b.rows);
 }
@@ -324,7 +325,7 @@ void accumulate(const Job &job, const RowTile &row_tile, const KeyTile &key_tile
 
 // ------------------------------------------------------------------------------------------------------------- results
 
-// Two vectors of a row, of which n elements are results.
+// Stores two vectors of a row, of which n elements are valid.
 template <class T> FUSION_INLINE void store_two(T *to, Floats low, Floats high, std::int64_t n, bool streamed) {
     if (streamed && n >= 2 * lanes && write_lines(to, low, high)) return;
     store_floats(to, low, n);
@@ -359,8 +360,7 @@ template <class Format, class T> void store_dq(const Job &job, const RowTile &ti
     job.problem->wide_results ? store_dq_as<Format, float>(job, tile) : store_dq_as<Format, T>(job, tile);
 }
 
-// Of two elements to a word, two columns become words before those are transposed; false where there are no such
-// words.
+// With two elements per word, combines two columns into words before these are transposed; else returns false.
 template <class Format, class T>
 FUSION_INLINE bool columns_to_words(const float *from, float factor, Words (&words)[lanes]) {
     if constexpr (sizeof(T) == 4) {
@@ -377,8 +377,8 @@ FUSION_INLINE bool columns_to_words(const float *from, float factor, Words (&wor
     return false;
 }
 
-// A vector of keys, and as many of their columns as fill a vector; false, and nothing is stored, where there is no
-// quick way.
+// Stores a square: a vector of keys and a vector of their columns. Returns false without storing if there is no fast
+// way.
 template <class Format, class T>
 __attribute__((noinline)) bool store_square(const float *from, T *to, std::int64_t stride, float factor,
                                             bool streamed) {
@@ -387,12 +387,12 @@ __attribute__((noinline)) bool store_square(const float *from, T *to, std::int64
     transpose(words);
     FUSION_UNROLL for (int i = 0; i < lanes; i += 4, to += 4 * stride) {
         FUSION_UNROLL for (int j = 0; j < 4; ++j) write_line(to + j * stride, words[i + j], streamed);
-        __asm__("" : "+r"(to));  // or each row's place would be computed beforehand, and kept in memory
+        __asm__("" : "+r"(to));  // else the compiler computes the addresses of all rows in advance and spills them
     }
     return true;
 }
 
-// [panel][column][key] back to rows of n elements, times a factor.
+// Stores sums [panel][column][key] as rows of n elements, multiplied by a factor.
 template <class Format, class T>
 void store_keys(const Rows &rows, const KeyTile &tile, const float *from, std::int64_t columns, std::int64_t n,
                 float factor, bool streamed) {

@@ -1,5 +1,5 @@
-// The gradient of a bias: dS of a block, which lies in the scores' place, added to what the bias was read from or,
-// where each element belongs to one pair alone, written there once.
+// The gradient of a bias: dS of a block, which is stored in place of its scores, is added to dbias with the layout of
+// the bias; if each element belongs to a single (row, key) pair, it is written once.
 
 #pragma once
 
@@ -37,7 +37,7 @@ template <class Format> void add_dbias(const GradientWork<Format> &w, const Grad
     }
 }
 
-// All keys of the tile, also those outside [b.at, b.at + b.count), which the block's rows do not see.
+// Writes dbias for all keys of the tile, also the hidden ones outside [b.at, b.at + b.count).
 template <class T, class Format> void write_rows(const GradientWork<Format> &w, const GradientBlock &b) {
     const float factor = dbias_factor(w);
     const std::int64_t there = w.key_tile.key1 - w.key_tile.key0;

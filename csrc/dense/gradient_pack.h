@@ -1,13 +1,12 @@
-// What the backward multiplies, packed: a tile of query rows of one head, and a tile of keys with what is added up
-// there.
+// Packed operands of the backward: a tile of query rows of one head, and a tile of keys with its sums of gradients.
 //
-//   q, dout            [row][word]                    as the forward's q
-//   q_rows, dout_rows  [column][rows / depth]         transposed; a word holds neighbouring rows' elements
-//   k, v               [key panel][word][key]         as the forward's k
-//   k_keys             [column panel][keys / depth][column]   as the forward's v
+//   q, dout            [row][word]                    like q in the forward
+//   q_rows, dout_rows  [column][rows / depth]         transposed; a word has elements of consecutive rows
+//   k, v               [key panel][word][key]         like k in the forward
+//   k_keys             [column panel][keys / depth][column]   like v in the forward
 //
-// The last operand of each product that sums over rows or keys is packed without its elements that are not finite, and
-// notes where they were: 0 * NaN is NaN, and a weight of 0 may stand for "not seen".
+// In the second operand of products that sum over rows or keys, non-finite elements are replaced by zeros and their
+// rows or panels are flagged: 0 * NaN is NaN, and hidden keys have a weight of 0.
 
 #pragma once
 
@@ -19,19 +18,19 @@ namespace {
 
 template <class Format> constexpr std::int64_t tile_keys = 128 * Format::depth;
 
-// Up to this maximum of a row, rounding errors of exponents stay below a tenth of those of bfloat16.
+// The largest maximum of a row at which rounding errors of exponents stay below a tenth of those of bfloat16.
 constexpr float small_peak = 1024.0f;
 
 constexpr std::uint8_t nonfinite_q = 1, nonfinite_dout = 2,
-                       nonfinite_statistics = 4;  // what of a row is not finite: its statistics, or D
+                       nonfinite_statistics = 4;  // bits of a row whose statistics or D are not finite
 
 template <class Format> struct RowPart {
     using Word = typename Format::Word;
-    std::int64_t padded, deep;  // rows in whole blocks; words of a transposed row
+    std::int64_t padded, deep;  // rows rounded up to blocks; words of a transposed row
     Word *q, *dout, *q_rows, *dout_rows;
     float *dq;                                     // [padded][columns], before scale
     float *peak, *share, *delta;                   // the saved maximum, 1 / sum, (dout . out - dlse) / keep_rest()
-    float *shift;                                  // where Format::fused: peak * log2_e + log2(sum)
+    float *shift;                                  // if Format::fused: peak * log2_e + log2(sum)
     std::uint8_t *empty, *nonfinite, *large_peak;  // large_peak: the maximum is too large for a shift
     std::size_t bytes;
 
@@ -55,18 +54,18 @@ template <class Format> struct RowPart {
     }
 };
 
-template <class Format> struct KeyPart {  // and one thread's scratch
+template <class Format> struct KeyPart {  // a tile of keys, and scratch of a thread
     using Word = typename Format::Word;
     static constexpr std::int64_t keys = tile_keys<Format>, depth = gradient_rows / Format::depth;
     Word *k, *v, *k_keys;
     float *dk, *dv;                     // [panel][column][key]
     float *scores, *dprobs;             // [block_rows][keys]
-    float *slopes;                      // where there is a cap, [block_rows][keys]: of scores by their products
+    float *slopes;                      // with a cap, [block_rows][keys]: derivative of scores by products
     Word *dscores;                      // [block_rows][keys / depth]
     Word *prob_rows, *dscore_rows;      // [panel][rows / depth][key]
     std::uint8_t *seen, *keep;          // [block_rows][keys / 8]
-    std::uint8_t *nonfinite, *fresh;    // [panel]; fresh: nothing is added up yet, whatever lies there
-    std::int64_t *row_begin, *row_end;  // [panel], the rows of a tile that meet it
+    std::uint8_t *nonfinite, *fresh;    // [panel]; fresh: sums are undefined and count as zero
+    std::int64_t *row_begin, *row_end;  // [panel], the range of rows with visible keys in it
     std::size_t bytes;
 
     KeyPart(const Problem &p, const Sizes<Format> &sizes, void *memory) {
@@ -100,7 +99,7 @@ template <class T> bool has_nonfinite(const T *row, std::int64_t n) {
     return any(nonfinite);
 }
 
-// Packs a row of dout; returns products that add up to that of dout and out.
+// Packs a row of dout; returns a vector whose lanes sum to dout . out.
 template <class Format, class T>
 FUSION_INLINE Floats pack_dout(const T *dout, const T *out, std::int64_t n, std::int64_t words,
                                typename Format::Word *to) {
@@ -116,9 +115,9 @@ FUSION_INLINE Floats pack_dout(const T *dout, const T *out, std::int64_t n, std:
     return sum;
 }
 
-// Elements of `lanes` words' rows, transposed: all of them are there. Of two rows to a word, a vector's width of both
-// is joined before, one half of its columns (Half) in one square. Places are counted on from four to four rows, or the
-// compiler would compute all of them beforehand and keep them in memory.
+// Transposes a square of `lanes` words by `lanes` columns, all of which exist. With two rows per word, a vector of both
+// rows is interleaved first, and one half of its columns (Half) forms the square. Addresses advance by four rows,
+// because the compiler would compute all of them in advance and spill them.
 template <class Format, class T, bool Zeroed, int Half>
 __attribute__((noinline)) Words transpose_words(const T *row, std::int64_t stride, std::int64_t deep,
                                                 typename Format::Word *to) {
@@ -131,7 +130,7 @@ __attribute__((noinline)) Words transpose_words(const T *row, std::int64_t strid
                 const Words low = checked<Format, Zeroed>(load<Words>(row), nonfinite);
                 const Words high = checked<Format, Zeroed>(load<Words>(row + stride), nonfinite);
                 block[j] = Format::template unpack<Half == 1>(low, high);
-            } else {  // the other half has checked them
+            } else {  // the first half has checked them
                 block[j] = Format::template unpack<true>(load<Words>(row), load<Words>(row + stride));
             }
         }
@@ -142,14 +141,14 @@ __attribute__((noinline)) Words transpose_words(const T *row, std::int64_t strid
     FUSION_UNROLL for (int i = 0; i < lanes; i += 4, to += 4 * Format::depth * deep) {
         FUSION_UNROLL for (int j = 0; j < 4; ++j) {
             store(to + j * deep, block[i + j]);
-            __builtin_prefetch(to + j * deep + lanes, 1);  // where the next rows go
+            __builtin_prefetch(to + j * deep + lanes, 1);  // destination of the next rows
         }
         __asm__("" : "+r"(to));
     }
     return nonfinite;
 }
 
-// The same of `here` rows, and of n elements of each at most, where some are missing; one vector's width of columns.
+// Transposes one vector of columns if some are missing: `here` rows of at most n elements.
 template <class Format, class T, bool Zeroed>
 __attribute__((noinline)) Words transpose_some(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n,
                                                std::int64_t deep, typename Format::Word *to) {
@@ -165,8 +164,8 @@ __attribute__((noinline)) Words transpose_some(const T *first, std::int64_t stri
     return nonfinite;
 }
 
-// Rows of n elements, transposed, with zeros for what is not finite; returns whether any element was not finite. Few
-// are: first all are packed.
+// Transposes rows of n elements, with zeros for non-finite elements; returns true if there was one. Packs all elements
+// first and repeats with zeros in the rare case.
 template <class Format, class T, bool Zeroed = false>
 bool pack_transposed(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, std::int64_t deep,
                      typename Format::Word *to) {
@@ -191,11 +190,12 @@ bool pack_transposed(const T *first, std::int64_t stride, std::int64_t rows, std
     return true;
 }
 
-// The words of rows from i on, at most a vector of them; returns the products of dout and out.
+// Packs the words of rows from i on, at most a vector of rows; returns dout . out of each.
 template <class Format, class T>
 Floats pack_words(const Job &job, const Sizes<Format> &sizes, const RowPart<Format> &part, const RowTile &tile,
                   std::int64_t i, std::int64_t here) {
-    constexpr std::int64_t ahead = 16;  // rows of one head lie far apart in most layouts, where no hardware follows
+    constexpr std::int64_t ahead =
+        16;  // rows of one head are far apart in most layouts, where hardware prefetchers fail
     const Problem &p = *job.problem;
     const Operands &o = *job.operands;
     const std::int64_t b = tile.seq, h = tile.head, row = tile.row0 + i;
@@ -221,8 +221,7 @@ Floats pack_words(const Job &job, const Sizes<Format> &sizes, const RowPart<Form
     return sums_of(dots);
 }
 
-// What becomes of the statistics of `here` rows from i on, at most a vector of them; rows that are not there count as
-// empty.
+// Packs the statistics of `here` rows from i on, at most a vector of rows; missing rows count as empty.
 template <class Format>
 void pack_statistics(const Job &job, const RowPart<Format> &part, const RowTile &tile, std::int64_t i,
                      std::int64_t here, Floats delta, RowNotes &notes) {

@@ -1,4 +1,4 @@
-// The backward's five products of a block of rows or a tile of them, and what asks for memory while they run.
+// The five products of the backward for a block or a tile of rows, and prefetches while they run.
 //
 // Start reading at dense/gradient.h's accumulate().
 
@@ -25,8 +25,8 @@ template <class Format> struct GradientWork {
     const RowPart<Format> r;
     const KeyPart<Format> k;
     const bool bias_pass;   // as in the forward
-    const float natural;    // what a score is then multiplied by
-    const bool wide_dbias;  // dbias takes dS as float32, not as rounded to bfloat16
+    const float natural;    // factor from stored scores to scores of the problem
+    const bool wide_dbias;  // dbias sums dS in float32, not rounded to bfloat16
     const RowTurn &turn;
     PrefetchQueue &queue;
 
@@ -39,24 +39,24 @@ template <class Format> struct GradientWork {
           wide_dbias(g.dbias.base && !(g.owns_dbias && g.dbias.dtype == Dtype::bfloat16)), turn(turn_), queue(queue_) {}
 };
 
-// Rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile, whole panels.
+// Rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile, complete panels.
 struct GradientBlock {
     std::int64_t row, rows, at, count;
-    std::int64_t from, to;  // of the key tile, whole vectors (of tiles, panels): outside no row sees a key
-    bool hidden;            // some row does not see some key
-    bool small_peaks;       // no row has a large one, and bfloat16 is all that becomes of weights
-    bool nonfinite;         // something is not finite; hidden says so too
+    std::int64_t from, to;  // range of visible keys in the key tile, rounded to vectors (with tile registers, panels)
+    bool hidden;            // some key is hidden from some row
+    bool small_peaks;       // no row has a large peak, and weights are only used in bfloat16
+    bool nonfinite;         // some operand is not finite; hidden is set too
 };
 
 // ---------------------------------------------------------------------------------------------------------- products
 
-// Two panels abreast take half as many rows: as many accumulators, but fewer loads for each multiply-add. Only where
-// registers hold the wider row of operands; tiles hold one.
+// Two panels are multiplied together with half as many rows: the same number of accumulators, but fewer loads per
+// multiply-add. Only if registers suffice for the wider row of operands; tile registers hold one panel.
 constexpr int abreast = lanes == 16 && block_parts == 3 ? 2 : 1, low_rows = block_rows / abreast;
 static_assert(low_rows % block_parts == 0);
 
-// C[M][Panels x N vectors] = A[M][depth] * B, or, with `add`, that more. B's panels lie b_apart words from each other,
-// their rows Step vectors, C's panels c_apart floats.
+// C[M][Panels x N vectors] = A[M][depth] * B, plus C with `add`. Panels of B are b_apart words apart and their rows
+// Step vectors; panels of C are c_apart floats apart.
 template <class Format, int M, int N, int Panels, int Step = N>
 __attribute__((noinline)) void multiply_panels(const typename Format::Word *a, std::int64_t a_stride,
                                                const typename Format::Word *b, std::int64_t b_apart, std::int64_t depth,
@@ -66,8 +66,8 @@ __attribute__((noinline)) void multiply_panels(const typename Format::Word *a, s
     block.finish();
 }
 
-// The same for a block of rows (filled up to a height that there is code for) and any number of panels; before() is
-// called for each step of columns.
+// The same for a block of rows (padded to a compiled height) and any number of panels; calls before() for each step of
+// columns.
 template <class Format, class Before>
 FUSION_INLINE void multiply_block(const typename Format::Word *a, std::int64_t a_stride, std::int64_t rows,
                                   const typename Format::Word *b, std::int64_t b_apart, std::int64_t depth, float *c,
@@ -88,7 +88,8 @@ FUSION_INLINE void multiply_block(const typename Format::Word *a, std::int64_t a
     }
 }
 
-// What the block behind this one reads, which lies in a farther cache: beside S its q, dq and bias, beside dP the rest.
+// Prefetches the operands of the next block of rows from a farther cache: q, dq and bias while S is computed, the
+// others during dP.
 template <class Format> struct NextBlock {
     PrefetchQueue beside_scores, beside_dprobs;
 
@@ -117,7 +118,7 @@ template <class Format> struct NextBlock {
     }
 };
 
-// The block's rows times the keys that it sees; a panel that is cut goes vector by vector.
+// Multiplies the rows of a block by its visible keys; panels at the ends of the range are multiplied vector by vector.
 template <class Format, class Before>
 FUSION_INLINE void multiply_keys(const GradientBlock &b, const typename Format::Word *rows,
                                  const typename Format::Word *panels, std::int64_t words, float *c, Before before) {
@@ -152,7 +153,7 @@ template <class Format> void multiply_rows(const GradientWork<Format> &w, const 
     });
 }
 
-// Adds dS times the keys' columns [column, column + columns), which are packed together; fresh rows begin with it.
+// Adds dS times columns [column, column + columns) of keys, which are packed together, to dq; with fresh rows, sets dq.
 template <class Format>
 void add_dq_part(const GradientWork<Format> &w, const GradientBlock &b, std::int64_t column, std::int64_t columns) {
     constexpr std::int64_t deep = tile_keys<Format> / Format::depth;
@@ -161,7 +162,7 @@ void add_dq_part(const GradientWork<Format> &w, const GradientBlock &b, std::int
     const auto *keys = w.k.k_keys + column * deep;
     float *dq = w.r.dq + b.row * w.sizes.columns + column;
     const bool add = !w.row_tile.fresh;
-    // All blocks together ask for the transposed rows, which are read after the last of them.
+    // All blocks together prefetch the transposed rows, which are read after the last block.
     const std::int64_t word_row = b.row / Format::depth, part = block_rows / Format::depth;
     prefetch<2>(w.r.q_rows + word_row * columns, part * columns);
     prefetch<2>(w.r.dout_rows + word_row * w.sizes.value_columns, part * w.sizes.value_columns);
@@ -180,19 +181,19 @@ template <class Format> void add_dq(const GradientWork<Format> &w, const Gradien
     if (w.p.dim_rope) add_dq_part(w, b, main, w.sizes.columns - main);
 }
 
-// Where the words of row `row` of the tile and of the key at `at` lie among weights [panel][rows / depth][key].
+// Offset of the word of row `row` of the tile and the key at `at` in weights [panel][rows / depth][key].
 template <class Format> FUSION_INLINE std::int64_t weight_at(std::int64_t row, std::int64_t at) {
     return (at / panel * KeyPart<Format>::depth + row / Format::depth) * panel + at % panel;
 }
 
-// The ragged edge of a band: the words of a tile's transposed rows that some keys meet, vector by vector of them, and
-// whether panels have sums already.
+// The ragged edge of a band: for each vector of keys, the range of words of the transposed rows with visible pairs, and
+// true for panels that have sums already.
 template <int Panels> struct RaggedRows {
     static constexpr int vectors = Panels * panel_vectors;
     std::int64_t begin[vectors], end[vectors];
     bool add;
 
-    // Later keys are met by later rows, and some rows meet all of them.
+    // True if ranges of rows ascend with keys and have a common intersection.
     bool are_ordered() const {
         bool ordered = begin[vectors - 1] <= end[0];
         for (int j = 1; j < vectors; ++j) ordered &= begin[j - 1] <= begin[j] && end[j - 1] <= end[j];
@@ -200,8 +201,8 @@ template <int Panels> struct RaggedRows {
     }
 };
 
-// [column][key] = rows^T [column][row] * weights [row][key], or that more: M columns of so many panels of keys. Rows
-// that only some vectors of keys meet multiply those alone, and all add up in registers.
+// [column][key] (+)= rows^T [column][row] * weights [row][key] for M columns and several panels of keys. Rows with
+// visible pairs in some vectors of keys only are multiplied by these; all products are summed in registers.
 template <class Format, int M, int Panels>
 __attribute__((noinline)) void multiply_ragged(const typename Format::Word *a, std::int64_t a_stride,
                                                const typename Format::Word *b, std::int64_t b_apart,
@@ -218,12 +219,13 @@ __attribute__((noinline)) void multiply_ragged(const typename Format::Word *a, s
     block.finish();
 }
 
-// dk^T or dv^T of so many panels of keys, for all columns of the tile's rows.
+// Adds to dk^T or dv^T of several panels of keys, for all columns of the tile's rows.
 template <class Format, int Panels>
 void add_transposed(const typename Format::Word *rows, std::int64_t deep, const typename Format::Word *weights,
                     const RaggedRows<Panels> &ragged, std::int64_t columns, float *to) {
     constexpr int height = block_rows / Panels;
-    for (std::int64_t d = 0; d < columns; d += height) {  // whole vectors: what remains is some part of a height
+    for (std::int64_t d = 0; d < columns;
+         d += height) {  // columns are complete vectors; the rest is a fraction of a height
         with_height<height>(columns - d, [&](auto rows_at_once) __attribute__((always_inline)) {
             multiply_ragged<Format, rows_at_once(), Panels>(rows + d * deep, deep, weights,
                                                             KeyPart<Format>::depth * panel, ragged, to + d * panel,
@@ -232,7 +234,7 @@ void add_transposed(const typename Format::Word *rows, std::int64_t deep, const 
     }
 }
 
-// Panels of keys from `at` on begin at zero, unless they have sums already.
+// Sets sums of panels of keys from `at` on to zero, unless they have sums already.
 template <class Format>
 void begin_panels(const Sizes<Format> &sizes, const KeyPart<Format> &k, std::int64_t at, int panels) {
     for (int i = 0; i < panels; ++i, at += panel) {
@@ -243,7 +245,7 @@ void begin_panels(const Sizes<Format> &sizes, const KeyPart<Format> &k, std::int
     }
 }
 
-// Which of the rows that a panel was weighed with meet its vectors.
+// The ranges of rows of a tile with visible pairs in each vector of the panels at `at`.
 template <class Format, int Panels> RaggedRows<Panels> ragged_rows(const GradientWork<Format> &w, std::int64_t at) {
     constexpr std::int64_t depth = Format::depth, step = Format::step;
     RaggedRows<Panels> ragged;
@@ -260,7 +262,7 @@ template <class Format, int Panels> RaggedRows<Panels> ragged_rows(const Gradien
 
 template <class Format, int Panels> void add_dk_dv(const GradientWork<Format> &w, std::int64_t at) {
     RaggedRows<Panels> ragged = ragged_rows<Format, Panels>(w, at);
-    if (!ragged.are_ordered()) {  // few keys to a row, or other rows than those of neighbouring keys
+    if (!ragged.are_ordered()) {  // few keys per row, or ranges of rows that do not ascend
         if constexpr (Panels > 1) {
             for (int i = 0; i < Panels; ++i) add_dk_dv<Format, 1>(w, at + i * panel);
             return;

@@ -1,13 +1,13 @@
-// From rows in memory to the panels that the kernel multiplies, converted once and shared by all query heads of a
-// group.
+// Packing of rows into panels for the products of the forward. Keys and values are converted once for all query heads
+// of a group.
 //
-//   q  [row][word]                     rows of a tile, rope behind the rest
-//   k  [key panel][word][key]          `panel` keys beside each other, transposed
-//   v  [column panel][keys / depth][column]   `panel` columns beside each other, the last panel perhaps narrower;
-//                                      with two elements per word, a word holds two neighbouring keys' elements
+//   q  [row][word]                     rows of a tile, followed by rope
+//   k  [key panel][word][key]          transposed, `panel` keys per panel
+//   v  [column panel][keys / depth][column]   `panel` columns per panel, the last panel may be narrower;
+//                                      with two elements per word, a word has elements of two consecutive keys
 //
-// Rows that end inside a word or a panel are filled up with zeros. A panel of values that holds inf or NaN is noted
-// as nonfinite and those elements are packed as zeros: 0 * NaN is NaN, and a probability of 0 may stand for "not seen".
+// Rows are padded with zeros to complete words and panels. A panel of values with inf or NaN is flagged as nonfinite
+// and these elements are packed as zeros: 0 * NaN is NaN, and hidden keys have a probability of 0.
 
 #pragma once
 
@@ -16,7 +16,7 @@
 namespace fusion {
 namespace {
 
-template <class Format> struct Packed {  // where a unit's parts lie
+template <class Format> struct Packed {  // addresses of the packed arrays of a unit
     using Word = typename Format::Word;
     std::int64_t first_key, keys;
     Word *k, *v;
@@ -31,13 +31,13 @@ template <class Format> struct Packed {  // where a unit's parts lie
         return round_up<std::size_t>(reinterpret_cast<char *>(nonfinite) - reinterpret_cast<char *>(k) + keys / panel,
                                      64);
     }
-    // Where column `column` (a multiple of panel) of key `at` begins; `width` columns lie beside each other there.
+    // Address of column `column` (a multiple of panel) of key `at`, from which `width` columns are contiguous.
     Word *values(std::int64_t column, std::int64_t at, std::int64_t width) const {
         return v + column * (keys / Format::depth) + at / Format::depth * width;
     }
 };
 
-// Words [d, d + lanes) of a row of n elements; zeros behind its end, and for a row that is not there (n <= 0).
+// Words [d, d + lanes) of a row of n elements, padded with zeros; all zeros for a missing row (n <= 0).
 template <class Format, class T> FUSION_INLINE Words load_words(const T *row, std::int64_t d, std::int64_t n) {
     if constexpr (Format::depth == 1) {
         return bits_of(load_floats(row + d, n - d));
@@ -50,7 +50,7 @@ template <class Format, class T> FUSION_INLINE Words load_words(const T *row, st
     }
 }
 
-// The last words of a row, which are no whole vector.
+// Packs the last words of a row, less than a vector.
 template <class Format, class T>
 __attribute__((noinline)) Words pack_tail(const T *row, std::int64_t d, std::int64_t n, std::int64_t words,
                                           typename Format::Word *to) {
@@ -68,7 +68,7 @@ FUSION_INLINE void pack_query(const T *row, std::int64_t n, std::int64_t words, 
     if (d < words) pack_tail<Format>(row, d, n, words, to);
 }
 
-// Keys and words of one square, transposed; out of line, so that what is there only in part costs the others nothing.
+// Transposes an incomplete square of keys and words; not inlined, so that complete squares do not pay for it.
 template <class Format, class T>
 __attribute__((noinline)) void pack_some_keys(const T *first, std::int64_t stride, std::int64_t here, std::int64_t d,
                                               std::int64_t n, std::int64_t words, typename Format::Word *to) {
@@ -78,7 +78,7 @@ __attribute__((noinline)) void pack_some_keys(const T *first, std::int64_t strid
     for (int i = 0; i < least<std::int64_t>(lanes, words - d); ++i) store(to + i * panel, block[i]);
 }
 
-// One panel of keys: `here` rows of n elements.
+// Packs one panel of keys: `here` rows of n elements.
 template <class Format, class T>
 void pack_keys(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n, std::int64_t words,
                typename Format::Word *to) {
@@ -95,7 +95,9 @@ void pack_keys(const T *first, std::int64_t stride, std::int64_t here, std::int6
             row += d * Format::depth;
             FUSION_UNROLL for (int i = 0; i < lanes; i += 4, row += 4 * stride) {
                 FUSION_UNROLL for (int j = 0; j < 4; ++j) block[i + j] = load_words<Format>(row + j * stride, 0, width);
-                __asm__("" : "+r"(row));  // or each row's place would be computed beforehand, and kept in memory
+                __asm__(
+                    ""
+                    : "+r"(row));  // else the compiler computes the addresses of all rows in advance and spills them
             }
             transpose(block);
             FUSION_UNROLL for (int i = 0; i < lanes; ++i) store(at + i * panel, block[i]);
@@ -105,12 +107,12 @@ void pack_keys(const T *first, std::int64_t stride, std::int64_t here, std::int6
 
 FUSION_INLINE Words not_finite(Words bits) { return (Words)((bits & 0x7f800000) == 0x7f800000); }
 
-// The signs of a word's elements, and the lowest bits of their exponents: a magnitude and such a bit add up into the
-// sign where the exponent is all ones, as that of an infinity or a NaN is.
+// Bits of a word's elements for the test for infinity and NaN: sign bits, and the lowest bits of exponents. Adding the
+// latter to a magnitude carries into the sign bit exactly if the exponent is all ones.
 template <class Format> constexpr std::uint32_t signs = Format::depth == 1 ? 0x80000000 : 0x80008000;
 template <class Format> constexpr std::uint32_t lowest = Format::depth == 1 ? 0x00800000 : 0x00800080;
 
-// Elements that are not finite set their signs in `nonfinite`; with Zeroed, zeros take their place.
+// Sets the sign bits of non-finite elements in `nonfinite`; with Zeroed, replaces them by zeros.
 template <class Format, bool Zeroed> FUSION_INLINE Words checked(Words words, Words &nonfinite) {
     const Words found = (words & ~signs<Format>)+lowest<Format>;
     nonfinite |= found;
@@ -121,7 +123,7 @@ template <class Format, bool Zeroed> FUSION_INLINE Words checked(Words words, Wo
     return words;
 }
 
-// A word of values: key `at` alone, or keys at and at + 1 (the second may not exist).
+// Words of values: of one key, or of two consecutive keys, of which the second may not exist.
 template <class Format, class T, bool Zeroed>
 FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, std::int64_t n, Words &nonfinite) {
     if constexpr (Format::depth == 1) {
@@ -133,7 +135,7 @@ FUSION_INLINE Words value_words(const T *row, std::int64_t stride, bool second, 
     }
 }
 
-// The same of a whole panel's columns of keys at and at + 1; false where there are no such words.
+// The same for all columns of a panel of two consecutive keys; false if words have one element.
 template <class Format, class T, bool Zeroed>
 FUSION_INLINE bool value_pairs(const T *row, std::int64_t stride, typename Format::Word *to, Words &nonfinite) {
     if constexpr (Format::depth == 1) {
@@ -149,9 +151,9 @@ FUSION_INLINE bool value_pairs(const T *row, std::int64_t stride, typename Forma
 
 template <class Format> FUSION_INLINE bool any_nonfinite(Words nonfinite) { return any(nonfinite & signs<Format>); }
 
-// A panel of keys, `here` rows of n elements, at key `key` of the last operand of a product over keys, which has `deep`
-// words of every column; with zeros for what is not finite. Returns whether anything is: few are, so first all is
-// packed.
+// Packs a panel of keys, `here` rows of n elements, at key `key` of the second operand of a product over keys, with
+// `deep` words per column and zeros for non-finite elements. Returns true if there was one; packs all elements first
+// and repeats with zeros in this rare case.
 template <class Format, class T, bool Zeroed = false>
 bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n, std::int64_t deep,
                  std::int64_t key, typename Format::Word *to) {
@@ -176,7 +178,7 @@ bool pack_values(const T *first, std::int64_t stride, std::int64_t here, std::in
     return true;
 }
 
-// A panel of keys with their ropes.
+// Packs a panel of keys with their rope elements.
 template <class Format, class T>
 void pack_key_panel(const Problem &p, const Operands &o, const Sizes<Format> &sizes, std::int64_t b, std::int64_t head,
                     std::int64_t key, std::int64_t here, typename Format::Word *to) {
@@ -202,8 +204,8 @@ void pack_panels(const Job &job, const Unit &unit, std::int64_t first, std::int6
     }
 }
 
-// What two units share of what is packed, in the same memory: from where the first has it to where the second does. All
-// moves forward, in the order of memory, so that nothing is written over that is still to be moved.
+// Moves packed panels that two units share, in the same memory, from their position in the first unit to that in the
+// second. Data move towards lower addresses in ascending order, so that none is overwritten before it is moved.
 template <class Format>
 void carry_panels(const Problem &p, const Unit &from, const Unit &to, std::int64_t panels) {
     using Word = typename Format::Word;

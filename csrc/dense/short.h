@@ -1,8 +1,8 @@
-// Blocks of rows that meet one panel of keys, and no more: sequences of few tokens, packed by the thousand.
+// The forward kernel of blocks of rows whose visible keys are in one panel, for many packed sequences of few tokens.
 //
-// Scores go from product to product in registers, and a row's softmax is done at once. The arithmetic is that of
-// dense/forward.h, sum by sum: bits are the same, so what needs more than this goes there, and so do products of tiles,
-// whose sums are in no vector registers. Start reading at attend_short().
+// Scores stay in registers between the two products, and the softmax of a row is computed at once. Every sum is that of
+// dense/forward.h, with the same bits, so blocks that need more go there; so do products with tile registers, whose
+// sums are not in vector registers. Start reading at attend_short().
 
 #pragma once
 
@@ -15,17 +15,17 @@ template <class Format> FUSION_INLINE bool is_plain(const Work<Format> &w) {
     return !w.bias_pass && !w.p.has_blocked && !w.p.has_blocked_tiles && w.p.dropout == Dropout::none;
 }
 
-// Whether the block's keys lie in one panel, all that its rows see.
+// True if all visible keys of the block's rows are in one panel.
 template <class Format> FUSION_INLINE bool is_short(const Work<Format> &w, const Block &b) {
     return Format::step == 1 && b.count == panel && w.tile.end <= w.tile.begin / panel * panel + step_keys(w.sizes);
 }
 
-// How many steps of prefetching a block has.
+// The number of prefetching steps of a block.
 template <class Format> FUSION_INLINE std::int64_t steps_of(const Work<Format> &w, const Block &b) {
     return is_short(w, b) && is_plain(w) ? 1 + (w.sizes.value_columns + panel - 1) / panel : b.count / panel;
 }
 
-// The keys that M rows see of N vectors, from the panel's vector `from` on; others' scores become -inf.
+// Sets scores of hidden keys to -inf, for M rows and N vectors from the panel's vector `from` on.
 template <class Format, int M, int N>
 FUSION_INLINE void hide_in_registers(const Work<Format> &w, const Block &b, std::int64_t from, Floats (&scores)[M][N]) {
     std::uint64_t seen[M];
@@ -43,14 +43,14 @@ FUSION_INLINE void hide_in_registers(const Work<Format> &w, const Block &b, std:
     }
 }
 
-// Peaks and shifts of M rows; false where one is not finite, and then all are as they were.
+// Computes peaks and shifts of M rows; false without any change if one is not finite.
 template <class Format, int M, int N>
 FUSION_INLINE bool find_peaks(const Work<Format> &w, const Block &b, const Floats (&scores)[M][N]) {
     bool finite = true;
     FUSION_UNROLL for (int first = 0; first < M; first += lanes) {
         Floats best[lanes];
         FUSION_UNROLL for (int i = 0; i < lanes; ++i) {
-            best[i] = all(-infinity);  // rows behind these come later, and are so
+            best[i] = all(-infinity);  // rows behind these are computed later
             if (first + i >= M) continue;
             FUSION_UNROLL for (int j = 0; j < N; ++j) best[i] = larger(best[i], scores[first + i][j]);
         }
@@ -64,11 +64,11 @@ FUSION_INLINE bool find_peaks(const Work<Format> &w, const Block &b, const Float
     return finite;
 }
 
-// Vectors [from, from + N) of the panel hold all keys that some row sees.
+// Computes M rows at a time, whose visible keys are in vectors [from, from + N) of the panel.
 template <class Format, int M, int N>
 __attribute__((noinline)) bool attend_in_registers(const Work<Format> &w, const Block &b, std::int64_t from,
                                                    PrefetchQueue &queue) {
-    constexpr std::int64_t pitch = panel / Format::depth;  // of weights
+    constexpr std::int64_t pitch = panel / Format::depth;  // words per row of weights
     const std::int64_t words = w.sizes.words, columns = w.sizes.value_columns;
     const auto *q = w.s.q + b.row * words;
     const auto *k = w.packed.k + (b.first - w.packed.first_key) * words + from * lanes;
@@ -103,7 +103,7 @@ __attribute__((noinline)) bool attend_in_registers(const Work<Format> &w, const 
     return true;
 }
 
-// False where the block needs more: then it is as it was.
+// Computes a block; false without any change if the block needs attend_block().
 template <class Format> bool attend_short(const Work<Format> &w, const Block &b, PrefetchQueue &queue) {
     if constexpr (Format::step > 1) return false;
     if (!is_short(w, b) || !is_plain(w)) return false;

@@ -1,6 +1,6 @@
-// Keys and values of a cache, packed for the forward: rows at addresses or in pages, some in memory that all sequences
-// share. A panel whose rows lie evenly in one page is packed where it lies; others are brought together a few columns
-// at a time.
+// Packing of keys and values of a cache for the forward: rows at addresses or in pages, some of them shared by all
+// sequences. A panel whose rows have a constant stride is packed in place; rows of others are first copied together, a
+// few columns at a time.
 
 #pragma once
 
@@ -11,25 +11,25 @@
 namespace fusion {
 namespace {
 
-// One operand of a sequence and key/value head.
+// Rows of one operand (keys, values or rope) of a sequence and key/value head in a cache.
 struct StoredRows {
     const Cache &own, &common;
     std::int64_t common_keys, seq, head;
 
-    // A key's row, perhaps in pieces.
+    // Address of the row of a key, which may consist of fragments.
     const char *row(std::int64_t key) const {
         return key < common_keys ? decode::cache_row(common, 0, head, key)
                                  : decode::cache_row(own, seq, head, key - common_keys);
     }
     const Cache &cache(std::int64_t key) const { return key < common_keys ? common : own; }
-    // Whether rows from a key on lie evenly, stride_token apart.
+    // True if `count` rows from a key on are stride_token apart.
     bool even(std::int64_t key, std::int64_t count) const {
         const Cache &c = cache(key);
         if (c.piece || (key < common_keys && key + count > common_keys)) return false;
         const std::int64_t token = key < common_keys ? key : key - common_keys;
         return !c.table || token % c.page_size + count <= c.page_size;
     }
-    // Elements [d, d + n) of a row.
+    // Copies elements [d, d + n) of a row.
     void copy(std::int64_t key, std::int64_t d, std::int64_t n, void *to) const {
         const Cache &c = cache(key);
         const char *const from = row(key);
@@ -55,7 +55,7 @@ inline StoredRows stored_values(const Job &job, std::int64_t seq, std::int64_t h
 constexpr std::int64_t staged_columns = 64;
 static_assert(staged_columns % panel == 0 && staged_columns % (2 * lanes) == 0);
 
-// pack(first row, stride, column, columns) of `here` rows of n elements, perhaps a few columns at a time.
+// Calls pack(first row, stride, column, columns) for `here` rows of n elements, all columns at once or a few at a time.
 template <class T, class Pack>
 FUSION_INLINE void by_columns(const StoredRows &rows, std::int64_t key, std::int64_t here, std::int64_t n, Pack pack) {
     if (rows.even(key, here)) {
@@ -81,7 +81,7 @@ void pack_stored_keys(const StoredRows &rows, std::int64_t key, std::int64_t her
                       });
 }
 
-// pack_panels() of a cache.
+// pack_panels() for keys and values in a cache.
 template <class Format, class T>
 void pack_stored_panels(const Job &job, const Unit &unit, std::int64_t first, std::int64_t end) {
     const Problem &p = *job.problem;

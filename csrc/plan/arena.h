@@ -1,4 +1,4 @@
-// Scratch memory that outlives a call: the largest returned buffer is kept for the next taker.
+// Scratch memory that outlives a call: the largest returned buffer is cached for the next lease.
 
 #pragma once
 
@@ -16,12 +16,11 @@
 
 namespace fusion {
 
-// Tests set this to a byte: every lease then begins with it all over, so that a kernel which reads what it has not
-// written cannot pass by luck (0xff is NaN, whatever type it is read as); and the process ends where one writes behind
-// its lease.
+// Tests set this to a byte that fills every new lease, so that a kernel that reads memory before writing it gives wrong
+// results (0xff is NaN in every floating-point type); the process also aborts if a kernel writes beyond its lease.
 inline std::atomic<int> lease_poison = -1;
 
-class Lease {  // of at least `bytes`, aligned to cache lines; contents undefined
+class Lease {  // a buffer of at least `bytes`, aligned to cache lines; contents undefined
 public:
     explicit Lease(std::size_t bytes)
         : asked_(bytes), poison_(lease_poison.load(std::memory_order_relaxed)), guard_(poison_ < 0 ? 0 : 4096),
@@ -43,7 +42,7 @@ private:
     struct Buffer {
         char *data = nullptr;
         std::size_t bytes = 0;
-        int unfit = 0;  // takers in a row that needed less than half of it
+        int unfit = 0;  // consecutive leases that needed less than half of it
 
         Buffer() = default;
         ~Buffer() { std::free(data); }
@@ -52,7 +51,7 @@ private:
     };
     using Owner = std::unique_ptr<Buffer>;
 
-    // The kept buffer, for who comes next. No lock: a fork could leave it locked.
+    // Exchanges the cached buffer. No lock, because a fork could leave it locked.
     static Owner exchange(Owner other) {
         static std::atomic<Buffer *> kept = nullptr;  // never destroyed: a thread may still run when the process ends
         return Owner(kept.exchange(other.release(), std::memory_order_acq_rel));
@@ -66,7 +65,7 @@ private:
         return buffer;
     }
 
-    // Keeps the larger one where another run gave its own back meanwhile.
+    // Returns a buffer to the cache; if another run has returned one meanwhile, the larger one stays.
     static void give_back(Owner buffer) {
         Owner other = exchange(nullptr);
         if (other && other->bytes > buffer->bytes) std::swap(buffer, other);
@@ -77,7 +76,7 @@ private:
         std::free(buffer.data);
         buffer.data = nullptr;
         buffer.bytes = 0, buffer.unfit = 0;
-        // Large buffers begin where huge pages do: panels are read in long streams.
+        // Large buffers are aligned to huge pages, because panels are read in long streams.
         constexpr std::size_t huge = std::size_t{2} << 20;
         const std::size_t alignment = bytes >= huge / 2 ? huge : 64;
         const std::size_t rounded = (bytes + alignment - 1) / alignment * alignment;
@@ -85,12 +84,12 @@ private:
         if (!buffer.data && rounded) throw std::bad_alloc();
         buffer.bytes = rounded;
 #if defined(__linux__)
-        if (alignment == huge) madvise(buffer.data, rounded, MADV_HUGEPAGE);  // a wish: no matter if it fails
+        if (alignment == huge) madvise(buffer.data, rounded, MADV_HUGEPAGE);  // advice: failure is harmless
 #endif
     }
 
-    // A buffer that so many have not needed half of goes back to the system: one large call does not hold its memory
-    // for ever, and a large call among small ones finds it.
+    // After this many consecutive leases that need less than half of it, a buffer is freed: the memory of one large
+    // call is released in the end, but stays for large calls that alternate with small ones.
     static constexpr int most_unfit = 64;
 
     const std::size_t asked_;
@@ -99,8 +98,7 @@ private:
     Owner buffer_;
 };
 
-// A lease of what so many threads take, or, where there is no such memory, half as many, and so on: `threads` is then
-// how many there is memory for.
+// A lease of bytes_of(threads); if it cannot be allocated, `threads` is halved until it can.
 template <class BytesOf> Lease lease_for(int &threads, const BytesOf &bytes_of) {
     for (;; threads /= 2) {
         try {

@@ -15,20 +15,20 @@
 namespace fusion {
 namespace {
 
-// Tiles of keys that a shared unit's rows may be packed ahead, so that the packing thread rarely waits.
+// Number of tiles of keys by which rows of a shared unit may be packed ahead, so that the packing thread rarely waits.
 constexpr std::int64_t shared_ahead = 3;
-// Results larger than this leave no cache anything for who reads them.
+// Results above this number of bytes are written past the caches, which cannot hold them until they are read.
 constexpr double streamed_bytes = 8 << 20;
-// What packing and storing a row take, in pairs of a row and a key.
+// Cost of packing and storing a row, in (row, key) pairs.
 constexpr double row_work = 100;
-// Pairs times columns: two threads are no slower from here on, where the second waits for its work.
+// (row, key) pairs times columns from which a second thread pays off although it may wait for work.
 constexpr double work_per_thread = 1 << 19;
 
 constexpr Require require{"backward"};
 
 using Counter = std::atomic<std::int64_t>;
 
-struct alignas(cache_line) Progress {  // of a tile of keys: how many rows of its unit it is done with, head after head
+struct alignas(cache_line) Progress {  // of a tile of keys: rows of its unit that it has processed, head after head
     Counter rows = 0;
 };
 
@@ -44,11 +44,11 @@ struct BackwardPlan::State {
     const BackwardSchedule &schedule;
     char *const packed;                    // rows of shared units, slot after slot
     std::atomic<std::size_t> next = 0;     // task
-    std::unique_ptr<Counter[]> met;        // per tile of rows: how many tiles of keys are done with it; -1: not packed
-    std::unique_ptr<Counter[]> left;       // per unit: its unfinished items
+    std::unique_ptr<Counter[]> met;        // per tile of rows: finished tiles of keys; -1: not packed
+    std::unique_ptr<Counter[]> left;       // per unit: unfinished items
     std::vector<RowNotes> notes;           // per tile of rows
-    std::int64_t first_watched;            // tile of keys that a thread may wait for
-    std::unique_ptr<Progress[]> progress;  // per tile of keys from that on
+    std::int64_t first_watched;            // first tile of keys that a thread may wait for
+    std::unique_ptr<Progress[]> progress;  // per tile of keys from first_watched on
 
     State(const BackwardPlan &plan, const Job &job, const BiasOrder &order, const BackwardSchedule &schedule,
           char *memory)
@@ -64,7 +64,7 @@ struct BackwardPlan::State {
     }
 };
 
-// When a tile of keys may add to a tile of rows.
+// The state of RowTurn: the order in which tiles of keys add to a tile of rows.
 struct BackwardPlan::Turn {
     const Team *team;
     Before dq, dbias;
@@ -72,7 +72,7 @@ struct BackwardPlan::Turn {
     Counter *mine;
     std::int64_t first, rows;  // of the unit, and of the tile
 
-    // The last rows stand for all that a tile may have: who is behind a shorter sequence waits for that alone.
+    // Rows counted as gradient_rows at the end of a tile, so that later tiles may be of a longer sequence.
     std::int64_t reached(std::int64_t row) const { return row == rows ? gradient_rows : row; }
     static bool wait(void *state, std::int64_t row) {
         const Turn &turn = *static_cast<const Turn *>(state);
@@ -97,7 +97,7 @@ BackwardPlan::BackwardPlan(const Variant &variant, const Problem &problem, std::
     units_.key_bytes = kernels_.key_bytes(problem_);
     tile_bytes_ = kernels_.row_bytes(problem_, gradient_rows);
     cut_units();
-    // Of any lengths: not in whole numbers, which end.
+    // In floating point, because integers could overflow.
     const double size = problem_.dtype == Dtype::float32 ? 4 : 2, dim_qk = problem_.dim_qk + problem_.dim_rope;
     for (const Sequence &seq : units_.sequences) {
         result_bytes_ += size * problem_.heads_q * seq.q_len * dim_qk;
@@ -121,7 +121,7 @@ void BackwardPlan::cut_units() {
         const std::int64_t rows = ceil_div(seq.q_len, gradient_rows), keys = ceil_div(seq.kv_len, kernels_.tile_keys);
         const std::int64_t places[] = {places_of(seq, rows, shared_ahead), places_of(seq, rows, 0)};
         const double work = work_of(seq, rows);
-        // A short tile takes what a whole one does, but a lone one: many sequences may be that short.
+        // A short tile takes as much memory as a full one, except if it is the only one: many sequences may be short.
         const std::size_t tile = rows == 1 ? kernels_.row_bytes(problem_, seq.q_len) : tile_bytes_;
         const GradientUnit::Room shared = {places[0], units_.group * places[0] * tile},
                                  own = {places[1], units_.group * places[1] * tile};
@@ -135,15 +135,15 @@ void BackwardPlan::cut_units() {
     }
 }
 
-// A tile takes the place of one that has met its last tile of keys `ahead` tiles of keys before: so many rows lie
-// between their firsts. Two more tiles of keys are for boundaries inside of tiles.
+// Number of slots for packed tiles of rows of a head. A tile reuses the slot of one whose last tile of keys is `ahead`
+// tiles of keys earlier; two more tiles of keys account for boundaries inside of tiles.
 std::int64_t BackwardPlan::places_of(const Sequence &seq, std::int64_t row_tiles, std::int64_t ahead) const {
     const std::int64_t margin = (ahead + 2) * kernels_.tile_keys - seq.lo;
     const std::int64_t rows = std::max(margin + seq.hi + gradient_rows, seq.prefix > 0 ? margin + seq.prefix : 0);
     return std::clamp<std::int64_t>(ceil_div(rows, gradient_rows), 1, std::max<std::int64_t>(row_tiles, 1));
 }
 
-// Judged by some tiles of rows of a long sequence.
+// Work of a head of a sequence in (row, key) pairs; of a long sequence estimated from some tiles of rows.
 double BackwardPlan::work_of(const Sequence &seq, std::int64_t row_tiles) const {
     const std::int64_t step = row_tiles / 64 + 1;
     std::int64_t met = 0;
@@ -171,7 +171,8 @@ std::size_t BackwardPlan::workspace_bytes(int threads) const {
     return std::max(free.bytes(units_), in_order.bytes(units_));
 }
 
-// The last run's, where only the number of threads decides. No lock: a fork could leave it locked.
+// Reuses the schedule of the last run if it had the same number of threads. No lock, because a fork could leave it
+// locked.
 std::unique_ptr<const BackwardSchedule> BackwardPlan::take_schedule(int size, const BiasOrder &order) const {
     std::unique_ptr<const BackwardSchedule> kept(order.holds() ? nullptr : kept_.exchange(nullptr));
     if (kept && kept->team == size) return kept;
@@ -180,7 +181,7 @@ std::unique_ptr<const BackwardSchedule> BackwardPlan::take_schedule(int size, co
     return made;
 }
 
-// A tile of rows of a unit, counted head after head.
+// The tile of rows number `index` of a unit, counted head after head.
 RowTile BackwardPlan::row_tile(std::size_t unit, std::int64_t index, Memory memory) const {
     const GradientUnit &u = units_[unit];
     const std::int64_t head = index / u.row_tiles, tile = index % u.row_tiles, row0 = tile * gradient_rows;
@@ -190,7 +191,7 @@ RowTile BackwardPlan::row_tile(std::size_t unit, std::int64_t index, Memory memo
     return {u.seq, u.head * units_.group + head, row0, std::min(row0 + gradient_rows, q_len), rows, false};
 }
 
-// Zeroes dbias, which is written once, where a tile of rows and a tile of keys do not meet.
+// Writes zeros to dbias for a tile of rows and a tile of keys without visible pairs.
 void BackwardPlan::clear_dbias(const Matrix &dbias, const RowTile &rows, const KeyTile &keys) const {
     const std::int64_t size = dbias.dtype == Dtype::float32 ? 4 : 2;
     for (std::int64_t row = rows.row0; row < rows.row1; ++row) {
@@ -220,7 +221,7 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
         char *const mine = own + (schedule.own_bytes + units_.key_bytes) * members.thread;
         work(state, members, mine, mine + schedule.own_bytes);
 #if defined(__x86_64__)
-        _mm_sfence();  // others read what was written past the caches
+        _mm_sfence();  // other threads read results that were written past the caches
 #endif
     });
     std::int64_t means = 0;
@@ -237,8 +238,8 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
     return means;
 }
 
-// A task of one's own is taken while the last tile of keys of the one before it is computed, which asks for its memory;
-// but none that another thread could begin at once. Returns the number of tasks where there is none.
+// Takes the next task while the last tile of keys of the current one is computed, so that its memory can be prefetched,
+// unless another thread could begin it at once. Returns the number of tasks if none is left.
 std::size_t BackwardPlan::take_early(State &state) const {
     const BackwardSchedule &schedule = state.schedule;
     std::size_t next = state.next;
@@ -251,7 +252,7 @@ std::size_t BackwardPlan::take_early(State &state) const {
 void BackwardPlan::work(State &state, const Team &team, char *own, void *scratch) const {
     const BackwardSchedule &schedule = state.schedule;
     const std::size_t none = schedule.tasks.size();
-    // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
+    // Items are taken in order and wait for earlier ones only, so the first unfinished one never waits.
     for (std::size_t i = team.take(state.next), after; i < none; i = after < none ? after : team.take(state.next)) {
         const GradientTask &task = schedule.tasks[i];
         after = none;
@@ -272,11 +273,11 @@ void BackwardPlan::work(State &state, const Team &team, char *own, void *scratch
     }
 }
 
-// Of a shared unit, once the one that was there before it is done or the run given up.
+// The memory of a shared unit; waits until the unit that used it before is finished or the run is cancelled.
 BackwardPlan::Memory BackwardPlan::memory_of(const State &state, const Team &team, const GradientItem &item) const {
     const BackwardSchedule &schedule = state.schedule;
     const std::size_t position = schedule.position[item.unit], slots = schedule.slots;
-    // Units without rows wait too: who comes after them in their slot waits for them alone.
+    // Units without rows wait too, because the next unit of their slot waits for them only.
     if (position >= slots) {
         const Counter &left = state.left[schedule.shared[position - slots]];
         team.wait_until([&] { return left.load(std::memory_order_acquire) == 0; });
@@ -288,11 +289,11 @@ BackwardPlan::Upcoming BackwardPlan::upcoming_after(const State &state, std::siz
                                                     const GradientTask *then) const {
     const std::vector<GradientItem> &items = state.schedule.items;
     Upcoming upcoming = {};
-    // Of a shared unit the next ones in the list, whichever thread will take them.
+    // For a shared unit, the next items in the list, which any thread may take.
     const std::size_t unit = items[at].unit, far = at + Upcoming::farthest;
     std::size_t end = task.own ? task.end : std::min(items.size(), far);
     for (++at; !upcoming.keys; ++at) {
-        while (at >= end) {  // a sequence without keys has none to ask for
+        while (at >= end) {  // a sequence without keys has no memory to prefetch
             if (!task.own || !then) return upcoming;
             at = then->first;
             end = then->end;
@@ -309,7 +310,7 @@ BackwardPlan::Upcoming BackwardPlan::upcoming_after(const State &state, std::siz
     return upcoming;
 }
 
-// What is asked for in one of so many slices.
+// Memory to prefetch in slice number `slice` of `slices`.
 Prefetches BackwardPlan::ahead_of(const State &state, const Upcoming &upcoming, const KeyTile &keys, std::int64_t slice,
                                   std::int64_t slices) const {
     const Operands &o = *state.job.operands;
@@ -336,7 +337,7 @@ Prefetches BackwardPlan::ahead_of(const State &state, const Upcoming &upcoming, 
     }
     for (std::int64_t i = 0; i < upcoming.count; ++i) {
         const RowTile tile = row_tile(upcoming.rows[i]->unit, upcoming.rows[i]->tile, {nullptr, 1});
-        // Of all tiles one after the other this slice, as far as it lies in this one.
+        // The intersection of this tile with the slice of all tiles, one after the other.
         const std::int64_t rows = tile.row1 - tile.row0, first = upcoming.count * slice - i * slices;
         const std::int64_t from = tile.row0 + rows * std::clamp<std::int64_t>(first, 0, slices) / slices;
         const std::int64_t to = tile.row0 + rows * std::clamp<std::int64_t>(first + upcoming.count, 0, slices) / slices;
@@ -347,12 +348,12 @@ Prefetches BackwardPlan::ahead_of(const State &state, const Upcoming &upcoming, 
     return ahead;
 }
 
-// False, as meet_keys(): the run is given up, and so is the item.
+// Packs the rows of an item; false if the run is cancelled, as in meet_keys().
 bool BackwardPlan::pack_rows(const GradientItem &item, State &state, const Team &team, Memory memory) const {
     const GradientUnit &unit = units_[item.unit];
     Counter *const met = state.met.get() + unit.first_row_tile + item.tile;
     const std::int64_t tile = item.tile % unit.row_tiles;
-    if (tile >= memory.places) {  // who lies there is done
+    if (tile >= memory.places) {  // the tile that used this memory before is finished
         const MetKeys before = units_.met(item.unit, tile - memory.places);
         if (!wait_for(team, *(met - memory.places), before.end - before.first)) return false;
     }
@@ -365,8 +366,9 @@ bool BackwardPlan::pack_rows(const GradientItem &item, State &state, const Team 
     return true;
 }
 
-// Before a tile of rows in dbias comes that of the last earlier head that meets the tile of keys there; that one waits
-// for those before it itself. Where rows share elements, it is all rows of that head.
+// The work that must add to dbias before a tile of rows: the same tile of the last earlier head that shares its
+// elements and has visible pairs there (earlier heads are ordered by the same rule), or all rows of that head if rows
+// share elements.
 BackwardPlan::Before BackwardPlan::bias_before(const State &state, const GradientItem &item, std::int64_t index) const {
     if (state.order.before.empty()) return {};
     const std::int64_t tile = index % units_[item.unit].row_tiles, group = units_.group;
@@ -374,7 +376,7 @@ BackwardPlan::Before BackwardPlan::bias_before(const State &state, const Gradien
     std::int64_t head = static_cast<std::int64_t>(item.unit) * group + index / units_[item.unit].row_tiles;
     while ((head = state.order.before[head]) >= 0) {
         const auto before = static_cast<std::size_t>(head / group);
-        if (before == item.unit) return {};  // this thread has met those
+        if (before == item.unit) return {};  // computed earlier by this thread
         const GradientUnit &unit = units_[before];
         const std::int64_t from = own_rows ? tile : 0, to = own_rows ? tile + 1 : unit.row_tiles;
         for (std::int64_t i = from; i < std::min(to, unit.row_tiles); ++i) {

@@ -1,14 +1,14 @@
-// The backward of one problem on given lengths: who computes what when, in which order sums are formed, and the memory.
+// The plan of the backward of a problem with given lengths: work list of threads, order of sums, and scratch memory.
 //
-// A unit is a sequence and a key/value head; plan/backward_schedule.h says which thread computes which part of it. A
-// thread asks for the memory of what it packs next while its products run.
+// A unit is a sequence and a key/value head; plan/backward_schedule.h assigns its work to threads. A thread prefetches
+// the memory that it packs next while it computes products.
 //
-// A tile of keys meets all query rows that see it, head after head of its group, and belongs to one thread, which adds
-// up dk and dv. Rows' dq lies in memory; tiles of keys add to it in ascending order, each a few rows behind the one
-// before it, so every sum is formed in the same order for any number of threads; heads that share elements of dbias
-// likewise. Rows are packed when the first tile of keys that they meet is next, into memory that rows which have met
-// all theirs, or an earlier unit, have left: few rows at a time stay in a cache. Compiled for the baseline instruction
-// set.
+// A tile of keys is processed by one thread with all query rows for which it has visible keys, head after head of its
+// group; this thread sums dk and dv. dq is in memory, and tiles of keys add to it in ascending order, each a few rows
+// behind the previous one, so every sum is formed in the same order for any number of threads; so are sums of heads
+// that share elements of dbias. Rows are packed just before their first tile of keys, into memory of rows that have
+// finished all theirs or of an earlier unit, so that the few rows in use stay in a cache. Compiled for the baseline
+// instruction set.
 
 #pragma once
 
@@ -25,18 +25,18 @@ struct Team;
 
 class BackwardPlan {
 public:
-    // Throws std::invalid_argument where sizes do not fit together.
+    // Throws std::invalid_argument if sizes do not fit together.
     BackwardPlan(const Variant &variant, const Problem &problem, std::vector<Sequence> sequences);
 
     ~BackwardPlan();
     BackwardPlan(const BackwardPlan &) = delete;
     BackwardPlan &operator=(const BackwardPlan &) = delete;
 
-    // What run() takes besides operands and gradients; threads: as given to run().
+    // Bytes of scratch of run() with this number of threads.
     std::size_t workspace_bytes(int threads) const;
 
-    // Computes the gradients; returns the number of rows in mean form, which it leaves out. Throws std::bad_alloc
-    // before anything is written.
+    // Computes the gradients; returns the number of empty rows that return the mean of values, whose gradients it
+    // omits. Throws std::bad_alloc before anything is written.
     std::int64_t run(const Operands &operands, const Gradients &gradients, int threads) const;
 
     const Problem &problem() const { return problem_; }
@@ -44,21 +44,21 @@ public:
     const char *variant() const { return variant_.name; }
 
 private:
-    struct Upcoming {  // what a thread packs after a tile of keys, as far as its cache holds it
+    struct Upcoming {  // memory that a thread packs after a tile of keys, as much as its cache holds
         static constexpr std::int64_t most = 4;
-        static constexpr std::size_t farthest = 64;  // items of a list that units share, up to which it looks
+        static constexpr std::size_t farthest = 64;  // most items of the list of shared units to look ahead
         const GradientItem *rows[most], *keys;
-        std::int64_t count;  // of tiles of rows
+        std::int64_t count;  // tiles of rows
     };
     struct State;    // of a run
-    struct Before {  // who adds to rows of a tile before another: when its counter is that much farther than the row
+    struct Before {  // a tile that adds first: it has added to row r when its counter is at least first + r
         const std::atomic<std::int64_t> *rows = nullptr;
         std::int64_t first = 0;
     };
     struct Turn;
     struct Memory {
         char *rows;
-        std::int64_t places;  // of rows of each head
+        std::int64_t places;  // slots for tiles of rows of each head
     };
 
     void check() const;

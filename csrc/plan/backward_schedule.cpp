@@ -9,15 +9,15 @@
 namespace fusion {
 namespace {
 
-// Threads have rows of different units packed at a time where all together take no more than these bytes: as much as a
-// third-level cache holds, or more where many threads want it.
+// Limit of the memory of packed rows of different units at a time: about a third-level cache, or more with many
+// threads.
 constexpr std::size_t least_bytes = std::size_t{32} << 20, bytes_per_thread = std::size_t{16} << 20;
 
 std::size_t most_bytes(int team) { return std::max(least_bytes, bytes_per_thread * static_cast<std::size_t>(team)); }
 
 struct Span {  // the elements of dbias that a head adds to lie in [first, last]
     std::int64_t first, last, stride_row;
-    std::int64_t head;  // of all units
+    std::int64_t head;  // counted over all units
 };
 
 std::vector<Span> spans_of(const GradientUnits &units, const Matrix &dbias, bool table) {
@@ -105,7 +105,7 @@ std::size_t BackwardSchedule::bytes(const GradientUnits &units) const {
     return slot_bytes * slots + (own_bytes + units.key_bytes) * static_cast<std::size_t>(team);
 }
 
-// Each is a thread's own, whatever memory it takes: fewer threads where that is much.
+// Assigns each chain to one thread; if chains take much memory, fewer threads are used.
 void BackwardSchedule::share_chains(const GradientUnits &units, const BiasOrder &order) {
     position.assign(units.size(), 0);
     for (const GradientUnit &unit : units.units) own_bytes = std::max(own_bytes, unit.own.bytes);
@@ -117,9 +117,9 @@ void BackwardSchedule::share_chains(const GradientUnits &units, const BiasOrder 
     }
 }
 
-// A thread computes a unit alone, in its own cache, while enough work is left for the others meanwhile; what is then
-// left they share. Shared units go abreast, as many as there are slots and threads: two tiles of keys of one unit would
-// wait for each other.
+// A thread computes a unit alone, in its cache, while enough work is left for the other threads; all threads share the
+// remaining units. Shared units run in parallel, as many as there are slots and threads, because two tiles of keys of
+// one unit would wait for each other.
 void BackwardSchedule::share_units(const GradientUnits &units, bool ordered) {
     const auto threads = static_cast<std::size_t>(team);
     double left = 0;
@@ -127,7 +127,7 @@ void BackwardSchedule::share_units(const GradientUnits &units, bool ordered) {
     for (std::size_t u = 0; u < units.size(); ++u) {
         const GradientUnit &unit = units[u];
         position.push_back(shared.size());
-        // Where units wait for earlier ones, none of them may come before those in the list.
+        // If units wait for earlier ones, they must keep their order in the list.
         const bool late = ordered && !shared.empty();
         if (!late && unit.work * (team + 1) <= left && unit.own.bytes * threads <= most_bytes(team)) {
             own_bytes = std::max(own_bytes, unit.own.bytes);
@@ -141,7 +141,7 @@ void BackwardSchedule::share_units(const GradientUnits &units, bool ordered) {
     }
     if (shared.empty()) return;
     const std::size_t fitting = std::max<std::size_t>(slot_bytes ? most_bytes(team) / slot_bytes : threads, 1);
-    // As many units each time, not a few that all threads are left with.
+    // Rounds of equal size, so that the last round does not have few units for all threads.
     slots = ceil_div(shared.size(), ceil_div(shared.size(), std::min(threads, fitting)));
 }
 
@@ -165,7 +165,7 @@ void BackwardSchedule::list_items(const GradientUnits &units) {
     }
 }
 
-// The items of units that go abreast. Rows are packed before the first tile of keys that they meet.
+// Adds the items of units that run in parallel. Rows are packed just before their first tile of keys.
 void BackwardSchedule::add_items(const GradientUnits &all, const std::size_t *first, std::size_t count) {
     std::int64_t tiles = 0;
     for (std::size_t i = 0; i < count; ++i) {

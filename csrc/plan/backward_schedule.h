@@ -1,7 +1,7 @@
-// Who computes what when in a backward: a list of tasks that threads take in order, made for a number of threads.
+// The schedule of a backward for a number of threads: a list of tasks that threads take in order.
 //
-// A thread computes a unit (a sequence and a key/value head) alone while enough others are left; the last ones all
-// threads share, tile of keys by tile of keys. Whatever an item waits for comes before it in the list.
+// A thread computes a unit (a sequence and a key/value head) alone while enough other units are left; all threads share
+// the last ones, tile of keys by tile of keys. Every item waits only for earlier items of the list.
 
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace fusion {
 
-// The tiles of keys [first, end) that some row of a tile may see. The first ascends from tile to tile, also among those
-// that meet nothing.
+// The tiles of keys [first, end) with keys visible to some row of a tile of rows. `first` ascends from tile to tile,
+// also for tiles of rows without visible keys.
 struct MetKeys {
     std::int64_t first, end;
 
@@ -24,22 +24,22 @@ struct MetKeys {
 
 struct GradientUnit {
     struct Room {
-        std::int64_t places;  // for row tiles of a head that are in memory together: tile i lies at i % places
-        std::size_t bytes;    // of all places
+        std::int64_t places;  // slots for tiles of rows of a head: tile i is in slot i % places
+        std::size_t bytes;    // of all slots
     };
     std::int64_t seq, head;
-    std::int64_t first_row_tile, first_key_tile;  // among those of all units; rows head after head
-    std::int64_t row_tiles, key_tiles;            // of rows per head
-    double work;                                  // in pairs of a row and a key
-    Room shared, own;                             // among several threads, and of one alone
+    std::int64_t first_row_tile, first_key_tile;  // counted over all units; rows head after head
+    std::int64_t row_tiles, key_tiles;            // row_tiles: per head
+    double work;                                  // (row, key) pairs
+    Room shared, own;                             // if shared by several threads, if computed by one
 };
 
-// What a schedule is made from.
+// Input of a schedule: the units of a backward and their memory.
 struct GradientUnits {
     std::vector<Sequence> sequences;
     std::vector<GradientUnit> units;
     std::int64_t group, tile_keys;
-    std::size_t key_bytes;  // of a tile of keys, and of all that a thread needs beside rows
+    std::size_t key_bytes;  // memory of a thread without rows: a tile of keys and scratch
 
     std::size_t size() const { return units.size(); }
     const GradientUnit &operator[](std::size_t unit) const { return units[unit]; }
@@ -48,11 +48,11 @@ struct GradientUnits {
     }
 };
 
-// In which order heads add to elements of dbias that they share. Heads are counted over all units, in their order.
+// The order in which heads add to shared elements of dbias. Heads are counted over all units, in order.
 struct BiasOrder {
-    std::vector<std::int64_t> before;  // of a head: the last earlier one with the same elements, or -1
-    // Where a row's keys share an element, or heads share some of their elements: units that one thread computes one
-    // after the other. Else empty.
+    std::vector<std::int64_t> before;  // per head: the last earlier head with the same elements, or -1
+    // Chains of units that one thread computes one after the other, because keys of a row share an element or heads
+    // share some of their elements. Else empty.
     std::vector<std::vector<std::size_t>> chains;
 
     BiasOrder() = default;
@@ -63,10 +63,10 @@ struct BiasOrder {
 struct GradientItem {
     std::size_t unit;
     std::int64_t tile;
-    bool packs;  // a tile of rows; else a tile of keys meets its rows
+    bool packs;  // true: packs a tile of rows; false: computes a tile of keys
 };
 
-struct GradientTask {  // items that one thread computes in a row: units of its own, or a single item of a shared one
+struct GradientTask {  // consecutive items of one thread: complete units, or a single item of a shared unit
     std::size_t first, end, last_keys;  // last_keys: its last tile of keys
     bool own;
 };
@@ -75,14 +75,14 @@ class BackwardSchedule {
 public:
     int team;
     std::vector<std::size_t> shared;            // units
-    std::vector<std::size_t> position;          // per unit: how many shared ones come before it
-    std::size_t slots = 1;                      // the rows of the i-th shared unit lie in slot i % slots
-    std::size_t slot_bytes = 0, own_bytes = 0;  // of a slot, of what a thread has for its own units
+    std::vector<std::size_t> position;          // per unit: number of shared units before it
+    std::size_t slots = 1;                      // rows of the i-th shared unit are in slot i % slots
+    std::size_t slot_bytes = 0, own_bytes = 0;  // memory of a slot; of a thread for units that it computes alone
     std::vector<GradientItem> items;
-    std::vector<GradientTask> tasks;  // threads' own units come first
+    std::vector<GradientTask> tasks;  // units computed by one thread come first
     std::size_t own_tasks = 0;
 
-    // Has no items yet.
+    // A schedule without items.
     BackwardSchedule(const GradientUnits &units, int threads, const BiasOrder &order);
 
     std::size_t bytes(const GradientUnits &units) const;  // of all memory
@@ -93,8 +93,8 @@ private:
     void share_units(const GradientUnits &units, bool ordered);
     void add_items(const GradientUnits &all, const std::size_t *first, std::size_t count);
 
-    std::vector<std::size_t> own_, own_ends_;  // units of threads' own, task after task
-    std::vector<std::int64_t> packed_;         // of units that go abreast: tiles of rows that are packed, while listing
+    std::vector<std::size_t> own_, own_ends_;  // units computed by one thread, task after task
+    std::vector<std::int64_t> packed_;         // while listing parallel units: their packed tiles of rows
 };
 
 }  // namespace fusion

@@ -12,9 +12,9 @@
 namespace fusion {
 namespace {
 
-// Multiply-adds, at the rate at which memory is read, below which one more thread costs more than it brings.
+// Multiply-adds per thread from which one more thread pays off, at the rate at which memory is read.
 constexpr double work_per_thread = 1 << 16;
-// Pieces of work for each thread, from which on it does not matter how long the last one is.
+// Items of work per thread from which the length of the last one does not matter.
 constexpr std::int64_t fair_share = 32;
 constexpr std::int64_t run_leaves = decode_run / decode_leaf;
 
@@ -27,10 +27,10 @@ using Counter = std::atomic<std::int32_t>;
 struct DecodePlan::State {
     DecodeJob job;
     int members;
-    float *partials = nullptr;  // of runs, where a block has several
-    float *split = nullptr;     // of leaves of runs that several threads share, from leaf `split_from` on
+    float *partials = nullptr;  // partial results of runs, if a block has several
+    float *split = nullptr;     // partial results of leaves of shared runs, from leaf `split_from` on
     std::int64_t split_from = 0, leaf_floats = 0;
-    Counter *left_of_run = nullptr, *left_of_rows = nullptr;  // [run][head] leaves, [block][head] runs: not yet there
+    Counter *left_of_run = nullptr, *left_of_rows = nullptr;  // unfinished: [run][head] leaves, [block][head] runs
     std::atomic<std::int64_t> taken = 0, empty = 0;
 };
 
@@ -44,7 +44,7 @@ DecodePlan::DecodePlan(const Variant &variant, const DecodeProblem &problem, std
     require(p.common_keys >= 0, "the number of common keys is negative");
     require(p.common_keys == 0 || p.dim_rope == 0, "common keys have no ropes");
     row_floats_ = variant_.decode.partial_floats(problem_);
-    // Of a thread's own: what its leaves add up to, and the present one.
+    // Per thread: scratch of kernels, the merged result of its leaves, and the result of the current leaf.
     scratch_bytes_ = variant_.decode.scratch_bytes(problem_) + 2 * row_floats_ * decode_slots * sizeof(float);
     cut_runs();
 }
@@ -76,8 +76,8 @@ void DecodePlan::cut_runs() {
     }
 }
 
-// Blocks of rows of all sequences and the common keys that some of them sees, in whole tiles: further ones, which a row
-// of its own would not have met, leave its bits as they are.
+// Adds blocks of rows of all sequences with the common keys, rounded to tiles; the keys of a tile that are hidden from
+// a row do not change its result.
 void DecodePlan::cut_common() {
     tokens_.clear();
     for (std::size_t b = 0; b < sequences_.size(); ++b) {
@@ -111,7 +111,7 @@ void DecodePlan::cut_rows(std::int64_t b, std::int64_t row0, std::int64_t row1, 
     add_block({b, row0, row1, 0, 0, 0, 0, row}, begin, end, own);
 }
 
-// Cuts the keys [begin, end) of a block into runs, whose leaves are counted from first_own on.
+// Divides the keys [begin, end) of a block into runs, whose leaves are counted from key first_own on.
 void DecodePlan::add_block(Block block, std::int64_t begin, std::int64_t end, std::int64_t first_own) {
     const std::int64_t heads = problem_.heads_kv, from = begin - first_own, to = end - first_own;
     const std::int64_t run0 = from / decode_run, count = std::max<std::int64_t>(ceil_div(to, decode_run) - run0, 1);
@@ -135,7 +135,7 @@ void DecodePlan::add_block(Block block, std::int64_t begin, std::int64_t end, st
     if (block.results > 1) partial_floats_ += static_cast<std::size_t>(block.results * heads * floats_of(block));
 }
 
-// Of a head's partial result.
+// Floats of the partial result of a head of a block.
 std::int64_t DecodePlan::floats_of(const Block &block) const {
     return static_cast<std::int64_t>(row_floats_) * (block.row1 - block.row0);
 }
@@ -148,7 +148,7 @@ int DecodePlan::team(int threads) const {
     return team_size(team_by_work(threads, all_work(), work_per_thread), leaves_);
 }
 
-// How many of the last leaves may be those of runs that several threads share.
+// The number of last leaves whose runs several threads may share.
 std::int64_t DecodePlan::split_leaves(int team) const {
     return team == 1 ? 0 : std::min<std::int64_t>(leaves_, (2 * team + 1) * run_leaves);
 }
@@ -163,8 +163,8 @@ std::size_t DecodePlan::workspace_bytes(int threads) const {
            round_up((partial_floats_ + split) * sizeof(float) + counters * sizeof(Counter), cache_line);
 }
 
-// Takes what comes next: all leaves of some heads, which lie side by side in a page, or some of one when little is
-// left, so that the last pieces are short.
+// Takes the next work: all leaves of some heads, which are adjacent in a page, or some leaves of one head when little
+// is left, so that the last pieces of work are short.
 DecodePlan::Piece DecodePlan::take(State &state) const {
     const auto behind = [](std::int64_t leaf, const Run &run) { return leaf < run.first; };
     std::int64_t first = state.taken.load(std::memory_order_relaxed), count;
@@ -180,7 +180,7 @@ DecodePlan::Piece DecodePlan::take(State &state) const {
         if (leaf == 0 && share >= run.leaves) {
             const std::int64_t fit = decode_slots / slots_of(block.row1 - block.row0);
             piece = {&run, head, std::min({share / run.leaves, problem_.heads_kv - head, fit}), 0, run.leaves};
-        } else {  // of equal threads each takes as many as the others
+        } else {  // every thread takes the same number
             const auto even = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(share)));
             piece = {&run, head, 1, leaf, std::min(leaf + even, run.leaves)};
         }
@@ -208,7 +208,7 @@ DecodeUnit DecodePlan::unit_of(const Piece &piece, std::int64_t leaf) const {
             own};
 }
 
-// Called by every thread of a team: takes pieces until none is left.
+// Called by every thread of a team: takes and computes work until none is left.
 void DecodePlan::work(State &state, const Team &team, char *own) const {
     for (Piece piece = take(state), next; piece.heads && !team.cancelled(); piece = next) {
         next = {};
@@ -218,7 +218,8 @@ void DecodePlan::work(State &state, const Team &team, char *own) const {
     }
 }
 
-// Takes the next piece before the last leaf of this one, to fetch ahead, if enough are left for the others too.
+// Computes a leaf. Before the last leaf of a piece of work, takes the next piece for prefetches if enough are left for
+// the other threads.
 bool DecodePlan::attend_leaf(State &state, const Piece &piece, std::int64_t leaf, bool placed, Piece &next, char *own,
                              float *found) const {
     DecodeUnit unit = unit_of(piece, leaf), then;
@@ -232,7 +233,7 @@ bool DecodePlan::attend_leaf(State &state, const Piece &piece, std::int64_t leaf
     return variant_.decode.attend(state.job, unit, !last || next.heads ? &then : nullptr, scratch, found);
 }
 
-// All leaves of some heads: their partial results stay in this thread's cache.
+// Computes all leaves of some heads; their partial results stay in the cache of this thread.
 void DecodePlan::attend_run(State &state, const Piece &piece, Piece &next, char *own) const {
     auto *const sum = reinterpret_cast<float *>(own);
     const auto apart = static_cast<std::int64_t>(row_floats_) * decode_slots;
@@ -248,7 +249,7 @@ void DecodePlan::attend_run(State &state, const Piece &piece, Piece &next, char 
     }
 }
 
-// Some leaves of a head, others of which other threads compute.
+// Computes some leaves of a head, of which other threads compute the others.
 void DecodePlan::attend_leaves(State &state, const Piece &piece, Piece &next, char *own) const {
     auto *const found = reinterpret_cast<float *>(own);
     const Run &run = *piece.run;
@@ -257,7 +258,7 @@ void DecodePlan::attend_leaves(State &state, const Piece &piece, Piece &next, ch
     bool placed = false;
     for (std::int64_t leaf = piece.leaf; leaf < piece.end; ++leaf) {
         placed = attend_leaf(state, piece, leaf, placed, next, own, found);
-        // Computed in this thread's cache: what it goes to was last written by any thread.
+        // Computed in this thread's cache and then copied, because another thread may have written the target last.
         std::memcpy(leaves + leaf * state.leaf_floats, found,
                     static_cast<std::size_t>(floats_of(block)) * sizeof(float));
     }
@@ -271,7 +272,7 @@ void DecodePlan::attend_leaves(State &state, const Piece &piece, Piece &next, ch
     deliver(state, run, piece.head, leaves);
 }
 
-// A run of a head is done.
+// Stores the result of a finished run of a head; the last run of a block calls finish().
 void DecodePlan::deliver(State &state, const Run &run, std::int64_t head, float *found) const {
     const Block &block = blocks_[run.block];
     const std::int64_t floats = floats_of(block), apart = problem_.heads_kv * floats;
@@ -290,7 +291,7 @@ bool DecodePlan::is_last(State &state, const Block &block, std::int64_t head) co
     return left.fetch_sub(1, std::memory_order_acq_rel) == 1;
 }
 
-// All results of a block and head are there.
+// Merges the partial results of a block and head; writes out and statistics, or passes results of common keys on.
 void DecodePlan::finish(State &state, const Block &block, std::int64_t head, float *results) const {
     const std::int64_t apart = problem_.heads_kv * floats_of(block);
     const DecodeRows rows = {block.seq, head, block.row0, block.row1, 0, apart, block.results};
@@ -302,7 +303,7 @@ void DecodePlan::finish(State &state, const Block &block, std::int64_t head, flo
     }
 }
 
-// Brings what rows found among common keys to the blocks of their own.
+// Copies the partial results of common keys to the blocks of each sequence.
 void DecodePlan::distribute(State &state, const Block &common, std::int64_t head, const float *found) const {
     const auto behind = [](std::int64_t row, const Block &block) { return row < block.row; };
     const auto stride = static_cast<std::int64_t>(row_floats_);

@@ -1,14 +1,14 @@
-// A decode on given lengths: which rows meet which keys when, and the memory for it.
+// The plan of a decode with given lengths: work list of threads, order of merges, and scratch memory.
 //
-// Keys are cut into leaves, neighbouring leaves into runs, whatever the number of threads, sequences or pages: which
-// thread computes a leaf never changes a bit. A thread takes whole runs while there are many, since what it has
-// prepared for a run's rows serves all its leaves, and fewer leaves when little is left. The last thread of a run
-// merges it, the last one of some rows finishes them: no thread waits. Compiled for the baseline
+// Keys are divided into leaves, and consecutive leaves into runs, independently of the number of threads, sequences or
+// pages, so that results do not depend on the thread that computes a leaf. A thread takes complete runs while there are
+// many, because prepared rows serve all leaves of a run, and fewer leaves when little is left. The last thread of a run
+// merges it, and the last thread of a block of rows finishes it, so no thread waits. Compiled for the baseline
 // instruction set.
 //
-// Keys that all sequences have in common are met by rows of all of them together, in blocks of their own, whose partial
-// results join those of each sequence's own keys. Leaves of own keys are counted from the first of these, so that a
-// row's bits depend on neither.
+// A prefix of keys that all sequences share is processed with rows of all sequences together, in separate blocks, whose
+// partial results are merged with those of each sequence. Leaves of the remaining keys are counted from the end of the
+// prefix, so that a row's result does not depend on the other sequences.
 
 #pragma once
 
@@ -23,10 +23,10 @@ struct Team;
 
 class DecodePlan {
 public:
-    // Throws std::invalid_argument where sizes do not fit together. Sequences without rows are not touched.
+    // Throws std::invalid_argument if sizes do not fit together. Sequences without rows are ignored.
     DecodePlan(const Variant &variant, const DecodeProblem &problem, std::vector<Sequence> sequences);
 
-    // Other lengths and bands for the same sequences.
+    // Changes lengths and bands of the same sequences.
     void update(const std::int64_t *kv_len, const std::int64_t *lo, const std::int64_t *hi);
 
     std::size_t workspace_bytes(int threads) const;
@@ -39,21 +39,21 @@ public:
     const char *variant() const { return variant_.name; }
 
 private:
-    // Rows of a sequence that meet the same keys together; of all sequences (seq < 0), where those are common ones.
+    // Rows of a sequence that are processed with the same keys; for common keys, rows of all sequences (seq < 0).
     struct Block {
         std::int64_t seq, row0, row1;
-        std::int64_t place;          // of partial results: [result][head][row], in floats
-        std::int64_t runs, results;  // how many of either; the first result of own keys' rows is that of common keys
-        std::int64_t parts;          // how many runs, and blocks of common keys, bring some of its results
-        std::int64_t row;            // of its first row, counted over all sequences
+        std::int64_t place;          // offset in floats of its partial results, [result][head][row]
+        std::int64_t runs, results;  // numbers of runs and of partial results; result 0 is that of common keys, if any
+        std::int64_t parts;          // number of runs and of blocks of common keys that contribute results
+        std::int64_t row;            // first row, counted over all sequences
     };
     struct Run {  // keys [begin, end) of a block, of all heads
         std::size_t block;
         std::int64_t index, begin, end, leaves;  // index: in its block
-        std::int64_t first;                      // leaf of all: [head][leaf]
+        std::int64_t first;                      // first leaf, counted over all runs: [head][leaf]
     };
-    struct Piece {                            // of a run, what a thread computes in a row: all leaves of some heads,
-        const Run *run;                       // or some leaves of one
+    struct Piece {  // work that a thread takes from a run: all leaves of some heads, or some leaves of one head
+        const Run *run;
         std::int64_t head, heads, leaf, end;  // heads 0: nothing is left
     };
     struct State;  // of a run
@@ -81,13 +81,13 @@ private:
     const Variant &variant_;
     DecodeProblem problem_;
     std::vector<Sequence> sequences_;
-    std::vector<DecodeToken> tokens_;  // of all sequences, where they have keys in common
-    std::vector<Block> blocks_;        // those of common keys first
+    std::vector<DecodeToken> tokens_;  // of all sequences, if they share keys
+    std::vector<Block> blocks_;        // blocks of common keys first
     std::size_t common_blocks_ = 0;
     std::vector<Run> runs_;
     std::size_t row_floats_ = 0, scratch_bytes_ = 0, partial_floats_ = 0;
     std::int64_t leaves_ = 0, most_rows_ = 0;
-    std::int64_t pairs_ = 0;  // of rows and keys: how much work it is
+    std::int64_t pairs_ = 0;  // number of (row, key) pairs
 };
 
 }  // namespace fusion

@@ -1,6 +1,6 @@
-// Whether a team is worth its price. Beside busy cores a thread may come milliseconds after all work is done, and its
-// caller waits for it: a region of OpenMP ends when all its threads have been there. Of short calls one thread then
-// makes the most.
+// Decides from recent calls whether a team of threads pays off. On a busy machine a thread may start milliseconds after
+// all work is done, and the caller waits for it, because a parallel region of OpenMP ends when all its threads have
+// run; one thread is then faster for short calls.
 
 #pragma once
 
@@ -9,19 +9,19 @@
 
 namespace fusion {
 
-// How long one thread would take for what a team is to do, about.
+// Estimated time of one thread for the work of a team, in microseconds.
 using Alone = std::chrono::duration<double, std::micro>;
 
-// What teams brought their caller lately.
+// Gains and losses of recent teams of a calling thread.
 class Experience {
 public:
     using Time = std::chrono::steady_clock::time_point;
 
-    static constexpr Alone longest_loss = std::chrono::milliseconds(10);  // longer calls always have a team
+    static constexpr Alone longest_loss = std::chrono::milliseconds(10);  // longer calls always use a team
 
     bool recommends_team(Alone alone, Time now) const { return alone >= lost_ || now >= until_; }
 
-    // Of a team: what its other threads computed, and how long the caller waited for them to begin and to end.
+    // Records a team: the time that its other threads computed, and the time that the caller waited for them.
     void learn(Alone saved, Alone waited, Time now) {
         credit_ = std::min(credit_ + saved - waited, most_credit);
         if (credit_ == most_credit) patience_ = least_patience;
@@ -33,11 +33,12 @@ public:
     }
 
 private:
-    // One loss among many gains says little of the next call; of a busy machine the second one says enough.
+    // A single loss among many gains is forgiven; the second one shows a busy machine.
     static constexpr Alone most_credit = std::chrono::milliseconds(5);
-    // Threads that have slept come later than those that just worked: the first team after a pause tells too little.
+    // Threads that slept start later than those that just worked, so the first team after a pause is forgiven this.
     static constexpr Alone first_credit = std::chrono::microseconds(200);
-    // So many times as long as it lost, no team is tried: where cores stay busy, trying costs a hundredth of the time.
+    // After a loss, no team is tried for this many times its duration: on a machine that stays busy, attempts then cost
+    // one percent of the time.
     static constexpr int least_patience = 8, most_patience = 128;
 
     Alone credit_ = first_credit, lost_ = Alone(0);

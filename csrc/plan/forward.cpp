@@ -12,28 +12,27 @@
 namespace fusion {
 namespace {
 
-// What lies packed at a time bounds the memory for any batch: two waves, so that
-// no thread waits between them.
+// Bytes of packed keys and values in memory at a time, for any batch: two waves, so that no thread waits between them.
 constexpr std::size_t most_packed = std::size_t{32} << 20;
 constexpr std::int64_t run_panels = 8;
-// Items by which packing runs ahead of the tile that needs it, so that hardly a thread waits for another's.
+// Number of items by which packing precedes the tile that needs it, so that threads rarely wait for each other.
 constexpr std::size_t ahead = 8;
-// Pieces of work for each thread, from which on their lengths do not matter: threads end together.
+// Items of work per thread from which their lengths do not matter for the balance of threads.
 constexpr std::size_t fair_share = 16;
-// Neighbouring pieces of a band that a thread takes together, at most: all but an eighth of what they share is then
-// packed once instead of twice.
+// Most consecutive pieces of a narrow band that a thread takes together: seven eighths of the keys that they share are
+// then packed once instead of twice.
 constexpr std::size_t most_segment = 8;
-// A tile is short that meets less than such a part of the keys that another of its unit does.
+// A tile is short if it has less than 1 / short_tile of the keys of the longest tile of its unit.
 constexpr std::int64_t short_tile = 3;
-// What loading and storing a row takes, and packing a key, in pairs of a row and a key.
+// Cost of loading and storing a row, and of packing a key, in (row, key) pairs.
 constexpr double row_work = 13, key_work = 41;
-// Multiply-adds below which one more thread costs more than it brings: up to two to four million of two heads, a second
-// one made a call no faster.
+// Multiply-adds per thread from which one more thread pays off: with two heads, a second thread made no call faster up
+// to two to four million.
 constexpr double work_per_thread = 1 << 21;
 
 constexpr Require require{"forward"};
 
-// Writes what has been given places to `to`, from `first` on, by place; what has the same stays in order.
+// Writes elements to `to`, from index `first` on, sorted by their keys; equal keys keep their order.
 template <class Place, class T>
 void put_in_order(std::vector<std::pair<Place, T>> &placed, std::vector<T> &to, std::size_t first) {
     std::stable_sort(placed.begin(), placed.end(), [](const auto &x, const auto &y) { return x.first < y.first; });
@@ -71,10 +70,10 @@ void ForwardPlan::check() const {
     }
 }
 
-// Where a band is narrow a sequence becomes several small units, a chain for each head. The keys between two of them
-// are packed twice, unless one thread computes both (carry).
+// Divides sequences into units. A sequence with a narrow band becomes several small units, a chain for each head; keys
+// that two of them share are packed twice, unless one thread computes both (carry).
 void ForwardPlan::cut_units() {
-    std::vector<PlannedUnit> pieces;  // of one sequence
+    std::vector<PlannedUnit> pieces;  // units of one sequence
     std::vector<std::pair<double, PlannedUnit>> placed;
     for (std::size_t first = 0; first < tiles_.size(); first = pieces.back().end) {
         if (!pieces.empty() && tiles_[first].seq != pieces.back().unit.seq) add_chains(pieces, placed);
@@ -92,11 +91,11 @@ void ForwardPlan::cut_units() {
     std::sort(works_.begin(), works_.end(), std::greater<>());
 }
 
-// Tiles from the first on, of one sequence.
+// The unit that begins with tile `first` of a sequence.
 ForwardPlan::PlannedUnit ForwardPlan::cut_piece(std::size_t first) const {
     const std::int64_t panel = kernels_.panel;
     PlannedUnit piece = {{tiles_[first].seq, 0, 0, 0, nullptr}, first, first};
-    const auto grow = [&](const Tile &tile) {  // by the keys of one more tile, unless the piece leaves a cache
+    const auto grow = [&](const Tile &tile) {  // adds the keys of one more tile, unless the unit would exceed a cache
         if (tile.begin == tile.end) return true;
         Unit grown = piece.unit;
         const bool bare = grown.key_begin == grown.key_end;
@@ -122,7 +121,7 @@ ForwardPlan::PlannedUnit ForwardPlan::cut_piece(std::size_t first) const {
     return piece;
 }
 
-// A chain of these pieces for every head, placed by its work: short work at the end keeps threads level.
+// Adds a chain of these units for every head, sorted by work, because short work at the end balances threads.
 void ForwardPlan::add_chains(std::vector<PlannedUnit> &pieces,
                              std::vector<std::pair<double, PlannedUnit>> &placed) const {
     double work = 0;
@@ -173,8 +172,8 @@ std::size_t ForwardPlan::runs_of(const PlannedUnit &u) const {
     return ceil_div(u.unit.key_end - u.unit.key_begin, run_keys);
 }
 
-// A wave: the tiles of units [first, end), long ones first, and before each the packing that it needs and no tile
-// before it needed.
+// Adds the items of a wave: the tiles of units [first, end), long ones first, and before each tile the panels that it
+// is the first to need.
 void ForwardPlan::add_items(std::size_t first, std::size_t end) {
     const std::int64_t run_keys = run_panels * kernels_.panel, group = problem_.heads_q / problem_.heads_kv;
     const auto keys = [&](const Item &item) { return tiles_[item.at].end - tiles_[item.at].begin; };
@@ -189,7 +188,7 @@ void ForwardPlan::add_items(std::size_t first, std::size_t end) {
             order.push_back({u, unit.unit.head * group, t, unit.runs + run, unit.runs + stop});
         }
     }
-    // Unit by unit, whose keys stay in a cache. Of the last wave short tiles come last: threads end together.
+    // Unit by unit, so that keys stay in a cache. In the last wave short tiles come last, to balance threads.
     const auto place = [&](const Item &item) {
         const bool waits = end == units_.size() && keys(item) * short_tile < units_[item.unit].longest;
         return waits ? end : item.unit;
@@ -214,12 +213,12 @@ void ForwardPlan::add_items(std::size_t first, std::size_t end) {
     wave_ends_.push_back(items_.size());
 }
 
-// Whether each unit belongs to one thread: all are small, and threads that take them by length end together. Of the
+// True if each unit is computed by one thread: all are small, and threads that take them by length are balanced. Of the
 // first k * threads + 1 units some thread has k + 1.
 bool ForwardPlan::alone(int threads) const {
     if (unit_bytes_ > small_unit_) return false;
     const auto count = static_cast<std::size_t>(threads);
-    // What tiles block no plan knows: then only many units are as good as equal ones.
+    // Plans do not read blocked tiles, so the lengths of units are unknown and only many units are balanced.
     if (threads > 1 && problem_.has_blocked_tiles && works_.size() < fair_share * count) return false;
     double longest = 0;
     for (std::size_t k = 0; k < fair_share && k * count < works_.size(); ++k) {
@@ -228,7 +227,7 @@ bool ForwardPlan::alone(int threads) const {
     return longest * threads <= work_ * (1 + 1.0 / fair_share);
 }
 
-// How many neighbouring pieces of a chain a thread takes at a time: as many as let threads end together.
+// The number of consecutive units of a chain that a thread takes at a time, as many as keep threads balanced.
 std::size_t ForwardPlan::segment(std::size_t team) const {
     std::size_t length = std::min(most_segment, longest_chain_);
     for (; team > 1 && length > 1; --length) {
@@ -239,7 +238,7 @@ std::size_t ForwardPlan::segment(std::size_t team) const {
             for (const std::size_t end = u + std::min(units_[u].left, length); u < end; ++u) work += units_[u].work;
             longest = std::max(longest, work);
         }
-        // So many rounds of the longest, or so many pieces of work that their lengths do not matter.
+        // This many rounds of the longest segment, or enough items of work that their lengths do not matter.
         const auto rounds =
             std::min(static_cast<double>(ceil_div(count, team)) / (1 + 1.0 / fair_share), 1.0 * fair_share);
         if (longest * rounds * static_cast<double>(team) <= work_) break;
@@ -247,10 +246,10 @@ std::size_t ForwardPlan::segment(std::size_t team) const {
     return length;
 }
 
-// How many units a thread takes at a time: pieces of one chain, or heads of one sequence, as many as leave threads
-// enough bundles to end together. Their statistics may lie in the same cache lines, as their rows do where heads are
-// narrow, and a line that two threads write goes to and fro between them: that was a tenth to a third of the time of a
-// mix of short packed sequences.
+// The number of units that a thread takes at a time: units of one chain, or heads of one sequence, as many as leave
+// enough bundles for balanced threads. Statistics of neighbouring heads (and rows of narrow heads) may share cache
+// lines, and a line that two threads write moves back and forth between their caches: that took a tenth to a third of
+// the time of a mix of short packed sequences.
 std::size_t ForwardPlan::bundle(const PlannedUnit &u, const Shared &shared) const {
     if (u.chain > 1) return std::min(u.left, shared.segment);
     const double most = work_ / static_cast<double>(fair_share * shared.team);
@@ -259,7 +258,7 @@ std::size_t ForwardPlan::bundle(const PlannedUnit &u, const Shared &shared) cons
     return heads;
 }
 
-// Whether the others have enough to do if a thread that computes a unit takes what comes next too.
+// True if enough work is left for the other threads when a thread that computes a unit takes the next one early.
 bool ForwardPlan::plenty(const PlannedUnit &u, const Shared &shared) const {
     const std::size_t next = shared.next;
     if (next >= units_.size()) return false;
@@ -276,7 +275,7 @@ std::size_t ForwardPlan::team(int threads) const {
     return team_size(worth, static_cast<std::int64_t>(alone(worth) ? units_.size() : items_.size()));
 }
 
-// Waves that may be in memory at a time.
+// The number of waves that may be in memory at a time.
 std::size_t ForwardPlan::slots() const {
     return std::min<std::size_t>(wave_ends_.size(), wave_bytes_ > most_packed / 2 ? 1 : 2);
 }
@@ -347,8 +346,8 @@ std::size_t ForwardPlan::take(Shared &shared, Bundle &own) const {
     return own.first++;
 }
 
-// Keys are packed as the tiles come to them. What the next tile reads is asked for during this one, and the next unit's
-// first keys during all tiles that need no more of this one's.
+// Computes units alone. Keys are packed as tiles need them. Memory of the next tile is prefetched during the current
+// one, and the first keys of the next unit during the tiles after the last panel of the current unit is packed.
 std::int64_t ForwardPlan::work_alone(Shared &shared, const Team &team, char *packed, void *scratch) const {
     const Job &job = shared.job;
     const std::int64_t group = problem_.heads_q / problem_.heads_kv, panel = kernels_.panel;
@@ -365,10 +364,10 @@ std::int64_t ForwardPlan::work_alone(Shared &shared, const Team &team, char *pac
         ahead.add(part_of(o.v, problem_.dtype, unit.seq, unit.head, from, to, problem_.dim_v));
     };
     Bundle own;
-    std::int64_t empty = 0, done = 0;  // panels of the unit that are packed
+    std::int64_t empty = 0, done = 0;  // done: packed panels of the unit
     Unit unit = {};
     for (std::size_t i = take(shared, own), before = units_.size(), after; i < units_.size(); before = i, i = after) {
-        // The next one is taken now, to ask for its memory, if enough are left for the others too.
+        // The next unit is taken now, to prefetch its memory, if enough are left for the other threads.
         const PlannedUnit &u = units_[i];
         const bool known = own.first < own.end || plenty(u, shared);
         after = known ? take(shared, own) : units_.size();
@@ -376,7 +375,7 @@ std::int64_t ForwardPlan::work_alone(Shared &shared, const Team &team, char *pac
         const PlannedUnit *const then = after < units_.size() && !goes_on ? &units_[after] : nullptr;
         const std::int64_t all = (u.unit.key_end - u.unit.key_begin) / panel;
         done = begin_unit(u, before + 1 == i && units_[before].left > 1, packed, unit, done);
-        std::int64_t slice = 0, slices = 0;  // tiles since all are packed, and from then on
+        std::int64_t slice = 0, slices = 0;  // tiles computed since all panels are packed, and their total
         for (std::size_t t = u.first; t < u.end; ++t) {
             const std::int64_t needed = panels_to(unit, tiles_[t]);
             if (done < needed) {
@@ -410,8 +409,8 @@ std::int64_t ForwardPlan::work_alone(Shared &shared, const Team &team, char *pac
     return empty;
 }
 
-// Makes `unit`, of which `done` panels are packed, the planned one; returns how many of that are packed already. All of
-// a chain are laid out as the longest one of them is.
+// Turns `unit`, of which `done` panels are packed, into `next`; returns the number of its panels that are already
+// packed. All units of a chain have the memory layout of the longest one.
 std::int64_t ForwardPlan::begin_unit(const PlannedUnit &next, bool goes_on, char *packed, Unit &unit,
                                      std::int64_t done) const {
     const Unit before = unit;
@@ -424,8 +423,8 @@ std::int64_t ForwardPlan::begin_unit(const PlannedUnit &next, bool goes_on, char
     return done - gone;
 }
 
-// Called by every thread of a team. Items are taken in order, and packing waits for earlier waves alone, so no item
-// waits for ever.
+// Called by every thread of a team. Items are taken in order, and packing waits for earlier waves only, so no item
+// waits forever.
 std::int64_t ForwardPlan::work_together(Shared &shared, const Team &team, void *scratch) const {
     std::int64_t empty = 0;
     std::size_t wave = 0;
@@ -443,7 +442,7 @@ std::int64_t ForwardPlan::do_item(const Item &item, std::size_t wave, Shared &sh
     Unit unit = units_[item.unit].unit;
     unit.packed = shared.packed + wave % slots() * wave_bytes_ + units_[item.unit].offset;
     if (item.head == packs) {
-        if (wave >= slots()) {  // who lies there is done
+        if (wave >= slots()) {  // the wave that used this memory before is finished
             const std::atomic<std::int64_t> &left = shared.left[wave - slots()];
             if (!team.wait_until([&] { return left.load(std::memory_order_acquire) == 0; })) return 0;
         }

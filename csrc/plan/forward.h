@@ -1,6 +1,6 @@
-// The forward of one problem on given lengths: what is packed when, what is computed by whom, and the memory for it.
+// The plan of the forward of a problem with given lengths: work list of threads, packing of keys, and scratch memory.
 //
-// Compiled for the baseline instruction set. Which thread computes a tile never changes what is computed.
+// Compiled for the baseline instruction set. Results do not depend on the thread that computes a tile.
 
 #pragma once
 
@@ -16,17 +16,17 @@ struct Team;
 
 class ForwardPlan {
 public:
-    // Throws std::invalid_argument where sizes or intervals do not fit together. tiles: by sequence, rows ascending.
+    // Throws std::invalid_argument if sizes or intervals do not fit together. tiles: by sequence, rows ascending.
     ForwardPlan(const Variant &variant, const Problem &problem, std::vector<Sequence> sequences,
                 std::vector<Tile> tiles);
 
-    // What run() takes besides the operands; threads: as given to run().
+    // Bytes of scratch of run() with this number of threads.
     std::size_t workspace_bytes(int threads) const;
 
     // Computes out and statistics; returns the number of empty rows. Throws std::bad_alloc before anything is written.
     std::int64_t run(const Operands &operands, int threads) const;
 
-    // The same over the keys of a cache, stored as the problem's dtype.
+    // The same with keys and values in a cache of the problem's dtype.
     std::int64_t run(const DecodeProblem &problem, const DecodeOperands &operands, int threads) const;
 
     const Problem &problem() const { return problem_; }
@@ -34,22 +34,22 @@ public:
     const char *variant() const { return variant_.name; }
 
 private:
-    // Tiles [first, end) of tiles_ of one key/value head, and the keys that they meet.
+    // Tiles [first, end) of tiles_ of one key/value head, and their keys.
     struct PlannedUnit {
         Unit unit;
         std::size_t first, end;
-        std::size_t bytes = 0, offset = 0;  // packed; in its wave's memory
-        std::size_t runs = 0;               // how many come before its own
-        std::int64_t longest = 0;           // keys of a tile
-        double work = 0, before = 0;        // in pairs of a row and a key; of all units before it
-        std::size_t chain = 1, left = 1;    // units of its chain, which follow one another; from this one on
-        std::int64_t capacity = 0;          // keys of the longest of them
+        std::size_t bytes = 0, offset = 0;  // size of its packed keys; offset in the memory of its wave
+        std::size_t runs = 0;               // number of runs of earlier units
+        std::int64_t longest = 0;           // most keys of a tile
+        double work = 0, before = 0;        // (row, key) pairs; those of all earlier units
+        std::size_t chain = 1, left = 1;    // consecutive units of its chain; those from this one on
+        std::int64_t capacity = 0;          // keys of the longest unit of the chain
     };
-    // One piece of work: a run of panels to pack, or a tile of one query head, which waits for the runs [first, end)
-    // that hold its keys. Runs are counted over the whole plan.
+    // An item of work: a run of panels to pack, or a tile of one query head, which waits for the runs [first, end) with
+    // its keys. Runs are counted over the whole plan.
     struct Item {
         std::size_t unit;
-        std::int64_t head;  // of the query; `packs` if the item packs
+        std::int64_t head;  // query head; `packs` if the item packs
         std::size_t at;     // the tile, or the first panel
         std::size_t first, end;
     };
@@ -57,10 +57,10 @@ private:
     struct Shared {  // by the threads of a run
         const Job &job;
         char *packed;
-        std::size_t team, segment = 1;              // threads; neighbouring units of a chain that one takes
+        std::size_t team, segment = 1;              // threads; consecutive units of a chain that a thread takes
         std::atomic<std::size_t> next = 0;          // the first unit or item that no thread has taken
-        std::atomic<std::int64_t> *left = nullptr;  // of each wave: its unfinished items
-        std::atomic<bool> *ready = nullptr;         // of each run of panels: is packed
+        std::atomic<std::int64_t> *left = nullptr;  // per wave: unfinished items
+        std::atomic<bool> *ready = nullptr;         // per run of panels: true if packed
     };
 
     struct Bundle {  // units that a thread has taken together and not begun
@@ -95,11 +95,11 @@ private:
     std::vector<Sequence> sequences_;
     std::vector<Tile> tiles_;
     std::vector<PlannedUnit> units_;
-    std::vector<double> works_;  // of the units, most first
+    std::vector<double> works_;  // work of the units, most first
     std::vector<Item> items_;
-    std::vector<std::size_t> wave_ends_;  // items before each end have their units in memory together
-    // Units up to this size are packed and met by one thread, out of its second-level cache, without waiting for
-    // anyone. Larger ones are shared by all threads.
+    std::vector<std::size_t> wave_ends_;  // end of the items of each wave, whose units are in memory together
+    // Units up to this size are packed and computed by one thread, in its second-level cache, without waiting. Larger
+    // ones are shared by all threads.
     std::size_t small_unit_;
     std::size_t scratch_bytes_ = 0, wave_bytes_ = 0, unit_bytes_ = 0, runs_ = 0, longest_chain_ = 1;
     double work_ = 0;  // of all units

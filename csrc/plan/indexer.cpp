@@ -10,14 +10,14 @@
 namespace fusion {
 namespace {
 
-// Packed keys in memory at a time, unless one sequence has more.
+// Most bytes of packed keys in memory at a time, unless one sequence has more.
 constexpr std::size_t wave_bytes = std::size_t{64} << 20;
 constexpr std::int64_t panels_per_item = 16;
-constexpr std::int64_t keys_per_share = 512;  // where threads share a row's keys: a chunk of the kernels
-// Rows of a sequence up to which packing its keys through memory costs more than packing a panel at a time, which
-// happens to every row anew.
+constexpr std::int64_t keys_per_share = 512;  // keys of a row per thread if threads share rows: a chunk of the kernels
+// Number of rows of a sequence up to which packing panel by panel, repeated for every tile of rows, is cheaper than
+// packing all keys to memory.
 constexpr std::int64_t few_rows = index_tile_rows;
-constexpr std::size_t unpacked = ~std::size_t{0};  // the offset of keys that are not packed beforehand
+constexpr std::size_t unpacked = ~std::size_t{0};  // offset of keys that are packed panel by panel
 
 constexpr Require require{"indexer"};
 
@@ -54,7 +54,7 @@ IndexerPlan::IndexerPlan(const SparseVariant &variant, const SparseProblem &prob
     scratch_bytes_ = kernels_.index_scratch_bytes(problem_, index_tile_rows);
 }
 
-// Whether threads share the keys of a row, since there are few rows.
+// True if threads share the keys of a row, because there are few rows.
 bool IndexerPlan::shares_rows(const Wave &wave, int threads) const {
     return problem_.select_count && threads > 1 && wave.rows <= 4 * static_cast<std::int64_t>(threads);
 }
@@ -78,7 +78,7 @@ void IndexerPlan::run(const SparseOperands &operands, int threads) const {
     const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
     char *const packed = memory.data(), *const scores = packed + packed_bytes_,
                 *const scratch = scores + scores_bytes(threads);
-    std::vector<std::vector<Tile>> tiles;  // of each wave
+    std::vector<std::vector<Tile>> tiles;  // per wave
     tiles.reserve(waves_.size());
     for (const Wave &wave : waves_) tiles.push_back(cut(wave, threads));
     run_team(threads, never_alone, [&](const Team &team) {
@@ -94,8 +94,8 @@ void IndexerPlan::run(const SparseOperands &operands, int threads) const {
     });
 }
 
-// Last rows first: under a causal band they take longest. Few rows of a sequence stay together where tiles need not be
-// many: what one has read from memory the next finds in a cache.
+// Divides the rows of a wave into tiles, last rows first, because they take longest with a causal band. If few tiles
+// are enough, all rows of a short sequence are one tile, which reads its keys from memory once.
 std::vector<IndexerPlan::Tile> IndexerPlan::cut(const Wave &wave, int threads) const {
     const bool together = threads == 1 || shares_rows(wave, threads);
     const std::int64_t most = std::clamp<std::int64_t>(wave.rows / (4 * threads), 1, index_tile_rows);
@@ -113,7 +113,7 @@ const char *IndexerPlan::keys_of(std::int64_t b, const char *packed) const {
     return offset_[b] == unpacked ? nullptr : packed + offset_[b];
 }
 
-// The parts of a wave are called by every thread of a team.
+// Packs the keys of a wave; like the other steps of a wave, called by every thread of a team.
 
 void IndexerPlan::pack(const Team &team, const Wave &wave, const SparseJob &job, char *packed) const {
     const std::int64_t blocks = ceil_div(ceil_div(wave.longest, panel_), panels_per_item);

@@ -1,5 +1,5 @@
-// The lightning indexer's forward on given lengths: its choice, or (select_count 0) its softmax statistics. A row's
-// result depends on its own keys alone, in one order, so how work is cut changes nothing.
+// The plan of the lightning indexer's forward with given lengths: its selection, or (select_count 0) its softmax
+// statistics. A row's result depends on its keys only, in a fixed order, and not on the division of work.
 //
 // Compiled for the baseline instruction set.
 
@@ -15,10 +15,10 @@ struct Team;
 
 class IndexerPlan {
 public:
-    // Throws std::invalid_argument where sizes do not fit together.
+    // Throws std::invalid_argument if sizes do not fit together.
     IndexerPlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences);
 
-    // What run() takes besides operands and results; threads: as given to run().
+    // Bytes of scratch of run() with this number of threads.
     std::size_t workspace_bytes(int threads) const;
 
     // Throws std::bad_alloc before anything is written.
@@ -33,11 +33,11 @@ private:
         std::int64_t rows;
         std::int64_t longest;
     };
-    struct Tile {  // rows that one thread chooses for
+    struct Tile {  // rows whose keys one thread selects
         std::int64_t seq, row0, row1;
     };
     std::vector<Tile> cut(const Wave &wave, int threads) const;
-    const char *keys_of(std::int64_t b, const char *packed) const;  // of a sequence, or null: packed by who meets them
+    const char *keys_of(std::int64_t b, const char *packed) const;  // packed keys of a sequence; null: not packed
     bool shares_rows(const Wave &wave, int threads) const;
     std::size_t scores_bytes(int threads) const;
     void pack(const Team &team, const Wave &wave, const SparseJob &job, char *packed) const;
@@ -50,8 +50,8 @@ private:
     std::int64_t panel_;
     SparseProblem problem_;
     std::vector<Sequence> sequences_;
-    std::vector<std::int64_t> first_row_;  // of each sequence, counted over all
-    std::vector<std::size_t> offset_;      // of its keys in the wave's memory, where they are packed beforehand
+    std::vector<std::int64_t> first_row_;  // first row of each sequence, counted over all
+    std::vector<std::size_t> offset_;      // per sequence: offset of its packed keys in the memory of its wave
     std::vector<Wave> waves_;
     std::size_t packed_bytes_ = 0, scratch_bytes_ = 0;
 };

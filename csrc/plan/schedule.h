@@ -1,4 +1,4 @@
-// What every plan cuts its work with.
+// Functions that all plans use to check sizes, to divide work, and to choose the number of threads.
 
 #pragma once
 
@@ -24,7 +24,7 @@ template <class T> constexpr T round_up(T n, std::type_identity_t<T> multiple) {
     return ceil_div(n, multiple) * multiple;
 }
 
-// Refuses what does not fit together: bugs of the Python side, which checks what users give.
+// Throws std::invalid_argument if sizes do not fit together. These are bugs of the Python side, which checks arguments.
 struct Require {
     const char *plan;
 
@@ -41,35 +41,35 @@ struct Require {
     void lengths(const Sequence &seq) const { (*this)(seq.q_len >= 0 && seq.kv_len >= 0, "a length is negative"); }
 };
 
-// No memory holds the keys of longer lists of work: refused before they are made, which would take much memory itself.
+// Throws for work lists that would not fit into memory, before they are made.
 inline void refuse_endless(std::int64_t items) {
     if (items > std::int64_t{1} << 26) throw std::bad_alloc();
 }
 
-// How many threads share `pieces` of work.
+// The number of threads for `pieces` items of work.
 constexpr int team_size(int threads, std::int64_t pieces) {
     return static_cast<int>(std::clamp<std::int64_t>(threads, 1, std::max<std::int64_t>(pieces, 1)));
 }
 
-// The same by how much work there is, of which one thread more needs so much to bring more than it costs.
+// The number of threads for an amount of work, if each additional thread must have at least work_per_thread.
 inline int team_by_work(int threads, double work, double work_per_thread) {
     return static_cast<int>(std::clamp(1 + work / work_per_thread, 1.0, static_cast<double>(std::max(threads, 1))));
 }
 
-// How long one thread takes for it, roughly: as much work as is worth a thread counts as 10 us.
+// Estimated time of one thread: 10 us per work_per_thread.
 inline std::chrono::duration<double, std::micro> time_alone(double work, double work_per_thread) {
     return std::chrono::microseconds(10) * (work / work_per_thread);
 }
 
-// The sequence of a row, where rows are counted over all sequences; first_row: of each, and behind the last.
+// The sequence of a row that is counted over all sequences; first_row: first row of each sequence, and the end.
 inline std::int64_t sequence_of(const std::vector<std::int64_t> &first_row, std::int64_t row) {
     return std::upper_bound(first_row.begin(), first_row.end() - 1, row) - first_row.begin() - 1;
 }
 
-// Rows [from, to) of a head, to be asked for.
+// Rows [from, to) of a head as memory to prefetch.
 inline PrefetchRows part_of(const Rows &rows, Dtype dtype, std::int64_t seq, std::int64_t head, std::int64_t from,
                             std::int64_t to, std::int64_t dim) {
-    if (to <= from) return {};  // perhaps there is no memory at all
+    if (to <= from) return {};  // the operand may have no memory
     const std::int64_t size = dtype == Dtype::float32 ? 4 : 2;
     const std::int64_t at = rows.address[seq] + head * rows.stride_head[seq] + from * rows.stride_token;
     return {static_cast<const char *>(rows.base) + at * size, rows.stride_token * size, to - from, dim * size};

@@ -14,16 +14,16 @@
 namespace fusion {
 namespace {
 
-// Sums of key gradients in memory at a time, unless one sequence alone takes more.
+// Most bytes of sums of key gradients in memory at a time, unless one sequence takes more.
 constexpr std::size_t wave_bytes = std::size_t{256} << 20;
 constexpr std::int64_t keys_per_item = 64;
-// Items of a batch, unless the team is larger: sums of a range are brought near a core once a batch.
+// Items of a batch, unless the team is larger; sums of a range are loaded into a cache once per batch.
 constexpr std::int64_t least_batch = 32;
-// Notes in memory, unless those of one item take more; a larger team has more items begun.
+// Most bytes of notes in memory, unless those of one item take more; a larger team has more items in progress.
 constexpr std::size_t most_notes = std::size_t{64} << 20, most_notes_per_thread = std::size_t{8} << 20;
-// Keys of a range, about: their sums stay near a core.
+// Approximate number of keys of a range, so that their sums stay in a cache.
 constexpr std::int64_t range_keys = 1024;
-// Of a row in a range, on average: fewer would not be worth reading the row's heads for.
+// Least average number of keys of a row in a range, so that reading the row's heads pays off.
 constexpr std::int64_t least_keys = 16;
 constexpr std::int64_t strip_keys = 32, most_strips = 4096;
 constexpr std::int64_t never = std::numeric_limits<std::int64_t>::max();
@@ -32,7 +32,7 @@ constexpr Require require{"selection"};
 
 std::size_t lines(std::size_t bytes) { return round_up(bytes, cache_line); }
 
-// A batch's ranges come as many items later as there are threads, and as many more are begun meanwhile.
+// Ranges of a batch follow as many items later as there are threads, so that threads rarely wait.
 Batches::Pace pace_of(int team, std::size_t bytes) {
     const std::int64_t members = team > 1 ? team : 0;  // one thread computes items in order and never runs ahead
     const std::size_t capacity = std::max(most_notes, most_notes_per_thread * static_cast<std::size_t>(team)) / bytes;
@@ -46,7 +46,7 @@ Batches::Pace pace_of(int team, std::size_t bytes) {
 
 std::int64_t keys_of(const Sequence &seq) { return seq.kv_len + seq.compressed_len; }
 
-// How far an item of the backward is: keys below `next` and beyond `last` need no waiting for it.
+// Progress of an item of the backward: it no longer adds to keys below `next`, and never to keys above `last`.
 struct Progress {
     std::atomic<std::int64_t> next, last;
 };
@@ -56,10 +56,11 @@ struct Progress {
 struct SparsePlan::State {
     SparseJob job;
     char *sums, *notes;
-    float *shares = nullptr;   // [item][most_heads_], for dsink
+    float *shares = nullptr;   // [item][most_heads_] contributions to dsink
     double *losses = nullptr;  // [item]
     Progress *progress = nullptr;
-    std::atomic<std::int64_t> taken = 0, finished = 0;  // items: begun, and the first that may be unfinished
+    std::atomic<std::int64_t> taken = 0,
+                              finished = 0;  // numbers of items begun, and of the first that may be unfinished
 
     static bool wait(void *self, std::int64_t item, std::int64_t first, std::int64_t last) {
         const View &view = *static_cast<View *>(self);
@@ -71,7 +72,7 @@ struct SparsePlan::State {
         own.next.store(next > last ? never : next, std::memory_order_release);
     }
 
-    struct View {  // one thread's view of the queue
+    struct View {  // the state of the queue for one thread
         State *state;
         const Team *team;
         std::int64_t first_item;
@@ -140,7 +141,7 @@ void SparsePlan::divide() {
         if (p.compressed_ratio) kv_len_.push_back(seq.kv_len);
         longest_ = std::max(longest_, keys);
         problem_.most_keys = std::max(problem_.most_keys, most_keys_of(seq));
-        // Few rows leave cores idle, unless they share the heads.
+        // With few rows, cores would be idle if they did not share the heads.
         const std::int64_t tile = seq.q_len * p.heads_kv < 8 && !p.indexes ? std::min<std::int64_t>(group, 32) : group;
         most_heads_ = std::max(most_heads_, tile);
         const std::size_t bytes = lines(static_cast<std::size_t>(keys) * columns * sizeof(float));
@@ -177,7 +178,8 @@ std::int64_t SparsePlan::most_keys_of(const Sequence &seq) const {
     return band + (p.select_count ? listed * p.select_block : seq.compressed_len);
 }
 
-// Heads of an item of the forward. A head's bits do not depend on it, so it may depend on the number of threads.
+// The number of heads per item of the forward. It may depend on the number of threads, because results of a head do not
+// depend on it.
 std::int64_t SparsePlan::forward_tile(int threads) const {
     const std::int64_t group = problem_.heads_q / problem_.heads_kv, items = rows_ * problem_.heads_kv;
     if (items >= 8 * static_cast<std::int64_t>(threads) || items % threads == 0) return group;
@@ -206,7 +208,7 @@ SparsePlan::Layout SparsePlan::layout(int threads) const {
     at.strip_keys = std::max(strip_keys, ceil_div(longest_, most_strips));
     const auto edges = static_cast<std::size_t>(ceil_div(longest_, at.strip_keys) + 1);
     at.starts = lines(edges * sizeof(std::int32_t));
-    at.scratch = std::max(at.scratch, lines(edges * sizeof(std::int64_t)));  // as Batches::work() needs it
+    at.scratch = std::max(at.scratch, lines(edges * sizeof(std::int64_t)));  // scratch of Batches::work()
     at.notes = at.starts + kernels_.notes_bytes(problem_, most_heads_);
     at.pace = pace_of(at.team, at.notes);
     at.pace.slots = std::min(at.pace.slots, std::max<std::int64_t>(most_items_, 1));
@@ -223,7 +225,7 @@ SparseItem SparsePlan::item_at(const Unit &unit, std::int64_t index) const {
     const std::int64_t group = problem_.heads_q / problem_.heads_kv, tiles = ceil_div(group, unit.tile);
     const std::int64_t head = index % tiles * unit.tile;
     std::int64_t row = index / tiles;
-    // Last tiles first: under a causal band they take longest.
+    // Last tiles first, because they take longest with a causal band.
     if (tile_rows_ > 1) row = (ceil_div(sequences_[unit.seq].q_len, tile_rows_) - 1 - row) * tile_rows_;
     return {unit.seq, unit.head_kv, unit.head_kv * group + head, std::min(unit.tile, group - head), row};
 }
@@ -259,7 +261,7 @@ void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) co
     state.losses = reinterpret_cast<double *>(found);
     state.progress = reinterpret_cast<Progress *>(progress);
     std::vector<double> dsink(problem_.has_sink ? problem_.heads_q : 0);
-    std::deque<Batches> batches;  // of every wave
+    std::deque<Batches> batches;  // per wave
     for (const Wave &wave : waves_) {
         if (!in_turns()) batches.emplace_back(work_of(wave, at), at.pace);
     }
@@ -298,7 +300,7 @@ void SparsePlan::attend(const SparseJob &job, char *scratch, std::int64_t tile, 
     });
 }
 
-// What follows is called by every thread of a team.
+// The following functions are called by every thread of a team.
 
 template <class Body>
 void SparsePlan::share_keys(const Team &team, const Wave &wave, const State &state, Body body) const {
@@ -326,9 +328,9 @@ void SparsePlan::store_keys(const Team &team, const Wave &wave, const State &sta
     });
 }
 
-// A loss without selection.
+// Computes the items of a loss without selection.
 void SparsePlan::descend_tiles(const Team &team, const Wave &wave, State &state, char *scratch) const {
-    // Items are taken in their order and wait for earlier ones alone, so the first unfinished one never waits.
+    // Items are taken in order and wait for earlier ones only, so the first unfinished one never waits.
     for (std::int64_t i; (i = team.take(state.taken)) < wave.items;) {
         const Unit &unit = unit_of(wave, i);
         State::View view = {&state, &team, unit.first_item};

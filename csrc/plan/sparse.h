@@ -1,10 +1,12 @@
-// Selected keys on given lengths: who computes which row when, in which order key gradients are summed, and the memory.
+// The plan of attention to selected keys with given lengths: work list of threads, order of sums of key gradients, and
+// scratch memory.
 //
 // An item is a row and some or all heads that share a key head; in a loss without selection, a tile of rows. In the
-// backward, items of one sequence and key head add to the same sums of key gradients, always in their order, so bits do
-// not depend on the number of threads. They leave notes, which are added batch by batch (plan/sparse_batches.h): rows
-// name keys all over a sequence, and each would wait for all before it. Tiles of a loss without selection meet keys in
-// one order and wait for their turn. Compiled for the baseline instruction set.
+// backward, items of one sequence and key head add to the same sums of key gradients, always in the same order, so
+// results do not depend on the number of threads. Items store their contributions in notes, which are added batch by
+// batch (plan/sparse_batches.h), because a row selects keys anywhere in a sequence and would wait for all earlier rows.
+// Tiles of a loss without selection process keys in order and wait for their turn. Compiled for the baseline
+// instruction set.
 
 #pragma once
 
@@ -18,15 +20,16 @@ namespace fusion {
 
 class SparsePlan {
 public:
-    // Throws std::invalid_argument where sizes do not fit together.
+    // Throws std::invalid_argument if sizes do not fit together.
     SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences,
                bool backward);
 
-    // The indexer's loss and its gradients: `problem` is the indexer; an attention of no heads: the target is given.
+    // The indexer's loss and its gradients. `problem` is the indexer; if `attention` has no heads, the caller passes
+    // the target.
     SparsePlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences,
                const SparseProblem &attention);
 
-    // What run() takes besides operands and results; threads: as given to run().
+    // Bytes of scratch of run() with this number of threads.
     std::size_t workspace_bytes(int threads) const;
 
     // Throws std::bad_alloc before anything is written.
@@ -43,7 +46,7 @@ public:
 private:
     struct Unit {                                            // a sequence and a key head
         std::int64_t seq, head_kv, first_item, items, tile;  // tile: heads of an item
-        std::size_t offset;                                  // of its sums in the wave's memory
+        std::size_t offset;                                  // offset of its sums in the memory of its wave
     };
     struct Wave {  // units whose sums are in memory together
         std::size_t first, end;
@@ -51,7 +54,7 @@ private:
     };
     struct Layout {  // of the workspace
         std::size_t sums = 0, shares = 0, progress = 0, scratch = 0;
-        std::size_t notes = 0, starts = 0;  // of an item; starts: the part of Notes::starts
+        std::size_t notes = 0, starts = 0;  // bytes per item: all notes, and Notes::starts
         int team = 1;
         std::int64_t strip_keys = 1;
         Batches::Pace pace{};
@@ -79,11 +82,11 @@ private:
     SparseProblem problem_;
     std::optional<SparseProblem> attention_;  // of a loss
     std::vector<Sequence> sequences_;
-    std::vector<std::int64_t> kv_len_;  // of each sequence, where there are two key sources
+    std::vector<std::int64_t> kv_len_;  // keys of the first source per sequence, if there are two sources
     bool backward_;
     std::int64_t tile_rows_ = 1;  // rows of an item
     std::int64_t rows_ = 0, longest_ = 0, most_items_ = 0, most_heads_ = 0;
-    std::vector<std::int64_t> first_row_;  // of each sequence, counted over all
+    std::vector<std::int64_t> first_row_;  // first row of each sequence, counted over all
     std::vector<Unit> units_;
     std::vector<Wave> waves_;
     std::size_t sums_bytes_ = 0;

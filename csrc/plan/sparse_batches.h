@@ -1,11 +1,11 @@
-// Who does what when where items note what they add to sums of keys. Items of a unit come in batches. When all of a
-// batch have left their notes, its keys are divided into ranges that are as much work as each other, and notes are
-// added range by range, item after item: a sum has the order of items, whichever thread forms it and however keys are
-// divided.
+// The order of work of items whose contributions to sums of keys are stored in notes. Items of a unit are grouped into
+// batches. When all items of a batch have written their notes, its keys are divided into ranges of equal work, and
+// notes are added range by range, item after item: a sum has the order of items for any thread and any division of
+// keys.
 //
-// Tasks stand in one list and threads take them in its order. A batch's ranges come `lag` items behind its last item,
-// which is computed by then, and a range of the batch before a whole batch earlier, so threads hardly ever wait. They
-// wait for earlier tasks alone: the first unfinished one never does.
+// Tasks are in one list, and threads take them in order. The ranges of a batch follow `lag` items after its last item,
+// which is usually computed by then, and the same range of the previous batch is a complete batch earlier, so threads
+// rarely wait. They wait for earlier tasks only, so the first unfinished one never waits.
 
 #pragma once
 
@@ -23,20 +23,20 @@ namespace fusion {
 class Batches {
 public:
     struct Pace {
-        std::int64_t items;  // of a batch, at most
+        std::int64_t items;  // most items of a batch
         std::int64_t lag;
-        std::int64_t slots;       // items whose notes have room: at least items + lag, and more let threads run ahead
-        std::int64_t least_keys;  // that an item adds to in a range, on average
+        std::int64_t slots;       // items with memory for notes: at least items + lag; more let threads run ahead
+        std::int64_t least_keys;  // least average number of keys of an item in a range
     };
     struct Unit {
-        std::int64_t items, strips, ranges;  // ranges: of each batch, at most
+        std::int64_t items, strips, ranges;  // ranges: most ranges of a batch
     };
     struct Batch {
         std::size_t unit;
         std::int64_t first, end;  // items
-        std::int64_t number;      // of the unit's batches
+        std::int64_t number;      // index of the batch in its unit
         std::int64_t strips, ranges;
-        std::int64_t first_strip, first_edge;  // of the unit's in progress_, of its own in edges_
+        std::int64_t first_strip, first_edge;  // the unit's first strip in progress_; the batch's first edge in edges_
     };
 
     Batches(const std::vector<Unit> &units, const Pace &pace) : slots_(pace.slots), least_keys_(pace.least_keys) {
@@ -61,9 +61,9 @@ public:
         }
     }
 
-    // One thread's part: note(item) leaves an item's notes, add(batch, range) adds a batch's, and starts_of(item) are
-    // Notes::starts. capacity: for as many numbers as units have strips, and one more, which no other thread uses; note
-    // and add may use it too.
+    // The work of one thread. note(item) writes the notes of an item, add(batch, range) adds notes, and starts_of(item)
+    // returns Notes::starts. capacity: private memory of this thread for one more number than a unit has strips, which
+    // note and add may use too.
     template <class Note, class StartsOf, class Add>
     void work(const Team &team, const Note &note, const StartsOf &starts_of, const Add &add, std::int64_t *capacity) {
         for (std::int64_t task; (task = team.take(taken_)) < tasks_;) {
@@ -76,11 +76,11 @@ public:
     }
 
 private:
-    struct Segment {  // of the list: items from `first` on, or the ranges of batch `first`
+    struct Segment {  // a section of the list: items from `first` on, or the ranges of batch `first`
         std::int64_t task, first;
         bool adds;
     };
-    struct Left {  // of a batch: what is to be done, and whether its keys are divided
+    struct Left {  // of a batch: unfinished items and ranges, and true if its keys are divided into ranges
         std::atomic<std::int64_t> items, ranges;
         std::atomic<bool> divided;
     };
@@ -107,7 +107,7 @@ private:
     template <class Note, class StartsOf>
     void note_item(const Team &team, std::int64_t item, const Note &note, const StartsOf &starts_of,
                    std::int64_t *capacity) {
-        if (item >= slots_) {  // what its slot last held has been added
+        if (item >= slots_) {  // waits until the previous notes of its slot have been added
             const std::atomic<std::int64_t> &ranges = left_[batch_of(item - slots_)].ranges;
             if (!team.wait_until([&] { return ranges.load(std::memory_order_acquire) == 0; })) return;
         }
@@ -118,7 +118,7 @@ private:
         left_[b].divided.store(true, std::memory_order_release);
     }
 
-    // Range r ends at the first strip before which r + 1 shares of all keys lie.
+    // Range r ends at the first strip with (r + 1) / ranges of all keys before it.
     template <class StartsOf>
     void divide(const Batch &batch, const StartsOf &starts_of, std::int64_t *before) {
         std::fill_n(before, batch.strips + 1, 0);
@@ -156,11 +156,11 @@ private:
     const std::int64_t slots_, least_keys_;
     std::vector<Batch> batches_;
     std::vector<Segment> segments_;
-    std::vector<std::int64_t> edges_;  // strips at which ranges begin, of each batch one more than it has ranges
+    std::vector<std::int64_t> edges_;  // per batch: first strip of each range, and the end
     std::int64_t tasks_ = 0;
     std::atomic<std::int64_t> taken_ = 0;
     std::unique_ptr<Left[]> left_;
-    std::unique_ptr<std::atomic<std::int64_t>[]> progress_;  // [strip of all units], batches that are added
+    std::unique_ptr<std::atomic<std::int64_t>[]> progress_;  // per strip of all units: number of batches added
 };
 
 }  // namespace fusion

@@ -23,9 +23,10 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// Between two questions whether to stop: with the longest pieces of work an answer comes within 50 ms.
+// Interval at which the calling thread checks for interruption; with the longest items of work a run stops in 50 ms.
 constexpr auto between_questions = milliseconds(20);
-// Where there are more threads than cores, who spins takes the core from those that it waits for.
+// Durations of waiting by spinning, then by yielding, and of the longest sleep. With more threads than cores, a
+// spinning thread would occupy the core of the thread that it waits for.
 constexpr auto spinning = microseconds(2), yielding = microseconds(1000), longest_nap = microseconds(2000);
 
 void relax() {
@@ -36,16 +37,16 @@ void relax() {
 #endif
 }
 
-// Of the thread that calls, whose team's threads OpenMP keeps for it alone.
+// Per calling thread, because OpenMP keeps the threads of a team for one calling thread.
 thread_local Experience experience;
 
-Alone computed() {  // by this thread, since it began
+Alone computed() {  // CPU time of this thread since its start
     timespec time;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
     return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
 }
 
-// What this thread passed waiting inside its work: by the clock, and computing nothing but whether to wait on.
+// Time that this thread spent waiting inside its work: wall-clock time, and CPU time of the wait loops.
 struct Waits {
     Alone passed = Alone(0), computed = Alone(0);
 };
@@ -53,15 +54,15 @@ thread_local Waits waits;
 
 }  // namespace
 
-// Counters that all threads write have cache lines of their own.
+// The state that the threads of a team share. Counters that all threads write are in separate cache lines.
 struct Team::Run {
-    alignas(64) std::atomic<std::int64_t> next = 0;  // of a share; every barrier sets it back
-    alignas(64) std::atomic<int> arrived = 0;        // at the barrier that is next
-    std::atomic<int> left = 0;                       // threads whose work is done, but the calling one
+    alignas(64) std::atomic<std::int64_t> next = 0;  // next index of share(); every barrier resets it
+    alignas(64) std::atomic<int> arrived = 0;        // threads at the next barrier
+    std::atomic<int> left = 0;                       // finished threads, without the calling one
     std::atomic<std::int64_t> saved = 0;             // nanoseconds that those computed
-    alignas(64) std::atomic<unsigned> barriers = 0;  // passed
+    alignas(64) std::atomic<unsigned> barriers = 0;  // number of passed barriers
     std::atomic<bool> cancelled = false;
-    Clock::time_point asked;  // by the calling thread
+    Clock::time_point asked;  // last check for interruption
 };
 
 void Backoff::pause() {
@@ -75,7 +76,7 @@ void Backoff::pause() {
     if (computed_ == never_computed) computed_ = computed();
     if (waited < yielding) {
         std::this_thread::yield();
-    } else {  // a small part of what it has taken already
+    } else {  // a small fraction of the time waited so far
         std::this_thread::sleep_for(std::min<Clock::duration>(waited / 16, longest_nap));
     }
 }
@@ -91,7 +92,7 @@ bool Team::cancelled() const {
         const Clock::time_point now = Clock::now();
         if (run.asked == Clock::time_point{}) run.asked = now;
         if (now - run.asked >= between_questions) {
-            const KeptTiles kept;  // a kernel waits, and signal handlers may run anything
+            const KeptTiles kept;  // a kernel is waiting, and signal handlers may use tiles
             if (asks_to_stop()) run.cancelled.store(true, std::memory_order_relaxed);
             run.asked = Clock::now();
         }
@@ -99,7 +100,7 @@ bool Team::cancelled() const {
     return run.cancelled.load(std::memory_order_relaxed);
 }
 
-// The last to arrive opens it. No thread arrives once the run is cancelled, so it never opens too early for others.
+// The last thread to arrive opens the barrier. No thread arrives after the run is cancelled, so it never opens early.
 bool Team::barrier() const {
     if (cancelled()) return false;
     if (size == 1) {
@@ -118,7 +119,7 @@ bool Team::barrier() const {
 
 std::int64_t Team::next(int count) const { return take(run.next, count); }
 
-// FUSION_ATTENTION_TEAM=always, for measurements: what teams cost their callers lately would be measured instead.
+// True if FUSION_ATTENTION_TEAM=always: measurements then always use teams, whatever recent calls showed.
 static bool always_teams() {
     const char *const told = std::getenv("FUSION_ATTENTION_TEAM");
     if (!told || !*told) return false;
@@ -132,7 +133,7 @@ void run_team(int size, Alone alone, void (*work)(const void *context, const Tea
     const Clock::time_point begun = Clock::now();
     if (little && !experience.recommends_team(alone, begun)) size = 1;
     Team::Run run;
-    Alone own;  // time of this thread's work, without waits
+    Alone own;  // CPU time of this thread's work, without waits
     on_threads(size, [&](int thread, int members) {
         const Team team{thread, members, run};
         if (thread == 0) {
@@ -140,7 +141,7 @@ void run_team(int size, Alone alone, void (*work)(const void *context, const Tea
             const Alone before = waits.passed;
             work(context, team);
             own = Clock::now() - at - (waits.passed - before);
-            // The calling thread waits here, where it can be interrupted, and not for the threads' own end.
+            // The calling thread waits here, where it can be interrupted, and not at the end of the parallel region.
             team.wait_until([&] { return run.left.load(std::memory_order_acquire) == members - 1; });
         } else {
             const Alone before = little ? computed() - waits.computed : Alone(0);

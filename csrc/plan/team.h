@@ -1,7 +1,7 @@
-// The threads that compute a call together: the one place of the plans that asks for threads, and that waits.
+// The team of threads that computes a call: all plans create threads and wait for them through it.
 //
-// A run can be given up (Ctrl-C). Its threads then begin nothing more and leave; what they wait for may never come, so
-// a wait says whether it did. Results of such a run are unspecified.
+// A run can be cancelled (Ctrl-C). Its threads then begin no more work and return; a wait returns false, because its
+// condition may never become true. Results of a cancelled run are unspecified.
 
 #pragma once
 
@@ -17,17 +17,17 @@
 
 namespace fusion {
 
-// Asked by the thread that called, a few dozen times a second, in the middle of its work: whether to give the run up.
-// One for the process, as its signals are; set before the first run (bind/module.cpp).
+// Returns true if the run is to be cancelled. The calling thread calls it a few dozen times a second during its work.
+// There is one for the process, like signals; it is set before the first run (bind/module.cpp).
 inline bool (*asks_to_stop)() = nullptr;
 
-// Thrown by run_team() when the run was given up.
+// Thrown by run_team() when the run was cancelled.
 struct Interrupted : std::exception {
     const char *what() const noexcept override { return "fusion_attention: native core: the call was interrupted"; }
 };
 
-// How a thread passes the time between two looks at what it waits for. What comes soon is seen soon; after that others
-// may have the core, since there may be more threads than cores, or a quota that idle threads use up.
+// Pauses of a thread between two checks of the condition that it waits for: first short ones, then it gives up the
+// core, because there may be more threads than cores, or a CPU quota that waiting threads would use up.
 class Backoff {
 public:
     Backoff() = default;
@@ -39,28 +39,28 @@ public:
 
 private:
     std::chrono::steady_clock::time_point begun_;
-    Alone computed_ = never_computed;  // by this thread, when it began to wait for long
+    Alone computed_ = never_computed;  // CPU time of this thread at the start of a long wait
 
     static constexpr Alone never_computed = Alone(-1);
 };
 
-// What each thread of a team knows of it. Every thread calls barrier() and share(), in the same order.
+// The interface of a team for one of its threads. Every thread calls barrier() and share() in the same order.
 struct Team {
-    struct Run;  // what the threads share
+    struct Run;  // shared state
 
     int thread, size;
     Run &run;
 
-    // Whether the run is given up. Asked before anything is begun that takes long.
+    // True if the run is cancelled; checked before long work.
     bool cancelled() const;
 
-    // The number of the next work item; beyond all numbers once the run is cancelled. What is taken
-    // is to be done, or given up where a wait says so: others may wait for it.
+    // Takes `count` work items and returns the first; beyond all items once the run is cancelled. An item that is taken
+    // must be computed, or abandoned if a wait returns false, because other threads may wait for it.
     template <class Index> Index take(std::atomic<Index> &next, std::type_identity_t<Index> count = 1) const {
         return cancelled() ? std::numeric_limits<Index>::max() : next.fetch_add(count, std::memory_order_relaxed);
     }
 
-    // Waits until holds(); false: the run is cancelled, and the condition may never hold.
+    // Waits until holds() is true; returns false if the run is cancelled.
     template <class Condition> bool wait_until(const Condition &holds) const {
         for (Backoff backoff; !holds(); backoff.pause()) {
             if (cancelled()) return false;
@@ -68,7 +68,7 @@ struct Team {
         return true;
     }
 
-    // Waits for all threads of the team; false as wait_until().
+    // Waits for all threads of the team; returns false if the run is cancelled.
     bool barrier() const;
 
     // Calls body(i) for every i < count, each on one thread, in ascending order; returns when all are done.
@@ -81,14 +81,13 @@ struct Team {
     }
 
 private:
-    std::int64_t next(int count) const;  // of a share
+    std::int64_t next(int count) const;  // next index of share()
 };
 
 constexpr Alone never_alone = Alone::max();
 
-// Calls work(team) on `size` threads, or as many as there may be, this one among them; on this one alone where threads
-// came so late to teams before that they cost more time than they saved. work throws
-// nothing.
+// Calls work(team) on `size` threads, or as many as the system allows, including the calling one; on the calling thread
+// only if recent teams started so late that they cost more time than they saved. work must not throw.
 void run_team(int size, Alone alone, void (*work)(const void *context, const Team &), const void *context);
 
 template <class Work> void run_team(int size, Alone alone, const Work &work) {

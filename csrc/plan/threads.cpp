@@ -18,7 +18,7 @@
 namespace fusion {
 namespace {
 
-// Of the process: whether it is a child of fork(), for which the pools below have threads that do not exist.
+// True if the process is a child of fork(), in which the threads of the pools below do not exist.
 std::atomic<bool> forked = false;
 [[maybe_unused]] const int watches_forks =
     pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
@@ -27,7 +27,7 @@ using Work = void (*)(const void *context, int thread, int members);
 
 #if defined(FUSION_STD_THREADS)
 
-// The threads of one calling thread, which it keeps until it ends, as OpenMP does.
+// The threads of one calling thread, which exist until it ends, as in OpenMP.
 class Pool {
 public:
     Pool() = default;
@@ -43,7 +43,7 @@ public:
     Pool &operator=(const Pool &) = delete;
 
     void run(int size, Work work, const void *context) {
-        if (busy_) return work(context, 0, 1);  // called by work
+        if (busy_) return work(context, 0, 1);  // a nested call
         busy_ = true;
         {
             const std::lock_guard<std::mutex> lock(mutex_);
@@ -90,7 +90,7 @@ void in_parallel(int size, Work work, const void *context) {
     struct Owner {
         Pool *const pool = new Pool;
         ~Owner() {
-            if (!forked) delete pool;  // or it would wait for threads that do not exist
+            if (!forked) delete pool;  // a child of fork() would wait for threads that do not exist
         }
     };
     static thread_local const Owner owner;
@@ -99,7 +99,7 @@ void in_parallel(int size, Work work, const void *context) {
 
 #else
 
-// libgomp's entry points, which libomp and libiomp5 have as well.
+// Entry points of libgomp that libomp and libiomp5 have too.
 struct OpenMP {
     void (*parallel)(void (*work)(void *), void *context, unsigned threads, unsigned flags) = nullptr;
     int (*max_threads)() = nullptr, (*members)() = nullptr, (*thread)() = nullptr;
@@ -116,9 +116,9 @@ private:
     }
 };
 
-// The runtime that torch has loaded, whatever its file is called: with a second one every core would have threads of
-// two pools. So the module is linked to none, and asks when it first needs threads: torch is there by then, whatever
-// was imported first. What the whole process sees comes first, as it does for torch; the last is for programs without
+// The OpenMP runtime that torch has loaded, under any file name: a second runtime would create a second pool of
+// threads. So the module is linked to no runtime and looks for one when it first needs threads, after torch has been
+// imported. Global symbols of the process are searched first, as for torch; the last name is for programs without
 // torch.
 const OpenMP &openmp() {
     static const OpenMP runtime = [] {
@@ -136,8 +136,9 @@ const OpenMP &openmp() {
     return runtime;
 }
 
-// A region of another size than the last one's ends or creates threads, and torch's own regions have the size that
-// omp_get_max_threads() says. So ours have it too, and threads that are too many return at once.
+// Runs work on `size` threads. A parallel region whose size differs from that of the last one creates or ends threads,
+// and torch's regions have omp_get_max_threads() threads; so all regions here have this size too, and surplus threads
+// return at once.
 void in_parallel(int size, Work work, const void *context) {
     struct Region {
         const OpenMP &runtime;

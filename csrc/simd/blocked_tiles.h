@@ -1,5 +1,5 @@
-// What a mask of tiles leaves of the keys: each tile of 128 rows by 128 keys is blocked as a whole, not at all, or bit
-// by bit, so that tiles that no row sees are skipped and tiles that all rows see need no mask.
+// Visible keys of a mask of tiles. Each tile of 128 rows by 128 keys is entirely blocked, entirely visible, or has a
+// bit per pair, so that blocked tiles are skipped and visible tiles need no mask.
 
 #pragma once
 
@@ -13,14 +13,15 @@ namespace {
 constexpr std::int64_t mask_side = 128, mask_row = mask_side / 8;  // rows and keys of a tile, bytes of a row's bits
 constexpr std::int32_t none_blocked = -2;
 
-struct MaskTile {  // bits, or null and whether all of it is blocked
+struct MaskTile {  // bits; or null, and `all` if the tile is entirely blocked
     const std::uint8_t *bits;
     bool all;
 
     const std::uint8_t *row(std::int64_t row) const { return bits + row % mask_side * mask_row; }
 };
 
-// A number without bits blocks all: the table is the caller's, who may have changed it since it was checked.
+// The mask of the tile with (row, key). An invalid number blocks the tile: the table belongs to the caller, who may
+// have changed it since it was checked.
 FUSION_INLINE MaskTile mask_tile(const Operands &o, std::int64_t b, std::int64_t head, std::int64_t row,
                                  std::int64_t key) {
     const Matrix &m = o.blocked_tiles;
@@ -34,7 +35,7 @@ struct MaskRows {  // rows [row, row + rows) of a head
     std::int64_t seq, head, row, rows;
 };
 
-// Of one tile's keys, a bit each: those that some of the rows see, and those that every row does.
+// A bit per key of a tile: visible to some of the rows, visible to every row.
 struct SeenKeys {
     std::uint64_t some[2] = {}, every[2] = {~std::uint64_t{0}, ~std::uint64_t{0}};
 
@@ -61,13 +62,14 @@ inline SeenKeys seen_keys(const Operands &o, const MaskRows &rows, std::int64_t 
     return seen;
 }
 
-// Neighbouring tiles' keys: the first and the last are seen by some row. None: begin = end.
+// A range of keys of consecutive tiles whose first and last key are visible to some row; empty if begin = end.
 struct KeyRun {
     std::int64_t begin, end;
-    bool cut;  // some row does not see some key
+    bool cut;  // true if some key is hidden from some row
 };
 
-// The first run of keys [from, end) that goes on through every tile, or `through` tiles that no row sees.
+// The first run in keys [from, end) without a blocked tile between visible ones; `through`: runs continue through
+// blocked tiles.
 template <bool through = false>
 KeyRun next_run(const Operands &o, const MaskRows &rows, std::int64_t from, std::int64_t end) {
     KeyRun run = {end, end, false};
@@ -96,7 +98,7 @@ KeyRun next_run(const Operands &o, const MaskRows &rows, std::int64_t from, std:
     return run;
 }
 
-// Takes away the keys of a row that tiles block.
+// Clears the bits of keys that the mask of tiles blocks for a row.
 inline void clear_blocked_tiles(std::uint8_t *bits, const Operands &o, std::int64_t b, std::int64_t head,
                                 std::int64_t row, std::int64_t first, std::int64_t count) {
     for (std::int64_t key = first, next; key < first + count; key = next) {

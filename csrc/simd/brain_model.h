@@ -1,4 +1,4 @@
-// The model of tiles: the same functions as brain_avx512.h in vector types alone, for any processor.
+// The functions of brain_avx512.h in portable vector types, for the software model of tiles on any processor.
 
 #pragma once
 
@@ -33,7 +33,7 @@ FUSION_INLINE Floats fused_difference(Floats a, Floats b, Floats product) {
     return a;
 }
 
-// Of what a 32-bit number holds; of all else the caller makes 0, or it is NaN.
+// floor(x) for x in the range of int32; the caller replaces all other results.
 FUSION_INLINE Floats floor_of(Floats x) {
     x = larger(all(-0x1p30f), x);
     const Floats whole = __builtin_convertvector(__builtin_convertvector(x, Ints), Floats);

@@ -1,8 +1,8 @@
-// Arm with BF16: the same functions as brain_avx512.h.
+// The functions of brain_avx512.h for Arm with BF16.
 //
-// BFDOT adds the two products to each other first, then to the sum, and rounds both to odd (a processor with EBF16 may
-// be set otherwise; it is not here). So a sum's last bit is not that of AVX512_BF16, which rounds to nearest after
-// each of two products; what both round off is far below what bfloat16 leaves.
+// BFDOT adds the two products to each other first, then to the sum, and rounds both additions to odd (EBF16 could
+// change this; it is not used here). The last bit of a sum thus differs from AVX512_BF16, which rounds to nearest after
+// each product; both errors are far below the precision of bfloat16.
 
 #pragma once
 

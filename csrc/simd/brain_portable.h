@@ -1,4 +1,4 @@
-// What Pair needs of floor_of(), where there are no instructions for exponents and mantissas.
+// Functions for Pair that are built from floor_of(), for CPUs without instructions for exponents and mantissas.
 
 #pragma once
 
@@ -9,7 +9,7 @@ FUSION_INLINE Floats mantissa_of(Floats x, Floats &exponent) {
     const Ints bits = (Ints)x, above = bits - 0x3f400000;  // 0.75
     const Ints whole = above >> 23;
     const Floats m = (Floats)(bits - (whole << 23));
-    const auto normal = (x > Floats{}) & (x < all(infinity));  // of others the exponent alone is the logarithm
+    const auto normal = (x > Floats{}) & (x < all(infinity));  // for other numbers the logarithm is the exponent
     exponent = normal ? __builtin_convertvector(whole, Floats) : x == Floats{} ? all(-infinity) : x;
     return normal ? m : all(1.0f);
 }

@@ -1,4 +1,4 @@
-// How long packed rows are, and memory cut into parts for them.
+// Lengths of packed rows, and the division of scratch memory into arrays.
 
 #pragma once
 
@@ -7,14 +7,14 @@
 namespace fusion {
 namespace {
 
-// Words of n elements that a product sums over.
+// Number of words of n elements over which a product sums, rounded up to Format::step.
 template <class Format> FUSION_INLINE std::int64_t words_of(std::int64_t n) {
     return round_up<std::int64_t>((n + Format::depth - 1) / Format::depth, Format::step);
 }
 
 template <class Format> struct Sizes {
-    std::int64_t main_words, words, value_words;  // of rows of q and k without and with rope, and of v: whole steps
-    std::int64_t main_columns, columns, value_columns;  // the same in elements, each part in whole vectors
+    std::int64_t main_words, words, value_words;        // of rows of q and k without and with rope, and of v
+    std::int64_t main_columns, columns, value_columns;  // the same in elements, rounded up to vectors
 
     template <class P>
     explicit Sizes(const P &p)
@@ -24,7 +24,7 @@ template <class Format> struct Sizes {
           value_columns(round_up<std::int64_t>(p.dim_v, lanes)) {}
 };
 
-class Carver {  // cuts memory into parts that begin on cache lines; of no memory it counts the bytes alone
+class Carver {  // divides memory into arrays aligned to cache lines; with a null pointer, only counts bytes
 public:
     explicit Carver(void *memory) : start_(static_cast<char *>(memory)), at_(start_) {}
 

@@ -1,5 +1,5 @@
-// Whole cache lines that are written past the caches: results that are not read soon, and that are larger than what a
-// cache would keep for who does. A plain store would first fetch each line.
+// Streaming stores of complete cache lines, for results that are not read soon and exceed the caches. An ordinary store
+// would load each line first.
 
 #pragma once
 
@@ -8,7 +8,8 @@
 namespace fusion {
 namespace {
 
-// Two vectors of results, where they fill lines; else nothing is written. A writer fences before others read.
+// Streams two vectors of results if they fill cache lines; else writes nothing and returns false. The writer must
+// execute a fence before other threads read.
 template <class T> FUSION_INLINE bool write_lines(T *to, Floats low, Floats high) {
 #if defined(__AVX512F__)
     if (reinterpret_cast<std::uintptr_t>(to) % 64) return false;
@@ -21,7 +22,7 @@ template <class T> FUSION_INLINE bool write_lines(T *to, Floats low, Floats high
     }
     return true;
 #elif defined(FUSION_AVX2)
-    if constexpr (sizeof(T) == 4) {  // of 16 bits two vectors are half a line
+    if constexpr (sizeof(T) == 4) {  // two vectors of 16-bit elements are half a line
         if (reinterpret_cast<std::uintptr_t>(to) % 64) return false;
         _mm256_stream_ps(to, (__m256)low);
         _mm256_stream_ps(to + lanes, (__m256)high);
@@ -34,7 +35,7 @@ template <class T> FUSION_INLINE bool write_lines(T *to, Floats low, Floats high
 #endif
 }
 
-// A line's worth of results: past the caches where they are to go there and fill a line.
+// Stores a cache line of results; streams it if `streamed` and the address is aligned.
 FUSION_INLINE void write_line(void *to, Words line, bool streamed) {
 #if defined(__AVX512F__)
     if (streamed && reinterpret_cast<std::uintptr_t>(to) % 64 == 0) {

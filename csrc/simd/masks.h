@@ -1,7 +1,7 @@
-// Rows of bits, one per key, least significant first: which keys a row sees and which probabilities dropout keeps.
+// Rows of bits, one per key, least significant first: visible keys, or probabilities that dropout keeps.
 //
-// A row of bits starts at key `first`, a multiple of 8, and is used for `count` keys, a multiple of lanes and of 8; the
-// memory holds whole 64-bit words.
+// A row of bits starts at key `first`, a multiple of 8, and has `count` keys, a multiple of lanes and of 8; its memory
+// consists of complete 64-bit words.
 
 #pragma once
 
@@ -12,7 +12,7 @@ namespace {
 
 FUSION_INLINE bool bit_of(const std::uint8_t *bits, std::int64_t c) { return bits[c / 8] >> (c % 8) & 1; }
 
-// Keys of the interval [begin, end).
+// Sets the bits of keys [begin, end) and clears all others.
 FUSION_INLINE void set_interval(std::uint8_t *bits, std::int64_t first, std::int64_t count, std::int64_t begin,
                                 std::int64_t end) {
     for (std::int64_t at = 0; at < count; at += 64) {
@@ -20,7 +20,7 @@ FUSION_INLINE void set_interval(std::uint8_t *bits, std::int64_t first, std::int
     }
 }
 
-// Takes away the keys whose score is -inf: a weight of exactly 0 selects nothing, and 0 * NaN is NaN.
+// Clears the bits of keys whose score is -inf: their weight is exactly 0, and 0 * NaN would be NaN.
 inline void clear_unseen(std::uint8_t *bits, const float *scores, std::int64_t count) {
     for (std::int64_t at = 0; at < count; at += lanes) {
         if (!any((Words)(load<Floats>(scores + at) == all(-infinity)))) continue;
@@ -30,7 +30,7 @@ inline void clear_unseen(std::uint8_t *bits, const float *scores, std::int64_t c
     }
 }
 
-// One bit per byte of 64: set where the byte is not zero.
+// One bit for each of 64 bytes, set if the byte is not zero.
 FUSION_INLINE std::uint64_t nonzero_bytes(const std::uint8_t *from) {
 #if defined(__AVX512BW__)
     const __m512i x = _mm512_loadu_si512(from);
@@ -49,8 +49,8 @@ FUSION_INLINE std::uint64_t nonzero_bytes(const std::uint8_t *from) {
 #endif
 }
 
-// Takes away the keys whose byte is not zero; of the row's memory only the bytes of keys from blocked.first on and
-// before kv_len are read.
+// Clears the bits of keys whose byte in the mask is not zero; reads only the bytes of keys from blocked.first on and
+// before kv_len.
 inline void clear_blocked(std::uint8_t *bits, const Matrix &blocked, const Sequence &seq, std::int64_t b,
                           std::int64_t head, std::int64_t row, std::int64_t first, std::int64_t count) {
     const auto *bytes = static_cast<const std::uint8_t *>(blocked.base) + row_of(blocked, b, head, row);
@@ -61,7 +61,7 @@ inline void clear_blocked(std::uint8_t *bits, const Matrix &blocked, const Seque
         }
         return;
     }
-    prefetch(bytes + first + block_rows * blocked.stride_row[b], count);  // the next block reads these columns there
+    prefetch(bytes + first + block_rows * blocked.stride_row[b], count);  // the next block of rows reads these columns
     for (std::int64_t at = 0; at < count; at += 64) {
         const std::int64_t left = least<std::int64_t>(seq.kv_len - first - at, 64),
                            skip = most<std::int64_t>(clear - at, 0);
@@ -75,7 +75,7 @@ inline void clear_blocked(std::uint8_t *bits, const Matrix &blocked, const Seque
     }
 }
 
-// Copies the caller's bits, which start anywhere in a byte; only bytes that hold bits before kv_len are read.
+// Copies bits of the caller's mask, which may start at any bit of a byte; reads only bytes with bits before kv_len.
 inline void copy_keep_bits(std::uint8_t *bits, const Matrix &keep, const Sequence &seq, std::int64_t b,
                            std::int64_t head, std::int64_t row, std::int64_t first, std::int64_t count) {
     const std::int64_t start = row_of(keep, b, head, row) + first, end = start - first + seq.kv_len;
@@ -109,15 +109,15 @@ FUSION_INLINE HighLow wide_product(std::uint32_t factor, Words x) {
     return {(Words)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa),
             (Words)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa)};
 #else
-    const Words a = x & 0xffff, b = x >> 16;  // no product of these leaves 32 bits
+    const Words a = x & 0xffff, b = x >> 16;  // products of 16-bit halves fit into 32 bits
     const std::uint32_t f = factor & 0xffff, g = factor >> 16;
     const Words cross = a * g + (a * f >> 16), other = b * f + (cross & 0xffff);
     return {b * g + (cross >> 16) + (other >> 16), x * factor};
 #endif
 }
 
-// Philox4x32-7 with counter (key / 8, row, stream, offset): one draw gives eight 16-bit halves, little endian, for
-// eight keys, and a lane makes one draw.
+// Philox4x32-7 with counter (key / 8, row, stream, offset): one call gives eight 16-bit random numbers, little endian,
+// for eight keys; each lane computes one call.
 struct Philox {
     static constexpr std::uint32_t multiplier[2] = {0xD2511F53, 0xCD9E8D57}, weyl[2] = {0x9E3779B9, 0xBB67AE85};
     static constexpr int rounds = 7;
@@ -156,13 +156,12 @@ struct Philox {
     }
 };
 
-// Rows [row, row + rows) of a head and keys [first, first + count); the bits of row i begin `stride` bytes behind row i
-// - 1's.
+// Rows [row, row + rows) of a head and keys [first, first + count); rows of bits are `stride` bytes apart.
 struct BitBlock {
     std::int64_t seq, head, row, rows, first, count, stride;
 };
 
-// Which keys the rows see.
+// Sets the bits of the keys that are visible to each row.
 inline void mark_seen(std::uint8_t *bits, const BitBlock &b, const Problem &p, const Operands &o, const Sequence &seq) {
     for (std::int64_t row = b.row; row < b.row + b.rows; ++row, bits += b.stride) {
         set_interval(bits, b.first, b.count, first_key(seq, row), end_key(seq, row));
@@ -171,7 +170,7 @@ inline void mark_seen(std::uint8_t *bits, const BitBlock &b, const Problem &p, c
     }
 }
 
-// Which probabilities dropout keeps.
+// Sets the bits of the probabilities that dropout keeps.
 inline void mark_kept(std::uint8_t *bits, const BitBlock &b, const Problem &p, const Operands &o, const Sequence &seq) {
     const Philox philox(p, o);
     const auto stream = static_cast<std::uint32_t>(seq.stream + b.head);

@@ -1,8 +1,8 @@
-// Memory that is asked for while something else is computed, a few lines at a time.
+// A queue of prefetches, of which kernels issue a few cache lines at a time between products.
 //
-// Rows of one head lie far apart in most layouts, where no hardware prefetcher follows, and a core waits for few misses
-// at once: asked for in one burst rows would wait for each other. So products of panels take turns with a few lines.
-// They come into the second-level cache: the few buffers of the first are what the products' own panels come through.
+// Rows of one head are far apart in most layouts, where hardware prefetchers fail, and a core has few outstanding
+// misses, so a burst of prefetches would stall. Lines are prefetched into the second-level cache, because the few miss
+// buffers of the first-level cache are needed for the panels of the products.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 namespace fusion {
 namespace {
 
-// Rows [token, token + count) of n elements of a head; none of what is not there.
+// Rows [token, token + count) of n elements of a head as memory to prefetch; empty if the operand is missing.
 template <class T>
 FUSION_INLINE PrefetchRows prefetch_rows(const Rows &rows, std::int64_t b, std::int64_t head, std::int64_t token,
                                          std::int64_t count, std::int64_t n) {
@@ -31,7 +31,7 @@ public:
     }
     void add(const void *first, std::int64_t bytes) { add({static_cast<const char *>(first), 0, 1, bytes}); }
 
-    // Over so many steps.
+    // Distributes all lines over a number of steps.
     void spread(std::int64_t steps) { pace_ = least((lines_ + steps - 1) / steps, most_lines); }
 
     FUSION_INLINE void step() {
@@ -51,10 +51,10 @@ public:
     }
 
 private:
-    static constexpr std::int64_t line = 64, most_lines = 1024;  // of a step
+    static constexpr std::int64_t line = 64, most_lines = 1024;  // bytes of a line, most lines per step
 
-    // Where the next part begins; null behind the last one, and then no step has anything to do. Out of line: the loop
-    // over panels that asks needs its registers.
+    // The address of the next rows; null after the last ones, and later steps then do nothing. Not inlined, because the
+    // calling loop over panels needs its registers.
     __attribute__((noinline)) const char *next_part() {
         if (part_ == count_) {
             pace_ = 0;
@@ -67,8 +67,8 @@ private:
     }
 
     PrefetchRows parts_[Prefetches::most];
-    const char *at_ = nullptr, *end_ = nullptr, *row_ = nullptr;  // of the present row
-    std::int64_t stride_ = 0, bytes_ = 0, left_ = 0;              // and of its part, with the rows that are left
+    const char *at_ = nullptr, *end_ = nullptr, *row_ = nullptr;  // of the current row
+    std::int64_t stride_ = 0, bytes_ = 0, left_ = 0;              // of the current part; left_: remaining rows
     std::int64_t lines_ = 0, pace_ = 0;
     int count_ = 0, part_ = 0;
 };

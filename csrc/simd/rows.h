@@ -1,4 +1,4 @@
-// Address arithmetic and key intervals: the functions of data/problem.h's data, local to each variant.
+// Address arithmetic and key intervals of the structs of data/problem.h, local to each variant.
 
 #pragma once
 
@@ -18,7 +18,7 @@ FUSION_INLINE std::int64_t row_of(const Matrix &m, std::int64_t b, std::int64_t 
     return m.address[b] + head * m.stride_head[b] + row * m.stride_row[b];
 }
 
-// body(T{}) with what elements of a dtype are stored as.
+// Calls body(T{}) with the storage type of a dtype.
 template <class Body> FUSION_INLINE void by_dtype(Dtype dtype, Body body) {
     switch (dtype) {
         case Dtype::float32: return body(float{});
@@ -27,7 +27,7 @@ template <class Body> FUSION_INLINE void by_dtype(Dtype dtype, Body body) {
     }
 }
 
-// n elements that will be read soon; an address outside all memory is harmless.
+// Prefetches n elements; invalid addresses are harmless.
 template <int locality = 3, class T> FUSION_INLINE void prefetch(const T *from, std::int64_t n) {
     for (std::int64_t i = 0; i < n; i += 64 / sizeof(T)) __builtin_prefetch(from + i, 0, locality);
 }
@@ -44,7 +44,7 @@ FUSION_INLINE std::int64_t end_key(const Sequence &seq, std::int64_t row) {
     return least(most(row + seq.hi, seq.prefix), seq.kv_len);
 }
 
-// Keys of both sources.
+// The number of keys of both sources of a sequence.
 FUSION_INLINE std::int64_t all_keys(const Sequence &seq) { return seq.kv_len + seq.compressed_len; }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Scores kept below a cap: softcap * tanh(score * scale / softcap).
+// The cap of scores: softcap * tanh(score * scale / softcap).
 
 #pragma once
 
@@ -8,12 +8,12 @@
 namespace fusion {
 namespace {
 
-// To less than two units of the last place, everywhere; 1 and -1 of infinities, NaN where x is.
+// tanh(x) with an error below two units of the last place; 1 and -1 for infinities, NaN for NaN.
 FUSION_INLINE Floats tanh(Floats x) {
     const Words sign = bits_of(x) & 0x80000000u;
     const Floats size = floats_of(bits_of(x) ^ sign), square = size * size;
-    // From `even` on 1 - 2 / (e^2x + 1) loses no bits; below it a minimax polynomial of the relative error is exact at
-    // 0.
+    // From `even` on, 1 - 2 / (e^2x + 1) loses no bits; below it, a minimax polynomial of the relative error that is
+    // exact at 0.
     constexpr float even = 0.625f, one = 16.0f;  // from `one` on the result is 1
     const Floats power = exp2<6>((size > all(one) ? all(one) : size) * (2 * log2_e));
     const Floats large = 1.0f - 2.0f / (power + 1.0f);
@@ -24,17 +24,19 @@ FUSION_INLINE Floats tanh(Floats x) {
     return floats_of(bits_of(size < all(even) ? small : large) | sign);
 }
 
-// Products become scores of the problem. slopes, where not null: 1 - tanh^2, what is left of their gradient.
+// Converts products to capped scores. slopes, unless null, become 1 - tanh^2, the derivative of scores by scaled
+// products.
 __attribute__((noinline)) inline void cap_scores(const Problem &p, float *scores, std::int64_t count, float *slopes) {
-    constexpr double most = 3.4e38;  // of float32: 0 times an infinity would be NaN
-    constexpr double least = 1e-30;  // below it a factor may be subnormal, which has few bits: the cap divides apart
+    constexpr double most = 3.4e38;  // limit of float32: 0 times an infinity would be NaN
+    constexpr double least = 1e-30;  // smaller factors might be subnormal and inaccurate, so the cap divides separately
     const double share = p.scale / p.softcap;
     const bool small = -least < share && share < least;
     const auto factor = static_cast<float>(small ? p.scale : share > most ? most : share < -most ? -most : share);
     const auto divisor = static_cast<float>(small ? 1 / p.softcap : 1.0);
     const auto cap = static_cast<float>(p.softcap);
     for (std::int64_t c = 0; c < count; c += lanes) {
-        const Floats part = rounded(tanh(load<Floats>(scores + c) * factor * divisor));  // the same bits, slopes or not
+        const Floats part =
+            rounded(tanh(load<Floats>(scores + c) * factor * divisor));  // the same bits with and without slopes
         store(scores + c, part * cap);
         if (slopes) store(slopes + c, 1.0f - part * part);
     }

@@ -1,4 +1,4 @@
-// What every forward does to a row's peak and sum of weights before it stores them.
+// The last steps of a row's softmax statistics (maximum and sum of weights) in every forward.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 namespace fusion {
 namespace {
 
-// One more logit in a row's denominator; returns by what all that was summed before shrinks.
+// Adds the sink, a logit without a value, to a row's maximum and sum; returns the factor for earlier sums.
 FUSION_INLINE float join_sink(float sink, float &peak, float &sum) {
     if (sum != sum) return 1.0f;
     const float top = sink > peak ? sink : peak, fade = peak == top ? 1.0f : __builtin_expf(peak - top);
@@ -17,15 +17,17 @@ FUSION_INLINE float join_sink(float sink, float &peak, float &sum) {
     return fade;
 }
 
-// A score less its row's saved maximum: rounded as that was, so that their difference is exact. A maximum that others
-// computed may lie bits below: beyond 2^29 one of them is worth more than a weight can hold.
+// A score minus the saved maximum of its row, both rounded to float32, so that the difference is exact. A maximum from
+// another implementation may be a few bits smaller; beyond 2^29 such a difference would overflow a weight and counts as
+// 0.
 FUSION_INLINE Floats below_peak(Floats score, Floats peak) {
     const Floats apart = rounded(score) - peak;
     const Floats most = peak * peak > Floats{} + 0x1p58f ? Floats{} : Floats{} + infinity;
     return apart > most ? most : apart;
 }
 
-// A NaN among the scores makes both NaN, a peak of +inf the sum alone. Of one row, or a vector of them.
+// Sets maximum and sum to NaN if a score was NaN, and the sum to NaN if the maximum is +inf; for one row or a vector of
+// rows.
 template <class V> FUSION_INLINE void mark_nan(V &peak, V &sum) {
     const V nan = V{} + __builtin_nanf("");
     peak = sum == sum ? peak : nan;

@@ -1,6 +1,6 @@
-// What products are made of: sum[M][N] += A[M][k] * B[k][N], M rows by N vectors of columns, in vector registers
-// (RegisterTile) or, of Pair, in tiles where there are such (SumBlock). Who multiplies says where A's words and B's
-// vectors lie, and where sums go.
+// Blocks of matrix products: sum[M][N] += A[M][k] * B[k][N], M rows by N vectors of columns, in vector registers
+// (RegisterTile) or, for Pair, in tile registers if available (SumBlock). Callers supply the addresses of A's words and
+// B's vectors, and the destination of sums.
 
 #pragma once
 
@@ -18,13 +18,13 @@ template <class Word> struct RowMajor {  // A with rows `stride` words apart
     FUSION_INLINE Word operator()(int i, std::int64_t k) const { return first[i * stride + k]; }
 };
 
-template <class Word> struct ColumnMajor {  // A transposed: a broadcast does not mind where its words lie
+template <class Word> struct ColumnMajor {  // A transposed; words may be anywhere, because they are broadcast
     const Word *first;
     std::int64_t stride;
     FUSION_INLINE Word operator()(int i, std::int64_t k) const { return first[k * stride + i]; }
 };
 
-template <int N> struct InPanels {  // B in panels of N vectors, `apart` words from each other
+template <int N> struct InPanels {  // B in panels of N vectors, `apart` words from panel to panel
     std::int64_t apart = N * lanes;
     FUSION_INLINE std::int64_t operator()(int j) const { return j / N * apart + j % N * lanes; }
 };
@@ -37,8 +37,8 @@ template <class Format, int M, int N> struct RegisterTile {
         FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = Floats{}; }
     }
 
-    // Adds words [k, end) of A times as many rows of B, which are `step` words apart, to vectors [from, to) of sums;
-    // returns where B goes on. left(i, k): a word of A; place(j): where a row's vector j lies.
+    // Adds words [k, end) of A times the same number of rows of B, `step` words apart, to vectors [from, to) of sums;
+    // returns the address of B's next row. left(i, k): a word of A; place(j): offset of vector j in a row of B.
     template <class Left, class Place = InPanels<N>>
     FUSION_INLINE const Word *add(std::int64_t k, std::int64_t end, Left left, const Word *b, std::int64_t step,
                                   Place place = {}, int from = 0, int to = N) {
@@ -57,25 +57,25 @@ template <class Format, int M, int N> struct RegisterTile {
         return b;
     }
 
-    // use(i, j, sum) for every vector of sums.
+    // Calls use(i, j, sum) for every vector of sums.
     template <class Use> FUSION_INLINE void each(Use use) const {
         FUSION_UNROLL for (int i = 0; i < M; ++i) { FUSION_UNROLL for (int j = 0; j < N; ++j) use(i, j, sum[i][j]); }
     }
 };
 
-// Memory of sums: row i's vector j, in panels of N vectors.
+// Sums in memory, in panels of N vectors.
 template <int N, bool Fades = false> struct Sums {
     float *first;
-    std::int64_t stride;             // floats from row to row,
-    std::int64_t apart = N * lanes;  // and from panel to panel
-    bool add = false;                // to what is there,
-    const float *fade = nullptr;     // which shrinks by a factor for each row where Fades
+    std::int64_t stride;             // floats from row to row
+    std::int64_t apart = N * lanes;  // floats from panel to panel
+    bool add = false;                // true: adds to the previous sums
+    const float *fade = nullptr;     // with Fades: a factor per row for the previous sums
 
     FUSION_INLINE float *operator()(int i, int j) const { return first + i * stride + j / N * apart + j % N * lanes; }
 };
 
-// Products on their way to memory, M rows of V vectors: add() them, then finish(). Summed from zero where that costs
-// nothing: one sum over all keys would lose bits.
+// A block of M rows by V vectors of sums: add() products, then finish() writes to memory. Registers start from zero if
+// that costs nothing, because a single sum over all keys would be less accurate.
 template <class Format, int M, int V, int N, bool Fades, bool Tiles = (Format::step > 1)> class SumBlock {
 public:
     FUSION_INLINE explicit SumBlock(const Sums<N, Fades> &to) : to_(to) {}
@@ -100,8 +100,8 @@ private:
 };
 
 #if defined(FUSION_TILES)
-// Two tiles of rows by two of columns; a sum goes on from what is in memory, since each product adds up 32 terms first
-// and rounds as seldom as the way above. Depths are multiples of Format::step.
+// The block in tile registers, two tiles of rows by two of columns. Sums continue from those in memory: each product
+// adds 32 terms at once, so there are as few roundings as above. Depths are multiples of Format::step.
 template <class Format, int M, int V, int N, bool Fades> class SumBlock<Format, M, V, N, Fades, true> {
     static constexpr int side = tiles::side;
     static_assert(V <= 2 && M % side == 0 && M <= 2 * side && lanes == side && Format::step == side);
@@ -150,7 +150,7 @@ public:
     }
 
 private:
-    // use(tile of sums, where it lies)
+    // Calls use(tile of sums, its address).
     template <class Use> FUSION_INLINE void each(Use use) const {
         use(std::integral_constant<int, 0>{}, to_(0, 0));
         if constexpr (V > 1) use(std::integral_constant<int, 1>{}, to_(0, 1));
@@ -162,7 +162,7 @@ private:
 };
 #endif
 
-// Products that are read before they come to memory: sums()(i, j) is row i's vector j.
+// A block of products that are read before they are stored: sums()(i, j) is vector j of row i.
 template <class Format, int M, int N, bool Tiles = (Format::step > 1)> class StagedBlock {
 public:
     template <class... Arguments> FUSION_INLINE auto add(Arguments... arguments) { return tile_.add(arguments...); }
@@ -198,7 +198,7 @@ public:
 private:
     FUSION_INLINE float *place() {
         float *first = staged_;
-        __asm__("" : "+r"(first));  // apart from the stack's own traffic, which a test looks for
+        __asm__("" : "+r"(first));  // separates it from stack traffic, which a test searches for
         return first;
     }
 
@@ -207,7 +207,7 @@ private:
 };
 #endif
 
-// What products need while a kernel runs.
+// The state that products need while a kernel runs: configured tile registers, or nothing.
 struct NoRegion {};
 #if defined(FUSION_TILES)
 template <class Format> using ProductRegion = std::conditional_t<(Format::step > 1), TileRegion, NoRegion>;
@@ -215,7 +215,7 @@ template <class Format> using ProductRegion = std::conditional_t<(Format::step >
 template <class Format> using ProductRegion = NoRegion;
 #endif
 
-// C[M][N vectors] = A[M][depth] * B, whose rows are Stride vectors apart; with Add and fade, fade[i] * C[i] is added.
+// C[M][N vectors] = A[M][depth] * B, with rows of B Stride vectors apart; with Add and fade, plus fade[i] * C[i].
 template <class Format, int M, int N, int Stride, bool Add, class Left = RowMajor<typename Format::Word>>
 FUSION_INLINE void multiply(const typename Format::Word *a, std::int64_t a_stride, const typename Format::Word *b,
                             std::int64_t depth, float *c, std::int64_t c_stride, const float *fade) {
@@ -224,7 +224,7 @@ FUSION_INLINE void multiply(const typename Format::Word *a, std::int64_t a_strid
     block.finish();
 }
 
-// body(vectors) for what is left of so many columns behind whole panels, if anything is.
+// Calls body(vectors) for the columns after the last complete panel, if any.
 template <class Body> FUSION_INLINE void narrow_panel(std::int64_t columns, Body body) {
     const std::int64_t vectors = columns % panel / lanes;
     if (vectors == 1) body(std::integral_constant<int, 1>{});
@@ -234,14 +234,14 @@ template <class Body> FUSION_INLINE void narrow_panel(std::int64_t columns, Body
     }
 }
 
-// body(vectors, first column) for every panel of so many columns, of which the last may be narrow.
+// Calls body(vectors, first column) for every panel of `columns` columns; the last may be narrower.
 template <class Body> FUSION_INLINE void for_panels(std::int64_t columns, Body body) {
     std::int64_t at = 0;
     for (; at + panel <= columns; at += panel) body(std::integral_constant<int, panel_vectors>{}, at);
     narrow_panel(columns, [&](auto vectors) __attribute__((always_inline)) { body(vectors, at); });
 }
 
-// body(height) with the least of the parts of `whole` rows that holds so many.
+// Calls body(height) with the least compiled height, a fraction of `whole` rows, that is at least `rows`.
 template <int whole = block_rows, class Body> FUSION_INLINE void with_height(std::int64_t rows, Body body) {
     constexpr int part = whole / block_parts;
     static_assert(block_parts == 2 || block_parts == 3);

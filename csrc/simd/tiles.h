@@ -1,8 +1,7 @@
-// Tile registers (AMX): eight of 16 rows by 64 bytes, of bfloat16 pairs or float32 sums.
+// Tile registers (AMX): eight tiles of 16 rows by 64 bytes, for bfloat16 pairs or float32 sums.
 //
-// A tile is configured before it is used: TileRegion does that for a thread while a kernel runs, so no thread carries
-// tiles where others do not expect them, and what a signal handler or another library did between two kernels does not
-// matter.
+// Tiles must be configured before use. TileRegion configures them for a thread while a kernel runs, so that no thread
+// keeps a tile configuration afterwards, and signal handlers or other libraries may use tiles between kernels.
 
 #pragma once
 
@@ -16,9 +15,9 @@ namespace fusion {
 namespace {
 namespace tiles {
 
-constexpr int side = 16;  // rows of a tile, and words of each
+constexpr int side = 16;  // rows of a tile, and words of a row
 
-struct alignas(64) Config {  // as the processor reads it
+struct alignas(64) Config {  // the memory format of ldtilecfg
     std::uint8_t palette = 0, start_row = 0, reserved[14] = {};
     std::uint16_t row_bytes[16] = {};
     std::uint8_t rows[16] = {};
@@ -26,7 +25,7 @@ struct alignas(64) Config {  // as the processor reads it
 static_assert(sizeof(Config) == 64);
 
 #if !defined(FUSION_TILES_MODEL)
-// Instructions as text: GCC 12's own functions do not say that they read and write memory.
+// Instructions as inline assembly, because the built-in functions of GCC 12 do not declare that they access memory.
 FUSION_INLINE void load_config(const Config &from) { __asm__ volatile("ldtilecfg %0" ::"m"(from) : "memory"); }
 FUSION_INLINE void store_config(Config &to) { __asm__ volatile("sttilecfg %0" : "=m"(to)::"memory"); }
 FUSION_INLINE void release() { __asm__ volatile("tilerelease" ::: "memory"); }
@@ -58,7 +57,7 @@ template <int Sums, int A, int B> FUSION_INLINE void multiply() { model::multipl
 
 }  // namespace tiles
 
-// Tiles of this thread are ready while it exists, where products take them; then they are what they were, or released.
+// Configures the tiles of this thread during its lifetime; then restores the previous configuration or releases them.
 class TileRegion {
 public:
     FUSION_INLINE TileRegion() {

@@ -1,5 +1,5 @@
-// A model of tile registers in plain C++, after Intel's manual: what instructions on tiles do, without a processor that
-// has them. It counts them, and stops where a processor would raise a fault.
+// A software model of tile registers after Intel's manual: the instructions on tiles in C++, for processors without
+// them. It counts instructions and aborts where a processor would raise a fault.
 
 #pragma once
 
@@ -60,14 +60,15 @@ __attribute__((noinline)) inline void store(int i, void *to, std::int64_t stride
     }
 }
 
-// Subnormal numbers are zero, as operands and as results.
+// Replaces subnormal numbers by zero, as the processor does with operands and results.
 FUSION_INLINE Floats flushed(Floats x) {
     const Words bits = bits_of(x);
     return floats_of((bits & 0x7f800000) == 0 ? bits & 0x80000000 : bits);
 }
 
-// Products of two bfloat16 are exact in float32 where they do not leave its range, so adding one rounds once, as the
-// processor's multiply-add does. Products of even and of odd elements are summed apart.
+// Adds the product of tiles a and b to tile `sums`. Products of two bfloat16 are exact in float32 within its range, so
+// adding one rounds once, like the processor's multiply-add. Products of even and of odd elements are summed
+// separately.
 __attribute__((noinline)) inline void multiply(int sums, int a, int b) {
     Tile &to = ready(sums);
     const Tile &left = ready(a), &right = ready(b);

@@ -1,5 +1,5 @@
-// The widest vectors of the instruction set this is compiled for, as GCC and Clang vector types, and what these types
-// do alike everywhere. Everything is local to the including file and inlined.
+// The widest vectors of the instruction set of the compilation, as GCC and Clang vector types, and functions on them
+// that need no special instructions. All functions are local to the including file and inlined.
 
 #pragma once
 
@@ -14,11 +14,11 @@
 #include <arm_neon.h>
 #endif
 
-// Dot products that the instruction set has besides multiply-adds: of pairs of bfloat16, and of bytes.
+// Dot-product instructions of the instruction set: of pairs of bfloat16, and of bytes.
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) || defined(FUSION_TILES_MODEL)
 #define FUSION_BRAIN_PRODUCTS
 #endif
-// Products of whole tiles (AMX), or their model, which is compiled for any processor and counts.
+// Products of tile registers (AMX), or their software model, which runs on any processor.
 #if defined(__AMX_BF16__) || defined(FUSION_TILES_MODEL)
 #define FUSION_TILES
 #endif
@@ -32,8 +32,8 @@
 namespace fusion {
 namespace {
 
-// block_rows x panel_vectors accumulators, panel_vectors operands and one broadcast fill the register file; of tiles
-// two times two accumulators and as many operands do. Heights of blocks are multiples of block_rows / block_parts.
+// block_rows x panel_vectors accumulators, panel_vectors operands and one broadcast fill the register file; with tiles,
+// four accumulators and four operands do. Heights of blocks are multiples of block_rows / block_parts.
 #if defined(FUSION_TILES)
 constexpr int lanes = 16, block_rows = 32, block_parts = 2, panel_vectors = 2;
 #elif defined(__AVX512F__)
@@ -61,8 +61,8 @@ struct Brain {  // bfloat16
 };
 
 constexpr float infinity = __builtin_inff(), log2_e = 1.44269504f, least_weight = 1.17549435e-38f;
-// A weight below this power of 2 is 0. Above it, products with what counts beside 1 in float32 are no subnormal
-// numbers, which would cost some CPUs a hundred times a normal one.
+// Weights below this power of 2 become 0. Products of larger weights with values that matter next to 1 in float32 are
+// not subnormal; subnormal operands take a hundred times longer on some CPUs.
 constexpr float least_power = -102.0f;
 
 template <class T> constexpr FUSION_INLINE T least(T a, T b) { return b < a ? b : a; }
@@ -95,7 +95,7 @@ FUSION_INLINE Ints lane_numbers() {
     return out;
 }
 
-// Where a is NaN the result is b: `larger(constant, x)` keeps a NaN in x.
+// The maximum; b if a or b is NaN, so `larger(constant, x)` keeps a NaN in x.
 FUSION_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 }  // namespace

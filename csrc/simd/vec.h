@@ -1,4 +1,4 @@
-// The vector layer: types.h, what each instruction set has of its own, and what is made of both.
+// The vector layer: types.h, the functions of each instruction set, and functions built from both.
 
 #pragma once
 
@@ -19,7 +19,7 @@
 namespace fusion {
 namespace {
 
-// Where a's or b's lanes are of those whose numbers have the bit `half`, or (Upper) not: of two vectors one.
+// One step of sums over vectors: combines those lanes of a and b whose number has the bit `half` (Upper) or not.
 template <int half, bool Upper, int... I>
 FUSION_INLINE Floats folded(Floats a, Floats b, std::integer_sequence<int, I...>) {
     return __builtin_shufflevector(a, b, ((I & half ? lanes : 0) + (I & ~half) + (Upper ? half : 0))...);
@@ -33,23 +33,23 @@ template <int half, class Join> FUSION_INLINE void fold(Floats *x, Join join) {
     if constexpr (half > 1) fold<half / 2>(x, join);
 }
 
-// Lane i is sum_of(x[i]), to the last bit.
+// Lane i is sum_of(x[i]), with the same bits.
 FUSION_INLINE Floats sums_of(Floats (&x)[lanes]) {
     fold<lanes / 2>(x, [](Floats a, Floats b) __attribute__((always_inline)) { return a + b; });
     return x[0];
 }
 
-// Lane i is the largest of x[i]; of NaN and numbers one of these.
+// Lane i is the maximum of the lanes of x[i]; with NaN among them, either NaN or one of the numbers.
 FUSION_INLINE Floats maxima_of(Floats (&x)[lanes]) {
     fold<lanes / 2>(x, [](Floats a, Floats b) __attribute__((always_inline)) { return larger(a, b); });
     return x[0];
 }
 
-// The lanes' bits of a row of bits, from bit `at` on, a multiple of lanes.
+// `lanes` bits of a row of bits from bit `at` on, a multiple of lanes.
 FUSION_INLINE std::uint32_t lane_bits(const std::uint8_t *row, std::int64_t at) {
     if constexpr (lanes == 16) {
         std::uint16_t bits;
-        std::memcpy(&bits, row + at / 8, 2);  // x86 alone has 16 lanes: the low byte comes first
+        std::memcpy(&bits, row + at / 8, 2);  // only x86 has 16 lanes, and it is little endian
         return bits;
     }
     return row[at / 8] >> (at % 8);
@@ -63,7 +63,7 @@ FUSION_INLINE Floats to_floats(Brain, Halves x) { return floats_of(widen(x) << 1
 FUSION_INLINE Halves from_floats(Brain, Floats x) { return upper_halves(x); }
 #endif
 
-// The first n elements of a row as floats (n may exceed lanes, or be negative), zeros behind them.
+// The first n elements of a row as floats, padded with zeros; n may exceed lanes or be negative.
 FUSION_INLINE Floats load_floats(const float *from, std::int64_t n) {
     if (n >= lanes) return load<Floats>(from);
     Floats out = {};
@@ -90,7 +90,7 @@ template <class T> FUSION_INLINE void store_floats(T *to, Floats x, std::int64_t
     std::memcpy(to, &out, n * 2);
 }
 
-// Two vectors beside each other.
+// Stores two vectors one after the other.
 template <class T> FUSION_INLINE void store_both(T *to, Floats low, Floats high) {
     store_floats(to, low, lanes);
     store_floats(to + lanes, high, lanes);
@@ -99,7 +99,7 @@ template <class T> FUSION_INLINE void store_both(T *to, Floats low, Floats high)
 FUSION_INLINE void store_both(Brain *to, Floats low, Floats high) { store(to, brains_of(low, high)); }
 #endif
 
-// n elements times a factor; `from` is filled up to whole vectors.
+// Stores n elements multiplied by a factor; `from` is padded to complete vectors.
 template <class T> FUSION_INLINE void store_scaled(T *to, const float *from, std::int64_t n, float factor) {
     std::int64_t d = 0;
     for (; d + 2 * lanes <= n; d += 2 * lanes) {

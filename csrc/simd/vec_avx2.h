@@ -1,4 +1,4 @@
-// What AVX2 and F16C have instructions for where vec_portable.h needs several. Results have the same bits.
+// Functions of vec_portable.h with single instructions of AVX2 and F16C; results have the same bits.
 
 #pragma once
 
@@ -30,7 +30,7 @@ FUSION_INLINE std::uint32_t mask_of(Ints condition) {
 
 FUSION_INLINE Floats root(Floats x) { return (Floats)_mm256_sqrt_ps((__m256)x); }
 
-// GCC 12 takes a conversion of vector types apart into halves.
+// An intrinsic, because GCC 12 splits a conversion of vector types into halves.
 FUSION_INLINE Words widen(Halves x) { return (Words)_mm256_cvtepu16_epi32((__m128i)x); }
 
 FUSION_INLINE Floats to_floats(Half, Halves x) { return (Floats)_mm256_cvtph_ps((__m128i)x); }
@@ -40,7 +40,7 @@ FUSION_INLINE Halves from_floats(Half, Floats x) {
 }
 
 FUSION_INLINE void transpose(Words (&r)[lanes]) {
-    // Two thirds of the steps interleave within 128 bits: these take a cycle, those that cross them three.
+    // Two thirds of the steps interleave within 128 bits and take one cycle; those across 128 bits take three.
     __m256i t[lanes];
     FUSION_UNROLL for (int i = 0; i < lanes; i += 4) {
         const __m256i low = _mm256_unpacklo_epi32((__m256i)r[i], (__m256i)r[i + 1]);

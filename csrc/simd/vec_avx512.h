@@ -1,4 +1,4 @@
-// What AVX-512 has instructions for where vec_portable.h needs several.
+// Functions of vec_portable.h with instructions of AVX-512.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 namespace fusion {
 namespace {
 
-// x, rounded to float32 here: the compiler may not fuse its product with what follows.
+// x rounded to float32: prevents the compiler from fusing the product with a following addition.
 FUSION_INLINE Floats rounded(Floats x) {
     __asm__("" : "+v"(x));
     return x;
@@ -19,33 +19,33 @@ FUSION_INLINE float largest_of(Floats x) { return _mm512_reduce_max_ps((__m512)x
 
 FUSION_INLINE bool any(Words x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0; }
 
-// Lane i is yes[i] where bit i is set, else no[i].
+// Lane i is yes[i] if bit i is set, else no[i].
 FUSION_INLINE Floats pick(std::uint32_t bits, Floats yes, Floats no) {
     return (Floats)_mm512_mask_blend_ps((__mmask16)bits, (__m512)no, (__m512)yes);
 }
 
-// Bit i: whether lane i of a comparison's result is set.
+// Bit i is set if lane i of a comparison is true.
 FUSION_INLINE std::uint32_t mask_of(Ints condition) {
     return _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition);
 }
 
-// The lanes whose bits are set, side by side; a whole vector may be written.
+// Stores the lanes whose bits are set contiguously; may write a complete vector.
 FUSION_INLINE void compress(std::int32_t *to, Ints x, std::uint32_t bits) {
     store(to, (Ints)_mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), (__m512i)x));
 }
 
 FUSION_INLINE Floats root(Floats x) { return (Floats)_mm512_sqrt_ps((__m512)x); }
 
-// p * 2^floor(x), for x <= 127; 0 below 2^least_power, NaN where x is.
+// p * 2^floor(x) for x <= 127; 0 if x < least_power, NaN for NaN.
 FUSION_INLINE Floats scaled_by_power(Floats p, Floats x) {
     const __mmask16 some = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(least_power), _CMP_NLT_UQ);
     return (Floats)_mm512_maskz_scalef_ps(some, (__m512)p, (__m512)x);
 }
 
-// 2^x for x <= 127, to a relative error of 2e-7, or (degree 6) 8e-8; 0 below 2^least_power, NaN where x is.
+// 2^x for x <= 127 to a relative error of 2e-7, or 8e-8 with degree 6; 0 if x < least_power, NaN for NaN.
 template <int degree = 5> FUSION_INLINE Floats exp2(Floats x) {
-    // Minimax polynomials of the relative error that are exact at 0, the first also just below 1: the weight of a row's
-    // only key is 1. There are instructions for x - floor(x) and for p * 2^floor(x), also right for -inf.
+    // Minimax polynomials of the relative error that are exact at 0, the first also just below 1, because the weight of
+    // the only key of a row is 1. The instructions for x - floor(x) and p * 2^floor(x) are also correct for -inf.
     const Floats r = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     constexpr float c[][7] = {
         {1.0f, 6.931517124e-1f, 2.401592880e-1f, 5.581867695e-2f, 8.990994655e-3f, 1.879318617e-3f},
@@ -64,8 +64,8 @@ FUSION_INLINE Halves from_floats(Half, Floats x) {
 }
 
 FUSION_INLINE void transpose(Words (&r)[lanes]) {
-    // Half of the steps interleave within 128 bits: more ports do that than permute whole registers. Four rows at a
-    // time, so that no more values are alive than there are registers.
+    // Half of the steps interleave within 128 bits, which more ports can do than permutations of complete registers.
+    // Four rows at a time, so that all live values fit into registers.
     __m512i t[lanes];
     FUSION_UNROLL for (int i = 0; i < lanes; i += 4) {
         const __m512i low = _mm512_unpacklo_epi32((__m512i)r[i], (__m512i)r[i + 1]);
@@ -77,7 +77,7 @@ FUSION_INLINE void transpose(Words (&r)[lanes]) {
         t[i + 2] = _mm512_unpacklo_epi64(high, high_after);
         t[i + 3] = _mm512_unpackhi_epi64(high, high_after);
     }
-    FUSION_UNROLL for (int i = 0; i < 4; ++i) {  // of each of four rows, 128 bits of column i + 4 * (their place)
+    FUSION_UNROLL for (int i = 0; i < 4; ++i) {  // 128 bits of four rows per step
         const __m512i even = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88),
                       odd = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xdd);
         const __m512i even_low = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88);

@@ -1,5 +1,4 @@
-// SSE, AVX2 and NEON: the same functions as vec_avx512.h, in vector types alone but for an instruction here and there.
-// AVX2 has many of them from vec_avx2.h.
+// The functions of vec_avx512.h for SSE, AVX2 and NEON, mostly in portable vector types; AVX2 uses vec_avx2.h for many.
 
 #pragma once
 
@@ -12,7 +11,7 @@
 namespace fusion {
 namespace {
 
-// x, rounded to float32 here: the compiler may not fuse its product with what follows.
+// x rounded to float32: prevents the compiler from fusing the product with a following addition.
 FUSION_INLINE Floats rounded(Floats x) {
 #if defined(FUSION_TILES_MODEL)
     __asm__("" : "+m"(x));  // wider than a register
@@ -24,22 +23,21 @@ FUSION_INLINE Floats rounded(Floats x) {
     return x;
 }
 
-// Lane i is yes[i] where bit i is set, else no[i].
+// Lane i is yes[i] if bit i is set, else no[i].
 FUSION_INLINE Floats pick(std::uint32_t bits, Floats yes, Floats no) {
     const Words own = all(std::uint32_t{1}) << (Words)lane_numbers();
     return (all(bits) & own) != 0 ? yes : no;
 }
 
-// The lanes whose bits are set, side by side; a whole vector may be written.
+// Stores the lanes whose bits are set contiguously; may write a complete vector.
 FUSION_INLINE void compress(std::int32_t *to, Ints x, std::uint32_t bits) {
     for (; bits; bits &= bits - 1) *to++ = x[__builtin_ctz(bits)];
 }
 
-// 2^x for x <= 127, to a relative error of 2e-7, or (degree 6) 8e-8; 0 below 2^least_power, NaN where x is.
+// 2^x for x <= 127 to a relative error of 2e-7, or 8e-8 with degree 6; 0 if x < least_power, NaN for NaN.
 template <int degree = 5> FUSION_INLINE Floats exp2(Floats x) {
-    // Minimax polynomials of the relative error that are exact at 0. Adding `magic` rounds x to the nearest whole
-    // number.
-    const Floats magic = all(12582912.0f);  // 1.5 * 2^23: its neighbours are whole numbers
+    // Minimax polynomials of the relative error that are exact at 0. Adding `magic` rounds x to the nearest integer.
+    const Floats magic = all(12582912.0f);  // 1.5 * 2^23, where the spacing of float32 is 1
     x = larger(all(-150.0f), x);
     const Floats shifted = x + magic;
     const Floats r = x - (shifted - magic);
@@ -77,7 +75,7 @@ FUSION_INLINE bool any(Words x) {
     return joined != 0;
 }
 
-// Bit i: whether lane i of a comparison's result is set.
+// Bit i is set if lane i of a comparison is true.
 FUSION_INLINE std::uint32_t mask_of(Ints condition) {
     std::uint32_t mask = 0;
     for (int i = 0; i < lanes; ++i) mask |= static_cast<std::uint32_t>(condition[i] != 0) << i;

@@ -1,7 +1,7 @@
-// Attention of one row, all its heads together, to the keys that its list names. Start reading at select_attend().
+// The forward kernel of attention to selected keys: all heads of one row. Start reading at select_attend().
 //
-// Keys are met in chunks: scores [key][head], so that the softmax of a head runs down a lane, then weights transposed
-// to [head][key], then values. Every gathered key is seen: no score is hidden but those that fill up a chunk.
+// Keys are processed in chunks: scores [key][head], so that the softmax of a head runs along a lane, then weights
+// transposed to [head][key], then values. All gathered keys are visible; only the padding of a chunk is hidden.
 
 #pragma once
 
@@ -12,9 +12,10 @@
 namespace fusion {
 namespace {
 
-constexpr std::int64_t sparse_bytes = std::int64_t{850} << 10;  // what a chunk and its row may take of a cache
+constexpr std::int64_t sparse_bytes = std::int64_t{850} << 10;  // most bytes of a chunk and its row in a cache
 
-// Keys of a chunk: whole blocks of rows and of transposed weights. A function of the problem alone.
+// The number of keys of a chunk, a multiple of blocks of rows and of transposed weights. It depends on the problem
+// only.
 template <class Format> std::int64_t sparse_chunk(const Sizes<Format> &sizes, std::int64_t heads) {
     const std::int64_t unit = 48 * Format::depth;
     const std::int64_t row = 4 * heads * (sizes.words + sizes.value_columns);
@@ -51,16 +52,16 @@ template <class Format> struct SparseScratch {
     }
 };
 
-template <class Format> struct SparseWork {  // an item and all that it needs
+template <class Format> struct SparseWork {  // an item with its parameters and scratch
     const SparseJob &job;
     const SparseProblem &p;
     const SparseOperands &o;
     const SparseItem &item;
     const Sizes<Format> sizes;
     const SparseScratch<Format> s;
-    const bool scale_pass;  // scores are scaled in a pass of their own: the largest product is not the largest score's
-    const float natural;    // what a score is then multiplied by
-    const float factor;     // and to be a power of two
+    const bool scale_pass;  // scores are scaled in a separate pass, because the scale is not positive
+    const float natural;    // factor from stored scores to scores of the problem
+    const float factor;     // factor from stored scores to exponents of 2
     const bool streams;     // blocks are gathered while others are multiplied
 
     SparseWork(const SparseJob &job_, const SparseItem &item_, void *scratch)
@@ -71,7 +72,7 @@ template <class Format> struct SparseWork {  // an item and all that it needs
                   same_rows(o.k, o.v, item.seq, item.head_kv)) {}
 };
 
-// Raises the heads' peaks and gives the factors by which what was summed before shrinks.
+// Updates the heads' peaks and computes the factors of earlier sums.
 template <class Format> void raise_head_peaks(const SparseWork<Format> &w, std::int64_t padded) {
     const std::int64_t pitch = w.s.padded_heads;
     for (std::int64_t h = 0; h < pitch; h += lanes) {
@@ -86,14 +87,15 @@ template <class Format> void raise_head_peaks(const SparseWork<Format> &w, std::
         const Floats now = top > peak ? top : peak, to = shift_of<Format>(now, w.factor);
         const Floats apart = Format::fused ? from - to : (from - to) * w.factor;
         Floats share = now == peak ? all(1.0f) : exp2(apart);
-        if constexpr (Format::fused) share = share == share ? share : Floats{};  // two shifts that overflow alike
+        if constexpr (Format::fused) share = share == share ? share : Floats{};  // two infinite shifts
         store(w.s.peak + h, now);
         store(w.s.shift + h, to);
         store(w.s.fade + h, share);
     }
 }
 
-// Heads beside whose finite peaks only equal scores weigh anything become heads whose peaks are 0. Returns the shifts.
+// Rewrites scores of heads whose peaks are finite but whose shifts are not: scores equal to the peak become 0 and all
+// others -inf. Returns the shifts.
 template <class Format>
 FUSION_INLINE Floats bring_heads_to_zero(const SparseWork<Format> &w, std::int64_t h, std::int64_t padded) {
     const Floats shift = load<Floats>(w.s.shift + h), peak = load<Floats>(w.s.peak + h);
@@ -107,7 +109,7 @@ FUSION_INLINE Floats bring_heads_to_zero(const SparseWork<Format> &w, std::int64
     return large ? Floats{} : shift;
 }
 
-// The weights of a chunk, summed down the lanes and transposed.
+// Computes the weights of a chunk, adds them to sums per head, and transposes them.
 template <class Format> __attribute__((noinline)) void weigh_heads(const SparseWork<Format> &w, std::int64_t padded) {
     constexpr int depth = Format::depth;
     const std::int64_t pitch = w.s.padded_heads;
@@ -162,9 +164,9 @@ void attend_chunk(const SparseWork<Format> &w, const Chunk &chunk, ListReader<Fo
                       w.sizes.value_columns, w.item.heads, s.fade, reader.ahead);
 }
 
-// Row i of out anew, key by key. Products gave NaN where a weight that no float can hold met an infinity, though it is
-// still more than nothing, and where one of exactly 0 met what is not finite, though a key whose score is -inf is not
-// seen.
+// Computes row i of out again, key by key, if it is not finite. Products give NaN if a weight that underflows to 0 is
+// multiplied by an infinity, although it is not 0, and if a weight of exactly 0 is multiplied by a non-finite element,
+// although a key with a score of -inf is hidden.
 template <class Format, class T>
 __attribute__((noinline)) void recompute(const SparseWork<Format> &w, std::int64_t i, std::int64_t count) {
     const auto &item = w.item;
@@ -173,9 +175,9 @@ __attribute__((noinline)) void recompute(const SparseWork<Format> &w, std::int64
         const float found = score_of<T>(w.p, w.o, item.seq, head, item.row, item.head_kv, key);
         return w.scale_pass ? found * static_cast<float>(w.p.scale) : found;
     };
-    const float peak = w.s.peak[i], shift = peak == -infinity ? 0.0f : w.s.shift[i];  // as weigh_heads() has it
+    const float peak = w.s.peak[i], shift = peak == -infinity ? 0.0f : w.s.shift[i];  // as in weigh_heads()
     const bool large = peak - peak == 0.0f && shift - shift != 0.0f;
-    float top = -infinity;  // as this sums products
+    float top = -infinity;  // the peak with products as summed here
     for (std::int64_t at = 0; large && at < count; ++at) top = most(top, score(w.s.keys[at]));
     float *const out = w.s.out + i * w.sizes.value_columns;
     std::memset(out, 0, w.sizes.value_columns * sizeof *out);
@@ -193,12 +195,12 @@ __attribute__((noinline)) void recompute(const SparseWork<Format> &w, std::int64
     }
 }
 
-// Divides, and writes out and statistics.
+// Divides by sums and writes out and statistics.
 template <class Format, class T> void store_heads(const SparseWork<Format> &w, std::int64_t count) {
     for (std::int64_t i = 0; i < w.item.heads; ++i) {
         const std::int64_t head = w.item.head0 + i;
         float sum = w.s.sum[i], peak = w.s.peak[i] * w.natural, share = 1.0f;
-        if constexpr (Format::fused) {  // all weights carry the shift's rounding error, as one factor
+        if constexpr (Format::fused) {  // the rounding error of the shift is a common factor of all weights
             const float rounding = __builtin_fmaf(w.s.peak[i], w.factor, -w.s.shift[i]);
             if (rounding - rounding == 0.0f) share = __builtin_exp2f(-rounding);
             sum *= share;
@@ -211,7 +213,7 @@ template <class Format, class T> void store_heads(const SparseWork<Format> &w, s
         if (sum == sum && !none && any_nan(from, w.p.dim_v)) recompute<Format, T>(w, i, count);
         const float factor = share / sum;
         for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
-            const Floats x = load<Floats>(from + d);  // an infinity outlasts a factor that no float can hold
+            const Floats x = load<Floats>(from + d);  // an infinity stays one, even if the factor underflows
             const Floats found = not_finite(bits_of(x)) != 0 ? x + factor : x * factor;
             store_floats(out + d, none ? Floats{} : found, w.p.dim_v - d);
         }

@@ -1,12 +1,12 @@
-// From a row's list of selected blocks to operands of products: which keys it names, their rows gathered, heads packed.
+// Operands of products with selected keys: the keys of a row's list, their gathered rows, and packed heads.
 //
-// All heads of a row are multiplied at once. Keys are the rows of the scores, heads their columns, so a gathered row
-// needs no transposing:
+// All heads of a row are multiplied at once. Keys are the rows of the scores and heads their columns, so gathered rows
+// need not be transposed:
 //
 //   rows   [key][word]                           gathered rows, as the first operand
-//   across [column panel][keys / depth][column]  the same as the last operand of a product over keys
-//   q      [head panel][word][head]              heads beside each other, transposed
-//   q_rows [column panel][heads / depth][column] the last operand of a product over heads
+//   across [column panel][keys / depth][column]  the same as the second operand of a product over keys
+//   q      [head panel][word][head]              heads, transposed
+//   q_rows [column panel][heads / depth][column] the second operand of a product over heads
 
 #pragma once
 
@@ -31,7 +31,7 @@ template <class T> FUSION_INLINE const T *row_of(const Keys &keys, std::int64_t 
                       : row_of<T>(keys.compressed, b, head, behind);
 }
 
-// The indexer's weights of one row, zeros behind them up to `pitch`.
+// Loads the indexer's weights of one row, padded with zeros to `pitch`.
 inline void load_weights(const SparseProblem &p, const Rows &weights, std::int64_t b, std::int64_t row,
                          std::int64_t pitch, float *to) {
     by_dtype(p.weights_dtype, [&](auto kind) {
@@ -42,19 +42,18 @@ inline void load_weights(const SparseProblem &p, const Rows &weights, std::int64
 
 // ---------------------------------------------------------------------------------------------------------- selection
 
-// The end of the keys that a row sees.
+// The end of the keys that are visible to a row.
 inline std::int64_t end_key(const SparseProblem &p, const Sequence &seq, std::int64_t row) {
     return least(most((row + seq.hi) / p.ratio, seq.prefix), seq.kv_len);
 }
 
-// How many keys of the second source a row sees.
+// The number of keys of the second source that are visible to a row.
 inline std::int64_t compressed_end(const SparseProblem &p, const Sequence &seq, std::int64_t row) {
     return least(most<std::int64_t>(row + seq.compressed_hi, 0) / p.compressed_ratio, seq.compressed_len);
 }
 
-// The keys that a row reads: those of its list in its order, of two sources the band of the first before them. Returns
-// their number. A list ends at its first negative entry, and entries behind those that the visible keys could fill are
-// not read.
+// Expands the keys that a row reads: those of its list, in its order; with two sources, after the band of the first.
+// Returns their number. A list ends at its first negative entry; no more entries are read than visible keys could fill.
 inline std::int64_t expand(const SparseJob &job, const SparseItem &item, std::int32_t *keys) {
     const SparseProblem &p = *job.problem;
     const Sequence &seq = job.sequences[item.seq];
@@ -86,12 +85,12 @@ inline std::int64_t expand(const SparseJob &job, const SparseItem &item, std::in
     return count;
 }
 
-// Heads are counted in whole vectors; where weights of heads are multiplied by tiles, in as many as a tile takes.
+// Numbers of heads are rounded up to vectors; if weights of heads are operands of tile registers, to the size of these.
 template <class Format> constexpr std::int64_t head_unit = Format::step > 1 ? Format::step * Format::depth : lanes;
 
 constexpr int digit_bits = 11;
 
-// Ascending by what lies above `from` bits, stable; `spare` has the same room. Returns where the result is.
+// A stable radix sort, ascending by bits [from, to). `spare` has the size of items; returns the array with the result.
 template <class T>
 T *sort_upward(T *items, T *spare, std::int64_t count, int from, int to, std::uint32_t *histogram) {
     for (int shift = from; shift < to; shift += digit_bits) {
@@ -112,8 +111,8 @@ T *sort_upward(T *items, T *spare, std::int64_t count, int from, int to, std::ui
     return items;
 }
 
-// Numbers of the bits that are set, counted from `first`, ascending; behind them is room for a vector. Returns their
-// end.
+// Writes the numbers of the set bits, counted from `first`, ascending; up to a vector may be written behind them.
+// Returns their end.
 FUSION_INLINE std::int32_t *set_bits(std::uint32_t bits, std::int32_t first, std::int32_t *to) {
     for (int at = 0; at < 32; at += lanes, bits >>= lanes) {
         const std::uint32_t here = bits & ((1u << lanes) - 1);
@@ -123,7 +122,7 @@ FUSION_INLINE std::int32_t *set_bits(std::uint32_t bits, std::int32_t first, std
     return to;
 }
 
-inline int bits_for(std::int64_t n) {  // of numbers below n
+inline int bits_for(std::int64_t n) {  // number of bits of numbers below n
     int bits = 0;
     while (bits < 62 && (std::int64_t{1} << bits) < n) ++bits;
     return bits;
@@ -131,7 +130,7 @@ inline int bits_for(std::int64_t n) {  // of numbers below n
 
 // ------------------------------------------------------------------------------------------------------------ packing
 
-// A vector of columns of one row (depth 1) or of two (the second perhaps missing), from column d on.
+// A vector of columns from column d on, of one row (depth 1) or of two, of which the second may be missing.
 template <class Format, class T>
 FUSION_INLINE Words column_words(const T *one, const T *two, std::int64_t d, std::int64_t n) {
     const Words low = bits_of(load_floats(one + d, n - d));
@@ -143,7 +142,7 @@ FUSION_INLINE Words column_words(const T *one, const T *two, std::int64_t d, std
     }
 }
 
-// Rows of n elements as word row `at` of [column panel][deep][column].
+// Stores rows of n elements as word row `at` of [column panel][deep][column].
 template <class Format, class T>
 FUSION_INLINE void store_across(const T *one, const T *two, std::int64_t n, typename Format::Word *to,
                                 std::int64_t deep, std::int64_t at) {
@@ -161,7 +160,7 @@ FUSION_INLINE void store_across(const T *one, const T *two, std::int64_t n, type
     }
 }
 
-// Zeros behind the words of `rows` rows, up to those that a product sums over.
+// Writes zeros behind the words of `rows` rows, up to the depth of a product.
 template <class Format>
 FUSION_INLINE void clear_across(std::int64_t rows, std::int64_t n, typename Format::Word *to, std::int64_t deep) {
     const std::int64_t from = (rows + Format::depth - 1) / Format::depth, end = words_of<Format>(rows);
@@ -172,7 +171,7 @@ FUSION_INLINE void clear_across(std::int64_t rows, std::int64_t n, typename Form
     }
 }
 
-// `rows` rows, `stride` elements apart, as [column panel][rows / depth][column].
+// Packs `rows` rows, `stride` elements apart, as [column panel][rows / depth][column].
 template <class Format, class T>
 void pack_across(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, typename Format::Word *to) {
     const std::int64_t deep = words_of<Format>(rows);
@@ -183,8 +182,8 @@ void pack_across(const T *first, std::int64_t stride, std::int64_t rows, std::in
     clear_across<Format>(rows, n, to, deep);
 }
 
-// Rows of n elements beside each other: word d of row i at to[(i / panel) * deep * panel + (first_word + d) * width + i
-// % panel].
+// Packs rows of n elements, transposed: word d of row i at
+// to[(i / panel) * deep * panel + (first_word + d) * width + i % panel].
 template <class Format, class T>
 void pack_heads(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, std::int64_t words,
                 std::int64_t first_word, std::int64_t deep, typename Format::Word *to) {
@@ -204,7 +203,7 @@ void pack_heads(const T *first, std::int64_t stride, std::int64_t rows, std::int
     }
 }
 
-// An item's query heads beside each other, rope behind the rest.
+// Packs the query heads of an item, transposed, followed by rope.
 template <class Format, class T>
 void pack_item_heads(const SparseProblem &p, const SparseOperands &o, const SparseItem &item,
                      const Sizes<Format> &sizes, typename Format::Word *to) {
@@ -227,8 +226,8 @@ struct Idle {  // does nothing while products are computed
     FUSION_INLINE void operator()(std::int64_t) const {}
 };
 
-// C[M][columns] = A[M][depth] * B[column panel][deep][column] from its word row 0 on, added to what is there times
-// fade[i] if Add. meanwhile(words that are multiplied): before each panel, for what memory can do by the way.
+// C[M][columns] = A[M][depth] * B[column panel][deep][column], plus fade[i] * C[i] with Add. Calls meanwhile(number of
+// words multiplied) before each panel, for prefetches.
 template <class Format, int M, bool Add, class Left = RowMajor<typename Format::Word>, class Meanwhile>
 __attribute__((noinline)) void by_panels(const typename Format::Word *a, std::int64_t a_stride,
                                          const typename Format::Word *b, std::int64_t deep, std::int64_t depth,
@@ -240,8 +239,8 @@ __attribute__((noinline)) void by_panels(const typename Format::Word *a, std::in
     });
 }
 
-// Blocks of at most M rows: body(M, first row). Two of two thirds rather than a whole one and a third, which uses
-// registers badly.
+// Calls body(M, first row) for blocks of at most M rows. Two blocks of two thirds are used instead of a full one and
+// one of a third, which uses registers badly.
 template <class Body> FUSION_INLINE void in_blocks(std::int64_t rows, Body body) {
     constexpr int part = block_rows / block_parts;
     for (std::int64_t at = 0; at < rows;) {
@@ -253,7 +252,7 @@ template <class Body> FUSION_INLINE void in_blocks(std::int64_t rows, Body body)
     }
 }
 
-// Adds A[heads][depth] * B to C, whose rows first shrink by `fade`.
+// C[i] = fade[i] * C[i] + A[heads][depth] * B.
 template <class Format, class Meanwhile>
 void add_heads(const typename Format::Word *a, std::int64_t a_stride, const typename Format::Word *b, std::int64_t deep,
                std::int64_t depth, float *c, std::int64_t c_stride, std::int64_t columns, std::int64_t heads,
@@ -266,14 +265,15 @@ void add_heads(const typename Format::Word *a, std::int64_t a_stride, const type
 
 // ----------------------------------------------------------------------------------------------------------- gathering
 
-constexpr std::int64_t gather_ahead = 4;  // keys whose rows a first-level cache is asked for before they are needed
+constexpr std::int64_t gather_ahead =
+    4;  // number of keys by which prefetches into the first-level cache precede their use
 
 struct Chunk {  // `count` keys from the list's `at` on; `left` keys of the list begin there
     const std::int32_t *keys;
     std::int64_t count, left;
 };
 
-// Whether token t lies at the same place in both.
+// True if every token has the same address in both sources.
 inline bool same_rows(const KeySource &a, const KeySource &b, std::int64_t seq, std::int64_t head) {
     return a.table == b.table && a.stride_table == b.stride_table && a.page_size == b.page_size &&
            a.stride_page == b.stride_page && a.rows.base == b.rows.base && a.rows.address[seq] == b.rows.address[seq] &&
@@ -286,8 +286,8 @@ inline bool same_rows(const Keys &a, const Keys &b, std::int64_t seq, std::int64
            (!a.kv_len || same_rows(a.compressed, b.compressed, seq, head));
 }
 
-// Keys i and, with two elements per word, i + 1 of a chunk: rows of n elements, `words` words of them to every `stride`
-// words of `rows`, and to word row i / depth of `across`; either may be null.
+// Gathers key i and, with two elements per word, key i + 1 of a chunk: rows of n elements, to rows of `words` words,
+// `stride` words apart, in `rows`, and to word row i / depth of `across`; either may be null.
 template <class Format, class T>
 FUSION_INLINE void gather(const Keys &from, const SparseItem &item, const Chunk &chunk, std::int64_t i, std::int64_t n,
                           std::int64_t words, std::int64_t stride, typename Format::Word *rows,
@@ -308,12 +308,12 @@ FUSION_INLINE void gather(const Keys &from, const SparseItem &item, const Chunk 
     if (across) store_across<Format>(one, two, n, across, deep, i / Format::depth);
 }
 
-// Asks a second-level cache for the rows of a list's keys while products are computed, in small portions: as many as
-// the products between gathering two keys pay for. Starts with a few and soon is `lead` keys ahead. No PrefetchQueue:
-// each key's rows lie elsewhere, and products between two keys differ in length.
+// Prefetches rows of a list's keys into the second-level cache while products are computed, a few at a time, in
+// proportion to the products between two keys, up to `lead` keys ahead. Not a PrefetchQueue, because the rows of keys
+// are not adjacent and products between two keys differ in length.
 template <class T> class KeyPrefetch {
 public:
-    // cost: words multiplied for each key.
+    // cost: number of words multiplied per key.
     KeyPrefetch(const SparseJob &job, const SparseItem &item, const std::int32_t *keys, std::int64_t count,
                 std::int64_t lead, std::int64_t cost)
         : item_(item), keys_(keys), count_(count), lead_(lead), cost_(cost) {
@@ -360,7 +360,7 @@ private:
     int shown_ = 0;
 };
 
-// Rows of a block behind its last key count as zeros.
+// Writes zeros to the rows of a block behind its last key.
 template <class Word> void clear_rows(std::int64_t keys, std::int64_t words, Word *rows) {
     if (keys < block_rows) std::memset(rows + keys * words, 0, (block_rows - keys) * words * sizeof *rows);
 }

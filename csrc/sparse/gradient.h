@@ -1,14 +1,14 @@
-// The backward of one row, all its heads together: five products over chunks of its selected keys, in ascending order.
+// The backward kernel of selected keys: all heads of one row, five products over chunks of its keys in ascending order.
 //
 //   S = k q^T, dP = v dout^T                                           [key][head]
 //   P = exp(S - max) / sum, dS = P * (dP - D)                          from the saved max, sum and out
-//   dq += dS^T k                                                       [head][column], this thread's own
-//   dk += scale * dS q, dv += P dout                                   to the keys' rows of sums, from notes
+//   dq += dS^T k                                                       [head][column], private to a thread
+//   dk += scale * dS q, dv += P dout                                   added to sums of keys later, from notes
 //
-// Rows of sums are shared by all rows of a sequence. A row notes P and dS, and when rows have come together, what they
-// noted of a range of keys is added row after row: a key's sum has the order of rows whichever thread forms it, and
-// the sums of a range stay near one core. Start reading at select_gradient() and add_gradient(). The indexer's
-// gradient, which has dq and dk alone and other weights in between: sparse/index_gradient.h.
+// Sums of keys are shared by all rows of a sequence. A row stores P and dS in notes; when a batch of rows is computed,
+// their notes are added to a range of keys, row after row. A key's sum thus has the order of rows for any thread, and
+// the sums of a range stay in a cache. Start reading at select_gradient() and add_gradient(). The indexer's gradient,
+// which has only dq and dk and other weights, is in sparse/index_gradient.h.
 
 #pragma once
 
@@ -23,19 +23,20 @@ namespace {
 template <class Format> struct GradientScratch {
     using Word = typename Format::Word;
     static constexpr std::int64_t chunk = 48 * Format::depth, deep = chunk / Format::depth;
-    std::int64_t padded_heads, pitch, head_words;  // pitch: floats of a row of scores; head_words: words of its weights
-    std::uint64_t *list, *spare;                   // (key, slot)
+    std::int64_t padded_heads, pitch,
+        head_words;               // pitch: floats per row of scores; head_words: words per row of weights
+    std::uint64_t *list, *spare;  // (key, slot)
     std::int32_t *keys;
     std::uint32_t *histogram;
-    Word *q, *dout, *q_rows;             // heads, as sparse/gather.h says; q_rows: the indexer's
-    Word *rows, *value_rows, *across;    // keys: two blocks of them, one block, all of a chunk
-    Word *dscores;                       // [key][head_words], the indexer's
+    Word *q, *dout, *q_rows;             // heads, packed as in sparse/gather.h; q_rows: of the indexer
+    Word *rows, *value_rows, *across;    // keys: two blocks, one block, a chunk
+    Word *dscores;                       // [key][head_words], of the indexer
     Word *dscore_heads;                  // [head][deep]
     float *scores, *dprobs;              // [key][pitch]
     float *dq;                           // [head][columns]
-    float *peak, *share, *delta, *ones;  // [head]; the indexer's share holds weights, its delta adds up dweights
-    float *given;                        // [key], the indexer's
-    float *nowhere;                      // a row of sums that is not read
+    float *peak, *share, *delta, *ones;  // [head]; for the indexer, share has weights and delta sums dweights
+    float *given;                        // [key], dI of the indexer
+    float *nowhere;                      // a dummy row of sums that is not read
     float **sums;                        // [key]
     std::size_t bytes;
 
@@ -43,7 +44,8 @@ template <class Format> struct GradientScratch {
         : padded_heads(round_up(heads, head_unit<Format>)), pitch(round_up<std::int64_t>(heads, 2 * lanes)),
           head_words(pitch / Format::depth) {
         const std::int64_t rounded = round_up<std::int64_t>(pitch, block_rows), listed = p.most_keys;
-        const bool apart = !p.shares_kv || p.dim_v % Format::depth != 0;  // half a word is no part of a key's row
+        const bool apart = !p.shares_kv || p.dim_v % Format::depth !=
+                                               0;  // an odd number of bfloat16 does not fill words of a key's row
         Carver carver(memory);
         carver.take(q, padded_heads * sizes.words);
         carver.take(dout, padded_heads * sizes.value_words);
@@ -71,14 +73,14 @@ template <class Format> struct GradientScratch {
     }
 };
 
-template <class Format> struct SparseGradientWork {  // an item of the backward and all that it needs
+template <class Format> struct SparseGradientWork {  // an item of the backward with its parameters and scratch
     const SparseJob &job;
     const SparseProblem &p;
     const SparseOperands &o;
     const SparseItem &item;
     const Sizes<Format> sizes;
     const GradientScratch<Format> s;
-    const bool values_in_keys;  // values are the first words of keys' rows: they need no rows of their own
+    const bool values_in_keys;  // values are the first words of rows of keys and need no separate rows
     const bool streams;         // blocks are gathered while others are multiplied
 
     SparseGradientWork(const SparseJob &job_, const SparseItem &item_, void *scratch)
@@ -88,7 +90,7 @@ template <class Format> struct SparseGradientWork {  // an item of the backward 
           streams(suits_stream<Format>(p) && values_in_keys) {}
 };
 
-// Floats of a row of sums: dk, its rope tail, and dv unless dk receives it.
+// Floats per row of sums: dk, its rope part, and dv unless it is added to dk.
 template <class Format> std::int64_t sum_columns(const SparseProblem &p) {
     const Sizes<Format> sizes(p);
     return sizes.columns + (p.shares_kv ? 0 : sizes.value_columns);
@@ -117,7 +119,7 @@ void load_heads(const SparseGradientWork<Format> &w, typename Format::Word *q_ro
     pack_across<Format>(dout, w.o.dout.stride_head[item.seq], heads, w.p.dim_v, dout_rows);
 }
 
-// The saved statistics; heads that are empty or not there have a share of 0, and delta 0.
+// Loads the saved statistics; empty or missing heads get share 0 and delta 0.
 template <class Format, class T> void load_statistics(const SparseGradientWork<Format> &w, float *dsink) {
     const auto &item = w.item;
     for (std::int64_t i = 0; i < w.s.pitch; ++i) w.s.peak[i] = w.s.share[i] = w.s.delta[i] = 0.0f;
@@ -138,8 +140,8 @@ template <class Format, class T> void load_statistics(const SparseGradientWork<F
 
 // ------------------------------------------------------------------------------------------------------------ weights
 
-// Of one key and one vector of heads: P and dS; what is not there gives zeros. With Careful a key whose score is -inf
-// gives exactly 0, and no other P is 0, since what is not finite outlasts a weight that no float can hold.
+// P and dS of one key and a vector of heads; zeros for missing heads. With Careful, a key with a score of -inf gives
+// exactly 0, and no other P is 0, because non-finite elements must not vanish if a weight underflows.
 template <bool Careful> struct SoftmaxWeights {
     const float *scores, *dprobs;
     const float *peak, *share, *delta;
@@ -165,7 +167,7 @@ template <bool Careful> struct SoftmaxWeights {
     }
 };
 
-// Weights of a chunk in the forms that the products want: s.dscore_heads, and probs and dscores, [key][head_words].
+// Computes weights of a chunk in the formats of the products: s.dscore_heads, and probs and dscores, [key][head_words].
 template <class Format, bool Probs, class Weights>
 __attribute__((noinline)) void weigh_chunk(const GradientScratch<Format> &s, std::int64_t count, const Weights weights,
                                            typename Format::Word *probs, typename Format::Word *dscores) {
@@ -199,21 +201,21 @@ __attribute__((noinline)) void weigh_chunk(const GradientScratch<Format> &s, std
 
 // ------------------------------------------------------------------------------------------------------------- notes
 
-// A row of attention's notes.
+// The notes of a row of attention: its contributions to sums of keys.
 template <class Format> struct GradientNotes {
     using Word = typename Format::Word;
     std::int64_t q_words, dout_words, head_words;
     std::int32_t *keys;        // ascending
     Word *q_rows, *dout_rows;  // the row's heads
     Word *probs, *dscores;     // [key][head_words]
-    bool *nonfinite;           // whether elements of heads were, in whose places are zeros
+    bool *nonfinite;           // true if elements of heads were not finite and have been replaced by zeros
     std::size_t bytes;
 
     GradientNotes(const SparseProblem &p, const Sizes<Format> &sizes, const GradientScratch<Format> &s, void *memory)
         : q_words(s.padded_heads / Format::depth * sizes.columns),
           dout_words(s.padded_heads / Format::depth * sizes.value_columns), head_words(s.head_words) {
         Carver carver(memory);
-        // Chunks are weighed whole; blocks of keys that begin anywhere are read whole.
+        // Weights are computed for complete chunks, and complete blocks are read from any key on.
         const std::int64_t weighed = round_up<std::int64_t>(p.most_keys, s.chunk) + block_rows;
         carver.take(keys, p.most_keys);
         carver.take(q_rows, q_words);
@@ -225,7 +227,7 @@ template <class Format> struct GradientNotes {
     }
 };
 
-// Adds to sums of noted keys what elements that are not finite give.
+// Adds the contributions of non-finite elements of heads to the sums of keys in notes.
 template <class Format, class T>
 __attribute__((noinline)) void add_nonfinite_heads(const SparseGradientWork<Format> &w,
                                                    const GradientNotes<Format> &own, const NotedKeys &noted,
@@ -248,7 +250,7 @@ __attribute__((noinline)) void add_nonfinite_heads(const SparseGradientWork<Form
     }
 }
 
-// Adds what a row's notes say of a range of keys to their sums; `next`: notes that are added next, or null.
+// Adds a row's notes for a range of keys to their sums. next: notes that are added next, or null.
 template <class Format>
 void add_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *next,
                   const KeyRange &range, const KeySums &table, void *scratch) {
@@ -260,7 +262,7 @@ void add_gradient(const SparseJob &job, const SparseItem &item, const Notes &not
     const auto scale = static_cast<float>(w.p.scale);
     const GradientNotes<Format> own(w.p, w.sizes, s, notes.memory);
     const NotedKeys noted(notes, range);
-    PrefetchQueue queue;  // other cores may have written what is added next
+    PrefetchQueue queue;  // other cores may have written the notes that are added next
     const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { queue.step(); };
     if (next) {
         const GradientNotes<Format> other(w.p, w.sizes, s, next->memory);
@@ -291,7 +293,7 @@ void add_gradient(const SparseJob &job, const SparseItem &item, const Notes &not
 
 // ----------------------------------------------------------------------------------------------------- from end to end
 
-// Scores of a chunk's keys, and dP, whose operand are values: keys' own rows, or gathered beside them.
+// Computes scores of a chunk's keys, and dP from values, which are in the rows of keys or gathered separately.
 template <class Format, class T>
 void multiply_chunk(const SparseGradientWork<Format> &w, const Chunk &chunk, ListReader<Format, T> &reader) {
     const auto &s = w.s;
@@ -315,7 +317,7 @@ void multiply_chunk(const SparseGradientWork<Format> &w, const Chunk &chunk, Lis
     clear_across<Format>(chunk.count, w.p.dim_rope, s.across + w.sizes.main_columns * s.deep, s.deep);
 }
 
-// Adds what a chunk's keys [0, count) give to dq.
+// Adds the contributions of a chunk's keys [0, count) to dq.
 template <class Format, class Meanwhile>
 void add_dq(const SparseGradientWork<Format> &w, std::int64_t count, const typename Format::Word *across, float *dq,
             Meanwhile &meanwhile) {
@@ -345,12 +347,12 @@ void store_head_gradients(const SparseGradientWork<Format> &w, const float *dq, 
     });
 }
 
-// The keys of the row in ascending order, and (an indexer's) their slots in its list; returns their number.
+// Sorts the keys of a row in ascending order, for the indexer with their slots in its list; returns their number.
 template <class Format> std::int64_t sort_keys(const SparseGradientWork<Format> &w, std::uint64_t *&sorted) {
     const std::int64_t count = expand(w.job, w.item, w.s.keys);
     const auto *entries = row_of<const std::int32_t>(w.job.operands->indices, w.item.seq, w.item.head_kv, w.item.row);
     for (std::int64_t i = 0, slot = 0; i < count; ++i, ++slot) {
-        while (w.p.indexes && entries[slot] != w.s.keys[i]) ++slot;  // passes over entries that the row does not see
+        while (w.p.indexes && entries[slot] != w.s.keys[i]) ++slot;  // skips entries of hidden keys
         w.s.list[i] = static_cast<std::uint64_t>(w.s.keys[i]) << 32 | static_cast<std::uint64_t>(slot);
     }
     const int bits = bits_for(all_keys(w.job.sequences[w.item.seq]));
@@ -359,7 +361,7 @@ template <class Format> std::int64_t sort_keys(const SparseGradientWork<Format> 
     return count;
 }
 
-// The same where places do not matter: keys listed once, as nearly always, are marked and read off.
+// The same without slots. Keys that occur once, which is nearly always so, are sorted by setting and reading bits.
 template <class Format> std::int64_t order_keys(const SparseGradientWork<Format> &w) {
     std::uint32_t *const marks = w.s.histogram;
     const std::int64_t words = (all_keys(w.job.sequences[w.item.seq]) + 31) / 32;
@@ -376,7 +378,8 @@ template <class Format> std::int64_t order_keys(const SparseGradientWork<Format>
     return count;
 }
 
-// Of a row that met what is not finite: heads of dq that are NaN anew, without keys whose dS is 0; and its notes.
+// For a row with non-finite elements: computes heads of dq that are NaN again, without keys whose dS is 0, and its
+// notes.
 template <class Format, class T>
 __attribute__((noinline)) void form_row_anew(const SparseGradientWork<Format> &w, std::int64_t count,
                                              const GradientNotes<Format> &left) {
@@ -399,7 +402,7 @@ __attribute__((noinline)) void form_row_anew(const SparseGradientWork<Format> &w
     *left.nonfinite |= clear_nonfinite<Format>(left.dout_rows, w.item.heads, w.sizes.value_columns);
 }
 
-// All of a row but what it adds to sums of keys, which its notes keep.
+// Computes the gradients of a row except sums of keys, whose contributions it stores in notes.
 template <class Format, class T>
 void select_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, float *dsink, void *scratch) {
     [[maybe_unused]] const ProductRegion<Format> region;
@@ -462,7 +465,7 @@ void store_sums_as(const SparseJob &job, std::int64_t b, std::int64_t head, cons
     }
 }
 
-// Sums of keys [first, end) as the gradients' rows.
+// Stores sums of keys [first, end) as rows of gradients.
 template <class Format, class T>
 void store_sums(const SparseJob &job, std::int64_t b, std::int64_t head, const KeySums &table, std::int64_t first,
                 std::int64_t end) {

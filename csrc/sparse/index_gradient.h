@@ -1,9 +1,10 @@
-// The indexer's gradients of one row over its list, from dI, which the loss or the caller gives.
+// The kernel of the indexer's gradients of one row over its list, from dI, which the loss computes or the caller
+// passes.
 //
-//   S = k q^T                       [key][head], of the whole list
+//   S = k q^T                       [key][head], for all keys of the list
 //   dw = sum_j dI * max(0, S), dS = dI * w * [S > 0]
-//   dq += dS^T k                    this thread's own
-//   dk += dS q                      to the keys' rows of sums, from notes, as in sparse/gradient.h
+//   dq += dS^T k                    private to a thread
+//   dk += dS q                      added to sums of keys later, from notes, as in sparse/gradient.h
 //
 // Start reading at index_gradient() and add_index_gradient().
 
@@ -15,15 +16,15 @@
 namespace fusion {
 namespace {
 
-// A row's notes. dS itself would be as long as keys' rows; what it is made of is an eighth of that.
+// The notes of a row. They have dI and the signs of S instead of dS, which would be eight times larger.
 template <class Format> struct IndexNotes {
     using Word = typename Format::Word;
     std::int64_t q_words;
     std::int32_t *keys;      // ascending
     Word *q_rows;            // the row's heads
     float *given;            // [key], dI
-    std::uint8_t *positive;  // [key][pitch] bits: whether S is
-    bool *nonfinite;         // whether elements of heads were, in whose places are zeros
+    std::uint8_t *positive;  // [key][pitch] bits, set if S > 0
+    bool *nonfinite;         // true if elements of heads were not finite and have been replaced by zeros
     std::size_t bytes;
 
     IndexNotes(const SparseProblem &index, const GradientScratch<Format> &s, void *memory)
@@ -33,16 +34,16 @@ template <class Format> struct IndexNotes {
         carver.take(keys, most);
         carver.take(q_rows, q_words);
         carver.take(given, most + lanes);
-        carver.take(positive, (most + block_rows) * s.pitch / 8);  // blocks are read whole
+        carver.take(positive, (most + block_rows) * s.pitch / 8);  // complete blocks are read
         carver.take(nonfinite, 1);
         bytes = carver.bytes();
     }
 };
 
-template <class Format> struct IndexListScratch {  // beside that of a gradient
+template <class Format> struct IndexListScratch {  // in addition to GradientScratch
     using Word = typename Format::Word;
-    float *products;  // [key][pitch of the gradient], of the whole list
-    Word *across;     // the indexer's keys, of the whole list, chunk by chunk
+    float *products;  // [key][pitch of the gradient], for all keys of the list
+    Word *across;     // the indexer's keys of the list, chunk by chunk
     Word *dscores;    // of a chunk, [key / depth][pitch of the gradient]
     std::size_t bytes;
 
@@ -56,7 +57,7 @@ template <class Format> struct IndexListScratch {  // beside that of a gradient
     }
 };
 
-template <class Format> struct IndexListWork {  // a row and all that its gradients need
+template <class Format> struct IndexListWork {  // a row with its parameters and scratch
     const SparseGradientWork<Format> gradient;
     const IndexListScratch<Format> list;
     const IndexNotes<Format> left;
@@ -68,7 +69,7 @@ template <class Format> struct IndexListWork {  // a row and all that its gradie
     std::size_t bytes() const { return gradient.s.bytes + list.bytes; }
 };
 
-// Products of the row's heads with all keys of its list.
+// Computes products of the row's heads with all keys of its list.
 template <class Format, class T> void score_list(const IndexListWork<Format> &work, std::int64_t count) {
     const auto &w = work.gradient;
     const auto &s = w.s;
@@ -86,13 +87,13 @@ template <class Format, class T> void score_list(const IndexListWork<Format> &wo
     }
 }
 
-// From dI to dS, two vectors of heads at a time: bits of scores that are positive say where it is not 0.
+// dS = dI * weight for two vectors of heads where the bit of a positive score is set, else 0.
 FUSION_INLINE void spread_weights(std::uint32_t bits, Floats dvalue, const Floats (&weights)[2], Floats (&dscore)[2]) {
     FUSION_UNROLL for (int u = 0; u < 2; ++u) dscore[u] = pick(bits >> u * lanes, dvalue * weights[u], Floats{});
 }
 
-// dS of a chunk's keys as dq's first operand, [key / depth][pitch]; notes where scores are positive, and adds to
-// dweights.
+// Computes dS of a chunk's keys as the first operand of dq, [key / depth][pitch]; sets the bits of positive scores, and
+// adds to dweights.
 template <class Format>
 __attribute__((noinline)) void weigh_list(const float *products, const float *given, std::int64_t count,
                                           std::int64_t pitch, const float *weights, float *dweights,
@@ -127,7 +128,7 @@ __attribute__((noinline)) void weigh_list(const float *products, const float *gi
     }
 }
 
-// A chunk's dS as [head][deep], for tiles, whose rows lie beside each other; zeros behind its keys.
+// Transposes dS of a chunk to [head][deep], for tile registers, padded with zeros.
 template <class Format>
 void transpose_weights(const GradientScratch<Format> &s, std::int64_t count, const typename Format::Word *dscores) {
     const std::int64_t there = (count + Format::depth - 1) / Format::depth;
@@ -142,14 +143,14 @@ void transpose_weights(const GradientScratch<Format> &s, std::int64_t count, con
     }
 }
 
-// body(dS) of key `at` of a list and head i, where its score is positive.
+// Calls body(dS) for key `at` of a list and head i if the score is positive.
 template <class Format, class Body>
 void where_positive(const SparseGradientWork<Format> &w, const IndexNotes<Format> &notes, std::int64_t at,
                     std::int64_t i, Body body) {
     if (bit_of(notes.positive + at * w.s.pitch / 8, i)) body(notes.given[at] * w.s.share[i]);
 }
 
-// As of attention's rows.
+// As in sparse/gradient.h: computes heads of dq that are NaN again, and the notes.
 template <class Format, class T>
 __attribute__((noinline)) void form_row_anew(const IndexListWork<Format> &work, std::int64_t count) {
     const auto &w = work.gradient;
@@ -166,7 +167,7 @@ __attribute__((noinline)) void form_row_anew(const IndexListWork<Format> &work, 
     *work.left.nonfinite = clear_nonfinite<Format>(work.left.q_rows, w.item.heads, w.sizes.columns);
 }
 
-// From dI, which the notes hold, to dq and dweights, chunk by chunk.
+// Computes dq and dweights from dI in the notes, chunk by chunk.
 template <class Format, class T> void descend_list(const IndexListWork<Format> &work, std::int64_t count) {
     const auto &w = work.gradient;
     const auto &s = w.s;
@@ -199,7 +200,7 @@ template <class Format, class T> void descend_list(const IndexListWork<Format> &
     store_head_gradients<Format, T>(w, s.dq, s.delta);
 }
 
-// All of a row but what it adds to sums of keys, which its notes keep; dI is given.
+// Computes the gradients of a row from dI of the caller, except sums of keys, whose contributions it stores in notes.
 template <class Format, class T>
 void index_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, void *scratch) {
     [[maybe_unused]] const ProductRegion<Format> region;
@@ -218,7 +219,7 @@ void index_gradient(const SparseJob &job, const SparseItem &item, const Notes &n
 
 // ---------------------------------------------------------------------------------------------------------- from notes
 
-// dS of a chunk of noted keys, as the row found it: [key][head_words].
+// Computes dS of a chunk of keys from notes, with the same bits as before: [key][head_words].
 template <class Format>
 void recall_weights(const IndexNotes<Format> &notes, std::int64_t first, std::int64_t count,
                     const GradientScratch<Format> &s) {
@@ -234,7 +235,7 @@ void recall_weights(const IndexNotes<Format> &notes, std::int64_t first, std::in
     }
 }
 
-// Adds to sums of noted keys what elements that are not finite give.
+// Adds the contributions of non-finite elements of heads to the sums of keys in notes.
 template <class Format, class T>
 __attribute__((noinline)) void add_nonfinite_heads(const SparseGradientWork<Format> &w, const IndexNotes<Format> &own,
                                                    const NotedKeys &noted, const KeySums &table) {
@@ -248,7 +249,7 @@ __attribute__((noinline)) void add_nonfinite_heads(const SparseGradientWork<Form
     }
 }
 
-// Adds what a row's notes say of a range of keys to their sums; `next`: notes that are added next, or null.
+// Adds a row's notes for a range of keys to their sums. next: notes that are added next, or null.
 template <class Format>
 void add_index_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *next,
                         const KeyRange &range, const KeySums &table, void *scratch) {
@@ -259,7 +260,7 @@ void add_index_gradient(const SparseJob &job, const SparseItem &item, const Note
     const std::int64_t depth = words_of<Format>(item.heads);
     const IndexNotes<Format> own(w.p, s, notes.memory);
     const NotedKeys noted(notes, range);
-    PrefetchQueue queue;  // other cores may have written what is added next
+    PrefetchQueue queue;  // other cores may have written the notes that are added next
     const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { queue.step(); };
     if (next) {
         const IndexNotes<Format> other(w.p, s, next->memory);

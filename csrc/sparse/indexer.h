@@ -1,10 +1,10 @@
-// The lightning indexer: scores of a row against all keys that it sees, and of these the largest, in order.
+// The kernel of the lightning indexer: scores of rows for all visible keys, and the top_k largest of each row in order.
 //
-// A score tile [heads][keys] stays in registers until its ReLU-weighted sum over heads. Rows meet keys in chunks; each
-// keeps candidates by ascending index, and when their memory is full only the top_k largest. A key that comes later
-// loses a tie, so what is not larger than the smallest of these need not be kept. The choice is exact: it does not
-// depend on chunks. Keys that many rows meet are packed for all of them before; those that few rows meet are packed a
-// panel at a time, by each row that meets them, and never leave the first cache. Start reading at index_rows().
+// A tile of products [heads][keys] stays in registers until their ReLU and weighted sum over heads. Keys are processed
+// in chunks; each row has a buffer of candidates by ascending key, of which only the top_k largest remain when it is
+// full. A later key loses a tie, so keys whose scores are not above the smallest of these are dropped. The selection is
+// exact and does not depend on chunks. Keys of many rows are packed once before; keys of few rows are packed panel by
+// panel for each tile of rows, in the first-level cache. Start reading at index_rows().
 
 #pragma once
 
@@ -16,7 +16,7 @@ namespace {
 constexpr std::int64_t index_chunk = 512;
 
 struct IndexSizes {
-    std::int64_t heads, chosen, capacity;  // heads in whole blocks; candidates of a row
+    std::int64_t heads, chosen, capacity;  // heads rounded up to blocks; top_k; capacity of a row's candidates
 
     explicit IndexSizes(const SparseProblem &p)
         : heads(round_up<std::int64_t>(p.heads_q, block_rows)), chosen(p.select_count),
@@ -26,17 +26,17 @@ struct IndexSizes {
 template <class Format> struct IndexScratch {
     using Word = typename Format::Word;
     Word *q;               // [row][head][word]
-    Word *keys;            // [word][key], a panel's where they are not packed before
+    Word *keys;            // [word][key] of a panel, if keys are not packed before
     float *weights;        // [row][head]
     float *scores;         // [index_chunk + lanes]
-    std::int32_t *ranks;   // [row][capacity + lanes], of candidates: scores as integers in the same order
-    std::int32_t *places;  // and their keys
+    std::int32_t *ranks;   // [row][capacity + lanes] of candidates: scores as integers in the same order
+    std::int32_t *places;  // [row][capacity + lanes], keys of candidates
     std::int32_t *rest;    // [capacity + lanes]
     std::int64_t *counts;
-    std::int32_t *floors;  // [row], a rank must be larger to be a candidate
+    std::int32_t *floors;  // [row], ranks of candidates must be larger
     std::uint64_t *list, *spare;
     std::uint32_t *histogram;
-    float *peaks, *sums;  // [row], where statistics are wanted
+    float *peaks, *sums;  // [row], for statistics
     std::size_t bytes;
 
     IndexScratch(const SparseProblem &p, const IndexSizes &sizes, std::int64_t rows, void *memory) {
@@ -77,7 +77,7 @@ template <class Format> std::size_t index_packed_bytes(const SparseProblem &p, s
     return round_up<std::size_t>(round_up<std::int64_t>(keys, panel) * Sizes<Format>(p).words * 4, 64);
 }
 
-// Panels [first, end) of a sequence's keys; keys behind its last one are zeros.
+// Packs panels [first, end) of a sequence's keys, padded with zeros.
 template <class Format, class T>
 void pack_keys(const SparseJob &job, std::int64_t seq, std::int64_t first, std::int64_t end,
                typename Format::Word *to) {
@@ -111,7 +111,7 @@ void index_pack(const SparseJob &job, std::int64_t seq, std::int64_t first, std:
     pack_keys<Format, T>(job, seq, first, end, keys + first * panel * Sizes<Format>(*job.problem).words);
 }
 
-// The panel of keys that begins at `first`: packed before, or now.
+// The panel of keys that begins at `first`; packs it unless it was packed before.
 template <class Format, class T>
 const typename Format::Word *panel_of(const IndexWork<Format> &w, std::int64_t first) {
     if (w.packed) return w.packed + first * w.words;
@@ -119,7 +119,7 @@ const typename Format::Word *panel_of(const IndexWork<Format> &w, std::int64_t f
     return w.s.keys;
 }
 
-constexpr std::int32_t nothing = -0x7f800001;  // the rank of -inf, which counts as not seen
+constexpr std::int32_t nothing = -0x7f800001;  // the rank of -inf; such a key is not selected
 
 template <class Format> void begin_choice(const IndexWork<Format> &w, std::int64_t slot) {
     w.s.counts[slot] = 0;
@@ -139,17 +139,17 @@ template <class Format, class T> void load_index_row(const IndexWork<Format> &w,
 
 // ------------------------------------------------------------------------------------------------------------- scores
 
-// Asks for keys that are to be packed later, while a row meets others: packing reads faster than memory gives. A few
-// lines at a time, since requests that find none of the first cache's few buffers free are dropped.
+// Prefetches keys that are packed later while others are multiplied, because packing reads faster than memory. A few
+// lines at a time, because prefetches are dropped if no miss buffer of the first-level cache is free.
 template <class Format, class T> class KeysAhead {
 public:
     explicit KeysAhead(const IndexWork<Format> &w)
         : step(w.packed ? w.words : 16), w_(w),
           pace_(panel / (((w.p.heads_q + block_rows - 1) / block_rows) * ((w.words + step - 1) / step)) + 1) {}
 
-    const std::int64_t step;  // words of a block's heads that are multiplied between two requests
+    const std::int64_t step;  // words of a block's heads multiplied between two prefetches
 
-    // A panel of them, while another is met.
+    // Starts the prefetches of a panel of keys.
     void aim(std::int64_t first) {
         next_ = first;
         end_ = least(first + panel, w_.job.sequences[w_.seq].kv_len);
@@ -166,11 +166,11 @@ private:
     }
 
     const IndexWork<Format> &w_;
-    const std::int64_t pace_;  // keys at a time
+    const std::int64_t pace_;  // keys per step
     std::int64_t next_ = 0, end_ = 0;
 };
 
-// Adds to one panel's scores what the first `heads` of M rows give.
+// Adds the first `heads` of M heads to the scores of one panel of keys.
 template <class Format, int M, class T>
 __attribute__((noinline)) void add_index_scores(const typename Format::Word *q, std::int64_t words,
                                                 const typename Format::Word *keys, const float *weights,
@@ -185,15 +185,15 @@ __attribute__((noinline)) void add_index_scores(const typename Format::Word *q, 
     FUSION_UNROLL for (int j = 0; j < N; ++j) {
         Floats total = load<Floats>(to + j * lanes);
         FUSION_UNROLL for (int i = 0; i < M; ++i) {
-            if (i >= heads) break;  // 0 * inf is NaN: a row that is not there may not even count as zeros
+            if (i >= heads) break;  // missing heads are skipped, because 0 * inf is NaN
             total += larger(Floats{}, sums(i, j)) * all(weights[i]);
         }
         store(to + j * lanes, total);
     }
 }
 
-// Scores of `count` keys from `first` on, which begins a panel, against the row in a slot; whole panels are written.
-// Where they are not packed before, and later is not negative, keys from there on are asked for.
+// Scores of `count` keys from `first` on, the start of a panel, for the row of a slot; complete panels are written. If
+// keys are not packed before and `later` is not negative, keys from `later` on are prefetched.
 template <class Format, class T>
 void score_keys(const IndexWork<Format> &w, std::int64_t slot, std::int64_t first, std::int64_t count, float *scores,
                 std::int64_t later) {
@@ -213,7 +213,7 @@ void score_keys(const IndexWork<Format> &w, std::int64_t slot, std::int64_t firs
 
 // ----------------------------------------------------------------------------------------------------------- choosing
 
-// Integers in the order of the scores: NaN above all, both zeros one.
+// int32 ranks in the order of float32 scores: NaN is above all, and both zeros are equal.
 FUSION_INLINE Ints rank_of(Floats score) {
     const Ints bits = (Ints)bits_of(score + Floats{});
     const Ints rank = bits ^ (bits >> 31 & 0x7fffffff);
@@ -227,7 +227,7 @@ inline float score_of(std::int32_t rank) {
     return score;
 }
 
-// How many of n ranks, whole vectors of them, are at least `bound`.
+// The number of ranks that are at least `bound` among n, a multiple of lanes.
 inline std::int64_t count_from(const std::int32_t *ranks, std::int64_t n, std::int32_t bound) {
     Ints found = {};
     for (std::int64_t i = 0; i < n; i += lanes) found -= load<Ints>(ranks + i) >= bound;
@@ -236,11 +236,11 @@ inline std::int64_t count_from(const std::int32_t *ranks, std::int64_t n, std::i
     return sum;
 }
 
-// The k-th largest of `count` ranks, and how many are larger: by bisection, in `rest` ever fewer of them; rest has room
-// for a vector more.
+// The k-th largest of `count` ranks and the number of larger ones, by bisection. `rest` is memory for count + lanes
+// ranks, in which fewer and fewer remain.
 inline std::int32_t select_rank(const std::int32_t *ranks, std::int64_t count, std::int64_t k, std::int32_t *rest,
                                 std::int64_t &larger_ones) {
-    constexpr std::int32_t below = -0x7fffffff - 1;  // no rank
+    constexpr std::int32_t below = -0x7fffffff - 1;  // below all ranks
     Ints least_one = all(std::int32_t{0x7fffffff}), largest_one = all(below);
     for (std::int64_t i = 0; i < count; i += lanes) {
         Ints x = load<Ints>(ranks + i);
@@ -283,7 +283,7 @@ inline std::int32_t select_rank(const std::int32_t *ranks, std::int64_t count, s
     return low;
 }
 
-// Keeps the `chosen` largest of more candidates, the first ones among equals.
+// Keeps the `chosen` largest candidates, the first ones among equals.
 template <class Format> void prune(const IndexWork<Format> &w, std::int64_t slot) {
     std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes),
                  *places = w.s.places + slot * (w.sizes.capacity + lanes);
@@ -306,7 +306,7 @@ template <class Format> void prune(const IndexWork<Format> &w, std::int64_t slot
     w.s.floors[slot] = floor;
 }
 
-// Scores of keys [first, end), at most index_chunk, by ascending key.
+// Adds keys [first, end), at most index_chunk, to the candidates of a row if their scores are above its floor.
 template <class Format>
 void take(const IndexWork<Format> &w, std::int64_t slot, std::int64_t first, std::int64_t end, const float *scores) {
     if (w.s.counts[slot] + (end - first) > w.sizes.capacity) prune(w, slot);
@@ -326,13 +326,13 @@ void take(const IndexWork<Format> &w, std::int64_t slot, std::int64_t first, std
     w.s.counts[slot] = count;
 }
 
-// The chosen keys by descending score, and -1 behind them.
+// Stores the selected keys by descending score, padded with -1.
 template <class Format, class T> void store_choice(const IndexWork<Format> &w, std::int64_t row, std::int64_t slot) {
     if (w.s.counts[slot] > w.sizes.chosen) prune(w, slot);
     const std::int32_t *ranks = w.s.ranks + slot * (w.sizes.capacity + lanes),
                        *places = w.s.places + slot * (w.sizes.capacity + lanes);
     const std::int64_t count = w.s.counts[slot];
-    for (std::int64_t i = 0; i < count; ++i) {  // descending ranks as ascending numbers
+    for (std::int64_t i = 0; i < count; ++i) {  // inverted ranks, so that an ascending sort gives descending scores
         const std::uint32_t order = ~static_cast<std::uint32_t>(ranks[i]) ^ 0x80000000;
         w.s.list[i] = static_cast<std::uint64_t>(order) << 32 | static_cast<std::uint32_t>(places[i]);
     }
@@ -354,8 +354,8 @@ template <class Format, class T> void store_choice(const IndexWork<Format> &w, s
 
 // --------------------------------------------------------------------------------------------------------- statistics
 
-// Scores of keys that join a row's maximum and its sum of exp(score - maximum), where a NaN makes both NaN; behind them
-// is room for a vector.
+// Adds scores of keys to a row's maximum and its sum of exp(score - maximum); a NaN makes both NaN. The array of scores
+// has room for one more vector.
 inline void join_scores(float *scores, std::int64_t count, float &peak, float &sum) {
     store(scores + count, all(-infinity));
     Floats found = all(-infinity), added = {};
@@ -374,7 +374,8 @@ inline void join_scores(float *scores, std::int64_t count, float &peak, float &s
 
 // ----------------------------------------------------------------------------------------------------- from end to end
 
-// Scores of rows [row0, row1) against the keys that they see, chunk by chunk: use(row's slot, first key, end, scores).
+// Computes scores of rows [row0, row1) for their visible keys, chunk by chunk, and calls use(slot of the row, first
+// key, end, scores).
 template <class Format, class T, class Use>
 FUSION_INLINE void score_chunks(const IndexWork<Format> &w, std::int64_t row0, std::int64_t row1, Use use) {
     const Sequence &lengths = w.job.sequences[w.seq];

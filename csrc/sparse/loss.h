@@ -1,13 +1,14 @@
-// The indexer's loss and its three gradients: how far softmax(I) is from the attention's mean over heads, row by row.
+// The indexer's loss and its three gradients: the KL divergence of softmax(I) from the attention's mean over heads, row
+// by row.
 //
 //   p = sum_h exp(s_h - max_h) / sum_h / N        from the attention's saved statistics, s = scale * q k^T
 //   S = k q^T, I = sum_h w_h * max(0, S_h)        of the indexer, [key][head]
 //   dI = y - p, and gradients from it             by sparse/index_gradient.h
 //
-// p may be given instead (the attention has no heads): dI = y * sum p - p.
+// The caller may pass p instead (the attention then has no heads): dI = y * sum p - p.
 //
-// Here: what both forms share, and the one with lists. An item is a row; one key head of the attention is met by all
-// its query heads at once. Start reading at list_loss(). Without lists: sparse/loss_tiles.h.
+// This file has the functions for both forms and the kernel with lists. An item is a row; all query heads of a key head
+// of the attention are multiplied at once. Start reading at list_loss(). The kernel without lists: sparse/loss_tiles.h.
 
 #pragma once
 
@@ -16,7 +17,7 @@
 namespace fusion {
 namespace {
 
-constexpr float least_share = 1e-8f, log_least = -18.4206807f;  // what probabilities are at least, in logarithms
+constexpr float least_share = 1e-8f, log_least = -18.4206807f;  // least probability in logarithms
 
 // ln x of normal numbers, to a relative error of 1e-7.
 FUSION_INLINE Floats natural_log(Floats x) {
@@ -30,10 +31,9 @@ FUSION_INLINE Floats natural_log(Floats x) {
     return whole * 0.693359375f + (f + (f2 * -0.5f + (p * f * f2 + whole * -2.12194440e-4f)));  // ln 2 in two parts
 }
 
-// ------------------------------------------------------------------------------------------------- the attention's
-// part
+// ---------------------------------------------------------------------------------------------------- the attention
 
-// What makes a product of a head and row a probability.
+// Factors that convert a product of a head and row to a probability.
 struct Saved {
     float shift, share;
 };
@@ -61,7 +61,7 @@ template <class Format> struct Probability {
     }
 };
 
-// 1 / N: the heads without what they give to sinks.
+// 1 / N, where N is the sum over heads of the probabilities of keys, without those of sinks.
 inline float head_share(const SparseProblem &p, const SparseOperands &o, std::int64_t seq, std::int64_t row) {
     auto left = static_cast<double>(p.heads_q);
     for (std::int64_t h = 0; p.has_sink && h < p.heads_q; ++h) {
@@ -71,8 +71,8 @@ inline float head_share(const SparseProblem &p, const SparseOperands &o, std::in
     return static_cast<float>(1.0 / left);
 }
 
-// Sums of probabilities over all heads that are NaN, of keys from `first` on or of those listed, anew: a score of +inf
-// beside a finite maximum, which exp2() does not take, is an infinity. NaN stays NaN, whatever other heads think.
+// Computes sums of probabilities over all heads again where they are NaN, for keys from `first` on or those of a list:
+// a score of +inf with a finite maximum, which exp2() does not support, gives infinity; NaN in any head gives NaN.
 template <class T>
 void form_target_anew(const SparseProblem &p, const SparseOperands &o, std::int64_t seq, std::int64_t row,
                       float *target, std::int64_t count, std::int64_t first, const std::int32_t *listed) {
@@ -89,9 +89,9 @@ void form_target_anew(const SparseProblem &p, const SparseOperands &o, std::int6
     }
 }
 
-// ------------------------------------------------------------------------------------------------- the indexer's part
+// ------------------------------------------------------------------------------------------------------ the indexer
 
-// to[i] = sum_of(terms(i)) for i below count, which terms() may be asked beyond: by less than a vector.
+// to[i] = sum_of(terms(i)) for i < count; terms() is also called for up to a vector of larger i.
 template <class Terms> FUSION_INLINE void sum_up(std::int64_t count, float *to, Terms terms) {
     for (std::int64_t i = 0; i < count; i += lanes) {
         Floats found[lanes];
@@ -100,14 +100,14 @@ template <class Terms> FUSION_INLINE void sum_up(std::int64_t count, float *to, 
     }
 }
 
-// I of keys from their products [key][pitch]; behind them is room for a vector's keys.
+// Computes I of keys from their products [key][pitch]; the array of scores has room for one more vector.
 inline void weigh_scores(const float *products, std::int64_t pitch, std::int64_t heads, const float *weights,
                          std::int64_t count, float *scores) {
     sum_up(count, scores, [&](std::int64_t i) __attribute__((always_inline)) {
         Floats sum = {};
         for (std::int64_t h = 0; h < heads; h += lanes) {
             const Floats term = larger(Floats{}, load<Floats>(products + i * pitch + h)) * load<Floats>(weights + h);
-            // 0 * inf is NaN: a head that is not there may not even count as zeros.
+            // Missing heads are masked, because 0 * inf is NaN.
             const Words there = (Words)(lane_numbers() < static_cast<std::int32_t>(heads - h));
             sum += floats_of(bits_of(term) & there);
         }
@@ -119,13 +119,13 @@ struct Likelihood {  // y = exp(I - top) * share, ln y = I - top - log_sum
     float top, share, log_sum;
     float head_share;   // 1 / N
     bool clamped;       // p as a factor is clamped too
-    float mass = 1.0f;  // what p sums to
+    float mass = 1.0f;  // sum of p
 
     Likelihood(float top_, float sum, float head_share_, bool clamped_)
         : top(top_), share(1.0f / sum), log_sum(__builtin_logf(sum)), head_share(head_share_), clamped(clamped_) {}
 };
 
-// The softmax of a whole row; behind its scores is room for a vector.
+// The softmax of a row; the array of its scores has room for one more vector.
 inline Likelihood likelihood_of(float *scores, std::int64_t count, float head_share, bool clamped) {
     store(scores + count, all(-infinity));
     Floats found = all(-infinity), sum = {};
@@ -135,7 +135,7 @@ inline Likelihood likelihood_of(float *scores, std::int64_t count, float head_sh
     return {top, sum_of(sum), head_share, clamped};
 }
 
-// y of `count` scores, a vector at a time: take(first of them, y).
+// Calls take(index of the first score, y) for `count` scores, a vector at a time.
 template <class Take> FUSION_INLINE void each_likelihood(const float *scores, std::int64_t count, const Likelihood y,
                                                          Take take) {
     for (std::int64_t i = 0; i < count; i += lanes) {
@@ -143,7 +143,7 @@ template <class Take> FUSION_INLINE void each_likelihood(const float *scores, st
     }
 }
 
-// dI in place of the scores of keys whose probabilities over all heads add up to `target`; returns their loss.
+// Overwrites scores of keys by dI, given their probabilities summed over heads in `target`; returns their loss.
 __attribute__((noinline)) inline double kl_divergence(float *scores, const float *target, std::int64_t count,
                                                       const Likelihood y) {
     double loss = 0.0;
@@ -161,7 +161,7 @@ __attribute__((noinline)) inline double kl_divergence(float *scores, const float
 
 // ---------------------------------------------------------------------------------------------------------- with lists
 
-template <class Format> struct ListScratch {  // of the attention, beside that of the indexer
+template <class Format> struct ListScratch {  // scratch for the attention, in addition to that for the indexer
     using Word = typename Format::Word;
     static constexpr std::int64_t chunk = 2 * GradientScratch<Format>::chunk;
     std::int64_t pitch;             // of scores
@@ -184,7 +184,7 @@ template <class Format> struct ListScratch {  // of the attention, beside that o
     }
 };
 
-// Adds what one key head's query heads think of a chunk's keys.
+// Adds the probabilities of a chunk's keys in the query heads of one key head.
 template <class Format>
 __attribute__((noinline)) void add_probabilities(const ListScratch<Format> &s, const Probability<Format> probability,
                                                  std::int64_t count, float *target) {
@@ -204,7 +204,7 @@ __attribute__((noinline)) void add_probabilities(const ListScratch<Format> &s, c
     }
 }
 
-// Sums of probabilities over all heads of the attention, of all keys of a list.
+// Computes the sums of probabilities over all heads of the attention, for all keys of a list.
 template <class Format, class T>
 void list_target(const SparseJob &job, const SparseItem &item, const ListScratch<Format> &s, const std::int32_t *keys,
                  std::int64_t count) {
@@ -233,7 +233,7 @@ void list_target(const SparseJob &job, const SparseItem &item, const ListScratch
     form_target_anew<T>(p, o, item.seq, item.row, s.target, count, 0, keys);
 }
 
-// What a list's target sums to; the target in the order of the keys, not of the list, whose entries `sorted` has.
+// Copies a list's target in the order of sorted keys; returns its sum. sorted: (key, slot) pairs of the list.
 inline float take_target(const SparseOperands &o, const SparseItem &item, const std::uint64_t *sorted,
                          std::int64_t count, float *target) {
     const float *const given = row_of<const float>(o.target, item.seq, 0, item.row);
@@ -242,7 +242,7 @@ inline float take_target(const SparseOperands &o, const SparseItem &item, const 
     return static_cast<float>(sum);
 }
 
-// y of a list's entries.
+// Stores y of a list's entries.
 inline void store_likelihood(const SparseOperands &o, const SparseItem &item, const std::uint64_t *sorted,
                              const float *scores, std::int64_t count, const Likelihood y) {
     float *const to = row_of<float>(o.values, item.seq, 0, item.row);
@@ -255,7 +255,7 @@ inline void store_likelihood(const SparseOperands &o, const SparseItem &item, co
     });
 }
 
-// All of a row but what it adds to sums of keys, which its notes keep.
+// Computes loss and gradients of a row except sums of keys, whose contributions it stores in notes.
 template <class Format, class T>
 void list_loss(const SparseJob &job, const SparseItem &item, const Notes &notes, double *loss, void *scratch) {
     [[maybe_unused]] const ProductRegion<Format> region;

@@ -1,8 +1,8 @@
-// The indexer's loss over all keys that a band shows: sparse/loss.h without lists.
+// The indexer's loss over all visible keys of a band: sparse/loss.h without lists.
 //
-// An item is a tile of rows, since each head of the attention may have keys of its own: p of all rows and a block of
-// keys, head by head, then the indexer, whose heads share keys, row by row against a chunk of that block. Nothing is as
-// large as rows times keys. Start reading at tile_loss().
+// An item is a tile of rows, because heads of the attention may have different keys. First p is computed for all rows
+// and a block of keys, head by head; then the indexer, whose heads share keys, row by row with chunks of this block. No
+// array has the size of all rows times all keys. Start reading at tile_loss().
 
 #pragma once
 
@@ -11,16 +11,17 @@
 namespace fusion {
 namespace {
 
-// A tile of rows; beside it lies the memory of a gradient, whose heads are those of one row of the indexer.
+// Scratch of a tile of rows, in addition to the GradientScratch of one row of the indexer.
 template <class Format> struct TileScratch {
     using Word = typename Format::Word;
-    static constexpr std::int64_t chunk = GradientScratch<Format>::chunk, width = 192;  // keys of the indexer's, of all
+    static constexpr std::int64_t chunk = GradientScratch<Format>::chunk,
+                                  width = 192;  // keys per chunk of the indexer, keys per block
     static constexpr std::int64_t rows_at_most = loss_tile_rows + block_rows;
-    std::int64_t heads, columns;  // of a row's dq
+    std::int64_t heads, columns;  // sizes of a row's dq
     Word *q, *keys, *index_rows;  // of one head: [row][word], [key panel][word][key]; of the indexer: [key][word]
     float *scores, *target;       // [block_rows][width], [row][width]
     float *shift, *share;         // [head][row]
-    float *head_share, *mass;     // [row]: 1 / N, what a given target sums to
+    float *head_share, *mass;     // [row]: 1 / N, sum of the caller's target
     float *dq, *dweights;         // [row][heads][columns], [row][heads]
     float *sums;                  // [key][columns]
     Word *finite;                 // two rows of the indexer's keys
@@ -54,7 +55,7 @@ struct TileBlock {  // rows [row0, row1) of a tile, keys [first, end)
     std::int64_t row0, row1, first, end;
 };
 
-// What a row's given target sums to over the keys that it sees.
+// The sum of the caller's target of a row over its visible keys.
 inline float sum_of_target(const SparseJob &job, std::int64_t b, std::int64_t row) {
     const Sequence &seq = job.sequences[b];
     const float *const given = row_of<const float>(job.operands->target, b, 0, row);
@@ -63,7 +64,7 @@ inline float sum_of_target(const SparseJob &job, std::int64_t b, std::int64_t ro
     return static_cast<float>(sum);
 }
 
-// What rows of a tile need of the attention's statistics, or of a given target.
+// Loads the attention's statistics for the rows of a tile, or the sums of the caller's target.
 template <class Format>
 void load_saved(const SparseJob &job, const SparseItem &item, std::int64_t rows, const TileScratch<Format> &t) {
     for (std::int64_t h = 0; h < job.attention->heads_q; ++h) {
@@ -81,8 +82,7 @@ void load_saved(const SparseJob &job, const SparseItem &item, std::int64_t rows,
     }
 }
 
-// Adds what one head thinks of a block's keys; some of them a row may not see; their values are not read
-// those.
+// Adds the probabilities of a block's keys in one head; those of keys that are hidden from a row are not used.
 template <class Format>
 void add_head(const TileScratch<Format> &t, const Probability<Format> probability, std::int64_t words,
               const TileBlock &block, const float *shift, const float *share, PrefetchQueue &next_head) {
@@ -95,7 +95,7 @@ void add_head(const TileScratch<Format> &t, const Probability<Format> probabilit
         for (std::int64_t i = 0; i < least<std::int64_t>(height(), rows - at); ++i) {
             const std::int64_t r = block.row0 + at + i;
             float *const to = t.target + r * t.width;
-            // Copies: for all the compiler knows, a store may change what they are of.
+            // Copies, because the compiler must assume that stores may change the arrays.
             const float row_shift = shift[r], row_share = share[r];
             for (std::int64_t c = 0; row_share != 0.0f && c < padded; c += lanes) {
                 const Floats product = load<Floats>(t.scores + i * t.width + c);
@@ -105,7 +105,7 @@ void add_head(const TileScratch<Format> &t, const Probability<Format> probabilit
     });
 }
 
-// Sums of probabilities over all heads of the attention, of a block's rows and keys.
+// Computes the sums of probabilities over all heads of the attention, for a block's rows and keys.
 template <class Format, class T>
 void tile_target(const SparseJob &job, const SparseItem &item, const TileBlock &block, const TileScratch<Format> &t) {
     const SparseProblem &p = *job.attention;
@@ -133,7 +133,7 @@ void tile_target(const SparseJob &job, const SparseItem &item, const TileBlock &
             pack_query<Format>(row_of<const T>(o.q_rope, item.seq, head, row), p.dim_rope, words - main,
                                t.q + r * words + main);
         }
-        PrefetchQueue next;  // in most layouts rows of heads lie far apart
+        PrefetchQueue next;  // in most layouts rows of a head are far apart
         if (head + 1 < p.heads_q) {
             next.add(prefetch_rows<T>(o.q, item.seq, head + 1, item.row + block.row0, rows, p.dim_qk));
             next.add(prefetch_rows<T>(o.q_rope, item.seq, head + 1, item.row + block.row0, rows, p.dim_rope));
@@ -149,7 +149,7 @@ void tile_target(const SparseJob &job, const SparseItem &item, const TileBlock &
     }
 }
 
-// The given target of a block's rows and keys; a row's elements of keys that it does not see are not read.
+// Copies the caller's target of a block's rows and keys; elements of hidden keys are not read.
 template <class Format>
 void take_target(const SparseJob &job, const SparseItem &item, const TileBlock &block, const TileScratch<Format> &t) {
     const Sequence &seq = job.sequences[item.seq];
@@ -161,8 +161,8 @@ void take_target(const SparseJob &job, const SparseItem &item, const TileBlock &
     }
 }
 
-// The indexer's keys of a block, as rows and across. Rows that do not see a key have a dS of 0 for it, and 0 * NaN is
-// NaN: across there are zeros for elements that are not finite, and their keys are checked.
+// Loads the indexer's keys of a block, as rows and transposed. dS of hidden keys is 0, and 0 * NaN is NaN, so the
+// transposed keys have zeros for non-finite elements, and such keys are flagged.
 template <class Format, class T>
 void load_index_keys(const SparseGradientWork<Format> &w, const TileBlock &block, const TileScratch<Format> &t) {
     const std::int64_t words = w.sizes.words, n = w.p.dim_qk, count = block.end - block.first;
@@ -186,8 +186,8 @@ void load_index_keys(const SparseGradientWork<Format> &w, const TileBlock &block
     std::memset(t.index_rows + count * words, 0, block_rows * words * sizeof *t.index_rows);
 }
 
-// What elements of a block's keys [first, end) and of a row's heads that are not finite give to the row's dq and to the
-// block's sums.
+// Adds the contributions of non-finite elements of a block's keys [first, end) and of a row's heads to the row's dq and
+// to the block's sums.
 template <class Format, class T>
 __attribute__((noinline)) void add_nonfinite_elements(const SparseGradientWork<Format> &w, const TileBlock &block,
                                                       std::int64_t first, std::int64_t end, bool nonfinite_heads,
@@ -204,7 +204,7 @@ __attribute__((noinline)) void add_nonfinite_elements(const SparseGradientWork<F
     }
 }
 
-// dS = dvalue * weight where the score is positive, and dweight += dvalue * score there.
+// dS = dvalue * weight and dweight += dvalue * score for positive scores, else 0.
 struct IndexerWeights {
     const float *scores, *given, *weights;
     float *dweights;
@@ -217,8 +217,8 @@ struct IndexerWeights {
     }
 };
 
-// As weigh_scores(), with heads added in the order in which sparse/indexer.h adds them: the largest score is then the
-// statistics' own to the last bit, where a difference would scale every y of the row.
+// weigh_scores() with heads summed in the order of sparse/indexer.h, so that the largest score equals the maximum in
+// the statistics exactly; a difference would scale every y of the row.
 inline void weigh_in_order(const float *products, std::int64_t pitch, std::int64_t heads, const float *weights,
                            std::int64_t count, float *scores) {
     for (std::int64_t i = 0; i < count; i += lanes) {
@@ -237,8 +237,8 @@ inline void weigh_in_order(const float *products, std::int64_t pitch, std::int64
     }
 }
 
-// Row r of a tile meets a block, whose first key's target is given: adds to its dq and dweights and to the block's
-// sums; returns its loss.
+// Processes row r of a tile and a block of keys, given the address of the target of its first key: adds to dq and
+// dweights of the row and to the block's sums; returns the loss.
 template <class Format, class T>
 double row_loss(const SparseJob &job, const SparseItem &tile, const TileBlock &block, std::int64_t r,
                 const float *target, const TileScratch<Format> &t, void *scratch) {
@@ -289,7 +289,7 @@ double row_loss(const SparseJob &job, const SparseItem &tile, const TileBlock &b
     return loss;
 }
 
-// All rows meet a block of the keys from `at` on, whose target is known.
+// Processes all rows and the block of keys from `at` on, whose target has been computed; returns the loss.
 template <class Format, class T>
 double keys_loss(const SparseGradientWork<Format> &w, const SparseJob &job, const SparseItem &item,
                  const TileBlock &block, std::int64_t at, const TileScratch<Format> &t, void *scratch) {

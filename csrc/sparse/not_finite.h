@@ -1,7 +1,7 @@
-// Gradients of lists where an element is not finite. A key whose score is -inf is not seen, and one whose score is not
-// above 0 does not pass the indexer's ReLU; but products multiply their weights of 0 too, and 0 * inf is NaN. So rows
-// that meet such an element are weighed with care, heads of dq that became NaN are formed anew, key by key, and what
-// sums of keys receive is multiplied without these elements, which are then added apart.
+// Gradients of lists with non-finite elements. A key with a score of -inf is hidden, and one with a score <= 0 does not
+// pass the indexer's ReLU; but products multiply their weights of 0 too, and 0 * inf is NaN. So weights of rows with
+// such elements are computed separately, heads of dq that are NaN are computed again, key by key, and contributions to
+// sums of keys are multiplied without these elements, which are then added separately.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 namespace fusion {
 namespace {
 
-// Whether something that was multiplied is not finite, or a product of it: such an element makes all products of its
-// row so, and of products [key][pitch] those of one vector of heads and those of one key see every row.
+// True if an operand or a product is not finite. A non-finite element makes all products of its row non-finite, so it
+// is enough to check, in products [key][pitch], one vector of heads and one key.
 inline bool meets_nonfinite(const float *products, std::int64_t pitch, std::int64_t count, std::int64_t heads) {
     Floats found = {};
     for (std::int64_t i = 0; i < count; ++i) found += load<Floats>(products + i * pitch) * Floats{};
@@ -19,7 +19,7 @@ inline bool meets_nonfinite(const float *products, std::int64_t pitch, std::int6
     return any((Words)(found != found));
 }
 
-// Zeros in place of what is not finite in so many heads' rows, as pack_across() packs them; whether anything is.
+// Replaces non-finite elements of heads, packed by pack_across(), by zeros; returns true if there was one.
 template <class Format>
 bool clear_nonfinite(typename Format::Word *words, std::int64_t heads, std::int64_t columns) {
     const std::int64_t count = words_of<Format>(heads) * columns;
@@ -39,7 +39,7 @@ inline bool any_nan(const float *row, std::int64_t n) {
     return any(found);
 }
 
-// The product of one row of q and one key, with their ropes.
+// The product of one row of q and one key, including rope.
 template <class T>
 float score_of(const SparseProblem &p, const SparseOperands &o, std::int64_t seq, std::int64_t head, std::int64_t row,
                std::int64_t head_kv, std::int64_t key) {
@@ -49,7 +49,7 @@ float score_of(const SparseProblem &p, const SparseOperands &o, std::int64_t seq
     return p.dim_rope ? dot(o.q, o.k, p.dim_qk) + dot(o.q_rope, o.k_rope, p.dim_rope) : dot(o.q, o.k, p.dim_qk);
 }
 
-// weight * row; or the part of those elements that are not finite.
+// Adds weight * row, either all elements (Whole) or only the non-finite ones.
 template <bool Whole, class T> void add_row(const T *row, std::int64_t n, float weight, float *to) {
     for (std::int64_t d = 0; d < n; d += lanes) {
         const Floats value = load_floats(row + d, n - d);

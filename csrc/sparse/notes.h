@@ -1,7 +1,7 @@
-// What rows leave for the gradients of their keys, and how it is added to the keys' sums.
+// Notes: contributions of rows to gradients of keys, stored until they are added to the sums of keys.
 //
-// Notes of a row say what it adds to which keys, so that rows can be computed in any order and what they add to a range
-// of keys can be added later, row after row. Here is what notes of all kinds have in common.
+// Rows can thus be computed in any order, and their contributions to a range of keys are added later, row after row.
+// This file has the functions that all kinds of notes share.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 namespace fusion {
 namespace {
 
-// Says where strips of `kv_len` keys begin in a list, whose keys are ascending.
+// Writes the position of the first key of each strip of `kv_len` keys in a list with ascending keys.
 inline void find_strips(const Notes &notes, const std::int32_t *keys, std::int64_t count, std::int64_t kv_len) {
     std::int64_t strip = 0;
     for (std::int64_t i = 0; i < count; ++i) {
@@ -19,19 +19,19 @@ inline void find_strips(const Notes &notes, const std::int32_t *keys, std::int64
     for (; (strip - 1) * notes.strip_keys < kv_len; ++strip) notes.starts[strip] = static_cast<std::int32_t>(count);
 }
 
-struct NotedKeys {  // of a list, from its `first` key on, that lie in a range
+struct NotedKeys {  // keys of a list, from its `first` on, that are in a range
     std::int64_t first, stop;
 
     NotedKeys(const Notes &notes, const KeyRange &range)
         : first(notes.starts[range.first]), stop(notes.starts[range.end]) {}
 
     std::int64_t count() const { return stop - first; }
-    std::int64_t blocks() const { return most<std::int64_t>(count() / block_rows, 1); }  // about as many
+    std::int64_t blocks() const { return most<std::int64_t>(count() / block_rows, 1); }  // approximate
 };
 
-// body(height, first key of a block in the list, its rows of sums, those of the next block) for what a row noted of a
-// range. A list has the same blocks however keys are divided into ranges, since a key that it names twice is added to
-// block by block.
+// Calls body(height, first key of a block in the list, its rows of sums, those of the next block) for the notes of a
+// row in a range. The blocks of a list do not depend on ranges of keys, because a key that occurs twice is added block
+// by block.
 template <class Body>
 FUSION_INLINE void by_noted_blocks(const std::int32_t *keys, const NotedKeys &noted, const KeySums &table,
                                    std::int64_t pitch, float *nowhere, Body body) {
@@ -50,7 +50,7 @@ FUSION_INLINE void by_noted_blocks(const std::int32_t *keys, const NotedKeys &no
     }
 }
 
-// Adds factor * A[M][depth] * B to rows of sums, wherever they lie; those of the block that comes next are asked for.
+// Adds factor * A[M][depth] * B to rows of sums at arbitrary addresses; prefetches those of the next block.
 template <class Format, int M, class Meanwhile>
 __attribute__((noinline)) void add_block_to_sums(const typename Format::Word *a, std::int64_t a_stride,
                                                  const typename Format::Word *b, std::int64_t depth, float *const *sums,
@@ -61,7 +61,8 @@ __attribute__((noinline)) void add_block_to_sums(const typename Format::Word *a,
         StagedBlock<Format, M, N> tile;
         const auto *rows = b + d * depth;
         meanwhile(M * depth * panel);
-        for (int third = 0; third < 3; ++third) {  // more requests at a time than a core can follow up would stop it
+        for (int third = 0; third < 3;
+             ++third) {  // in three portions, because a core stalls with too many outstanding prefetches
             for (int i = third * M / 3; i < (third + 1) * M / 3; ++i) {
                 for (int j = 0; j < N * lanes; j += 16) __builtin_prefetch(next[i] + first + d + j, 1);
             }

@@ -1,9 +1,8 @@
-// Multiplies a list's keys block by block, reading their rows where they lie, where rows are whole vectors.
+// Products of a list's keys, block by block, with rows read in place; for rows of complete vectors.
 //
-// Rows that lie as words are never copied, but for tiles; others are converted while the block before them is
-// multiplied. Reading rows waits for memory and multiplying does not touch it, so the product of a block is cut into
-// pieces, and between them a vector's width of each row of a later block is asked for, and that of the block itself is
-// transposed.
+// Rows in the format of words are not copied, except for tile registers; others are converted while the previous block
+// is multiplied. The product of a block is divided into steps; between them, one vector of each row of a later block is
+// prefetched and one vector of each row of the current block is transposed, so that memory and products overlap.
 
 #pragma once
 
@@ -12,17 +11,17 @@
 namespace fusion {
 namespace {
 
-struct BlockRows {  // where the words of a block's rows begin, and those of their tails, which follow them in B
+struct BlockRows {  // addresses of a block's rows, and of their tails (rope), which follow them in B
     const char *main[block_rows], *tail[block_rows];
     std::int64_t main_words, tail_words, apart;  // apart: words from row to row of copies
 };
 
-template <class Word> struct Scattered {  // A's rows where they lie
+template <class Word> struct Scattered {  // A with rows at arbitrary addresses
     const char *const (&rows)[block_rows];
     FUSION_INLINE Word operator()(int i, std::int64_t k) const { return load<Word>(rows[i] + k * sizeof(Word)); }
 };
 
-// Products of a block's rows as by_panels() gives them; `side(i)` runs once for each i below `times`.
+// Products of a block's rows as in by_panels(); calls side(i) once for each i below `times`.
 template <class Format, class Side>
 __attribute__((noinline)) void block_by_panels(const BlockRows &rows, const typename Format::Word *b, float *c,
                                                std::int64_t c_stride, std::int64_t columns, std::int64_t times,
@@ -39,7 +38,7 @@ __attribute__((noinline)) void block_by_panels(const BlockRows &rows, const type
         for (std::int64_t piece = 1, k = 0; piece <= pieces; ++piece) {
             if (next < end) side(next++);
             const std::int64_t stop = depth * piece / pieces / Format::step * Format::step;
-            if constexpr (Format::step > 1) {  // tails lie behind the rest
+            if constexpr (Format::step > 1) {  // tails follow the rest
                 const auto *const first = reinterpret_cast<const Word *>(rows.main[0]);
                 row = block.add(k, stop, RowMajor<Word>{first, rows.apart}, row, N * lanes);
             } else {
@@ -55,7 +54,7 @@ __attribute__((noinline)) void block_by_panels(const BlockRows &rows, const type
     });
 }
 
-// Whether rows can be met so; others take gather().
+// True if the rows of a problem can be read in place; others use gather().
 template <class Format> bool suits_stream(const SparseProblem &p) {
     return (p.dim_qk | p.dim_rope) % (lanes * Format::depth) == 0;
 }
@@ -65,7 +64,8 @@ public:
     using Word = typename Format::Word;
     static constexpr std::int64_t width = lanes * Format::depth;  // elements of a vector of words
 
-    // buffer: two blocks of rows; across: of the first `columns` elements of each row, with `deep` word rows.
+    // buffer: memory for two blocks of rows; across: the first `columns` elements of each row, transposed, with `deep`
+    // word rows.
     Stream(const SparseJob &job, const SparseItem &item, const Sizes<Format> &sizes, const std::int32_t *keys,
            std::int64_t count, Word *buffer, Word *across, std::int64_t deep, std::int64_t columns)
         : p_(*job.problem), o_(*job.operands), item_(item), keys_(keys), count_(count), words_(sizes.words),
@@ -77,10 +77,10 @@ public:
         now_.apart = sizes.words;
     }
 
-    // Where blocks are transposed from now on.
+    // Sets the destination of transposed blocks.
     void transpose_to(Word *across) { across_ = across; }
 
-    // Multiplies the block of keys from the list's i on, which is a chunk's `at`-th.
+    // Multiplies the block of keys from number i of the list on, which is number `at` of a chunk.
     void multiply(std::int64_t i, std::int64_t at, const Word *b, float *c, std::int64_t c_stride,
                   std::int64_t columns) {
         const std::int64_t after = i + block_rows;
@@ -95,7 +95,7 @@ public:
         held_ = next_ ? after : -1;
     }
 
-    // The first `words` of the same block's rows with others.
+    // Multiplies the first `words` of the same block's rows by another operand.
     void multiply_first(std::int64_t words, const Word *b, float *c, std::int64_t c_stride,
                         std::int64_t columns) const {
         BlockRows rows = now_;
@@ -104,7 +104,7 @@ public:
         block_by_panels<Format>(rows, b, c, c_stride, columns, 0, *this);
     }
 
-    // In turns: a vector of each row is asked for (and copied), and one is transposed.
+    // One step: prefetches (and copies) a vector of each row, and transposes one.
     FUSION_INLINE void operator()(std::int64_t step) const {
         const std::int64_t slice = step / 2;
         const bool tail = slice >= main_;
@@ -114,9 +114,9 @@ public:
     }
 
 private:
-    // Rows of a tile are evenly apart.
+    // True if rows are copied; tile registers need rows with a constant stride.
     static constexpr bool copies = sizeof(T) * Format::depth != sizeof(Word) || Format::step > 1;
-    static constexpr std::int64_t ahead = 2 * block_rows;  // keys behind the next block that are asked for
+    static constexpr std::int64_t ahead = 2 * block_rows;  // keys behind the next block that are prefetched
     struct Parts {
         const T *main[block_rows], *rope[block_rows];
     };
@@ -148,7 +148,7 @@ private:
         for (int r = 0; r < block_rows; ++r) to[r] = first + keys[r] * stride;
     }
 
-    // Meets a block that none went before.
+    // Prepares a block without a predecessor.
     void begin(std::int64_t i) {
         next_ = words_of(i);
         for (std::int64_t k = i; k < i + block_rows + ahead; k += block_rows) {
@@ -210,28 +210,28 @@ private:
     Word *buffer_, *across_;
     std::int64_t deep_, rope_base_;
     BlockRows now_;
-    Parts places_[ahead / block_rows + 2];  // of the present block and of those behind it
+    Parts places_[ahead / block_rows + 2];  // of the current and the following blocks
     const Parts *to_ = nullptr, *later_ = nullptr;
-    Word *next_ = nullptr;  // where the next block's rows are copied
+    Word *next_ = nullptr;  // destination of the next block's rows
     std::int64_t at_ = 0, held_ = -1;
 };
 
-// A list whose keys are multiplied with heads: where they lie if that can be, else gathered block by block, each of
-// which is multiplied while its rows are at hand.
+// Products of a list's keys with heads: rows are read in place if possible, else gathered block by block, each of which
+// is multiplied while its rows are in the cache.
 template <class Format, class T> struct ListReader {
     using Word = typename Format::Word;
     const SparseJob &job;
     const SparseItem &item;
     const Sizes<Format> &sizes;
     const std::int32_t *keys;
-    Word *rows;  // of two blocks
+    Word *rows;  // two blocks of rows
     const std::int64_t deep;
     const bool streams;
     KeyPrefetch<T> ahead;
     Stream<Format, T> stream;
 
-    // lead: keys that are asked for ahead; cost: words multiplied for each; columns: of keys' rows that streams lay
-    // across.
+    // lead: number of keys to prefetch ahead; cost: words multiplied per key; columns: elements of rows that streams
+    // transpose.
     ListReader(const SparseJob &job_, const SparseItem &item_, const Sizes<Format> &sizes_, const std::int32_t *keys_,
                std::int64_t count, bool streams_, std::int64_t lead, std::int64_t cost, Word *rows_, Word *across,
                std::int64_t deep_, std::int64_t columns)
@@ -239,8 +239,9 @@ template <class Format, class T> struct ListReader {
           ahead(job, item, keys, streams ? 0 : count, lead, cost),
           stream(job, item, sizes, keys, count, rows, across, deep, columns) {}
 
-    // Products of a chunk's keys with heads that lie beside each other, to [key][pitch]; gathered ones are transposed
-    // unless that is null. rest(first key of a block, keys, whether it streams): what else a block is for.
+    // Products of a chunk's keys with packed heads, to [key][pitch]; gathered rows are transposed too unless the
+    // destination is null. Calls rest(first key of a block, keys, true if rows are read in place) for other work per
+    // block.
     template <class Rest>
     FUSION_INLINE void score(const Chunk &chunk, const Word *q, float *to, std::int64_t pitch, std::int64_t columns,
                              Word *across, Rest rest) {

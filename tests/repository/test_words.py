@@ -33,6 +33,9 @@ LATER = re.compile(
     r"tests/(sparse|native)/|src/fusion_attention/(ops/(sparse|indexer|indexer_loss)/|ir/problem|backends/golden/"
     r"|backends/cpu/(sparse|indexer)|testing/sparse)"
 )
+# A docstring that begins with these is a question or a fragment, not a statement about what is returned or done.
+OPENING = re.compile(r"(what|whether|how|who|whoever|whose|those|of|that|where)\b", re.IGNORECASE)
+UNREVISED = re.compile(r"src/fusion_attention/(backends/triton/selected/|ops/compressed/|npu/surface/cann_ops)")
 UPSTREAM = re.compile(r"__deepcopy__|--face\b|`waist`|font-face|`mend`")  # torch's names, and what kept its name
 
 
@@ -85,4 +88,36 @@ def test_identifiers_are_nouns_of_the_field() -> None:
         if VAGUE.fullmatch(identifier)
         and identifier not in STAYS.get(name.removeprefix("src/fusion_attention/"), "").split()
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    """The docstrings of a module, its classes and functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def comments(path: Path) -> Iterator[str]:
+    """The first lines of the comments of a C++ source that have lines of their own."""
+    inside = False
+    for line in path.read_text(encoding="utf-8").splitlines():
+        comment = re.match(r"\s*// *(.*)", line)
+        if comment and not inside:
+            yield comment[1]
+        inside = comment is not None
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    sources = {name for name, _ in texts() if name.startswith("src/") and name.endswith(".py")}
+    openings = {name: [d for d in docstrings(ROOT / name) if OPENING.match(d)] for name in sorted(sources)}
+    wrong = [f"{name}: {d.splitlines()[0]}" for name, bad in openings.items() for d in bad if not UNREVISED.match(name)]
+    assert not wrong, "\n".join(wrong)
+    assert any(bad for name, bad in openings.items() if UNREVISED.match(name)), "UNREVISED has nothing left to name"
+
+
+def test_comments_of_the_core_begin_with_a_noun_or_a_verb() -> None:
+    sources = [path for ending in ("h", "cpp") for path in sorted((ROOT / "csrc").rglob(f"*.{ending}"))]
+    wrong = [f"{path.name}: {first}" for path in sources for first in comments(path) if OPENING.match(first)]
+    assert len(sources) > 100
     assert not wrong, "\n".join(wrong)

@@ -99,13 +99,13 @@ class PagedKVCache:
             self._scales = [torch.zeros(rows, dtype=torch.float32, device=device) for _ in sides if stored]
         # Pages are numbered over all ranks: page // ranks of the pool of rank page % ranks.
         self._free = [list(range(rank, pages * self._ranks, self._ranks))[::-1] for rank in range(self._ranks)]
-        self._shared = [0] * (pages * self._ranks)  # how many sequences hold a page
+        self._shared = [0] * (pages * self._ranks)  # number of sequences that use each page
         self._sequences: dict[int, tuple[list[int], int]] = {}  # pages and tokens
-        self._tables: dict[tuple[int, ...], Tensor] = {}  # of the sequences asked for last
+        self._tables: dict[tuple[int, ...], Tensor] = {}  # page table of the last selection of sequences
         self._next = 0
 
     def __repr__(self) -> str:
-        """Heads and elements, how they are stored, and what is in use."""
+        """Heads, elements per head, storage format, and the number of pages and sequences in use."""
         dims = f"{self.heads} x {self.dim}" + ("" if self.dim_v == self.dim else f" (values {self.dim_v})")
         stored = self.stored or str(self.dtype).removeprefix("torch.")
         pages, count = len(self._shared), len(self._sequences)
@@ -115,7 +115,7 @@ class PagedKVCache:
 
     @property
     def free_pages(self) -> int:
-        """Pages that no sequence holds, over all ranks."""
+        """Number of pages that no sequence uses, over all ranks."""
         return sum(map(len, self._free))
 
     @property

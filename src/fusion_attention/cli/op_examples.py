@@ -346,7 +346,7 @@ def _function(op: Op, call: Call) -> str:
 
 
 def installed(op: Op) -> str:
-    """How a program comes to a function of CANN's package."""
+    """Import statements of an example that calls an operator of CANN's package."""
     package = op.name.removesuffix(f".{op.called}")
     return f"import torch\nfrom fusion_attention import npu\n\nnpu.install()\nfrom {package} import {op.called}"
 

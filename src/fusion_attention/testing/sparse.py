@@ -192,7 +192,7 @@ def lengths_of(case: Rows) -> dict[str, Any]:
 
 
 def bound_of(case: Rows) -> dict[str, Any]:
-    """What its keys stand for, in the words of the Python API."""
+    """Arguments ratio and residual of the Python API for a case."""
     return {"ratio": case.ratio, "residual": list(case.residual) or None}
 
 

@@ -1,4 +1,4 @@
-"""The Triton back end: attention on NVIDIA GPUs. Imports Triton only where it computes, so that any machine may ask."""
+"""The Triton back end: attention on NVIDIA GPUs. Triton is imported by the first computation, not with this module."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 NAME = "triton"
 DTYPES = ("float32", "float16", "bfloat16")
-MAJORS = (8, 9, 10, 12)  # compute capabilities of the chips that the kernels were compiled for
-TRITONS = ((3, 6), (3, 8))  # the oldest and the newest that they were compiled with
-# Tables in which an operation kind needs a tile; a cache is read by the kernels of decode alone.
+MAJORS = (8, 9, 10, 12)  # major compute capabilities for which the kernels were compiled
+TRITONS = ((3, 6), (3, 8))  # oldest and newest supported versions of Triton
+# Tables with the tiles of an operation; only the decode kernels read caches.
 TABLES = {"attention_forward": ("forward", "decode"), "attention_backward": ("query", "key")}
 ALL = ("forward", "query", "key", "decode")
 
 
 def against_triton() -> list[str]:
-    """Why the Triton that is installed, if any, cannot compile the kernels."""
+    """Reasons why the installed version of Triton cannot compile the kernels, or that it is missing."""
     try:
         import triton
     except ImportError:
@@ -50,14 +50,14 @@ def against_triton() -> list[str]:
 
 
 def interpreted() -> bool:
-    """Whether kernels run under Triton's interpreter, on the CPU."""
+    """True if kernels run under Triton's interpreter, on the CPU."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)
 
 
 def against_device(device: torch.device) -> list[str]:
-    """Why a device cannot run the kernels."""
+    """Reasons why a device cannot run the kernels."""
     if against := against_triton():
         return against
     if interpreted():
@@ -79,7 +79,7 @@ def against_device(device: torch.device) -> list[str]:
 
 
 def against_shape(problem: Problem, device: torch.device, op_kind: str) -> list[str]:
-    """Why the kernels have no code for a problem's sizes: the tables of tiles list what was compiled and fits."""
+    """Reasons why a problem's sizes are not supported: the tables of tiles have no entry that fits the device."""
     p, reasons = problem, []
     if p.dim_rope > shapes.WIDEST_ROPE:
         reasons.append(f"the triton back end computes dim_rope up to {shapes.WIDEST_ROPE}, not {p.dim_rope}.")
@@ -94,7 +94,7 @@ def against_shape(problem: Problem, device: torch.device, op_kind: str) -> list[
 
 
 def against_cache(problem: Problem) -> list[str]:
-    """What the decode kernels do not compute."""
+    """Reasons why the decode kernels do not support a problem with a cache."""
     p = problem
     if not p.page_size and not p.kv_dtype:
         return []
@@ -116,7 +116,7 @@ def refused(table: tuple[tuple[str, object, tuple[object, ...]], ...]) -> list[s
 
 
 def against_dense(problem: Problem) -> list[str]:
-    """What no kernel computes that meets every key of a band."""
+    """Reasons why the dense and decode kernels do not support a problem."""
     p = problem
     unknown = refused(
         (
@@ -134,7 +134,7 @@ def against_dense(problem: Problem) -> list[str]:
 
 
 def against_selection(problem: Problem) -> list[str]:
-    """What no kernel of selected keys computes."""
+    """Reasons why the kernels of selected keys do not support a problem."""
     p, what = problem, "select_count" if problem.select_count else "compressed_ratio"
     return refused(
         (
@@ -145,7 +145,7 @@ def against_selection(problem: Problem) -> list[str]:
 
 
 def against_family(problem: AnyProblem, device: torch.device, op_kind: str) -> list[str]:
-    """Why kernels of lists, of the indexer or of its loss have no code for a problem's sizes."""
+    """Reasons why sizes are not supported by the kernels of selected keys, of the indexer or of its loss."""
     chip = shapes.chip_of(device)
     if problem.dtype not in DTYPES or chip is None:
         return []
@@ -153,8 +153,8 @@ def against_family(problem: AnyProblem, device: torch.device, op_kind: str) -> l
 
 
 def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: str = "") -> list[str]:
-    """One sentence for each thing that this back end cannot do; empty when it can. Without an operation kind, for all
-    of them."""
+    """One sentence for each property of the problem that this back end does not support; op_kind "": for every
+    operation."""
     p, where = problem, torch.device(device)
     against = against_device(where)
     if isinstance(p, IndexerProblem | IndexerLossProblem):
@@ -168,7 +168,7 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: st
 
 
 def schedule(problem: AnyProblem, extents: Extents, op_kind: str) -> Schedule:
-    """What one operation kind needs on given lengths; what depends on a device is made by the first run on it."""
+    """The schedule of an operation on given lengths; the first run on a device adds the device's tables to it."""
     from fusion_attention.backends.triton.common import launching
     from fusion_attention.backends.triton.decode import launch as launch_decode
 
@@ -178,7 +178,7 @@ def schedule(problem: AnyProblem, extents: Extents, op_kind: str) -> Schedule:
 
 
 def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
-    """What an operation kind allocates besides operands and results, at most."""
+    """The most bytes that an operation allocates besides operands and results."""
     planned = schedule(problem, extents, op_kind)
     if isinstance(problem, IndexerLossProblem) or (isinstance(problem, IndexerProblem) and op_kind == "indexer_lse"):
         from fusion_attention.backends.triton.indexer import launch_loss
@@ -206,13 +206,13 @@ def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
 
 
 def reschedule(problem: AnyProblem, extents: Extents, op_kind: str, schedule: Schedule) -> Schedule:
-    """The same schedule with other key lengths of the same rows, for every graph too that was captured while it ran."""
+    """Updates a schedule to other key lengths of the same rows, also for graphs that were captured with it."""
     schedule.update(extents)
     return schedule
 
 
 def nothing(*_: Any) -> None:
-    """A launch takes the addresses of every call anew."""
+    """Returns None: there are no prepared calls."""
 
 
 prepare = keep = nothing
@@ -237,9 +237,9 @@ def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, op
 def attention_backward(
     problem: Problem, extents: Extents, schedule: Schedule, operands: Operands, grads: Grads
 ) -> None:
-    """Writes all gradients, or adds to dbias, from the saved statistics and the saved out.
+    """Writes all gradients (adds to dbias unless owns_dbias) from the saved statistics and the saved out.
 
-    The same bits in every run, but for dbias where a bias repeats: its elements are then sums in no fixed order.
+    Bits are the same in every run, except dbias of a broadcast bias, whose sums have no fixed order.
     """
     from fusion_attention.backends.triton.common import layout_table
 
@@ -266,7 +266,7 @@ def attention_backward(
 
 
 def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: Schedule, operands: IndexerOperands) -> None:
-    """Writes operands.indices, and operands.values where there are any, for every row of every sequence."""
+    """Writes operands.indices, and operands.values if problem.has_values, for every row of every sequence."""
     from fusion_attention.backends.triton.common import layout_table
     from fusion_attention.backends.triton.indexer import launch as launch_indexer
 
@@ -278,7 +278,7 @@ def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: Schedule, 
 def indexer_backward(
     problem: IndexerProblem, extents: Extents, schedule: Schedule, operands: IndexerOperands, grads: IndexerGrads
 ) -> None:
-    """Writes dq, dk and dweights from the chosen indices; the same bits in every run."""
+    """Writes dq, dk and dweights from the selected indices; the same bits in every run."""
     from fusion_attention.backends.triton.common import layout_table
     from fusion_attention.backends.triton.indexer import launch as launch_indexer
 
@@ -288,7 +288,7 @@ def indexer_backward(
 
 
 def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, operands: IndexerOperands) -> None:
-    """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), over the keys that the band shows."""
+    """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), over the keys in the band."""
     from fusion_attention.backends.triton.common import layout_table
     from fusion_attention.backends.triton.indexer import launch_dense_kl_loss
 

@@ -1,1 +1,1 @@
-"""The lightning indexer's KL loss with its gradients, and our own indexer_loss()."""
+"""Records of the lightning indexer's KL losses with gradients, from CANN and of this library (indexer_loss())."""

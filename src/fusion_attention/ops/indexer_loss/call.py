@@ -1,4 +1,4 @@
-"""The indexer's loss and its statistics in the intermediate representation: problem, views, results."""
+"""Lowered calls of the indexer's losses and statistics: problem, views, and allocation of results."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ TARGET_RESULTS = (*RESULTS[:3], "softmax_out")
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Memory for the results of a loss with these arguments."""
+    """Allocates the results of a loss for arguments n."""
     gradients = (empty(n[name], n[name].shape) for name in DIFFERENTIABLE)
     loss = empty(n["query"], (1,), torch.float32)
     return dict(zip(RESULTS, (*gradients, loss), strict=True))
 
 
 def fresh_target(n: Mapping[str, Any], names: tuple[str, ...] = TARGET_RESULTS) -> dict[str, Tensor]:
-    """The same of a loss against a given target."""
+    """Allocates the results of a loss against a target of the caller, for arguments n."""
     results = fresh({**n, "query": n["query_index"]})
     if "loss" not in names:
         results["softmax_out"] = empty(n["target"], n["target"].shape)
@@ -51,7 +51,7 @@ def fresh_target(n: Mapping[str, Any], names: tuple[str, ...] = TARGET_RESULTS) 
 
 
 def fresh_statistics(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Memory for the statistics of an indexer with these arguments."""
+    """Allocates the softmax maximum and sum of the indexer's scores for arguments n."""
     q = n["query_index"]
     shape = (1, q.shape[0]) if n["layout"] == "TND" else (q.shape[0], 1, q.shape[1])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -59,34 +59,34 @@ def fresh_statistics(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def fresh_lse(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Memory for the log-sum-exp of an indexer with these arguments."""
+    """Allocates the log-sum-exp of the indexer's scores for arguments n."""
     return {"softmax_lse": fresh_statistics(n)[STATISTICS[0]]}
 
 
 @dataclass(frozen=True, eq=False)
 class _Call(TensorCall):
-    """What all calls are; room: lengths as sequences lie in memory, where those that count may be shorter."""
+    """A lowered call of an indexer's loss or statistics; room: allocated lengths if the valid ones may be shorter."""
 
     @property
     def memory(self) -> Extents:
-        """How sequences lie."""
+        """Lengths that determine the positions of sequences in packed tensors."""
         room: Extents | None = getattr(self, "room", None)
         return room or self.extents
 
     def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
-        """Rows of the query side."""
+        """A view of rows of queries."""
         return row_view(tensor, self.layout, heads, self.memory, "q")
 
     def keys(self, tensor: Tensor, heads: int = 1) -> RowView:
-        """Rows of the key side."""
+        """A view of rows of keys."""
         return row_view(tensor, self.layout, heads, self.memory, "kv")
 
     def statistic(self, tensor: Tensor) -> RowView:
-        """Statistics of the indexer's one head, [B, 1, S1] or [1, T1]."""
+        """A view of statistics of shape [B, 1, S1] or [1, T1]; the indexer has one head of scores."""
         return self.rows(tensor.transpose(-1, -2).unsqueeze(-1))
 
     def index(self, heads: int, indices: Tensor | None, max_: Tensor | None, sum_: Tensor | None) -> IndexerOperands:
-        """The views of what is the indexer's."""
+        """Views of the indexer's tensors."""
         stats = None if max_ is None or sum_ is None else Stats(self.statistic(max_), self.statistic(sum_))
         return IndexerOperands(
             q=self.rows(self.given("query_index"), heads),
@@ -102,18 +102,18 @@ class _Call(TensorCall):
 
 @dataclass(frozen=True, eq=False)
 class Statistics(_Call):
-    """The softmax statistics of the indexer's scores over all keys that a row sees."""
+    """The lowered call of the softmax statistics of the indexer's scores over all visible keys of a row."""
 
     problem: IndexerProblem
     room: Extents | None = None
     op_kind = "indexer_lse"
 
     def results(self) -> dict[str, Tensor]:
-        """Fresh memory."""
+        """Allocates the results."""
         return fresh_statistics({**self.tensors, "layout": self.layout})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors and its results."""
+        """A run on views of the call's tensors and of `outputs`."""
         return _StatisticsRun(self, outputs)
 
 
@@ -132,14 +132,14 @@ class _StatisticsRun(Filled):
 
 @dataclass(frozen=True, eq=False)
 class LogSum(Statistics):
-    """max + log(sum) of the same statistics."""
+    """The lowered call of the log-sum-exp, max + log(sum), of the indexer's scores."""
 
     def results(self) -> dict[str, Tensor]:
-        """Fresh memory."""
+        """Allocates the results."""
         return fresh_lse({**self.tensors, "layout": self.layout})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors and its results."""
+        """A run on views of the call's tensors and of `outputs`."""
         return _LogSumRun(self, outputs)
 
 
@@ -160,7 +160,7 @@ class _LogSumRun(_StatisticsRun):
 
 @dataclass(frozen=True, eq=False)
 class _AnyLoss(_Call):
-    """A loss with its gradients, which a derivative only scales."""
+    """A lowered call of a loss that also returns its gradients; autograd only scales them."""
 
     problem: IndexerLossProblem
     op_kind = "indexer_loss"
@@ -168,12 +168,13 @@ class _AnyLoss(_Call):
     def gradients(
         self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
     ) -> dict[str, Tensor]:
-        """The gradients that came with the loss, scaled."""
+        """The gradients returned with the loss, multiplied by the gradient of the loss."""
         factor = upstream["loss"].reshape(())
         return {name: results[f"d{name}"] * factor for name in DIFFERENTIABLE}
 
     def first(self) -> tuple[Statistics, dict[str, Tensor]] | None:
-        """The call that finds the indexer's statistics, and their memory; None where they were given or not needed."""
+        """The call that computes the indexer's statistics, and its results; None if the caller passed them or a list
+        of keys makes them unnecessary."""
         if self.tensors["sparse_indices"] is not None or self.given_statistics() is not None:
             return None
         p = self.problem
@@ -183,11 +184,11 @@ class _AnyLoss(_Call):
         return call, call.results()
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
-        """The indexer's statistics, where the call has them."""
+        """The indexer's statistics (maximum, sum) passed by the caller, or None."""
         raise NotImplementedError
 
     def written(self, dq: Tensor, dk: Tensor, dweights: Tensor) -> tuple[IndexerGrads, list[Tensor]]:
-        """The views of gradients, and those with rows of no sequence."""
+        """(views of gradients, those tensors that have rows outside all sequences)."""
         grads = IndexerGrads(
             dq=self.rows(dq, self.problem.heads_index), dk=self.keys(dk), dweights=self.rows(dweights.unsqueeze(-2))
         )
@@ -197,19 +198,19 @@ class _AnyLoss(_Call):
 
 @dataclass(frozen=True, eq=False)
 class Loss(_AnyLoss):
-    """The loss against the attention's own distribution."""
+    """The lowered call of a loss against the attention's probabilities, computed from query and key."""
 
     def results(self) -> dict[str, Tensor]:
-        """Fresh memory."""
+        """Allocates the results."""
         return fresh(self.tensors)
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
-        """The two that the call has."""
+        """The maximum and sum passed by the caller, or None."""
         max_, sum_ = (self.tensors[name] for name in INDEX_STATISTICS)
         return None if max_ is None or sum_ is None else (max_, sum_)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors and its results."""
+        """A run on views of the call's tensors and of `outputs`."""
         return _LossRun(self, outputs)
 
 
@@ -255,27 +256,27 @@ class _LossRun(Filled):
 
 @dataclass(frozen=True, eq=False)
 class TargetLoss(_AnyLoss):
-    """The loss against a given target.
+    """The lowered call of a loss against a target passed by the caller.
 
     Args:
-        room: lengths as sequences lie in memory, where those that count may be shorter; None: they are the same.
-        names: of its results: gradients, and the loss or "softmax_out", y of the target's elements.
+        room: allocated lengths of packed sequences, if the valid lengths may be shorter; else None.
+        names: names of the results: gradients, and the loss or "softmax_out" (y for every element of the target).
     """
 
     room: Extents | None = None
     names: tuple[str, ...] = RESULTS
 
     def results(self) -> dict[str, Tensor]:
-        """Fresh memory."""
+        """Allocates the results."""
         return fresh_target(self.tensors, self.names)
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
-        """The one that the call has, which stands for two."""
+        """(log-sum-exp, ones) as maximum and sum, or None if the caller did not pass it."""
         lse = self.tensors["softmax_lse"]
         return None if lse is None else (lse, torch.ones_like(lse))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors and its results."""
+        """A run on views of the call's tensors and of `outputs`."""
         result = tuple(outputs[name] for name in self.names)
         dq, dk, dweights, last = buffers = tuple(buffer(tensor) for tensor in result)
         grads, clears = self.written(dq, dk, dweights)

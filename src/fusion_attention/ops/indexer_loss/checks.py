@@ -1,4 +1,4 @@
-"""The questions that rules of losses against a given target ask of lists: keys may stand for several tokens, and packed
+"""Checks of the lists of keys of losses against a target, where a key may be compressed from several tokens and packed
 sequences may be shorter than their memory."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fusion_attention.ops.shared.checks import Outcome, stays_unread
 def _lists(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, q_room: np.ndarray | None
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(b, the lists [rows, entries] of sequence b)."""
+    """Yields (b, lists [rows, entries] of sequence b)."""
     room = q_len if q_room is None else q_room
     for b, (start, count) in enumerate(zip(np.cumsum(room) - room, q_len, strict=True)):
         listed = indices[b, :count] if layout == "BSND" else indices[start : start + count]
@@ -30,7 +30,10 @@ def _first(bad: torch.Tensor, listed: torch.Tensor, b: int) -> str:
 def keys_exist(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, q_room: np.ndarray | None, kv_len: np.ndarray
 ) -> Outcome:
-    """Whether every entry is -1 or the number of a key of its row's sequence; reads them, unless lists stay unread."""
+    """True if every entry is -1 or the number of a key of its row's sequence, else the first that is not.
+
+    Reads the lists, unless stays_unread() excludes them.
+    """
     if stays_unread(indices):
         return True
     for b, listed in _lists(indices, layout, q_len, q_room):
@@ -44,7 +47,7 @@ def keys_read(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, q_room: np.ndarray | None, kv_len: np.ndarray,
     mode: int, ratio: int, residual: np.ndarray | None,
 ) -> Outcome:  # fmt: skip
-    """Whether a row reads every entry of its list: at most as many as it sees keys, and none of a later key."""
+    """True if every list has at most as many entries as its row has visible keys and no hidden key, else an example."""
     for b, listed in _lists(indices, layout, q_len, q_room):
         keys, rows = int(kv_len[b]), len(listed)
         behind = rows % ratio if residual is None else int(residual[b])

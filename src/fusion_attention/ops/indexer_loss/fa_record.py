@@ -1,4 +1,4 @@
-"""The record of this library's own `indexer_loss`: over the keys that rows select, or over all of them."""
+"""The record of `fusion_attention.indexer_loss`, over selected keys or over all keys of a band."""
 
 from __future__ import annotations
 

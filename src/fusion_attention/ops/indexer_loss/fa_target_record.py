@@ -1,4 +1,4 @@
-"""The record of this library's own `indexer_target_loss`: against a target that the caller has."""
+"""The record of `fusion_attention.indexer_target_loss`, whose target is passed by the caller."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""CANN's losses of the lightning indexer with their gradients, and the statistics they need: their records.
+"""Records of CANN's losses of the lightning indexer with their gradients, and of the softmax statistics they need.
 
-Most rules stand in sparse/rules.py, the way down to an IndexerLossProblem in lower.py.
+Most of their rules are in ops/sparse/rules.py; lower.py makes the IndexerLossProblem.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from fusion_attention.ops.sparse.rules import (
 
 
 def of_index(heads: str, dim: str, dtypes: str, like: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The indexer's query, key and weights, whose heads and elements are these axes; like: whose dtype the key has."""
+    """The parameters query, key and weights of the indexer; heads, dim: axes; like: the tensor with the key's dtype."""
     return (
         Tensor("query_index", "Query rows of the indexer.", dtypes=dtypes, shape=rows("1", heads, dim)),
         Tensor(

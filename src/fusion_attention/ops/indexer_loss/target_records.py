@@ -1,4 +1,5 @@
-"""CANN's losses of the indexer whose target is given, and the statistics that one of them takes."""
+"""Records of CANN's losses of the indexer against a target passed by the caller, and of the statistics for one of
+them."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ RESULTS = (
 
 
 def derive(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Lengths, those that there is memory for, and axes."""
+    """Derived values: lengths, lengths for which tensors have memory, and axes."""
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
     result: dict[str, Any] = {}
     for side, axis, length in (("q", "S1", "q_len"), ("k", "S2", "kv_len")):

@@ -1,1 +1,1 @@
-"""What all kernels and launches share: layout tables, rows in parts, pages, biases, shapes of tiles."""
+"""Code that all kernels and launches share: layout tables, rows in blocks of columns, pages, biases, tile shapes."""

@@ -1,8 +1,8 @@
-"""From a product to a score: a softcap, and a bias from a matrix, a table of its last rows or slopes (ALiBi); what a
-gradient adds to the bias."""
+"""Kernel functions for softcap and bias (a matrix, a table of its last rows, or ALiBi slopes), and the gradient of the
+bias."""
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -18,10 +18,10 @@ MATRIX, TABLE, SLOPES, SLOPES_SQRT = (tl.constexpr(n) for n in range(1, 5))
 
 @triton.jit
 def capped(x, scale, CAP: tl.constexpr):
-    """(tanh(x * scale / CAP), 1 - its square: what is left of a gradient).
+    """(tanh(x * scale / CAP), 1 - its square, the derivative).
 
-    Triton's interpreter has no tanh. Below 0.625 a minimax polynomial of the relative error, exact at 0; above it
-    1 - 2 / (e^2y + 1) loses no bits.
+    Triton's interpreter has no tanh. Below 0.625 it is a minimax polynomial of the relative error, exact at 0; above,
+    1 - 2 / (e^2y + 1), which has full precision there.
     """
     y = x * scale / CAP
     size = tl.abs(y)
@@ -63,7 +63,7 @@ def biased(x, scale, factor, bias, slopes, strides, count, b, h, heads, row, key
 
 @triton.jit
 def table_place(row, key, q_len, kv_len):
-    """Where a table of the last TABLE_ROWS rows holds (row, key)."""
+    """(row, column) of (row, key) in a table of the last TABLE_ROWS rows."""
     first = q_len - TABLE_ROWS
     stored = tl.where(row >= first, row - first, row % TABLE_ROWS)
     return stored, tl.minimum(key + (first + stored - row), kv_len - 1)
@@ -71,7 +71,7 @@ def table_place(row, key, q_len, kv_len):
 
 @triton.jit
 def add_dbias(dbias, where, row, key, visible, gradient, lengths, KIND: tl.constexpr):
-    """Adds to the elements that the bias was read from; several may meet in one where the bias repeats."""
+    """Adds a gradient to the elements that the bias was read from, atomically, since a bias may be broadcast."""
     strides, count, b, h, _ = where
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.DBIAS)
     stored, column = row.to(tl.int64), key.to(tl.int64)

@@ -1,9 +1,10 @@
-"""What all kernels share: addresses, intervals, dropout. A kernel's rows and keys come as broadcast axes, so
-that scores may stand either way round.
+"""Kernel functions for addresses, visible intervals, dropout, and rows in blocks of columns.
+
+Rows and keys are broadcast axes in either order, so the same functions serve scores and transposed scores.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -23,7 +24,7 @@ DROPOUTS = {"none": 0, "bits": 1, "philox": 2}
 
 @triton.jit
 def heads_at(strides, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """(first element, stride of a head, stride of a token) of a view; multiples of ALIGN (the host has looked)."""
+    """(first element, stride of a head, stride of a token) of a view; multiples of ALIGN, which the host checks."""
     at = strides + VIEW * PER_VIEW * count + b
     first, head, token = tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
     if ALIGN > 1:
@@ -56,7 +57,7 @@ def lengths_at(lengths, count, b):
 
 @triton.jit
 def interval(row, valid, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
-    """int32 (first, end) of the keys that rows see; nothing where a row is not there. RATIO: of an IndexerProblem."""
+    """int32 (first, end) of the visible keys of rows; empty if a row is not valid. RATIO: IndexerProblem.ratio."""
     row64 = row.to(tl.int64)
     first = tl.minimum(tl.maximum(row64 + lo, 0), kv_len)
     end = tl.minimum(tl.maximum((row64 + hi) // RATIO, prefix), kv_len)
@@ -65,8 +66,8 @@ def interval(row, valid, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
 
 @triton.jit
 def band_at(extents):
-    """int32 (q_len, kv_len, lo, hi, prefix) of what lengths_at() gave: no edge is further away than there are rows and
-    keys, so that a sum with a row or a key is one of int32 too."""
+    """(q_len, kv_len, lo, hi, prefix) of lengths_at() in int32, with edges clamped to the numbers of rows and keys, so
+    that sums with a row or a key do not overflow int32."""
     q_len, kv_len, lo, hi, prefix, _ = extents
     lo, hi = tl.minimum(tl.maximum(lo, -q_len), kv_len), tl.minimum(tl.maximum(hi, -q_len), kv_len)
     return (q_len.to(tl.int32), kv_len.to(tl.int32), lo.to(tl.int32), hi.to(tl.int32),
@@ -75,7 +76,7 @@ def band_at(extents):
 
 @triton.jit
 def load_part(base, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Columns [FIRST, FIRST + WIDTH) of rows at `offset`; zeros behind DIM and, where CUT, in rows not there."""
+    """Loads columns [FIRST, FIRST + WIDTH) of rows at `offset`; zeros behind DIM and, if MASKED, in invalid rows."""
     d = FIRST + tl.arange(0, WIDTH)
     at = base + offset[:, None] + d[None, :]
     if FIRST + WIDTH > DIM:
@@ -88,7 +89,7 @@ def load_part(base, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM
 
 @triton.jit
 def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """The counterpart of load_part()."""
+    """Stores columns [FIRST, FIRST + WIDTH) of rows, as load_part() loads them."""
     d = FIRST + tl.arange(0, WIDTH)
     mask = there[:, None] & (d < DIM)[None, :]
     tl.store(base + offset[:, None] + d[None, :], value.to(base.dtype.element_ty), mask=mask)
@@ -96,7 +97,7 @@ def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def not_blocked(blocked, strides, count, b, h, row, key, there):
-    """Whether the matrix leaves a key to a row."""
+    """True for pairs that the blocked matrix does not hide."""
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BLOCKED)
     at = blocked + first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     return tl.load(at, mask=there, other=1) == 0
@@ -104,7 +105,7 @@ def not_blocked(blocked, strides, count, b, h, row, key, there):
 
 @triton.jit
 def kept_bits(bits, strides, count, b, h, row, key, there):
-    """Whether the caller's bits keep a probability; addresses count bits."""
+    """True for pairs that the caller's dropout bits keep; addresses count bits."""
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BITS)
     bit = first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     byte = tl.load(bits + (bit >> 3), mask=there, other=0).to(tl.int32)
@@ -113,7 +114,7 @@ def kept_bits(bits, strides, count, b, h, row, key, there):
 
 @triton.jit
 def kept_drawn(seed, offset, threshold, stream, row, j0, KEYS: tl.constexpr):
-    """[rows, KEYS] bool: drawn for keys from j0 on, a multiple of 8; one draw serves eight keys."""
+    """Draws the dropout mask [rows, KEYS] bool for keys from j0 on, a multiple of 8; one draw gives eight keys."""
     draw = (j0 // 8 + tl.arange(0, KEYS // 8))[None, :]
     zero = tl.zeros([row.shape[0], KEYS // 8], tl.int32)
     c0, c1, c2, c3 = zero + draw, zero + row[:, None], zero + stream, zero + offset
@@ -136,7 +137,7 @@ def _high(word):
 
 @triton.jit
 def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl.constexpr):
-    """[rows, KEYS] bool: what dropout keeps of the keys from j0 on; drop = (seed, offset, threshold)."""
+    """The dropout mask [rows, KEYS] bool, True: kept, of the keys from j0 on; drop = (seed, offset, threshold)."""
     strides, count, b, h, _ = where
     if DROPOUT == PHILOX:
         seed, offset, threshold = drop
@@ -147,13 +148,13 @@ def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl
         return kept_bits(bits, strides, count, b, h, row[:, None], (j0 + tl.arange(0, KEYS))[None, :], there)
 
 
-# ------------------------------------------------------------------------------------------------- rows in three parts
+# --------------------------------------------------------------------------------- rows in up to three column blocks
 
 
 @triton.jit
 def load_three(base, offset, there, MASKED: tl.constexpr,
                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """The parts of rows; an absent one is the first again, and is not read."""
+    """Loads rows as three column blocks of widths W0, W1, W2; a block of width 0 repeats the first, and is not used."""
     x0 = load_part(base, offset, there, 0, W0, DIM, MASKED)
     x1, x2 = x0, x0
     if W1:
@@ -166,8 +167,8 @@ def load_three(base, offset, there, MASKED: tl.constexpr,
 @triton.jit
 def rows_of(base, stride, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
             DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Where load_rows() finds rows: descriptors of their parts, which read zeros behind `count` rows, or
-    (first element, stride)."""
+    """The source for load_rows(): with TMA, tensor descriptors of the column blocks, which read zeros behind `count`
+    rows; else (first element, stride)."""
     if TMA:
         count = count.to(tl.int32)
         x0 = tl.make_tensor_descriptor(base, [count, DIM], [stride, 1], [ROWS, W0])
@@ -184,7 +185,7 @@ def rows_of(base, stride, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.co
 @triton.jit
 def load_rows(rows, j0, inside, MASKED: tl.constexpr, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
               W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """The parts of ROWS rows from j0 on, as load_three() gives them; rows: of rows_of()."""
+    """Loads ROWS rows from j0 on as column blocks, like load_three(); rows: result of rows_of()."""
     if TMA:
         x0 = rows[0].load([j0, 0])
         x1, x2 = x0, x0
@@ -202,7 +203,7 @@ def load_rows(rows, j0, inside, MASKED: tl.constexpr, ROWS: tl.constexpr, W0: tl
 @triton.jit
 def rows_of_group(base, head, stride, heads, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
                   W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """rows_of() for load_group(), which takes a head too."""
+    """The source for load_group(): rows_of() with an axis of heads."""
     if TMA:
         count = count.to(tl.int32)
         x0 = tl.make_tensor_descriptor(base, [heads, count, DIM], [head, stride, 1], [1, ROWS, W0])
@@ -219,7 +220,7 @@ def rows_of_group(base, head, stride, heads, count, ROWS: tl.constexpr, W0: tl.c
 @triton.jit
 def load_group(rows, h, first, inside, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
                DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """The parts of ROWS rows of head h from `first` on; rows: of rows_of_group()."""
+    """Loads ROWS rows of head h from `first` on as column blocks; rows: result of rows_of_group()."""
     if TMA:
         x0 = rows[0].load([h, first, 0]).reshape(ROWS, W0)
         x1, x2 = x0, x0
@@ -236,7 +237,7 @@ def load_group(rows, h, first, inside, ROWS: tl.constexpr, W0: tl.constexpr, W1:
 @triton.jit
 def store_three(base, offset, there, parts, factor,
                 W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """The counterpart of load_three(), times a factor per row."""
+    """Stores rows in column blocks, like load_three(), multiplied by a factor per row."""
     store_part(base, offset, there, parts[0] * factor, 0, W0, DIM)
     if W1:
         store_part(base, offset, there, parts[1] * factor, W0, W1, DIM)
@@ -246,7 +247,7 @@ def store_three(base, offset, there, parts, factor,
 
 @triton.jit
 def zeros_three(ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr):
-    """Accumulators."""
+    """Zero accumulators [ROWS, W] in float32, one per column block."""
     x0 = tl.zeros([ROWS, W0], tl.float32)
     x1, x2 = x0, x0
     if W1:
@@ -258,7 +259,7 @@ def zeros_three(ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.c
 
 @triton.jit
 def inner_three(a, b, W1: tl.constexpr, W2: tl.constexpr):
-    """a b^T for rows in parts."""
+    """a b^T for rows in column blocks."""
     x = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
     if W1:
         x = tl.dot(a[1], tl.trans(b[1]), x, input_precision="ieee")
@@ -269,7 +270,7 @@ def inner_three(a, b, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def products(a, b, W1: tl.constexpr, W2: tl.constexpr):
-    """[rows] float32: a . b of rows in parts, element by element."""
+    """Row-wise dot products [rows] float32 of rows in column blocks."""
     x = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
     if W1:
         x += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
@@ -280,7 +281,7 @@ def products(a, b, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def add_three(acc, p, x, W1: tl.constexpr, W2: tl.constexpr):
-    """acc + p x for rows x in parts; the weights are rounded to their dtype."""
+    """acc + p x for rows x in column blocks; p is rounded to the dtype of x."""
     acc0, acc1, acc2 = acc
     p = p.to(x[0].dtype)
     acc0 = tl.dot(p, x[0], acc0, input_precision="ieee")

@@ -1,6 +1,4 @@
-"""Launches: a kernel with what stays from run to run and what each run gives, and what an operation kind keeps of its
-lengths.
-"""
+"""Kernel launches with fixed arguments and arguments of each run, and the schedules of operations."""
 
 from __future__ import annotations
 
@@ -20,27 +18,27 @@ from fusion_attention.memory import empty
 
 T = TypeVar("T")
 Constants = dict[str, Any]
-LAYOUTS = 32  # of memory, of which a schedule knows what to launch: a captured graph meets the same again
+LAYOUTS = 32  # memory layouts for which a schedule caches its launches; captured graphs use the same again
 
 
 @dataclass(eq=False)
 class Launch:
-    """A kernel, and what stays as it is from run to run."""
+    """A kernel with its grid and the arguments that do not change between runs."""
 
     kernel: Any
     grid: tuple[int, ...]
     constexprs: Constants
-    arguments: list[Any]  # in the kernel's order: Triton takes them quicker than by name
-    given: list[tuple[int, str]]  # places of those that each run gives
-    options: dict[str, int]  # Triton's
-    scratch: bool  # Triton asks for memory of descriptors
+    arguments: list[Any]  # in the kernel's order, which Triton processes faster than keywords
+    given: list[tuple[int, str]]  # positions and names of the arguments of each run
+    options: dict[str, int]  # Triton's launch options
+    scratch: bool  # the kernel has tensor descriptors, for which Triton allocates memory
 
     def argument(self, name: str) -> Any:
-        """One that stays."""
+        """The value of a fixed argument."""
         return self.arguments[self.kernel.arg_names.index(name)]
 
     def start(self, given: dict[str, Any]) -> None:
-        """Launches the kernel."""
+        """Launches the kernel with the arguments of a run, by name."""
         arguments = self.arguments.copy()
         for at, name in self.given:
             arguments[at] = given[name]
@@ -55,7 +53,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: list[Any], options: di
 def launch_named(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], constexprs: Constants, tile: shapes.Tile
 ) -> None:
-    """Launches a kernel without descriptors once, its arguments by their names."""
+    """Launches a kernel without descriptors once, with arguments by name."""
     values = arguments | constexprs
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     launch(kernel, grid, [values[name] for name in kernel.arg_names], options)
@@ -64,13 +62,13 @@ def launch_named(
 def launch_some(
     kernel: Any, grid: tuple[int, ...], given: dict[str, Any], constexprs: Constants, tile: shapes.Tile
 ) -> None:
-    """launch_named() with those of the arguments that the kernel names."""
+    """launch_named() with only those arguments that the kernel has."""
     arguments = {name: given[name] for name in kernel.arg_names if name not in constexprs}
     launch_named(kernel, grid, arguments, constexprs, tile)
 
 
 class Family:
-    """Kernels whose arguments have the same names."""
+    """A group of kernels with common names of arguments."""
 
     def __init__(self, *kernels: Any) -> None:
         self._taken = frozenset(name for kernel in kernels for name in kernel.arg_names)
@@ -79,7 +77,7 @@ class Family:
         self, kernel: Any, grid: tuple[int, ...], fixed: dict[str, Any], given: Iterable[str], constexprs: Constants,
         tile: shapes.Tile, **options: int,
     ) -> Launch:  # fmt: skip
-        """With the arguments that the kernel names; some kernel of the family must name each."""
+        """A Launch with those arguments that the kernel has; each must be an argument of a kernel of the family."""
         names = set(given)
         if strangers := {*fixed, *names} - self._taken:
             raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(strangers))}")
@@ -92,22 +90,22 @@ class Family:
 
 @dataclass(eq=False)
 class Ready:
-    """What an operation kind does on one layout of memory: its launches in their order, the tables that they read, and
-    the float32 scratch that each run takes, by the names of arguments."""
+    """An operation on one memory layout: its launches in order, the tables that they read, and the float32 scratch of
+    each run, by name of argument."""
 
     launches: list[Launch]
     tables: tuple[layout_table.Copied, ...]
     scratch: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def run(self, given: dict[str, Any]) -> None:
-        """Launches; given: the arguments that are a run's own, to which the scratch comes."""
+        """Runs all launches; given: the arguments of this run, to which scratch is added."""
         for table in self.tables:
             table.read()
         for name, shape in self.scratch.items():
             given[name] = empty(given["q"], shape, torch.float32)
         if any(each.scratch for each in self.launches):
-            # Descriptors lie in memory that Triton asks of an allocator, a context variable: no thread has what another
-            # one set, and the caller's own has to stay. So such launches have a context of their own.
+            # Triton allocates memory of descriptors by an allocator in a context variable. A separate context keeps the
+            # caller's allocator, and works in every thread.
             contextvars.copy_context().run(self._start_with_scratch, given)
         else:
             self._start(given)
@@ -124,33 +122,33 @@ class Ready:
 
 @dataclass(eq=False)
 class Schedule:
-    """What an operation kind needs on given lengths: its tiles, and what it has on devices."""
+    """The schedule of an operation on given lengths: tables on devices, and cached launches."""
 
     op_kind: str
     device_tables: layout_table.DeviceTables
-    rows: int  # of all sequences
+    rows: int  # query rows of all sequences
     decodes: bool = False  # the decode kernels compute it
-    by_layout: OrderedDict[Any, Any] = field(default_factory=OrderedDict)  # by layout of memory: what once() made
+    by_layout: OrderedDict[Any, Any] = field(default_factory=OrderedDict)  # results of once() by memory layout
 
     def once(self, layout: Any, make: Callable[[], T]) -> T:
-        """make()'s result, made the first time on a layout of memory (layout_table.layout); the last LAYOUTS stay."""
+        """make(), cached by memory layout (layout_table.layout); the last LAYOUTS results are kept."""
         result = self.by_layout.get(layout)
         if result is None:
             result = self.by_layout[layout] = make()
             while len(self.by_layout) > LAYOUTS:
                 self.by_layout.popitem(last=False)
         else:
-            with contextlib.suppress(KeyError):  # another thread's run pushed it out
+            with contextlib.suppress(KeyError):  # another thread may have evicted it
                 self.by_layout.move_to_end(layout)
         return result
 
     def update(self, extents: Extents) -> None:
-        """Other key lengths of the same rows."""
-        if extents.part is not self.device_tables.extents.part:  # drawn() counts from there, in the tables of places
+        """Sets other key lengths of the same rows."""
+        if extents.part is not self.device_tables.extents.part:  # positions of drawn dropout are in the layout tables
             self.by_layout.clear()
         self.device_tables.update(extents)
 
 
 def plan(extents: Extents, op_kind: str, decodes: bool = False) -> Schedule:
-    """The schedule of an operation kind; tiles are planned when a device is known."""
+    """Makes the schedule of an operation; tiles are planned by the first run on a device."""
     return Schedule(op_kind, layout_table.DeviceTables(extents), int(extents.q_len.sum()), decodes)

@@ -1,4 +1,4 @@
-"""Which place each view has in the table of memory.py, by the names that kernels give it."""
+"""Indices of views in the layout table (layout_table.py), as compile-time constants for kernels."""
 
 import triton.language as tl
 

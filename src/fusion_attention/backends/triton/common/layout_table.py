@@ -1,8 +1,8 @@
-"""Where everything lies, as the kernels read it: a table of addresses and strides, one of lengths, one of tiles.
+"""Tables on the device that kernels read: addresses and strides of views, lengths, and tiles.
 
-A view takes four rows of the table, a sequence one column: first element, stride of a head, stride of a token or row,
-stride of a key. So a kernel has one argument for all strides, addresses are int64 from the first to the last, and a
-table that was copied to the device once serves every later call on the same memory layout.
+In the layout table a view has four rows and a sequence one column: first element, stride of a head, stride of a token
+or row, stride of a key, all int64. A kernel has one argument for all strides, and a table that is copied to the device
+serves all later calls with the same memory layout.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from fusion_attention.ir.problem import EXTENT_ROWS, Extents
 
 View = RowView | MatrixView | PagedView
 Maker = Callable[[Extents], np.ndarray]
-# The order in which views stand in the table; kernels count on it (views.py).
+# The order of views in the table; layout_index.py has their indices.
 VIEWS = (
     *("q", "k", "v", "out", "max", "sum", "q_rope", "k_rope", "bias", "blocked", "drop_bits"),
     *("dout", "dq", "dk", "dv", "dq_rope", "dk_rope", "dbias", "flat", "dlse"),
     *("scale_k", "offset_k", "scale_v", "offset_v"),
     "ids",
-    # Lists, the indexer and its loss: index_q and index_k stand beside attention's own q and k alone.
+    # Lists, the indexer and its loss; index_q and index_k are used if attention's q and k are present too.
     *("indices", "weights", "values", "dvalues", "dweights"),
     *("index_q", "index_k", "index_max", "index_sum"),
     # A second source of keys.
     *("k_compressed", "v_compressed", "dk_compressed", "dv_compressed", "ids_compressed"),
 )
-# Views of whole rows: where all of them are aligned, kernels load 16 bytes at a time.
+# Views of rows; if all of them are aligned, kernels load 16 bytes at a time.
 ROWS = (
     *("q", "k", "v", "out", "q_rope", "k_rope", "dout", "dq", "dk", "dv", "dq_rope", "dk_rope"),
     *("index_q", "index_k", "k_compressed", "v_compressed", "dk_compressed", "dv_compressed"),
@@ -44,14 +44,14 @@ _LOAD_BYTES = 16  # bytes of the widest load
 
 
 def tensor_of(view: View) -> torch.Tensor:
-    """The tensor from whose first element a view's addresses count."""
+    """The tensor of a view, from whose first element its addresses count."""
     if isinstance(view, PagedView):
         return view.pool
     return view.keep if isinstance(view, MatrixView) else view.keep[0]
 
 
 def _columns(view: View, count: int) -> tuple[np.ndarray | int, ...]:
-    """A view's four rows."""
+    """The four rows of a view in the layout table."""
     if isinstance(view, PagedView):
         return 0, view.stride_head, view.stride_token, view.stride_page
     if isinstance(view, MatrixView):
@@ -67,10 +67,10 @@ def _columns(view: View, count: int) -> tuple[np.ndarray | int, ...]:
 
 
 def strides(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarray, ...] | None = None) -> np.ndarray:
-    """The table of `count` sequences; rows of views that are not there are zero.
+    """The layout table of `count` sequences; rows of absent views are 0.
 
-    drawn: of dropout without bits, in the place of their view: (stream of head 0, first row, first key) per sequence,
-    in the order of (address, stride of a row, stride of a key), and 1 for the stride of a head.
+    drawn: for drawn dropout, in the rows of the view of bits: (stream of head 0, first row, first key) per sequence in
+    place of (address, stride of a row, stride of a key); the stride of a head is 1.
     """
     table = np.zeros((len(VIEWS) * FIELDS, count), np.int64)
     for at, name in enumerate(VIEWS):
@@ -86,14 +86,14 @@ def strides(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarra
 
 
 def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
-    """The most elements of q, at most those of 16 bytes, that divide the start of every row of every view."""
+    """The alignment of rows in elements of q, at most 16 bytes: it divides the start of every row of every view."""
     q = views["q"]
     smallest = _LOAD_BYTES if q is None else tensor_of(q).element_size()
     result = _LOAD_BYTES
     for name, view in views.items():
         if name in ROWS and view is not None:
             tensor, at = tensor_of(view), VIEWS.index(name) * FIELDS
-            # Kernels count alignment in q's elements, of wider and narrower ones beside them too.
+            # Kernels count alignment in q's elements, also for views of other element sizes.
             result |= int(np.bitwise_or.reduce(table[at : at + FIELDS], axis=None)) * min(
                 tensor.element_size(), smallest
             )
@@ -102,8 +102,8 @@ def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
 
 
 def layout(views: Mapping[str, View | None], tensors: Mapping[str, torch.Tensor | None]) -> tuple[Any, ...]:
-    """All that tables, tiles and constants follow from, besides the problem and the lengths: two runs of one layout
-    differ in nothing but addresses."""
+    """The key of a memory layout: two calls with equal keys, problem and lengths differ only in addresses, and share
+    tables, tiles and constants."""
     results: list[Any] = [None if t is None else (t.get_device(), t.dtype) for t in tensors.values()]
     for view in views.values():
         if view is None:
@@ -122,7 +122,7 @@ def layout(views: Mapping[str, View | None], tensors: Mapping[str, torch.Tensor 
 
 
 def _layout_of_pages(view: PagedView, k: View | None) -> tuple[Any, ...]:
-    """Of keys, values and what belongs to them, which are to share one page table."""
+    """The key of a paged view; k: the view of keys, with which it should share its page table."""
     pool, table = view.pool, view.table
     shares = isinstance(k, PagedView) and (table is k.table or table.data_ptr() == k.table.data_ptr())
     memory = pool.untyped_storage().nbytes(), pool.storage_offset(), pool.data_ptr() % _LOAD_BYTES
@@ -132,24 +132,24 @@ def _layout_of_pages(view: PagedView, k: View | None) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def on(device: torch.device) -> Iterator[None]:
-    """Makes a tensor's device the current one: kernels start there, and there a capture is asked about."""
+    """A context that makes a device current, for launches and for the test if a graph is being captured."""
     if device.type != "cuda":
         yield
         return
     with torch.cuda.device(device):
-        # A thread that has used no device yet only remembers which it is to use, and Triton would start device 0.
+        # In a thread without CUDA context torch sets the device lazily, and Triton would initialize device 0.
         torch.cuda.set_device(device)
         yield
 
 
 def apart(views: Mapping[str, View | None]) -> bool:
-    """Whether no row reaches into the next one, as rows of an expanded tensor do: a descriptor cannot say that."""
+    """True if rows do not overlap, as those of an expanded tensor do; tensor descriptors require this."""
     result = (views.get(name) for name in ROWS)
     return all(view.stride_token >= view.dim for view in result if isinstance(view, RowView))
 
 
 def heads_apart(views: Mapping[str, View | None]) -> bool:
-    """apart() of the heads of what one descriptor reads for a group of them."""
+    """True if heads do not overlap, in the views of which a descriptor reads several heads."""
     result = (views.get(name) for name in ("q", "q_rope", "dout"))
     return all(bool((view.stride_head >= view.dim).all()) for view in result if isinstance(view, RowView))
 
@@ -158,7 +158,7 @@ def one_device(tensors: Mapping[str, torch.Tensor | None]) -> torch.device:
     """The device of all tensors of a call.
 
     Raises:
-        BackendError: they lie on several.
+        BackendError: tensors are on several devices.
     """
     results = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
     device = results["q"]
@@ -170,14 +170,14 @@ def one_device(tensors: Mapping[str, torch.Tensor | None]) -> torch.device:
     return device
 
 
-# What captured graphs read, by address: a graph may outlive the plan that it was captured from, and there is no notice
-# when it goes. So these few kilobytes stay.
+# Tables that captured graphs read, by address. They are never freed (a few kilobytes each), because a graph may outlive
+# its plan, and its end cannot be detected.
 _CAPTURED: dict[int, torch.Tensor] = {}
 
 
 @dataclass(eq=False)
 class Copied:
-    """A table on a device, and when the stream that wrote it last has done so; the host never waits."""
+    """A table on a device, with an event that marks its last write; the host never waits for it."""
 
     tensor: torch.Tensor
     stream: torch.cuda.Stream | None = None
@@ -185,7 +185,7 @@ class Copied:
 
     @classmethod
     def of(cls, values: np.ndarray, device: torch.device) -> Copied:
-        """A copy of the array."""
+        """Copies an array to a device."""
         result = cls(torch.empty(values.shape, dtype=torch.from_numpy(values).dtype, device=device))
         result.write(values)
         return result
@@ -194,7 +194,7 @@ class Copied:
         """Overwrites the table, in the order of the current stream.
 
         Raises:
-            BackendError: a graph is being captured, which would only note the copy.
+            BackendError: a graph is being captured, in which the copy would only be recorded.
         """
         host, device = torch.from_numpy(values), self.tensor.device
         if device.type != "cuda":
@@ -210,7 +210,7 @@ class Copied:
         self.written = self.stream.record_event()
 
     def read(self) -> None:
-        """Says that what the current stream does next reads the table."""
+        """Makes the current stream wait for the last write, before kernels that read the table."""
         if self.written is None:
             return
         if torch.cuda.is_current_stream_capturing():
@@ -222,17 +222,17 @@ class Copied:
 
 @dataclass(eq=False)
 class DeviceTables:
-    """The lengths of a schedule on devices, and the lists of tiles made of them, each copied once."""
+    """The tables of a schedule on devices: lengths and lists of tiles, each copied once."""
 
     extents: Extents
-    capacity: Extents = field(init=False)  # what was planned for: lists have room for it
+    capacity: Extents = field(init=False)  # the planned lengths, which determine the sizes of lists
     _lists: dict[tuple[torch.device, str], tuple[Maker, Copied]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.capacity = self.extents
 
     def on(self, device: torch.device, name: str, make: Maker) -> Copied:
-        """What `make` makes of the lengths, on a device."""
+        """The table make(extents) on a device; name: key of the cache."""
         key = device, name
         if key not in self._lists:
             results = self._lists[key] = make, Copied.of(make(self.capacity), device)
@@ -241,14 +241,14 @@ class DeviceTables:
         return self._lists[key][1]
 
     def update(self, extents: Extents) -> None:
-        """Writes what other lengths (of the same rows) make of every list, where captured kernels read it."""
+        """Rewrites all tables for other key lengths of the same rows, in the memory that captured kernels read."""
         self.extents = extents
         for make, table in self._lists.values():
             with on(table.tensor.device):
                 self._rewrite(make, table)
 
     def _rewrite(self, make: Maker, table: Copied) -> None:
-        """Tiles that shorter lengths leave over are zeros: they hold no row and no key."""
+        """Rewrites a table; unused entries are zeros, which are tiles without rows and keys."""
         values = make(self.extents)
         buffer = np.zeros(table.tensor.shape, values.dtype)
         buffer[: len(values)] = values
@@ -256,12 +256,13 @@ class DeviceTables:
 
 
 def padded(table: np.ndarray, rows: int) -> np.ndarray:
-    """A table with rows of zeros behind, `rows` in all."""
+    """A table padded with zeros to `rows` rows."""
     return np.concatenate((table, np.zeros((rows - len(table), *table.shape[1:]), table.dtype)))
 
 
 def lengths(extents: Extents) -> np.ndarray:
-    """[6, sequences] int64: the rows of EXTENT_ROWS; with a second source of keys [8, sequences]: its kv_len and hi."""
+    """The table of lengths [6, sequences] int64, in the order of EXTENT_ROWS; with a second source of keys [8,
+    sequences], followed by its kv_len and hi."""
     rows = [getattr(extents, name) for name in EXTENT_ROWS]
     if extents.compressed is not None:
         rows += [extents.compressed.kv_len, extents.compressed.hi]

@@ -1,10 +1,10 @@
-"""Rows of a cache: where they lie, in pages or at addresses, and what stored integers mean.
+"""Kernel functions that read cached rows, paged or contiguous, and dequantize stored integers.
 
-A page number is clamped: whatever the table says, only the pool is read.
+Page numbers are clamped, so that only the pool is read for any content of the table.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ def cache_at(strides, count, b, hk, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def offset_of(cache, page, j, PAGE: tl.constexpr):
-    """Where the rows of keys j lie in a cache; page: their page numbers."""
+    """Offsets of the rows of keys j in a cache; page: their page numbers."""
     first, token, stride_page = cache
     if PAGE:
         return first + page * stride_page + (j % PAGE).to(tl.int64) * token
@@ -36,17 +36,17 @@ def offset_of(cache, page, j, PAGE: tl.constexpr):
 
 @triton.jit
 def dequantised(values, scale, offset):
-    """float32, as the decode kernel counts it; scale and offset broadcast."""
+    """(values + offset) * scale in float32; scale and offset broadcast."""
     return (values.to(tl.float32) + offset) * scale
 
 
 @triton.jit
 def dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, FIRST: tl.constexpr, WIDTH: tl.constexpr,
                     DIM: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
-    """(scale, offset) of one part of rows: per channel [1, WIDTH] or per token [rows, 1].
+    """(scale, offset) of a column block: per channel [1, WIDTH] or per token [rows, 1].
 
-    in_loop: what is true in every turn of a loop, and not known before it: channels' factors are then loaded in it.
-    Loaded before the loop, those of 512 channels spill.
+    in_loop: a condition that is always true but unknown before the loop, so that factors of channels are loaded inside;
+    loaded before the loop, those of 512 channels spill registers.
     """
     wanted, added = 1.0, 0.0
     if KIND == PER_CHANNEL:
@@ -64,7 +64,7 @@ def dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, FIRST: 
 @triton.jit
 def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop, KIND: tl.constexpr,
                       W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """dequantised() for rows in parts."""
+    """dequantised() for rows in column blocks."""
     s, o = dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, 0, W0, DIM, KIND)
     x0 = dequantised(parts[0], s, o)
     x1, x2 = x0, x0
@@ -79,7 +79,7 @@ def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop
 
 @triton.jit
 def scale_offset(strides, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.constexpr, PAGE: tl.constexpr):
-    """Where the scales or offsets of keys j lie."""
+    """Offsets of the scales or offsets of keys j."""
     cache = cache_at(strides, count, b, hk, VIEW, 1)
     if KIND == PER_TOKEN:
         return offset_of(cache, page, j, PAGE)
@@ -89,13 +89,13 @@ def scale_offset(strides, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.co
 
 @triton.jit
 def clamped(page, last):
-    """A page number of the pool, whatever the table holds."""
+    """A page number clamped to the pool's pages."""
     return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)
 
 
 @triton.jit
 def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
-    """int64 page numbers of keys j; step: from one row of the table to the next."""
+    """Page numbers of keys j, int64; step: stride of the table's rows."""
     if PAGE:
         return clamped(tl.load(table + b * step + j // PAGE, mask=j < end, other=0), last)
     else:
@@ -107,7 +107,7 @@ def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
 
 @triton.jit
 def page_ahead(table, row, last, j0, end, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """The page number of a tile of keys where it lies WITHIN one page, else those of its keys; row: of the table."""
+    """The page number of a tile of keys if it is WITHIN one page, else those of its keys; row: offset in the table."""
     if PAGE and WITHIN:
         return clamped(tl.load(table + row + j0 // PAGE, mask=j0 < end, other=0), last)
     else:
@@ -116,7 +116,7 @@ def page_ahead(table, row, last, j0, end, PAGE: tl.constexpr, WITHIN: tl.constex
 
 @triton.jit
 def tile_at(cache, page, j0, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """(first element, offsets of rows from there) of a tile of keys; WITHIN one page, offsets are int32."""
+    """(first element, offsets of rows from it) of a tile of keys; offsets are int32 if the tile is WITHIN one page."""
     first, token, stride_page = cache
     n = tl.arange(0, BN)
     if not WITHIN:
@@ -130,21 +130,21 @@ def tile_at(cache, page, j0, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.co
 @triton.jit
 def load_rows(base, cache, page, j0, inside, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr,
               W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """The parts of a tile's rows."""
+    """Loads the rows of a tile of keys as column blocks."""
     first, offset = tile_at(cache, page, j0, PAGE, WITHIN, BN)
     return load_three(base + first, offset, inside, True, W0, W1, W2, DIM)
 
 
 @triton.jit
 def tokens_at(base, cache, page, j0, inside, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """[BN] one number of each key of a tile."""
+    """Loads one number per key of a tile, [BN]."""
     first, offset = tile_at(cache, page, j0, PAGE, WITHIN, BN)
     return tl.load(base + first + offset, mask=inside, other=0.0)
 
 
 @triton.jit
 def stored(values, like):
-    """Integers of 8 bits in the dtype of `like`, which holds each of them; anything else as it is."""
+    """Converts int8 to the dtype of `like`, exactly; other dtypes are unchanged."""
     if values.dtype != tl.int8:
         return values
     elif like.dtype == tl.float16:
@@ -157,7 +157,7 @@ def stored(values, like):
 
 @triton.jit
 def stored_three(parts, like, W1: tl.constexpr, W2: tl.constexpr):
-    """stored() for rows in parts."""
+    """stored() for rows in column blocks."""
     x0 = stored(parts[0], like)
     x1, x2 = x0, x0
     if W1:
@@ -169,7 +169,7 @@ def stored_three(parts, like, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def rows_summed(parts, W1: tl.constexpr, W2: tl.constexpr):
-    """[rows] float32: the sum of a row's elements."""
+    """Sums of the elements of rows, [rows] float32."""
     x = tl.sum(parts[0].to(tl.float32), 1)
     if W1:
         x += tl.sum(parts[1].to(tl.float32), 1)
@@ -180,20 +180,20 @@ def rows_summed(parts, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def safe_unit(largest):
-    """What numbers are divided by: the largest of their sizes, 1 where that is zero or not finite."""
+    """A divisor that normalizes numbers: their largest absolute value; 1 if that is 0 or not finite."""
     return tl.where((largest > 0.0) & (largest < float("inf")), largest, 1.0)
 
 
 @triton.jit
 def of_channels(base, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """[1, WIDTH] one number of each channel of a part."""
+    """Loads one number per channel of a column block, [1, WIDTH]."""
     d = FIRST + tl.arange(0, WIDTH)
     return tl.load(base + cache[0] + d, mask=d < DIM, other=0.0)[None, :]
 
 
 @triton.jit
 def channel_product(values, unit, offset, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, like):
-    """(part / unit in the dtype of `like`, the sum of what this is times the channels' offsets) of rows of a part."""
+    """(x = values / unit in the dtype of `like`, sum of x times the channels' offsets) of a column block of rows."""
     x = (values / unit[:, None]).to(like.dtype)
     added = tl.zeros([values.shape[0]], tl.float32)
     if offset is not None:
@@ -206,7 +206,7 @@ def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1:
                     DIM: tl.constexpr):  # fmt: skip
     """(rows x, a, u) such that x . stored * u + a is the product of query rows with dequantised keys.
 
-    u: a row's largest element times its scale, so that no dtype flushes what scales make small.
+    u: the row's largest product of element and scale, so that small scales do not underflow in any dtype.
     """
     x0 = query[0].to(tl.float32) * of_channels(scale, scales, 0, W0, DIM)
     largest = tl.max(tl.abs(x0), 1)
@@ -231,10 +231,10 @@ def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1:
 
 @triton.jit
 def scaled_weights(p, fade, scales, unit, like):
-    """(weights times their keys' scales, in units; what fades the sums so far, in units; the unit).
+    """(weights times their keys' scales, divided by the unit; factor on the sums so far; the unit).
 
-    float16 flushes what small scales make of a weight: there the largest scale so far, over 2^14, is the unit. A key
-    that no row weighs has none: where a mask hides it, its scale may be anything.
+    Weights times small scales underflow in float16, so the unit there is the largest scale so far over 2^14. Scales of
+    keys without weight are ignored, since a masked key may have any.
     """
     if like.dtype == tl.float16:
         scales = tl.where(tl.max(p, 0) > 0.0, scales, 0.0)
@@ -248,7 +248,7 @@ def scaled_weights(p, fade, scales, unit, like):
 @triton.jit
 def lifted_part(acc, lifted, unit, scale, offset, scales, offsets, FIRST: tl.constexpr, WIDTH: tl.constexpr,
                 DIM: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
-    """One part of lifted_three()."""
+    """lifted_three() for one column block."""
     if KIND == NO_SCALE:
         return acc
     elif KIND == PER_CHANNEL:
@@ -262,7 +262,8 @@ def lifted_part(acc, lifted, unit, scale, offset, scales, offsets, FIRST: tl.con
 @triton.jit
 def lifted_three(acc, lifted, unit, scale, offset, scales, offsets, KIND: tl.constexpr, W0: tl.constexpr,
                  W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Weighted values from weighted integers; lifted: the weights' sum, or of tokens' weights times their offsets."""
+    """Weighted sums of values from weighted sums of integers; lifted: sum of weights (per channel), or of weights times
+    the tokens' offsets (per token)."""
     acc0, acc1, acc2 = acc
     acc0 = lifted_part(acc0, lifted, unit, scale, offset, scales, offsets, 0, W0, DIM, KIND)
     if W1:
@@ -274,7 +275,7 @@ def lifted_three(acc, lifted, unit, scale, offset, scales, offsets, KIND: tl.con
 
 @triton.jit
 def pairs_at(cache):
-    """Where a cache of bytes lies, counted in pairs of them."""
+    """cache_at() of a cache of bytes, counted in pairs of bytes."""
     first, token, page = cache
     return tl.multiple_of(first // 2, 8), tl.multiple_of(token // 2, 8), tl.multiple_of(page // 2, 8)
 

@@ -1,7 +1,6 @@
-"""Tile shapes: one table per kernel, and the parts into which a row's elements are cut.
+"""Tile shapes: one table per kernel, and the column blocks into which rows are divided.
 
-Every row was found by compiling, not by timing: among the shapes whose code spills no register and whose shared memory
-fits the chip, the largest.
+The entries were found by compilation: the largest shapes that spill no registers and fit in shared memory.
 """
 
 from __future__ import annotations
@@ -13,33 +12,34 @@ import torch
 
 from fusion_attention.ir.problem import AnyProblem, Problem
 
-WIDEST_PART = 256  # a wider accumulator does not stay in registers as one
+WIDEST_PART = 256  # columns of a block; the compiler does not keep a wider accumulator in registers
 MOST_PARTS = 3
 WIDEST_ROPE = 256
-NARROWEST = 16  # what a matrix instruction takes
-TMA = True  # of a tile
+NARROWEST = 16  # least size of an operand of a matrix instruction
+TMA = True  # value of Tile.TMA
 
 
 class Tile(NamedTuple):
-    """BM query rows meet BN keys."""
+    """A tile of BM query rows and BN keys, with Triton's numbers of warps and stages."""
 
     BM: int
     BN: int
     num_warps: int
     num_stages: int
-    TMA: bool = False  # rows come by tensor descriptors, which want them on 16 bytes
+    TMA: bool = False  # rows are loaded by tensor descriptors, which require alignment to 16 bytes
 
 
 def power(n: int) -> int:
-    """The power of two that holds n, at least what a matrix instruction takes."""
+    """The least power of two that is at least n and NARROWEST."""
     return max(NARROWEST, 1 << (n - 1).bit_length())
 
 
 @functools.lru_cache(maxsize=64)
 def parts(dim: int) -> tuple[int, int, int]:
-    """Powers of two that hold dim elements: 96 = 64 + 32, 192 = 128 + 64, 576 = 256 + 256 + 64, 80 = 64 + 16.
+    """Widths of up to three column blocks for dim elements (at most 768): 80 = 64 + 16, 576 = 256 + 256 + 64.
 
-    A second part where that is narrower than one alone would be; 256 at most each. Of at most 768 elements.
+    Widths are powers of two.
+    A block has at most 256 columns. A second block is used if the sum is less than one block would need.
     """
     results: list[int] = []
     rest = dim
@@ -55,14 +55,14 @@ def parts(dim: int) -> tuple[int, int, int]:
 
 
 def spans(problem: Problem) -> tuple[int, int]:
-    """Elements of a query row, rope included, and of a value row, as kernels hold them."""
+    """Columns of a query row, including rope, and of a value row in kernels, after padding to column blocks."""
     rope = power(problem.dim_rope) if problem.dim_rope else 0
     return sum(parts(problem.dim_qk)) + rope, sum(parts(problem.dim_v))
 
 
-# Of the kernels that recompute rows, one by one, where a result is not finite: for rows of up to WIDEST_PART elements,
-# and for wider ones. What takes registers is what a row meets, BN keys or BM rows: dropout draws eight keys at once,
-# and 4 rows spill beside the four rows of 768 elements that recompute_key keeps.
+# Tiles of the kernels that recompute rows whose results are not finite: for rows of up to WIDEST_PART elements, and for
+# wider ones. BN keys, or BM rows, determine the registers: dropout draws eight keys at once, and 4 rows spill in
+# addition to the four rows of 768 elements in recompute_key.
 RECOMPUTE = {
     "recompute_out": (Tile(16, 16, 4, 1), Tile(8, 8, 8, 1)),
     "recompute_query": (Tile(16, 16, 4, 1), Tile(8, 8, 8, 1)),
@@ -71,12 +71,12 @@ RECOMPUTE = {
 
 Rows = tuple[tuple[int, int, Tile, Tile, int], ...]
 
-# Chip (CHIPS) and bytes of an element -> (most elements of a query row, most of a value row, tile, tile of a heavy
-# problem, KB of shared memory that a program takes); the first row that fits. Heavy problems read something for every
-# pair of row and key - a bias, a blocked matrix, drop bits - or draw it: 64-bit addresses of a tile of scores take
-# the registers of a third of it. Where a forward reads more than one such thing, more than FEW rows are halved: of the
-# whole tile Triton 3.7.1 keeps up to 736 bytes on the stack. float32 products are plain multiply-adds (tensor cores
-# would round to 10 bits), whose operands stay in registers: beyond 128 elements every shape of the backward spills.
+# (chip, bytes of an element) -> (most elements of a query row, most of a value row, tile, tile of a heavy problem, KB
+# of shared memory of a program); the first entry that fits is used. Heavy problems read or draw a value for every (row,
+# key) pair (bias, blocked matrix, dropout): 64-bit addresses of a tile of scores need a third of its registers. If a
+# forward reads several such values, tiles of more than FEW rows are halved, because Triton 3.7.1 would spill up to 736
+# bytes. float32 products are multiply-adds (tensor cores would round to 10 bits) with operands in registers: beyond 128
+# elements every shape of the backward spills.
 FEW = 32
 FORWARD: dict[tuple[int, int], Rows] = {
     (90, 2): (
@@ -155,8 +155,8 @@ KEY: dict[tuple[int, int], Rows] = {
     (86, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),
     (80, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),  # 183
 }
-# The decode kernel with more rows of a key head than DECODE holds, without integers and with them: few sizes; where a
-# table has no row, DECODE's serves.
+# The decode kernel with more rows of a key head than in DECODE, for floats and for int8: few sizes; without an entry,
+# DECODE is used.
 PREFILL: dict[tuple[int, int], Rows] = {
     (90, 2): (
         (128, 128, Tile(128, 64, 8, 3), Tile(64, 32, 8, 2), 128),  # 238 registers
@@ -177,14 +177,14 @@ PREFILL_INT8: dict[tuple[int, int], Rows] = {
     **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ()),
 }
 PREFILL_INT8[86, 2] = PREFILL_INT8[80, 2]
-# Values are the first elements of the keys (MLA): one tile of latents serves both products.
+# Values are the first elements of the keys (MLA), and both products read one tile of latents.
 LATENT: dict[tuple[int, int], Rows] = {
     (90, 2): ((576, 512, Tile(64, 32, 8, 3), Tile(16, 32, 8, 1), 184),),  # 64 x 64 spills 40 bytes
     (80, 2): ((576, 512, Tile(64, 32, 8, 2), Tile(16, 32, 8, 1), 113),),  # 255 registers
     (86, 2): ((576, 512, Tile(32, 32, 8, 2), Tile(16, 32, 8, 1), 75),),
     **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ()),
 }
-# BM is the least power of two that holds the rows of a key head, up to the table's.
+# BM is reduced to the least power of two that is at least the rows of a key head.
 DECODE: dict[tuple[int, int], Rows] = {
     (90, 2): (
         (128, 128, Tile(32, 64, 4, 3), Tile(16, 32, 4, 2), 76),  # 16 rows: three programs, of int8 two
@@ -207,31 +207,31 @@ DECODE: dict[tuple[int, int], Rows] = {
     (86, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),
     (80, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),  # 124
 }
-# (power of two that holds a query row, tile of the table) -> the tile of dk and dv where nothing but a band touches a
-# score: what slopes, a cap or rows in mean form take of the registers serves more rows.
+# (width of a query row as a power of two, tile of the table) -> the tile of dk and dv for scores without modifiers: the
+# registers that slopes, a cap or means of empty rows would need allow more rows.
 PLAIN_KEY = {
     (128, Tile(32, 128, 8, 2, TMA)): Tile(64, 128, 8, 2, TMA),  # 255 registers
     (256, Tile(32, 64, 8, 1, TMA)): Tile(64, 64, 8, 2, TMA),  # 255 registers, 201 KB shared
 }
-# Most rows of a tile of the forward kernel where rows do not start on 16 bytes, by chip: more spill.
+# Most rows of a tile of the forward kernel, by chip, if rows are not aligned to 16 bytes: more spill.
 ODD = {80: 32, 86: 32, 90: 64}
 TABLES = {"forward": FORWARD, "query": QUERY, "key": KEY, "decode": DECODE}
 TABLES |= {"prefill": PREFILL, "prefill int8": PREFILL_INT8, "latent": LATENT}
-# The chip whose rows serve others too: the least compute capability, and KB of shared memory, that they have. All have
-# the same registers. So sm_87 is served as sm_80 is, sm_89 and sm_120 as sm_86, sm_100 as sm_90.
+# Chips of the tables: least major compute capability and KB of shared memory of the devices that use their entries. All
+# have the same registers. So sm_87 uses those of sm_80, sm_89 and sm_120 those of sm_86, sm_100 those of sm_90.
 CHIPS = {90: (9, 227), 80: (8, 163), 86: (8, 99)}
 
 
 @functools.lru_cache(maxsize=16)
 def shared_memory(index: int) -> int:
-    """KB of shared memory that a program may take on a GPU."""
+    """KB of shared memory per program on a GPU."""
     from triton.runtime import driver
 
     return int(driver.active.utils.get_device_properties(index)["max_shared_mem"]) >> 10
 
 
 def chip_of(device: torch.device) -> int | None:
-    """Whose rows of the tables serve a device; None: it has less than any. Without a GPU, the first's."""
+    """The chip in CHIPS whose tiles a device uses; None if it has too little memory; without a GPU, the first."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return next(iter(CHIPS))
     major, available = torch.cuda.get_device_capability(device)[0], shared_memory(index_of(device))
@@ -244,27 +244,27 @@ def index_of(device: torch.device) -> int:
 
 
 def recompute_tile(kernel: str, problem: Problem) -> Tile:
-    """The tile of a kernel that recomputes."""
+    """The tile of a kernel that recomputes rows."""
     return RECOMPUTE[kernel][max(spans(problem)) > WIDEST_PART]
 
 
 def heavy(problem: Problem) -> bool:
-    """Whether something is read or drawn for every pair of row and key."""
+    """True if a value is read or drawn for every (row, key) pair: bias, blocked matrix or dropout."""
     return problem.bias in ("matrix", "table") or problem.has_blocked or problem.dropout != "none"
 
 
 def crowded(problem: Problem) -> bool:
-    """Whether more than one thing is read for every pair of row and key."""
+    """True if several values are read for every (row, key) pair."""
     return sum((problem.bias in ("matrix", "table"), problem.has_blocked, problem.dropout == "bits")) > 1
 
 
 def has_no_modifiers(problem: Problem) -> bool:
-    """True if a score is a product and nothing else."""
+    """True if scores are scaled products: no bias, cap, blocked matrix or dropout."""
     return not heavy(problem) and problem.bias == "none" and problem.softcap == 0
 
 
 def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] | None:
-    """(tile, tile of a heavy problem, KB shared) of a kernel for a problem; None: such sizes were never compiled."""
+    """(tile, tile of a heavy problem, KB of shared memory) of a kernel for a problem; None for unsupported sizes."""
     if max(problem.dim_qk, problem.dim_v) > MOST_PARTS * WIDEST_PART:
         return None
     width = 4 if problem.dtype == "float32" else 2
@@ -279,14 +279,14 @@ def widest(problem: AnyProblem) -> int:
 
 
 def halved(tile: Tile) -> Tile:
-    """A tile of half the rows; below 64 they are mma.sync's, which reads faster what a pointer copied."""
+    """A tile with half the rows; below 64 rows mma.sync is used, which is faster with pointer loads than with TMA."""
     return tile._replace(BM=tile.BM // 2, TMA=tile.TMA and tile.BM // 2 >= 64)
 
 
 def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None:
-    """The tile of a kernel for a problem; align: elements of which every row's start is a multiple.
+    """The tile of a kernel for a problem; align: alignment of rows in elements. None for unsupported sizes.
 
-    Rows that do not start on 16 bytes are read in smaller pieces, which takes registers as a heavy problem does.
+    Rows that are not aligned to 16 bytes are loaded in smaller units, which needs registers like a heavy problem.
     """
     row = row_of(kernel, problem, chip)
     if row is None:
@@ -299,6 +299,6 @@ def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None
     if align == widest(problem):
         return weighed if heavy(problem) else light
     weighed = weighed._replace(TMA=False)
-    if kernel == "key" and align == 1:  # nothing is copied ahead two bytes at a time
+    if kernel == "key" and align == 1:  # rows are not prefetched two bytes at a time
         weighed = weighed._replace(num_stages=1)
     return weighed._replace(BM=min(weighed.BM, ODD[chip])) if kernel == "forward" else weighed

@@ -1,1 +1,1 @@
-"""Few query rows against many keys."""
+"""Decoding: attention of few query rows to many keys, split over programs."""

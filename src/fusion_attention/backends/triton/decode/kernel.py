@@ -1,12 +1,12 @@
-"""Few query rows against many keys, paged or not: programs share out the keys, and a second kernel joins.
+"""The decode kernels: programs compute attention of few query rows to ranges of keys, and a second kernel merges them.
 
-The host lists the work (launch_decode.py): a tile of the rows that share a key head, and keys that it meets. Where one
-program meets all of them it writes the result itself. A page number is loaded one turn before its rows, which can then
-be loaded ahead.
+The host lists the work (decode/launch.py): tiles of the rows that share a key head, each with a range of keys. A
+program with all keys of its rows writes the result directly. Page numbers are loaded one iteration before their rows,
+so that the rows can be prefetched.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -44,12 +44,12 @@ from fusion_attention.backends.triton.common.pages import (
 from fusion_attention.backends.triton.dense.forward import finish
 
 MOST_SHARES = tl.constexpr(128)
-AT_ONCE = tl.constexpr(16)  # shares that join adds up as one tile
+AT_ONCE = tl.constexpr(16)  # partial results that join() sums as one tile
 
 
 @triton.jit
 def share_at(slot, hk, rows, row, heads_kv, BUFFER: tl.constexpr):
-    """Where a row of a share lies."""
+    """Offset of a row's partial result; slot: index of the partial result in the work list."""
     return ((slot.to(tl.int64) * heads_kv + hk) * rows + row) * BUFFER
 
 
@@ -57,7 +57,7 @@ def share_at(slot, hk, rows, row, heads_kv, BUFFER: tl.constexpr):
 def write_rows(out, max_, sum_, sink, strides, count, b, h, row, valid, acc, m, l, unit, SINK: tl.constexpr,
                V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
                ALIGN: tl.constexpr):  # fmt: skip
-    """out, max and sum of rows from what all their keys gave."""
+    """Writes out, max and sum of rows from their accumulators over all keys."""
     top, l, fade = finish(m, l, sink, h, unit, SINK)
     none = top == -float("inf")
     l = tl.where(none, 0.0, l)
@@ -80,11 +80,11 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
            DIM_V: tl.constexpr, BUFFER: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, PAGE: tl.constexpr,
            WITHIN: tl.constexpr, DEQUANT_K: tl.constexpr, DEQUANT_V: tl.constexpr, ALIGN: tl.constexpr,
            ALIGN_KV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
-    """One entry of the work list for one key head; grid (entries, heads_kv).
+    """Computes one entry of the work list for one key head; grid (entries, heads_kv).
 
-    Writes out, max and sum; or, of a split, (weighted values, max, sum) of `rows` rows of BUFFER floats into
-    `partials`. width: pages that a row of the table names. WITHIN: a tile of keys lies in one page. SHARED: values are
-    the first parts of the keys. PAIRED: values are integers, loaded two by two.
+    Writes out, max and sum, or, for a range of keys, partial results (weighted values, max, sum) of BUFFER floats per
+    row into `partials`. width: entries of a row of the page table. WITHIN: a tile of keys is within one page. SHARED:
+    values are the first column blocks of the keys. PAIRED: values are int8, loaded in pairs.
     """
     entry, hk = work + tl.program_id(0) * PER_TILE, tl.program_id(1).to(tl.int64)
     b, r0, end_row = tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2)
@@ -98,7 +98,7 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
     valid = r < end_row
     first_key, end_key = interval(row, valid, kv_len, lo, hi, prefix)
     end_key = tl.minimum(end_key, end)
-    # Between these every row sees every key.
+    # Between these all keys are visible to all rows.
     full_begin, full_end = tl.max(tl.where(valid, first_key, 0), 0), tl.min(tl.where(valid, end_key, end), 0)
     row64 = row.to(tl.int64)
     at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
@@ -132,7 +132,7 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
         pairs_v = cache_v
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
-    lifted = tl.zeros([BM], tl.float32)  # what offsets add to every element of a row
+    lifted = tl.zeros([BM], tl.float32)  # the offsets' contribution to every element of a row
     unit_v = 0.0
     ahead = page_ahead(table, b * step, last, begin, end, PAGE, WITHIN, BN)
     for j0 in tl.range(begin, end, BN):
@@ -140,7 +140,7 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
         inside = j < end
         page = ahead
         ahead = page_ahead(table, b * step, last, j0 + BN, end, PAGE, WITHIN, BN)
-        # Early: nothing loads these ahead.
+        # Loaded early, because they are not prefetched.
         offsets_k, offsets_v = inside, inside
         if DEQUANT_K == PER_TOKEN and offset_k is not None:
             offsets_k = tokens_at(offset_k, offset_ks, page, j0, inside, PAGE, WITHIN, BN)
@@ -204,7 +204,7 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
         acc0 = tl.interleave(acc0, acc1)
     acc = lifted_three((acc0, acc1, acc2), lifted, unit_v, scale_v, offset_v, scale_vs, offset_vs, DEQUANT_V, V0, V1,
                        V2, DIM_V)  # fmt: skip
-    # Read again, which costs a loop of wide rows no register.
+    # Loaded again, so that it occupies no register during the loop.
     r = tl.load(entry + 1, volatile=True) + tl.arange(0, BM)
     row, h, valid = r // GROUP, hk * GROUP + r % GROUP, r < tl.load(entry + 2, volatile=True)
     row64 = row.to(tl.int64)
@@ -220,7 +220,7 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
 
 @triton.jit
 def joined(partials, at, apart, shares, top, exponent, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """[1, WIDTH]: one part of a row, summed over its shares."""
+    """One column block [1, WIDTH] of a row, summed over its partial results."""
     d = FIRST + tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.float32)
     for first in tl.range(0, shares, AT_ONCE):
@@ -237,7 +237,8 @@ def joined(partials, at, apart, shares, top, exponent, FIRST: tl.constexpr, WIDT
 def join(out, max_, sum_, sink, partials, strides, work, count: tl.int32, rows: tl.int32, exponent: tl.float32,
          unit: tl.float32, GROUP: tl.constexpr, SINK: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
          V2: tl.constexpr, DIM_V: tl.constexpr, BUFFER: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """Writes out, max and sum of a row of a head from its shares; grid (tiles that may be cut * rows, heads_kv)."""
+    """Writes out, max and sum of a row of a head from its partial results; grid (tiles that may be split * rows,
+    heads_kv)."""
     listed, hk = work + tl.program_id(0) // rows * PER_TILE, tl.program_id(1).to(tl.int64)
     slot, shares = tl.load(listed + 6), tl.load(listed + 7)
     entry, n = work + slot * PER_TILE, tl.program_id(0) % rows

@@ -1,4 +1,4 @@
-"""Launches of the decode kernels: work list of key ranges, page tables, memory between the two kernels."""
+"""Launches of the decode kernels: the work list of key ranges, page tables, and scratch of partial results."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from fusion_attention.contract import BackendError
 from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem
 
-# The kernels' programs are meant to fill the chip a few times over; more shares only add to what is joined.
+# Programs should fill the chip a few times over; more ranges only add partial results to merge.
 WAVES = 3
-LEAST_TILES = 2  # of keys in a share
+LEAST_TILES = 2  # tiles of keys in a range
 INTERPRETED_PROCESSORS = 4
 MOST_PROCESSORS = 256
-FEW_ROWS, HIGHEST = 32, 128  # rows of a tile
+FEW_ROWS, HIGHEST = 32, 128  # rows per tile, from the query heads of a key head
 JOIN = shapes.Tile(0, 0, 4, 1)
-LAST_PAGE = (1 << 31) - 1  # that a page table can name
+LAST_PAGE = (1 << 31) - 1  # highest page number in an int32 page table
 CACHES = ("k", "v", "k_rope", "scale_k", "offset_k", "scale_v", "offset_v")
-FACTORS = CACHES[3:]  # of integers
-BY_TOKEN = ("k", "v", "k_rope")  # and scales and offsets of tokens
+FACTORS = CACHES[3:]  # scales and offsets of int8 caches
+BY_TOKEN = ("k", "v", "k_rope")  # stored per token; with dequant_k or dequant_v "token", its FACTORS too
 
 
 def serves(problem: Problem, extents: Extents) -> bool:
-    """Whether the decode kernels compute a forward: a cache needs them, and few rows with many keys gain by them."""
+    """True if the decode kernels compute a forward: caches require them, and they are faster for few rows with many
+    keys."""
     p = problem
     if p.page_size or p.kv_dtype:
         return True
@@ -42,7 +43,7 @@ def serves(problem: Problem, extents: Extents) -> bool:
 
 
 def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
-    """The tables that may hold a tile for so many rows of a key head, the first choice first."""
+    """Names of the tables with tiles for a number of rows per key head, in order of preference."""
     int8 = problem.kv_dtype == "int8"
     if shapes_sparse.shared(problem) and not int8:
         return "latent", "decode"
@@ -51,7 +52,7 @@ def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
 
 
 def tile_for(problem: Problem, extents: Extents, device: torch.device, align: int) -> shapes.Tile:
-    """The table's tile, as low as the rows allow."""
+    """The tile of the table, with BM reduced to the rows of a key head."""
     chip, most = shapes.chip_of(device), int(extents.q_len.max(initial=1)) * problem.group
     assert chip is not None  # reasons_against() has looked
     result = (shapes.tile_of(table, problem, chip, align) for table in tables_for(problem, most))
@@ -74,12 +75,12 @@ def decode_constants(
 
 
 def buffer(problem: Problem) -> int:
-    """Floats of a row of a share: its values, its maximum and its sum, up to the next 16 bytes."""
+    """Floats per row of a partial result: values, maximum and sum, padded to 16 bytes."""
     return -(-(problem.dim_v + 2) // 4) * 4
 
 
 def paired(problem: Problem) -> bool:
-    """Whether integers of values are loaded two by two: what transposes a tile moves 16 bits at a time."""
+    """True if int8 values are loaded in pairs, because tiles are transposed in units of 16 bits."""
     first, second, _ = shapes.parts(problem.dim_v)
     return (
         problem.kv_dtype == "int8"
@@ -98,7 +99,7 @@ def processors(device: torch.device) -> int:
 
 
 def shares_wanted(problem: Problem, device: torch.device) -> int:
-    """Into how many shares all keys of a call are meant to be cut, for each key head."""
+    """Number of ranges into which all keys of a call should be split, per key head."""
     return max(1, WAVES * processors(device) // problem.heads_kv)
 
 
@@ -112,12 +113,12 @@ def rows_of(problem: Problem, extents: Extents, tile: shapes.Tile) -> tuple[np.n
 
 
 def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> np.ndarray:
-    """[wanted + tiles of rows, 8] int32: seq, first row, end, first key, end, shares of its tile; then, of the n-th
-    tile in several shares, the first entry and how many there are. Each entry is a share; those that are joined stand
-    first, then the longest.
+    """The work list [wanted + tiles of rows, 8] int32. An entry is a range of keys for a tile of rows: seq, first row,
+    end, first key, end, number of ranges of its tile; then, for the n-th tile with several ranges, its first entry and
+    their number. Entries whose results are merged are first, then the longest.
 
-    All shares of a call hold equally many keys as nearly as tiles allow: one long sequence is cut where its neighbours
-    are not. What is left over holds no row: other lengths of the same rows fit into the same list.
+    Ranges have about the same number of keys, so only long sequences are split. Unused entries have no rows; the list
+    has room for other key lengths of the same rows.
     """
     e, size = extents, tile.BN
     seq, row0, row1 = rows_of(problem, e, tile)
@@ -142,14 +143,14 @@ def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> 
 
 
 def buffer_for_shares(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> tuple[int, int]:
-    """At most so many tiles of rows are cut, into at most so many shares: a tile that is cut is longer than a share."""
+    """(most tiles of rows that are split, most ranges of those tiles): a split tile is longer than a range."""
     tiles = len(rows_of(problem, extents, tile)[0])
     split_tiles = min(wanted, tiles)
     return split_tiles, min(wanted + split_tiles, tiles * MOST_SHARES.value)
 
 
 def within(problem: Problem, views: dict[str, layout_table.View | None], tile: shapes.Tile) -> bool:
-    """Whether each tile of keys lies in one page, its rows less than 2^31 elements apart."""
+    """True if each tile of keys is within one page, with offsets below 2^31 elements."""
     token_strides = [
         abs(view.stride_token) for name in CACHES if isinstance(view := views.get(name), RowView | PagedView)
     ]
@@ -157,7 +158,7 @@ def within(problem: Problem, views: dict[str, layout_table.View | None], tile: s
 
 
 def pool_of(view: PagedView, heads: int) -> int:
-    """The last page that lies in a pool's memory as a whole; -1 if none. Of an expanded pool any does."""
+    """Number of the last page that is completely in a pool's memory; -1: none; an expanded pool has LAST_PAGE."""
     pool = view.pool
     elements = pool.untyped_storage().nbytes() // pool.element_size() - pool.storage_offset()
     row_end = (heads - 1) * view.stride_head + (view.page_size - 1) * view.stride_token + view.dim
@@ -167,10 +168,10 @@ def pool_of(view: PagedView, heads: int) -> int:
 
 
 def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple[torch.Tensor | None, int]:
-    """(table, last page of every pool; -1: some pool holds none) of the caches.
+    """(page table, last page that all pools have, -1: none) of the caches.
 
     Raises:
-        BackendError: caches with tables of their own, of another kind than the problem says, or of rows in pieces.
+        BackendError: caches with different tables, with pages that contradict the problem, or with fragmented rows.
     """
     caches = {name: view for name, view in views.items() if name in CACHES and view is not None}
     paged = {name: view for name, view in caches.items() if isinstance(view, PagedView)}
@@ -220,7 +221,7 @@ def ready(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> launching.Ready:
-    """The launches of run() on memory as these views and arguments lie."""
+    """The launches of run() for the memory layout of these views and arguments."""
     table, last = pages(p, views)
     device = layout_table.one_device(given)
     if not schedule.rows:
@@ -233,7 +234,7 @@ def ready(
     listed = device_tables.on(device, f"work {tile} {wanted}", lambda e: work(p, e, tile, wanted))
     strides, lengths = layout_table.Copied.of(where, device), device_tables.on(device, "lengths", layout_table.lengths)
     rows = min(tile.BM, int(e.q_len.max()) * p.group)
-    # Without a page no key is read.
+    # Without a complete page no key is read.
     width, stride = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
     arguments = launch_dense.ABSENT | launch_dense.numbers(p) | {
         "width": width, "step": stride, "last": last, "rows": rows, "count": len(e), "work": listed.tensor,
@@ -252,7 +253,7 @@ def ready(
 
 
 def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
-    """At most: on a chip of MOST_PROCESSORS, with the highest tile."""
+    """The most bytes of scratch, on a chip with MOST_PROCESSORS and with the highest tile."""
     p, extents = problem, schedule.device_tables.extents
     wanted = max(1, WAVES * MOST_PROCESSORS // p.heads_kv)
     most = min(HIGHEST, int(extents.q_len.max(initial=0)) * p.group)

@@ -1,1 +1,1 @@
-"""Dense attention: forward, backward, and rows with infinite or NaN elements computed again."""
+"""Dense attention: forward, backward, and recomputation of rows with infinite or NaN elements."""

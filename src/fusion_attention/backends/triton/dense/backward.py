@@ -1,4 +1,4 @@
-"""The backward kernels: what each row needs, then dq by tiles of rows, then dk and dv by tiles of keys.
+"""The backward kernels: preparation of each row, then dq by tiles of rows, then dk and dv by tiles of keys.
 
     P = 2^(S * log2(e) - lse),  lse = max * log2(e) + log2(sum),  D = dout . out - dlse,  M = keep / keep_prob
     dP = (dout . v) * M,  dS = P * (dP - D)                     beneath a cap, dS * (1 - tanh^2) for dS
@@ -13,7 +13,7 @@ some |dout| of a key head's rows exceeds 256, dS is held 256 times smaller, and 
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -49,7 +49,7 @@ HUGE, HUGE_BITS = tl.constexpr(2.0**29), tl.constexpr(2.0**-21)
 
 @triton.jit
 def largest(parts, W1: tl.constexpr, W2: tl.constexpr):
-    """The largest absolute value of rows in parts."""
+    """The largest absolute value of rows in column blocks."""
     magnitude = tl.max(tl.max(tl.abs(parts[0]).to(tl.float32), 1), 0)
     if W1:
         magnitude = tl.maximum(magnitude, tl.max(tl.max(tl.abs(parts[1]).to(tl.float32), 1), 0))
@@ -62,10 +62,11 @@ def largest(parts, W1: tl.constexpr, W2: tl.constexpr):
 def prepare(out, dout, dlse, max_, sum_, flat, large, sink, partials, strides, tiles, count: tl.int32, plane: tl.int64,
             GROUP: tl.constexpr, SINK: tl.constexpr, MEAN: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
             V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """Writes two planes of flat, lse and D of each row; grid (tiles, heads_q).
+    """Writes lse and D of each row, the two planes of `flat`; grid (tiles, heads_q).
 
-    An empty row has an lse of inf, which makes its weights 0, and a D of 0, or 1 / n in mean form. `partials` receives
-    the tile's share of dsink; `large`, zeros, a 1 for each key head of a sequence where dout is large.
+    An empty row has lse inf, so that its weights are 0, and D 0, or 1 / n if it returns the mean of n keys. `partials`
+    receives the tile's contribution to dsink; `large`, initially zeros, a 1 for each key head of a sequence with large
+    dout.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -80,7 +81,7 @@ def prepare(out, dout, dlse, max_, sum_, flat, large, sink, partials, strides, t
     if dlse is not None:
         at_dlse, stride_dlse = rows_at(strides, count, b, h, layout_index.DLSE, 1)
         delta -= tl.load(dlse + at_dlse + row64 * stride_dlse, mask=valid, other=0.0)
-    if large is not None:  # all who write here write the same
+    if large is not None:  # all programs write the same value
         tl.store(large + b * (tl.num_programs(1) // GROUP) + h // GROUP, 1, mask=largest(do, V1, V2) > LARGE)
     at_max, stride_max = rows_at(strides, count, b, h, layout_index.MAX, 1)
     at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
@@ -88,9 +89,9 @@ def prepare(out, dout, dlse, max_, sum_, flat, large, sink, partials, strides, t
     total = tl.load(sum_ + at_sum + row64 * stride_sum, mask=valid, other=1.0)
     empty = peak == -float("inf")
     lse = peak * LOG2E + tl.log2(total)
-    # inf says that a row is empty: statistics that are infinite say nothing.
+    # inf marks empty rows; infinite statistics become NaN.
     lse = tl.where(tl.abs(lse) == float("inf"), float("nan"), lse)
-    # Where a score's last bit is worth more than float32 can hold as a weight, none may be above its lse.
+    # If the last bit of a score exceeds the exponent range of weights, lse is rounded up so that no score is above it.
     lse = tl.where(tl.abs(lse) > HUGE, lse + tl.abs(lse) * HUGE_BITS, lse)
     lse, delta = tl.where(empty, float("inf"), lse), tl.where(empty, 0.0, delta)
     if SINK:
@@ -110,14 +111,14 @@ def prepare(out, dout, dlse, max_, sum_, flat, large, sink, partials, strides, t
 
 @triton.jit
 def row_notes(flat, plane, at, stride, row, valid):
-    """(lse, D) of rows, as prepare() wrote them; a row that is not there is an empty one."""
+    """Loads (lse, D) of rows, which prepare() wrote; invalid rows are empty (inf, 0)."""
     at = flat + at + row.to(tl.int64) * stride
     return tl.load(at, mask=valid, other=float("inf")), tl.load(at + plane, mask=valid, other=0.0)
 
 
 @triton.jit
 def shrinking(large, b, hk, heads):
-    """What dS is multiplied by before it is rounded."""
+    """The factor on dS before it is rounded: SHRINK if dout is large, else 1."""
     if large is None:
         return 1.0
     else:
@@ -126,7 +127,7 @@ def shrinking(large, b, hk, heads):
 
 @triton.jit
 def load_notes(notes, h, row0, valid, PLANE: tl.constexpr, BM: tl.constexpr, TMA: tl.constexpr):
-    """lse (PLANE 0) or D (1) of rows of head h; notes: (descriptor or address, heads, stride of a head)."""
+    """Loads lse (PLANE 0) or D (1) of rows of head h; notes: (descriptor or address, heads, stride of a head)."""
     base, heads, head = notes
     if TMA:
         return base.load([PLANE * heads + h, row0]).reshape(BM)
@@ -139,7 +140,7 @@ def load_notes(notes, h, row0, valid, PLANE: tl.constexpr, BM: tl.constexpr, TMA
 def add_means(dv, do_rows, notes, turns, head, rows, j0, inside, bits, where, drop, GROUP: tl.constexpr,
               DROPOUT: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
               BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """dv with what rows in mean form give, each to every key. No turn where no row is: the host has looked."""
+    """Adds to dv the contributions of empty rows that return the mean of V; turns: 0 if the host found no such rows."""
     dv0, dv1, dv2 = dv
     strides, count, b, heads = where
     for turn in tl.range(0, turns * GROUP):
@@ -160,7 +161,7 @@ def add_means(dv, do_rows, notes, turns, head, rows, j0, inside, bits, where, dr
 
 @triton.jit
 def sees(row, key, band):
-    """Whether rows see keys; band: of band_at()."""
+    """True for keys that are visible to rows; band: result of band_at()."""
     rows, keys, lo, hi, prefix = band
     end = tl.minimum(tl.maximum(row + hi, prefix), keys)
     return (key >= row + lo) & (key < tl.where(row < rows, end, 0))
@@ -169,9 +170,9 @@ def sees(row, key, band):
 @triton.jit
 def weights(x, lse, masked, row, key, band, numbers, extras, where, lengths, RAW: tl.constexpr, BIAS: tl.constexpr,
             BLOCKED: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
-    """(P, S) of a tile of products x, unseen scores -inf; all as broadcast axes, which may stand either way round.
+    """(P, S) of a tile of products x, with scores -inf for keys that are not visible; axes in either order.
 
-    masked: whether some row does not see all keys of the tile.
+    masked: True if some key of the tile is not visible to some row.
     """
     scale, factor, exponent = numbers
     bias, slopes, blocked = extras
@@ -227,7 +228,7 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
     lse, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
     shrink = shrinking(large, b, h // GROUP, heads_q // GROUP)
     delta *= shrink
-    # Keys between these two are seen by every row.
+    # Between these all keys are visible to all rows.
     full_begin, full_end = row1 - 1 + lo, tl.minimum(tl.maximum(row0 + hi, prefix), end_key)
     numbers, extras, where = (scale, factor, exponent), (bias, slopes, blocked), (strides, count, b, h, heads_q)
     dq0, dq1, dq2 = zeros_three(BM, D0, D1, D2)
@@ -250,7 +251,7 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
             keep = kept_keys(bits, where, row, j0, there, (seed, offset, threshold), DROPOUT, BN)
             dp = tl.where(keep, dp * (1.0 / keep_prob), 0.0)
         ds = p * (dp * shrink - delta[:, None])
-        if dbias is not None:  # nothing recomputes what is added to it
+        if dbias is not None:  # dbias is not recomputed, so values must be finite here
             visible = (s != -float("inf")) & (lse != float("inf"))[:, None]
             ds = tl.where(visible, ds, 0.0)
             add_dbias(
@@ -284,9 +285,9 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
                  D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr,
                  V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr,
                  BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Writes dk and dv of one tile of keys of one key head, all its query heads in turn; grid (tiles, heads_kv).
+    """Writes dk and dv of one tile of keys of one key head, over all its query heads; grid (tiles, heads_kv).
 
-    Scores stand with keys as rows: weights go into the products as they were computed, from registers.
+    Scores are transposed, with keys as rows, so that weights enter the products from registers.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, hk = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -301,7 +302,7 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
     at_v, stride_v = rows_at(strides, count, b, hk, layout_index.V, ALIGN)
     keys = load_three(k, at_k + key64 * stride_k, inside, True, D0, D1, D2, DIM)
     values = load_three(v, at_v + key64 * stride_v, inside, True, V0, V1, V2, DIM_V)
-    # Places are read before the loop: an address that is read in it keeps the rows behind it from being loaded ahead.
+    # Addresses are loaded before the loop: loads that depend on an address inside it are not prefetched.
     at_q, head_q, stride_q = heads_at(strides, count, b, layout_index.Q, ALIGN)
     at_do, head_do, stride_do = heads_at(strides, count, b, layout_index.DOUT, ALIGN)
     at_flat, head_flat, _ = heads_at(strides, count, b, layout_index.FLAT, 1)
@@ -351,7 +352,7 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
             dv0, dv1, dv2 = add_three((dv0, dv1, dv2), weight, do, V1, V2)
         if DROPOUT:
             dp = tl.where(keep, dp * (1.0 / keep_prob), 0.0)
-        # Read as late as this, it takes no registers before.
+        # Loaded late, so that it occupies no registers before.
         ds = p * (dp * shrink - (load_notes(notes, h, row0, valid, 1, BM, TMA) * shrink)[None, :])
         if CAP != 0:
             ds = ds * capped(x, scale, CAP)[1]

@@ -1,12 +1,12 @@
-"""The forward kernel: a tile of query rows of one head meets the keys that its band leaves, in two loops.
+"""The forward kernel: attention of a tile of query rows of one head to the keys of its band, in two loops.
 
-The first loop meets the tiles of keys that a mask cuts, on both sides; the second those that every row sees whole, with
-no mask at all. Scores stay as the product gave them where nothing is added to them (RAW): the scale is then part of
-the exponent's factor, and the maximum is scaled once, when it is stored.
+The first loop processes the tiles of keys at both edges of the band, with a mask; the second the tiles that are visible
+to all rows, without one. If nothing is added to scores (RAW), they are not scaled: the scale is part of the exponent's
+factor, and the maximum is scaled once, when it is stored.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -32,12 +32,12 @@ from fusion_attention.backends.triton.common.kernels import (
 
 @triton.jit
 def weigh(s, m, l, exponent):
-    """(weights of scores, what earlier weights fade by, max of the rows so far, sum of their weights)."""
+    """One step of the online softmax: (weights of scores s, factor on earlier sums, new row maxima, new row sums)."""
     now = tl.maximum(m, tl.max(s, 1))
-    # A row that has seen nothing yet has -inf: 0 in its place makes the weights 2^-inf, not NaN.
+    # A row without visible keys so far has max -inf; 0 in its place gives weights 0, not NaN.
     base = tl.where(now == -float("inf"), 0.0, now)
     p = tl.exp2(s * exponent - (base * exponent)[:, None])
-    # The difference first: of two products a GPU rounds one only, and earlier weights would fade a little every turn.
+    # The difference comes first: with a fused multiply-add of two products earlier weights would drift every iteration.
     fade = tl.exp2((m - base) * exponent)
     return p, fade, now, l * fade + tl.sum(p, 1)
 
@@ -48,7 +48,7 @@ def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbe
            D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
            DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
            BN: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """One loop: `left` tiles of keys from `begin` on and `right` ones from `again` on; keys = these four."""
+    """One loop over `left` tiles of keys from `begin` on, and `right` tiles from `again` on; keys: these four."""
     acc0, acc1, acc2, m, l = state
     k, v, kr = memory
     bias, slopes, blocked, bits = extras
@@ -92,7 +92,7 @@ def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbe
 def add_means(acc, mean, v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.constexpr,
               V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, BN: tl.constexpr,
               TMA: tl.constexpr):  # fmt: skip
-    """What the rows in mean form sum: every key that dropout keeps, seen or not. No turn where no row is."""
+    """Adds to acc the sums of values for empty rows that return the mean: all keys kept by dropout, hidden ones too."""
     acc0, acc1, acc2 = acc
     end = tl.where(tl.max(mean.to(tl.int32), 0) > 0, kv_len, 0).to(tl.int32)
     for j0 in tl.range(0, end, BN):
@@ -109,7 +109,7 @@ def add_means(acc, mean, v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.c
 
 @triton.jit
 def finish(m, l, sink, h, unit, SINK: tl.constexpr):
-    """(max, sum, factor of the accumulator) of rows, the sink counted in."""
+    """(max, sum, factor on the accumulator) of rows, including the sink."""
     nothing = m == -float("inf")
     top = tl.where(nothing, -float("inf"), m * unit)
     fade = tl.where(nothing, 0.0, 1.0)
@@ -120,7 +120,7 @@ def finish(m, l, sink, h, unit, SINK: tl.constexpr):
         fade = tl.where(top == joint, fade, tl.exp2((top - base) * LOG2E))
         l = l * fade + tl.where(logit == -float("inf"), 0.0, tl.exp2((logit - base) * LOG2E))
         top = joint
-    # A NaN among the scores is in the sum alone: maxima pass it over.
+    # A NaN among the scores is in the sum only, because maxima ignore it.
     top = tl.where((l != l) & (top != float("inf")), float("nan"), top)
     return top, l, fade
 
@@ -152,7 +152,7 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     at_k, stride_k = rows_at(strides, count, b, h // GROUP, layout_index.K, ALIGN)
     at_v, stride_v = rows_at(strides, count, b, h // GROUP, layout_index.V, ALIGN)
     row64 = row.to(tl.int64)
-    # Below 64 rows products are mma.sync's, which holds in registers what a descriptor gave: wide rows would spill.
+    # Below 64 rows mma.sync is used, which keeps rows from a descriptor in registers: wide rows would spill.
     TMA_Q: tl.constexpr = TMA and BM >= 64
     query = load_rows(rows_of(q + at_q, stride_q, q_len, BM, D0, D1, D2, DIM, TMA_Q), row0, valid, True, BM,
                       D0, D1, D2, DIM, TMA_Q)  # fmt: skip

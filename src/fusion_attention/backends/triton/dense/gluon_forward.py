@@ -1,13 +1,14 @@
-"""The forward for sm_90 in Gluon: one warp loads tiles of keys (TMA), two warpgroups multiply (wgmma) and weigh 64 rows
-each. For rows of 128 elements that meet nothing but a band; launch_gluon.py chooses.
+"""The forward kernel for sm_90 in Gluon, for rows of 128 elements with a band only; launch_gluon.py selects it.
 
-While a warpgroup weighs the scores of a tile, the tensor cores add up the values of the tile before. A buffer has two
-barriers: on `full` the bytes of a copy arrive, on `empty` both warpgroups, when they have read it. Use i of a ring of
-STAGES buffers waits for phase i // STAGES & 1.
+One warp loads tiles of keys (TMA); two warpgroups multiply (wgmma) and compute the softmax of 64 rows each.
+
+While a warpgroup computes the weights of a tile, the tensor cores sum the values of the previous tile. A buffer has two
+barriers: `full` counts the bytes of a copy, `empty` the warpgroups that have read it. Use i of a ring of STAGES buffers
+waits for phase i // STAGES & 1.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,13 +27,13 @@ from fusion_attention.backends.triton.dense.forward import finish, weigh
 described = tma.make_tensor_descriptor  # Triton 3.5 has none, so the import fails here
 copy_rows = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its name until 3.7
 WARPGROUPS = gl.constexpr(2)
-ROWS = gl.constexpr(64)  # of a warpgroup: what one wgmma multiplies
+ROWS = gl.constexpr(64)  # rows of a warpgroup, the size of a wgmma instruction
 LOADER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
 def key_of(i, walk, BN: gl.constexpr):
-    """The first key of turn i: cut tiles on the left, cut ones on the right, whole ones."""
+    """The first key of iteration i: masked tiles at the left edge, then at the right edge, then full tiles."""
     begin, left, full, again, masked_tiles, _ = walk
     right = gl.where(i < masked_tiles, again + (i - left) * BN, full + (i - masked_tiles) * BN)
     return gl.where(i < left, begin + i * BN, right)
@@ -40,7 +41,7 @@ def key_of(i, walk, BN: gl.constexpr):
 
 @gluon.jit
 def ring(rows, STAGES: gl.constexpr):
-    """(buffers for tiles of rows, a barrier of each that says full, one that says empty)."""
+    """Allocates (buffers for tiles of rows, their `full` barriers, their `empty` barriers)."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -65,7 +66,7 @@ def fill(rows, ring, i, j0, STAGES: gl.constexpr):
 
 @gluon.jit
 def load(keys, values, key_ring, value_ring, walk, BN: gl.constexpr, STAGES: gl.constexpr):
-    """The loading warp."""
+    """The code of the loading warp."""
     for i in range(walk[5]):
         j0 = key_of(i, walk, BN)
         fill(keys, key_ring, i, j0, STAGES)
@@ -82,13 +83,13 @@ def taken(ring, i, STAGES: gl.constexpr):
 
 @gluon.jit
 def give_back(ring, i, STAGES: gl.constexpr):
-    """Says that this warpgroup has read buffer i."""
+    """Signals that this warpgroup has read buffer i."""
     mbarrier.arrive(ring[2].index(i % STAGES), count=1)
 
 
 @gluon.jit
 def masked(s, i, walk, first, end, BN: gl.constexpr, SCORES: gl.constexpr):
-    """Scores of turn i; what a row does not see is -inf in the tiles that are cut."""
+    """Scores of iteration i, with -inf for keys that are not visible in masked tiles."""
     if i < walk[4]:
         j = key_of(i, walk, BN) + gl.arange(0, BN, gl.SliceLayout(0, SCORES))
         s = gl.where((j[None, :] >= first[:, None]) & (j[None, :] < end[:, None]), s, -float("inf"))
@@ -97,7 +98,7 @@ def masked(s, i, walk, first, end, BN: gl.constexpr, SCORES: gl.constexpr):
 
 @gluon.jit
 def stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK: gl.constexpr, MEAN: gl.constexpr):
-    """(max, sum, factor of the accumulator) of rows, as they are stored."""
+    """(max, sum, factor on the accumulator) of rows, in the stored form."""
     top, l, fade = finish(m, l, sink, h, unit, SINK)
     empty = top == -float("inf")
     l = gl.where(empty, 0.0, l)
@@ -113,7 +114,7 @@ def stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK: gl.constexp
 def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, rows, band, walk, numbers,
            SINK: gl.constexpr, MEAN: gl.constexpr, ALIGN: gl.constexpr, DIM: gl.constexpr, BN: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
-    """A warpgroup: ROWS rows from rows[0] on; those from rows[1] on are not there."""
+    """The code of a multiplying warpgroup, for ROWS rows from rows[0] on; rows from rows[1] on are invalid."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -144,7 +145,7 @@ def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, r
             s = warpgroup_mma_wait(1, [s])
             give_back(key_ring, i, STAGES)
             p, fade, m, l = weigh(masked(s, i, walk, first, end, BN, SCORES), m, l, exponent)
-            # The product reads its weights from registers: they are in use until it is done.
+            # The product reads weights from registers, which are in use until it completes.
             acc, weights = warpgroup_mma_wait(0, [acc, weights])
             give_back(value_ring, i - 1, STAGES)
         acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, SUMS))[:, None]
@@ -171,7 +172,7 @@ def gluon_forward(q, k, v, out, max_, sum_, sink, strides, lengths, tiles, count
                   unit: gl.float32, keep_prob: gl.float32, GROUP: gl.constexpr, SINK: gl.constexpr, MEAN: gl.constexpr,
                   DIM: gl.constexpr, ALIGN: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
                   REGISTERS: gl.constexpr):  # fmt: skip
-    """Writes what forward() writes, of a tile of WARPGROUPS * ROWS rows; grid (tiles, heads_q)."""
+    """Writes out, max and sum of a tile of WARPGROUPS * ROWS rows of one head; grid (tiles, heads_q)."""
     dtype: gl.constexpr = q.dtype.element_ty
     HIGH: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], dtype)
     KEY_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DIM], dtype)

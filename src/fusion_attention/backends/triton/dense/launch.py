@@ -1,6 +1,6 @@
-"""From a problem to launches: what a kernel knows while compiling, which tiles it walks, which memory it gets.
+"""Launches of the dense kernels: compile-time constants, lists of tiles, and arguments.
 
-The constants made here are also what the tests compile ahead of time, so that what is checked is what is launched.
+Tests compile kernels ahead of time with the constants made here.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 
 DEQUANTS = {"none": 0, "channel": 1, "token": 2}
 MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
-PLANES = 2  # of what prepare() notes of each row
-_NOTES = 4  # float32 numbers in 16 bytes, on which a sequence's notes start
+PLANES = 2  # numbers per row that prepare() writes, each in an array of its own
+_NOTES = 4  # float32 numbers in 16 bytes, the alignment of a sequence's rows in these arrays
 FAMILY = Family(
     forward, prepare, backward_query, backward_key, decode, join, recompute_out, recompute_query, recompute_key
 )
-# Arguments of what a problem may lack.
+# Values of the arguments that a problem does not use.
 ABSENT: dict[str, Any] = dict.fromkeys(
     ("q_rope", "k_rope", "bias", "slopes", "blocked", "bits", "sink", "dlse", "dq_rope", "dk_rope", "dbias", "partials",
      "large", "table", "scale_k", "offset_k", "scale_v", "offset_v")
 ) | {"width": 0, "step": 0, "last": 0}  # fmt: skip
 DRAWS = ("seed", "offset")
-LEAST_KEEP = 2.0**-60  # of keep_prob, as kernels take it; what is left is multiplied by later
-# What kernels call views that have another name in the table of places.
+LEAST_KEEP = 2.0**-60  # least keep_prob in kernels; the remaining factor is applied afterwards
+# Kernel arguments of views, whose names differ from those in the layout table.
 ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum": "sum_", "drop_bits": "bits"}
 
 
 def widths(problem: Problem) -> Constants:
-    """The parts of rows, as the kernels name them."""
+    """Compile-time widths of column blocks, by the kernels' names."""
     d, v = shapes.parts(problem.dim_qk), shapes.parts(problem.dim_v)
     rope = shapes.power(problem.dim_rope) if problem.dim_rope else 0
     sizes = {"DIM": problem.dim_qk, "R": rope, "DIM_ROPE": problem.dim_rope, "DIM_V": problem.dim_v}
@@ -51,9 +51,9 @@ def widths(problem: Problem) -> Constants:
 
 
 def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """What every dense kernel knows while compiling; align: elements of which every row's start is a multiple.
+    """Compile-time constants of all dense kernels; align: alignment of rows in elements.
 
-    MEAN is the problem's: kernels of their own for batches without an empty row would be compiled in mid-training.
+    MEAN depends on the problem only, not on the batch, so that no kernel is compiled in the middle of a training.
     """
     p = problem
     return widths(p) | {
@@ -70,7 +70,7 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
 
 
 def raw(problem: Problem) -> bool:
-    """Whether scores stay as the product gave them: nothing is added, and the scale keeps their order."""
+    """True if kernels use unscaled products as scores: nothing is added to them, and the scale is positive."""
     return problem.bias == "none" and problem.softcap == 0 and problem.scale > 1e-30
 
 
@@ -81,8 +81,9 @@ def forward_constants(problem: Problem, tile: shapes.Tile, align: int) -> Consta
 
 
 def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.ndarray:
-    """[tiles, 8] int32: seq, row0, row1, and tiles of keys: `left` cut ones from `begin`, whole ones from `full` to
-    `again`, `right` cut ones from there. The longest first, so that the last ones to finish are short."""
+    """The list of tiles [tiles, 8] int32: seq, row0, row1, and the tiles of keys: `left` masked ones from `begin`, full
+    ones from `full` to `again`, `right` masked ones from there. The longest are first, so that the last ones to finish
+    are short."""
     t, size = tiles.by_query(extents, tile.BM), tile.BN
     begin = t.begin // size * size
     end = np.where(t.end > t.begin, t.end, begin)
@@ -98,15 +99,16 @@ def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.n
 
 
 def query_tiles(extents: Extents, tile: shapes.Tile) -> np.ndarray:
-    """[tiles, 8] int32: seq, row0, row1, the first key and the number of tiles of keys; the longest first."""
+    """The list of tiles of rows [tiles, 8] int32: seq, row0, row1, first key, number of tiles of keys; the longest are
+    first."""
     t = tiles.by_query(extents, tile.BM)
     begin = t.begin // tile.BN * tile.BN
     return _turns(t, begin, np.where(t.end > t.begin, t.end, begin), tile.BN)
 
 
 def key_tiles(extents: Extents, tile: shapes.Tile, mean: bool) -> np.ndarray:
-    """[tiles, 8] int32: seq, key0, key1, the first row and the number of tiles of rows, and how many tiles may hold
-    rows in mean form, which give to every key; the longest first."""
+    """The list of tiles of keys [tiles, 8] int32: seq, key0, key1, first row, number of tiles of rows, and number of
+    tiles that may have empty rows which return the mean of V, to which every key contributes; the longest are first."""
     t = tiles.by_key(extents, tile.BN)
     begin = t.begin // tile.BM * tile.BM
     means = -(-extents.q_len[t.seq] // tile.BM) if mean else 0
@@ -121,7 +123,7 @@ def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int, means:
 
 
 def may_be_empty(problem: Problem, extents: Extents) -> bool:
-    """Whether some row of a sequence with keys may see none, by the band or the matrix."""
+    """True if a row of a sequence with keys may have no visible key, by the band or the blocked matrix."""
     if problem.has_blocked:
         return True
     t = tiles.by_query(extents, 1)
@@ -144,7 +146,7 @@ def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
 
 
 def noted(extents: Extents) -> np.ndarray:
-    """How many rows of each sequence prepare() has room for: rows that a descriptor reads start on 16 bytes."""
+    """Rows per sequence in the buffer of prepare(), padded so that descriptors start at 16 bytes."""
     return -(-extents.q_len // _NOTES) * _NOTES
 
 
@@ -152,7 +154,7 @@ def noted(extents: Extents) -> np.ndarray:
 
 
 def bytes_of(view: Any) -> torch.Tensor | None:
-    """A matrix of bools or bytes, as bytes."""
+    """The tensor of a matrix of bool or uint8, as uint8."""
     if view is None:
         return None
     tensor = view.keep
@@ -160,7 +162,7 @@ def bytes_of(view: Any) -> torch.Tensor | None:
 
 
 def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
-    """The operands' views that the problem uses, by their names in the table of places."""
+    """The operands' views that the problem uses, by name in the layout table."""
     p = problem
     return {
         "q": o.q, "k": o.k, "v": o.v, "out": o.out, "max": o.stats.max, "sum": o.stats.sum,
@@ -173,7 +175,7 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
 
 
 def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
-    """The counters of dropout that has no bits: the stream of head 0, the first row and the first key."""
+    """(stream of head 0, first row, first key) per sequence of drawn dropout; None for other dropout."""
     if problem.dropout != "philox":
         return None
     if (origin := extents.part) is not None:
@@ -183,7 +185,7 @@ def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
 
 
 def given_by(problem: Problem, o: Operands, views: dict[str, layout_table.View | None]) -> dict[str, Any]:
-    """The kernels' arguments that are a run's own memory; what the problem lacks is absent."""
+    """Kernel arguments of a run: its tensors, without those that the problem lacks."""
     p = problem
     given: dict[str, Any] = {
         ARGUMENTS[name]: layout_table.tensor_of(view) for name, view in views.items() if view is not None
@@ -198,7 +200,7 @@ def given_by(problem: Problem, o: Operands, views: dict[str, layout_table.View |
 
 
 def draws(o: Operands) -> dict[str, int]:
-    """DRAWS of dropout, as kernels take them."""
+    """Seed and offset of dropout as signed integers for kernels."""
     seed = o.seed & (1 << 64) - 1
     return {
         "seed": seed - (1 << 64) if seed >> 63 else seed,
@@ -207,12 +209,12 @@ def draws(o: Operands) -> dict[str, int]:
 
 
 def float32(values: torch.Tensor | None) -> torch.Tensor | None:
-    """One float32 array: often it is a row that serves all sequences."""
+    """A contiguous float32 copy if needed; None for None."""
     return None if values is None else values.to(torch.float32).contiguous()
 
 
 def numbers(problem: Problem) -> dict[str, Any]:
-    """The kernels' arguments that are the problem's numbers."""
+    """Kernel arguments that are numbers of the problem."""
     p = problem
     unit = p.scale if raw(p) else 1.0
     return {
@@ -233,7 +235,7 @@ def recompute_constants(kernel: str, problem: Problem, align: int) -> Constants:
 
 
 def cache_constants(problem: Problem, align: int) -> Constants:
-    """What a kernel knows of a cache; ALIGN_KV counts as ALIGN does, in the cache's elements."""
+    """Compile-time constants of caches; ALIGN_KV: alignment of the cache's rows in its elements."""
     p = problem
     return {
         "PAGE": p.page_size,
@@ -244,7 +246,7 @@ def cache_constants(problem: Problem, align: int) -> Constants:
 
 
 def recompute_out_constants(problem: Problem, align: int) -> Constants:
-    """What recompute_out knows, whose rows may lie in a cache."""
+    """Compile-time constants of recompute_out, whose keys may be in a cache."""
     return recompute_constants("recompute_out", problem, align) | cache_constants(problem, align)
 
 
@@ -252,7 +254,7 @@ def launch_recompute(
     kernel: Any, p: Problem, lengths: np.ndarray, heads: int, fixed: dict[str, Any], given: Iterable[str],
     constexprs: Constants,
 ) -> list[Launch]:  # fmt: skip
-    """The launch of a kernel that recomputes, if there is a row: a program for every few of every sequence, or keys."""
+    """The launch of a kernel that recomputes rows (or keys), with a program per block of rows; none without rows."""
     tile = shapes.recompute_tile(kernel.__name__, p)
     blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is recompute_key else tile.BM))
     grid = blocks * len(lengths), heads
@@ -260,12 +262,12 @@ def launch_recompute(
 
 
 def keep_rest(problem: Problem) -> float:
-    """What kept weights are to be multiplied by besides 1 / max(keep_prob, LEAST_KEEP)."""
+    """The factor on kept weights in addition to 1 / max(keep_prob, LEAST_KEEP)."""
     return LEAST_KEEP / problem.keep_prob if problem.keep_prob < LEAST_KEEP else 1.0
 
 
 def enlarge(tensor: torch.Tensor, by: float) -> None:
-    """Multiplies by a factor of at least 1, in steps that float32 holds: 0 stays 0."""
+    """Multiplies a tensor by a factor of at least 1, in steps that do not overflow float32, so that 0 stays 0."""
     while by > 1:
         step = min(by, 2.0**120)
         tensor.mul_(step)
@@ -280,7 +282,7 @@ def enlarge_rows(view: RowView | None, heads: int, lengths: np.ndarray, by: floa
 
 
 def reduced(view: RowView, heads: int, lengths: np.ndarray, by: float) -> RowView:
-    """A float32 copy of rows, divided."""
+    """A float32 copy of rows, divided by a number."""
     rows = [(view.sequence(b, heads, n).double() / by).float().flatten() for b, n in enumerate(lengths.tolist())]
     sizes = heads * lengths * view.dim
     return RowView((torch.cat(rows),), np.cumsum(sizes) - sizes, view.dim, lengths * view.dim, view.dim)
@@ -304,7 +306,7 @@ def ready_forward(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Ready:
-    """The launches of run_forward() on memory as these views and arguments lie."""
+    """The launches of run_forward() for the memory layout of these views and arguments."""
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e), drawn(p, e))
     align = layout_table.alignment(views, table)
     tile = tile_on("forward", p, device, align if layout_table.apart(views) else 1)
@@ -329,7 +331,7 @@ def ready_forward(
 
 
 def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """The compile-time values of prepare, backward_query and backward_key, the last with a tile of its own."""
+    """The compile-time values of prepare, backward_query and backward_key; the tile is that of one of them."""
     constexprs = constants(problem, tile, align) | {"RAW": raw(problem), "TMA": tile.TMA}
     names = ("GROUP", "V0", "V1", "V2", "DIM_V", "ALIGN", "BM", "MEAN")
     of_prepare = {name: constexprs[name] for name in names} | {"SINK": problem.has_sink}
@@ -339,8 +341,8 @@ def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple
 def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
     """Launches the three kernels of the backward, and those that recompute.
 
-    Where keep_prob is tiny, the kernels compute gradients that are keep_rest() times smaller: multiplied by M = 1 /
-    keep_prob before they are added up, dP * M - D would overflow.
+    If keep_prob is tiny, the kernels compute gradients divided by keep_rest(): dP * M - D with M = 1 / keep_prob would
+    overflow.
     """
     p, by = problem, keep_rest(problem)
     if by == 1:
@@ -392,7 +394,7 @@ def ready_backward(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Ready:
-    """The launches of run_backward() on memory as these views and arguments lie."""
+    """The launches of run_backward() for the memory layout of these views and arguments."""
     device, rows, count = layout_table.one_device(given), noted(e), len(e)
     buffer = int(rows.sum())
     flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, buffer, np.int64), 1)  # of any memory

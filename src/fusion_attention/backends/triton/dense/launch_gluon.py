@@ -1,4 +1,4 @@
-"""When the Gluon kernel computes a forward, and what it knows while compiling."""
+"""Selection of the Gluon kernel for a forward, and its compile-time constants."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fusion_attention.ir.problem import Problem
 # Rows of 128 elements: on an H100 1.2 to 1.3 times as fast as plain Triton, whose rows of 64 elements are as fast.
 DIM = 128
 TILE = Tile(128, 128, 4, 2, TMA)  # num_stages: buffers of each ring. One program takes the registers of a processor.
-# Registers of a thread: as launched, and as a thread that multiplies then has, once the loading warp gave up its own.
+# Registers of a thread: at launch, and of a multiplying thread after the loading warp has released some.
 OPTIONS = {"maxnreg": 168}
 MULTIPLYING = 240
-_CAPABILITY = (9, 0)  # wgmma is Hopper's alone
+_CAPABILITY = (9, 0)  # only Hopper has wgmma
 
 
 def kernel() -> Any:
@@ -28,21 +28,21 @@ def kernel() -> Any:
 
 
 def has_nothing_but_a_band(problem: Problem) -> bool:
-    """True if rows of a size that the kernel has meet the keys of a band, as the product gave them."""
+    """True if rows have the kernel's size and scores have no modifiers but the band."""
     p = problem
     is_unmodified = p.bias == "none" and p.dropout == "none" and not p.softcap and not p.has_blocked and not p.dim_rope
     return is_unmodified and p.empty_rows != "mean" and p.scale > 1e-30 and p.dim_qk == p.dim_v == DIM
 
 
 def serves(problem: Problem, device: torch.device, tile: Tile) -> bool:
-    """Whether the kernel computes what plain Triton would with a tile."""
+    """True if the Gluon kernel can replace the Triton kernel with this tile."""
     if not tile.TMA or device.type != "cuda" or not has_nothing_but_a_band(problem):
         return False
     return torch.cuda.get_device_capability(device) == _CAPABILITY and kernel() is not None
 
 
 def constants(problem: Problem, align: int) -> dict[str, Any]:
-    """What the kernel knows while compiling; align: elements of which every row's start is a multiple."""
+    """Compile-time constants of the kernel; align: alignment of rows in elements."""
     p = problem
     return {
         "GROUP": p.group, "SINK": p.has_sink, "MEAN": p.empty_rows != "zero", "DIM": DIM, "ALIGN": align, "BN": TILE.BN,

@@ -1,19 +1,18 @@
-"""Rows of results that are not finite, computed once more, one by one, with nothing that they do not see.
+"""Recomputation of result rows that are not finite, one by one, from visible keys only.
 
-A product of tiles multiplies what a row does not see by zero, and 0 * NaN is NaN: so a value that is not finite reaches
-rows of its tile that do not see it. These kernels follow the others, read each result once, and return where all of it
-is finite, as it nearly always is. Where it is not, they select before they multiply: what a mask hides counts nothing,
-and neither does a key whose score is -inf. A branch in the other kernels would do too, but it would take registers from
-every loop.
+Products of tiles multiply hidden keys by 0, and 0 * NaN is NaN, so values that are not finite reach rows to which they
+are not visible. These kernels run after the others, read each result once, and return if all of it is finite, as it
+nearly always is. Otherwise they select before they multiply: hidden keys, and keys with score -inf, do not count. A
+branch in the other kernels would cost registers in every loop.
 
-One row at a time is slow, and where a training run diverges everything is NaN. So nothing is formed anew that stays as
-it is - a row whose statistics are NaN is NaN, whatever it meets - and a sum is left once all that was NaN is NaN again:
-then what a diverged run costs grows with its rows, not with their square. An infinity is right as it stands, for zero
-times one is NaN; but what integers of values mean is multiplied last, and float16 rounds what float32 still holds.
+One row at a time is slow, and in a diverged training run everything is NaN. So rows that must stay NaN (by their
+statistics) are not recomputed, and a sum stops when all elements that were NaN are NaN again: the cost of a diverged
+run is linear in its rows. Infinities need no recomputation, since 0 * inf is NaN, except where results are scaled or
+rounded after the sum (scales of integers, float16).
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -41,7 +40,7 @@ LEAST = tl.constexpr(2.0**-126)
 
 @triton.jit
 def wrong(x, INF: tl.constexpr):
-    """Whether elements of a result may be wrong: NaN, and infinities where those may be what was rounded or scaled."""
+    """True for elements of a result that may be wrong: NaN, and with INF also infinities, from rounding or scaling."""
     x = x.to(tl.float32)
     return ~(tl.abs(x) < float("inf")) if INF else x != x
 
@@ -49,7 +48,7 @@ def wrong(x, INF: tl.constexpr):
 @triton.jit
 def wrong_three(base, offset, there, INF: tl.constexpr,
                 W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """1 for rows in parts with a wrong element, else 0."""
+    """1 for rows in column blocks with a wrong() element, else 0."""
     parts = load_three(base, offset, there, True, W0, W1, W2, DIM)
     flagged = tl.max(wrong(parts[0], INF).to(tl.int32), 1)
     if W1:
@@ -61,14 +60,14 @@ def wrong_three(base, offset, there, INF: tl.constexpr,
 
 @triton.jit
 def left(acc, old, INF: tl.constexpr):
-    """Whether some element of a row is wrong that a sum has not found to be NaN, which stays so: 0 or 1."""
+    """1 if a row has a wrong() element whose new sum is not NaN yet, so that the sum must continue; else 0."""
     return tl.max(tl.max((wrong(old, INF) & (acc == acc)).to(tl.int32), 1), 0)
 
 
 @triton.jit
 def left_three(acc, base, offset, there, INF: tl.constexpr,
                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """left() of a row in parts."""
+    """left() of a row in column blocks."""
     old = load_three(base, offset, there, True, W0, W1, W2, DIM)
     flagged = left(acc[0], old[0], INF)
     if W1:
@@ -81,7 +80,7 @@ def left_three(acc, base, offset, there, INF: tl.constexpr,
 @triton.jit
 def recomputed(base, offset, there, acc, factor, INF: tl.constexpr, FIRST: tl.constexpr, W: tl.constexpr,
                DIM: tl.constexpr):  # fmt: skip
-    """Writes those elements of a row's part that are wrong: of others the sum need not be whole."""
+    """Overwrites the wrong() elements of a column block; the sums of others may be incomplete."""
     old = load_part(base, offset, there, FIRST, W, DIM, True)
     store_part(base, offset, there, tl.where(wrong(old, INF), acc * factor, old.to(tl.float32)), FIRST, W, DIM)
 
@@ -89,7 +88,7 @@ def recomputed(base, offset, there, acc, factor, INF: tl.constexpr, FIRST: tl.co
 @triton.jit
 def recomputed_three(base, offset, there, acc, factor, INF: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
                      W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """recomputed() of a row in parts."""
+    """recomputed() of a row in column blocks."""
     recomputed(base, offset, there, acc[0], factor, INF, 0, W0, DIM)
     if W1:
         recomputed(base, offset, there, acc[1], factor, INF, W0, W1, DIM)
@@ -99,21 +98,21 @@ def recomputed_three(base, offset, there, acc, factor, INF: tl.constexpr, W0: tl
 
 @triton.jit
 def outlasting(weight):
-    """The weight of a key that is seen, as an infinity meets it: what no float holds is still more than nothing."""
+    """The weight of a visible key for a product with an infinity: an underflowed weight counts as positive."""
     return tl.where(weight == 0.0, LEAST, weight)
 
 
 @triton.jit
 def product(weight, x):
-    """weight * x, as an infinity meets it."""
+    """weight * x, where an underflowed weight times an infinity is infinite."""
     return tl.where(tl.abs(x) < float("inf"), weight, outlasting(weight)) * x
 
 
 @triton.jit
 def gathered(weight, wild, counted, x):
-    """[1, W]: the sum of the rows of x that count, times their weights; all [rows, 1].
+    """The weighted sum [1, W] of the rows of x that count; weight, wild, counted: [rows, 1].
 
-    wild: the weights of elements that are not finite.
+    wild: weights for elements that are not finite.
     """
     x = x.to(tl.float32)
     weighed = tl.where(tl.abs(x) < float("inf"), weight, wild) * x
@@ -122,7 +121,7 @@ def gathered(weight, wild, counted, x):
 
 @triton.jit
 def gather_three(acc, weight, wild, counted, x, W1: tl.constexpr, W2: tl.constexpr):
-    """gathered() of rows in parts, added to `acc`."""
+    """Adds gathered() of rows in column blocks to `acc`."""
     acc0, acc1, acc2 = acc
     acc0 += gathered(weight, wild, counted, x[0])
     if W1:
@@ -142,7 +141,7 @@ def recompute_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocke
                   V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr, DEQUANT_K: tl.constexpr,
                   DEQUANT_V: tl.constexpr, ALIGN: tl.constexpr, ALIGN_KV: tl.constexpr, BM: tl.constexpr,
                   BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
-    """Computes rows of out anew from the statistics; grid (sequences * blocks of BM rows, heads_q)."""
+    """Recomputes rows of out from the statistics; grid (sequences * blocks of BM rows, heads_q)."""
     b, h = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
     if PAGE:
@@ -229,7 +228,7 @@ def recompute_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, bl
                     D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
                     DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
                     ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
-    """Computes rows of dq, and of its rope tail, anew; grid (sequences * blocks of BM rows, heads_q)."""
+    """Recomputes rows of dq and of its rope elements; grid (sequences * blocks of BM rows, heads_q)."""
     b, h = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
     begin = tl.program_id(0) % blocks * BM
@@ -311,7 +310,7 @@ def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, 
                   D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
                   DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
                   ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
-    """Computes rows of dk, of its rope tail and of dv anew; grid (sequences * blocks of BN keys, heads_kv)."""
+    """Recomputes rows of dk, of its rope elements and of dv; grid (sequences * blocks of BN keys, heads_kv)."""
     b, hk = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
     begin = tl.program_id(0) % blocks * BN
@@ -347,7 +346,7 @@ def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, 
         dk0, dk1, dk2 = zeros_three(1, D0, D1, D2)
         dv0, dv1, dv2 = zeros_three(1, V0, V1, V2)
         turns = tl.cdiv(q_len, BM).to(tl.int32)
-        # From the first row that sees the key: where all is NaN, one turn shows it.
+        # Starts at the first row to which the key is visible: if all is NaN, one iteration suffices.
         first = tl.where(n < prefix, 0, tl.maximum(n - hi + 1, 0))
         first = tl.minimum(first // BM, turns - 1).to(tl.int32)
         turn, end = 0, tl.where(tl.max((wrong_k | wrong_v).to(tl.int32), 0) > 0, turns * GROUP, 0)
@@ -377,7 +376,7 @@ def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, 
             at_do, stride_do = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
             do = load_three(dout, at_do + at * stride_do, valid, True, V0, V1, V2, DIM_V)
             dp, counted = products(value, do, V1, V2)[:, None], visible | mean
-            if DROPOUT:  # one draw serves eight keys
+            if DROPOUT:  # one draw gives eight keys
                 eight = n // 8 * 8
                 keys = eight + tl.arange(0, 8)
                 there = valid[:, None] & (keys < kv_len)[None, :]

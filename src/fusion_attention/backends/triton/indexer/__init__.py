@@ -1,1 +1,1 @@
-"""The lightning indexer: scores, the choice of keys, gradients, losses."""
+"""Triton kernels of the lightning indexer and their launches: scores, the choice of keys, gradients, losses."""

@@ -1,13 +1,13 @@
-"""The choice of the lightning indexer: of a row's scores the largest, in order, exactly.
+"""Kernels that select the top_k largest scores of a row, exactly and in descending order.
 
-A row's candidates are int64 numbers in the order of their keys: the score, as an integer of the same order, in the
-high half, the largest key minus this key in the low one, so a descending sort breaks ties by the lower key. When
-their memory is full only the largest stay; a later key loses a tie, so scores not above the smallest of them are
-dropped. Where the row is cut into pieces changes nothing.
+A row's candidates are int64 numbers in the order of their keys: the high half is the rank of the score (an int32 in
+the order of float32 scores), the low half is the largest key minus this key, so that a descending sort breaks ties by
+the lower key. When the buffer of candidates is full, only the top_k largest remain; a later key loses a tie, so scores
+not above the smallest of them are dropped. The result does not depend on the block size.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -16,40 +16,40 @@ from fusion_attention.backends.triton.common import layout_index
 from fusion_attention.backends.triton.common.kernels import PER_TILE, lengths_at, rows_at
 from fusion_attention.backends.triton.selected.selection import band_of
 
-UNSEEN = tl.constexpr(-0x7F800001)  # the rank of -inf, which counts as not seen
-NO_RANK = tl.constexpr(-0x80000000)  # below all
+UNSEEN = tl.constexpr(-0x7F800001)  # the rank of -inf; such a key is not selected
+NO_RANK = tl.constexpr(-0x80000000)  # below all ranks
 NO_ENTRY = tl.constexpr(-0x8000000000000000)
 LARGEST = tl.constexpr(0x7FFFFFFF)
-# Bits of one of three counts in an integer of 64, more than there are candidates; of two; the largest count.
+# Three counts share an int64: bits of one count, bits of two, and the largest count, which is above all candidates.
 COUNT, TWO_COUNTS, MOST_COUNTED = tl.constexpr(21), tl.constexpr(42), tl.constexpr((1 << 21) - 1)
 
 
 @triton.jit
 def rank_of(score):
-    """int32 in the order of scores: NaN above all, both zeros one."""
+    """int32 ranks in the order of float32 scores: NaN is above all, and both zeros are equal."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(score == score, tl.where(bits < 0, bits ^ LARGEST, bits), LARGEST)
 
 
 @triton.jit
 def score_of(rank):
-    """The score of a rank."""
+    """The float32 score of a rank."""
     return tl.where(rank < 0, rank ^ LARGEST, rank).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def seen_ranks(scores, j, first, end):
-    """Ranks of keys j; UNSEEN of those that the row does not see."""
+    """Ranks of keys j; UNSEEN for keys outside [first, end)."""
     return rank_of(tl.load(scores + j, mask=(j >= first) & (j < end), other=-float("inf")))
 
 
 @triton.jit
 def floor_of(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
-    """(the TOP-th largest rank of `entry_count` candidates, how many are larger)."""
+    """(the TOP-th largest rank of `entry_count` candidates, number of candidates with a larger rank)."""
     floor = tl.full([], NO_RANK, tl.int64)
     n = tl.arange(0, BN)
     larger = tl.full([], 0, tl.int64)
-    for turn in range(16):  # two bits of it each, from the highest on
+    for turn in range(16):  # two bits of the rank per iteration, from the highest on
         step = tl.full([], 1, tl.int64) << (30 - 2 * turn)
         one, two = (floor + step).to(tl.int32), (floor + 2 * step).to(tl.int32)
         three = (floor + 3 * step).to(tl.int32)
@@ -69,7 +69,7 @@ def floor_of(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def prune(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
-    """Leaves the TOP largest of `entry_count` candidates, the first among equals; returns the smallest rank left."""
+    """Keeps the TOP largest of `entry_count` candidates, the first among equals; returns the smallest rank kept."""
     floor, larger = floor_of(entries, entry_count, TOP, BN)
     written, equals = tl.full([], 0, tl.int32), TOP - larger
     n = tl.arange(0, BN)
@@ -79,7 +79,7 @@ def prune(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
         equal = (rank == floor).to(tl.int32)
         stays = ((rank > floor) | ((equal > 0) & (tl.cumsum(equal, 0) <= equals))).to(tl.int32)
         equals -= tl.sum(equal, 0)
-        tl.debug_barrier()  # all have read before one writes
+        tl.debug_barrier()  # all threads read before one writes
         tl.store(entries + written + tl.cumsum(stays, 0) - 1, entry, mask=stays > 0)
         written += tl.sum(stays, 0)
     tl.debug_barrier()
@@ -90,8 +90,11 @@ def prune(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
 def index_choice(scores, entries, counts, strides, lengths, tiles, count: tl.int32, begin: tl.int32, width: tl.int32,
                  pitch: tl.int32, TOP: tl.constexpr, BUFFER: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr,
                  BT: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """The TOP best keys of one row, its first `counts` entries in no order, from its scores BN at a time; grid (rows of
-    tiles from `begin` on). entries: room for BUFFER candidates of each row, for TOP and a piece at least."""
+    """Writes the candidates of the TOP largest scores of one row, unordered, and their number to counts.
+
+    Grid (rows of tiles from `begin` on). Scores are read BN at a time. entries: BUFFER candidates per row, with BUFFER
+    at least TOP + BN.
+    """
     tile = tiles + (begin + tl.program_id(0) // BT).to(tl.int64) * PER_TILE
     b, row = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64) + tl.program_id(0) % BT
     if row < tl.load(tile + 2):
@@ -104,7 +107,7 @@ def index_choice(scores, entries, counts, strides, lengths, tiles, count: tl.int
         have, floor = tl.full([], 0, tl.int32), tl.full([], UNSEEN, tl.int32)
         n = tl.arange(0, BN)
         ahead = seen_ranks(scores, first // BN * BN + n, first, end)
-        for j0 in tl.range(first // BN * BN, end + BN, BN):  # the last turn finds nothing, and prunes
+        for j0 in tl.range(first // BN * BN, end + BN, BN):  # the last iteration has no keys and prunes
             rank, j = ahead, j0 + n
             ahead = seen_ranks(scores, j + BN, first, end)
             takes = (rank > floor).to(tl.int32)
@@ -114,13 +117,13 @@ def index_choice(scores, entries, counts, strides, lengths, tiles, count: tl.int
                 have = tl.full([], TOP, tl.int32)
             tl.store(entries + have + tl.cumsum(takes, 0) - 1, entry_of(rank, j), mask=takes > 0)
             have += taken
-            tl.debug_barrier()  # another thread reads them
+            tl.debug_barrier()  # other threads read these candidates
         tl.store(counts + slot, have)
 
 
 @triton.jit
 def entry_of(rank, key):
-    """A candidate."""
+    """The candidate (int64) of a rank and a key."""
     return (rank.to(tl.int64) << 32) | (key ^ LARGEST).to(tl.int64)
 
 
@@ -128,9 +131,9 @@ def entry_of(rank, key):
 def index_write(entries, counts, indices, values, strides, tiles, count: tl.int32, begin: tl.int32,
                 TOP: tl.constexpr, BUFFER: tl.constexpr, SORTS: tl.constexpr, BT: tl.constexpr,
                 BN: tl.constexpr):  # fmt: skip
-    """Writes a row's list and its values, BN entries of it; grid (rows of tiles from `begin` on, pieces of TOP).
+    """Writes BN entries of a row's list: keys and scores; grid (rows of tiles from `begin` on, blocks of TOP).
 
-    SORTS: the entries are in no order, and in one piece; else the rows have TOP of them, in order.
+    SORTS: the candidates are unordered, in one block, and are sorted here; else each row has TOP candidates in order.
     """
     tile = tiles + (begin + tl.program_id(0) // BT).to(tl.int64) * PER_TILE
     b, row = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64) + tl.program_id(0) % BT

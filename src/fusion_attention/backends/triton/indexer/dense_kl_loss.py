@@ -1,11 +1,12 @@
-"""The warm-up pair: the indexer's softmax statistics over whole bands, and its loss with gradients there.
+"""Kernels of the indexer's loss over all keys of a band, without selection: softmax statistics, loss and gradients.
 
-Nothing is kept of all pairs of rows and keys but the differences y - p of a chunk of row tiles. Gradients of keys are
-added up chunk by chunk, rows in ascending order: how many chunks there are changes no bit.
+The only intermediate per (row, key) pair are the differences y - p of the indexer's softmax y and the attention's
+probabilities p, for a chunk of row tiles. Gradients of keys are summed chunk by chunk, rows in ascending order, so that
+results do not depend on the number of chunks.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -34,7 +35,7 @@ from fusion_attention.backends.triton.indexer.loss_parts import (
 
 @triton.jit
 def sees(row, key, extents, RATIO: tl.constexpr):
-    """[rows, keys]: whether the band shows a key to a row; extents: of lengths_at()."""
+    """[rows, keys], true if the band contains the (row, key) pair; extents: the result of lengths_at()."""
     q_len, kv_len, lo, hi, prefix, _ = extents
     first, end = interval(row, row < q_len, kv_len, lo, hi, prefix, RATIO)
     return (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
@@ -43,7 +44,7 @@ def sees(row, key, extents, RATIO: tl.constexpr):
 @triton.jit
 def index_scores(q, k, weights, strides, count, b, heads, row, valid, key, inside, Q: tl.constexpr, K: tl.constexpr,
                  E: tl.constexpr, DIM: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """[rows, keys] I = sum_h w_h * max(0, q_h . k); Q, K: the views of the indexer's rows."""
+    """[rows, keys] scores I = sum_h w_h * max(0, q_h . k); Q, K: numbers of the views of the indexer's q and k."""
     at_k, stride_k = rows_at(strides, count, b, 0, K, ALIGN)
     at_q, head_q, stride_q = heads_at(strides, count, b, Q, ALIGN)
     at_w, stride_w = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
@@ -65,7 +66,7 @@ def index_scores(q, k, weights, strides, count, b, heads, row, valid, key, insid
 def warm_lse(q, k, weights, partial, strides, lengths, tiles, count: tl.int32, heads: tl.int32, plane: tl.int64,
              E: tl.constexpr, DIM: tl.constexpr, RATIO: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
              BN: tl.constexpr):  # fmt: skip
-    """Writes max and sum of one tile of rows over one share of its keys; grid (tiles)."""
+    """Writes the softmax maximum and sum of one tile of rows over one range of its keys; grid (tiles)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     begin, turns, split, flat = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 7)
@@ -92,7 +93,7 @@ def warm_lse(q, k, weights, partial, strides, lengths, tiles, count: tl.int32, h
 
 @triton.jit(do_not_specialize=["count", "plane"])
 def join_lse(partial, max_, sum_, strides, tiles, count: tl.int32, plane: tl.int64, BM: tl.constexpr):
-    """Writes the statistics of one tile of rows from those of its shares; grid (tiles)."""
+    """Merges the statistics of the key ranges of one tile of rows; grid (tiles)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     shares, flat = tl.load(tile + 5), tl.load(tile + 7)
@@ -123,7 +124,7 @@ def join_lse(partial, max_, sum_, strides, tiles, count: tl.int32, plane: tl.int
 def target(q, k, q_rope, k_rope, notes, plane, strides, count, b, heads, row, valid, flat, key, inside, exponent,
            GROUP: tl.constexpr, DIM: tl.constexpr, DIM_ROPE: tl.constexpr, BC: tl.constexpr,
            ALIGN: tl.constexpr):  # fmt: skip
-    """[rows, keys]: the sum over heads of the attention's probabilities; rows are read BC elements at a time."""
+    """[rows, keys]: the attention's probabilities summed over heads; rows are read BC elements at a time."""
     STEPS: tl.constexpr = steps(DIM, BC) + steps(DIM_ROPE, BC)
     at_q, head_q, stride_q = heads_at(strides, count, b, layout_index.Q, ALIGN)
     at_k, head_k, stride_k = heads_at(strides, count, b, layout_index.K, ALIGN)
@@ -156,7 +157,7 @@ def target(q, k, q_rope, k_rope, notes, plane, strides, count, b, heads, row, va
 
 @triton.jit
 def block_at(differences, tile, turn, BM: tl.constexpr, BN: tl.constexpr):
-    """(where the differences of a tile of rows and its keys of one turn begin, from one row to the next)."""
+    """(address of the differences of a tile of rows and a tile of keys, stride of rows)."""
     turns = tl.load(tile + 4)
     return differences + tl.load(tile + 5).to(tl.int64) * (BM * BN) + turn * BN, turns * BN
 
@@ -166,7 +167,7 @@ def warm_target(q, k, q_rope, k_rope, notes, differences, strides, lengths, tile
                 first_tile: tl.int32, heads_q: tl.int32, plane: tl.int64, exponent: tl.float32, GROUP: tl.constexpr,
                 DIM: tl.constexpr, DIM_ROPE: tl.constexpr, BC: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
                 BN: tl.constexpr):  # fmt: skip
-    """Writes p of one tile of rows and one of its keys; grid (tiles of keys, tiles)."""
+    """Writes the probabilities p of one tile of rows and one tile of keys; grid (tiles of keys, tiles of rows)."""
     tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * PER_TILE
     turn = tl.program_id(0)
     if turn >= tl.load(tile + 4):
@@ -186,8 +187,8 @@ def warm_difference(index_q, index_k, weights, index_max, index_sum, differences
                     count: tl.int32, first_tile: tl.int32, first_block: tl.int32, heads_index: tl.int32,
                     E: tl.constexpr, DIM_INDEX: tl.constexpr, RATIO: tl.constexpr, ALIGN: tl.constexpr,
                     BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Overwrites p of one tile of rows and one of its keys by y - p, and writes their part of the loss; grid (tiles of
-    keys, tiles)."""
+    """Overwrites p of one tile of rows and one tile of keys by y - p, and writes their contribution to the loss; grid
+    (tiles of keys, tiles of rows)."""
     tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * PER_TILE
     turn = tl.program_id(0)
     if turn >= tl.load(tile + 4):
@@ -215,8 +216,8 @@ def warm_query(index_q, weights, keys, differences, dq, dweights, rows, factors,
                count: tl.int32, first_tile: tl.int32, tiles_of_chunk: tl.int32, E: tl.constexpr,
                DIM_INDEX: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                BK: tl.constexpr):  # fmt: skip
-    """Writes dq and dw of one tile of rows and one head, and what warm_key() reads of them: finite_rows() of the query
-    rows, and the weights; grid (tiles of the chunk, heads)."""
+    """Writes dq and dw of one tile of rows and one head, and the inputs of warm_key(): finite_rows() of the query rows,
+    and their weights; grid (tiles of the chunk, heads)."""
     at_tile, h = tl.program_id(0), tl.program_id(1)
     tile = tiles + (first_tile + at_tile).to(tl.int64) * PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
@@ -250,8 +251,8 @@ def warm_query(index_q, weights, keys, differences, dq, dweights, rows, factors,
 def warm_key(keys, differences, rows, factors, added, tiles, key_tiles, first_tile: tl.int32,
              tiles_of_chunk: tl.int32, heads_index: tl.int32, plane: tl.int64, SPLITS: tl.constexpr, E: tl.constexpr,
              BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr):  # fmt: skip
-    """Adds what a chunk of rows gives to one tile of keys, of one of SPLITS shares of the heads, rows in order; grid
-    (tiles of keys, SPLITS)."""
+    """Adds the contribution of a chunk of rows, in ascending order, to the gradients of one tile of keys, for one of
+    SPLITS groups of heads; grid (tiles of keys, SPLITS)."""
     of_keys, split = key_tiles + tl.program_id(0).to(tl.int64) * PER_TILE, tl.program_id(1)
     key0, at = tl.load(of_keys + 1), tl.load(of_keys + 5)
     begin = tl.maximum(tl.load(of_keys + 3) - first_tile, 0)

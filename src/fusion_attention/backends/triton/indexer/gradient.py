@@ -1,15 +1,15 @@
-"""From the gradient of the lightning indexer's scores, dI, to those of its query rows and weights, a token at a time,
-and to what it gives to every key of its list, which key_sum.py adds up.
+"""Kernels of the lightning indexer's gradient: from dI, the gradient of its scores, to dq, dweights and a row for every
+selected key; key_sum.py sums these rows per key.
 
     dw_h = sum_j dI_j * max(0, S_hj),  dS = dI * w * [S > 0],  dq = dS k,  rows = dS^T q
 
-dI is the gradient of values that were chosen, or y - p of a loss over lists. selection.read_lists() has said which keys
-count. A product that is not above 0 still multiplies, and 0 * inf is NaN: recompute_gradient() computes anew what
-index_gradient() has noted.
+dI is the gradient of the values of selected keys, or y - p of a loss over lists; selection.read_lists() selects the
+valid keys. Products S that are not positive are multiplied by 0, and 0 * inf is NaN: index_gradient() flags such
+tokens, and recompute_gradient() computes them again.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -33,7 +33,7 @@ from fusion_attention.backends.triton.selected.selection import SCANNED, token_a
 
 @triton.jit
 def largest_of(dscores, slots):
-    """The largest size among the finite ones of the first `slots` numbers; 1 where it is zero."""
+    """The largest finite magnitude of the first `slots` numbers; 1 if it is zero."""
     magnitude = tl.full([], 0.0, tl.float32)
     for n0 in tl.range(0, slots, SCANNED):
         n = n0 + tl.arange(0, SCANNED)
@@ -44,8 +44,11 @@ def largest_of(dscores, slots):
 
 @triton.jit
 def slots_ahead(keys, dscores, n, slots, THREADS: tl.constexpr):
-    """(keys, dI in float32) of slots n. Loaded more than once, so that there is one for each thread: of fewer elements
-    Triton loads anew what each layout of the turn wants of them, half of all its instructions; more take registers."""
+    """(keys, dI in float32) of slots n.
+
+    They are loaded in several copies, one element per thread: with fewer elements, Triton repeats the loads for each
+    layout (half of all instructions of an iteration); more would need registers.
+    """
     COPIES: tl.constexpr = THREADS // n.shape[0]
     copy = tl.zeros([1, COPIES], tl.int32)
     s = n[:, None] + copy
@@ -55,7 +58,7 @@ def slots_ahead(keys, dscores, n, slots, THREADS: tl.constexpr):
 
 @triton.jit
 def dscores_at(dscores, strides, count, b, row, list_index, SLOTS: tl.constexpr, VIEWED: tl.constexpr):
-    """The address of dI of a token; VIEWED: in a view of the caller's, else in memory of the chunk."""
+    """The address of dI of a token; VIEWED: in a view of the caller, else in scratch memory of the chunk."""
     if VIEWED:
         at, token = rows_at(strides, count, b, 0, layout_index.DVALUES, 1)
         return dscores + at + row * token
@@ -65,7 +68,7 @@ def dscores_at(dscores, strides, count, b, row, list_index, SLOTS: tl.constexpr,
 
 @triton.jit
 def strange_three(x, W1: tl.constexpr, W2: tl.constexpr):
-    """1 for rows in parts with an element that is not finite, else 0."""
+    """1 if an element of these rows, given as up to three column blocks, is not finite, else 0."""
     strange = tl.max(tl.max((~is_finite(x[0])).to(tl.int32), 1), 0)
     if W1:
         strange = tl.maximum(strange, tl.max(tl.max((~is_finite(x[1])).to(tl.int32), 1), 0))
@@ -80,10 +83,11 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
                    D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
                    UNITS: tl.constexpr, ALIGN: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
                    VIEWED: tl.constexpr, THREADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """dq and dweights of one token's BM heads from head0 on, and the row of each of its SLOTS slots, BN at a time,
-    added to that of heads before where ADDS; grid (tokens from `first` on).
+    """Writes dq and dweights of BM heads of one token from head0 on, and the rows of its SLOTS selected keys.
 
-    UNITS: dS is rounded to float16, so dI and weights are held in units of the largest. Q, K: the views of rows.
+    Grid (tokens from `first` on); keys are read BN at a time. ADDS: the rows are added to those of earlier heads.
+    UNITS: dS is rounded to float16, so dI and weights are divided by their largest magnitudes. Q, K: numbers of the
+    views of q and k.
     """
     list_index = tl.program_id(0).to(tl.int64)
     b, row = token_at(tokens, first + list_index)
@@ -140,7 +144,7 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
 
 @triton.jit
 def slots_weighed(listed, query, weight, g, chosen, W1: tl.constexpr, W2: tl.constexpr):
-    """(dS of one head, whether it counts), [slots, 1]."""
+    """(dS of one head, true where its product is positive and the key valid), both [slots, 1]."""
     live = chosen & (products(query, listed, W1, W2) > 0.0)
     return (weight * g)[:, None], live[:, None]
 
@@ -150,7 +154,8 @@ def recompute_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq
                        count: tl.int32, first: tl.int64, HEADS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
                        D2: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, Q: tl.constexpr,
                        K: tl.constexpr, VIEWED: tl.constexpr, THREADS: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """The rows of slots of noted tokens anew, and what of their dq is NaN, head by head; grid (tokens)."""
+    """Computes the rows of flagged tokens again, and those elements of their dq that are NaN, head by head; grid
+    (tokens)."""
     list_index = tl.program_id(0).to(tl.int64)
     b, row = token_at(tokens, first + list_index)
     slots = tl.where(tl.load(noted + list_index) > 0, tl.load(used + list_index), 0)

@@ -1,7 +1,7 @@
-"""Launches of the lightning indexer: the choice of keys, chunk of rows by chunk of rows, and the values' gradient.
+"""Launches of the lightning indexer for chunks of rows: the selection of keys, and the gradient of its values.
 
-A chunk's scores and candidates lie in a workspace of bounded size. A row's choice depends on its own scores alone, and
-sums per key are taken up where they were left, so the number of chunks changes no bit.
+Scores and candidates of a chunk are in a workspace of bounded size. A row's selection depends on its scores only, and
+sums per key continue from chunk to chunk in the same order, so results do not depend on the number of chunks.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from fusion_attention.ir.problem import Extents, IndexerGrads, IndexerOperands, 
 from fusion_attention.memory import empty
 
 Constants = launching.Constants
-CHUNK = 1 << 27  # bytes of a chunk's scores and candidates, or of the rows that it gives to keys; at least one tile's
+CHUNK = 1 << 27  # bytes of scores and candidates of a chunk, or of gradient rows; a chunk has at least one tile
 MOST = 65535  # programs along the second axis of a grid
 CHOICE = launching.Family(index_scores, index_choice, index_write)
-RENAMED = {"q": "index_q", "k": "index_k", "dvalues": "dscores"}  # as the gradient's kernels call them
+RENAMED = {"q": "index_q", "k": "index_k", "dvalues": "dscores"}  # argument names in the kernels of the gradient
 GRADIENT = launching.Family(read_lists, index_gradient, recompute_gradient)
 
 
@@ -51,12 +51,12 @@ GRADIENT = launching.Family(read_lists, index_gradient, recompute_gradient)
 
 
 def candidates(top_k: int, block: int) -> int:
-    """How many candidates of a row there is memory for: it is sorted out once so many of its scores are larger."""
+    """The capacity of a row's buffer of candidates; when it is full, all but the top_k largest are removed."""
     return -(-(top_k + max(shapes_sparse.CANDIDATES, top_k // 2, block)) // block) * block
 
 
 def row_tiles(extents: Extents) -> np.ndarray:
-    """[tiles, 8] int32: seq, row0 and row1 of every few rows."""
+    """[tiles, 8] int32: sequence, first row and end of tiles of SCORED rows."""
     size = shapes_sparse.SCORED
     turns = -(-extents.q_len // size)
     seq = np.repeat(np.arange(len(extents)), turns)
@@ -67,13 +67,13 @@ def row_tiles(extents: Extents) -> np.ndarray:
 
 
 def ends_of(extents: Extents, tiles: np.ndarray, ratio: int) -> np.ndarray:
-    """The end of the keys that some row of a tile sees."""
+    """The end of the keys that are visible to any row of each tile."""
     e, seq = extents, tiles[:, 0]
     return np.clip(np.maximum((tiles[:, 2] - 1 + e.hi[seq]) // ratio, e.prefix[seq]), 0, e.kv_len[seq])
 
 
 def tiles_per_chunk(problem: IndexerProblem, pitch: int) -> int:
-    """Tiles of rows whose scores and candidates a chunk holds."""
+    """The number of tiles of rows in a chunk; pitch: scores per row."""
     each = shapes_sparse.SCORED * (4 * pitch + 8 * candidates(problem.top_k, shapes_sparse.CHOICE.BN))
     return min(max(1, CHUNK // each), MOST)
 
@@ -99,30 +99,30 @@ def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constant
 
 @dataclass(eq=False)
 class Choice(launching.Ready):
-    """buffer: of scratch, shape and dtype."""
+    """The launches of the selection; buffer: shape and dtype of scratch tensors."""
 
     buffer: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
     def run(self, given: dict[str, Any]) -> None:
-        """As that of any; the scratch has dtypes of its own."""
+        """Allocates the scratch tensors and runs the launches."""
         given |= {name: empty(given["q"], shape, dtype) for name, (shape, dtype) in self.buffer.items()}
         super().run(given)
 
 
 @dataclass(eq=False)
 class Sorting:
-    """A launch of index_write where there are more entries of a list than a program sorts."""
+    """A launch of index_write after torch.sort(), for lists with more entries than a program can sort."""
 
     written: launching.Launch
     top_k: int
 
     @property
     def scratch(self) -> bool:
-        """As Launch.scratch, beside which this one stands in a list."""
+        """As Launch.scratch."""
         return self.written.scratch
 
     def start(self, given: dict[str, Any]) -> None:
-        """Sorts, and launches."""
+        """Sorts the candidates of each row in descending order, and launches index_write."""
         entries, counts = given["entries"][:, : self.top_k], given["counts"]
         there = torch.arange(self.top_k, device=counts.device) < counts[:, None]
         result = entries.where(there, NO_ENTRY.value).sort(dim=-1, descending=True).values
@@ -130,7 +130,7 @@ class Sorting:
 
 
 def tile_on(table: Callable[..., Tile | None], problem: Any, device: torch.device, *more: int) -> Tile:
-    """A tile on a device."""
+    """The entry of a table of tiles for a problem on a device."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else table(problem, chip, *more)
     assert tile is not None  # reasons_against() has looked
@@ -138,7 +138,7 @@ def tile_on(table: Callable[..., Tile | None], problem: Any, device: torch.devic
 
 
 def pages_of(k: Any) -> tuple[torch.Tensor | None, int]:
-    """(table of pages, last page of the pool; -1: it holds none)."""
+    """(page table or None, last page of the pool or -1 if it has no pages)."""
     if not isinstance(k, PagedView):
         return None, 0
     if k.fragment:
@@ -147,7 +147,7 @@ def pages_of(k: Any) -> tuple[torch.Tensor | None, int]:
 
 
 def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands) -> None:
-    """Launches the scores and the choice of every chunk of rows."""
+    """Computes scores and selects the top_k keys, chunk by chunk of rows."""
     views: dict[str, layout_table.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "values": o.values,
     }  # fmt: skip
@@ -164,7 +164,7 @@ def ready_topk(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Choice:
-    """The launches of run_topk() on memory as these views and arguments lie."""
+    """The launches of run_topk() for the layout of these views."""
     table, last = pages_of(views["k"])
     device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment({name: views[name] for name in ("q", "k")}, where)
@@ -206,7 +206,7 @@ def ready_topk(
 
 
 def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> int:
-    """The most bytes that the operation kind allocates besides operands and results."""
+    """The most bytes of scratch that an operation of the schedule's kind allocates."""
     p, e = problem, schedule.device_tables.extents
     if schedule.op_kind == "indexer_backward":
         keys, most = int(e.kv_len.sum()), tokens_per_chunk(p, schedule.rows)
@@ -217,7 +217,7 @@ def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> in
         return 0
     pitch = -(-int(ends_of(e, planned, p.ratio).max()) // shapes_sparse.WIDEST) * shapes_sparse.WIDEST
     chunk = min(tiles_per_chunk(p, pitch), len(planned)) * shapes_sparse.SCORED
-    sorting = 0 if shapes_sparse.sorts(p.top_k) else 4 * 8 * p.top_k  # masked, sorted, and what torch.sort takes
+    sorting = 0 if shapes_sparse.sorts(p.top_k) else 4 * 8 * p.top_k  # masked and sorted copies, and torch.sort
     return chunk * (4 * pitch + 8 * candidates(p.top_k, shapes_sparse.CHOICE.BN) + 4 + sorting)
 
 
@@ -225,25 +225,25 @@ def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> in
 
 
 def row_type(sizes: Sizes) -> torch.dtype:
-    """Of the rows that tokens give to keys: float16 may not hold what their sum does, and heads in several launches add
-    to them."""
+    """The dtype of the gradient rows of selected keys: float32 if float16 might overflow, or if several launches add to
+    them."""
     full = sizes.heads <= shapes_sparse.ONE_LAUNCH
     return torch.bfloat16 if sizes.dtype == "bfloat16" and full else torch.float32
 
 
 def bytes_of_token(sizes: Sizes) -> int:
-    """What a chunk holds of a token for its gradients: rows, keys, ids; a list's length and note."""
+    """Bytes of scratch per token for gradients: rows, keys and ids of its list, its length and its flag."""
     return sizes.slots * (BYTES_OF_ENTRY + 4 + sizes.dim * row_type(sizes).itemsize) + 8
 
 
 def tokens_per_chunk(problem: IndexerProblem, tokens: int) -> int:
-    """Tokens whose rows a chunk holds."""
+    """The number of tokens in a chunk of the gradient, at most `tokens`."""
     most = CHUNK // bytes_of_token(shapes_sparse.sizes_of_gradient(problem))
     return max(1, min(whole_blocks(most, problem.top_k), tokens))
 
 
 def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, tuple[int, torch.dtype]]:
-    """Memory of a chunk for its gradients: elements and dtype."""
+    """Scratch of a chunk of the gradient: name -> (elements, dtype)."""
     entries = tokens * sizes.slots
     lists = {"keys": entries, "ids": entries, "used": tokens, "noted": tokens}
     return {name: (count, torch.int32) for name, count in lists.items()} | {
@@ -252,13 +252,13 @@ def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, tuple[int, torch.dt
 
 
 def list_constants(slots: int, ratio: int) -> Constants:
-    """The compile-time values of read_lists, of lists of tokens."""
+    """The compile-time values of read_lists for lists of `slots` tokens."""
     widths = {"SLOTS": slots, "N": min(ENTRIES, shapes.power(slots))}
     return {"SELECT": slots, "BLOCK": 1, "RATIO": ratio, "COMPRESSED": 0, "BAND": 0} | widths
 
 
 def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
-    """What index_gradient knows while compiling."""
+    """The compile-time values of index_gradient."""
     q, k = ("q", "k") if sizes.viewed else ("index_q", "index_k")
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(sizes.dim))}
     return d | {
@@ -277,7 +277,10 @@ def recompute_constants(sizes: Sizes, align: int) -> Constants:
 def gradient_launches(
     family: launching.Family, sizes: Sizes, tile: Tile, align: int, tokens: int, fixed: dict[str, Any], names: list[str]
 ) -> list[launching.Launch]:
-    """From dI of a chunk of tokens to dq, dweights and a row for every slot; read_lists() goes before."""
+    """The launches that compute dq, dweights and a row for every selected key from dI of a chunk of tokens.
+
+    read_lists() must run before.
+    """
     constexprs, recompute = gradient_constants(sizes, tile, align), shapes_sparse.RECOMPUTE_GRADIENT
     launches = [
         family.launch(
@@ -293,7 +296,7 @@ def gradient_launches(
 
 @dataclass(eq=False)
 class Gradient(launching.Ready):
-    """The launches of chunks of tokens, and what becomes of the rows that they leave."""
+    """The launches of the gradient for chunks of tokens, and the sum of their rows per key."""
 
     chunks: list[tuple[int, list[launching.Launch]]] = field(default_factory=list)  # tokens, launches
     buffers: dict[str, tuple[int, torch.dtype]] = field(default_factory=dict)
@@ -303,7 +306,7 @@ class Gradient(launching.Ready):
     dim: int = 0
 
     def run(self, given: dict[str, Any]) -> None:
-        """Launches chunk after chunk, and adds its rows to their keys' sums."""
+        """Launches chunk after chunk, and adds the rows of each to the sums of their keys."""
         for table in self.tables:
             table.read()
         like = given["index_q"]
@@ -324,7 +327,7 @@ class Gradient(launching.Ready):
 def run_backward(
     problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands, g: IndexerGrads
 ) -> None:
-    """Launches the gradient of every chunk of tokens, and the sums per key."""
+    """Computes the gradient of the indexer's values, chunk by chunk of tokens."""
     views: dict[str, layout_table.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "dvalues": g.dvalues, "dq": g.dq, "dk": g.dk,
         "dweights": g.dweights,
@@ -339,7 +342,7 @@ def ready_backward(
     p: IndexerProblem, e: Extents, schedule: launching.Schedule, views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Gradient:  # fmt: skip
-    """The launches of run_backward() on memory as these views and arguments lie."""
+    """The launches of run_backward() for the layout of these views and arguments."""
     device_tables, capacity = schedule.device_tables, schedule.device_tables.capacity
     device = layout_table.one_device(given)
     where = layout_table.strides(views | {"ids": numbered(given["q"], capacity.kv_len, 1)}, len(e))

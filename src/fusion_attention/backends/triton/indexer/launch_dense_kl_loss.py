@@ -1,4 +1,4 @@
-"""From the warm-up pair to launches: shares of keys, chunks of rows and their scratch, the order of sums."""
+"""Launches of the indexer's loss and statistics over all keys of a band: ranges of keys, chunks of rows, scratch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fusion_attention.ir.problem import (
 )
 from fusion_attention.memory import empty
 
-BUFFER = 1 << 25  # differences of rows and keys that a chunk holds, in float32: 128 MiB
-KEYS_PER_SPLIT = 4096  # keys whose statistics one program finds
-SPLITS = 4  # shares of the indexer's heads that add up gradients of keys beside one another
-MOST = 1 << 15  # tiles, or rows, that a chunk holds: a grid's second number is less than 65536
-FINISH = shapes.Tile(0, 0, 16, 1)  # of the kernel that writes keys: fewer warps spill
-NOTE = shapes.Tile(0, 0, 4, 1)  # warps and stages of kernels without products; their sizes are those of others
-Buffers = dict[str, tuple[int, torch.dtype, bool]]  # scratch: elements, dtype, whether it starts as zeros
+BUFFER = 1 << 25  # (row, key) differences per chunk, in float32: 128 MiB
+KEYS_PER_SPLIT = 4096  # keys per program of the statistics
+SPLITS = 4  # groups of the indexer's heads whose gradients of keys are summed in parallel
+MOST = 1 << 15  # most tiles or rows per chunk: the second axis of a grid has fewer than 65536 programs
+FINISH = shapes.Tile(0, 0, 16, 1)  # warps of the kernel that writes keys: fewer spill registers
+NOTE = shapes.Tile(0, 0, 4, 1)  # warps and stages of kernels without products, which use tile sizes of others
+Buffers = dict[str, tuple[int, torch.dtype, bool]]  # scratch: elements, dtype, true if filled with zeros
 ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum": "sum_"}
 FAMILY = Family(
     dense_kl_loss.warm_lse, dense_kl_loss.join_lse, dense_kl_loss.warm_target, dense_kl_loss.warm_difference,
@@ -38,12 +38,12 @@ FAMILY = Family(
 
 @dataclass(eq=False)
 class Roomy(Ready):
-    """Ready, with scratch of any dtype, cleared or not."""
+    """Ready launches with scratch of several dtypes, some of it filled with zeros."""
 
     buffers: Buffers = field(default_factory=dict)
 
     def run(self, given: dict[str, Any]) -> None:
-        """Launches, with scratch."""
+        """Allocates the scratch and runs the launches."""
         for name, (count, dtype, cleared) in self.buffers.items():
             given[name] = empty(given["like"], (count,), dtype)
             if cleared:
@@ -52,7 +52,7 @@ class Roomy(Ready):
 
 
 def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device, align: int = 8) -> shapes_loss.Warm:
-    """The tiles of the warm-up pair on a device."""
+    """The tiles of the kernels over all keys for a problem on a device."""
     chip = shapes.chip_of(device)
     result = None if chip is None else shapes_loss.warm_tiles(problem, chip, align)
     assert result is not None  # reasons_against() has looked
@@ -60,21 +60,21 @@ def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device,
 
 
 def given_by(views: dict[str, layout_table.View | None]) -> dict[str, Any]:
-    """Arguments that are a run's own memory."""
+    """Tensors of the views that are not None, by the kernels' argument names."""
     return {ARGUMENTS[name]: layout_table.tensor_of(view) for name, view in views.items() if view is not None}
 
 
 def turns_of(e: Extents, tile: shapes.Tile, ratio: int = 1) -> tuple[tiles.Tiles, np.ndarray, np.ndarray]:
-    """Tiles of rows, and of each the first tile of keys that it meets, as a key, and how many there are."""
+    """(tiles of rows, the first key of the first tile of keys that each needs, its number of tiles of keys)."""
     t = tiles.by_query(e, tile.BM, ratio)
     begin = t.begin // tile.BN * tile.BN
     return t, begin, np.where(t.end > t.begin, -(-(t.end - begin) // tile.BN), 0)
 
 
 def most_turns(capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> np.ndarray:
-    """At most so many tiles of keys does each tile of rows meet, whatever Plan.update says.
+    """The most tiles of keys that each tile of rows can need after any Plan.update().
 
-    Bands move with the last key and get no wider; but one that has a first key may then lie across one tile more.
+    Bands move with the last key and get no wider, but a band with a lower limit may then touch one more tile.
     """
     t, _, turns = turns_of(capacity, tile, ratio)
     across = np.minimum((t.end - t.begin + 2 * tile.BN - 2) // tile.BN, -(-capacity.kv_len[t.seq] // tile.BN))
@@ -85,7 +85,7 @@ def most_turns(capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> np.ndarr
 
 
 def run_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, o: IndexerOperands) -> None:
-    """Writes the indexer's statistics."""
+    """Writes the softmax statistics (maximum, sum) of the indexer's scores over all keys of a band."""
     assert o.stats is not None
     views: dict[str, layout_table.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "max": o.stats.max, "sum": o.stats.sum
@@ -105,7 +105,7 @@ def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Con
 
 
 def shares(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tables of tiles of rows: one with every share of their keys, and one with how many there are."""
+    """Tables of tiles of rows: one entry for every range of keys, and one entry per tile with the number of ranges."""
     (t, begin, turns), most = turns_of(e, tile, ratio), max(KEYS_PER_SPLIT // tile.BN, 1)
     count = -(-turns // most)
     of = np.repeat(np.arange(len(t)), count)
@@ -119,7 +119,7 @@ def shares(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, np.nd
 
 
 def most_shares(capacity: Extents, tile: shapes.Tile, ratio: int) -> np.ndarray:
-    """most_turns() in shares."""
+    """The most ranges of keys per tile of rows after any Plan.update()."""
     return -(-most_turns(capacity, tile, ratio) // max(KEYS_PER_SPLIT // tile.BN, 1))
 
 
@@ -129,7 +129,7 @@ def ready_lse(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Roomy:
-    """The launches of run_lse() on memory as these views lie."""
+    """The launches of run_lse() for the layout of these views."""
     e = device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
@@ -163,7 +163,7 @@ def ready_lse(
 
 
 def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> Buffers:
-    """Scratch of indexer_lse: statistics of every share of a row's keys."""
+    """Scratch of indexer_lse: statistics of every range of a row's keys."""
     most = int(most_shares(capacity, tile, p.ratio).max(initial=0))
     return {"partial": (2 * int(capacity.q_len.sum()) * most, torch.float32, False)}
 
@@ -172,17 +172,17 @@ def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> Buff
 
 
 class Chunk(NamedTuple):
-    """Tiles of rows whose differences lie in scratch at one time."""
+    """Tiles of rows whose differences are in scratch at the same time."""
 
     first_tile: int
     tiles: int
     first_block: int
     blocks: int
-    turns: int  # of its longest tile
+    turns: int  # tiles of keys of the tile of rows with the most
 
 
 def chunks(turns: np.ndarray, most: int) -> list[Chunk]:
-    """Tiles in their order, cut so that a chunk has at most so many blocks, or one tile."""
+    """Divides tiles, in order, into chunks of at most `most` blocks, or of one tile; turns: blocks per tile."""
     results: list[Chunk] = []
     first, block = 0, 0
     ends = np.cumsum(turns)
@@ -197,19 +197,19 @@ def chunks(turns: np.ndarray, most: int) -> list[Chunk]:
 
 @dataclass(eq=False)
 class Work:
-    """What a loss without lists makes of its lengths: room for those that were planned, tables of those that are."""
+    """The work list of a loss without selection: chunks for the planned capacity, and tables for current lengths."""
 
     tile: shapes.Tile
     ratio: int
-    buffer: np.ndarray  # of each tile of rows, in turns
+    buffer: np.ndarray  # per tile of rows: most tiles of keys
     chunks: list[Chunk]
-    block: np.ndarray  # of each tile of rows, its first in its chunk
-    key_at: np.ndarray  # of each sequence, its first line
+    block: np.ndarray  # per tile of rows: its first block of differences in its chunk
+    key_at: np.ndarray  # per sequence: its first row in the sums of keys
     padded_keys: int
 
     @classmethod
     def of(cls, capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> Work:
-        """Chunks of rows, and where things lie."""
+        """The work list for a planned capacity."""
         buffer = most_turns(capacity, tile, ratio)
         ranges = chunks(buffer, BUFFER // (tile.BM * tile.BN))
         block = np.cumsum(buffer) - buffer - np.repeat([c.first_block for c in ranges], [c.tiles for c in ranges])
@@ -217,15 +217,15 @@ class Work:
         return cls(tile, ratio, buffer, ranges, block.astype(np.int64), np.cumsum(lines) - lines, int(lines.sum()))
 
     def rows(self, e: Extents) -> np.ndarray:
-        """The tiles of rows."""
+        """The table of tiles of rows, [tiles, 8] int32."""
         t, begin, turns = turns_of(e, self.tile, self.ratio)
-        assert (turns <= self.buffer).all()  # memory of other tiles lies behind
+        assert (turns <= self.buffer).all()  # more would write into the blocks of other tiles
         at = self.key_at[t.seq] + begin
         rows = t.seq, t.row0, t.row1, begin, turns, self.block, at, e.q_start[t.seq] + t.row0
         return np.stack(rows, 1).astype(np.int32)
 
     def keys(self, e: Extents) -> np.ndarray:
-        """The tiles of keys."""
+        """The table of tiles of keys, [tiles, 8] int32."""
         t, k = tiles.by_query(e, self.tile.BM, self.ratio), tiles.by_key(e, self.tile.BN, self.ratio)
         stride = np.int64(1) << 32
         starts = t.seq * stride + t.row0
@@ -238,7 +238,7 @@ class Work:
 
 
 def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> dict[str, Constants]:
-    """What each kernel of a loss without lists knows while compiling."""
+    """The compile-time values of each kernel of a loss without selection."""
     index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index}
     tile = {"BM": t.target.BM, "BN": t.target.BN}
     return {
@@ -262,7 +262,7 @@ def ready_warm(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Roomy:
-    """The launches of launch_loss.run_loss() without lists, on memory as these views lie."""
+    """The launches of launch_loss.run_loss() without selection, for the layout of these views."""
     e = device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
@@ -310,7 +310,7 @@ def ready_warm(
 
 
 def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int) -> Buffers:
-    """Scratch of a loss without lists."""
+    """Scratch of a loss without selection."""
     accum_dtype = torch.float32
     most = max((c.tiles for c in work.chunks), default=0) * tile.BM * p.heads_index
     blocks = max((c.blocks for c in work.chunks), default=0)
@@ -327,17 +327,17 @@ def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int,
 
 
 def bytes_of(buffers: Buffers) -> int:
-    """What scratch takes."""
+    """The sum of the bytes of scratch buffers."""
     return sum(count * dtype.itemsize for count, dtype, _ in buffers.values())
 
 
 def lse_bytes(p: IndexerProblem, e: Extents) -> int:
-    """What indexer_lse allocates."""
+    """Bytes of scratch of indexer_lse."""
     return bytes_of(lse_buffers(p, e, tiles_on(p, torch.device("cuda")).lse))
 
 
 def warm_bytes(p: IndexerLossProblem, e: Extents) -> int:
-    """What a loss without lists allocates, at most: which tiles it takes depends on where rows start."""
+    """The most bytes of scratch of a loss without selection; its tiles depend on the alignment of rows."""
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
     served = {tiles_on(p, torch.device("cuda"), align).target for align in (8, 1)}
     return max(bytes_of(buffers_of(p, Work.of(e, tile, p.ratio), tile, width, rows)) for tile in served)

@@ -1,6 +1,6 @@
-"""From the indexer's loss to launches: over whole bands by launch_dense_kl_loss.py, over selected keys here.
+"""Launches of the indexer's loss: over selected keys here, over all keys of a band in launch_dense_kl_loss.py.
 
-Selected keys: a chunk of rows has four kernels that find dI, after which all is as in launch_indexer.py.
+For selected keys, four kernels compute dI of a chunk of rows; the gradient then follows as in launch.py.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from fusion_attention.ir.problem import (
 
 __all__ = ["run_loss", "run_lse", "workspace_bytes"]
 
-BUFFER = 1 << 27  # elements of rows for keys that a chunk holds
+BUFFER = 1 << 27  # elements of gradient rows per chunk
 ROWS = 64  # rows of a program of note()
-SLOTS = 1024  # entries that compare() takes at a time, at most
+SLOTS = 1024  # most entries of a list per iteration of compare()
 FAMILY = Family(
     read_lists, selected_loss.target, selected_loss.score, selected_loss.compare, index_gradient, recompute_gradient,
     loss_parts.note,
@@ -83,12 +83,12 @@ def run_loss(
     ready = schedule.once(layout_table.layout(views, given), lambda: make(p, schedule.device_tables, views, given))
     given["like"] = given["q"]
     ready.run(given)
-    # In one order, whatever the chunks were.
+    # The order of this sum does not depend on the chunks.
     o.loss.copy_(given["losses"].sum(dtype=torch.float64).expand(1))
 
 
 def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Schedule) -> int:
-    """The most bytes that an operation kind allocates besides operands and results."""
+    """The most bytes of scratch of the statistics (IndexerProblem) or of the loss (IndexerLossProblem)."""
     e = schedule.device_tables.capacity
     if isinstance(problem, IndexerProblem):
         return lse_bytes(problem, e)
@@ -105,12 +105,12 @@ def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Sche
 
 
 def rows_of_chunk(p: IndexerLossProblem) -> int:
-    """Rows whose lists are in scratch at one time."""
+    """The number of rows per chunk."""
     return launch_key_sum.whole_blocks(min(BUFFER // (p.select_count * p.dim_index), MOST), p.select_count)
 
 
 def row_table(e: Extents) -> np.ndarray:
-    """[tiles, 8] int32: those of rows, as note() reads them."""
+    """[tiles, 8] int32: the table of tiles of rows for note()."""
     t = tiles.by_query(e, ROWS)
     none = np.zeros_like(t.seq)
     rows = t.seq, t.row0, t.row1, none, none, none, none, e.q_start[t.seq] + t.row0
@@ -118,7 +118,7 @@ def row_table(e: Extents) -> np.ndarray:
 
 
 def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: int) -> dict[str, Constants]:
-    """What each kernel of a loss over selected keys knows while compiling."""
+    """The compile-time values of each kernel of a loss over selected keys."""
     index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index, "ALIGN": align}
     group, slots = p.heads_q // p.heads_kv, min(SLOTS, shapes.power(p.select_count))
     heads = shapes.power(p.heads_index)
@@ -135,7 +135,7 @@ def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: in
 
 
 def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, tuple[int, torch.dtype]]:
-    """Scratch of a loss over selected keys, but for the sums per key."""
+    """Scratch of a loss over selected keys, without the sums per key."""
     accum_dtype, rows = torch.float32, int(e.q_len.sum())
     tokens = min(rows, rows_of_chunk(p))
     entries = tokens * p.select_count
@@ -153,7 +153,7 @@ def ready_selected(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Gradient:
-    """The launches of run_loss() over selected keys, on memory as these views lie."""
+    """The launches of run_loss() over selected keys, for the layout of these views."""
     e, device = device_tables.capacity, layout_table.one_device(given)
     table = layout_table.strides(views | {"ids": launch_key_sum.numbered(given["q"], e.kv_len, 1)}, len(e))
     t, align = tiles_on(p, device), layout_table.alignment(views, table)

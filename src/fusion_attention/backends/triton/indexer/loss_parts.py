@@ -1,9 +1,9 @@
-"""What the kernels of the indexer's loss share: notes of the attention's statistics, rows without what is not finite,
-and the last step of sums per key.
+"""Device functions and kernels that both forms of the indexer's loss use: logarithms of the attention's statistics,
+rows without non-finite elements, and the last step of sums per key.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import math
 
@@ -13,31 +13,32 @@ import triton.language as tl
 from fusion_attention.backends.triton.common import layout_index
 from fusion_attention.backends.triton.common.kernels import LOG2E, PER_TILE, heads_at, load_part, rows_at, store_part
 
-LEAST = tl.constexpr(1e-8)  # below it probabilities enter the logarithms as this
+LEAST = tl.constexpr(1e-8)  # least probability in logarithms
 LN_LEAST = tl.constexpr(math.log(1e-8))
-# float16 products take differences as so many times themselves. These are at most 1 where the statistics are the row's
-# own, and may be 255; where 128k keys share all alike, a thirtieth of one's share still has all its digits.
+# Differences y - p are multiplied by UNIT in float16 products. They are at most 1 in magnitude for statistics of the
+# same row, so 255 would still be finite; with 128k equally likely keys, a thirtieth of a probability is still a normal
+# number.
 UNIT = tl.constexpr(256.0)
 
 
 @triton.jit
 def at_least(x, least):
-    """x where that is more; NaN stays."""
+    """max(x, least); NaN for NaN."""
     return tl.maximum(x, least, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def is_finite(x):
-    """Whether numbers are neither NaN nor infinite."""
+    """True where x is neither NaN nor infinite."""
     return tl.abs(x.to(tl.float32)) < float("inf")
 
 
 @triton.jit
 def finite_rows(x):
-    """Rows; zeros where one holds something that is not finite.
+    """Replaces rows with a non-finite element by zeros.
 
-    Its products are then 0, and nothing goes through them, as the formulas want it: a product that is NaN or -inf is
-    not above 0. What such a row does to a score is known already, from the rows as they are.
+    Their products are then 0, so no gradient flows through them, as the formulas require: a product that is NaN or
+    -inf is not positive. Scores are computed from the original rows.
     """
     bad = tl.max((~is_finite(x)).to(tl.int32), 1)
     return tl.where(bad[:, None] > 0, tl.zeros_like(x), x)
@@ -45,15 +46,15 @@ def finite_rows(x):
 
 @triton.jit
 def finite_weights(w):
-    """Weights; 1 where one is not finite: the differences of such a row are NaN wherever it sees a key."""
+    """Replaces non-finite weights by 1; the differences of such a row are NaN for every visible key."""
     return tl.where(is_finite(w), w, 1.0)
 
 
 @triton.jit
 def unit_of(largest):
-    """A power of two that makes differences times weights as large as float16 wants them; 1 without `largest`.
+    """A power of two that scales differences times weights to the range of float16; 1 if `largest` is None.
 
-    Of weights so small that float16 holds no gradient of them it is one that float32 still holds.
+    It stays finite in float32 even for weights too small for any gradient in float16.
     """
     if largest is None:
         return 1.0
@@ -65,7 +66,8 @@ def unit_of(largest):
 
 @triton.jit
 def difference(p, x, top, total, visible, SELECTED: tl.constexpr):
-    """(y - p, terms of the loss) of scores x, given the indexer's statistics; 0 where a key is not seen."""
+    """(y - p, terms of the loss), where y is the softmax of scores x with maximum `top` and sum `total`; 0 for hidden
+    keys."""
     y = tl.exp2((x - top) * LOG2E) / total
     log_y = (x - top) - tl.log(total)
     clamped = at_least(p, LEAST)
@@ -76,15 +78,15 @@ def difference(p, x, top, total, visible, SELECTED: tl.constexpr):
 
 @triton.constexpr_function
 def steps(dim, columns):
-    """In how many pieces of so many columns rows are read."""
+    """ceil(dim / columns), the number of column blocks of a row."""
     return -(-dim // columns)
 
 
 @triton.jit
 def columns_at(c, base, rope, at, at_rope, stride, stride_rope, DIM: tl.constexpr, DIM_ROPE: tl.constexpr,
                BC: tl.constexpr):  # fmt: skip
-    """(where piece c of a row begins, the stride of rows, how many columns there are from there on); pieces of the
-    rope part follow those of the row itself."""
+    """(address of column block c of a row, stride of rows, columns from there to the end of the row); the blocks of the
+    rope part follow those of the row without rope."""
     first = c * BC
     place, left = base + at + first, DIM - first
     if DIM_ROPE:
@@ -101,8 +103,8 @@ def columns_at(c, base, rope, at, at_rope, stride, stride_rope, DIM: tl.constexp
 @triton.jit(do_not_specialize=["count", "heads_q", "heads_index", "step_head", "step_row"])
 def note(max_, sum_, sink, weights, notes, largest, strides, tiles, count: tl.int32, heads_q: tl.int32,
          heads_index: tl.int32, step_head: tl.int64, step_row: tl.int64, BM: tl.constexpr):  # fmt: skip
-    """Writes of each row, for every head, log2 of what its weights are divided by, then how many heads the mean counts;
-    of float16, the bits of the largest weight of all; grid (tiles)."""
+    """Writes, for each row, log2 of the divisor of every head's weights and the number of heads in the mean; for
+    float16, also the bits of the largest weight of all; grid (tiles)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, row0, row1, flat = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 7)
     row = (row0 + tl.arange(0, BM)).to(tl.int64)
@@ -130,7 +132,7 @@ def note(max_, sum_, sink, weights, notes, largest, strides, tiles, count: tl.in
 @triton.jit(do_not_specialize=["count"])
 def clean_keys(index_k, keys, strides, tiles, count: tl.int32, E: tl.constexpr, DIM_INDEX: tl.constexpr,
                ALIGN: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Writes finite_rows() of one tile of the indexer's keys, and zeros where the tile has more lines; grid (tiles)."""
+    """Writes finite_rows() of one tile of the indexer's keys, padded with rows of zeros; grid (tiles)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, key0, key1, to = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 5)
     key = (key0 + tl.arange(0, BN)).to(tl.int64)
@@ -144,7 +146,7 @@ def clean_keys(index_k, keys, strides, tiles, count: tl.int32, E: tl.constexpr, 
 @triton.jit(do_not_specialize=["count", "plane"])
 def finish_keys(added, dk, largest, strides, tiles, count: tl.int32, plane: tl.int64, SPLITS: tl.constexpr,
                 E: tl.constexpr, DIM_INDEX: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Writes dk of one tile of keys, the sum of what SPLITS have added up; grid (tiles)."""
+    """Writes dk of one tile of keys, the sum of the SPLITS partial sums; grid (tiles)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, key0, key1, at = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 5)
     key = (key0 + tl.arange(0, BN)).to(tl.int64)

@@ -1,11 +1,12 @@
-"""Scores of the lightning indexer: what every key of a tile matters to the rows that may see it.
+"""Kernel of the lightning indexer's scores of a tile of keys for the rows that may see them.
 
-Keys stand as the rows of the product and (token, head) as its columns, so that the sum over heads runs along a row, and
-several tokens of few heads fill one product. A tile of keys stays where it is while the tokens walk by.
+Keys are the rows of the product and (token, head) pairs its columns, so that the sum over heads is a sum along a row,
+and several tokens with few heads fill one product. A tile of keys stays in registers while the kernel iterates over
+tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -17,15 +18,18 @@ from fusion_attention.backends.triton.common.pages import cache_at, offset_of, p
 
 @triton.jit
 def columns_ahead(at, within, there):
-    """The weights of columns (token, head). Loaded twice, or Triton would load them anew in the layout of the product:
-    32 loads a thread instead of one, and 60 registers."""
+    """The weights of columns (token, head).
+
+    They are loaded in two copies; else Triton repeats the load in the layout of the product, which takes 32 loads per
+    thread instead of one, and 60 registers.
+    """
     twice = tl.zeros([1, 2], tl.int32)
     return tl.max(tl.load(at + within[:, None] + twice, mask=there[:, None] & (twice == 0), other=0.0), 1)
 
 
 @triton.jit
 def index_product(keys, rows, D1: tl.constexpr, D2: tl.constexpr):
-    """max(0, keys . rows); NaN stays NaN."""
+    """max(0, keys . rows); NaN for NaN."""
     return tl.maximum(inner_three(keys, rows, D1, D2), 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -35,12 +39,11 @@ def index_scores(q, k, weights, scores, table, strides, lengths, tiles, count: t
                  HEADS: tl.constexpr, H: tl.constexpr, ADDS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
                  D2: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr, ALIGN: tl.constexpr,
                  BT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Scores of BN keys against the BT rows of a tile, BM columns of (token, head) at a time, H heads of a token from
-    head0 on, whose scores are added to those of heads before where ADDS; grid (tiles of keys, tiles of rows from
-    `begin` on).
+    """Writes scores of BN keys for the BT rows of a tile, with H heads per token from head0 on.
 
-    A row's scores lie `pitch` numbers apart; of keys that no row of the tile sees none is written. width: pages that a
-    row of the table names.
+    Grid (tiles of keys, tiles of rows from `begin` on); BM (token, head) columns are multiplied at a time. ADDS: scores
+    are added to those of earlier heads. pitch: stride of rows in scores; keys that are hidden from all rows of the tile
+    are not written. width: entries per row of the page table.
     """
     TOKENS: tl.constexpr = BM // H
     tile = tiles + (begin + tl.program_id(1)).to(tl.int64) * PER_TILE
@@ -63,7 +66,7 @@ def index_scores(q, k, weights, scores, table, strides, lengths, tiles, count: t
         first, head, token = heads_at(strides, count, b, layout_index.Q, ALIGN)
         n = tl.arange(0, BM)
         u, h = n // H, n % H
-        if ADDS:  # a number that is not known while compiling costs each load of rows registers
+        if ADDS:  # head0 is zero otherwise; a run-time value costs registers in every load of rows
             h += head0
         within = u * token + h * head
         first_w, _, token_w = heads_at(strides, count, b, layout_index.WEIGHTS, 1)

@@ -1,12 +1,12 @@
-"""The indexer's loss over the keys that rows select, a chunk of rows at a time.
+"""Kernels of the indexer's loss over the selected keys of a chunk of rows.
 
-selection.read_lists() says which entries of a list count; target() and score() form what attention and indexer think of
-each entry; compare() takes one from the other, and leaves the gradients of scores to indexer_gradient.py. An entry that
-does not count loads zeros, and belongs to no key.
+selection.read_lists() marks the valid entries of a list; target() computes the attention's probabilities p of its keys,
+and score() the indexer's scores; compare() computes the loss and dI = y - p, from which gradient.py continues. Invalid
+entries load zeros and have key -1.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -19,7 +19,7 @@ from fusion_attention.backends.triton.selected.selection import token_at
 
 @triton.jit
 def listed(keys, k, slots):
-    """Keys of entries; -1 where one does not count, and behind the last."""
+    """Keys of the entries k of a list; -1 for invalid entries and those from `slots` on."""
     return tl.load(keys + k, mask=k < slots, other=-1)
 
 
@@ -28,8 +28,8 @@ def target(q, k, q_rope, k_rope, notes, keys, dscores, strides, tokens, count: t
            slots: tl.int32, heads_kv: tl.int32, exponent: tl.float32, GROUP: tl.constexpr, DIM: tl.constexpr,
            DIM_ROPE: tl.constexpr, ALIGN: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
            BC: tl.constexpr):  # fmt: skip
-    """Writes p, the mean over heads of the attention's probabilities, of BK entries of a token's list, where compare()
-    puts dI in its place; grid (tiles of entries, tokens)."""
+    """Writes p, the mean over heads of the attention's probabilities, for BK entries of a token's list to dscores,
+    which compare() overwrites by dI; grid (tiles of entries, tokens)."""
     STEPS: tl.constexpr = steps(DIM, BC) + steps(DIM_ROPE, BC)
     BLOCKS: tl.constexpr = steps(GROUP, BH)  # of the heads that share a key head
     at_token = tl.program_id(1).to(tl.int64)
@@ -64,7 +64,7 @@ def target(q, k, q_rope, k_rope, notes, keys, dscores, strides, tokens, count: t
         s = tl.dot(rows, tl.trans(query), s, input_precision="ieee")
         if c == STEPS - 1:
             each = tl.exp2(s * exponent - lse[None, :])
-            if GROUP % BH != 0:  # a lane without a head multiplies zeros, and an infinite key
+            if GROUP % BH != 0:  # zeros of lanes without a head, multiplied by an infinite key, are NaN
                 each = tl.where(in_group[None, :], each, 0.0)
             p += tl.sum(each, 1)
             s = tl.zeros([BK, BH], tl.float32)
@@ -76,7 +76,7 @@ def target(q, k, q_rope, k_rope, notes, keys, dscores, strides, tokens, count: t
 def score(index_q, index_k, weights, keys, scores, strides, tokens, count: tl.int32, first: tl.int64, slots: tl.int32,
           heads_index: tl.int32, E: tl.constexpr, DIM_INDEX: tl.constexpr, ALIGN: tl.constexpr, HI: tl.constexpr,
           PADDED: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """Writes I, the indexer's score of every entry of a token's list; grid (tokens)."""
+    """Writes the indexer's score I of every entry of a token's list; grid (tokens)."""
     at_token = tl.program_id(0).to(tl.int64)
     b, row = token_at(tokens, first + at_token)
     h = tl.arange(0, HI)
@@ -87,7 +87,7 @@ def score(index_q, index_k, weights, keys, scores, strides, tokens, count: tl.in
     query = load_part(index_q + at_q + row * stride_q, h * head_q, there, 0, E, DIM_INDEX, True)
     w = tl.load(weights + at_w + row * stride_w + h, mask=there, other=0.0).to(tl.float32)
     of_keys, out = keys + at_token * slots, scores + at_token * slots
-    # One turn ahead: a row can be loaded while the one before is multiplied.
+    # Loaded one iteration ahead, so that rows are loaded while the previous ones are multiplied.
     ahead = listed(of_keys, tl.arange(0, BK), slots)
     for k0 in tl.range(0, slots, BK):
         k, key = k0 + tl.arange(0, BK), ahead
@@ -95,14 +95,14 @@ def score(index_q, index_k, weights, keys, scores, strides, tokens, count: tl.in
         rows = load_part(index_k + at_k, key.to(tl.int64) * stride_k, key >= 0, 0, E, DIM_INDEX, True)
         s = tl.dot(rows, tl.trans(query), input_precision="ieee")
         each = at_least(s, 0.0) * w[None, :]
-        if PADDED:  # a lane without a head multiplies zeros, and an infinite key
+        if PADDED:  # zeros of lanes without a head, multiplied by an infinite key, are NaN
             each = tl.where(there[None, :], each, 0.0)
         tl.store(out + k, tl.sum(each, 1), mask=k < slots)
 
 
 @triton.jit(do_not_specialize=["first", "slots"])
 def compare(keys, scores, dscores, losses, first: tl.int64, slots: tl.int32, BK: tl.constexpr):
-    """Overwrites p of a token's list by dI = y - p, where y = softmax(I), and writes its loss; grid (tokens)."""
+    """Overwrites p of a token's list by dI = y - p with y = softmax(I), and writes its loss; grid (tokens)."""
     at_token = tl.program_id(0).to(tl.int64)
     of_keys, of_scores, of_p = keys + at_token * slots, scores + at_token * slots, dscores + at_token * slots
     top = tl.full([BK], -float("inf"), tl.float32)

@@ -1,6 +1,6 @@
-"""Tile shapes of the indexer's loss and of the warm-up pair.
+"""Tile shapes of the indexer's loss over selected keys (SELECTED) and over all keys (WARM).
 
-Found as those of shapes.py were: by compiling, not by timing.
+Like the tables in shapes.py, the entries were found by compilation, not by timing.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import NamedTuple
 from fusion_attention.backends.triton.common.shapes import Tile, power, widest
 from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
 
-WIDEST_INDEX = 256  # elements of an indexer's row, which kernels hold as one
+WIDEST_INDEX = 256  # most elements of an indexer's row, which kernels load as one column block
 
 
 class Warm(NamedTuple):
-    """Tiles without selection. Differences of rows and keys lie in blocks of the target's tile."""
+    """Tiles of the kernels over all keys; differences are stored in blocks with the size of `target`."""
 
     lse: Tile
     target: Tile
-    difference: Tile  # the target's, with its own warps and stages
-    query: Tile  # the target's rows; keys of a turn, which divide its keys
-    key: Tile  # rows of a turn, which divide the target's rows; its keys
-    columns: int  # elements of a row that the target reads at a time
+    difference: Tile  # the size of target, with other warps and stages
+    query: Tile  # the rows of target; keys per iteration, a divisor of its keys
+    key: Tile  # rows per iteration, a divisor of the rows of target; its keys
+    columns: int  # elements of a row per iteration of target
 
 
 # Chip (CHIPS) and bytes of an element -> (most elements of an indexer's row, tiles).
@@ -52,7 +52,7 @@ WARM: dict[tuple[int, int], tuple[tuple[int, Warm], ...]] = {
                 Tile(64, 64, 8, 3),
                 Tile(128, 64, 8, 3),
                 Tile(128, 64, 8, 3),
-                Tile(128, 32, 8, 3),  # of 64 keys nothing is loaded ahead within 99 KB
+                Tile(128, 32, 8, 3),  # 64 keys leave no room to load ahead in 99 KB
                 Tile(64, 64, 8, 3),
                 64,
             ),
@@ -72,9 +72,9 @@ for _width in (2, 4):
 
 
 def warm_tiles(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Warm | None:
-    """The tiles of the warm-up pair for a problem; None: such sizes were never compiled.
+    """The tiles of the kernels over all keys for a problem; None if the table has no entry of this size.
 
-    Rows that do not start on 16 bytes (align: elements of which their starts are multiples) take the smallest tiles.
+    Rows whose alignment (align, in elements) is less than 16 bytes use the smallest tiles.
     """
     dim = problem.dim if isinstance(problem, IndexerProblem) else problem.dim_index
     rows = WARM[chip, 4 if problem.dtype == "float32" else 2]
@@ -85,7 +85,7 @@ def warm_tiles(problem: IndexerProblem | IndexerLossProblem, chip: int, align: i
 
 
 class Selected(NamedTuple):
-    """Tiles of the loss over selected keys: BM entries of a list meet BN heads."""
+    """Tiles of the loss over selected keys: BM entries of a list and BN heads."""
 
     target: Tile
     score: Tile
@@ -112,7 +112,7 @@ for _width in (2, 4):
 
 
 def selected_tiles(problem: IndexerLossProblem, chip: int) -> Selected | None:
-    """The tiles of the loss over selected keys for a problem; None: such sizes were never compiled."""
+    """The tiles of the loss over selected keys for a problem; None if the table has no entry of this size."""
     p = problem
     rows = SELECTED[chip, 4 if p.dtype == "float32" else 2]
     candidates = ((tiles, power(p.dim_index) <= widest and p.heads_index <= heads) for widest, heads, tiles in rows)
@@ -120,5 +120,5 @@ def selected_tiles(problem: IndexerLossProblem, chip: int) -> Selected | None:
 
 
 def holds_lse(problem: IndexerProblem, chip: int) -> bool:
-    """Whether some tiles serve statistics."""
+    """True if WARM has tiles for the statistics of this problem."""
     return warm_tiles(problem, chip) is not None
