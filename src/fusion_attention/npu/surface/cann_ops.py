@@ -34,7 +34,7 @@ _SLICE_ADVICE = "cut the packed rows instead"
 
 
 def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What every module holds, by its name: programs import from the package and from its ops.
+    """The functions of every module by its name; programs import from the package and from its module ops.
 
     Args:
         functions: torch_npu's, by name.
@@ -45,7 +45,7 @@ def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def operators(modules: Mapping[str, ModuleType]) -> dict[str, Callable[..., Any]]:
-    """The functions of contents() that are operators of torch too, by name, from the modules that hold them."""
+    """The functions of the modules that are also operators of torch, by name."""
     functions = {name: one for name, one in vars(modules[f"{NAME}.ops"]).items() if not name.startswith("__")}
     return {name: one for name, one in functions.items() if "named" not in inspect.signature(one).parameters}
 

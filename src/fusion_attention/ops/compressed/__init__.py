@@ -1,1 +1,1 @@
-"""Attention to a window of keys beside compressed keys, in one softmax: our own compressed_attention()."""
+"""Attention to a window of keys and to compressed keys in one softmax: SparseFlashMla and compressed_attention()."""

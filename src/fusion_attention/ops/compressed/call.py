@@ -1,4 +1,4 @@
-"""A call of SparseFlashMla: attention to two sources of keys whose statistics are one number per row and head."""
+"""Lowered calls of SparseFlashMla: attention to two sources of keys with one statistic, softmax_lse, per row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OUT, LSE, NORM = "attention_out", "softmax_lse", "cmp_softmax_l1_norm"
 
 @dataclass(frozen=True, eq=False)
 class Placed(Extents):
-    """Extents of packed sequences with rows behind them that are padding.
+    """Extents of packed sequences that may be followed by padding rows.
 
     Args:
         starts: the first rows of sequences on the query and on the key side.
@@ -44,17 +44,17 @@ class Placed(Extents):
 
 
 def placed(extents: Extents, q_start: np.ndarray, kv_start: np.ndarray) -> Placed:
-    """Extents whose packed sequences begin at these rows."""
+    """The same extents with packed sequences that begin at these rows."""
     values = {f.name: getattr(extents, f.name) for f in fields(Extents)}
     return Placed(**values, starts=(q_start, kv_start))
 
 
 class FlashMla(Sparse):
-    """A forward call. softmax_lse is log(sum(exp(s))) over both sources and the sink, in the order of CANN's
-    statistics; out and softmax_lse of a row without keys are 0, with a sink too."""
+    """A lowered forward call. softmax_lse is log(sum(exp(s))) over both sources and the sink, in the layout of CANN's
+    statistics; out and softmax_lse of a row without keys are 0, also with a sink."""
 
     def results(self) -> dict[str, Tensor]:
-        """Fresh memory."""
+        """Allocates the results."""
         result = replace_statistics(super().results())
         return result if self.stats else {OUT: result[OUT]}
 
@@ -63,7 +63,7 @@ class FlashMla(Sparse):
         return replace(self, stats=True)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors."""
+        """A run on views of the call's tensors and of `outputs`."""
         return _Run(self, outputs)
 
     def backward(self, results: Results, upstream: Results) -> SparseBackward:
@@ -73,13 +73,13 @@ class FlashMla(Sparse):
         return SparseBackward(self, dout, out, lse, self.divisors(lse), upstream.get(LSE))
 
     def gradient(self, out: Tensor, lse: Tensor, dout: Tensor, entries: int | None) -> FlashMlaBackward:
-        """The gradient operator's call, which returns the probabilities of a row's entries too; None: no lists."""
+        """The gradient operator's call, which also returns probabilities of `entries` entries per row; None: none."""
         result = FlashMlaBackward(self, dout, out, lse, self.divisors(lse))
         result.entries = entries
         return result
 
     def compressed_rows(self, lse: Tensor) -> CompressedRows:
-        """The call's rows, what they see of the compressed keys, and softmax_lse."""
+        """The call's query rows, their visible compressed keys, and softmax_lse."""
         assert self.second is not None
         _, second = self.second
         keys = self.compressed(self.given("key_compressed"))
@@ -92,7 +92,7 @@ class FlashMla(Sparse):
         return CompressedRows(self, self.problem.scale, q, lengths, keys, second.kv_len, ends, lse, lists)
 
     def divisors(self, lse: Tensor) -> Tensor:
-        """Sums beside softmax_lse as the maximum: 1, or 0 in rows without keys."""
+        """Sums of weights that belong to softmax_lse as the maximum: 1, or 0 for rows without keys."""
         result = torch.ones_like(lse)
         divisors, _ = statistics(self.given("query"))
         self.grouped(divisors).copy_(result)
@@ -100,7 +100,7 @@ class FlashMla(Sparse):
         return result.copy_(self.grouped(divisors))
 
     def _clear_rows_without_keys(self, rows: Tensor) -> None:
-        """Sets statistics [.., N1] of rows that read no key to 0."""
+        """Sets statistics [.., N1] of rows without keys to 0."""
         p, e = self.problem, self.extents
         heads, view = p.heads_q, self.rows(rows.unsqueeze(-1), p.heads_q)
         lists = self.tensors["sparse_indices"]
@@ -122,26 +122,26 @@ class FlashMla(Sparse):
 
 
 def replace_statistics(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """softmax_lse in place of maxima and sums."""
+    """Replaces maximum and sum in the results by softmax_lse."""
     out, top, *_ = (results.get(name) for name in RESULTS)
     assert out is not None
     return {OUT: out} if top is None else {OUT: out, LSE: empty(top, top.shape, top.dtype)}
 
 
 class FlashMlaBackward(SparseBackward):
-    """A gradient call that returns the probabilities of listed entries, a mean over heads."""
+    """A lowered gradient call that also returns the probabilities of selected keys, averaged over heads."""
 
     call: FlashMla
     entries: int | None = None
 
     def results(self) -> dict[str, Tensor]:
-        """Fresh memory."""
+        """Allocates the results."""
         q = self.call.given("query")
         shape = (*q.shape[:-2], 1, self.entries or 0)
         return super().results() | ({} if self.entries is None else {NORM: empty(q, shape, torch.float32)})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors, what was saved, and its results."""
+        """A run on views of the call's tensors, the saved results, and `outputs`."""
         gradients = {name: tensor for name, tensor in outputs.items() if name != NORM}
         return _GradientRun(self, gradients, outputs.get(NORM))
 

@@ -1,4 +1,4 @@
-"""The questions that the rules of SparseFlashMla ask: each answers True, or says what came."""
+"""Checks in the rules of SparseFlashMla; each returns True, or a text with the value that violates it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Lengths = np.ndarray
 
 
 def used_fit(used: Lengths | None, count: int, ends: Lengths | None, longest: int | None) -> Outcome:
-    """Whether there is a length for each of `count` sequences, from 0 to the room that it has.
+    """True if there is a length for each of `count` sequences, from 0 to the rows allocated for it.
 
     Args:
-        ends: cumulative room of packed sequences; None: each has room for `longest`, or for any length.
+        ends: cumulative allocated rows of packed sequences; None: `longest` for each, or no limit.
     """
     if used is None:
         return True
@@ -34,7 +34,7 @@ def used_fit(used: Lengths | None, count: int, ends: Lengths | None, longest: in
 
 
 def tokens_agree(kv_len: Lengths, c_len: Lengths, ratio: int, residual: Lengths) -> Outcome:
-    """Whether the compressed keys of every sequence and its residual stand for its tokens."""
+    """True if, for every sequence, ratio * (number of compressed keys) + residual is the number of its tokens."""
     tokens = c_len * ratio + residual
     wrong = np.flatnonzero(tokens != kv_len)
     if not len(wrong):
@@ -44,15 +44,15 @@ def tokens_agree(kv_len: Lengths, c_len: Lengths, ratio: int, residual: Lengths)
 
 
 def rows_of(b: int, layout: str, q_len: Lengths, q_start: Lengths) -> Any:
-    """What selects the rows of sequence b in a tensor of query rows."""
+    """An index that selects the rows of sequence b in a tensor of query rows."""
     if layout == "TND":
         return slice(int(q_start[b]), int(q_start[b] + q_len[b]))
     return b, slice(0, int(q_len[b]))
 
 
 def names_entries(lists: torch.Tensor, layout: str, q_len: Lengths, q_start: Lengths, c_len: Lengths) -> Outcome:
-    """Whether every entry is -1 or the number of a compressed key of its row's sequence; reads them, unless the lists
-    stay unread."""
+    """True if every entry is -1 or the number of a compressed key of its row's sequence; reads the lists, unless
+    stays_unread() excludes them."""
     if stays_unread(lists):
         return True
     for b in range(len(q_len)):
@@ -67,7 +67,7 @@ def names_entries(lists: torch.Tensor, layout: str, q_len: Lengths, q_start: Len
 def sees_entries(
     lists: torch.Tensor, layout: str, q_len: Lengths, q_start: Lengths, c_len: Lengths, tokens: Lengths, ratio: int
 ) -> Outcome:
-    """Whether every row reads all entries of its list; else how many are not read. Reads them."""
+    """True if all entries of all lists are visible to their rows, else the number of others; reads the lists."""
     count, first = 0, ""
     for b in range(len(q_len)):
         entries = lists[rows_of(b, layout, q_len, q_start)][:, 0]

@@ -1,4 +1,4 @@
-"""The record of this library's own `compressed_attention`."""
+"""The record of `fusion_attention.compressed_attention`."""
 
 from __future__ import annotations
 
@@ -168,12 +168,12 @@ RULES = (
 
 
 def keys_closed(c_len: Any, kv_len: Any, ratio: int) -> bool:
-    """Whether every sequence has the compressed keys that its tokens close."""
+    """True if every sequence has one compressed key per `ratio` complete tokens."""
     return bool((c_len == kv_len // ratio).all())
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Lengths and axes of both sources; without a value its rows are the key's."""
+    """Derived values: lengths and axes of both sources; without a value, keys are the values."""
     result = sparse.derive(names | {"causal": True})
     given = names["compressed_len"]
     if given is None:

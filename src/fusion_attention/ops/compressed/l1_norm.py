@@ -1,4 +1,4 @@
-"""CANN's SparseFlashMlaSoftmaxL1Norm: probabilities of compressed keys as an operator; torch's operators compute it."""
+"""The record of CANN's SparseFlashMlaSoftmaxL1Norm: probabilities of compressed keys, computed by torch's operators."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ SIDES: tuple[Side, ...] = (("q", "query", "S1", "T1", "", ""), ("k", "key", "S2"
 
 @dataclass(frozen=True, eq=False)
 class L1Norm(TensorCall):
-    """A call without work for a back end: it has no sequence in its extents.
+    """A lowered call without work for a back end; its extents have no sequence.
 
     Args:
-        problem: the attention whose probabilities are asked for.
+        problem: the attention whose probabilities are computed.
         placed: lengths of query rows and of compressed keys.
-        ends: per sequence and row, how many of them the row sees.
-        columns: of the result.
+        ends: per sequence and row, the number of visible compressed keys.
+        columns: number of columns of the result.
     """
 
     problem: Problem
@@ -50,7 +50,7 @@ class L1Norm(TensorCall):
     op_kind = "attention_forward"
 
     def rows(self, tensor: torch.Tensor, heads: int = 1) -> RowView:
-        """Rows of the query side."""
+        """A view of rows of queries."""
         return row_view(tensor, self.layout, heads, self.placed, "q")
 
     def results(self) -> dict[str, torch.Tensor]:
@@ -58,7 +58,7 @@ class L1Norm(TensorCall):
         return fresh(self.tensors, self.columns)
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """The call beside its result."""
+        """A run that writes to `outputs`."""
         return _Run(self, outputs[OUT])
 
 
@@ -79,7 +79,7 @@ class _Run(Filled):
 
 
 def fresh(n: Mapping[str, Any], columns: int) -> dict[str, torch.Tensor]:
-    """Memory for the result of a call with these arguments."""
+    """Allocates the result of a call with arguments n."""
     q = n["query"]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return {OUT: empty(q, (*q.shape[:-2], 1, columns), dtype)}
@@ -92,7 +92,7 @@ def _columns(n: Mapping[str, Any]) -> int:
 
 
 def lower(bound: Bound) -> L1Norm:
-    """A bound record."""
+    """Lowers a bound call."""
     n = bound.names
     q_len, k_len, none = n["q_len"], n["kv_len"], np.zeros_like(n["q_len"])
     placed = Placed(q_len, k_len, none, none, none, none, starts=(n["q_start"], n["kv_start"]))
@@ -108,7 +108,7 @@ def lower(bound: Bound) -> L1Norm:
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Lengths, axes, tokens that the keys stand for, and the columns of the result."""
+    """Derived values: lengths, axes, numbers of tokens before compression, and the columns of the result."""
     q_ends, packed = n["cu_seqlens_q"], n["layout"] == "TND"
     count = max(len(q_ends) - 1, 0) if packed and q_ends is not None else n["B"] or 0
     (q_len, q_start), (k_len, k_start) = (forward.side_lengths(n, side, n[rows], count) for side, _, rows, *_ in SIDES)
@@ -199,7 +199,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def longest(ends: np.ndarray, used: np.ndarray | None) -> int:
-    """The most keys that a packed sequence has."""
+    """The most keys of a packed sequence."""
     return int((np.diff(ends) if used is None else used).max(initial=0))
 
 

@@ -22,16 +22,16 @@ Call = TypeVar("Call", bound=Sparse)
 
 
 def lower(bound: Bound) -> Sparse:
-    """A bound record of compressed attention."""
+    """Lowers a bound call of compressed attention."""
     return call_of(bound, Sparse)
 
 
 def call_of(bound: Bound, kind: type[Call]) -> Call:
-    """The call of a bound record, of the given kind."""
+    """Lowers a bound call to a call of the given class."""
     n = bound.names
     problem, extents, second = bound.once(lambda n: (_problem(n), *_extents(n)))
     tensors = {name: n[name] for name in (*DIFFERENTIABLE, *OTHERS, *COMPRESSED)}
-    if n["K"] == 0:  # lists of nothing end at once
+    if n["K"] == 0:  # empty lists
         lists = n["sparse_indices"]
         tensors["sparse_indices"] = lists.new_full((*lists.shape[:-1], 1), -1)
     if tensors["key_compressed"] is None:  # a second source without keys
@@ -47,12 +47,12 @@ def call_of(bound: Bound, kind: type[Call]) -> Call:
 def _extents(n: Mapping[str, Any]) -> tuple[Extents, Extents]:
     """Lengths and bands of a call, and the lengths of its compressed keys as those of keys.
 
-    A compressed key is seen from the last token on that it stands for, so its bound follows the causal diagonal.
+    A compressed key is visible from the last of its tokens on, so its bound follows the causal diagonal.
     """
     q_len, kv_len, none = n["q_len"], n["kv_len"], np.zeros_like(n["q_len"])
     lo, hi, prefix = (n["band"] or Band.causal()).resolve(q_len, kv_len)
     extents, second = Extents(q_len, kv_len, lo, hi, prefix, none), Extents(q_len, n["c_len"], none, none, none, none)
-    if n.get("q_start") is not None:  # of a record whose sequences may end before their rows do
+    if n.get("q_start") is not None:  # records whose sequences may be followed by padding rows
         extents, second = placed(extents, n["q_start"], n["kv_start"]), placed(second, n["q_start"], n["c_start"])
     tokens = kv_len if n["residual"] is None else n["c_len"] * n["ratio"] + n["residual"]
     extents = replace(extents, compressed=Compressed(n["c_len"], tokens - q_len + 1))

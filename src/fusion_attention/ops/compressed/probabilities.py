@@ -1,5 +1,5 @@
-"""The probabilities of compressed keys in a softmax over both sources, a mean over heads: the target that an indexer
-learns."""
+"""Probabilities of compressed keys in a softmax over both sources, averaged over heads: the target of an indexer's
+loss."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from fusion_attention.ops.shared.call import TensorCall
 from fusion_attention.ops.sparse.call import grouped
 
 Tensor = torch.Tensor
-PAIRS = 1 << 22  # products of a step: rows * keys * heads
+PAIRS = 1 << 22  # products per step: rows * keys * heads
 
 
 @dataclass(frozen=True, eq=False)
 class CompressedRows:
-    """Query rows beside the compressed keys that they see.
+    """Query rows and their visible compressed keys.
 
     Args:
-        call: how query rows lie. scale: factor on q . k. query: the rows, with all heads. lengths: query rows of every
-            sequence.
-        keys: rows of compressed keys. keys_of: their number in every sequence. ends: per sequence and row, how many of
-            them the row sees.
-        lse: log of the softmax's sum over both sources and the sink, in the order of CANN's statistics.
-        lists: per row the entries that it reads, ended by -1; None: all that it sees.
-        counts: per row, how many entries of its list count; None: all.
+        call: the call with the layout of query rows. scale: factor of q . k. query: rows with all heads. lengths: query
+            rows of every sequence.
+        keys: rows of compressed keys. keys_of: their number in every sequence. ends: per sequence and row, the number
+            of visible ones.
+        lse: log of the softmax's sum over both sources and the sink, in the layout of CANN's statistics.
+        lists: selected keys per row, ended by -1; None: all visible ones.
+        counts: per row, the number of valid entries of its list; None: all.
     """
 
     call: TensorCall
@@ -74,7 +74,7 @@ def write_probabilities(rows: CompressedRows, out: Tensor) -> None:
 
 
 def _entries(rows: CompressedRows, b: int, count: int, width: int, keys: int) -> tuple[Tensor, Tensor]:
-    """[count, width]: the keys of a sequence's columns, and whether the row reads them."""
+    """Two tensors [count, width] for a sequence: the key of each column, and true if the row reads it."""
     device = rows.query.device
     visible = torch.from_numpy(rows.ends[b]).to(device)[:, None]
     slot = torch.arange(width, device=device).expand(count, -1)

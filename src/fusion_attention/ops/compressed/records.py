@@ -1,5 +1,4 @@
-"""CANN's SparseFlashMla and its gradient: the records of the two-phase interface and of the package
-cann_ops_transformer.
+"""Records of CANN's SparseFlashMla and its gradient, in the two-phase interface and the package cann_ops_transformer.
 
 Rules are in rules.py, lowering in lower.py.
 """
@@ -118,7 +117,7 @@ def side_lengths(n: dict[str, Any], side: str, padded: int | None, count: int) -
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Lengths, axes, and the band that the modes stand for."""
+    """Derived values: lengths, axes, and the band of the modes."""
     q_ends, packed = n["cu_seqlens_q"], n["layout"] == "TND"
     count = max(len(q_ends) - 1, 0) if packed and q_ends is not None else n["B"] or 0
     (q_len, q_start), (kv_len, kv_start), (c_len, c_start) = (
@@ -143,12 +142,12 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def derive_forward(n: dict[str, Any]) -> dict[str, Any]:
-    """derive(), and whether there is softmax_lse: without it it has no axis G."""
+    """derive(), and the axis G of softmax_lse, which is missing without it."""
     return derive(n) | {"G": n["N1"] // n["N2"] if n["return_softmax_lse"] and n["N2"] else None}
 
 
 def lower(bound: Bound) -> FlashMla | FlashMlaBackward:
-    """A bound record, forward or gradient."""
+    """Lowers a bound call of the forward or the gradient."""
     call = call_of(bound, FlashMla)
     if "dout" not in bound.op.by_name:
         return call

@@ -25,7 +25,7 @@ from fusion_attention.ops.shared.rules import (
 
 PAGES = "PA_BBND"
 OF_950 = "this form (950 only) is not computed here"
-# (how a side's lengths are named, its tensor, its rows, its packed rows, its page table, the tokens of a page)
+# (name of a side's lengths, its tensor, its rows, its packed rows, its page table, the tokens of a page)
 Side = tuple[str, str, str, str, str, str]
 SIDES: tuple[Side, ...] = (
     ("q", "query", "S1", "T1", "", ""),
@@ -50,24 +50,24 @@ PACKED: dict[str, Any] = {
     "cmp_residual_kv": [2, 1],
 }
 SAMPLE_TOKENS = {"T2": 12, "T3": 3}
-# Lists of padded samples, whose last rows see two compressed keys and all others one: one with a hole, one past them.
+# Invalid lists of padded samples, whose last rows have two visible compressed keys and all others one.
 HOLE = torch.full((2, 4, 1, 2), -1, dtype=torch.int32)
 HOLE[:, 3, :, 1] = 0
 PAST = torch.ones(2, 4, 1, 1, dtype=torch.int32)
 
 
 def _room(rows: str, table: str, page: str) -> str:
-    """The most tokens of a sequence of a side, as an expression."""
+    """The expression for the most tokens of a sequence of a side."""
     return f"{rows} if {table} is None else {table}.shape[1] * ({page} or 0)" if table else rows
 
 
 def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> tuple[Rule, ...]:
-    """Rules of the lengths of every side, cumulative and used ones; paged: keys may lie in pages."""
+    """Rules for cumulative and used lengths of every side; paged: keys may be in pages."""
     return (*_ends_of(sides), *_used_of(sides, residual), *_given_of(sides, paged))
 
 
 def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
-    """Rules of cumulative lengths."""
+    """Rules for cumulative lengths."""
     ends = f"cu_seqlens_{sides[0][0]}"
     return (
         *(
@@ -107,9 +107,9 @@ def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
 
 
 def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
-    """Rules of lengths within the rows of a sequence, and of numbers for every sequence."""
+    """Rules for lengths, which must not exceed the rows of a sequence, and for other numbers per sequence."""
     ends = f"cu_seqlens_{sides[0][0]}"
-    # (layout, what a rule begins with, sequences)
+    # (layout, beginning of a rule, sequences)
     counts = (("BSND", "", "B"), ("TND", f"{ends} is None or ", f"len({ends}) - 1"))
     rules = []
     for layout, begins, count in counts:
@@ -140,7 +140,7 @@ def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
 
 
 def _given_of(sides: tuple[Side, ...], paged: bool) -> tuple[Rule, ...]:
-    """Lengths that a call must have."""
+    """Rules for lengths that a call must have."""
     layout_kv = "layout_kv" if paged else "layout_k"
     return (
         *(

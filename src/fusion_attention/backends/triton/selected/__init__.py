@@ -1,1 +1,1 @@
-"""Attention to selected keys and its gradients, and sums over the rows that selected a key."""
+"""Triton kernels and launches of attention to selected keys, its gradients, and sums of rows per selected key."""

@@ -1,22 +1,22 @@
-"""The backward over selected keys: products over all heads of a token, then a sum per key (key_sum.py).
+"""Kernels of the backward over selected keys: products over all heads of a token; key_sum.py sums rows per key.
 
-    P = 2^(S * log2(e) - lse),  dP = dout . v,  dS = scale * P * (dP - D)        of a token, its heads and its slots
-    dq = dS k                   rows = dS^T q (dk), P^T dout (dv): one row for each slot, summed over the heads
+    P = 2^(S * log2(e) - lse),  dP = dout . v,  dS = scale * P * (dP - D)        for a token, its heads and its slots
+    dq = dS k                   rows = dS^T q (dk), P^T dout (dv): one row per slot, summed over the heads
 
-A slot is a place for one key: an entry of a row's list has as many as a block has tokens. read_lists() writes once
-which key is in each slot, or that none is (selection.py); the other kernels load zeros there. A loop has one
-accumulator: P and dS go through memory, and nothing spills. lse and D are those of the dense backward's prepare().
+A slot has one key: an entry of a row's list has one slot per token of a block. read_lists() writes the key of each
+slot, or -1 (selection.py); the other kernels load zeros for -1. Each loop has one accumulator, and P and dS are stored
+in memory between kernels, so that no register spills. lse and D come from prepare() of the dense backward.
 
-With a second source of keys (RATIO > 0) slots before BAND, which whole tiles hold, are those of the band's keys.
+With a second source of keys (RATIO > 0), slots before BAND, a multiple of the tile, have the keys of the band.
 
-dS of float16 is held 256 times smaller where some |dout| of a key head's rows exceeds 256, as in the dense backward.
+dS of float16 is divided by 256 if some |dout| of a key head's rows exceeds 256, as in the dense backward.
 
-A slot that weighs nothing still multiplies, and 0 * inf is NaN. So the kernels note the tokens where that may be, and
-recompute_list_gradients.py computes those once more.
+Slots with a weight of 0 are multiplied too, and 0 * inf is NaN. So the kernels flag tokens where that may happen, and
+recompute_gradients.py computes these again.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -29,7 +29,7 @@ from fusion_attention.backends.triton.selected.selection import token_at
 
 @triton.jit
 def load_tile(base, offset, there, c, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Columns c of rows at `offset`: zeros in rows not there and, where CUT, behind DIM."""
+    """Columns c of rows at `offset`; zeros in missing rows and, if MASKED, from column DIM on."""
     at = base + offset[:, None] + c[None, :]
     if MASKED:
         return tl.load(at, mask=there[:, None] & (c < DIM)[None, :], other=0.0)
@@ -39,7 +39,7 @@ def load_tile(base, offset, there, c, DIM: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def inner(acc, a, b, FIRST: tl.constexpr, DIM: tl.constexpr, BC: tl.constexpr):
-    """acc + a b^T over the columns from FIRST on; a, b: (memory, offsets of rows, whether they are there)."""
+    """acc + a b^T over the columns from FIRST on; a, b: (memory, offsets of rows, true for existing rows)."""
     for c0 in tl.range(FIRST, DIM, BC):
         c = c0 + tl.arange(0, BC)
         x = load_tile(a[0], a[1], a[2], c, DIM, DIM % BC != 0)
@@ -50,14 +50,14 @@ def inner(acc, a, b, FIRST: tl.constexpr, DIM: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def heads_of(strides, count, b, row, head, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Where the rows of heads of one token start in a view."""
+    """Offsets of the rows of heads of one token in a view."""
     at, stride_head, stride = heads_at(strides, count, b, VIEW, ALIGN)
     return at + row.to(tl.int64) * stride + head * stride_head
 
 
 @triton.jit
 def keys_of(strides, count, b, hk, j, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Where the rows of keys of one head start in a view; of -1, nowhere."""
+    """Offsets of the rows of keys j of one head in a view; j = -1 must not be loaded."""
     at, stride = rows_at(strides, count, b, hk, VIEW, ALIGN)
     return at + j.to(tl.int64) * stride
 
@@ -65,7 +65,7 @@ def keys_of(strides, count, b, hk, j, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 @triton.jit
 def sources_of(rows, rows_compressed, strides, count, b, hk, RATIO: tl.constexpr, VIEW: tl.constexpr,
                VIEW_COMPRESSED: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """(memory of a head's rows, stride of a token) of both sources of keys; of the only one twice."""
+    """(memory of a head's rows, stride of a token) for both sources of keys; twice the same with one source."""
     at, stride = rows_at(strides, count, b, hk, VIEW, ALIGN)
     first, second = (rows + at, stride), (rows + at, stride)
     if RATIO:
@@ -76,7 +76,7 @@ def sources_of(rows, rows_compressed, strides, count, b, hk, RATIO: tl.constexpr
 
 @triton.jit
 def source_of(sources, slot, RATIO: tl.constexpr, BAND: tl.constexpr, ALIGN: tl.constexpr):
-    """(memory, stride of a token) of the source that a tile of slots from `slot` on reads."""
+    """(memory, stride of a token) of the source of the tile of slots from `slot` on."""
     memory, stride = sources[0]
     if RATIO:
         memory = tl.where(slot < BAND, memory, sources[1][0])
@@ -110,7 +110,7 @@ def weigh_slots(q, k, v, k_compressed, v_compressed, dout, q_rope, k_rope, flat,
         keys_k, stride_k = source_of(both, tl.program_id(0) * BN, RATIO, BAND, ALIGN)
         at_k = (keys_k, j.to(tl.int64) * stride_k, chosen)
         s, dp = tl.zeros([BH, BN], tl.float32), tl.zeros([BH, BN], tl.float32)
-        # The first elements of a key are its value: they are loaded once for both products.
+        # Values are the first elements of keys, which are loaded once for both products.
         BOTH: tl.constexpr = DIM_V // BC * BC if SHARED else 0
         for c0 in tl.range(0, BOTH, BC):
             c = c0 + tl.arange(0, BC)
@@ -134,7 +134,7 @@ def weigh_slots(q, k, v, k_compressed, v_compressed, dout, q_rope, k_rope, flat,
         notes = flat + heads_of(strides, count, b, row, head, layout_index.FLAT, 1)
         lse = tl.load(notes, mask=valid, other=float("inf"))
         delta = tl.load(notes + plane, mask=valid, other=0.0)
-        # What is not finite in q or k shows in a score, in dout or in a value that is seen in D.
+        # Non-finite elements of q or k make a score non-finite; those of dout or a visible value make D non-finite.
         wild = ~(tl.abs(delta) < float("inf"))
         strange = wild[:, None] | ~(tl.abs(s) < float("inf"))
         tl.store(noted + token_head, 1, mask=tl.max(tl.max(strange.to(tl.int32), 1), 0) > 0)
@@ -142,7 +142,7 @@ def weigh_slots(q, k, v, k_compressed, v_compressed, dout, q_rope, k_rope, flat,
         s = s * exponent
         visible = chosen[None, :] & (s != -float("inf")) & (lse != float("inf"))[:, None]
         weight = tl.exp2(s - lse[:, None])
-        # An infinity meets a weight that no number of this size holds: still more than nothing.
+        # A weight of a visible key that underflows must not be 0 if it is multiplied by an infinity.
         LEAST: tl.constexpr = 2.0**-24 if weights.dtype.element_ty == tl.float16 else 2.0**-126
         weight = tl.where(visible, tl.where(wild[:, None] & (weight < LEAST), LEAST, weight), 0.0)
         gradient = tl.where(visible, weight * (dp * shrink - (delta * shrink)[:, None]), 0.0) * scale
@@ -158,7 +158,7 @@ def backward_rows(k, k_compressed, out, large, keys, used, ds, strides, tokens, 
                   DIM: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, READ: tl.constexpr,
                   WRITTEN: tl.constexpr, FIRST: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
                   BC: tl.constexpr):  # fmt: skip
-    """Writes columns from FIRST on of dq, or of its rope tail, of BH heads: dS k over all slots.
+    """Writes columns from FIRST on of dq, or of its rope part, of BH heads: dS k, summed over all slots.
 
     Grid (panels of BC columns, tiles of heads, tokens * heads_kv). READ, WRITTEN: the views of k and of dq.
     """
@@ -173,7 +173,7 @@ def backward_rows(k, k_compressed, out, large, keys, used, ds, strides, tokens, 
     keys += token_head * SLOTS
     ds += token_head * GROUP * SLOTS
     acc = tl.zeros([BH, BC], tl.float32)
-    # One turn ahead: a key's row is loaded as early as what it is multiplied by.
+    # Keys are loaded one iteration ahead, so that their rows are loaded as early as dS.
     ahead = tl.load(keys + tl.arange(0, BN))
     for slot0 in tl.range(0, end, BN):
         slot = slot0 + tl.arange(0, BN)
@@ -192,7 +192,7 @@ def backward_rows(k, k_compressed, out, large, keys, used, ds, strides, tokens, 
 
 @triton.jit
 def add_heads(acc, weights, at, stride, slot, h, c, GROUP: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr):
-    """acc + weights^T x over heads h, of columns c of their rows x at `at`, and of slots."""
+    """acc + weights^T x, summed over heads h, for slots and for columns c of the heads' rows x at `at`."""
     there = h < GROUP
     weight = tl.load(weights + h[None, :] * SLOTS + slot[:, None], mask=there[None, :], other=0.0)
     return tl.dot(weight, load_tile(at, h * stride, there, c, DIM, True), acc, input_precision="ieee")
@@ -204,10 +204,10 @@ def backward_slots(x, also, weights, weights_also, rows, ids, used, large, strid
                    DIM: tl.constexpr, DIM_ALSO: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
                    VIEW: tl.constexpr, VIEW_ALSO: tl.constexpr, FIRST: tl.constexpr, AT: tl.constexpr,
                    ATOMIC: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """Writes BC columns of the rows of BN slots: weights^T x, and weights_also^T also where there is one.
+    """Writes BC columns of the rows of BN slots: weights^T x, plus weights_also^T also unless that is None.
 
-    Columns count from FIRST in x and from AT in a row. Grid (tiles of slots, panels of columns, tokens * heads_kv), and
-    ATOMIC, where rows are the sums of keys and are added to, the panels last: one panel of all keys stays in the cache.
+    Columns begin at FIRST in x and at AT in a row. Grid (tiles of slots, panels of columns, tokens * heads_kv). ATOMIC:
+    rows are the sums of keys, which are added to; panels are the last axis then, so that one stays in the cache.
     """
     panel, at_token = tl.program_id(1), tl.program_id(2)
     if ATOMIC:
@@ -234,7 +234,7 @@ def backward_slots(x, also, weights, weights_also, rows, ids, used, large, strid
             if BOTH:
                 acc = add_heads(acc, weights_also, at_also, head_also, slot, h, FIRST + c, GROUP, SLOTS, DIM_ALSO)
         acc *= 1.0 / shrinking(large, b, hk, HEADS_KV)
-        if also is not None and not BOTH:  # only the first product was held smaller
+        if also is not None and not BOTH:  # only the first product is divided by 256
             for h0 in tl.range(0, GROUP, BH):
                 h = h0 + tl.arange(0, BH)
                 acc = add_heads(acc, weights_also, at_also, head_also, slot, h, FIRST + c, GROUP, SLOTS, DIM_ALSO)

@@ -1,15 +1,15 @@
-"""Attention to selected keys: the heads of a token that share a key head attend to the rows of its list, or to those
-of a band and of a second source of keys.
+"""The forward kernel of attention to selected keys: the heads of a token that share a key head attend to the keys of
+its list, or to those of a band and of a second source of keys.
 
-If tokens are few, several programs compute one token, and decode.join() merges their results.
+If there are few tokens, several programs compute one token, and decode.join() merges their results.
 
-Entries are loaded two iterations before the rows that they name, page numbers one iteration before, so rows can be
-loaded ahead. Every loop-carried value is computed in its iteration: Triton loads nothing ahead in a loop that only
-passes one on.
+Entries are loaded two iterations before the rows of their keys and page numbers one iteration before, so that rows can
+be loaded ahead. Every loop-carried value is computed in its iteration, because Triton does not load ahead in a loop
+that only passes a value on.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -39,17 +39,20 @@ from fusion_attention.backends.triton.selected.selection import (
     token_at,
 )
 
-# Arguments of which no value is compiled into a kernel.
+# Arguments whose values are not compiled into a kernel (no specialisation).
 PAGES = ("width", "step", "last", "width_compressed", "step_compressed", "last_compressed")
 NUMBERS = ("count", "heads_kv", *PAGES, "per")
-COPIES = tl.constexpr(4)  # of an entry, as it is loaded
+COPIES = tl.constexpr(4)  # loads of each entry
 
 
 @triton.jit
 def entry_once(entries, n, slots, BLOCK: tl.constexpr):
-    """entry_ahead(), loaded several times: of fewer elements than threads Triton loads anew what each layout of a turn
-    wants of them, a fifth of all its instructions. Not of 16, where multiply-adds need the registers, nor of 64, where
-    sm_90's products would then wait for one another."""
+    """entry_ahead() with several copies of each entry.
+
+    With fewer elements than threads, Triton repeats the loads for each layout of an iteration, a fifth of all
+    instructions. Not for 16 entries, where multiply-adds need the registers, nor for 64, where products of sm_90 would
+    wait for each other.
+    """
     if n.shape[0] != 32:
         return entry_ahead(entries, n, slots, BLOCK)
     else:
@@ -59,7 +62,7 @@ def entry_once(entries, n, slots, BLOCK: tl.constexpr):
 
 @triton.jit
 def page_of(table, key, there, last, PAGE: tl.constexpr):
-    """int64 page numbers of keys; table: a sequence's row of it. Those of a cache without pages are never read."""
+    """int64 page numbers of keys; table: the row of a sequence in the page table; unused without pages."""
     if PAGE:
         return clamped(tl.load(table + key // PAGE, mask=there, other=0), last)
     else:
@@ -68,7 +71,7 @@ def page_of(table, key, there, last, PAGE: tl.constexpr):
 
 @triton.jit
 def offset_within(cache, key, page, PAGE: tl.constexpr, NEAR: tl.constexpr):
-    """Offsets of keys' rows from their cache's first element; NEAR: int32 holds them."""
+    """Offsets of keys' rows from the first element of their cache; NEAR: they fit into int32."""
     _, token, stride_page = cache
     if NEAR:
         token, stride_page, page = token.to(tl.int32), stride_page.to(tl.int32), page.to(tl.int32)
@@ -82,7 +85,7 @@ def offset_within(cache, key, page, PAGE: tl.constexpr, NEAR: tl.constexpr):
 
 @triton.jit
 def key_of(entry, n, slots, first, end, LISTED: tl.constexpr, BLOCK: tl.constexpr):
-    """int32 keys of slots n: those that their entries name, or those from `first` on; in_band() says which count."""
+    """int32 keys of slots n: those of their entries, or those from `first` on; in_band() tests if they are visible."""
     if LISTED:
         return named(entry, n, end, BLOCK)
     else:
@@ -91,8 +94,10 @@ def key_of(entry, n, slots, first, end, LISTED: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def heads_of(program, GROUP: tl.constexpr, BM: tl.constexpr):
-    """(key head, int64 query heads, whether each is there) of the part-th program of a token; there are no more than
-    GROUP query heads, of which those that are not there are the last again."""
+    """(key head, int64 query heads, true for existing heads) of program number `program` of a token.
+
+    Lanes beyond the GROUP query heads repeat the last head.
+    """
     BLOCKS: tl.constexpr = (GROUP + BM - 1) // BM
     hk = (program // BLOCKS).to(tl.int64)
     g = program % BLOCKS * BM + tl.arange(0, BM)
@@ -161,9 +166,9 @@ def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_com
                    SPLIT: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Writes out, max and sum of BM heads of a token; grid (tokens * programs of a token, splits of its slots).
 
-    Programs of a token are neighbours: rows that one of them reads are in the cache for the next. SHARED: values are
-    the first parts of the keys. SPLIT: a program computes `per` slots, and writes (weighted values, max, sum) to
-    `partials`, BUFFER floats of each head. With a second source (RATIO), slots of the band come first.
+    Programs of a token are adjacent, so that rows are in the cache for the next one. SHARED: values are the first
+    column blocks of the keys. SPLIT: a program computes `per` slots and writes (weighted values, max, sum) to
+    `partials`, BUFFER floats per head. With a second source (RATIO), slots of the band come first.
     """
     programs = heads_kv * ((GROUP + BM - 1) // BM)
     b, row = token_at(tokens, tl.program_id(0) // programs)
@@ -221,7 +226,7 @@ def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_com
             (acc0, acc1, acc2, m, l), query, rope, (k_compressed, v_compressed, k_rope), (cache_k, cache_v, cache_k),
             entries, table_compressed, last_compressed, first * 0, end, begin, last_slot, scale, exponent, SELECT > 0,
             BLOCK, SHARED, RAW, PAGE_COMPRESSED, NEAR, D0, D1, D2, DIM, 0, 0, V0, V1, V2, DIM_V, BN)  # fmt: skip
-    # Read and formed again: across the loop they would take registers. No sequence has a number below 0.
+    # Loaded and computed again, because they would occupy registers in the loop. Sequence numbers are not negative.
     at = tokens + tl.program_id(0) // programs * 2
     b, row = tl.load(at, volatile=True).to(tl.int64), tl.load(at + 1, volatile=True).to(tl.int64)
     hk, h, valid = heads_of(tl.program_id(0) % programs + tl.minimum(b, 0).to(tl.int32), GROUP, BM)

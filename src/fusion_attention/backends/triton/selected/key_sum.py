@@ -1,15 +1,14 @@
-"""Sums of rows by the key that each belongs to: what tokens that chose a key give to its gradient.
+"""Kernels that sum rows per key: the gradients of keys from the rows of all tokens that selected them.
 
-A list says of every row whose it is. It is sorted first, stably, so that the rows of a key stand side by side in the
-order in which they were given. Blocks of a fixed number of entries have sums of their own: what a block has for a key
-is added one row after the other, and then to what the key has so far, block after block. One program does so for a key;
-of one with many rows, others have summed the blocks before. No two programs add to one element, and a sum that is taken
-up again at a block depends neither on where that was, nor on who summed the block: the same bits in every run, and for
-any number of chunks.
+The list of the rows' keys is sorted first, stably, so that the rows of a key are adjacent and in their order. Rows are
+summed within blocks of a fixed number of entries, one after the other, and the sums of blocks are then added to the sum
+of the key, block after block. One program does so for a key; for a key with many rows, other programs compute the sums
+of blocks before. No two programs add to the same element, and a sum that continues with a later block does not depend
+on the chunk or program of earlier blocks: every run gives the same bits, for any number of chunks.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -32,15 +31,15 @@ def _listed(marked, e, end):
 
 @triton.jit
 def _row_of(mark):
-    """The row of an entry."""
+    """The row of a marked entry (mark())."""
     return tl.where(mark < 0, -1 - mark, mark)
 
 
 @triton.jit
 def _added(acc, rows, marked, begin, end, c, there, COLUMNS: tl.constexpr):
-    """acc, and to it the sums of the blocks of entries [begin, end) of a sorted list, one after the other."""
+    """acc plus the sums of the blocks of entries [begin, end) of a sorted list, added one after the other."""
     segment = tl.zeros_like(acc)
-    # One turn ahead: where a row lies is known when its turn comes.
+    # Entries are loaded one iteration ahead, so that the addresses of rows are known.
     ahead = _listed(marked, begin, end)
     for e in tl.range(begin, end, TURN):
         now = ahead
@@ -55,7 +54,7 @@ def _added(acc, rows, marked, begin, end, c, there, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _first_of(marked, row, begin, end):
-    """The first of a key's entries [begin, end) that is not before a row."""
+    """The first of a key's entries [begin, end) whose row is at least `row`."""
     while begin < end:
         middle = (begin + end) // 2
         is_before = _row_of(tl.load(marked + middle)) < row
@@ -65,8 +64,8 @@ def _first_of(marked, row, begin, end):
 
 @triton.jit(do_not_specialize=["entries", "per"])
 def mark(order, marked, entries: tl.int32, per: tl.int32, BN: tl.constexpr):
-    """Writes the row of each entry of a sorted list, and -1 less that where its block is another than that of the entry
-    before; grid (pieces of BN entries). per: rows of a block."""
+    """Writes the row r of each entry of a sorted list, or -1 - r if its block differs from that of the entry before;
+    grid (blocks of BN entries). per: rows of a block."""
     e = tl.program_id(0) * BN + tl.arange(0, BN)
     there = e < entries
     row = tl.load(order + e, mask=there, other=0).to(tl.int32)
@@ -76,8 +75,8 @@ def mark(order, marked, entries: tl.int32, per: tl.int32, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["keys"])
 def find_hot(starts, hot, strides, keys: tl.int32, HOT: tl.constexpr, BN: tl.constexpr):
-    """Lists the keys with more than HOT rows, in no order, behind how many they are, and writes of every key its place
-    in this list, or -1; grid (pieces of BN keys)."""
+    """Writes to hot the number of keys with more than HOT rows and a list of them, in any order, and for every key its
+    index in this list, or -1; grid (blocks of BN keys)."""
     key = tl.program_id(0) * BN + tl.arange(0, BN)
     there = key < keys
     rows = tl.load(starts + key + 1, mask=there, other=0) - tl.load(starts + key, mask=there, other=0)
@@ -89,7 +88,7 @@ def find_hot(starts, hot, strides, keys: tl.int32, HOT: tl.constexpr, BN: tl.con
 @triton.jit(do_not_specialize=["count", "per"])
 def add_blocks(rows, marked, starts, hot, parts, count: tl.int32, per: tl.int32, COLUMNS: tl.constexpr,
                W: tl.constexpr):  # fmt: skip
-    """Writes what one block has for a key of many rows, W columns of it; grid (such keys at most, blocks, panels of
+    """Writes W columns of the sum of one block for a key with many rows; grid (most such keys, blocks, panels of
     columns)."""
     place, block = tl.program_id(0), tl.program_id(1)
     if place < tl.load(hot):
@@ -105,10 +104,10 @@ def add_blocks(rows, marked, starts, hot, parts, count: tl.int32, per: tl.int32,
 @triton.jit(do_not_specialize=["count"])
 def add_rows(rows, marked, starts, strides, parts, total, count: tl.int32, COLUMNS: tl.constexpr,
              W: tl.constexpr):  # fmt: skip
-    """Adds a key's rows to its row of `total`, W columns of it; grid (keys, panels of columns).
+    """Adds W columns of the rows of a key to its row of `total`; grid (keys, panels of columns).
 
-    marked: the list, sorted by key; starts: where each key's entries begin, and where the last one's end; parts: the
-    sums of `count` blocks of keys with a place.
+    marked: the list, sorted by key; starts: first entry of each key, and the end; parts: sums of `count` blocks of the
+    keys with many rows.
     """
     key = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(starts + key), tl.load(starts + key + 1)
@@ -131,7 +130,7 @@ def add_rows(rows, marked, starts, strides, parts, total, count: tl.int32, COLUM
 def write_rows(total, out, strides, tiles, count: tl.int32, VIEW: tl.constexpr, IDS: tl.constexpr,
                COLUMNS: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
                BN: tl.constexpr):  # fmt: skip
-    """Writes DIM columns of `total` from FIRST on to the rows of a view, whose ids the view IDS has.
+    """Writes DIM columns of `total` from FIRST on to the rows of a view, whose ids are in the view IDS.
 
     Grid (tiles of keys, heads, panels).
     """

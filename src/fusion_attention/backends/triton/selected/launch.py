@@ -1,5 +1,5 @@
-"""Launches of attention to selected keys: one program for a token and a few heads, several where such programs are too
-few for the chip.
+"""Launches of attention to selected keys: one program per token and a few heads, or several per token if there would
+be too few programs for the chip.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ABSENT: dict[str, Any] = dict.fromkeys(
     ("v", "q_rope", "k_rope", "sink", "indices", "table", "partials", "work", "k_compressed", "v_compressed",
      "table_compressed")
 ) | dict.fromkeys((*PAGES, "per", "rows"), 0)  # fmt: skip
-NEAR = 1 << 31  # elements: int32 counts to them
+NEAR = 1 << 31  # elements that int32 offsets can address
 KEYS = ("k", "v", "k_rope", "k_compressed", "v_compressed")
 
 
@@ -37,7 +37,7 @@ def tokens(extents: Extents) -> np.ndarray:
 
 
 def slots(problem: Problem, extents: Extents) -> tuple[int, int]:
-    """(keys of its band, keys that its list names or compressed keys) of a row, at most."""
+    """The most keys per row (from the band, from its list or compressed keys)."""
     p, listed = problem, problem.select_count * problem.select_block
     e, second = extents, extents.compressed
     if second is None:
@@ -47,7 +47,7 @@ def slots(problem: Problem, extents: Extents) -> tuple[int, int]:
 
 
 def near(views: dict[str, layout_table.View | None], extents: Extents) -> bool:
-    """Whether int32 holds every offset of a key's row from its sequence's first, or from the pool's."""
+    """True if offsets of keys' rows from the first row of their sequence, or of the pool of pages, fit into int32."""
     most = int(extents.kv_len.max(initial=0))
     if extents.compressed is not None:
         most = max(most, int(extents.compressed.kv_len.max(initial=0)))
@@ -61,7 +61,7 @@ def near(views: dict[str, layout_table.View | None], extents: Extents) -> bool:
 
 
 def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
-    """The operands' views that the problem uses; of values that are the first parts of keys there is none."""
+    """The views of the operands that the problem uses; None for values that are the first column blocks of keys."""
     p = problem
     return {
         "q": o.q, "k": o.k, "v": None if shapes_sparse.shared(p) else o.v, "out": o.out,
@@ -75,7 +75,7 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
 
 
 def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Constants:
-    """What every kernel of lists knows while compiling."""
+    """The compile-time values of all kernels with lists."""
     p = problem
     return launch_dense.widths(p) | {
         "GROUP": p.group,
@@ -116,20 +116,20 @@ def join_constants(problem: Problem, align: int) -> launching.Constants:
 def recompute_constants(
     problem: Problem, align: int, is_near: bool = True, page_compressed: int = 0
 ) -> launching.Constants:
-    """The compile-time values of the kernel that recomputes."""
+    """The compile-time values of recompute_lists()."""
     tile = shapes.recompute_tile("recompute_out", problem)
     constexprs = forward_constants(problem, tile, align, is_near, page_compressed=page_compressed)
     return {name: value for name, value in constexprs.items() if name not in ("RAW", "SINK", "BUFFER", "SPLIT")}
 
 
 def programs(problem: Problem, tile: shapes.Tile) -> int:
-    """Of a token."""
+    """Programs per token."""
     return problem.heads_kv * -(-problem.group // tile.BM)
 
 
 def share_of(problem: Problem, most: int, rows: int, tile: shapes.Tile, processors: int) -> int:
-    """Slots that one program of so many tokens computes, of `most` of a token: of few tokens fewer than all, so that
-    programs, which are all alike, fill the chip once."""
+    """The number of slots per program for `rows` tokens with `most` slots each; fewer than all with few tokens, so that
+    the programs, which all take the same time, fill the chip once."""
     p = problem
     turns = -(-most // tile.BN)
     shares = max(min(processors // max(rows * programs(p, tile), 1), MOST_SHARES.value), 1)
@@ -137,13 +137,16 @@ def share_of(problem: Problem, most: int, rows: int, tile: shapes.Tile, processo
 
 
 def shares_of(most: int, keys_per_split: int) -> int:
-    """Programs that compute a token of so many slots."""
+    """The number of programs for a token of `most` slots."""
     return -(-most // keys_per_split)
 
 
 def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
-    """[tokens * shares, 8] int32, as join() reads it: of the first share of a token (sequence, its first row and end
-    among rows * group); of the n-th token, in the n-th row, its first share and how many there are."""
+    """The work list of join(), [tokens * shares, 8] int32.
+
+    The row of the first range of a token has its sequence, first row and end (counted as row * group); row n has the
+    first range of token n and the number of its ranges.
+    """
     listed, group = tokens(extents), problem.group
     result = np.zeros((len(listed) * shares, layout_table.TILE_FIELDS), np.int32)
     result[::shares, 0], result[::shares, 1] = listed[:, 0], listed[:, 1] * group
@@ -153,7 +156,7 @@ def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
 
 
 def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
-    """At most: with the tile that cuts a list into the most shares, on a chip of as many processors as any has."""
+    """The most bytes of scratch: with the tile that divides a list into the most ranges, on the largest chip."""
     p = problem
     tile, most = shapes.Tile(64, shapes.NARROWEST, 0, 0), sum(slots(p, schedule.device_tables.capacity))
     shares = shares_of(most, share_of(p, most, schedule.rows, tile, launch_decode.MOST_PROCESSORS))
@@ -161,7 +164,7 @@ def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
 
 
 def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
-    """Launches the forward kernel."""
+    """Computes the forward of attention to selected keys."""
     views = views_of(problem, o)
     given = launch_dense.given_by(problem, o, views)
     if isinstance(o.k, PagedView):
@@ -176,7 +179,7 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
 
 @dataclass(frozen=True)
 class Pages:
-    """The page table of one source of keys as kernels take it: without pages, or without any, no key is read."""
+    """Arguments of kernels for the page table of one source of keys; a table without pages has no keys."""
 
     size: int
     width: int
@@ -185,18 +188,18 @@ class Pages:
 
     @classmethod
     def of(cls, size: int, table: torch.Tensor | None, last: int) -> Pages:
-        """Of a table whose numbers go up to `last`; None: there are no pages."""
+        """The arguments for a page table with page numbers up to `last`; table None: rows without pages."""
         if table is None:
             return cls(0, 0, 0, last)
         return cls(size, table.shape[1] if last >= 0 else 0, table.stride(0), last)
 
     def arguments(self, suffix: str = "") -> dict[str, int]:
-        """The numbers, by the kernels' names."""
+        """The values by the kernels' argument names."""
         return {f"width{suffix}": self.width, f"step{suffix}": self.step, f"last{suffix}": self.last}
 
 
 def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple[Pages, Pages]:
-    """Those of the keys, and those of compressed keys."""
+    """Arguments for the page tables of keys and of compressed keys."""
     p, second = problem, views["k_compressed"]
     first = Pages.of(p.page_size, *launch_decode.pages(p, views))
     if not isinstance(second, PagedView):
@@ -213,7 +216,7 @@ def ready(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> launching.Ready:
-    """The launches of run() on memory as these views and arguments lie."""
+    """The launches of run() for the layout of these views and arguments."""
     first, second = pages(p, views)
     device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, where)
@@ -252,7 +255,7 @@ def ready(
 
 
 def tile_on(problem: Problem, device: torch.device, align: int) -> shapes.Tile:
-    """The forward's tile on a device."""
+    """The tile of the forward kernel on a device."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else shapes_sparse.forward_tile(problem, chip, align)
     assert tile is not None  # reasons_against() has looked

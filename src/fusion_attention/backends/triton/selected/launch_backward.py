@@ -1,7 +1,7 @@
 """Launches of the backward over selected keys: chunks of tokens, and the memory between the kernels.
 
-A chunk holds P, dS and a row of gradients for each slot of its tokens. How many tokens it has follows from BUDGET and
-changes no bit: what a token computes is its own, and key_sum.py adds to a key's sum in the order of tokens.
+A chunk has P, dS and a row of gradients for each slot of its tokens. BUDGET determines its number of tokens, on which
+results do not depend: tokens are computed separately, and key_sum.py adds rows to sums of keys in the order of tokens.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 from fusion_attention.memory import empty
 
 BUDGET = 1 << 30  # bytes of a chunk, unless a single token takes more
-# Whether slots add to the sums of keys themselves, in no fixed order, in place of rows that are sorted and summed: and
-# that recompute_slots() could compute anew.
+# True: slots are added to sums of keys by atomic additions, in no fixed order, instead of rows that are sorted and
+# summed (and that recompute_slots() can compute again).
 ATOMIC = False
 PREPARE = shapes.Tile(16, 16, 8, 1)
 RECOMPUTE = SlotTile(0, 16, 32, 4, 1)
-MOST_PROGRAMS = 65535  # of a grid's second and third axis
-ALIGNED_COLUMNS = 16  # columns at whose multiples the parts of a row begin
+MOST_PROGRAMS = 65535  # limit of the second and third axis of a grid
+ALIGNED_COLUMNS = 16  # the sections of a row (dk, dk_rope, dv) begin at multiples of this number of columns
 
 
 def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
-    """Where the gradients of keys begin in a row, by the views that receive them, and how long a row is."""
+    """(first column of each gradient in a row of dk, dk_rope and dv, columns of a row)."""
     p = problem
     dims = {"dk": p.dim_qk} | ({"dk_rope": p.dim_rope} if p.dim_rope else {}) | ({} if p.shares_kv else {"dv": p.dim_v})
     result, columns = {}, 0
@@ -52,10 +52,10 @@ def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
 
 
 def slots_of(problem: Problem, extents: Extents, tiles: dict[str, SlotTile]) -> tuple[int, int]:
-    """(slots of a band's keys, all slots) of a token: whole tiles that hold its keys.
+    """(slots for keys of the band, all slots) per token, rounded up to tiles.
 
-    Kernels have these numbers as constants. Those that follow from lengths are rounded up to powers of two, so that few
-    kernels are compiled; kernels of a list need its slots alone.
+    They are compile-time values. Numbers that follow from lengths are rounded up to powers of two, so that few kernels
+    are compiled.
     """
     size = max(tile.BN for tile in tiles.values())
     band, others = (-(-most // size) for most in slots(problem, extents))
@@ -67,26 +67,26 @@ def slots_of(problem: Problem, extents: Extents, tiles: dict[str, SlotTile]) -> 
 
 
 def rows_dtype(problem: Problem, float32_rows: bool) -> torch.dtype:
-    """Of what a token gives to a key; float16 would leave little of what a scaled loss gives."""
+    """The dtype of the gradient rows of slots: bfloat16 or float32; float16 has too little range for a scaled loss."""
     return torch.bfloat16 if problem.dtype == "bfloat16" and not float32_rows else torch.float32
 
 
 def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
-    """What a chunk holds of a token."""
+    """Bytes of scratch per token."""
     p = problem
     weights = 2 * p.heads_q * slots * p.torch_dtype.itemsize
     rows = 0 if ATOMIC else columns_of(p)[1] * row.itemsize + launch_key_sum.BYTES_OF_ENTRY
-    return weights + p.heads_kv * (slots * (rows + 8) + 8)  # a slot's key and id, a list's length and note
+    return weights + p.heads_kv * (slots * (rows + 8) + 8)  # key and id of a slot, length and flag of a list
 
 
 def tokens_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> int:
-    """How many tokens a chunk has."""
+    """The number of tokens per chunk, at most `tokens`."""
     most = min(BUDGET // bytes_of_token(problem, slots, row), MOST_PROGRAMS // problem.heads_kv)
     return max(1, min(launch_key_sum.whole_blocks(most, problem.heads_kv * slots), tokens))
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
-    """The bytes that the backward allocates besides operands, results and the tables of a schedule."""
+    """Bytes of scratch of the backward, without the tables of a schedule."""
     p, e = problem, schedule.device_tables.extents
     if not schedule.rows:
         return 0
@@ -107,12 +107,12 @@ def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
 
 
 def keys_of(extents: Extents) -> int:
-    """Keys of all sequences, in both sources."""
+    """The number of keys of all sequences and both sources."""
     return sum(extents.all_keys(b) for b in range(len(extents)))
 
 
 def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
-    """The views that the kernels read and write, by their names in the table of places."""
+    """The views that the kernels read and write, by their names in the layout table."""
     p = problem
     results = {
         "q": o.q, "k": o.k, "out": o.out, "max": o.stats.max, "sum": o.stats.sum,
@@ -131,7 +131,7 @@ def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Prepared:
-    """What a run does on one layout of memory: tables, tiles of rows, and what kernels know."""
+    """The launches of a run on one memory layout: tables, tiles of rows, and compile-time values."""
 
     strides: layout_table.Copied
     lengths: layout_table.Copied
@@ -142,10 +142,10 @@ class Prepared:
     align: int
     cuts: dict[str, SlotTile]
     slots: tuple[int, int]
-    keys: int  # of all sequences and heads
+    keys: int  # number of keys of all sequences and heads
 
     def read(self) -> None:
-        """Says that what comes next reads the tables."""
+        """Makes the current stream wait until all tables have been copied."""
         for table in (self.strides, self.lengths, self.by_row, self.tokens, self.by_key, self.by_compressed_key):
             if table is not None:
                 table.read()
@@ -158,7 +158,7 @@ def prepare_layout(
     views: dict[str, Any],
     given: dict[str, Any],
 ) -> Prepared:
-    """The launches of run() on memory as these views lie."""
+    """The launches of run() for the layout of these views."""
     p, count = problem, len(extents)
     device, like = layout_table.one_device(given), given["q"]
     total = np.full(count, 1, np.int64)
@@ -189,7 +189,7 @@ def prepare_layout(
 
 
 def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Writes the gradients of what the lists select, from the saved statistics and the saved out."""
+    """Writes the gradients of attention to selected keys, from the saved statistics and out."""
     p, result = problem, views_of(problem, o, g)
     given: dict[str, Any] = {name: None if v is None else layout_table.tensor_of(v) for name, v in result.items()}
     prepared = schedule.once(
@@ -219,7 +219,7 @@ def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: 
 
 
 def note_rows(problem: Problem, prepared: Prepared, given: dict[str, Any], o: Operands) -> torch.Tensor | None:
-    """lse and D of every row and head, as the dense backward notes them; tiles' shares of dsink."""
+    """Computes lse and D of every row and head by prepare(); returns contributions of tiles to dsink, or None."""
     p, tiles = problem, prepared.by_row.tensor
     if not len(tiles):
         return None
@@ -232,7 +232,7 @@ def note_rows(problem: Problem, prepared: Prepared, given: dict[str, Any], o: Op
 
 @dataclass(eq=False)
 class Buffer:
-    """What the kernels hand to one another of a chunk of so many tokens."""
+    """The scratch memory of a chunk, through which its kernels pass results to each other."""
 
     tokens: int
     slots: int
@@ -246,7 +246,7 @@ class Buffer:
 
     @classmethod
     def of(cls, p: Problem, tokens: int, slots: int, row: torch.dtype, like: torch.Tensor) -> Buffer:
-        """Memory for a chunk, which serves one after the other."""
+        """Allocates the scratch of a chunk; all chunks use the same memory one after the other."""
         tokens_in_chunk = tokens_of(p, tokens, slots, row)
         lists, pairs = tokens_in_chunk * p.heads_kv * slots, tokens_in_chunk * p.heads_q * slots
         keys, ids = (empty(like, (lists,), torch.int32) for _ in range(2))
@@ -257,7 +257,7 @@ class Buffer:
 
 
 def run_chunk(p: Problem, prepared: Prepared, buffer: Buffer, sums: KeySum, given: dict[str, Any], tokens: int) -> None:
-    """The gradients of the rows of a chunk, and what its tokens give to those of keys."""
+    """Computes the gradients of the rows of a chunk, and adds those of their keys to `sums`."""
     rows = sums.total if buffer.rows is None else buffer.rows
     given = given | {name: getattr(buffer, name) for name in ("keys", "ids", "used", "noted", "weights", "ds")}
     given |= {"rows": rows, "scale": p.scale, "exponent": p.scale * common.LOG2E.value}
@@ -275,8 +275,10 @@ def run_chunk(p: Problem, prepared: Prepared, buffer: Buffer, sums: KeySum, give
 
 @dataclass(frozen=True)
 class Step:
-    """A kernel of a chunk; a grid's words stand for its numbers of tokens and heads. renamed: arguments that a kernel
-    calls otherwise than the table of places does."""
+    """A launch for a chunk, in whose grid words stand for numbers of tokens and heads.
+
+    renamed: argument name of the kernel -> name in the layout table.
+    """
 
     kernel: Any
     grid: tuple[Any, ...]
@@ -288,7 +290,7 @@ class Step:
 def launches(
     problem: Problem, tiles: dict[str, SlotTile], align: int, slots: tuple[int, int], atomic: bool = False
 ) -> list[Step]:
-    """The launches of a chunk, in their order; slots: of slots_of()."""
+    """The launches of a chunk, in order; slots: the result of slots_of()."""
     p, (band, slots_of_token) = problem, slots
     shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots_of_token, "ALIGN": align}
     sources = {"RATIO": p.compressed_ratio, "BAND": band}
@@ -319,7 +321,7 @@ def launches(
 
 
 def recomputed(steps: list[Step], atomic: bool) -> list[Step]:
-    """The launches that compute anew what those steps have written, of tokens that they noted: one for each result."""
+    """The launches that compute the results of `steps` again for flagged tokens, one per result."""
     recomputes = {backward_rows: recompute_rows} | ({} if atomic else {backward_slots: recompute_slots})
     first = [one for one in steps if one.kernel in recomputes and one.constexprs["FIRST"] == 0]
     results = []
@@ -331,7 +333,7 @@ def recomputed(steps: list[Step], atomic: bool) -> list[Step]:
 
 
 def slot_launches(p: Problem, tile: SlotTile, shared: Constants, slots: int, atomic: bool) -> list[Step]:
-    """Those of the rows that slots give to keys: dk, its rope tail, dv; where v lies in k, dk receives both."""
+    """The launches that write gradient rows of slots: dk, dk_rope, dv; if v shares memory with k, dk is their sum."""
     (starts, columns), result = columns_of(p), []
     parts = [("dk", "q", "ds", p.dim_qk), ("dk_rope", "q_rope", "ds", p.dim_rope)]
     if not p.shares_kv:
@@ -355,7 +357,7 @@ def slot_launches(p: Problem, tile: SlotTile, shared: Constants, slots: int, ato
 
 
 def known_of(tile: SlotTile) -> Constants:
-    """The sizes of a tile."""
+    """Compile-time values of a tile."""
     return {"BH": tile.BH, "BN": tile.BN, "BC": tile.BC}
 
 

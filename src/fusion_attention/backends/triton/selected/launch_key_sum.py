@@ -1,11 +1,11 @@
-"""Launches of the sums of rows by key: the float32 sums, the sorting of lists, the gradients at last.
+"""Launches of the sums of rows per key: sorting of lists, sums in float32, and the gradients written from them.
 
     total = KeySum(like, keys, columns)
-    for chunk in chunks:            of whole_blocks() of tokens
+    for chunk in chunks:            with a multiple of whole_blocks() tokens
         total.add(rows, ids, of_token)        [entries, columns] and int32 [entries], -1 for none
     total.write(dk, "dk", 0, where)
 
-The number of a key, its id, counts the keys of all sequences and heads: numbered().
+The id of a key numbers the keys of all sequences and heads: numbered().
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Extents
 from fusion_attention.memory import empty
 
-PANEL = 256  # columns that one program sums, at most
+PANEL = 256  # most columns per program
 ADD, WRITE, NOTE = shapes.Tile(0, 0, 2, 1), shapes.Tile(0, 16, 4, 1), shapes.Tile(0, 1024, 4, 1)
-# Of an entry of a list, besides its row: its id; ids and their order, sorted, and both again while they are; its block.
+# Bytes per entry of a list without its row: id; sorted ids and their order, twice during the sort; its mark.
 BYTES_OF_ENTRY = 4 + 2 * (4 + 8) + 4
-BLOCK = 1 << 15  # entries of a block, as many as whole tokens allow, or one token's
-HOT = 1024  # rows of a chunk for a key, beyond which several programs sum them
+BLOCK = 1 << 15  # most entries of a block of complete tokens, unless one token has more
+HOT = 1024  # number of rows of a key in a chunk above which several programs sum them
 
 
 @dataclass(frozen=True, eq=False)
 class Where:
-    """Tables on a device: of addresses, with the ids and the views that are written; key_tiles(); how many sequences.
-
-    ids: the view of the ids of its keys.
-    """
+    """Arguments of KeySum.write(): the layout table with the ids and the written views, key_tiles(), and the number of
+    sequences; ids: name of the view of the ids."""
 
     strides: torch.Tensor
     tiles: torch.Tensor
@@ -45,9 +43,9 @@ class Where:
 
 
 def numbered(like: torch.Tensor, lengths: np.ndarray, heads: int, first: int = 0) -> RowView:
-    """`ids` of the table of addresses: key j of head h of sequence b has the id (first + start[b] + j) * heads + h.
+    """The view `ids` of the layout table: key j of head h of sequence b has the id (first + start[b] + j) * heads + h.
 
-    lengths: keys of the sequences, which later ones do not exceed (DeviceTables.capacity), so an id stays a key's.
+    lengths: the most keys of the sequences (DeviceTables.capacity), so that ids stay the same for other lengths.
     """
     start = first + np.cumsum(lengths) - lengths
     return RowView((like,), start * heads, heads, np.ones(len(lengths), np.int64), 1)
@@ -60,7 +58,7 @@ def compressed_tiles(extents: Extents) -> np.ndarray:
 
 
 def key_tiles(extents: Extents) -> np.ndarray:
-    """[tiles, 8] int32: seq, key0 and key1 of every few keys."""
+    """[tiles, 8] int32: sequence, first key and end of tiles of keys."""
     turns = -(-extents.kv_len // WRITE.BN)
     seq = np.repeat(np.arange(len(extents)), turns)
     key0 = (np.arange(len(seq)) - np.repeat(np.cumsum(turns) - turns, turns)) * WRITE.BN
@@ -70,38 +68,38 @@ def key_tiles(extents: Extents) -> np.ndarray:
 
 
 def block_of(of_token: int) -> int:
-    """Tokens of a block, by the entries that a token has."""
+    """The number of tokens per block; of_token: entries per token."""
     return max(1, BLOCK // of_token)
 
 
 def whole_blocks(tokens: int, of_token: int) -> int:
-    """Tokens of a chunk that is to have so many at most, or one block."""
+    """The number of tokens of a chunk: complete blocks of at most `tokens` tokens, or one block."""
     block = block_of(of_token)
     return max(tokens // block, 1) * block
 
 
 def parts_of(entries: int, of_token: int) -> tuple[int, int]:
-    """(keys, at most, that have more than HOT of so many entries; blocks)."""
+    """(the most keys with more than HOT of `entries` entries, number of blocks)."""
     return entries // (HOT + 1), -(-entries // (block_of(of_token) * of_token))
 
 
 def workspace_bytes(keys: int, columns: int, entries: int, of_token: int) -> int:
-    """What a sum holds, besides the rows and lists of a chunk of so many entries (BYTES_OF_ENTRY)."""
+    """Bytes of a KeySum for chunks of `entries` entries, without rows and lists (BYTES_OF_ENTRY)."""
     hot, blocks = parts_of(entries, of_token)
     return 4 * keys * columns + 12 * (keys + 1) + 4 * (hot + 1) + 4 * hot * blocks * columns
 
 
 def panel_of(columns: int) -> int:
-    """Columns that a program sums."""
+    """The number of columns per program."""
     return min(PANEL, shapes.power(columns))
 
 
 class KeySum:
-    """The sums of `keys` keys in float32, zero at first.
+    """The sums of `keys` keys in float32, initially zero.
 
     Args:
         like: a tensor on the device.
-        keys: how many ids there are.
+        keys: number of ids.
         columns: elements of a row.
     """
 
@@ -110,10 +108,10 @@ class KeySum:
         self._every = torch.arange(keys + 1, dtype=torch.int32, device=like.device)
 
     def add(self, rows: torch.Tensor, ids: torch.Tensor, of_token: int) -> None:
-        """Adds rows [entries, columns] to the keys of int32 ids [entries], in the order of the entries; -1: to none.
+        """Adds rows [entries, columns] to the keys of int32 ids [entries], in the order of entries; id -1 is ignored.
 
-        Nothing waits for the device, and no row of an entry without a key is read. of_token: entries of a token; all
-        calls but the last have whole blocks of tokens.
+        The call does not wait for the device, and rows with id -1 are not read. of_token: entries per token; all calls
+        except the last must have complete blocks of tokens.
         """
         keys, columns = self.total.shape
         if not keys or not len(ids):
@@ -135,7 +133,7 @@ class KeySum:
         launch_some(add_rows, (keys, panels), given, constexprs, ADD)
 
     def write(self, out: torch.Tensor, name: str, first: int, dim: int, heads: int, where: Where) -> None:
-        """Writes the columns from `first` on to the view `name` of the table of places, whose memory `out` is."""
+        """Writes the columns from `first` on to the view `name` of the layout table, which is in memory `out`."""
         if not len(where.tiles) or not heads:
             return
         w = min(PANEL, shapes.power(dim))

@@ -1,11 +1,11 @@
-"""Rows of attention to selected keys whose results are not finite, computed once more, head by head.
+"""The kernel that computes rows of attention to selected keys again if their results are not finite, head by head.
 
-A slot of weight 0 still multiplies: 0 * inf is NaN. The weight is 0 if a key's score is -inf, or if it is too small for
-a float. This kernel follows the forward kernel, and returns at once where all results are finite.
+Products multiply slots with a weight of 0 too, and 0 * inf is NaN. A weight is 0 if the score of its key is -inf, or if
+it underflows. This kernel runs after the forward kernel, and returns at once if all results are finite.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -41,7 +41,7 @@ from fusion_attention.backends.triton.selected.selection import (
 
 @triton.jit
 def row_of(strides, count, b, row, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """(first element of a token's rows, stride of a head) of a view."""
+    """(offset of a token's rows, stride of a head) in a view."""
     at, head, token = heads_at(strides, count, b, VIEW, ALIGN)
     return at + row * token, head
 
@@ -52,8 +52,10 @@ def add_finite(acc, query, rope, memory, caches, entries, table, last, first, en
                NEAR: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr,
                R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
                DIM_V: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """acc + the weighted values of one row's slots of one source, until each element that is NaN at `at_out` (memory,
-    offset) is NaN in it; weights of 0 select nothing."""
+    """acc plus the weighted values of one row's slots of one source; values with a weight of 0 are skipped.
+
+    Stops as soon as all elements that are NaN at `at_out` (memory, offset) are NaN in the sum too.
+    """
     acc0, acc1, acc2 = acc
     k, v, k_rope = memory
     cache_k, cache_v, cache_r = caches
@@ -96,7 +98,7 @@ def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_co
                     D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr,
                     V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
                     BN: tl.constexpr):  # fmt: skip
-    """Computes rows of out anew from the statistics; grid (tokens * tiles of BM heads of a token)."""
+    """Computes non-finite rows of out again from the statistics; grid (tokens * tiles of BM heads of a token)."""
     programs = heads_kv * ((GROUP + BM - 1) // BM)
     b, row = token_at(tokens, tl.program_id(0) // programs)
     hk, h, valid = heads_of(tl.program_id(0) % programs, GROUP, BM)

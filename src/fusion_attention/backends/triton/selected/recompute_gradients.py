@@ -1,15 +1,15 @@
-"""Gradients of attention to lists where something is not finite, computed once more from P and dS in memory.
+"""Kernels that compute gradients of attention to lists again from P and dS in memory if an operand is not finite.
 
-A slot whose weight is 0 still multiplies, and 0 * inf is NaN. These kernels follow those of a chunk, return at once for
-tokens without notes, and select before they multiply: a weight of 0 selects nothing. P and dS are 0 exactly where a
-key is not seen, wherever that makes a difference: a row or key that is not finite makes all that sees it NaN, and
-weigh_slots() rounds no weight of a row to 0 that meets an infinity.
+Products multiply slots with a weight of 0 too, and 0 * inf is NaN. These kernels run after those of a chunk, return at
+once for tokens that are not flagged, and skip slots with a weight of 0. For hidden keys P and dS are exactly 0; for
+visible keys they are not 0 if it matters, because non-finite rows or keys make them NaN, and weigh_slots() does not
+round weights to 0 in rows with an infinity.
 
-What was computed at first is wrong only where it is NaN; a sum ends once all of it that was NaN is NaN again.
+Earlier results are wrong only where they are NaN; a sum stops once all elements that were NaN are NaN again.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -23,13 +23,13 @@ from fusion_attention.backends.triton.selected.selection import token_at
 
 @triton.jit
 def weighed(weight, x):
-    """weight * x in float32; 0 where the weight is 0, whatever x is."""
+    """weight * x in float32; 0 if the weight is 0, for every x."""
     return tl.where(weight != 0.0, weight.to(tl.float32) * x.to(tl.float32), 0.0)
 
 
 @triton.jit
 def unsettled(old, acc):
-    """Whether something of `old` is NaN that is not NaN in `acc`, which a sum makes it once and for all."""
+    """True if an element is NaN in `old` but not yet in `acc`."""
     return tl.max(tl.ravel((old != old) & (acc == acc)).to(tl.int32), 0) > 0
 
 
@@ -38,8 +38,8 @@ def recompute_rows(k, k_compressed, out, large, keys, used, noted, ds, strides, 
                    first: tl.int64, GROUP: tl.constexpr, HEADS_KV: tl.constexpr, RATIO: tl.constexpr,
                    BAND: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
                    READ: tl.constexpr, WRITTEN: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """dq, or its rope tail, of noted tokens: dS k, head by head; grid (tokens * heads_kv). READ, WRITTEN: as in
-    backward_rows()."""
+    """Computes dq, or its rope part, of flagged tokens: dS k, head by head; grid (tokens * heads_kv). READ, WRITTEN: as
+    in backward_rows()."""
     token_head = tl.program_id(0).to(tl.int64)
     hk = token_head % HEADS_KV
     b, row = token_at(tokens, first + token_head // HEADS_KV)
@@ -73,8 +73,8 @@ def recompute_slots(x, also, weights, weights_also, rows, used, noted, large, st
                     COLUMNS: tl.constexpr, DIM: tl.constexpr, DIM_ALSO: tl.constexpr, SLOTS: tl.constexpr,
                     ALIGN: tl.constexpr, VIEW: tl.constexpr, VIEW_ALSO: tl.constexpr, AT: tl.constexpr,
                     BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """Columns from AT on of the rows of slots of noted tokens: weights^T x, and weights_also^T also where there is one,
-    slots beside one another; grid (tokens * heads_kv)."""
+    """Computes columns from AT on of the rows of slots of flagged tokens: weights^T x, plus weights_also^T also unless
+    that is None, several slots at a time; grid (tokens * heads_kv)."""
     token_head = tl.program_id(0).to(tl.int64)
     hk = token_head % HEADS_KV
     b, row = token_at(tokens, first + token_head // HEADS_KV)

@@ -1,15 +1,15 @@
-"""The keys that a row reads one by one: those of its list, or of a band and of a second source of keys.
+"""Device functions for the keys of a row: those of its list, or of a band and of a second source of keys.
 
 Loops run over slots: slot n of a list of blocks of BLOCK tokens is token n % BLOCK of the block in entry n // BLOCK. A
-slot's key is loaded one iteration ahead (key_ahead), so that its row can be loaded ahead too. A key outside the row's
-band, which a list may hold, is not read.
+slot's key is loaded one iteration ahead (key_ahead), so that its row can be loaded ahead too. Keys of a list that are
+outside the row's band are not read.
 
-With a second source (RATIO > 0) a row has slots of the band's keys, and slots of compressed keys: those of its list, or
-(SELECT = 0) all that it sees.
+With a second source (RATIO > 0) a row has slots for keys of the band and slots for compressed keys: those of its list,
+or (SELECT = 0) all visible ones.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
 
 import triton
 import triton.language as tl
@@ -17,19 +17,19 @@ import triton.language as tl
 from fusion_attention.backends.triton.common import layout_index
 from fusion_attention.backends.triton.common.kernels import lengths_at, rows_at
 
-SCANNED = tl.constexpr(512)  # entries at once
+SCANNED = tl.constexpr(512)  # entries per iteration
 
 
 @triton.jit
 def token_at(tokens, n):
-    """(sequence, row) of the n-th token of all sequences, int64; launch_sparse.tokens lists them."""
+    """int64 (sequence, row) of token n of all sequences, from the list of launch.tokens()."""
     at = tokens + n.to(tl.int64) * 2
     return tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
 
 
 @triton.jit
 def band_of(row, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
-    """int32 (first, end) of the keys that one row sees. RATIO: of an IndexerProblem."""
+    """int32 (first, end) of the keys that are visible to one row. RATIO: IndexerProblem.ratio."""
     first = tl.minimum(tl.maximum(row + lo, 0), kv_len)
     end = tl.minimum(tl.maximum((row + hi) // RATIO, prefix), kv_len)
     return first.to(tl.int32), tl.maximum(end, 0).to(tl.int32)
@@ -37,21 +37,22 @@ def band_of(row, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
 
 @triton.jit
 def compressed_end(lengths, count, b, row, RATIO: tl.constexpr):
-    """int32: how many compressed keys a row sees, as Extents.compressed_end()."""
+    """The int32 number of compressed keys that are visible to a row, as in Extents.compressed_end()."""
     kv_len, hi = tl.load(lengths + 6 * count + b), tl.load(lengths + 7 * count + b)
     return tl.minimum(tl.maximum((row + hi) // RATIO, 0), kv_len).to(tl.int32)
 
 
 @triton.jit
 def list_at(indices, strides, count, b, hk, row):
-    """Where the list of a row starts."""
+    """The address of the list of a row."""
     first, token = rows_at(strides, count, b, hk, layout_index.INDICES, 1)
     return indices + first + row * token
 
 
 @triton.jit
 def slots_read(entries, end, SELECT: tl.constexpr, BLOCK: tl.constexpr):
-    """int32: slots that a row reads: of its first ceil(end / BLOCK) entries, those before the first negative one."""
+    """The int32 number of slots of a row: those of its entries before the first negative one, at most
+    ceil(end / BLOCK) entries."""
     most = tl.minimum((end + (BLOCK - 1)) // BLOCK, SELECT)
     for n0 in tl.range(0, most, SCANNED):
         n = n0 + tl.arange(0, SCANNED)
@@ -62,26 +63,26 @@ def slots_read(entries, end, SELECT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def entry_ahead(entries, n, slots, BLOCK: tl.constexpr):
-    """int32 entries of slots n, -1 where there is no such slot."""
+    """int32 entries of slots n; -1 for n >= slots."""
     return tl.load(entries + n // BLOCK, mask=n < slots, other=-1)
 
 
 @triton.jit
 def named(entry, n, end, BLOCK: tl.constexpr):
-    """int32 keys that slots n name with their entries; whether one is in the band, in_band() says."""
-    # An entry beyond the last block may be anything: it stays behind the band when it is multiplied.
+    """int32 keys of slots n, given their entries; in_band() tests if they are visible."""
+    # An entry beyond the last block may have any value; it is limited so that the product stays behind the band.
     return tl.minimum(entry, (end + (BLOCK - 1)) // BLOCK) * BLOCK + n % BLOCK
 
 
 @triton.jit
 def in_band(key, first, end):
-    """Whether a row sees keys; what is before its first one is beyond all of them without a sign."""
+    """True for keys in [first, end); the unsigned comparison also excludes keys below `first`."""
     return (key - first).to(tl.uint32, bitcast=True) < tl.maximum(end - first, 0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def key_ahead(entries, n, slots, first, end, BLOCK: tl.constexpr):
-    """int32 keys of slots n: -1 where there is no such slot, or its key is not in the band."""
+    """int32 keys of slots n; -1 for n >= slots and for keys outside the band."""
     key = named(entry_ahead(entries, n, slots, BLOCK), n, end, BLOCK)
     return tl.where(in_band(key, first, end), key, -1)
 
@@ -89,9 +90,9 @@ def key_ahead(entries, n, slots, first, end, BLOCK: tl.constexpr):
 @triton.jit
 def write_keys(keys, ids, id0, step, entries, slots, first, end, FIRST: tl.constexpr, LAST: tl.constexpr,
                LISTED: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Writes the keys and ids of slots FIRST to LAST, -1 where a slot has none; returns the end of those that have one.
+    """Writes the keys and ids of slots FIRST to LAST, -1 for slots without a key; returns the end of slots with one.
 
-    Slots before `slots`, counted from FIRST, hold the keys that a list names, or those from `first` on.
+    The first `slots` slots from FIRST on have the keys of a list, or those from `first` on.
     """
     last = tl.zeros([], tl.int32)
     for n0 in tl.range(0, LAST - FIRST, N):
@@ -111,10 +112,9 @@ def write_keys(keys, ids, id0, step, entries, slots, first, end, FIRST: tl.const
 def read_lists(indices, keys, ids, used, noted, strides, lengths, tokens, count: tl.int32, first: tl.int64,
                SELECT: tl.constexpr, BLOCK: tl.constexpr, RATIO: tl.constexpr, COMPRESSED: tl.constexpr,
                BAND: tl.constexpr, SLOTS: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Writes the key of every slot and its id, -1 where it counts nothing, and how many slots are used at most; and a 0
-    for kernels that note what is not finite.
+    """Writes the key and id of every slot, or -1, the number of used slots, and a 0 to the flag of the token.
 
-    With a second source, the first BAND slots are those of the band's keys. Grid (tokens of a chunk, heads_kv).
+    With a second source, the first BAND slots are for keys of the band. Grid (tokens of a chunk, heads_kv).
     """
     token_head, hk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     b, row = token_at(tokens, first + token_head)

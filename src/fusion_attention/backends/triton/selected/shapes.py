@@ -1,7 +1,6 @@
-"""Tile shapes of lists of selected keys, of the indexer and of its loss; which sizes each operation kind's kernels
-hold.
+"""Tile shapes of the kernels for selected keys and for the indexer, and tests for sizes without a tile.
 
-Found as those of shapes.py were: by compiling, not by timing.
+Like the tables in common/shapes.py, the entries were found by compilation, not by timing.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from fusion_attention.ir.problem import AnyProblem, IndexerLossProblem, IndexerP
 # ------------------------------------------------------------------------------------------- attention to lists
 
 
-# Chip -> (most elements of a query row, rope included, most of a value row, tiles of up to 64, 32 and 16 heads).
-# A first number is heads of one token, a second slots of its list. LATENT: values are the first elements of the keys
-# (MLA), read once. Of heads of one list, 16 are the fewest: fewer are padded to them.
+# Chip -> (most elements of a query row, rope included, most of a value row, tiles for up to 64, 32 and 16 heads).
+# The first size of a tile is heads of one token, the second slots of its list. LATENT: values are the first elements of
+# the keys (MLA) and are read once. Fewer than 16 heads are padded to 16.
 Heads = tuple[tuple[int, int, tuple[Tile, Tile, Tile]], ...]
 FORWARD: dict[int, Heads] = {
     90: (
@@ -58,13 +57,13 @@ LATENT: dict[int, Heads] = {
     80: ((576, 512, (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 8, 2))),),  # 112 KB; 4 warps spill
     86: ((576, 512, (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 8, 2))),),  # 64 heads take 112 KB
 }
-# Of float32, whose products are plain multiply-adds, and of rows that do not start on 16 bytes, which nothing loads
-# ahead: larger tiles spill.
+# The tile for float32, whose products are multiply-adds, and for rows that are not aligned to 16 bytes, which are not
+# loaded ahead; larger tiles spill.
 LEAST = Tile(16, 16, 8, 1)
 
 
 def shared(problem: Problem) -> bool:
-    """Whether a tile of values is the first parts of the tile of keys."""
+    """True if the column blocks of values are the first ones of keys, so that a tile of keys is loaded once."""
     if not problem.shares_kv:
         return False
     d, v = parts(problem.dim_qk), parts(problem.dim_v)
@@ -72,8 +71,10 @@ def shared(problem: Problem) -> bool:
 
 
 def forward_tile(problem: Problem, chip: int, align: int = 0) -> Tile | None:
-    """BM heads of a token meet BN slots of its list; align: elements of which every row's start is a multiple, 0: those
-    of 16 bytes. None: such sizes were never compiled."""
+    """The tile of the forward, BM heads of a token and BN slots; None if the table has no entry of this size.
+
+    align: alignment of rows in elements; 0: 16 bytes.
+    """
     p = problem
     if max(p.dim_qk, p.dim_v) > MOST_PARTS * WIDEST_PART or p.dim_rope > WIDEST_ROPE:
         return None
@@ -92,18 +93,18 @@ def forward_tile(problem: Problem, chip: int, align: int = 0) -> Tile | None:
 
 # ---------------------------------------------------------------------------------------------------- the indexer
 
-SCORED = 16  # rows that a program scores: at most as many as there are columns in a product
-ONE_LAUNCH = 64  # heads of a gradient that any chip's tiles hold together
-FEWEST = 8  # heads of a token in a product: fewer are filled up, or a product would have more tokens than that
-WIDEST = 256  # keys of a tile of scores, at most
-CANDIDATES = 6144  # of a row, beyond those that are chosen, before it is sorted out
-MOST_CHOSEN = 1 << 20  # by a row: with its other candidates fewer than index_choice counts in one number
-MOST_SORTED = 2048  # entries that one program sorts; more are sorted by torch
-CHOICE = Tile(0, 2048, 8, 1)  # BN scores at once
+SCORED = 16  # rows per program of scores, at most the columns of a product
+ONE_LAUNCH = 64  # most heads of a gradient in one launch on every chip
+FEWEST = 8  # least heads of a token in a product; fewer are padded, which limits the tokens of a product
+WIDEST = 256  # most keys of a tile of scores
+CANDIDATES = 6144  # capacity of a row's candidates in addition to top_k
+MOST_CHOSEN = 1 << 20  # limit of top_k, so that the counts of index_choice fit into one number
+MOST_SORTED = 2048  # most entries that one program sorts; torch sorts more
+CHOICE = Tile(0, 2048, 8, 1)  # BN scores per iteration
 WRITE = Tile(0, 1024, 4, 1)
 
-# Chip and bytes of an element -> (most elements of a row, tile). BM columns of (token, head) meet BN keys, which stay;
-# three stages, so that the columns of one turn are under way while those of another arrive.
+# Chip and bytes of an element -> (most elements of a row, tile). BM columns of (token, head) are multiplied by BN keys,
+# which stay in registers; with three stages, columns of two later iterations are loaded ahead.
 SCORES: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
     (90, 2): (
         (128, Tile(64, 256, 8, 3)),  # 123 registers, 113 KB: two programs share a processor
@@ -118,8 +119,8 @@ SCORES: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
     (86, 2): ((128, Tile(64, 128, 8, 3)), (256, Tile(64, 64, 8, 1)), (768, Tile(32, 16, 8, 1))),
     **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ((128, Tile(16, 16, 8, 1)),)),  # 32 x 16 spills
 }
-# Chip and bytes of an element -> (most elements of a row, most heads, tile, tile where dS is float16 or rows do not
-# start on 16 bytes), the first row that fits, or the last that holds the elements. BM heads meet BN slots of a list.
+# Chip and bytes of an element -> (most elements of a row, most heads, tile, tile for dS in float16 or rows that are not
+# aligned to 16 bytes): the first entry that fits, or the last that fits the elements. BM heads, BN slots of a list.
 GRADIENT: dict[tuple[int, int], tuple[tuple[int, int, Tile, Tile], ...]] = {
     (90, 2): (
         (128, 64, Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)),  # 72 KB: two programs; of 4 stages it spills
@@ -139,22 +140,22 @@ RECOMPUTE_GRADIENT = Tile(0, 16, 8, 1)
 
 
 def heads_held(heads: int, columns: int) -> int:
-    """Heads of a token in a product of scores; more take several launches."""
+    """The number of heads of a token per launch of the scores; more heads need several launches."""
     return min(max(FEWEST, 1 << (heads - 1).bit_length()), columns)
 
 
 def sorts(top_k: int) -> bool:
-    """Whether one program sorts a row's list."""
+    """True if one program can sort a row's list."""
     return top_k <= MOST_SORTED
 
 
 def write_tile(problem: IndexerProblem) -> Tile:
-    """Of the kernel that sorts and writes lists."""
+    """The tile of the kernel that sorts and writes lists."""
     return Tile(0, 0, 16 if problem.top_k > 512 else 4, 1) if sorts(problem.top_k) else WRITE
 
 
 def scores_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | None:
-    """BM columns of (token, head) meet BN keys; of rows that do not start on 16 bytes at most 64 of each."""
+    """The tile of scores, BM columns of (token, head) and BN keys; at most 64 each for rows not aligned to 16 bytes."""
     rows = SCORES[chip, 4 if problem.dtype == "float32" else 2]
     tile = next((tile for dim, tile in rows if problem.dim <= dim), None)
     if tile is None or align >= widest(problem):
@@ -163,17 +164,17 @@ def scores_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | No
 
 
 class Sizes(NamedTuple):
-    """What the gradient of an indexer's scores knows of a problem."""
+    """The sizes that determine the kernels of the gradient of an indexer's scores."""
 
     heads: int
     dim: int
     slots: int
     dtype: str
-    viewed: bool  # dI is the caller's; of a loss it is found
+    viewed: bool  # True: dI is passed by the caller; False: a loss computes it
 
 
 def sizes_of_gradient(problem: IndexerProblem | IndexerLossProblem) -> Sizes:
-    """Those of a problem."""
+    """The Sizes of a problem."""
     p = problem
     if isinstance(p, IndexerProblem):
         return Sizes(p.heads, p.dim, p.top_k, p.dtype, True)
@@ -181,7 +182,7 @@ def sizes_of_gradient(problem: IndexerProblem | IndexerLossProblem) -> Sizes:
 
 
 def gradient_tile(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Tile | None:
-    """BM heads meet BN slots; more heads take several launches."""
+    """The tile of the indexer's gradient, BM heads and BN slots; more heads need several launches."""
     p = sizes_of_gradient(problem)
     fits = [row for row in GRADIENT[chip, 4 if p.dtype == "float32" else 2] if p.dim <= row[0]]
     if not fits:
@@ -192,7 +193,7 @@ def gradient_tile(problem: IndexerProblem | IndexerLossProblem, chip: int, align
 
 
 def holds_loss(problem: IndexerLossProblem, chip: int) -> bool:
-    """Whether some tiles serve a loss."""
+    """True if there are tiles for a loss."""
     if not problem.select_count:
         return shapes_loss.warm_tiles(problem, chip) is not None
     return shapes_loss.selected_tiles(problem, chip) is not None and gradient_tile(problem, chip) is not None
@@ -200,8 +201,8 @@ def holds_loss(problem: IndexerLossProblem, chip: int) -> bool:
 
 # -------------------------------------------------------------------------------------------------- what is refused
 
-# Op_kind -> whether its kernels have a tile for a problem on a chip; an operation kind that is not listed has one for
-# all.
+# Operation kind -> a function that returns true if its kernels have a tile for a problem on a chip; kinds that are not
+# listed have one for every problem.
 HOLDS: dict[str, Callable[[Any, int], bool]] = {
     "attention_forward": lambda p, chip: forward_tile(p, chip) is not None,
     "indexer_topk": lambda p, chip: scores_tile(p, chip) is not None and p.top_k <= MOST_CHOSEN,
@@ -221,7 +222,7 @@ def op_kinds_of(problem: AnyProblem) -> tuple[str, ...]:
 
 
 def sizes_of(problem: AnyProblem) -> str:
-    """What a refusal says of a problem's sizes."""
+    """The sizes of a problem as text for an error message."""
     p = problem
     if isinstance(p, IndexerProblem):
         return f"{p.heads} indexer heads of {p.dim} elements, top_k {p.top_k}"
@@ -232,7 +233,10 @@ def sizes_of(problem: AnyProblem) -> str:
 
 
 def against(problem: AnyProblem, op_kind: str, chip: int) -> list[str]:
-    """Why no kernel of an operation kind, or without one of all that compute the problem, has code for its sizes."""
+    """Reasons against a problem: a list with one text if no kernel has a tile for its sizes, else an empty list.
+
+    op_kind "": all operation kinds that compute the problem.
+    """
     op_kinds = (op_kind,) if op_kind else op_kinds_of(problem)
     if all(HOLDS[name](problem, chip) for name in op_kinds if name in HOLDS):
         return []

@@ -1,7 +1,7 @@
 """Tile shapes of the backward over selected keys, by the number of query heads that share a key head.
 
-Columns stream past or are cut into panels, so a tile serves rows of any length. Every row was found by compiling, not
-by timing, as those of shapes.py were.
+Columns are processed in steps or in panels, so a tile supports rows of any length. Like the tables in common/shapes.py,
+the entries were found by compilation, not by timing.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from fusion_attention.ir.problem import Problem
 
 
 class SlotTile(NamedTuple):
-    """BH heads meet BN slots; BC columns at a time."""
+    """A tile of BH heads and BN slots, with BC columns at a time."""
 
     BH: int
     BN: int
     BC: int
     num_warps: int
     num_stages: int
-    TMA: bool = False  # keys are gathered: no descriptor says where they lie
+    TMA: bool = False  # keys are gathered, which tensor descriptors do not support
 
 
-LISTS, ENTRIES = shapes.Tile(0, 0, 4, 1), 1024  # of selection.read_lists(), and slots that a turn of it fills
+LISTS, ENTRIES = shapes.Tile(0, 0, 4, 1), 1024  # of selection.read_lists(): tile, and slots per iteration
 
-# Kernel -> (chip, bytes of an element) -> tiles, the fewest heads first; the last serves more heads too.
+# Kernel -> (chip, bytes of an element) -> tiles, fewest heads first; the last one is also for more heads.
 KERNELS = ("weigh_slots", "backward_rows", "backward_slots")
 TABLES: dict[str, dict[tuple[int, int], tuple[SlotTile, ...]]] = {
     "weigh_slots": {
@@ -55,19 +55,19 @@ TABLES: dict[str, dict[tuple[int, int], tuple[SlotTile, ...]]] = {
             SlotTile(128, 64, 128, 8, 3),
         ),
     },
-    # Heads are summed, a few at a time: so that others are loaded meanwhile.
+    # Heads are summed a few at a time, so that others are loaded meanwhile.
     "backward_slots": dict.fromkeys(
         ((90, 2), (80, 2)), (SlotTile(16, 128, 128, 8, 3), SlotTile(16, 128, 128, 8, 3), SlotTile(32, 128, 256, 8, 3))
     ),
 }
-SERVED = (16, 32, 64, 128)  # heads of the entries
-# float32 is multiplied by plain multiply-adds, whose operands stay in registers.
+SERVED = (16, 32, 64, 128)  # most heads of each entry
+# float32 products are multiply-adds, whose operands stay in registers.
 FLOAT32 = {
     "weigh_slots": SlotTile(16, 32, 32, 4, 1),
     "backward_rows": SlotTile(16, 32, 64, 4, 1),
     "backward_slots": SlotTile(16, 32, 64, 4, 1),
 }
-# Rows that do not start on 16 bytes are read in smaller pieces, which takes registers.
+# Rows that are not aligned to 16 bytes are loaded in smaller units, which needs registers.
 ODD = {
     "weigh_slots": SlotTile(64, 64, 32, 8, 1),
     "backward_rows": SlotTile(64, 32, 64, 8, 1),
@@ -79,7 +79,7 @@ TABLES["weigh_slots"][86, 2] = (*TABLES["weigh_slots"][80, 2][:2], SlotTile(64, 
 
 
 def cut_of(kernel: str, problem: Problem, chip: int, align: int) -> SlotTile:
-    """The tile of a kernel; align: elements of which every row's start is a multiple."""
+    """The tile of a kernel; align: alignment of rows in elements."""
     if problem.dtype == "float32":
         return FLOAT32[kernel]
     rows = TABLES[kernel][chip, 2]
@@ -92,13 +92,13 @@ def cut_of(kernel: str, problem: Problem, chip: int, align: int) -> SlotTile:
 
 
 def panels(dim: int, most: int) -> list[tuple[int, int, int]]:
-    """(first column, columns, how many) of panels that hold `dim` columns: 576 in 256 is 2 of 256 and one of 64."""
+    """(first column, columns, number) of panels for `dim` columns: 576 with at most 256 gives 2 of 256 and 1 of 64."""
     full, rest = dim // most, dim % most
     result = [(0, most, full)] if full else []
     first = full * most
     while rest > 0:
         low = max(shapes.NARROWEST, 1 << (rest.bit_length() - 1))
-        # One panel where what is left over would be as much again.
+        # One panel if two would not have fewer columns.
         width = low if rest > low and low + shapes.power(rest - low) < shapes.power(rest) else shapes.power(rest)
         result.append((first, width, 1))
         first, rest = first + width, rest - width
