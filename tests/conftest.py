@@ -34,6 +34,21 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks all cases of a test with `sampled(n)` as slow, but one in n, drawn by name."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        marker = cases[0].get_closest_marker("sampled")
+        assert marker is not None
+        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in cases[-(-len(cases) // marker.args[0]) :]:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_report_header() -> str:
     try:
         from fusion_attention import _native

@@ -120,6 +120,7 @@ ARRAYS = [pytest.param(op, False, id=by_name(op)) for op in OPERATORS.values()]
 LENGTHS = [pytest.param(op, True, id=f"{by_name(op)}-tensors") for op in (*sparse.ACLNN, *indexer.ACLNN, *loss.ACLNN)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("op", "tensors"), [*ARRAYS, *LENGTHS])
 def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op, tensors: bool) -> None:
     for broken in invalid_samples(op):

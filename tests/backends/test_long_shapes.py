@@ -14,6 +14,7 @@ def judge(long: Long) -> None:
     assert not failing(long, [*pieces(long, seed=3)])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("length", "causal", "fields"),
@@ -31,12 +32,14 @@ def test_training_attention_and_its_gradients(length: int, causal: bool, fields:
     judge(gradient(dtype, length, length, causal=causal, **fields))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(40, 16384), (16384, 40)])
 def test_few_rows_of_many_keys_and_many_of_few(q_len: int, kv_len: int, dtype: str) -> None:
     judge(gradient(dtype, q_len, kv_len, causal=False))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sparse_attention_and_its_gradients(dtype: str) -> None:
     judge(sparse(dtype, 4096, 16384))

@@ -4,7 +4,6 @@ The kernels are plain torch (tests/support/planted.py). A share drawn by seed ru
 tests do.
 """
 
-import random
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -20,14 +19,6 @@ from fusion_attention.judging.verdict import Judgement
 PLANTED = [*planted(), *planted_caches()]
 CORRECT = [*correct(), *planted_caches(False)]
 NOISY = [*noisy()]
-EVERY = 24
-
-
-def everyday(captures: list[tuple[str, Make]], count: int) -> list[object]:
-    """All captures; those beyond a share drawn by seed are slow."""
-    drawn = set(random.Random(24).sample(range(len(captures)), count))
-    slow = [() if i in drawn else pytest.mark.slow for i in range(len(captures))]
-    return [pytest.param(make, id=name, marks=mark) for (name, make), mark in zip(captures, slow, strict=True)]
 
 
 def judged(make: Make) -> tuple[str, Judgement]:
@@ -35,7 +26,8 @@ def judged(make: Make) -> tuple[str, Judgement]:
     return capture.mistake, diagnose(capture.operator, capture.inputs, capture.outputs)
 
 
-@pytest.mark.parametrize("make", everyday(PLANTED, EVERY))
+@pytest.mark.sampled(20)
+@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in PLANTED])
 def test_the_mistake_is_named_first(make: Make) -> None:
     mistake, result = judged(make)
     assert result.verdict == "wrong"
@@ -43,14 +35,16 @@ def test_the_mistake_is_named_first(make: Make) -> None:
     assert result.mistakes[0].confirmed
 
 
-@pytest.mark.parametrize("make", everyday(CORRECT, EVERY))
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in CORRECT])
 def test_nobody_is_accused(make: Make) -> None:
     _, result = judged(make)
     assert result.verdict == "right", result
     assert not result.mistakes
 
 
-@pytest.mark.parametrize("make", everyday(NOISY, 6))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in NOISY])
 def test_noise_is_called_noise(make: Make) -> None:
     _, result = judged(make)
     exact = result.grade == "as exact as a program in bfloat16"  # as few sums as these may be
@@ -58,6 +52,7 @@ def test_noise_is_called_noise(make: Make) -> None:
     assert not result.mistakes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("what", UNNAMED)
 def test_what_has_no_name_is_given_none(what: str, dtype: str) -> None:

@@ -28,7 +28,7 @@ from fusion_attention.judging.verdict import Judgement
 # FlexAttention asks to be compiled.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 Tensor = torch.Tensor
-EVERYDAY, DRAWS = 30, 1000
+EVERYDAY, DRAWS = 15, 1000
 # Once called wrong: one row, all of whose keys share the rounding of its log-sum-exp, and keys that no row sees with
 # more than 2^-60.
 ONCE_WRONG = {353, 888, 890, 895}

@@ -55,6 +55,7 @@ def judge(call: Call, saved: Results, got: Results, want: Results, at: Any) -> N
             compare(f"{at} {name}", own, Expected(want[name][b], size[name][b]))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("seed", "softcap"), [*((n, 0.0) for n in range(60)), *CAPPED])
 def test_random_calls_against_the_specification(seed: int, softcap: float) -> None:
     call = with_cap(draw_call(seed), softcap)
@@ -147,6 +148,7 @@ BANDS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("band", BANDS)
@@ -251,6 +253,7 @@ def test_a_last_sequence_without_keys_ends_what_is_asked_for_ahead(variant: str)
         judge(call, saved, gradients(call, saved, variant, threads=threads), wanted(call, saved), variant)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("dtype", "size", "band"),
     [

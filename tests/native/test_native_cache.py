@@ -138,6 +138,7 @@ def draw_common(seed: int) -> tuple[Case, int]:
     return case, common
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(60))
 def test_common_keys_against_the_specification(seed: int) -> None:
     case, common = draw_common(seed)
@@ -160,6 +161,7 @@ def common_case(problem: Problem, q_len: tuple[int, ...], kv_len: tuple[int, ...
     return stored_case(call, problem, ["rows"], random.Random(3), 3)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("problem", "variant"),
     [

@@ -120,6 +120,7 @@ def judge(op: Any, dtype: torch.dtype) -> None:
                 same(mine, other)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("op", "dtype"), EVERYDAY)
 @pytest.mark.filterwarnings("ignore")
 def test_an_operator_of_torch(op: Any, dtype: torch.dtype) -> None:
