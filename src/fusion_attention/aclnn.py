@@ -1,7 +1,7 @@
 """CANN's two-phase operators: aclnnXxxGetWorkspaceSize(...) checks and plans, aclnnXxx(...) runs.
 
-Functions return codes and raise no exceptions. Each is made from its record on first use, with CANN's parameters in
-CANN's order and the record's spelling.
+Functions return codes and raise no exceptions. Each is made from its operator's definition on first use, with CANN's
+parameters in CANN's order.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _first(op: Op, values: tuple[Any, ...], strict: bool, check_content: bool) -
 
 
 def planned(op: Op, values: tuple[Any, ...], options: Options) -> acl.Executor:
-    """Checks and plans a call, and returns its executor; values: the arguments in the record's order.
+    """Checks and plans a call, and returns its executor; values: the arguments in the definition's order.
 
     Raises:
         Exception: any error; failure() converts it to a code and a text.
@@ -310,11 +310,12 @@ def _annotation(p: Any) -> Any:
 
 
 def _phase_1(op: Op) -> Callable[..., Any]:
-    """Makes aclnnXxxGetWorkspaceSize with the record's parameters as its signature."""
+    """Makes aclnnXxxGetWorkspaceSize with the definition's parameters as its signature."""
     names = ", ".join(p.shown for p in op.params)
     head = f"{op.name}{PHASE_1}({names}, *, strict=True, check_content=False)"
     space: dict[str, Any] = {"_first": _first, "_op": op}
-    # exec makes a function with a real signature, as dataclasses do; the names come from the record, not from a caller.
+    # exec makes a function with a real signature, as dataclasses do; the names come from the operator definition, not
+    # from a caller.
     exec(f"def {head}:\n    return _first(_op, ({names},), strict, check_content)", space)
     function: Callable[..., Any] = space[op.name + PHASE_1]
     function.__annotations__ = {p.shown: _annotation(p) for p in op.params} | {

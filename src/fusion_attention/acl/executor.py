@@ -15,7 +15,7 @@ class Executor:
     """The planned call that phase 1 of an operator returns and phase 2 runs.
 
     Attributes:
-        op: the operator's record; workspace_size: bytes that phase 2 needs.
+        op: the operator's definition; workspace_size: bytes that phase 2 needs.
         values: the arguments in the operator's order; options: the other arguments of phase 1.
         job: the call on the last memory of its tensors.
         repeatable, used, destroyed: its state.

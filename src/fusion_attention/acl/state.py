@@ -21,7 +21,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SUCCESS = 0
-# Codes of the runtime (aclError). contract/record.py has those of operators (aclnnStatus).
+# Codes of the runtime (aclError). contract/record.py has the codes of operators (aclnnStatus).
 INVALID_PARAM, UNINITIALIZED, REPEAT_INITIALIZE, REPEAT_FINALIZE = 100000, 100001, 100002, 100037
 RT_INVALID_PARAM, RT_INVALID_DEVICE, RT_CONTEXT_NULL, RT_INVALID_HANDLE = 107000, 107001, 107002, 107017
 RT_MEMORY_ALLOCATION, RT_MEMORY_FREE, RT_NO_DEVICE = 207001, 207002, 207004

@@ -384,7 +384,7 @@ class PagedKVCache:
         return page
 
     def arguments(self, sequences: Sequence[int] | None = None) -> dict[str, Any]:
-        """Arguments of decode_attention's record for this cache; with a group, for this rank's pool."""
+        """Arguments of decode_attention's operator definition for this cache; with a group, for this rank's pool."""
         named: dict[str, Any] = {
             "k": self._pools[0],
             "v": None if self.shares_kv else self._pools[1],

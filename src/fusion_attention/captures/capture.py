@@ -1,6 +1,7 @@
 """Records attention calls to files: capture() around any code; judging/replay.py computes recorded calls again.
 
-A capture is one .safetensors file: tensors by the record's parameter names, everything else as JSON in its metadata.
+A capture is one .safetensors file: tensors by the names of the operator's parameters, everything else as JSON in its
+metadata.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Recording:
     """The content of a capture file.
 
     Attributes:
-        operator: the record's name; args: its arguments by canonical name; outputs: by name; seed: of drawn dropout.
+        operator: the operator's name; args: its arguments by canonical name; outputs: by name; seed: of drawn dropout.
         saved, upstream: of a backward, the forward's results and their gradients; else empty.
     """
 

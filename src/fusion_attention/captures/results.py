@@ -16,6 +16,6 @@ _RETURNS: dict[str, tuple[str, ...]] = {
 
 
 def returned(op: Op) -> tuple[str, ...]:
-    """Returns the names of a function's results, in order; they are names of its record."""
+    """Returns the names of a function's results, in order; they are names of its operator definition."""
     kind = op.name.removeprefix("npu_fusion_attention")
     return _RETURNS.get(kind, FORWARD) if kind != op.name else op.results

@@ -15,7 +15,7 @@ class Call:
 
     Args:
         setup: lines that make the tensors.
-        values: an expression for each argument, by canonical name; records without a parameter ignore it.
+        values: an expression for each argument, by canonical name; operator definitions without a parameter ignore it.
         outputs: expressions for the memory of results, by canonical name, for two-phase operators.
         returns: names of the function's results.
     """

@@ -1,4 +1,4 @@
-"""An example program for every operator's page, made from its record and the values of its family."""
+"""An example program for every operator's page, made from its definition and the values of its family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of an operator: record, call, docstring, example, and support by back ends."""
+"""The page of an operator: definition, call, docstring, example, and support by back ends."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def terminal_page(op: Op) -> str:
 
 
 def shown(op: Op) -> Shown:
-    """Returns the content of a page that is not in the record."""
+    """Returns the content of a page that is not in the operator definition."""
     from fusion_attention.contract.doc_pages import Shown
 
     two_phase = op.name.startswith("aclnn")
@@ -133,7 +133,7 @@ _FLAGS = ("strict=True", "check_content=False")
 
 
 def _returned(op: Op) -> str:
-    """Describes the results of a function that is made from its record."""
+    """Describes the results of a function that is made from its operator definition."""
     return f"**Returns**\n\n{docstrings.prose(op.returns, ROOT)}" if op.returns else ""
 
 
@@ -164,7 +164,7 @@ def _example(op: Op) -> str:
 
 
 def _support(op: Op) -> str:
-    """Returns the table of back ends, and the calls that a back end refuses although the record allows them."""
+    """Returns the table of back ends, and the calls that a back end refuses although the definition allows them."""
     if not op.tensors():
         return "It has no tensor to compute from: no back end runs."
     names = [*op_support.COLUMNS.values(), op_support.CHIP]

@@ -1,4 +1,4 @@
-"""Support of an operator by each back end, determined from sample calls of its record."""
+"""Support of an operator by each back end, determined from sample calls of its definition."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refusals(problem: Any, name: str) -> list[str]:
 
 
 def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False) -> Any | None:
-    """Validates and lowers a sample call; None if the record does not allow it."""
+    """Validates and lowers a sample call; None if the operator definition does not allow it."""
     from fusion_attention.contract import ContractError, bind
     from fusion_attention.contract.sampling import sample
 
@@ -40,7 +40,7 @@ def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False) -> Any | 
 
 
 def matrix(op: Op) -> list[tuple[str, dict[str, str]]]:
-    """Returns (dtype of the first tensor, supported layouts by column) for every dtype of the record."""
+    """Returns (dtype of the first tensor, supported layouts by column) for every dtype of the operator."""
     first: Tensor = op.tensors()[0]
     rows = []
     for dtype in first.dtypes.split():
@@ -67,7 +67,7 @@ def _layouts(op: Op, computed: list[str]) -> str:
 
 
 def gaps(op: Op) -> dict[str, list[str]]:
-    """Returns by back end the refused features among sample calls for the record's rules."""
+    """Returns by back end the refused features among sample calls for the definition's rules."""
     results: dict[str, list[str]] = {}
     for settings in _settings(op):
         call = lowered(op, settings)

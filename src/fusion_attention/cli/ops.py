@@ -68,7 +68,7 @@ def _entry(record: Op) -> dict[str, Any]:
 
 
 def _described(record: Op) -> dict[str, Any]:
-    """Converts a record to JSON values."""
+    """Converts an operator definition to JSON values."""
     from fusion_attention.contract import Attr
 
     parameters = [

@@ -35,7 +35,7 @@ class Call:
     """The result of replaying one recorded call.
 
     Attributes:
-        file, operator: the capture, and its record ("" for an unreadable file).
+        file, operator: the file of the saved call, and the operator's name ("" for an unreadable file).
         sizes: dtype and shape of its first result.
         verdict: "right", "unjudged", "wrong" or "unreadable"; reason: the reason, "" for a correct call.
         worst: the largest absolute difference between recorded and recomputed results.

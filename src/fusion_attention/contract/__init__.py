@@ -1,4 +1,4 @@
-"""Contracts of operators: records, which describe legal calls as data, and bind(), which checks a call's arguments."""
+"""Operator definitions, which describe legal calls as data, and bind(), which checks a call's arguments."""
 
 from fusion_attention.contract.arguments import NESTED as NESTED
 from fusion_attention.contract.arguments import array_of as array_of

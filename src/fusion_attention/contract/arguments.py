@@ -62,7 +62,7 @@ def array_of(op: Op, position: int, value: Any) -> Any:
 
 
 def is_type(value: Any, p: Attr) -> bool:
-    """True if an attribute has its record's type: an int is a float too, but a bool is not a number."""
+    """True if an attribute has its declared type: an int is a float too, but a bool is not a number."""
     wanted = p.type
     if wanted is bool or isinstance(value, bool):
         return wanted is bool and isinstance(value, bool)

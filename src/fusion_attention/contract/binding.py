@@ -1,4 +1,5 @@
-"""Validation of a call against its record, in stages; an error lists all failures of the first stage that fails.
+"""Validation of a call against its operator's definition, in stages; an error lists all failures of the first stage
+that fails.
 
 Legal signatures are cached.
 """
@@ -72,7 +73,8 @@ class Bound:
 
     @property
     def names(self) -> dict[str, Any]:
-        """Values of axes, attributes, arrays (int64 numpy), tensors (None if absent) and names that the record derives.
+        """Values of axes, attributes, arrays (int64 numpy), tensors (None if absent) and derived names of the
+        definition.
 
         Computed on first use, because prepared calls do not need it.
         """
@@ -138,13 +140,13 @@ def bind(
     reads: bool = True,
     memory: bool = True,
 ) -> Bound:
-    """Checks a call against its record, in stages, and returns the value of every name.
+    """Checks a call against its operator's definition, in stages, and returns the value of every name.
 
     A legal signature (shapes, strides, dtypes, attributes) is found again by one look-up, and arrays are compared with
     the last ones. Rules that read tensor content, and the sizes of storages, are checked at every call.
 
     Args:
-        op: the record.
+        op: the operator definition.
         args: values by canonical name; a missing name is None. The caller does not change the mapping later.
         strict: limits and doubts are errors; None: by the settings.
         check_content: also check rules of level "content", which read tensor data; None: by the settings.
@@ -184,7 +186,7 @@ def _tell(notes: Iterable[Failure | str]) -> None:
 
 
 def _with_reader(op: Op) -> Reader:
-    """Makes and stores the signature reader of an operator; late, so that importing a record loads no native core."""
+    """Makes and stores the signature reader of an operator at its first call, so that imports load no native core."""
     result = reader(op)
     object.__setattr__(op, "reader", result)
     return result

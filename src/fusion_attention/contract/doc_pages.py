@@ -1,4 +1,4 @@
-"""Markdown pages of records: formula, parameters, shapes, rules by level and sources of an operator."""
+"""Markdown pages of operator definitions: formula, parameters, shapes, rules by level and sources of an operator."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _DTYPE = re.compile(r"\b(b?float16|float32|u?int8|dtype)\b")
 
 @dataclass(frozen=True)
 class Shown:
-    """Sections of a page that come from the function, not from the record: Markdown texts.
+    """Sections of a page that come from the function, not from the operator definition: Markdown texts.
 
     Args:
         call: its signature; text: its docstring.
@@ -90,7 +90,7 @@ class Shown:
 
 
 def render(op: Op, shown: Shown | None = None, *, tex: bool = False) -> str:
-    """The page of a record as Markdown; tex: with the formula in TeX, for the website."""
+    """The page of an operator definition as Markdown; tex: with the formula in TeX, for the website."""
     lines = [f"# {op.name}", "", op.summary, ""]
     if tex and op.tex:
         lines += ["$$", op.tex, "$$", ""]
@@ -210,7 +210,7 @@ def _shapes(op: Op) -> list[str]:
     single_shapes: dict[str, list[str]] = {}  # layouts of single tensors
     for p in op.params:
         if isinstance(p, Tensor) and p.form and not isinstance(p.shape, str):
-            for layout in [layout for layout in p.shape if layout not in op.layouts]:  # in the record's order
+            for layout in [layout for layout in p.shape if layout not in op.layouts]:  # in the definition's order
                 single_shapes.setdefault(layout, []).append(f"`{p.shown}` {shape_text(p.shape[layout])}")
     lines += [
         line for layout, result in single_shapes.items() for line in ("", f"In layout {layout}: {', '.join(result)}.")

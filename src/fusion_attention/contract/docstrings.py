@@ -1,4 +1,4 @@
-"""Docstrings of functions that are made from records."""
+"""Docstrings of functions that are made from operator definitions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LINE = re.compile(r"(.{1,108})(?: |$)")
 
 
 def docstring(op: Op) -> str:
-    """The docstring of a record's function: summary, formula, Args, Returns, Raises, source and example."""
+    """The docstring of a definition's function: summary, formula, Args, Returns, Raises, source and example."""
     outputs = [p for p in op.tensors(output=True) if p.name not in op.declared]
     listed = [] if len(outputs) == 1 else [f"({', '.join(p.shown for p in outputs)})"]
     results = [f"{p.shown}: {_description(op, p)}" for p in outputs]

@@ -1,4 +1,5 @@
-"""The expression language of records: axis words ("B S1 N1*D"), and Python expressions over the names of a call.
+"""The expression language of operator definitions: axis words ("B S1 N1*D"), and Python expressions over the names of a
+call.
 
 The text of an expression is also the text of its error.
 """

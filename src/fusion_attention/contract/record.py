@@ -1,7 +1,7 @@
-"""Records: the parameters and rules of an operator as data, and the errors of calls that violate them.
+"""Operator definitions: the parameters and rules of an operator as data, and the errors of calls that violate them.
 
-A record is used to check calls (contract.bind), write pages (doc_pages.py) and make test cases (sampling.py). It does
-not compute anything.
+A definition is used to check calls (contract.bind), write pages (doc_pages.py) and make test cases (sampling.py). It
+does not compute anything.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Param:
     """Base of all parameters.
 
     Args:
-        name: the canonical name; spelled: this record's spelling if it differs.
+        name: the canonical name; spelled: this operator definition's spelling if it differs.
         text: one sentence.
         optional: may be None.
         default: REQUIRED if there is none, even if None may be passed.
@@ -116,7 +116,7 @@ class Tensor(Param):
         output: written by the operator; interfaces may allocate it.
         on_host: may be in host memory when the other tensors are on a device.
         cast: advice about a wrong dtype.
-        form: function from a call's values to the layout of this tensor; None: the record's layout.
+        form: function from a call's values to the layout of this tensor; None: the definition's layout.
         make: function from a shape to sample content; None: random numbers.
     """
 
@@ -171,7 +171,7 @@ class Attr(Param):
 class Rule:
     """An expression over axes, attributes, arrays and tensors that must hold; it is also the error's text.
 
-    It may call functions of the record. A function that returns a string fails, and the string describes the actual
+    It may call functions of the definition. A function that returns a string fails, and the string describes the actual
     value.
 
     Args:
@@ -181,7 +181,7 @@ class Rule:
         text: the expected value for the error, if the expression reads badly.
         when: an expression; the rule applies only if it holds.
         only: the layouts in which the rule applies; empty: all.
-        needs: parameters that a record must have for the rule to apply.
+        needs: parameters that an operator definition must have for the rule to apply.
         level: one of LEVELS.
         stage: "presence", "dtype", "lengths" or "rules".
         reads: reads tensor data, so the rule is checked at every call; a warning, at the first call of a signature.
@@ -218,13 +218,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Prototype:
-    """CANN's C declaration of an operator: facts that are not in its record.
+    """CANN's C declaration of an operator: facts that are not in its definition.
 
     Args:
         names: CANN's names of the parameters, in its order.
         source: the document that has them.
         header: CANN's header file.
-        tensors: parameters that are integers in the record but tensors in CANN, not aclIntArray.
+        tensors: parameters that are integers in the operator definition but tensors in CANN, not aclIntArray.
     """
 
     names: tuple[str, ...]
@@ -235,7 +235,7 @@ class Prototype:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Op:
-    """The record of one operator.
+    """The definition of an operator.
 
     Args:
         name: the interface's name; for CANN's package: cann_ops_transformer.FUNCTION.
@@ -243,9 +243,9 @@ class Op:
         params: in the interface's order.
         source: the documentation; "" for this library's functions. rulings: numbers of decisions in docs/rulings.md
             about questions that the source leaves open.
-        rules: checked in stages; rules about a parameter or layout that the record lacks are ignored.
+        rules: checked in stages; rules about a parameter or layout that the definition lacks are ignored.
         layouts: the layout strings, the sample's first; layout_attr: the attribute that selects one.
-        neutral: values of canonical names that rules and lowering use, for parameters that the record lacks.
+        neutral: values of canonical names that rules and lowering use, for parameters that the definition lacks.
         blank_is_absent: an optional tensor without dimensions or elements counts as absent.
         derive: function from bound names to further names (lengths per sequence), called when arrays change.
         functions: functions that rules may call.
@@ -256,10 +256,10 @@ class Op:
             prepared once (lower then returns a Repeatable).
         sizes: axis sizes of a sample; samples: further sample settings per layout.
         prototypes: prototypes of CANN's operators by name; this operator's adds CANN's names to errors.
-        keywords: the interface's name of the first keyword-only parameter of the record's function (npu/interface.py);
-            "": none. declared: types by canonical name, of parameters whose class does not determine them, and of
-            outputs that a caller passes. returns: description of the results in the docstring; "": the outputs.
-            example: the docstring's example.
+        keywords: the interface's name of the first keyword-only parameter of the operator's function
+            (npu/interface.py); "": none. declared: types by canonical name, of parameters whose class does not
+            determine them, and of outputs that a caller passes. returns: description of the results in the docstring;
+            "": the outputs. example: the docstring's example.
     """
 
     name: str
@@ -327,8 +327,10 @@ class Op:
     def version(
         self, name: str, summary: str, *, after: Mapping[str, tuple[Param, ...]] | None = None, **changes: Any
     ) -> Op:
-        """A copy of this record for another operator; after: parameters to insert after the named ones; changes: other
-        fields."""
+        """A copy of this definition for another operator.
+
+        after: parameters to insert after the named ones. changes: other fields.
+        """
         if after is not None:
             changes["params"] = tuple(result for p in self.params for result in (p, *after.get(p.name, ())))
         return replace(self, name=name, summary=summary, **changes)
@@ -350,7 +352,7 @@ class Op:
 
     @property
     def page(self) -> str:
-        """The documentation that the record follows."""
+        """The documentation that the operator definition follows."""
         return f"{self.source}, {self.name}" if self.source else "this library"
 
     def layout_of(self, p: Tensor, names: Mapping[str, Any]) -> str:
@@ -367,7 +369,7 @@ class Op:
         return [p for p in self.params if not (isinstance(p, Tensor) and p.output) or p.name in self.declared]
 
     def spell(self, text: str) -> str:
-        """Replaces canonical names in a text by this record's spelling."""
+        """Replaces canonical names in a text by this operator definition's spelling."""
         for p in self.params:
             if p.spelled:
                 text = re.sub(rf"\b{p.name}\b", p.spelled, text)

@@ -1,4 +1,4 @@
-"""Sample calls made from records: legal ones, and for every rule one that violates only that rule."""
+"""Sample calls made from operator definitions: legal ones, and for every rule one that violates only that rule."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class InvalidSample:
     """A call that violates one rule, and its expected failure.
 
     Attributes:
-        id: names of record and rule; args: the arguments by canonical name.
-        param: the parameter in the failure, in the record's spelling; code: the failure's; level: the rule's.
+        id: names of operator definition and rule; args: the arguments by canonical name.
+        param: the parameter in the failure, in the definition's spelling; code: the failure's; level: the rule's.
         expected: the failure's text after "expected"; "" if a stage, not a rule, makes it.
     """
 
@@ -32,10 +32,10 @@ class InvalidSample:
 
 
 def sample(op: Op, **settings: Any) -> dict[str, Any]:
-    """A legal call of a record: arguments by canonical name, the same every time.
+    """A legal call of an operator definition: arguments by canonical name, the same every time.
 
     Args:
-        op: the record.
+        op: the operator definition.
         settings: attributes, arrays and tensors by canonical name, sizes by axis word. A tensor is given by its axis
             words ("B N1 S1 S2"), by (words, dtype or "zeros"), by True (its own shape), or as it is; an optional
             tensor is left out unless given. Settings under a layout's name hold in that layout, before all others.
@@ -70,7 +70,7 @@ def sample(op: Op, **settings: Any) -> dict[str, Any]:
 
 
 def _derived_sizes(op: Op, layout: str, settings: dict[str, Any]) -> dict[str, int]:
-    """Axis sizes that the record derives from arrays; if a setting removes the arrays, those of the default sample."""
+    """Axis sizes derived from arrays of lengths; if a setting removes the arrays, those of the default sample call."""
     sample_sizes = op.samples.get(layout, {})
     arrays = {p.name: p for p in op.params if isinstance(p, Array)}
     values = {name: value if (value := settings.get(name)) is not None else sample_sizes.get(name) for name in arrays}
@@ -96,7 +96,7 @@ def _tensor(
 
 
 def invalid_samples(op: Op) -> Iterator[InvalidSample]:
-    """Yields a call for every way to violate a record: each rule, and each presence, type, rank, axis and domain."""
+    """Yields a call for every way to violate a definition: every rule, presence, type, rank, axis and domain."""
     for rule in op.asked:
         layouts = [name for name in op.layouts if name in (rule.only or op.layouts)]
         shown = op.by_name[rule.param].shown

@@ -29,7 +29,7 @@ from fusion_attention.contract.record import (
 def first_stages(op: Op, given: Sequence[Any], rules: list[Rule]) -> dict[str, Any]:
     """Runs all stages before lengths, and returns the values of parameters and axes by name.
 
-    given: the arguments in the record's order. The name "missing" is a tuple of the attributes that were not passed.
+    given: the arguments in the definition's order. The name "missing" is a tuple of the attributes that are not passed.
 
     Raises:
         ContractError: with all failures of the first stage that fails.

@@ -87,7 +87,7 @@ def attend(
     backend: str,
     own_heads: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes decode_attention() from arguments by the record's names."""
+    """Computes decode_attention() from arguments by parameter name."""
     q, layout, ranks = args["q"], args["layout"], cache.group.world
     if ranks == 1:
         result = dispatch.results(

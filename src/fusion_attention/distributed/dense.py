@@ -1,7 +1,7 @@
 """attention() over sequences that are sharded over several ranks; every rank calls it with its shard.
 
 Every rank validates and lowers the unsharded call as one of fusion_attention.attention, without memory, so rules,
-messages and defaults are those of its record.
+messages and defaults are those of its operator definition.
 """
 
 from __future__ import annotations

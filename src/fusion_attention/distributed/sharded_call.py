@@ -259,7 +259,7 @@ def cut_of(
     """Validates and lowers a call of all ranks, and returns it with this rank's layout.
 
     Args:
-        function: its name in errors. op: its record; args: this rank's arguments, by the record's names.
+        function: its name in errors. op: its operator definition; args: this rank's arguments, by parameter name.
         rows, keys: the names of tensors along query rows and along keys; the first of each is required.
         tokens: S, or (S1, S2), of unsharded padded sequences; None: every rank has as many tokens as this one.
         settings: other values that must be the same on every rank.

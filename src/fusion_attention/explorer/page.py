@@ -31,7 +31,7 @@ TABLES = ("NAMES", "RULES", "USES")
 
 @functools.cache
 def rules() -> str:
-    """Returns the rules as JavaScript: runtime.js, translated functions, and the records' rules for every interface."""
+    """Returns the rules as JavaScript: runtime.js, translated functions, and the operators' rules by interface."""
     program = Program({violations.respell: "py.respell"})
     for entry in ENTRIES:
         program.name(entry)

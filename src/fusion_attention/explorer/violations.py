@@ -1,4 +1,4 @@
-"""Evaluates the records' rules for a setting: calls that CANN refuses, and arguments that it ignores.
+"""Evaluates the operators' rules for a setting: calls that CANN refuses, and arguments that it ignores.
 
 Rules that read only a setting are evaluated as `contract` does for a call. translate.py must support `remarks`.
 """
@@ -141,7 +141,7 @@ def verdict(findings: Sequence[Mapping[str, Any]]) -> str:
 
 
 def remarks_on(s: Setting, api: str) -> list[dict[str, Any]]:
-    """Returns the remarks of the records on a setting at an interface."""
+    """Returns the messages of the rules that a setting violates, or that give a note, at an interface."""
     canonical = as_mode(s)
     if api == "own" or canonical is None:
         return []

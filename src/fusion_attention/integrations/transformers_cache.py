@@ -290,7 +290,7 @@ class PagedLayer(CacheLayerMixin):
         return self.rows()[1] if self.is_initialized else None
 
     def get_seq_length(self) -> int:
-        """Returns the tokens of every sequence, padding included."""
+        """Returns the number of tokens stored per sequence, padding included."""
         return self._tokens + (0 if self._new is None else self._new[0].shape[2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

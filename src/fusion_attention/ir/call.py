@@ -82,7 +82,7 @@ class Lowered(Protocol):
         ...
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Allocates every result of the call; keys are the names of its record's outputs."""
+        """Allocates every result of the call; keys are the names of the operator's outputs."""
         ...
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:

@@ -33,7 +33,7 @@ class Recorded:
     """A call with its results.
 
     Attributes:
-        op: its record. args, outputs: by canonical name. seed: of dropout.
+        op: its operator definition. args, outputs: by canonical name. seed: of dropout.
         saved, upstream: for a backward, the forward's results and their gradients.
         notes: remarks for the report.
     """
@@ -106,7 +106,7 @@ class Recorded:
         return dict.fromkeys(others, "the judge has no formula for it, or the call does not ask for it")
 
     def doubts(self) -> tuple[str, ...]:
-        """Returns the record's objections that do not prevent the computation: chip limits and content."""
+        """Returns the definition's objections that do not prevent the computation: chip limits and content."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ContractWarning)
@@ -147,7 +147,9 @@ def from_recording(recording: Recording, source: str = "") -> Recorded:
 def recorded(
     operator: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], *, seed: int = 0, source: str = ""
 ) -> Recorded:
-    """Makes a call from an operator's name and arguments, named as in its record or its interface.
+    """Builds a Recorded, without computing, from an operator's name, its arguments and its outputs, all by name.
+
+    Argument names are those of the operator's definition or of the public function.
 
     Raises:
         JudgeError: an unknown operator or argument, or no output.

@@ -37,8 +37,8 @@ def judge(
         z = root mean square error / expected size <= 2 (more for few numbers) in every row, tile and head
 
     Args:
-        operator: the record's name, e.g. "npu_fusion_attention", "attention" (`fusion-attention ops` lists all).
-        inputs: arguments by name. outputs: results by the record's names ("attention_out", "softmax_max", ...).
+        operator: the operator's name, e.g. "npu_fusion_attention", "attention" (`fusion-attention ops` lists all).
+        inputs: arguments by name. outputs: results by the operator's names ("attention_out", "softmax_max", ...).
         seed: seed of dropout, if the call has no bits.
         backends: also judge this machine's back ends.
         standard: "error-bound" (docs/accuracy.md), or one of CANN's, "cann-0.5%" or "cann-double".

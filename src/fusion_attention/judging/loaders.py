@@ -33,7 +33,7 @@ class Reading:
     """Options for reading files that are no captures.
 
     Attributes:
-        operator: the record's name. names: map from parameters (and "output.<result>") to names in the file.
+        operator: the operator's name. names: map from parameters (and "output.<result>") to names in the file.
         values: arguments that are in no file. seed: of dropout. unsafe_pickle: True if pickles may execute code.
         pick: text that the names of selected calls of a dump contain.
         dtype: dtype of the call, if files store its values as float32 ("bfloat16", which numpy lacks); "": unchanged.

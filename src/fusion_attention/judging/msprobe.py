@@ -20,7 +20,7 @@ class DumpedCall:
     """A dumped call; tensors are paths of files in the folder.
 
     Attributes:
-        name: msprobe's name; operator: the record's name.
+        name: msprobe's name; operator: the operator's name.
     """
 
     name: str

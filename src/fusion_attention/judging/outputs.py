@@ -36,7 +36,8 @@ class Output:
     """One captured output of a call.
 
     Attributes:
-        name: its name in the record. kind: "out", "max", "sum", "lse", or a gradient's name in the formulas.
+        name: its name in the operator definition. kind: "out", "max", "sum", "lse", or a gradient's name in the
+            formulas.
         view: its rows; None for a sum over all sequences.
         tensor: its memory; form: the form of statistics in its family ("training", "sparse", "own").
         second: its keys are those of the second source.

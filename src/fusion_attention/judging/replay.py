@@ -26,7 +26,7 @@ class Replay:
     """A recorded call with its recorded and recomputed results; printed as five lines with a verdict.
 
     Attributes:
-        operator: the record's name; args: its arguments by canonical name.
+        operator: the operator's name; args: its arguments by canonical name.
         recorded, recomputed: outputs by name.
         differences: the largest absolute difference of each output; inf if shapes or positions of NaN differ.
         recording: the content of the file, if there was one.

@@ -101,7 +101,7 @@ class Judgement:
     """The verdict on a call.
 
     Attributes:
-        operator: the record's name; source: the file's name.
+        operator: the operator's name; source: the file's name.
         verdict: "right", "wrong", or, after a search for mistakes, "noisy": wrong, but as exact as sums in 16 bits.
         standard: the requested standard.
         outputs: verdicts by name. unjudged: reasons by name of other outputs.

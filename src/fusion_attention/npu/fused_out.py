@@ -1,5 +1,5 @@
-"""Further functions of torch_npu's fused attention, made from records: `.out`, the size of its workspace, and the
-allocation of results."""
+"""Further functions of torch_npu's fused attention, made from operator definitions: `.out`, the size of its workspace,
+and the allocation of results."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class WithOut(Protocol[P, R_co]):
 
 
 def with_out(op: Op) -> Callable[[Callable[P, Pair]], WithOut[P, Pair]]:
-    """Adds `.out` to a record's function; it computes into the given tensors."""
+    """Adds `.out`, which computes into tensors of the caller, to the function of an operator definition."""
 
     def decorate(function: Callable[P, Pair]) -> WithOut[P, Pair]:
         result = cast("WithOut[P, Pair]", function)
@@ -93,7 +93,7 @@ def _out_of(function: Interface, op: Op) -> Interface:
 
 
 def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[P, R_co]]:
-    """Adds `.out` to a record's function; it copies the function's results to the given tensors."""
+    """Adds `.out`, which copies the results to tensors of the caller, to the function of an operator definition."""
 
     def decorate(function: Callable[P, R_co]) -> WithOut[P, R_co]:
         @aliased

@@ -1,7 +1,7 @@
-"""Construction of torch_npu's functions from their records: signature, docstring, and reading of arguments.
+"""Construction of torch_npu's functions from operator definitions: signature, docstring, and reading of arguments.
 
-A record defines names, order, defaults, types and meaning of parameters. The function itself is a body that receives
-the arguments by the record's names.
+A definition has the names, order, defaults, types and meaning of parameters. The function itself is a body that
+receives the arguments by the definition's names.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _WITHOUT = re.compile(r"'(\w+)' not in missing")
 
 
 def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]], Callable[..., R]]:
-    """Makes a function from a record and a body, which has its module and return type.
+    """Makes a function from an operator definition and a body, which has its module and return type.
 
     Args:
-        op: the record.
-        host: number of results, the last ones, that stay in host memory if tensors are on an aliased device
-            (torch_ops/aliases.py); None: the body uses torch's operators only, which need no aliases.
+        op: the operator definition.
+        host: number of results, the last ones, that stay in host memory if tensors are on a device that exists
+            only by name (torch_ops/aliases.py); None: the body uses torch's operators only, which need no aliases.
     """
 
     def decorate(body: Callable[[Args], R]) -> Callable[..., R]:
@@ -48,7 +48,7 @@ def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]],
 
 
 def reader(op: Op) -> Callable[..., Args]:
-    """A function with the record's signature that returns its arguments by the record's names."""
+    """A function with the definition's signature that returns its arguments by the definition's names."""
     return _reading(op, lambda args: args, Args)
 
 
@@ -96,7 +96,7 @@ def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R
 
 
 def signature_of(op: Op, returns: Any) -> inspect.Signature:
-    """The signature of a record's function: its inputs in order."""
+    """The signature of an operator definition's function: its inputs in order."""
     declared = [(p, *_declared(op, p)) for p in op.inputs]
     placed = next((at for at, (p, _, _) in enumerate(declared) if p.shown == op.keywords), len(declared))
     # Python forbids a positional parameter with a default before one without.

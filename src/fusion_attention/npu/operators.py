@@ -167,7 +167,7 @@ def schema_of(function: Interface, name: str = "") -> str:
 
 
 def _hints(function: Interface, signature: inspect.Signature) -> dict[str, Any]:
-    """The resolved types of a function with textual annotations; {} for functions from records, which have types."""
+    """The resolved types of a function with textual annotations; {} for functions made from operator definitions."""
     written = any(isinstance(p.annotation, str) for p in signature.parameters.values())
     return typing.get_type_hints(inspect.unwrap(function), include_extras=True) if written else {}
 

@@ -1,4 +1,4 @@
-"""The operators: their records, by name, and their lowering to the intermediate representation."""
+"""The operators: their definitions, by name, and their lowering to the intermediate representation."""
 
 from __future__ import annotations
 

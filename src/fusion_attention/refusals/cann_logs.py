@@ -61,8 +61,8 @@ class Log:
 
     Attributes:
         code: CANN's error code; 0 if the text has none.
-        operator: the record of the operator that failed, "" if there is none; said: its name in the text.
-        function: the record of the torch_npu function that called it; "" if the text has none.
+        operator: the definition of the operator that failed, "" if there is none; said: its name in the text.
+        function: the definition of the torch_npu function that called it; "" if the text has none.
         reasons: other messages of CANN, the most specific first.
     """
 

@@ -1,4 +1,4 @@
-"""Explains a call: the rules of its record that it breaks, each with a fix; for a log of the chip, the likely rules.
+"""Explains a call: the rules of its operator that it breaks, each with a fix; for a log of the chip, the likely rules.
 
 contract.bind checks the call twice: once for its meaning, and once for the chip's limits. No operator is special here.
 """
@@ -44,7 +44,7 @@ _FOREIGN = {
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q"), ("actual_seq_qlen", "actual_seq_qlen=cu_seqlens_q[1:]")),
     "cu_seqlens_k": ("actual_seq_kvlen", "actual_seq_kvlen=cu_seqlens_k[1:]"),
 }
-# Parameters of functions that are in no record.
+# Parameters of functions that are in no operator definition.
 _BESIDE = ("return_lse", "backend", "strict", "check_content", "out", "workspace")
 
 
@@ -81,8 +81,8 @@ class Explanation:
     """The result of explain().
 
     Attributes:
-        operator: the record's name, "" if a log names no operator with a record.
-        summary: the record's description of the operator.
+        operator: the operator's name, "" if a log names no operator that has a definition here.
+        summary: the definition's description of the operator.
         verdict: the result in a sentence.
         findings: broken rules, the most severe first.
         sizes: axes and lengths of sequences, read from the call.
@@ -256,7 +256,7 @@ def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) ->
 
 
 def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces decode_attention()'s cache by the record's k and v."""
+    """Replaces decode_attention()'s cache by the parameters k and v of the operator definition."""
     results = {word: value for word, value in values.items() if word not in ("cache", "sequences")}
     cache = values.get("cache")
     if isinstance(cache, tuple) and len(cache) == 2:

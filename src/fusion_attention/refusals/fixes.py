@@ -23,7 +23,7 @@ def fixes(op: Op, args: Args, is_legal: Callable[[Args], bool], most: int = 3) -
     """Returns single changes that make a call legal; empty if no single change does.
 
     Args:
-        op: the record.
+        op: the operator's definition.
         args: arguments by canonical name, tensors without memory.
         is_legal: returns True for a call that breaks no rule.
         most: the largest number of changes to return.

@@ -1,4 +1,4 @@
-"""Ranks the rules of a record that a log likely refers to, if the call itself is not given.
+"""Ranks the rules of an operator definition that a log likely refers to, if the call itself is not given.
 
 CANN's messages contain its parameters in several spellings, which are compared with the rules' parameters.
 """
@@ -58,7 +58,7 @@ def likely(op: Op, log: Log) -> Iterator[tuple[str, str, str, str, int]]:
     """Yields (parameter, CANN's name, expected, fix, code) of likely rules, the likeliest first.
 
     Args:
-        op: the record of the called function; CANN's names come from the operator that failed.
+        op: the operator definition of the called function; CANN's names come from the operator that failed.
         log: the parsed log.
     """
     names = (RECORDS[log.operator] if log.operator else op).cann

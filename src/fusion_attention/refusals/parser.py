@@ -53,7 +53,7 @@ _UNARY: dict[type, Callable[[Any], Any]] = {
 }  # fmt: skip
 _BUILTINS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (float, int, list, tuple, abs, min, max, sum)}
 PHASE_1 = "GetWorkspaceSize"
-PACKAGE = "cann_ops_transformer"  # CANN's; its records have its name in front
+PACKAGE = "cann_ops_transformer"  # CANN's; its definitions have its name in front
 _FORM = "bf16[2,1024,8,64]"
 
 
@@ -66,7 +66,7 @@ class Written:
     """A parsed call.
 
     Attributes:
-        operator: the record's name.
+        operator: the operator's name.
         positional, named: its arguments; only tensors with literal content have memory.
     """
 
@@ -102,7 +102,7 @@ def parse_call(text: str) -> Written:
 
 
 def operator_named(name: str) -> str | None:
-    """Returns the record's name of a function or of its first phase; None if there is no record.
+    """Returns the operator that a function, or a first phase, calls; None if the operator has no definition here.
 
     Args:
         name: dotted or not; one that CANN's package alone has needs no package before it.
@@ -149,7 +149,7 @@ class _Reader:
         return self.written
 
     def _operator(self, call: ast.Call) -> bool:
-        """Reads a call of an operator; returns False if the function has no record."""
+        """Reads a call of an operator; returns False if the function's operator has no definition."""
         parts = _dotted(call.func).split(".")
         while parts and parts[-1] in ("out", "default"):
             parts.pop()

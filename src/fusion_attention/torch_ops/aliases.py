@@ -1,6 +1,7 @@
-"""Support for tensors on a device without kernels, such as "npu": functions compute on aliases on another device.
+"""Support for tensors on a device that exists only by name, such as "npu": another device computes over their memory.
 
-Results are returned as tensors on the original device. Code below the wrapped functions sees aliases only.
+A tensor there has an alias, a tensor over the same memory on the computing device. Functions compute on aliases and
+return tensors on the device by name.
 npu/device/backend.py defines the conversions of "npu".
 """
 
@@ -27,14 +28,15 @@ COUNTS = frozenset({torch.int32, torch.int64})  # lengths and seeds may lie in h
 
 
 class Ways(NamedTuple):
-    """The conversions between an aliased device and the device that computes.
+    """The conversions between a device that exists only by name, such as "npu", and the device that computes for it.
 
     Attributes:
-        device: type of the aliased device, such as "npu".
-        to_base: function from a tensor on that device to its alias on the computing device; differentiable.
+        device: type of the device by name.
+        to_base: function from a tensor on that device to a tensor over the same memory on the computing device;
+            differentiable.
         back: function from a tensor on the computing device, and a list of tensors that may share its memory, to a
-            tensor on the aliased device.
-        draw: function that returns the next (seed, offset) of the aliased device's generator.
+            tensor on the device by name.
+        draw: function that returns the next (seed, offset) of that device's random generator.
     """
 
     device: str
@@ -53,7 +55,7 @@ def connect(ways: Ways) -> None:
 
 
 def crosses(device: torch.device) -> bool:
-    """True if this device is aliased."""
+    """True if this device exists only by name."""
     return _ways is not None and device.type == _ways.device
 
 
@@ -63,7 +65,7 @@ def aliased(function: Callable[P, R], host: int = 0) -> Callable[P, R]:
 
 
 def crossing(function: Callable[P, R], host: int = 0, names: Mapping[str, str] | None = None) -> Callable[P, R]:
-    """Wraps a function so that it also accepts tensors on the aliased device.
+    """Wraps a function so that it also accepts tensors on a device that exists only by name.
 
     host: number of results, the last ones, that stay in host memory. names: for a function of one dictionary, the
     interface's names of its keys.

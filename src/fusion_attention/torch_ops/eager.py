@@ -27,14 +27,14 @@ _any_requires_grad = getattr(torch._C, "_any_requires_grad", _asked_one_by_one)
 
 
 def run(call: Lowered, backend: str = "auto") -> Results:
-    """Runs a lowered call and returns its results by the names of the record's outputs, without autograd."""
+    """Runs a lowered call and returns its results by the names of the operator's outputs, without autograd."""
     results = call.results()
     compute(call, results, backend)
     return results
 
 
 def results(bound: Bound, backend: str = "auto", *, complete: bool = False, **how: Any) -> Results:
-    """Runs a bound call and returns its results by name, with the derivatives that its record declares.
+    """Runs a bound call and returns its results by name, with the derivatives that the operator definition declares.
 
     There may be more results than were requested.
 

@@ -1,5 +1,5 @@
-"""Serialization of any record's call to arguments of a torch operator: tensors, lengths as int64 tensors, numbers and
-one line of text.
+"""Serialization of any operator's call to arguments of a torch operator: tensors, lengths as int64 tensors,
+numbers and one line of text.
 
 A trace therefore contains no lengths and no plan: validation, lowering and planning run inside the operator. pack()
 serializes arguments; read() and unpack() restore them.
@@ -30,7 +30,7 @@ CALL = "Tensor?[] tensors, Tensor?[] arrays, SymInt[] ints, float[] floats, Tens
 
 
 class Names(NamedTuple):
-    """Canonical names of a record's parameters by kind, and of its results."""
+    """Canonical names of an operator's parameters by kind, and of its results."""
 
     tensors: tuple[str, ...]  # inputs
     arrays: tuple[str, ...]
@@ -40,7 +40,7 @@ class Names(NamedTuple):
 
 
 def names_of(op: str) -> Names:
-    """The Names of the record `op`."""
+    """The Names of the operator definition `op`."""
     record = RECORDS[op]
     return Names(
         tuple(p.name for p in record.params if isinstance(p, Tensor) and not p.output),
@@ -52,7 +52,7 @@ def names_of(op: str) -> Names:
 
 
 def constant(function: Callable[[str], Any], value: str) -> Any:
-    """function(value); in a trace, a constant, so that torch does not trace or guard records and settings."""
+    """function(value); in a trace, a constant, so that torch neither traces nor guards definitions and settings."""
     if torch.compiler.is_compiling():
         from fusion_attention.torch_ops import trace_constants
 
@@ -64,7 +64,7 @@ def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, bac
     """Serializes a call to the arguments of an operator with schema CALL; args: by canonical name.
 
     A list of lengths becomes a constant of a trace, a tensor an input. Numbers are sorted by their type, not by the
-    record's; bind() reports wrong types later.
+    declared one; bind() reports wrong types later.
     """
     names = constant(names_of, op)
     ints: dict[str, Any] = {}
@@ -128,7 +128,8 @@ def _as_tensor(lengths: Any) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Text:
-    """The parsed line of text: record, settings, names of numbers, lengths of lists, and other attributes (words).
+    """The parsed line of text: operator definition, settings, names of numbers, lengths of lists, and other attributes
+    (words).
 
     Attributes:
         strict, check_content: True if the trace was strict; None: settings at run time decide.

@@ -1,6 +1,6 @@
 """The registered operators `lowered` and `lowered_grad`, which represent calls in traces, transforms and modes.
 
-The first runs a call of any record with results, the second its derivative.
+The first runs a call of any operator with results, the second its derivative.
 """
 
 from __future__ import annotations

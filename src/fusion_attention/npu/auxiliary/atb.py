@@ -1,6 +1,5 @@
-"""torch_npu's attention functions from the chip's transformer library (ATB), which write to a given tensor.
-
-npu_fused_infer_attention_score computes them.
+"""torch_npu's attention functions from the chip's transformer library (ATB), which write to an output tensor that the
+caller passes; each calls npu_fused_infer_attention_score.
 """
 
 import numpy as np

@@ -53,7 +53,7 @@ def attend(
     """Computes a checked call, and writes its `out`.
 
     Args:
-        op, given: the record, and the arguments by its names.
+        op, given: the operator definition, and the arguments by its names.
         keys: rows of keys and values, or their pages.
         ends: cumulative ends of the query rows.
         kv: cumulative ends of packed keys, or numbers of keys in pages.

@@ -1,4 +1,4 @@
-"""The entry point of auxiliary operators: calls are checked against the record, then computed in torch's operators."""
+"""The entry point of auxiliary operators: a call is checked against the operator definition, then torch computes it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ R = TypeVar("R")
 def computed(
     op: Op, host: int | None = None, before: Callable[[Args], Args] | None = None
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Makes the function of an auxiliary record from a body, and checks its calls.
+    """Makes the public function of an auxiliary operator from a body, and checks its calls.
 
     The body's parameters are canonical names of arguments that it reads; attributes that are None have their defaults.
 
@@ -70,7 +70,7 @@ def in_place_of(op: Op, **names: str) -> Iterator[None]:
     function's limits are not checked.
 
     Args:
-        op: the record of the auxiliary operator.
+        op: the definition of the auxiliary operator.
         names: from the other function's parameters to the operator's, if they differ.
     """
     # torch.compile cannot trace settings.

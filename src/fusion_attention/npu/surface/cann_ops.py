@@ -1,5 +1,5 @@
-"""CANN's package of operators, cann_ops_transformer: functions made from records, and those that are ours under other
-words.
+"""CANN's package of operators, cann_ops_transformer: functions made from operator definitions, and those that are ours
+under other words.
 
 Lengths are cumulative ends with a 0 before them (cu_seqlens), or lengths (seqused).
 """
@@ -25,7 +25,7 @@ from fusion_attention.npu.surface.target_losses import TARGET_LOSSES
 
 Tensor = torch.Tensor
 NAME = "cann_ops_transformer"
-# By the names of their records.
+# By the names of their operator definitions.
 FROM_RECORDS: dict[str, Callable[..., Any]] = {
     f"{NAME}.{one.__name__}": one
     for one in (*SHARED_KEYS, lightning_indexer, msa_index_score, compressor, *TARGET_LOSSES)

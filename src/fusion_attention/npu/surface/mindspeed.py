@@ -20,7 +20,7 @@ _ROTARY = {0: "half", 1: "interleave"}
 
 
 def _former(op: Op, name: str, *changed: Param, without: str) -> Op:
-    """MindSpeed's variant of a record of torch_npu, with changed parameters, and without those in `without`."""
+    """MindSpeed's variant of an operator of torch_npu, with changed parameters; without: those to omit."""
     others = {p.name: p for p in changed}
     params = tuple(others.get(p.name, p) for p in op.params if p.name not in without.split())
     return op.version(name, op.summary, params=params, rules=(), source="MindSpeed", example="")

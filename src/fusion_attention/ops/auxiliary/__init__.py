@@ -1,6 +1,6 @@
-"""Records of auxiliary operators of models (norms, rotary embedding, caches, experts, ...), which torch computes.
+"""Definitions of auxiliary operators of models (norms, rotary embedding, caches, experts, ...), which torch computes.
 
-These records have no lowering to the intermediate representation, but are checked, documented and sampled as all
+These definitions have no lowering to the intermediate representation, but are checked, documented and sampled as all
 others. They are loaded on first use.
 """
 
@@ -35,5 +35,5 @@ FAMILIES = (
     *(losses, atb, atb_rows, block_scores, compressor, quantised_sparse, merging, prolog),
 )
 AUXILIARY: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
-# All records by name.
+# All operator definitions by name.
 CONTRACTS: dict[str, Op] = {**RECORDS, **AUXILIARY}

@@ -1,4 +1,5 @@
-"""Records of attention functions from the chip's transformer library (ATB), over packed rows and over pages.
+"""Operator definitions of attention functions from the chip's transformer library (ATB), over packed rows and over
+pages.
 
 Every function writes to a tensor that the caller passes. npu_fused_infer_attention_score computes the attention.
 """
@@ -167,7 +168,7 @@ def attends(
     sample: Mapping[str, Any],
     **more: Any,
 ) -> Op:
-    """The record of an attention function that writes to `out`; visible: the formula's text on visible keys."""
+    """The definition of an attention function that writes to `out`; visible: the formula's text on visible keys."""
     may_be_none = {p.name: p.type | None for p in inputs if isinstance(p, Attr) and p.default is not REQUIRED}
     shapes = {p.name: tuple(SIZES[word] for word in p.words("")) for p in inputs if isinstance(p, Tensor)}
     floating = {n: shapes[n] for n in ("query", "key", "value", "key_cache", "value_cache") if n in shapes}

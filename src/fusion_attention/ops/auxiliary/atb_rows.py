@@ -1,4 +1,4 @@
-"""Records of the chip's transformer library (ATB) that store rows in caches and apply rotary embedding."""
+"""Operator definitions of the chip's transformer library (ATB) that store rows in caches and apply rotary embedding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STORED = "what is stored in a cache has no derivative: call it under torch.no_gr
 
 
 def stores(name: str, summary: str, names: tuple[str, ...], **more: Any) -> Op:
-    """The record of a function that stores rows in caches; names: the tensors of rows."""
+    """The operator definition of a function that stores rows in caches; names: the tensors of rows."""
     caches, sizes = tuple(f"{n}_cache" for n in names), {"key": (6, 2, 16), "value": (6, 2, 8)}
     paged = {"key_cache": "P Ps N2 D", "value_cache": "P Ps N2 Dv"}
     pages = {c: tuple(SIZES[word] for word in paged[c].split()) for c in caches}

@@ -1,4 +1,4 @@
-"""The record of MsaIndexScore, which scores blocks of keys, so that a model can select those that rows attend to."""
+"""The operator definition of MsaIndexScore, which scores blocks of keys; a model then selects blocks for its rows."""
 
 from __future__ import annotations
 

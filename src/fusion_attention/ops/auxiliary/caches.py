@@ -1,4 +1,4 @@
-"""Records of functions that write and read caches, paged or not."""
+"""Operator definitions of functions that write and read caches, paged or not."""
 
 from __future__ import annotations
 

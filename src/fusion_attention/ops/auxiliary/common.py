@@ -1,4 +1,4 @@
-"""Parameters, rules and check functions that records of auxiliary operators share."""
+"""Parameters, rules and check functions used by the definitions of several auxiliary operators."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def result(name: str, text: str, dtypes: str) -> Tensor:
 
 
 def auxiliary(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """The record of an auxiliary operator.
+    """The definition of an auxiliary operator.
 
     more: fields of Op; `sample`: shapes of the default sample; `functions`: further functions that rules call.
     """

@@ -1,4 +1,4 @@
-"""Records of functions that permute tokens into the order of experts, and back."""
+"""Operator definitions of functions that permute tokens into the order of experts, and back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def counting(modulo: int, dtype: torch.dtype = torch.int32) -> Callable[[tuple[i
 
 
 def moe(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """The record of a function in this module or in routing.py; more: fields of Op, `sample` and `sizes`."""
+    """The definition of an operator in this module or in routing.py; more: fields of Op, `sample` and `sizes`."""
     sample, sizes = more.pop("sample", {}), more.pop("sizes", {})
     return auxiliary(name, summary, inputs, results, sample=sample, sizes=SIZES | sizes, **more)
 

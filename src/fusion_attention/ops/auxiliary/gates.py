@@ -1,4 +1,4 @@
-"""Records of activation functions, with and without a gate."""
+"""Operator definitions of activation functions, with and without a gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of npu_kv_rmsnorm_rope_cache, which stores normalized latents and rotated keys in two caches."""
+"""The definition of npu_kv_rmsnorm_rope_cache, which stores normalized latents and rotated keys in two caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of losses: cross entropy with its gradient, and a Kullback-Leibler loss."""
+"""Operator definitions of losses: cross entropy with its gradient, and a Kullback-Leibler loss."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HOW = (
 
 
 def loss(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], rows: str, **more: Any) -> Any:
-    """The record of the loss or its gradient; rows: name of the tensor [T, C]."""
+    """The operator definition of the loss or its gradient; rows: name of the tensor [T, C]."""
     has_rows = Rule(
         f"labels(target, {rows}.shape[1], ignore_index)", "target", "or ignore_index", "classes that there are",
         code=INVALID, reads=True, when=f"{rows}.dim() == 2", invalid={"target": torch.tensor([0, 1, 2, 3, 4, 5])},

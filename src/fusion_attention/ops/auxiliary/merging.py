@@ -1,4 +1,4 @@
-"""Records of functions that merge partial results of attention."""
+"""Operator definitions of functions that merge partial results of attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of root-mean-square norms."""
+"""Operator definitions of root-mean-square norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of npu_grouped_matmul, a matrix product for every expert."""
+"""The operator definition of npu_grouped_matmul, a matrix product for every expert."""
 
 from __future__ import annotations
 

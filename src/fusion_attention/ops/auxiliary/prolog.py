@@ -1,4 +1,4 @@
-"""Records of the preprocessing of multi-head latent attention: queries from rows, and a latent stored in a cache."""
+"""Operator definitions that prepare multi-head latent attention: queries from rows, and a latent stored in a cache."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ rope(r) = npu_interleave_rope(r, cos, sin)"""
 
 
 def prolog(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """The record of a version of the operator."""
+    """The definition of a version of the operator."""
     return auxiliary(
         name,
         summary,

@@ -1,4 +1,4 @@
-"""Records of quantization to eight and four bits, and of matrix products of integers."""
+"""Operator definitions of quantization to eight and four bits, and of matrix products of integers."""
 
 from __future__ import annotations
 

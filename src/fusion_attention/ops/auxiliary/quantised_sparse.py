@@ -1,4 +1,4 @@
-"""Records of sparse attention and its indexer over int8, derived from the records over floats, which compute them."""
+"""Definitions of sparse attention and its indexer over int8, derived from those over floats, which compute."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def without_last(shape: dict[str, str]) -> dict[str, str]:
 
 
 def retained_rules(op: Op, params: Iterable[Any], *others: str) -> tuple[Rule, ...]:
-    """The rules of a floating-point record whose parameters are in `params`; others: words of rules to drop."""
+    """The rules of a floating-point operator whose parameters are in `params`; others: words of rules to drop."""
     names = {p.name for p in params}
     return tuple(rule for rule in op.rules if rule.param in names and not any(word in rule.check for word in others))
 
 
 def of_integers(op: Op, name: str, summary: str, params: tuple[Any, ...], **changes: Any) -> Op:
-    """The int8 variant of a record, without lowering."""
+    """The int8 variant of an operator definition, without lowering."""
     changes_of_all: dict[str, Any] = {"lower": None, "fresh": None, "trains": {}, "prototypes": {}}
     more = changes.pop("sample")
     samples = {layout: {**answer, **more} for layout, answer in op.samples.items()}

@@ -1,4 +1,4 @@
-"""Records of rotary position embedding."""
+"""Operator definitions of rotary position embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of expert selection (gating), and of the order of rows by experts (routing)."""
+"""Operator definitions of expert selection (gating), and of the order of rows by experts (routing)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of functions that transpose and reshape tensors, or change their format, some with a matrix product."""
+"""Operator definitions for transposing and reshaping tensors or changing their format, some with a matrix product."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of the softmax of masked scores, and its gradient."""
+"""Operator definitions of the softmax of masked scores, and its gradient."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Lowering of a bound call of fused inference attention to an InferenceCall.
 
-geometry.py derives lengths and shapes. Parameters that a record lacks have their neutral values.
+geometry.py derives lengths and shapes. Parameters that an operator definition lacks have their neutral values.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Records of CANN's fused inference attention, PromptFlashAttention and FusedInferAttentionScore, and of torch_npu's
-three functions.
+"""Operator definitions of CANN's fused inference attention, PromptFlashAttention and FusedInferAttentionScore, and of
+torch_npu's three functions.
 
 A version is a difference from an earlier one; parameters that IncreFlashAttention also has are imported from
 ops/inference/records.py. Rules are in rules.py, lowering in lower.py.
@@ -236,7 +236,7 @@ LSE = output(
     form=lambda names: names["input_layout"] if names["softmax_lse_flag"] else "",
 )
 
-# -------------------------------------------------------------------------------------------------------------- records
+# ------------------------------------------------------------------------------------------------- operator definitions
 
 PROMPT_FORMULA = """S   = scale_value * Q K^T + pse_shift
 out = softmax(S over the keys that mask, mode and window leave) V

@@ -1,4 +1,4 @@
-"""Records, without rules, of torch_npu's functions that allocate the results of its fused attention."""
+"""Operator definitions, without rules, of torch_npu's functions that allocate the results of its fused attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fusion_attention.ops.fused.records import TORCH_V1, TORCH_V2
 
 
 def _room(op: Op, *names: str, **more: Any) -> Op:
-    """The record of the function that allocates an operator's results; names: parameters that determine shapes."""
+    """The definition of the function that allocates an operator's results; names: parameters that determine shapes."""
     name, params = f"_{op.name}_infer_output", tuple(op.by_name[name] for name in names)
     summary = f"Memory for the results of {op.name}, for its `.out`; nothing is computed."
     returned = "(attention_out, softmax_lse), not initialised."

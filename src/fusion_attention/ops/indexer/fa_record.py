@@ -1,4 +1,4 @@
-"""The record of this library's lightning_indexer()."""
+"""The operator definition of this library's lightning_indexer()."""
 
 from __future__ import annotations
 

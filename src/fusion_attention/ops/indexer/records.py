@@ -1,4 +1,4 @@
-"""Records of CANN's lightning indexer and its gradient, in the two-phase interface and in torch_npu.
+"""Operator definitions of CANN's lightning indexer and its gradient, in the two-phase interface and in torch_npu.
 
 Most rules are in ops/sparse/rules.py, lowering is in lower.py.
 """
@@ -173,7 +173,7 @@ FORWARD = (
     ),
 )
 
-# ------------------------------------------------------------------------------------------------------------ records
+# ------------------------------------------------------------------------------------------------- operator definitions
 
 FORMULA = """I_j = sum_h w_h * max(0, q_h . k_j)            over the keys j that the row sees
 indices, values = the sparse_count largest I, best first; of equal ones the lower index first"""

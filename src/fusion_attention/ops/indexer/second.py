@@ -1,5 +1,5 @@
-"""Records of CANN's second lightning indexer, whose keys may each stand for several tokens, in the two-phase interface
-and in the package cann_ops_transformer."""
+"""Operator definitions of CANN's second lightning indexer, whose keys may each stand for several tokens, in the
+two-phase interface and in the package cann_ops_transformer."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-# ------------------------------------------------------------------------------------------------------------- records
+# ------------------------------------------------------------------------------------------------- operator definitions
 
 OF_TOKENS = FORMULA.replace(
     "over the keys j that the row sees", "over the keys j < (position + 1) // cmp_ratio (mask_mode 3), or all (0)"

@@ -1,1 +1,1 @@
-"""Records of the lightning indexer's KL losses with gradients, from CANN and of this library (indexer_loss())."""
+"""Definitions of the lightning indexer's KL losses with gradients: CANN's, and this library's indexer_loss()."""

@@ -1,4 +1,4 @@
-"""The record of `fusion_attention.indexer_loss`, over selected keys or over all keys of a band."""
+"""The operator definition of `fusion_attention.indexer_loss`, over selected keys or over all keys of a band."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of `fusion_attention.indexer_target_loss`, whose target is passed by the caller."""
+"""The operator definition of `fusion_attention.indexer_target_loss`, whose target is passed by the caller."""
 
 from __future__ import annotations
 

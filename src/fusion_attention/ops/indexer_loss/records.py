@@ -1,4 +1,5 @@
-"""Records of CANN's losses of the lightning indexer with their gradients, and of the softmax statistics they need.
+"""Operator definitions of CANN's losses of the lightning indexer with their gradients, and of the softmax statistics
+they need.
 
 Most of their rules are in ops/sparse/rules.py; lower.py makes the IndexerLossProblem.
 """
@@ -180,7 +181,7 @@ HEADS, SCORES = some_heads("query_index", "Ni"), scores("query_index", "Ni", "Di
 LSE_SCORES = some_heads("query_index", "N1"), *scores("query_index", "N1", "D")
 MEANING = (*LENGTHS, *NEEDS_KEY_LENGTHS, *SHAPES, HEADS, *SCORES, SAVED)
 
-# ------------------------------------------------------------------------------------------------------------ records
+# ------------------------------------------------------------------------------------------------- operator definitions
 
 FORMULA = """p_j = (1 / N) sum_h exp(s_hj - max_h) / sum_h,   s_hj = scale * (q_h . k_j + q_rope_h . k_rope_j)
 I_j = sum_h w_h * max(0, S_hj),   S_hj = query_index_h . key_index_j,   y = softmax(I)      over the keys of a row

@@ -1,5 +1,5 @@
-"""Records of CANN's losses of the indexer against a target passed by the caller, and of the statistics for one of
-them."""
+"""Operator definitions of CANN's losses of the indexer against a target passed by the caller, and of the statistics for
+one of them."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ LIST_LIMITS = (
     ),
 )
 
-# ------------------------------------------------------------------------------------------------------------ records
+# ------------------------------------------------------------------------------------------------- operator definitions
 
 FORMULA = """I_j = sum_h w_h * max(0, S_hj),   S_hj = q_h . k_j,   y = softmax(I)      over the keys j of a row
 dI = {}

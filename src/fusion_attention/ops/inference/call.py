@@ -55,7 +55,7 @@ class InferenceCall:
         names: names of the results: out; optionally max and sum, or softmax_lse.
         call_cache: shared by all calls with the same shapes, strides and lengths.
         out_layout: layout of out; "": as layout. lse_by_batch: softmax_lse is [1, N1, S1, 1] although rows are packed.
-        absent: results of the record that were not requested: they have no elements.
+        absent: results of the operator definition that were not requested: they have no elements.
         q_first: int64 [sequences], the slot of each sequence's first query row; None: 0.
         q_rope, k_rope: rope elements in the layouts of q and k.
         k_common, v_common: common prefix of all sequences, in q's layout, with a batch of 1.

@@ -1,4 +1,4 @@
-"""The record, rules and lowering of this library's decode_attention().
+"""The operator definition, rules and lowering of this library's decode_attention().
 
 Unlike CANN's operators it describes caches by layout, scales by shape, and windows by a Band.
 """

@@ -1,6 +1,6 @@
 """Lowering of a bound call of CANN's IncreFlashAttention to an InferenceCall.
 
-Parameters that a record lacks have their neutral values.
+Parameters that an operator definition lacks have their neutral values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records of CANN's decoding: IncreFlashAttention V1 to V4 and torch_npu's npu_incre_flash_attention.
+"""Operator definitions of CANN's decoding: IncreFlashAttention V1 to V4 and torch_npu's npu_incre_flash_attention.
 
 A version is a difference from the previous one. Rules are in rules.py, lowering in lower.py.
 """

@@ -48,7 +48,7 @@ class Metadata:
 
 
 def metadata(of: str, lengths: tuple[Param, ...], numbers: str, elements: int = 1024) -> Op:
-    """The record of an operator's metadata function.
+    """The definition of an operator's metadata function.
 
     Args:
         of: name of the operator.

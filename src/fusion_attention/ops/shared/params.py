@@ -1,4 +1,5 @@
-"""Parameters of records in several families, the content of their samples, and the default scale."""
+"""Parameter descriptions used by several groups of operators, functions that fill the tensors of sample calls, and the
+default softmax scale."""
 
 from __future__ import annotations
 

@@ -263,5 +263,5 @@ PROTOTYPES = {
     **{name: _prototype(name, names, "this operator's page") for name, names in _PAGES.items()},
     **{name: _prototype(name, names, PUBLIC) for name, names in _HEADERS.items()},
 }
-# Makes the record of an operator of CANN; its versions are made with Op.version().
+# Makes the definition of an operator of CANN; its versions are made with Op.version().
 of_cann = partial(Op, source="CANN", prototypes=PROTOTYPES, blank_is_absent=True)

@@ -153,7 +153,7 @@ doubt = partial(Rule, level="doubt")
 def covered(q_len: str, kv_len: str, advice: str, short: Settings) -> tuple[Rule, ...]:
     """Doubts: packed sequences cover all rows of their tensors; short: settings that violate this for both sides.
 
-    The record's `derive` must return q_len and kv_len, the tokens of each sequence.
+    The operator definition's `derive` must return q_len and kv_len, the tokens of each sequence.
     """
     return tuple(
         doubt(

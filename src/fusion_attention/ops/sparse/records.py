@@ -1,4 +1,4 @@
-"""Records of CANN's sparse attention, forward and gradient, in the two-phase interface and in torch_npu.
+"""Operator definitions of CANN's sparse attention, forward and gradient, in the two-phase interface and in torch_npu.
 
 Rules are in rules.py, lowering in lower.py.
 """
@@ -224,7 +224,7 @@ BACKWARD = (
     ),
 )
 
-# ------------------------------------------------------------------------------------------------------------ records
+# ------------------------------------------------------------------------------------------------- operator definitions
 
 FORMULA = """s_j = scale * (q . k_j + q_rope . k_rope_j)        over the keys j of the selected blocks that the row sees
 max = max_j s_j,  sum = sum_j exp(s_j - max) + exp(sink - max),  out = sum_j exp(s_j - max) v_j / sum"""

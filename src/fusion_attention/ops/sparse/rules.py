@@ -1,6 +1,6 @@
-"""Rules of sparse attention and of the indexer, for CANN's records and this library's.
+"""Rules of sparse attention and of the indexer, for CANN's operator definitions and this library's.
 
-A rule applies to every record that has its parameters. docs/rulings.md 15 explains levels and codes.
+A rule applies to every definition that has its parameters. docs/rulings.md 15 explains levels and codes.
 """
 
 from __future__ import annotations

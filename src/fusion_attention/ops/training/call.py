@@ -33,7 +33,7 @@ class DenseCall:
     """A lowered call: problem, layouts, lengths and tensors; extras are in the order of EXTRAS.
 
     Args:
-        names: the record's parameters for q, k, v and extras; "" if the record has none.
+        names: the definition's parameters for q, k, v and extras; "" if the definition has none.
     """
 
     problem: Problem

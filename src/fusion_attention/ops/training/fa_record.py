@@ -1,4 +1,4 @@
-"""The record of this library's attention(), and its lowering.
+"""The operator definition of this library's attention(), and its lowering.
 
 Unlike CANN's operators it takes lengths, not cumulative ends, masks without a tensor, and biases that broadcast.
 """

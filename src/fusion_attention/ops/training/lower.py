@@ -1,6 +1,6 @@
 """Lowering of a bound call of CANN's training attention to a DenseCall.
 
-Forward and gradient records are lowered alike; parameters that a record lacks have their neutral values.
+Forward and gradient operators are lowered alike; parameters that an operator lacks have their neutral values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BIAS_KINDS = {2: "slopes", 3: "slopes_sqrt"}
 
 
 def dense_call(bound: Bound, *, seed: int | None = None, offset: int | None = None) -> DenseCall:
-    """The lowered call of a bound forward or gradient record.
+    """The lowered call of a checked call of a forward or gradient operator.
 
     seed, offset: of the dropout mask, if keep_prob < 1 and no mask is given; None: the call's arguments.
     """
@@ -40,7 +40,7 @@ def _number(value: int | Tensor | None) -> int:
 
 
 def results_call(bound: Bound, out: Tensor) -> DenseCall:
-    """A DenseCall of a bound forward record with the output in place of q, k and v, to convert its statistics."""
+    """A DenseCall of a forward operator's call, with the output in place of q, k and v; used to convert statistics."""
     problem, form, extents, _ = bound.once(_without_tensors)
     return DenseCall(problem, form, extents, out, out, out, ())
 
@@ -48,7 +48,7 @@ def results_call(bound: Bound, out: Tensor) -> DenseCall:
 def lower(
     bound: Bound, *, seed: int | None = None, offset: int | None = None, lanes: bool = True
 ) -> DenseForward | DenseBackward:
-    """Lowers a bound forward or gradient record; lanes: as in DenseForward."""
+    """Lowers the checked call of a forward or gradient operator; lanes: as in DenseForward."""
     call, n = dense_call(bound, seed=seed, offset=offset), bound.names
     if "dy" not in bound.op.by_name:
         return DenseForward(call, FORWARD, lanes=lanes)

@@ -1,4 +1,5 @@
-"""Records of CANN's training attention: FlashAttentionScore, VarLenScore, their gradients and torch_npu's functions.
+"""Operator definitions of CANN's training attention: FlashAttentionScore, VarLenScore, their gradients and torch_npu's
+functions.
 
 Parameters are in the order of the documentation, listed completely or as additions to an earlier version. Rules are in
 rules.py and mask_rules.py, lowering in lower.py.
@@ -174,7 +175,7 @@ DQ_ROPE, DK_ROPE = (
 )
 DSINK = output("dsink", "Gradient of sink.", "N1", "float32")
 
-# ---------------------------------------------------------------------------------------------------------- records
+# ------------------------------------------------------------------------------------------------- operator definitions
 
 NEUTRAL = {
     "pse_type": 1,

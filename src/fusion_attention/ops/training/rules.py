@@ -1,6 +1,6 @@
 """Rules of CANN's training attention: FlashAttentionScore, VarLenScore and their gradients.
 
-A rule applies to every record that has its parameter. docs/rulings.md 15 explains levels and codes.
+A rule applies to every operator definition that has its parameter. docs/rulings.md 15 explains levels and codes.
 """
 
 from __future__ import annotations

@@ -50,12 +50,12 @@ def fresh_forward(
 
 
 def fresh_results(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the results of a forward record's call from its arguments by name."""
+    """Allocates the results of a forward operator's call from its arguments by name."""
     return fresh_forward(FORWARD, n["query"], n["key"], n["value"], n["input_layout"], n["head_num"], LANES)
 
 
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the gradients of a gradient record's call, for the tensors that are not None."""
+    """Allocates the gradients that a gradient operator's call returns, for the tensors that are not None."""
     return _like(n[name] for name in ("query", "key", "value", "query_rope", "key_rope", "pse", "sink"))
 
 
@@ -107,7 +107,7 @@ class DenseForward(OfCall):
 
     @property
     def inputs(self) -> Mapping[str, Tensor | None]:
-        """The tensors of the call by the record's parameter names; the key "" stands for absent tensors."""
+        """The tensors of the call by the definition's parameter names; the key "" stands for absent tensors."""
         c = self.call
         return dict(zip(c.names, (c.q, c.k, c.v, *c.extras), strict=True))
 

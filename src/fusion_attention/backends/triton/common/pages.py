@@ -79,7 +79,7 @@ def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop
 
 @triton.jit
 def scale_offset(strides, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.constexpr, PAGE: tl.constexpr):
-    """Offsets of the scales or offsets of keys j."""
+    """Memory offsets, in elements, of the quantisation scales (or zero points) of keys j."""
     cache = cache_at(strides, count, b, hk, VIEW, 1)
     if KIND == PER_TOKEN:
         return offset_of(cache, page, j, PAGE)

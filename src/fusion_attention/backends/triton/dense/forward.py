@@ -109,7 +109,7 @@ def add_means(acc, mean, v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.c
 
 @triton.jit
 def finish(m, l, sink, h, unit, SINK: tl.constexpr):
-    """(max, sum, factor on the accumulator) of rows, including the sink."""
+    """Converts running maxima to natural-logarithm units and adds the sink: (max, sum, factor on the accumulator)."""
     nothing = m == -float("inf")
     top = tl.where(nothing, -float("inf"), m * unit)
     fade = tl.where(nothing, 0.0, 1.0)

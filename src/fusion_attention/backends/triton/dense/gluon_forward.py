@@ -98,7 +98,12 @@ def masked(s, i, walk, first, end, BN: gl.constexpr, SCORES: gl.constexpr):
 
 @gluon.jit
 def stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK: gl.constexpr, MEAN: gl.constexpr):
-    """(max, sum, factor on the accumulator) of rows, in the stored form."""
+    """Converts the running maximum m and sum l of rows to the values written to memory; the third result normalises
+    rows.
+
+    Maxima are converted to natural-logarithm units, and maxima and sums include the sink. A row without keys has the
+    maximum -inf and the sum 0, or kv_len if it returns the mean of V. Accumulator times factor is the output.
+    """
     top, l, fade = finish(m, l, sink, h, unit, SINK)
     empty = top == -float("inf")
     l = gl.where(empty, 0.0, l)
