@@ -1,7 +1,6 @@
-"""Records attention calls to files: capture() around any code; judging/replay.py computes recorded calls again.
+"""Saves attention calls to files: capture() around any code; judging/replay.py computes saved calls again.
 
-A capture is one .safetensors file: tensors by the names of the operator's parameters, everything else as JSON in its
-metadata.
+A saved call is one .safetensors file: inputs and outputs by the operator's names, everything else as JSON in metadata.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from fusion_attention.torch_ops import dense, dispatch
 __all__ = ["capture"]
 
 _INTERFACES = (training, inference, fused_inference, sparse, indexer_loss)
-# Every call passes one of these functions. Captures replace them while they record: a call without a recording is not
-# slower, and the functions of a real torch_npu can only be replaced.
+# Every call passes one of these functions. An active capture() replaces them, so that calls outside it are not slower;
+# the functions of a real torch_npu can only be replaced.
 HOOKED = ((training_call, "forward"), (training_call, "backward"), (dense, "forward"), (dispatch, "results"))
 
 
 class capture(Counted):
-    """Records every attention call inside a block or a function, each as one file in a folder.
+    """Saves every attention call (inputs and outputs) inside a block or a function, each as one file in a folder.
 
-    It records the functions of fusion_attention.npu (and of an installed `torch_npu`) and of fusion_attention, in every
-    thread and for every way to import them, and those of a real torch_npu as attributes of its module. It does not
-    record compiled calls, calls that fail, and calls on the meta device. Several captures may record at the same time,
-    also to one folder, and may end in any order.
+    Calls of functions of fusion_attention.npu (and of an installed `torch_npu`) and of fusion_attention are saved, in
+    every thread and for every way to import the functions; calls of a real torch_npu if they are made through its
+    module's attributes. Compiled calls, calls that fail, and calls on the meta device are not saved. Several captures
+    may be active at the same time, also for one folder, and may end in any order.
 
     Args:
         path: the folder, created if it does not exist. Files are named 0000-npu_fusion_attention.safetensors and so on,
@@ -74,7 +73,7 @@ class capture(Counted):
         self.numbers = count()
 
     def begin(self, changes: Changes) -> None:
-        """Starts recording; called when the first block or function of this capture is entered."""
+        """Replaces the functions that calls pass; called when the first block of this capture is entered."""
         self.path.mkdir(parents=True, exist_ok=True)
         beside = [other for other in _recorders if other.path.resolve() == self.path.resolve()]
         self.numbers = beside[0].numbers if beside else count(_first_number(self.path))
@@ -86,7 +85,7 @@ class capture(Counted):
     def record(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: Any, backend: str) -> None:
         """Writes one call, unless it is traced or on the meta device.
 
-        A wrapper that another one wraps outlives the recording, and then records nothing.
+        A wrapper that another one wraps may be called after its capture has ended, and then writes nothing.
         """
         if self not in _recorders or dispatch.is_traced(args.values()):
             return
@@ -96,7 +95,7 @@ class capture(Counted):
                 self._watch(op, args, outputs, int(seed or 0), backend)
 
     def _watch(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: int, backend: str) -> None:
-        """Records the backward of a call when autograd runs it."""
+        """Writes the backward of a call when autograd runs it."""
         saved = {SAVED + n: t.detach() for n, t in outputs.items() if isinstance(t, torch.Tensor) and t.numel()}
 
         def record(upstream: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
@@ -149,7 +148,7 @@ class capture(Counted):
     def _save(self, name: str, values: dict[str, torch.Tensor], text: dict[str, str]) -> None:
         """Writes a file under the next free number; until it is complete, a .part file of that name reserves the
         number."""
-        from safetensors.torch import save_file  # only recording needs this package
+        from safetensors.torch import save_file  # only writing needs this package
 
         while True:
             path = self.path / f"{next(self.numbers):04}-{name}.safetensors"
@@ -175,7 +174,7 @@ class capture(Counted):
 
 
 def _first_number(folder: Path) -> int:
-    """Returns one more than the largest number of the folder's captures; numbers have at most twelve digits."""
+    """Returns one more than the largest number of the folder's saved calls; numbers have at most twelve digits."""
     numbers = (re.match(r"([0-9]{4,12})-.*\.safetensors$", file.name) for file in folder.iterdir())
     return max((int(number[1]) for number in numbers if number), default=-1) + 1
 
@@ -200,7 +199,7 @@ def _forget(recorder: capture) -> None:
 
 
 def _hooks(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
-    """Returns (module, attribute, wrapper) for every function that is replaced while calls are recorded."""
+    """Returns (module, attribute, wrapper) for every function that is replaced while calls are saved."""
 
     def training_of(names: tuple[str, ...]) -> Callable[[Layer], Any]:
         def wrap(layer: Layer) -> Any:
@@ -230,7 +229,7 @@ def _hooks(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
     def lowered(layer: Layer) -> Any:
         def recorded(op: Op, args: dict[str, Any], backend: str = "auto", **how: bool) -> Any:
             if op.repeats:
-                how["complete"] = True  # statistics are recorded, also if the caller did not request them
+                how["complete"] = True  # statistics are saved, also if the caller did not request them
             results = layer.below(op, args, backend, **how)
             recorder.record(op, args, results, 0, backend)
             return results

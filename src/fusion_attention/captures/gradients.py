@@ -1,4 +1,4 @@
-"""Records the backward of a recorded call when autograd runs it, and lowers it again from its file.
+"""Intercepts the backward of a saved call when autograd runs it, and lowers the backward again from its file.
 
 A backward's file has the arguments of its forward, the forward's results (`saved.`), their gradients (`upstream.`), and
 the gradients of the inputs as outputs.
@@ -59,6 +59,6 @@ def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, T
     """Lowers the backward of a lowered forward, from its results and their gradients; None without a derivative."""
     try:
         backward: Lowered = call.backward(saved, upstream)
-    except (AttributeError, KeyError):  # the operator has no derivative, or its statistics were not recorded
+    except (AttributeError, KeyError):  # the operator has no derivative, or its statistics were not saved
         return None
     return backward

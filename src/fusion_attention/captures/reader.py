@@ -25,12 +25,12 @@ _FIELDS = ("operator", "attributes", "arrays", "strides", "outputs", "seed", "li
 
 
 class CaptureError(ValueError):
-    """A file that is no capture, or has fields that contradict each other."""
+    """The error for a file that capture() did not write, or whose fields contradict each other."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """The content of a capture file.
+    """The content of a file that capture() wrote: one call with inputs and outputs.
 
     Attributes:
         operator: the operator's name; args: its arguments by canonical name; outputs: by name; seed: of drawn dropout.
@@ -46,10 +46,10 @@ class Recording:
 
 
 def read(path: Path, device: torch.device) -> Recording:
-    """Reads a capture file.
+    """Reads a file that capture() wrote.
 
     Raises:
-        CaptureError: the file is no capture, or its fields contradict each other.
+        CaptureError: capture() did not write the file, or its fields contradict each other.
         OSError: the path does not exist, or is not a file.
     """
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Names of the results that recorded functions return."""
+"""Names of the results of functions whose calls capture() saves."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def explain(
     fusion-attention explain 'fa.attention(f16[2,5,8,64], ...)'
     fusion-attention explain call.py --log failed.log
     fusion-attention explain failed.log
-    fusion-attention explain explain/0003-npu_fusion_attention.safetensors
+    fusion-attention explain calls/0003-npu_fusion_attention.safetensors
 
     Exit code: 0 for a legal call, 1 where a rule is broken, 2 where the text is not understood.
     """

@@ -1,4 +1,4 @@
-"""`fusion-attention replay`: computes recorded calls again, times them, and judges the results."""
+"""`fusion-attention replay`: computes calls saved by capture() again, times them, and judges the saved results."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Backend(str, Enum):
 
 @dataclass(frozen=True)
 class Call:
-    """The result of replaying one recorded call.
+    """The result of replaying one saved call.
 
     Attributes:
         file, operator: the file of the saved call, and the operator's name ("" for an unreadable file).
         sizes: dtype and shape of its first result.
         verdict: "right", "unjudged", "wrong" or "unreadable"; reason: the reason, "" for a correct call.
-        worst: the largest absolute difference between recorded and recomputed results.
+        worst: the largest absolute difference between saved and recomputed results.
         milliseconds: median of the timed runs; 0.0 without runs.
     """
 
@@ -60,15 +60,15 @@ def replay(
     runs: int = typer.Option(3, min=0, max=1000, help="Timed runs of every call, behind one that is not timed."),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON."),
 ) -> None:
-    """Compute a captured session again: every call timed, and judged.
+    """Compute the calls that fusion_attention.capture() saved again: every call timed, and judged.
 
-    Files of a folder come in the order in which they were recorded. A recorded result is right where it is about as
-    near to float64 as roundings in its dtype allow; fusion-attention verify FILE says what is wrong with another one,
-    and whether it is merely noisy.
+    Files of a folder come in the order in which they were saved. A saved result is right where it is about as near to
+    float64 as roundings in its dtype allow; fusion-attention verify FILE says what is wrong with another one, and
+    whether it is merely noisy.
 
     \b
     fusion-attention replay calls/
-    fusion-attention replay explain/0003-attention.safetensors --backend golden
+    fusion-attention replay calls/0003-attention.safetensors --backend golden
 
     Exit code: 0 where every call is right, 1 where one is wrong, 2 where one cannot be read or judged.
     """
@@ -96,10 +96,10 @@ def replay(
 
 
 def session(paths: list[Path]) -> list[Path]:
-    """Returns the captures in files and folders; those of a folder in the order of their numbers.
+    """Returns the files of saved calls in paths and folders; those of a folder in the order of their numbers.
 
     Raises:
-        ValueError: a path does not exist, or a folder has no captures.
+        ValueError: a path does not exist, or a folder has no saved calls.
     """
     files: list[Path] = []
     for path in paths:

@@ -1,4 +1,4 @@
-"""`fusion-attention verify`: judges recorded calls from files."""
+"""`fusion-attention verify`: judges calls saved to files with inputs and outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def verify(
     page: Path | None = typer.Option(None, "--html", help="Write one HTML file with pictures of the error."),
     unsafe_pickle: bool = typer.Option(False, "--unsafe-pickle", help="Read pickles that may run code."),
 ) -> None:
-    """Judge recorded calls: which outputs are wrong, where, and which well-known mistake explains them.
+    """Judge saved calls: which outputs are wrong, where, and which well-known mistake explains them.
 
     \b
     fusion-attention verify calls/

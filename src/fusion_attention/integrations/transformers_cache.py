@@ -126,12 +126,12 @@ class Present:
         return there
 
     def add(self, before: int, new: Tensor) -> None:
-        """Records new tokens of which some are padding; every layer calls it."""
+        """Sets the flags (true: no padding) of new tokens, from position `before` on; every layer sets equal flags."""
         self._real = real = torch.cat((self.upto(before, len(new), new.device), new), 1)
         self.gaps = bool((real[:, :-1] & ~real[:, 1:]).any())
 
     def change(self, how: Callable[[Tensor], Tensor | None]) -> None:
-        """Applies a function to the recorded tokens, for other sequences or fewer tokens."""
+        """Applies a function to the stored flags, for other sequences or fewer tokens."""
         self._real = None if self._real is None else how(self._real)
         self._read = None, 0, False, None
 

@@ -1,4 +1,4 @@
-"""A recorded call of any operator: validated, lowered, and computed by every back end."""
+"""A call of any operator with outputs to judge: validated, lowered, and computed by every back end."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Recorded:
 
 
 def from_recording(recording: Recording, source: str = "") -> Recorded:
-    """Makes a call from a capture."""
+    """Builds a Recorded from the content of a file that capture() wrote."""
     outputs = {n: t.cpu().contiguous() for n, t in recording.outputs.items()}
     return Recorded(
         recording.op, recording.args, outputs, recording.seed, source, (), recording.saved, recording.upstream

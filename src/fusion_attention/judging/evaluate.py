@@ -52,7 +52,7 @@ def measured(
     with_baseline: bool = False,
     beside: Mapping[str, Sequence[Output]] = MappingProxyType({}),
 ) -> Result:
-    """Measures the captured outputs against a setting's.
+    """Measures the errors of the outputs to judge against the outputs that the formulas give for a setting.
 
     Args:
         grade: grade of the expected errors. complete: the pieces cover the call, and maps are needed.

@@ -187,7 +187,7 @@ def measured(
     with_baseline: bool = False,
     beside: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> Result:
-    """Measures captured outputs, and other results beside them, against golden's."""
+    """Measures the outputs to judge, and results of other back ends beside them, against golden's."""
     kinds = {KINDS[n]: n for n in captured}
     dtypes = {k: _dtype(x, k, captured[n]) for k, n in kinds.items()}
     given_: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}
@@ -223,7 +223,7 @@ def _tally(x: Index, kind: str, tensor: Tensor) -> Tally:
 
 
 def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns views of captured outputs, by kind."""
+    """Returns views of the outputs to judge, by kind."""
     o, *grads = lowered.fill({**lowered.results(), **captured}).operands
     if lowered.op_kind == "indexer_topk":
         return {"indices": o.indices, "values": o.values}
@@ -234,7 +234,7 @@ def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def judgeable(x: Index, view: Any, block: Block) -> tuple[Tensor, Wanted]:
-    """Returns (captured, expected) of a block; lists of keys are replaced by the scores of their keys."""
+    """Returns (output to judge, expected output) of a block; lists of keys are replaced by the scores of their keys."""
     heads, lengths = x.heads if block.kind == "dq" else 1, x.extents.kv_len if block.kind == "dk" else x.extents.q_len
     ours: Tensor = view.sequence(block.b, heads, int(lengths[block.b]))[:, block.rows]
     if block.scores is None or block.kind != "indices":

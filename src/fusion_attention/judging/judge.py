@@ -81,7 +81,7 @@ def diagnose(
 
 
 def judged(call: Recorded, *, search: bool, backends: bool = True, standard: str = "error-bound") -> Judgement:
-    """Judges a recorded call."""
+    """Judges the outputs of a call."""
     if standard not in STANDARDS:
         raise JudgeError(f"standard {standard!r} is not known: one of {', '.join(STANDARDS)}")
     lowered = call.lowered()

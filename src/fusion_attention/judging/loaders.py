@@ -1,4 +1,5 @@
-"""Reads recorded calls from files: captures, dumps of msprobe (mindstudio-probe), .npz and .safetensors.
+"""Reads calls with inputs and outputs from files: of capture(), dumps of msprobe (mindstudio-probe), .npz,
+.safetensors.
 
 No code in a file is executed: torch's restricted reader reads pickles, unless the caller permits others. Sizes are
 checked before values are read.
@@ -30,7 +31,7 @@ _OUTPUT = "output."
 
 @dataclass(frozen=True)
 class Reading:
-    """Options for reading files that are no captures.
+    """Options for reading files that capture() did not write.
 
     Attributes:
         operator: the operator's name. names: map from parameters (and "output.<result>") to names in the file.
@@ -105,7 +106,7 @@ def _file(path: Path, how: Reading) -> Recorded:
 
 
 def _plain_safetensors(path: Path) -> dict[str, Tensor] | None:
-    """Returns the tensors of a .safetensors file; None for a capture or an unreadable file."""
+    """Returns the tensors of a .safetensors file; None if capture() wrote it or it is unreadable."""
     import safetensors
 
     try:

@@ -33,7 +33,7 @@ _SECOND = "_compressed"
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """One captured output of a call.
+    """One output of a call, to be judged.
 
     Attributes:
         name: its name in the operator definition. kind: "out", "max", "sum", "lse", or a gradient's name in the
@@ -97,7 +97,7 @@ class Unit:
 
 
 def setting_of(call: Any, captured: Mapping[str, Tensor]) -> tuple[Setting, list[Output]]:
-    """Returns the setting and captured outputs of a lowered dense, decode or sparse call."""
+    """Returns the setting and the outputs to judge of a lowered dense, decode or sparse call."""
     scratch = call.results()
     filled = call.fill(scratch)
     filled.begin()

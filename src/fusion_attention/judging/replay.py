@@ -1,4 +1,4 @@
-"""replay(): computes a recorded call again, and compares the results."""
+"""replay(): computes a call from a file of capture() again, and compares the results."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["CaptureError", "Replay", "replay"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Replay:
-    """A recorded call with its recorded and recomputed results; printed as five lines with a verdict.
+    """A saved call with its saved and recomputed results; printed as five lines with a verdict.
 
     Attributes:
         operator: the operator's name; args: its arguments by canonical name.
-        recorded, recomputed: outputs by name.
+        recorded, recomputed: outputs by name, from the file and from the new computation.
         differences: the largest absolute difference of each output; inf if shapes or positions of NaN differ.
         recording: the content of the file, if there was one.
     """
@@ -52,7 +52,7 @@ class Replay:
 
     @functools.cached_property
     def judgement(self) -> Judgement:
-        """The verdict of the error bound on the recorded outputs, computed on first use."""
+        """The verdict of the error bound on the saved outputs, computed on first use."""
         from fusion_attention.judging.calls import JudgeError, from_recording
         from fusion_attention.judging.judge import judged
 
@@ -67,9 +67,9 @@ class Replay:
 
 
 def replay(path: str | Path, *, backend: str = "auto", device: str | torch.device = "cpu") -> Replay:
-    """Computes a recorded call again and compares the results.
+    """Computes a call that capture() saved again and compares the results.
 
-    Dropout is drawn again from the recorded seed, with this library's generator rather than the chip's.
+    Dropout is drawn again from the saved seed, with this library's generator rather than the chip's.
 
     Args:
         path: a file that capture() wrote.
@@ -80,7 +80,7 @@ def replay(path: str | Path, *, backend: str = "auto", device: str | torch.devic
         A Replay.
 
     Raises:
-        CaptureError: the file is no capture, or its fields contradict each other.
+        CaptureError: capture() did not write the file, or its fields contradict each other.
         OSError: the file does not exist.
         BackendError: no back end computes the call.
 
@@ -120,7 +120,7 @@ def _compute(recording: Recording, backend: str) -> dict[str, torch.Tensor]:
     drawn = {"seed": seed, "offset": int(args.get("offset") or 0)} if "keep_prob" in op.by_name else {}
     call = op.lower(bound, **drawn)
     if op.trains:
-        call = call.complete()  # captures have all results of calls with a derivative
+        call = call.complete()  # files have all results of calls with a derivative
     if recording.upstream:
         backward = backward_of(call, recording.saved, recording.upstream)
         if backward is None and not hasattr(call, "gradients"):

@@ -74,7 +74,7 @@ def opinion(
 
 @dataclass(frozen=True)
 class Explanation:
-    """A mistake under which the captured outputs are correct.
+    """A mistake that explains the outputs: a program with this mistake would have computed them.
 
     Attributes:
         name, means, fix: as in the mistake. detail: the way of making it.

@@ -178,13 +178,13 @@ class _File:
         self.meaning: dict[str, str] = {}
 
     def read(self, tree: ast.AST) -> None:
-        """Records all uses in a syntax tree."""
+        """Collects all uses of names in a syntax tree."""
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 self._imported(node)
             elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 self._imported_from(node, node.module)
-        inner: set[int] = set()  # nodes inside a recorded chain
+        inner: set[int] = set()  # nodes inside a collected chain
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 self._call(node, inner)

@@ -1,6 +1,6 @@
 """Calls of torch_npu's training attention: binding, lowering and execution, eagerly or in a trace.
 
-Captures replace forward() and backward() while they record, so callers must look them up in this module.
+capture() replaces forward() and backward() while it saves calls, so callers must look them up in this module.
 """
 
 from __future__ import annotations
