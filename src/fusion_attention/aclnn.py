@@ -49,7 +49,7 @@ __all__ = [name + phase for name in OPERATORS for phase in (PHASE_1, "")]
 
 
 def _first(op: Op, values: tuple[Any, ...], strict: bool, check_content: bool) -> tuple[int, int, acl.Executor | None]:
-    """Phase 1 of an operator: (ret, workspace_size, executor)."""
+    """Runs phase 1 of an operator (checks and plans); returns (ret, workspace_size, executor)."""
     try:
         if STATE.device is None:
             raise Refusal(RUNTIME, f"{op.name}: called before acl.init() or after acl.finalize()")
@@ -340,7 +340,7 @@ Source: {op.page}.
 
 
 def _phase_2(op: Op) -> Callable[..., Any]:
-    """Makes aclnnXxx, the second phase."""
+    """Makes the function aclnnXxx, which runs a planned call."""
 
     def run(workspace: Any, workspace_size: int, executor: acl.Executor | None, stream: acl.Stream | None) -> int:
         return _second(op, workspace, workspace_size, executor, stream)

@@ -73,7 +73,7 @@ class Plan:
         self.extents = extents
 
     def keep(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Converts operands that many runs use unchanged to the back end's internal form."""
+        """Converts operands that many runs use unchanged to a data structure of the back end."""
         return tuple(self.module.keep(each) or each for each in operands)
 
     def run(self, *operands: Any) -> None:

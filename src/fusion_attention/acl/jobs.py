@@ -42,7 +42,7 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Properties that all calls of one signature share.
+    """Properties common to all calls of one signature.
 
     Attributes:
         given: (position, name) of its tensors; written: names of the outputs of the call.

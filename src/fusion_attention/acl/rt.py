@@ -30,7 +30,7 @@ RT = state.RT_INVALID_PARAM
 
 
 class MallocPolicy(enum.IntEnum):
-    """aclrtMemMallocPolicy: accepted without effect."""
+    """Policies of memory allocation (aclrtMemMallocPolicy), accepted without effect."""
 
     ACL_MEM_MALLOC_HUGE_FIRST = 0
     ACL_MEM_MALLOC_HUGE_ONLY = 1
@@ -38,7 +38,7 @@ class MallocPolicy(enum.IntEnum):
 
 
 class MemcpyKind(enum.IntEnum):
-    """aclrtMemcpyKind."""
+    """The direction of a copy between host and device (aclrtMemcpyKind)."""
 
     ACL_MEMCPY_HOST_TO_HOST = 0
     ACL_MEMCPY_HOST_TO_DEVICE = 1
@@ -94,7 +94,7 @@ def get_device() -> int:
 
 @valued(0)
 def get_device_count() -> int:
-    """(8, ret)."""
+    """The number of device ids, always 8: (8, ret)."""
     return state.DEVICE_COUNT
 
 

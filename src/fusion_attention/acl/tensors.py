@@ -18,7 +18,7 @@ from fusion_attention.contract import INVALID, NULL_POINTER, reach, span
 
 
 class DataType(enum.IntEnum):
-    """aclDataType."""
+    """The dtypes of tensors with CANN's numbers (aclDataType)."""
 
     ACL_DT_UNDEFINED = -1
     ACL_FLOAT = 0
@@ -46,7 +46,7 @@ class DataType(enum.IntEnum):
 
 
 class Format(enum.IntEnum):
-    """aclFormat."""
+    """The memory formats of tensors with CANN's numbers (aclFormat)."""
 
     ACL_FORMAT_UNDEFINED = -1
     ACL_FORMAT_NCHW = 0

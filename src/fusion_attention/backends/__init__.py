@@ -71,7 +71,7 @@ class Backend(Protocol):
         ...
 
     def keep(self, operands: Any, /) -> Any:
-        """The back end's internal form of operands that many runs use unchanged; None if it has no such form."""
+        """Operands that many runs use unchanged, in a data structure of the back end; None if it has none for them."""
         ...
 
     @property

@@ -25,7 +25,7 @@ class Pair:
     Args:
         group: heading of the rows that a chart shows together.
         name: description of the computation.
-        peer_name: name of the alternative, which may be ours in another form.
+        peer_name: name of the alternative, which may be another computation by this library.
         ours, peer: functions that compute the result once.
         flops: operations of ours; a multiply-add is two.
         peak: the dtype of the peak rate, "float32" or "bfloat16"; "" for none. variant: the instruction set of the

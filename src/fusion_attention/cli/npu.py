@@ -26,7 +26,7 @@ def npu(
 ) -> None:
     """List what torch_npu is here, or what a program for the chip uses of it.
 
-    Without --coverage: every module and name that npu.install() plays. With it, sources are read and not run: their
+    Without --coverage: every module and name that npu.install() provides. With it, sources are read and not run: their
     uses of torch_npu, torch.npu, torch.ops.npu, torch.ops.atb, mindspeed.ops and cann_ops_transformer, the most
     frequent first.
     """

@@ -1,4 +1,4 @@
-"""An example program for every operator's page, made from its definition and the values of its family."""
+"""An example program for every operator's page, made from its definition and from values for its group of operators."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ FAMILIES = {  # prefixes of names, the most specific first
 
 
 def program(op: Op) -> str:
-    """Returns a program that calls an operator; "" if no family matches."""
+    """Returns a program that calls an operator; "" if this module has no values for it."""
     if op.name in EXAMPLES:
         return f"import torch\nimport fusion_attention as fa\n{EXAMPLES[op.name]}".rstrip()
     call = next((call for begin, call in FAMILIES.items() if op.name.startswith(begin)), None)

@@ -40,7 +40,7 @@ GROUPS = {
 
 
 def groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """Groups operators by family, in the order of the pages' index; ungrouped ones come last."""
+    """Groups operators by title, in the order of the pages' index; ungrouped ones come last."""
     results: dict[str, list[str]] = {title: [] for title in (*GROUPS, OTHERS)}
     for name in names:
         results[next((title for title, form in GROUPS.items() if re.fullmatch(form, name)), OTHERS)].append(name)

@@ -1,4 +1,4 @@
-"""The self test of `fusion-attention doctor`: small calls of every family, compared with the float64 model.
+"""The self test of `fusion-attention doctor`: small calls of every group of operators, compared with the float64 model.
 
 Results are judged as in this library's tests (testing.compare): by the expected size of rounding errors, without a
 tolerance.
@@ -134,7 +134,7 @@ def _variants() -> list[str]:
 
 
 def _judge_variant(name: str) -> None:
-    """Asserts that an instruction set computes the same checksums as the base variant."""
+    """Asserts that the core's build for an instruction set computes the same checksums as its build for base."""
     from fusion_attention import _native
 
     probe, base = _native.variant_probe(name), _native.variant_probe("base")

@@ -104,7 +104,7 @@ class _Signature:
     Attributes:
         names: names with the same value in all of these calls; tensors: names of the given tensors.
         rules: rules to check when arrays change; reads: rules to check at every call; notes: warnings of all calls.
-        settled: the state for the last arrays, which the layers of a model share.
+        settled: the state for the last arrays, which are the same in all layers of a model.
     """
 
     names: dict[str, Any]
@@ -195,7 +195,7 @@ def _with_reader(op: Op) -> Reader:
 def _anew(
     op: Op, args: Mapping[str, Any], key: Any, signature: _Signature | None, strict: bool, reads: bool, memory: bool
 ) -> tuple[Bound, _Settled]:
-    """Binds a call whose signature is not cached, or whose arrays are not the last ones."""
+    """Checks a call whose signature is not cached, or whose arrays differ from the last call's."""
     given: list[Any] = list(map(args.get, op.names))
     for at in op.positions[Tensors]:
         given[at] = members(given[at])
@@ -276,7 +276,7 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
 def _settle(
     op: Op, signature: _Signature, given: list[Any], tensors: dict[str, Any], content: tuple[bytes, ...], reads: bool
 ) -> _Settled:
-    """Runs the stages from lengths on, for new arrays."""
+    """Runs the stages of validation from lengths on, for arrays with new values."""
     arrays = {op.params[i].name: given[i] for i in op.positions[Array] if given[i] is not None}
     names = {**signature.names, **tensors, **arrays}
     ask(op, [r for r in signature.rules if r.stage == "lengths"], names)

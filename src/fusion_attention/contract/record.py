@@ -185,7 +185,8 @@ class Rule:
         level: one of LEVELS.
         stage: "presence", "dtype", "lengths" or "rules".
         reads: reads tensor data, so the rule is checked at every call; a warning, at the first call of a signature.
-        given: sample settings under which the rule applies; invalid: additional settings that violate only this rule.
+        given: settings of sample calls under which the rule applies; invalid: additional settings that violate only
+            this rule.
     """
 
     check: str
@@ -249,12 +250,12 @@ class Op:
         blank_is_absent: an optional tensor without dimensions or elements counts as absent.
         derive: function from bound names to further names (lengths per sequence), called when arrays change.
         functions: functions that rules may call.
-        lower: function from a bound call (and seed and offset, if it has dropout) to its ir.call.Lowered.
+        lower: function from a checked call (and seed and offset, if it has dropout) to its ir.call.Lowered.
         results: names of all results that its Lowered may have; fresh: function from arguments by name, whose sizes may
             be symbolic, to memory for the call's results; trains: for each differentiable result, the inputs with a
             gradient (lower then returns a Differentiable); repeats: True if calls that differ only in memory are
             prepared once (lower then returns a Repeatable).
-        sizes: axis sizes of a sample; samples: further sample settings per layout.
+        sizes: axis sizes of a sample; samples: further settings of sample calls per layout.
         prototypes: prototypes of CANN's operators by name; this operator's adds CANN's names to errors.
         keywords: the interface's name of the first keyword-only parameter of the operator's function
             (npu/interface.py); "": none. declared: types by canonical name, of parameters whose class does not

@@ -1,7 +1,4 @@
-"""Attention over sequences that are sharded over the ranks of torch.distributed. Modules load on first use.
-
-Nothing is loaded before it is used; a name is loaded when it is first asked for.
-"""
+"""Attention over sequences that are sharded over the ranks of torch.distributed. Modules load on first use."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
 
 
 def _met(m: Meeting, rows: Rows, source: int) -> Pairs:
-    """Returns the pairs of this rank's rows with the keys of another."""
+    """Returns the pairs of this rank's rows with the keys of another rank."""
     return m.pairs(("ring", source), rows.chunks, m.keys.chunks(source), partial=True)
 
 

@@ -257,7 +257,7 @@ def _eager(function: str, args: Mapping[str, Any]) -> None:
 
 
 def _settings(args: Mapping[str, Any], deterministic: bool, trained: Sequence[str]) -> dict[str, Any]:
-    """Returns settings that ranks compare in addition: a coming backward and its form."""
+    """Returns settings that ranks compare in addition: deterministic, and the inputs that need a gradient."""
     grads = [name for name in trained if isinstance(args[name], Tensor) and args[name].requires_grad]
     return {"deterministic": deterministic, "trained": grads if torch.is_grad_enabled() else []}
 

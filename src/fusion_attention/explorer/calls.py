@@ -96,7 +96,7 @@ def _cells(s: Setting, rows: int, columns: int) -> list[list[int]]:
 
 
 def tree_lines(s: Setting) -> list[str]:
-    """Returns lines that convert a square mask to the form of fused inference."""
+    """Returns lines that convert a square mask to the shape that fused inference expects."""
     if not s.packed:
         return ["mask = mask[None]  # [B, rows, rows]"]
     return [f"mask = torch.cat([mask[:n, :n].flatten() for n in {_list(s.q_len)}])  # square by square"]

@@ -91,7 +91,7 @@ class patched(Counted):
     """
 
     def begin(self, changes: Changes) -> None:
-        """Makes the change."""
+        """Replaces scaled_dot_product_attention; called at the first entry."""
         changes.wrap(torch.nn.functional, "scaled_dot_product_attention", _wrapper)
 
 

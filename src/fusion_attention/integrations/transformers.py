@@ -81,7 +81,7 @@ def register(name: str = NAME) -> None:
 
 
 class _Code(NamedTuple):
-    """Properties of a model family's modeling code."""
+    """Properties of the modeling code of a model's architecture."""
 
     asks: bool  # calls the attention interface
     names: bool  # modules have is_causal or pass it; modules without it count as causal

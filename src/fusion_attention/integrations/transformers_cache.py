@@ -94,9 +94,9 @@ class PagedCache(DynamicCache):
 
 
 class Present:
-    """The tokens of a batch that are no padding; layers do not store padding, and all layers share this object.
+    """The tokens of a batch that are no padding, which layers do not store.
 
-    All layers of a cache share it: they see the same masks, and one of them reads.
+    All layers of a cache use one object, because their masks are equal; the first layer of a forward reads the mask.
     """
 
     def __init__(self) -> None:

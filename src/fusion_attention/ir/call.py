@@ -1,4 +1,4 @@
-"""The protocol of a lowered call, which every operator family implements.
+"""The protocol of a lowered call, which every group of operators implements.
 
 A runner (plan.compute, acl/jobs.py) executes a lowered call in five steps:
 
@@ -95,7 +95,7 @@ class Differentiable(Lowered, Protocol):
 
     @property
     def inputs(self) -> Mapping[str, torch.Tensor | None]:
-        """The input tensors by canonical name; every call of the family has the same names."""
+        """The input tensors by canonical name; all calls of one operator have the same names."""
         ...
 
     def on(self, inputs: Mapping[str, torch.Tensor | None]) -> Differentiable:

@@ -49,7 +49,7 @@ def philox(counter: tuple[torch.Tensor, ...], key: tuple[int, int], rounds: int 
 
 
 def threshold(keep_prob: float) -> int:
-    """The bound below which a 16-bit random number keeps its position."""
+    """The number below which a 16-bit random number keeps the weight at its position."""
     return round(65536 * keep_prob)
 
 

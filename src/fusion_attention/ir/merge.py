@@ -3,9 +3,9 @@
     m    = max(m1, m2),   w_i = s_i * exp(m_i - m)
     out  = (w1 * out1 + w2 * out2) / (w1 + w2),   max = m,   sum = w1 + w2
 
-In float32, into the first of the two. A row without visible keys (max = -inf) has weight 0 against a row with some. The
-weight of two such rows is their sum: 0 if they return zeros, the number of keys if they return the mean of V, so that
-the merged row is the mean over all keys.
+Merging computes in float32 and overwrites the first of the two. A row without visible keys (max = -inf) has weight 0
+against a row with some. If neither has any, the sums are added: 0 if rows return zeros, the number of keys if they
+return the mean of V, so that the merged row is the mean over all keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the mistake that explains a call's outputs: all mistakes are tried on samples, matching ones on the complete
+"""Finds the mistake that explains a call's outputs: all are tried on some rows, matching mistakes on the complete
 call."""
 
 from __future__ import annotations

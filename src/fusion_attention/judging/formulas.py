@@ -151,7 +151,7 @@ def _with_means(x: Block, s: Softmax) -> Softmax:
 
 
 def forward(x: Block, p: Precision = GOLDEN, s: Softmax | None = None) -> dict[str, Tensor]:
-    """Returns out [heads, rows, dim_v], and max and sum [heads, rows, 1] in the IR's form; s: the block's softmax."""
+    """Returns out [heads, rows, dim_v], and max and sum [heads, rows, 1] as in Stats; s: the block's softmax."""
     x = narrowed(x, p)
     s = softmax(x) if s is None else s
     weights, live = p.narrow(s.weights), s.live

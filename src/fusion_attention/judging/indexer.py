@@ -1,4 +1,5 @@
-"""Judges calls of the indexer's family: selected keys by their scores, values, statistics, the loss and its gradients.
+"""Judges calls of the indexer, its statistics and its loss: selected keys by their scores, values, statistics, the loss
+and its gradients.
 
 A list of keys is judged by the keys' scores: of two similar scores rounding may select either; of two equal scores the
 smaller index comes first.
@@ -35,7 +36,7 @@ _OP_KINDS = ("indexer_topk", "indexer_lse", "indexer_loss", "indexer_backward")
 
 
 def serves(lowered: Any) -> bool:
-    """True if a call is one of the indexer's family."""
+    """True if a call is of the indexer, of its statistics or of its loss."""
     return str(lowered.op_kind).startswith("indexer")
 
 
@@ -90,7 +91,7 @@ _LISTS = tuple(
 
 
 def setting_of(lowered: Any) -> Index:
-    """Makes an Index from a lowered call of the indexer's family."""
+    """Makes an Index from a lowered call of the indexer, its statistics or its loss."""
     filled = lowered.fill(lowered.results())
     if filled.first is not None:
         from fusion_attention.plan import compute

@@ -24,7 +24,7 @@ _LEAST = 1e-8
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """A call of the indexer's family in the intermediate representation.
+    """A call of the indexer, its statistics or its loss in the intermediate representation.
 
     Attributes:
         index: its IndexerOperands; of_loss: the IndexerLossOperands around them, or None; grads: of a backward.

@@ -18,7 +18,7 @@ Tries = Iterator[tuple[str, Index]]
 
 @dataclass(frozen=True)
 class IndexMistake:
-    """A mistake in a call of the indexer's family; see mistakes.kinds.Mistake."""
+    """A mistake in a call of the indexer, its statistics or its loss; see mistakes.kinds.Mistake."""
 
     name: str
     means: str

@@ -165,7 +165,7 @@ def _short(error: Exception) -> str:
 
 
 def _named(path: Path, tensors: dict[str, Tensor], how: Reading) -> Recorded:
-    """Makes a call from tensors by name."""
+    """Builds a Recorded from tensors by name."""
     if not how.operator:
         raise JudgeError(f"{path}: not a capture: say which operator it is a call of (--op)")
     op = _record(how.operator)
@@ -231,7 +231,7 @@ def _dumped(call: DumpedCall, how: Reading) -> Recorded:
 
 
 def _recorded(op: Op, inputs: dict[str, Any], outputs: dict[str, Tensor], how: Reading, source: str) -> Recorded:
-    """Makes a call whose values may have been stored in a larger dtype."""
+    """Builds a Recorded of a call whose values may have been stored in a larger dtype."""
     words = {name: getattr(p, "dtypes", "") for p in op.params for name in (p.shown, p.name)}
     free = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and words.get(n) != "float32"}
     if how.dtype:

@@ -39,7 +39,7 @@ class Output:
         name: its name in the operator definition. kind: "out", "max", "sum", "lse", or a gradient's name in the
             formulas.
         view: its rows; None for a sum over all sequences.
-        tensor: its memory; form: the form of statistics in its family ("training", "sparse", "own").
+        tensor: its memory; form: the operators whose values for empty rows it has ("training", "sparse", "own": ours).
         second: its keys are those of the second source.
     """
 
@@ -133,7 +133,7 @@ def _over(shown: Any, flat: Tensor) -> RowView:
 
 
 def _of_lanes(tensor: Tensor) -> Tensor:
-    """Returns the value that a row's lanes repeat; if lanes differ, their differences are added to it."""
+    """Returns the statistic that a row repeats in eight lanes; if lanes differ, their differences are added to it."""
     first = tensor[..., :1]
     same = (tensor == first) | (tensor.isnan() & first.isnan())
     return first[..., 0] + (tensor - first).abs().masked_fill(same, 0).sum(-1)
@@ -231,7 +231,7 @@ def _dtype(o: Output, problem: Any) -> torch.dtype:
 
 
 def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *, keyless: bool) -> Tensor:
-    """Converts a result to the form of its operator family."""
+    """Converts a result of the formulas to the values that its operator returns for empty rows."""
     if o.kind == "out":
         return raw["out"]
     top, total = raw["max"], raw["sum"]

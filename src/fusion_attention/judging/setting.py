@@ -1,6 +1,6 @@
 """An editable call in the intermediate representation, from which any rows, heads and keys can be materialised.
 
-It reads the same views as back ends do.
+Block and Setting read the same views as back ends do.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def hostile(values: Tensor) -> Tensor:
-    """Copies values into poisoned memory."""
+    """Copies values into memory filled with NaN (poisoned())."""
     return poisoned(tuple(values.shape), values.dtype).copy_(values)
 
 

@@ -1,4 +1,4 @@
-"""Cases of decoding: tensors in hostile memory, and expected outputs in float64 from the case alone.
+"""Cases of decoding: tensors in memory filled with NaN, and expected outputs in float64 from the case alone.
 
 This module uses neither the lowering nor a back end.
 """

@@ -1,4 +1,5 @@
-"""Cases of the indexer's loss: hostile operands, golden's results, and a reference that computes row by row.
+"""Cases of the indexer's loss: operands in memory filled with NaN, golden's results, and a reference that computes row
+by row.
 
 A case is one of sparse attention with additional fields for its indexer.
 """
@@ -58,7 +59,7 @@ class LossCase(SparseCase):
 
 
 def arguments(case: LossCase) -> dict[str, Any]:
-    """Returns torch_npu's arguments by canonical name: strided views in poisoned memory."""
+    """Returns torch_npu's arguments by canonical name: strided views in memory filled with NaN."""
     make = Maker(case)
     args = {
         "query": make.rows("q", case.heads_q, case.dim_qk),

@@ -1,4 +1,4 @@
-"""Cases of sparse attention and of the indexer: hostile operands, golden's results, and a reference.
+"""Cases of sparse attention and of the indexer: operands in memory filled with NaN, golden's results, and a reference.
 
 The reference reads lists entry by entry as on CANN's page; it uses neither the lowering nor a back end.
 """
@@ -185,7 +185,7 @@ class Maker:
 
 
 def lengths_of(case: Rows) -> dict[str, Any]:
-    """Returns the lengths of a case in CANN's form."""
+    """Returns the lengths of a case as CANN's arguments: cumulative if packed."""
     q = np.cumsum(case.q_len).tolist() if case.packed else list(case.q_len)
     kv = np.cumsum(case.kv_len).tolist() if case.packed and not case.page else list(case.kv_len)
     return {"actual_seq_qlen": q, "actual_seq_kvlen": kv}
@@ -211,7 +211,7 @@ def layouts_of(case: Rows) -> dict[str, Any]:
 
 
 def arguments(case: SparseCase) -> dict[str, Any]:
-    """Returns npu_sparse_flash_attention's arguments by canonical name, with dy: strided views in poisoned memory."""
+    """Returns npu_sparse_flash_attention's arguments by canonical name, with dy: strided views in memory of NaN."""
     make = Maker(case)
     table = make.table() if case.page else None
 
@@ -266,7 +266,7 @@ def _list(case: SparseCase, b: int, row: int, generator: torch.Generator) -> Ten
 
 
 def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
-    """Returns npu_lightning_indexer's arguments by canonical name, with dy: strided views in poisoned memory."""
+    """Returns npu_lightning_indexer's arguments by canonical name, with dy: strided views in memory filled with NaN."""
     make = Maker(case)
     table = make.table() if case.page else None
     keys = make.rows("kv", 1, case.dim, whole=case.exact)

@@ -1,4 +1,4 @@
-"""Cases of the indexer's loss against a given target: hostile operands, and a witness of golden, slot by slot."""
+"""Cases of the indexer's loss against a given target: operands in memory of NaN, and a second reference by loops."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def golden(call: TargetLoss) -> Results:
 
 
 def reference(case: TargetCase, args: Mapping[str, Any], unit: bool = False) -> Results:
-    """The formulas slot by slot, in float64: a witness of golden; the loss is rounded to float32."""
+    """The formulas slot by slot, in float64, to test golden with; the loss is rounded to float32."""
     results = {f"d{name}": torch.zeros(args[name].shape, dtype=torch.float64) for name in DIFFERENTIABLE}
     results["softmax_out"] = torch.zeros(args["target"].shape, dtype=torch.float64)
     total = torch.zeros(1, dtype=torch.float64)

@@ -160,14 +160,14 @@ class _Crossing:
         return self.aliases[-1]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """A context that applies the aliased device's autocast state to the computing device."""
+        """A context that applies autocast's state on the device by name to the computing device."""
         if not torch._C._is_any_autocast_enabled():
             return nullcontext()
         dtype, enabled = torch.get_autocast_dtype(self.ways.device), torch.is_autocast_enabled(self.ways.device)
         return torch.autocast(self.aliases[0].device.type, dtype, enabled)
 
     def out(self, value: Any) -> Any:
-        """The value with tensors of the function replaced by tensors on the aliased device."""
+        """The value with the function's tensors replaced by tensors on the device by name."""
         if isinstance(value, torch.Tensor):
             for tensor, alias in zip(self.tensors, self.aliases, strict=True):
                 if alias is value:

@@ -1,4 +1,4 @@
-"""Eager execution of bound calls of all families, with the derivatives that lowered calls define."""
+"""Eager execution of checked calls of all operators, with the derivatives that lowered calls define."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(call: Lowered, backend: str = "auto") -> Results:
 
 
 def results(bound: Bound, backend: str = "auto", *, complete: bool = False, **how: Any) -> Results:
-    """Runs a bound call and returns its results by name, with the derivatives that the operator definition declares.
+    """Runs a checked call and returns its results by name, with the derivatives that the operator definition declares.
 
     There may be more results than were requested.
 

@@ -1,6 +1,6 @@
 """Prepared forward calls: plan and views are fixed, and a call only passes the addresses of its tensors.
 
-They are stored in the call cache of a signature and its lengths (contract.CallCache), by back end.
+Prepared calls are stored in the cache of a signature and its lengths (contract.CallCache), by back end.
 """
 
 from __future__ import annotations

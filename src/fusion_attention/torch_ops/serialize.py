@@ -175,7 +175,7 @@ def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: Text) ->
 
 
 def bound(text: Text, args: dict[str, Any]) -> Bound:
-    """Checks restored arguments, and returns the bound call."""
+    """Checks restored arguments, and returns the checked call."""
     return bind(text.op, args, strict=text.strict, check_content=text.check_content)
 
 

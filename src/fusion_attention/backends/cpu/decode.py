@@ -50,8 +50,8 @@ def reasons_against(problem: Problem) -> list[str]:
 
 
 def chosen(problem: Problem, extents: Extents) -> np.ndarray:
-    """Mask [sequences] bool of those that the decode kernel computes; depends on the problem and the lengths of the
-    complete sequence only."""
+    """bool [sequences], True for sequences that the decode kernel computes; depends on the problem and the lengths of
+    the complete sequence only."""
     if problem.kv_dtype or problem.out_quant != "none":
         return np.ones(len(extents), bool)
     q_len, kv_len = extents.chosen_by

@@ -47,7 +47,7 @@ def reasons_against(problem: Problem) -> list[str]:
 
 @dataclass(eq=False)
 class Schedule:
-    """The number of rows that are computed together."""
+    """The schedule of a call: the number of rows that are computed together."""
 
     problem: Problem
     rows: int

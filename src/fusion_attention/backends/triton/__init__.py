@@ -206,7 +206,7 @@ def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
 
 
 def reschedule(problem: AnyProblem, extents: Extents, op_kind: str, schedule: Schedule) -> Schedule:
-    """Updates a schedule to other key lengths of the same rows, also for graphs that were captured with it."""
+    """Updates a schedule to other key lengths of the same rows, also for CUDA graphs that were captured with it."""
     schedule.update(extents)
     return schedule
 

@@ -68,7 +68,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """flash_attn.losses.cross_entropy.CrossEntropyLoss, computed by torch; without z-loss and parallel forms."""
+    """flash_attn.losses.cross_entropy.CrossEntropyLoss, computed by torch; without z-loss and parallel computation."""
 
     def __init__(
         self,

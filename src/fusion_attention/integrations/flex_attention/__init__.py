@@ -339,7 +339,7 @@ class _Patched(Counted):
     """Replaces torch's flex_attention in its module and in modules that imported it by name."""
 
     def begin(self, changes: Changes) -> None:
-        """Makes the changes."""
+        """Replaces flex_attention; called at the first entry."""
         import torch.nn.attention.flex_attention as theirs
 
         changes.wrap(torch, "compile", _uncompiled)

@@ -1,6 +1,6 @@
 """Converts a FlexAttention block mask to a band with lengths if it equals one, else to tiles with bits.
 
-A mask becomes a band only after every row was compared, never by the form of its function.
+A mask becomes a band only after every row was compared, never because of its function's name or code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FAR = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, eq=False)
 class Visible:
-    """The visible keys of all rows, in each form that is exact.
+    """The visible keys of all rows, as a band and as tiles, if they are exact.
 
     Attributes:
         band: equals the mask, together with q_len and kv_len; None if there is no such band.

@@ -65,7 +65,7 @@ _IDENTITY = _Form(1.0, None)
 
 
 class _Score:
-    """A symbolic score: its form, and the terms added to it."""
+    """A symbolic score: the factors and the cap of s, and the terms added to it."""
 
     device: torch.device
 
@@ -218,7 +218,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class _Interpreted:
-    """Runs a score_mod on a symbolic score: a call returns the bias of a pair, `form` the change of the score."""
+    """Runs a score_mod on a symbolic score: a call returns the bias of a pair, `form` its factor or cap on s."""
 
     def __init__(self, score_mod: Callable[..., Any], dtype: torch.dtype) -> None:
         self.score_mod, self.dtype = score_mod, dtype

@@ -30,7 +30,7 @@ def rounded(x: Tensor, largest: int) -> Tensor:
 
 
 def _numbered(name: str, args: Args) -> Args:
-    """Replaces the torch.dtype in an argument by its number."""
+    """Replaces the torch.dtype in an argument by torch's number of the dtype."""
     return {**args, name: quantised.number_of(args[name])}
 
 

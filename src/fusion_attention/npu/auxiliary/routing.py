@@ -119,7 +119,7 @@ def _expanded(
 
 
 def _counts(expert: Tensor, bounds: tuple[int, ...], kind: int, experts: int) -> Tensor:
-    """Numbers of rows of each active expert, in the form of expert_tokens_num_type (kind)."""
+    """Numbers of rows of each active expert: counts, cumulative or in pairs, by expert_tokens_num_type (kind)."""
     ids = torch.arange(*bounds, device=expert.device)
     counts = (expert.unsqueeze(0) == ids.unsqueeze(1)).sum(1)
     if kind == 0:

@@ -96,7 +96,7 @@ def place(base: torch.device, device: Any) -> torch.device:
 
 
 def enter(base: torch.device, changes: Changes) -> None:
-    """Makes "npu" another name of the computing device, until the changes end."""
+    """Makes "npu" another name of the computing device, until the patches are removed."""
     word = DEVICES.word
     changes.wrap(torch.autocast, "__init__", lambda layer: _mapped(layer, 1, "device_type", word))
     changes.wrap(torch, "load", lambda layer: _mapped(layer, 1, "map_location", word))

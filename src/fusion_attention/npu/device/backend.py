@@ -86,7 +86,7 @@ def _start_engine() -> None:
 
 
 def enter(changes: Changes, module: ModuleType) -> None:
-    """Activates the device with the module torch.npu, until the changes end."""
+    """Activates the device with the module torch.npu, until the patches are removed."""
     changes.set(sys.modules, MODULE, module)
     changes.after(torch.ops.fusion_attention_npu.set_count, 0)
     torch.ops.fusion_attention_npu.set_count(module.device_count())

@@ -24,7 +24,7 @@ _NAME = re.compile(r"npu(:\d+)?")
 
 
 def enter(changes: Changes, base: str) -> None:
-    """Makes inductor accept graphs on "npu", when it is loaded and until the changes end.
+    """Makes inductor accept graphs on "npu", when it is loaded and until the patches are removed.
 
     Args:
         changes: registry of the patches.

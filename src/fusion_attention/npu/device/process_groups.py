@@ -30,12 +30,13 @@ ProcessGroupHCCL = SimpleNamespace(Options=Options)
 
 
 def register(changes: Changes, base: torch.device, kind: str) -> None:
-    """Makes "hccl" a back end of torch.distributed, until the changes end.
+    """Makes "hccl" a back end of torch.distributed, until the patches are removed.
 
     Args:
         changes: registry of the patches.
         base: the computing device.
-        kind: device type of tensors on "npu"; if it is not base's, groups communicate aliases.
+        kind: device type of tensors on "npu"; if it is not base's, groups send tensors of the computing device over
+            the same memory.
     """
     if not torch.distributed.is_available():
         return

@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 def enter(changes: Changes) -> None:
-    """Makes queues, pipes and the workers of a DataLoader accept tensors on "npu", until the changes end."""
+    """Makes queues, pipes and the workers of a DataLoader accept tensors on "npu", until the patches are removed."""
     for kind in (Tensor, torch.nn.Parameter):
         changes.wrap(ForkingPickler._extra_reducers, kind, _reducing)  # type: ignore[arg-type, attr-defined]
 

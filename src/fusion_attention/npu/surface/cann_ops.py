@@ -1,5 +1,5 @@
-"""CANN's package of operators, cann_ops_transformer: functions made from operator definitions, and those that are ours
-under other words.
+"""CANN's package of operators, cann_ops_transformer: functions made from operator definitions, and functions that call
+this library's or torch_npu's with converted arguments.
 
 Lengths are cumulative ends with a 0 before them (cu_seqlens), or lengths (seqused).
 """
@@ -77,9 +77,9 @@ def flash_attn(
     layout_out: str = "BSND",
     return_softmax_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of padded or packed sequences, differentiable; lse is +inf where a row sees no key, 0 if not asked for.
+    """Attention of padded or packed sequences, differentiable; lse is +inf where a row sees no key, 0 if not requested.
 
-    Of modes 3 and 4 attn_mask is the chip's triangle, which says nothing that the mode does not.
+    In modes 3 and 4 attn_mask is the chip's triangle, which adds nothing to the mode.
 
     Raises:
         ContractError: pages, other layouts or masks, lengths of packed sequences beside their ends; what attention()
@@ -129,7 +129,7 @@ def _around(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
         rotary_mode: str = "interleave",
         partial_slice: Sequence[int] | None = None,
     ) -> None:
-        """Turns the elements [start, end) of every row in place, with x's gradient; an empty slice turns nothing."""
+        """Rotates the elements [start, end) of every row in place, with x's gradient; no elements for an empty slice."""
         start, end = partial_slice or (0, 0)
         if start != end:
             rotated_columns = x[..., start:end]

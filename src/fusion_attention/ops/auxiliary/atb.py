@@ -1,5 +1,4 @@
-"""Operator definitions of attention functions from the chip's transformer library (ATB), over packed rows and over
-pages.
+"""Operator definitions of attention functions from the chip's transformer library (ATB), over packed rows and pages.
 
 Every function writes to a tensor that the caller passes. npu_fused_infer_attention_score computes the attention.
 """

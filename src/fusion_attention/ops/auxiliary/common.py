@@ -107,7 +107,7 @@ def same_shape(name: str, other: str, **more: Any) -> Rule:
 
 
 def two_halves(dim: str = "dim", tensor: str = "input", **more: Any) -> tuple[Rule, ...]:
-    """Rules: an axis exists and has an even size; more: further settings of an invalid sample with an odd size."""
+    """Rules: an axis exists and has an even size; more: further settings of an invalid sample call with an odd size."""
     present, advice = f"has_axis({tensor}, {dim})", "negative axes count from the end"
     return (
         invalid(present, dim, advice, f"an axis of {tensor}", invalid={dim: 4}),

@@ -120,7 +120,7 @@ True""",
 
 
 def _shares(shape: tuple[int, ...]) -> torch.Tensor:
-    """The same numbers from 0 to 1 for every sample."""
+    """Content of a tensor in sample calls: the same random numbers from 0 to 1 every time."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(7))
 
 

@@ -255,7 +255,7 @@ INT4PACK = auxiliary(
 '0xf0000321'""",
 )  # fmt: skip
 
-# Sample settings of an int8 matrix times int4.
+# Settings of sample calls of an int8 matrix times int4.
 BLOCKS: dict[str, Any] = {
     "x2": ("K 2", "int32"), "scale": "2 16", "pertoken_scale": "M 1", "output_dtype": 5, "group_sizes": [0, 0, 4],
 }  # fmt: skip

@@ -66,7 +66,7 @@ def angles(cos: str, sin: str, first: str, *rows: str) -> tuple[Rule, ...]:
 
 
 def even(name: str, *also: str) -> Rule:
-    """The rule EVEN for another tensor; also: tensors with the same width in an invalid sample."""
+    """The rule EVEN for another tensor; also: tensors with the same width in an invalid sample call."""
     return replace(EVEN, check=f"halves({name}, -1)", param=name, invalid=dict.fromkeys((name, *also), "B 3 N1 5"))
 
 

@@ -1,4 +1,4 @@
-"""Lowering of a bound call of fused inference attention to an InferenceCall.
+"""Lowering of a checked call of fused inference attention to an InferenceCall.
 
 geometry.py derives lengths and shapes. Parameters that an operator definition lacks have their neutral values.
 """
@@ -45,7 +45,7 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _Settled:
-    """Lowered objects that all calls with the same signature and lengths share.
+    """Lowered objects common to all calls with the same signature and lengths.
 
     Attributes:
         shared: the problem if keys and values are the same memory.
@@ -58,7 +58,7 @@ class _Settled:
 
 
 def lower(bound: Bound) -> InferenceCall:
-    """Lowers a bound call to an InferenceCall."""
+    """Lowers a checked call to an InferenceCall."""
     n = bound.names
     settled: _Settled = bound.once(_settle)
     key, value = members(n["key"]), members(n["value"])

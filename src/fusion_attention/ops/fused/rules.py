@@ -1,7 +1,7 @@
 """Rules on inputs and lengths of fused inference attention, and the chip's limits of them.
 
 Rules on the cache are in cache_rules.py, on masks and biases in mask_rules.py, on integers in quant_rules.py; rules
-that IncreFlashAttention shares are in ops/inference/rules.py. docs/rulings.md 15 explains levels and codes.
+that also apply to IncreFlashAttention are in ops/inference/rules.py. docs/rulings.md 15 explains levels and codes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fusion_attention.ops.shared.rules import (
     untrained,
 )
 
-# Sample settings with axis words, as in sampling.sample(). The sampled layout is BSH.
+# Settings of sample calls with axis words, as in sampling.sample(). The sampled layout is BSH.
 PAGES: dict[str, Any] = {
     "block_table": "B 2",
     "block_size": 16,

@@ -1,4 +1,4 @@
-"""Lowering of a bound call of the indexer to a lowered call (Indexer)."""
+"""Lowering of a checked call of the indexer to a lowered call (Indexer)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusion_attention.ops.sparse.lower import extents_of
 
 
 def indexer_call(bound: Bound) -> Indexer:
-    """Lowers a bound call of the indexer to its forward call."""
+    """Lowers a checked call of the indexer to its forward call."""
     n = bound.names
     problem, extents, room = bound.once(lambda n: (_problem(n), bounded_extents(n), room_of(n)))
     form = bound.op.layout_of(bound.op.by_name["key"], n)  # type: ignore[arg-type]  # a tensor
@@ -25,7 +25,7 @@ def indexer_call(bound: Bound) -> Indexer:
 
 
 def bounded_extents(n: Mapping[str, Any]) -> Extents:
-    """The Extents of a bound call in which each key stands for `ratio` tokens.
+    """The Extents of a checked call in which each key stands for `ratio` tokens.
 
     residual: the number of tokens after those of the last key; None: the remainder of the rows, all of the sequence.
     """
@@ -45,7 +45,7 @@ def room_of(n: Mapping[str, Any]) -> Extents | None:
 
 
 def lower(bound: Bound) -> Indexer | IndexerBackward:
-    """Lowers a bound call of the indexer, forward or gradient."""
+    """Lowers a checked call of the indexer, forward or gradient."""
     call = indexer_call(bound)
     if "dy" not in bound.op.by_name:
         return call

@@ -1,4 +1,4 @@
-"""Lowers a bound call of the indexer's loss or of its statistics to the intermediate representation."""
+"""Lowers a checked call of the indexer's loss or of its statistics to the intermediate representation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fusion_attention.ops.sparse.lower import extents_of
 
 
 def lower(bound: Bound) -> Loss | Statistics:
-    """Lowers a bound call of a loss, or of the indexer's statistics."""
+    """Lowers a checked call of a loss, or of the indexer's statistics."""
     n = bound.names
     if "query" not in bound.op.by_name:
         indexer, extents = bound.once(lambda n: (_indexer(n), extents_of(n)))
@@ -34,14 +34,14 @@ def lower(bound: Bound) -> Loss | Statistics:
 
 
 def lower_lse(bound: Bound) -> LogSum:
-    """Lowers a bound call of the indexer's log-sum-exp."""
+    """Lowers a checked call of the indexer's log-sum-exp."""
     n = bound.names
     indexer, extents, room = bound.once(lambda n: (_indexer(n), bounded_extents(n), room_of(n)))
     return LogSum(extents, n["layout"], {name: n[name] for name in DIFFERENTIABLE}, indexer, room)
 
 
 def lower_target(bound: Bound) -> TargetLoss:
-    """Lowers a bound call of a loss against a target of the caller."""
+    """Lowers a checked call of a loss against a target of the caller."""
     n, names = bound.names, bound.op.results
     problem, extents, room = bound.once(
         lambda n: (_target_loss(n, "loss" not in names), bounded_extents(n), room_of(n))

@@ -300,7 +300,7 @@ def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def lower(bound: Bound) -> InferenceCall:
-    """Lowers a bound decode_attention call to an InferenceCall."""
+    """Lowers a checked decode_attention call to an InferenceCall."""
     n = bound.names
     problem, extents, cache = bound.once(_without_tensors)
     call = InferenceCall(

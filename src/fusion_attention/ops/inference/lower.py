@@ -1,4 +1,4 @@
-"""Lowering of a bound call of CANN's IncreFlashAttention to an InferenceCall.
+"""Lowering of a checked call of CANN's IncreFlashAttention to an InferenceCall.
 
 Parameters that an operator definition lacks have their neutral values.
 """
@@ -62,7 +62,7 @@ def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def lower(bound: Bound) -> InferenceCall:
-    """Lowers a bound call to an InferenceCall."""
+    """Lowers a checked call to an InferenceCall."""
     n = bound.names
     problem, extents, cache, first = bound.once(_without_tensors)
     stored = n["key"], n["value"], n["block_table"]

@@ -25,7 +25,7 @@ from fusion_attention.ops.shared.rules import (
     typed,
 )
 
-# Sample settings with axis words, as in sampling.sample(). The sampled layout is BSH.
+# Settings of sample calls with axis words, as in sampling.sample(). The sampled layout is BSH.
 PAGES: dict[str, Any] = {
     "block_table": "B 2",
     "block_size": 16,

@@ -1,1 +1,1 @@
-"""Code that operator families share: parameters, rules, layouts, lengths and sparse modes."""
+"""Code used by several groups of operators: parameters, rules, layouts, lengths and sparse modes."""

@@ -1,4 +1,4 @@
-"""Base classes of lowered calls in several families: tensors by canonical name, and calls derived from a call."""
+"""Base classes of lowered calls: tensors by canonical name, and calls derived from another call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check functions for rules of several families; each returns True, or a string that describes the actual value."""
+"""Check functions for rules of several groups of operators; each returns True, or text with the actual value."""
 
 from __future__ import annotations
 

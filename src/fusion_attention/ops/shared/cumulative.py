@@ -63,8 +63,8 @@ def rules_of(side: str, axis: str, layout: str, packed: Mapping[str, Any]) -> tu
     Args:
         axis: axis word for all tokens of a packed tensor.
         layout: name of the attribute with the layout of this side.
-        packed: sample settings of packed sequences. The operator definition's `derive` must return SIDE_room, which
-            within() reads.
+        packed: settings of sample calls of packed sequences. The operator definition's `derive` must return SIDE_room,
+            which within() reads.
     """
     ends, used = f"cu_seqlens_{side}", f"seqused_{side}"
     wrong = list(packed[ends])

@@ -33,12 +33,12 @@ def keeps_or_adds(bias: str) -> str:
 
 
 def unmasked(shape: tuple[int, ...]) -> torch.Tensor:
-    """Sample content of a mask that hides no key."""
+    """Content of a mask in sample calls that hides no key."""
     return torch.zeros(shape, dtype=torch.bool)
 
 
 def in_order(shape: tuple[int, ...]) -> torch.Tensor:
-    """Sample content of a page table: ascending page numbers."""
+    """Content of a page table in sample calls: ascending page numbers."""
     return torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
 
 

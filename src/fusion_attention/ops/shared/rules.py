@@ -1,6 +1,6 @@
-"""Kinds of rules, and the rules that several families share.
+"""Constructors of rules, and rules that apply to several groups of operators.
 
-The other rules are in the families' rules.py. docs/rulings.md 15 explains levels and codes.
+The other rules are in rules.py of each group. docs/rulings.md 15 explains levels and codes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ content = partial(Rule, level="content")
 
 
 def group(*rules: Rule, **common: Any) -> tuple[Rule, ...]:
-    """Copies of the rules with fields that all of them share."""
+    """Copies of the rules with the given values of fields, the same in all rules."""
     return tuple(replace(rule, **common) for rule in rules)
 
 
@@ -107,7 +107,8 @@ def paged(
 ) -> tuple[Rule, ...]:
     """Rules: the page table has a page for every token, and the pages exist.
 
-    size: expression for the page size; given: sample settings; too_long, unknown: invalid lengths and page numbers.
+    size: expression for the page size; given: settings of sample calls; too_long, unknown: invalid lengths and page
+        numbers.
     """
     return group(
         Rule(
@@ -139,7 +140,7 @@ def reserved(name: str, sample: Any) -> Rule:
 
 
 def own_page_ids(given: Settings, ids: Any) -> Rule:
-    """Limit: page numbers are int32; ids: an invalid sample."""
+    """Limit: page numbers are int32; ids: an invalid sample call."""
     check, advice = "int32(block_table)", "the chip reads 32 bits"
     when = "block_table is not None"
     return refused(check, "block_table", advice, "int32", when=when, given=given, invalid={"block_table": ids})

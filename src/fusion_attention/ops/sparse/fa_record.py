@@ -1,4 +1,4 @@
-"""The operator definition of this library's sparse_attention(), and parameters that its indexer functions share.
+"""The operator definition of this library's sparse_attention(), and parameters that indexer functions have too.
 
 Unlike CANN's operators it takes lengths, not cumulative ends, a flag `causal`, and values that are elements of keys.
 """

@@ -1,4 +1,4 @@
-"""Lowering of a bound call of sparse attention to a lowered call (Sparse)."""
+"""Lowering of a checked call of sparse attention to a lowered call (Sparse)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fusion_attention.ops.sparse.checks import keys_in
 
 
 def extents_of(n: Mapping[str, Any]) -> Extents:
-    """The Extents of a bound call, from its names."""
+    """The Extents of a checked call, from its names."""
     band = Band.causal() if n["sparse_mode"] == 3 else Band.full()
     return Extents(n["q_len"], n["kv_len"], *band.resolve(n["q_len"], n["kv_len"]), np.zeros_like(n["q_len"]))
 
 
 def sparse_call(bound: Bound) -> Sparse:
-    """Lowers a bound call of sparse attention to its forward call."""
+    """Lowers a checked call of sparse attention to its forward call."""
     n = bound.names
     problem, extents = bound.once(lambda n: (_problem(n), extents_of(n)))
     form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
@@ -36,7 +36,7 @@ def sparse_call(bound: Bound) -> Sparse:
 
 
 def lower(bound: Bound) -> Sparse | SparseBackward:
-    """Lowers a bound call of sparse attention, forward or gradient."""
+    """Lowers a checked call of sparse attention, forward or gradient."""
     call = sparse_call(bound)
     if "dy" not in bound.op.by_name:
         return call

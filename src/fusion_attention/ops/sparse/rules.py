@@ -187,7 +187,7 @@ SELECTION = (
 
 
 def most_tokens(**keys: tuple[int, int]) -> Rule:
-    """Limit: sequences have at most 131072 tokens; keys: (heads, elements) of key tensors in an invalid sample."""
+    """Limit: sequences have at most 131072 tokens; keys: (heads, elements) of key tensors in an invalid sample call."""
     beyond = 131073
     rows = {
         name: torch.zeros(1, 1, *shape, dtype=torch.float16).expand(1, beyond, *shape) for name, shape in keys.items()

@@ -22,7 +22,7 @@ TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived names of a call: lengths per sequence, the axes B, S1 and S2 of packed rows, and the form of pse."""
+    """Derived names of a call: lengths per sequence, the axes B, S1 and S2 of packed rows, and Form.bias of pse."""
     results: dict[str, Any] = {}
     if names["input_layout"] == "TND":
         q_len, kv_len = lengths_of(names["actual_seq_qlen"]), lengths_of(names["actual_seq_kvlen"])
@@ -35,7 +35,7 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pse_form(names: dict[str, Any]) -> str:
-    """The Form.bias of a pse tensor; "" if its shape matches no form."""
+    """Form.bias (kind of bias by shape) of a pse tensor; "" if no kind has its shape."""
     pse, batches = names["pse"], (1, names["B"])
     if pse is None or names["pse_type"] in (2, 3):
         return "none"
@@ -137,7 +137,7 @@ def table_reaches(
 
 
 def known_form(form: str, pse: torch.Tensor, *axes: int) -> bool | str:
-    """True if the shape of a pse tensor matches a form; form: result of _pse_form()."""
+    """True if a pse tensor has a legal shape; form: result of _pse_form()."""
     sizes = ", ".join(f"{name}={size}" for name, size in zip(("B", "N1", "S1", "S2"), axes, strict=True))
     return form != "" or f"{list(pse.shape)} with {sizes}"
 

@@ -247,7 +247,7 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def dense_call(bound: Bound, *, seed: int | None = None) -> DenseCall:
-    """The lowered call of a bound `attention`; seed: a drawn seed for a call without one."""
+    """The lowered call of a checked call of attention(); seed: a drawn seed for a call without one."""
     n = bound.names
     seed = n["seed"] or 0 if seed is None else seed
     problem, form, extents = bound.once(_without_tensors)

@@ -1,4 +1,4 @@
-"""Lowering of a bound call of CANN's training attention to a DenseCall.
+"""Lowering of a checked call of CANN's training attention to a DenseCall.
 
 Forward and gradient operators are lowered alike; parameters that an operator lacks have their neutral values.
 """
@@ -81,7 +81,7 @@ def _form(n: dict[str, Any]) -> Form:
 
 
 def dense_extents(n: dict[str, Any]) -> Extents:
-    """The Extents of a bound call, from its names."""
+    """The Extents of a checked call, from its names."""
     q_len, kv_len, mode = n["q_len"], n["kv_len"], n["sparse_mode"]
     prefix = n["prefix"]
     if mode == 5 and prefix_fits(prefix, q_len, kv_len) is not True:

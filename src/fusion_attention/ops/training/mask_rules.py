@@ -8,7 +8,7 @@ from __future__ import annotations
 from fusion_attention.contract import Rule
 from fusion_attention.ops.shared.rules import PACKED, PADDED, ROPE, content, doubt, limit, note, typed
 
-# --------------------------------------------------------------------------------------------------- sample settings
+# --------------------------------------------------------------------------------------------- settings of sample calls
 
 FULL_MASK = {"atten_mask": "S1 S2"}
 SQUARE_MASK = {"atten_mask": "2048 2048"}

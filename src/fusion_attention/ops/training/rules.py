@@ -195,7 +195,7 @@ PREFIXES = "prefix is not None and len(prefix) > 0"
 
 
 def ends(count: int) -> Settings:
-    """Sample settings of `count` packed sequences of one token."""
+    """Settings of sample calls of `count` packed sequences of one token."""
     each = [*range(1, count + 1)]
     return {"actual_seq_qlen": each, "actual_seq_kvlen": each, "T1": count, "T2": count, **TINY}
 
@@ -331,7 +331,7 @@ FOR_ROPE = (
 
 
 def _climbing(heads: int = 4) -> Settings:
-    """Sample settings: rows whose score with every key is their index in [T1, N1], with token-major statistics."""
+    """Settings of sample calls: every score of a row is the row's index in [T1, N1]; statistics are token-major."""
     place = torch.arange(8.0 * heads).reshape(8, heads, 1)
     lengths = torch.tensor([5.0] * 3 + [7.0] * 5).reshape(8, 1, 1)
     first = torch.eye(8)[0]

@@ -1,1 +1,1 @@
-"""Code that all kernels and launches share: layout tables, rows in blocks of columns, pages, biases, tile shapes."""
+"""Code used by all kernels and launches: layout tables, rows in blocks of columns, pages, biases, tile shapes."""

@@ -68,7 +68,7 @@ def launch_some(
 
 
 class Family:
-    """A group of kernels with common names of arguments."""
+    """A group of kernels whose arguments have the same names."""
 
     def __init__(self, *kernels: Any) -> None:
         self._taken = frozenset(name for kernel in kernels for name in kernel.arg_names)
@@ -77,7 +77,7 @@ class Family:
         self, kernel: Any, grid: tuple[int, ...], fixed: dict[str, Any], given: Iterable[str], constexprs: Constants,
         tile: shapes.Tile, **options: int,
     ) -> Launch:  # fmt: skip
-        """A Launch with those arguments that the kernel has; each must be an argument of a kernel of the family."""
+        """A Launch with those arguments that the kernel has; each must be an argument of a kernel in the group."""
         names = set(given)
         if strangers := {*fixed, *names} - self._taken:
             raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(strangers))}")

@@ -132,7 +132,7 @@ def _layout_of_pages(view: PagedView, k: View | None) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def on(device: torch.device) -> Iterator[None]:
-    """A context that makes a device current, for launches and for the test if a graph is being captured."""
+    """A context that makes a device current, for launches and for the test if a CUDA graph is being captured."""
     if device.type != "cuda":
         yield
         return
@@ -194,7 +194,7 @@ class Copied:
         """Overwrites the table, in the order of the current stream.
 
         Raises:
-            BackendError: a graph is being captured, in which the copy would only be recorded.
+            BackendError: a CUDA graph is being captured, in which the copy would only be recorded.
         """
         host, device = torch.from_numpy(values), self.tensor.device
         if device.type != "cuda":
@@ -241,7 +241,7 @@ class DeviceTables:
         return self._lists[key][1]
 
     def update(self, extents: Extents) -> None:
-        """Rewrites all tables for other key lengths of the same rows, in the memory that captured kernels read."""
+        """Rewrites all tables for other key lengths of the same rows, in the memory that captured CUDA graphs read."""
         self.extents = extents
         for make, table in self._lists.values():
             with on(table.tensor.device):

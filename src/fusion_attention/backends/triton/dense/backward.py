@@ -4,12 +4,12 @@
     dP = (dout . v) * M,  dS = P * (dP - D)                     beneath a cap, dS * (1 - tanh^2) for dS
     dq = scale * dS k,  dk = scale * dS^T q,  dv = (P * M)^T dout
 
-Two kernels compute S twice, but every gradient of a row or a key has one owner, which sums in one order: the same bits
-in every run. Each has one loop, in which a tile that no mask cuts jumps over the mask: a second copy of a loop this big
-spills registers. What a mask hides is given a score of -inf: its weight is 0, and so is all that comes of it.
+S is computed twice, once per kernel, but every gradient of a row or a key is summed by one program in one order, so
+every run gives the same bits. Each kernel has one loop, which skips the mask in tiles where all keys are visible: a
+second copy of such a large loop would spill registers. Hidden keys have a score of -inf, so their weight is 0.
 
-dS is rounded to the rows' dtype before it is multiplied, and of float16's 65504 a scaled loss leaves little. So where
-some |dout| of a key head's rows exceeds 256, dS is held 256 times smaller, and dq and dk are multiplied at the end.
+dS is rounded to the rows' dtype before it is multiplied, and may exceed float16's range if the loss is scaled. If some
+|dout| of a key head's rows exceeds 256, dS is therefore divided by 256, and dq and dk are multiplied at the end.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -66,7 +66,7 @@ def fill(rows, ring, i, j0, STAGES: gl.constexpr):
 
 @gluon.jit
 def load(keys, values, key_ring, value_ring, walk, BN: gl.constexpr, STAGES: gl.constexpr):
-    """The code of the loading warp."""
+    """Loads all tiles of keys and values; runs in the loading warp."""
     for i in range(walk[5]):
         j0 = key_of(i, walk, BN)
         fill(keys, key_ring, i, j0, STAGES)
@@ -75,7 +75,7 @@ def load(keys, values, key_ring, value_ring, walk, BN: gl.constexpr, STAGES: gl.
 
 @gluon.jit
 def taken(ring, i, STAGES: gl.constexpr):
-    """Buffer i of a ring, once it is full."""
+    """Waits until use i of a ring's buffers is full, and returns the buffer."""
     buffers, full, _ = ring
     mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
     return buffers.index(i % STAGES)
@@ -119,7 +119,7 @@ def stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK: gl.constexp
 def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, rows, band, walk, numbers,
            SINK: gl.constexpr, MEAN: gl.constexpr, ALIGN: gl.constexpr, DIM: gl.constexpr, BN: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
-    """The code of a multiplying warpgroup, for ROWS rows from rows[0] on; rows from rows[1] on are invalid."""
+    """Computes ROWS rows from rows[0] on, of which those from rows[1] on are invalid; runs in a multiplying warpgroup."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)

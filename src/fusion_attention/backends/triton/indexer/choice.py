@@ -33,7 +33,7 @@ def rank_of(score):
 
 @triton.jit
 def score_of(rank):
-    """The float32 score of a rank."""
+    """The float32 score that has this rank; the inverse of rank_of()."""
     return tl.where(rank < 0, rank ^ LARGEST, rank).to(tl.float32, bitcast=True)
 
 

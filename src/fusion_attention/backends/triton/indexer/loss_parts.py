@@ -1,5 +1,5 @@
-"""Device functions and kernels that both forms of the indexer's loss use: logarithms of the attention's statistics,
-rows without non-finite elements, and the last step of sums per key.
+"""Device functions and kernels of both indexer losses (over selected keys, over all keys of a band): logarithms of the
+attention's statistics, rows without non-finite elements, and the last step of sums per key.
 """
 
 # mypy: disable-error-code="no-untyped-def"
