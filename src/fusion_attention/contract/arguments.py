@@ -39,7 +39,7 @@ def is_number(value: Any) -> bool:
 
 
 def to_array(value: Any) -> Any:
-    """Host integers (list, tuple, range, array or tensor) as a new int64 array; other numpy arrays as lists, for errors."""
+    """Host integers (list, tuple, range, array or tensor) as a new int64 array; other arrays as lists, for errors."""
     array = value
     try:
         if isinstance(value, torch.Tensor):

@@ -99,7 +99,7 @@ def _changed(version: str, changes: Changes) -> None:
 
 
 def modules_of(version: str) -> dict[str, ModuleType]:
-    """Returns all modules of a release by full name, packages before their modules."""
+    """Returns all modules of a release of flash_attn by full name, packages before their modules."""
     modules = {name: _module(name, names) for name, names in _CONTENTS.items()}
     for name, module in modules.items():
         owner, _, last = name.rpartition(".")

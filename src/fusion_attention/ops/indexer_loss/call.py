@@ -36,14 +36,14 @@ TARGET_RESULTS = (*RESULTS[:3], "softmax_out")
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the results of a loss for arguments n."""
+    """Allocates the results of a loss from its arguments by name."""
     gradients = (empty(n[name], n[name].shape) for name in DIFFERENTIABLE)
     loss = empty(n["query"], (1,), torch.float32)
     return dict(zip(RESULTS, (*gradients, loss), strict=True))
 
 
 def fresh_target(n: Mapping[str, Any], names: tuple[str, ...] = TARGET_RESULTS) -> dict[str, Tensor]:
-    """Allocates the results of a loss against a target of the caller, for arguments n."""
+    """Allocates the results of a loss against a target of the caller, from its arguments by name."""
     results = fresh({**n, "query": n["query_index"]})
     if "loss" not in names:
         results["softmax_out"] = empty(n["target"], n["target"].shape)
@@ -51,7 +51,7 @@ def fresh_target(n: Mapping[str, Any], names: tuple[str, ...] = TARGET_RESULTS) 
 
 
 def fresh_statistics(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the softmax maximum and sum of the indexer's scores for arguments n."""
+    """Allocates the softmax maximum and sum of the indexer's scores, from the call's arguments by name."""
     q = n["query_index"]
     shape = (1, q.shape[0]) if n["layout"] == "TND" else (q.shape[0], 1, q.shape[1])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -59,7 +59,7 @@ def fresh_statistics(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def fresh_lse(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the log-sum-exp of the indexer's scores for arguments n."""
+    """Allocates the log-sum-exp of the indexer's scores, from the call's arguments by name."""
     return {"softmax_lse": fresh_statistics(n)[STATISTICS[0]]}
 
 

@@ -119,7 +119,7 @@ def stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK: gl.constexp
 def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, rows, band, walk, numbers,
            SINK: gl.constexpr, MEAN: gl.constexpr, ALIGN: gl.constexpr, DIM: gl.constexpr, BN: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
-    """Computes ROWS rows from rows[0] on, of which those from rows[1] on are invalid; runs in a multiplying warpgroup."""
+    """Computes ROWS rows from rows[0] on; those from rows[1] on are invalid. Runs in a multiplying warpgroup."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
