@@ -66,7 +66,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# Where the names are that are loaded late.
+# The modules of names that are loaded on first use.
 _HOMES = {
     "BackendError": "contract",
     "Band": "ir.mask",
@@ -102,7 +102,7 @@ _HOMES = {
 def _load(name: str) -> Any:
     if name in _HOMES:
         module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
-        # Kept: the next use costs what any attribute does.
+        # Stored, so that the next use is an ordinary attribute access.
         return globals().setdefault(name, getattr(module, name))
     if not name.startswith("_"):
         try:

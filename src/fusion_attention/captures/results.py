@@ -6,7 +6,7 @@ from fusion_attention.contract import Op
 
 FORWARD = ("attention_out", "softmax_max", "softmax_sum", "softmax_out", "seed", "offset", "numels")
 BACKWARD = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
-# What torch_npu's functions return, by how they are called there.
+# The results of torch_npu's functions, by name or by suffix of npu_fusion_attention.
 _RETURNS: dict[str, tuple[str, ...]] = {
     "_grad": ("dq", "dk", "dv", "dpse", "dsink"),
     "_grad_v2": ("dq", "dk", "dv", "dpse", "dq_rope", "dk_rope", "dsink"),

@@ -148,7 +148,7 @@ def attention(
 
 @dataclass(frozen=True)
 class _Options:
-    """The options that a call of one process does not have."""
+    """The options that only calls over several ranks have."""
 
     schedule: str
     shape: tuple[int, ...]

@@ -296,7 +296,7 @@ def _returned(ctx: Any, gradients: dict[str, Tensor], names: Sequence[str], befo
 
 
 class _Indexer(torch.autograd.Function):
-    """Indices and values of flat rows; values have a derivative."""
+    """The autograd function of indices and values of flat rows; values have a derivative."""
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardedCall, deterministic: bool, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -345,7 +345,7 @@ def _indexer_gradients(
 
 
 class _Attention(torch.autograd.Function):
-    """out and statistics of flat rows; out has a derivative."""
+    """The autograd function of out and statistics of flat rows; out has a derivative."""
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardedCall, deterministic: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:

@@ -34,7 +34,7 @@ def best(indices: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class Merged(torch.autograd.Function):
-    """Indices and values of flat rows; values have a derivative."""
+    """The autograd function of merged indices and values of flat rows; values have a derivative."""
 
     @staticmethod
     def forward(ctx: Any, sharded: ShardedCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:

@@ -138,5 +138,5 @@ class MatrixView:
         return self.keep.as_strided((heads, rows, keys - first), strides, start + first * self.stride_key)
 
     def first_of(self, b: int) -> int:
-        """Index of the first key of sequence b that has elements."""
+        """Index of the first key of sequence b for which the matrix has elements."""
         return 0 if self.first is None else int(self.first[b])

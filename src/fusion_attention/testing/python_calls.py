@@ -30,7 +30,7 @@ def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
     keyed = [pair for pair, keys in zip(banded, case.kv_len, strict=True) if keys]
     beyond = any(not band.all() for band, _ in keyed)
     if case.packed and beyond and any((band & ~some).any() for band, some in keyed):
-        return None  # two forms of empty rows in one call
+        return None  # two kinds of empty rows in one call
     mode, mask = case.sparse_mode, args["atten_mask"]
     prefix = mode == 6 or (mode == 5 and prefix_fits(case))
     return {

@@ -128,8 +128,8 @@ def _as_tensor(lengths: Any) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Text:
-    """The parsed line of text: operator definition, settings, names of numbers, lengths of lists, and other attributes
-    (words).
+    """The parsed line of text of a traced call: operator definition, settings, names of numbers, lengths of lists, and
+    other attributes (words).
 
     Attributes:
         strict, check_content: True if the trace was strict; None: settings at run time decide.

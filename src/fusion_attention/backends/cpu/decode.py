@@ -126,7 +126,7 @@ def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
 
 
 def prepare(schedule: Schedule, problem: Problem, operands: Operands, names: tuple[str, ...]) -> _native.PreparedDecode:
-    """A prepared run() for other memory, if no sequence needs the dense forward; names: those of a run's tensors."""
+    """A function that repeats run() on other tensors, in the order of names (ir/places.py), without the dense forward."""
     with native.Floats() as floats:
         return schedule.decode.prepare(_operands(problem, operands, floats), names)
 

@@ -61,7 +61,7 @@ def run_indexer(plan: _native.IndexerPlan, problem: IndexerProblem, operands: In
 def prepare_lists(
     plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands, names: tuple[str, ...]
 ) -> _native.PreparedIndexer:
-    """A prepared run_indexer() for other memory; names: those of a run's tensors (ir/places.py)."""
+    """A function that repeats run_indexer() on other tensors, in the order of names (ir/places.py)."""
     return plan.prepare(_lists(problem, operands), names)
 
 

@@ -47,7 +47,7 @@ def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands)
 def prepare_forward(
     plan: _native.ForwardPlan, problem: Problem, operands: Operands, names: tuple[str, ...]
 ) -> _native.PreparedForward:
-    """A prepared run_forward() for other memory of the same dtypes; names: those of a run's tensors (ir/places.py)."""
+    """A function that repeats run_forward() on other tensors of the same dtypes, in the order of names."""
     with Floats() as floats:
         return plan.prepare(_operands(problem, operands, floats), names)
 

@@ -76,7 +76,7 @@ def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: in
 
 
 def _arguments(p: Problem, o: Operands, **more: Any) -> tuple[Any, ...]:
-    """arguments() of an attention call, from its problem and operands."""
+    """Calls arguments() with the tensors of an attention call."""
     dtype, sequences = p.torch_dtype, len(o.q.address)
     return arguments(
         q=rows_of(o.q, dtype),

@@ -79,7 +79,7 @@ def _triangle() -> torch.Tensor:
 
 
 def _mask(shape: tuple[int, ...]) -> torch.Tensor:
-    """Content of a mask in sample calls: the triangle if compressed, else zeros (all visible)."""
+    """A mask for sample calls: the triangle if compressed, else zeros (all visible)."""
     if shape[-2:] == (TRIANGLE, TRIANGLE):
         return _triangle().expand(shape)
     return torch.zeros(shape, dtype=torch.bool)

@@ -25,7 +25,7 @@ from fusion_attention.ops.sparse.rules import LENGTHS, TABLES
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived names of a call: lengths, axes, and the sparse_mode of `causal`."""
+    """Derived values of a call by name: lengths, axes, and the sparse_mode of `causal`."""
     return sparse.derive(names) | {"K": names["sparse_count"]}
 
 

@@ -204,7 +204,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived names of a call: lengths and axes; the axis Kv is None if values are not returned."""
+    """Derived values of a call by name: lengths and axes; the axis Kv is None if values are not returned."""
     count = names["sparse_count"]
     return lengths(names) | {"K": count, "Kv": count if names["return_values"] else None}
 

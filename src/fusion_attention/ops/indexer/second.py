@@ -217,7 +217,7 @@ def tokens_fit(q_len: np.ndarray, kv_len: np.ndarray, ratio: int, residual: np.n
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Derived names of a call: lengths, capacities and axes; the axis Kv is None if values are not returned."""
+    """Derived values of a call by name: lengths, capacities and axes; axis Kv is None if values are not returned."""
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
     q_room = cumulative.stored(n["cu_seqlens_q"], count, n["S1"])
     k_room = cumulative.stored(n["cu_seqlens_k"], count, n["S2"])

@@ -110,7 +110,7 @@ class InferenceCall:
         return result | {name: empty(stats, (0,)) for name in self.absent}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """A run on views of the query, the cache and the outputs."""
+        """Makes a Filled: views of the query, the cache and the outputs."""
         out, *given = (outputs[name] for name in self.names)
         if self.names[1:] == (LSE,):
             return _Logarithms(self, out, self.stats(), given[0])
@@ -190,7 +190,7 @@ class InferenceCall:
         return operands
 
     def complete(self) -> InferenceCall:
-        """This call: it has no further results."""
+        """Returns this call, which has no further results."""
         return self
 
     @property

@@ -246,7 +246,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def geometry(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived names of a call: the axes N2, S2 and Dv, lengths per sequence, and capacities of the cache."""
+    """Derived values of a call by name: the axes N2, S2 and Dv, lengths per sequence, and capacities of the cache."""
     layout, batch = names["cache_layout"], names["B"]
     heads = heads_of(names["k"], layout)
     results = [sizes(t, layout, heads) or (0, 0, 0) for t in names["k"]]

@@ -23,7 +23,7 @@ RESULTS = ("attention_out",)
 
 
 def geometry(n: dict[str, Any]) -> dict[str, Any]:
-    """Derived names of a call: heads, tokens, lengths, each sequence's first slot, and columns of a mask."""
+    """Derived values of a call by name: heads, tokens, lengths, each sequence's first slot, and columns of a mask."""
     paged, batch = n["block_table"] is not None, n["B"]
     heads = n["num_key_value_heads"] or n["N1"]
     layout = page_layout(n["key"][0]) if paged else n["input_layout"]

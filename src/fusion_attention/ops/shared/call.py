@@ -52,7 +52,7 @@ class TensorCall:
         return replace(self, tensors=inputs)
 
     def complete(self: Same) -> Same:
-        """This call: its results are all that its derivative reads."""
+        """Returns this call, whose results are all that its derivative reads."""
         return self
 
     def rows(self, tensor: Tensor, heads: int = 1) -> RowView:

@@ -33,12 +33,12 @@ def keeps_or_adds(bias: str) -> str:
 
 
 def unmasked(shape: tuple[int, ...]) -> torch.Tensor:
-    """Content of a mask in sample calls that hides no key."""
+    """A mask for sample calls that hides no key."""
     return torch.zeros(shape, dtype=torch.bool)
 
 
 def in_order(shape: tuple[int, ...]) -> torch.Tensor:
-    """Content of a page table in sample calls: ascending page numbers."""
+    """A page table for sample calls: ascending page numbers."""
     return torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
 
 
@@ -68,5 +68,5 @@ TENSOR_FIRST = torch.Tensor | Sequence[int] | np.ndarray | None
 
 
 def or_none(*attributes: Attr) -> dict[str, Any]:
-    """Types for Op.declared of attributes that may be None."""
+    """The declared types (Op.declared) of attributes that may be None."""
     return {p.name: p.type | None for p in attributes}

@@ -42,7 +42,7 @@ def keys_fit(
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived names of a call: lengths per sequence, and axes that tensors in this layout do not have."""
+    """Derived values of a call by name: lengths per sequence, and axes that tensors in this layout do not have."""
     form = keys_in(names["layout"], names["layout_kv"], names["block_table"])
     given, cumulative = names["actual_seq_qlen"], names["cumulative"]
     packed = names["layout"] == "TND"

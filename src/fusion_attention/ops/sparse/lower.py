@@ -17,7 +17,7 @@ from fusion_attention.ops.sparse.checks import keys_in
 
 
 def extents_of(n: Mapping[str, Any]) -> Extents:
-    """The Extents of a checked call, from its names."""
+    """The Extents of a checked call, from its values by name."""
     band = Band.causal() if n["sparse_mode"] == 3 else Band.full()
     return Extents(n["q_len"], n["kv_len"], *band.resolve(n["q_len"], n["kv_len"]), np.zeros_like(n["q_len"]))
 

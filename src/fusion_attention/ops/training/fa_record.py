@@ -234,7 +234,7 @@ _NAMES += ("blocked_bits",)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived names of a call: lengths per sequence, the axes B, S1, S2 of packed rows, and the rows of drop_bits."""
+    """Derived values of a call by name: lengths per sequence, axes B, S1, S2 of packed rows, and rows of drop_bits."""
     packed = names["layout"] == "TND"
     q_len, kv_len = names["q_len"], names["kv_len"]
     if packed:

@@ -81,7 +81,7 @@ def _form(n: dict[str, Any]) -> Form:
 
 
 def dense_extents(n: dict[str, Any]) -> Extents:
-    """The Extents of a checked call, from its names."""
+    """The Extents of a checked call, from its values by name."""
     q_len, kv_len, mode = n["q_len"], n["kv_len"], n["sparse_mode"]
     prefix = n["prefix"]
     if mode == 5 and prefix_fits(prefix, q_len, kv_len) is not True:

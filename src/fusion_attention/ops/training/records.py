@@ -50,7 +50,7 @@ STATISTICS = dict.fromkeys(PADDED, "B N1 S1 8") | {"TND": "T1 N1 8"}
 
 
 def _mask(shape: tuple[int, ...]) -> torch.Tensor:
-    """Content of a mask in sample calls: the documented triangle if compressed, else zeros (all visible)."""
+    """A mask for sample calls: the documented triangle if compressed, else zeros (all visible)."""
     if shape[-1:] != (2048,):
         return torch.zeros(shape, dtype=torch.uint8)
     return _triangle()[: shape[-2]].expand(shape).contiguous().clone()

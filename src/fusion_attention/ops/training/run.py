@@ -85,7 +85,7 @@ class DenseForward(OfCall):
         return dict(zip(self.names, fresh(self.call, *((LANES,) if self.lanes else ())), strict=True))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """A run on views of the call's tensors and these outputs."""
+        """Makes a Filled: views of the call's tensors and these outputs."""
         out, max_, sum_ = (outputs[name] for name in self.names)
         if self.lanes:
             return _ForwardRun(self.call, out, max_, sum_)
@@ -119,7 +119,7 @@ class DenseForward(OfCall):
         return DenseForward(call, self.names, lanes=self.lanes)
 
     def complete(self) -> DenseForward:
-        """This call: its results are all that its derivative reads."""
+        """Returns this call, whose results are all that its derivative reads."""
         return self
 
     def backward(
@@ -181,7 +181,7 @@ class DenseBackward(OfCall):
         return _like((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """A run on views of the call's tensors, its saved results and these gradients."""
+        """Makes a Filled: views of the call's tensors, its saved results and these gradients."""
         return _BackwardRun(self, outputs)
 
 

@@ -18,7 +18,7 @@ from fusion_attention.memory import empty
 
 T = TypeVar("T")
 Constants = dict[str, Any]
-LAYOUTS = 32  # memory layouts for which a schedule caches its launches; captured graphs use the same again
+LAYOUTS = 32  # memory layouts for which a schedule caches its launches; captured CUDA graphs use these again
 
 
 @dataclass(eq=False)

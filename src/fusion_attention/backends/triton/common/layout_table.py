@@ -170,8 +170,8 @@ def one_device(tensors: Mapping[str, torch.Tensor | None]) -> torch.device:
     return device
 
 
-# Tables that captured graphs read, by address. They are never freed (a few kilobytes each), because a graph may outlive
-# its plan, and its end cannot be detected.
+# Tables that captured CUDA graphs read, by address. They are never freed (a few kilobytes each), because a graph may
+# outlive its plan, and the end of a graph cannot be detected.
 _CAPTURED: dict[int, torch.Tensor] = {}
 
 

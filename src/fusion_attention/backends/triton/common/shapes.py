@@ -274,7 +274,7 @@ def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] |
 
 
 def widest(problem: AnyProblem) -> int:
-    """Elements of the widest load, 16 bytes."""
+    """Number of elements that the widest load instruction reads (16 bytes)."""
     return 4 if problem.dtype == "float32" else 8
 
 

@@ -214,7 +214,7 @@ def float32(values: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def numbers(problem: Problem) -> dict[str, Any]:
-    """Kernel arguments that are numbers of the problem."""
+    """The scale and other numbers of a problem, by kernel argument."""
     p = problem
     unit = p.scale if raw(p) else 1.0
     return {
