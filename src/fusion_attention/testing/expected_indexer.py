@@ -1,4 +1,4 @@
-"""Expected results of the indexer, its statistics and its loss: selected keys, values, statistics and the loss.
+"""Expected results of the indexer and of its loss: selected keys, values, statistics, loss and gradients.
 
 Values come from the golden back end, error sizes from judging.expected_indexer_error.
 """

@@ -126,7 +126,7 @@ def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
 
 
 def prepare(schedule: Schedule, problem: Problem, operands: Operands, names: tuple[str, ...]) -> _native.PreparedDecode:
-    """A function that repeats run() on other tensors, in the order of names (ir/places.py), without the dense forward."""
+    """A function that repeats run() on other tensors, in the order of names, without the dense forward."""
     with native.Floats() as floats:
         return schedule.decode.prepare(_operands(problem, operands, floats), names)
 

@@ -107,7 +107,7 @@ def npu_trans_quant_param(scale: Tensor, offset: Tensor | None, round_mode: int 
 
 
 def read_scale(scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(scale, offset) in float32 from a scale parameter; offset is None if it is floating-point, without an offset."""
+    """(scale, offset) in float32 from a scale parameter; offset None: a floating-point parameter has none."""
     if scale.dtype.is_floating_point:
         return scale.float(), None
     word = scale.view(torch.int64)

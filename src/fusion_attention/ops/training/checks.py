@@ -22,7 +22,7 @@ TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: lengths per sequence, axes B, S1 and S2 of packed rows, and Form.bias of pse."""
+    """Derived values of a call by name: lengths per sequence, axes B, S1, S2 of packed rows, and Form.bias of pse."""
     results: dict[str, Any] = {}
     if names["input_layout"] == "TND":
         q_len, kv_len = lengths_of(names["actual_seq_qlen"]), lengths_of(names["actual_seq_kvlen"])
