@@ -1,7 +1,7 @@
 """CANN's two-phase operators: aclnnXxxGetWorkspaceSize(...) checks and plans, aclnnXxx(...) runs.
 
-Functions return codes and raise no exceptions. Each is made from its operator's definition on first use, with CANN's
-parameters in CANN's order.
+Functions return codes and raise no exceptions. Each function is made from its operator's definition on first use, with
+CANN's parameters in CANN's order.
 """
 
 from __future__ import annotations

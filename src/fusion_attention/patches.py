@@ -147,7 +147,7 @@ def _settle_ended() -> None:
 class Changes:
     """A group of patches that are applied one by one and removed together, the last one first.
 
-    They can be applied and removed in any thread. Every patch can be removed.
+    Patches can be applied and removed in any thread. Every patch can be removed.
 
     Example:
         >>> import math

@@ -66,7 +66,7 @@ class Backend(Protocol):
         """A function for repeated forward calls whose views differ only in memory; None if it would not be faster.
 
         The function takes tensors in the order of names (those of ir.places); max and sum may be None if they are not
-        read. It returns False if the results are incomplete, and the caller then runs the operation.
+        read. The function returns False if the results are incomplete, and the caller then runs the operation.
         """
         ...
 
@@ -173,9 +173,9 @@ def reasons_of(name: str, problem: AnyProblem, device: torch.device, op_kind: st
 def use_backend(name: str) -> Iterator[None]:
     """Inside the block, or the function that it decorates, calls that name no back end are computed by this one.
 
-    It counts in this thread (and asyncio task), for every interface but the two-phase one, whose back end acl.init()
-    says. A graph that torch.compile or torch.export traces inside keeps it; one traced outside takes it where it runs
-    inside.
+    The choice counts in this thread (and asyncio task), for every interface but the two-phase one, whose back end
+    acl.init() says. A graph that torch.compile or torch.export traces inside keeps it; one traced outside takes it
+    where it runs inside.
 
     Args:
         name: "auto" (by the device), "cpu", "triton" or "golden", the float64 model.

@@ -1,6 +1,6 @@
 """The rows of `fusion-attention bench`: common attention calls beside the peers installed on this machine.
 
-These are few and short on purpose; the repository's `benchmarks` have more.
+The rows are few and short on purpose; the repository's `benchmarks` have more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A BERT sentence encoder that runs in two ways with the same weights: padded by transformers, packed by this library.
 
-It does not use the network.
+This module does not use the network.
 """
 
 from __future__ import annotations

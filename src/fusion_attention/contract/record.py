@@ -55,7 +55,7 @@ class ContractError(ValueError, RuntimeError):
     """An invalid call. The message has a line for each failure (one for all lengths with the same fault); op, param and
     code are those of the first failure.
 
-    It is a ValueError, as usual in Python, and a RuntimeError, as torch_npu raises.
+    The class derives from ValueError, as usual in Python, and from RuntimeError, as torch_npu raises.
 
     Attributes:
         failures: all failures of the first stage that fails.
@@ -171,8 +171,8 @@ class Attr(Param):
 class Rule:
     """An expression over axes, attributes, arrays and tensors that must hold; it is also the error's text.
 
-    It may call functions of the definition. A function that returns a string fails, and the string describes the actual
-    value.
+    The expression may call functions of the definition. A function that returns a string fails, and the string
+    describes the actual value.
 
     Args:
         check: the expression.

@@ -26,7 +26,8 @@ _KINDS = {Attr: "a", Tensor: "t", Tensors: "s", Array: "i"}
 def reader(op: Op) -> Reader:
     """The function that computes the signatures of an operator's calls.
 
-    Its arguments are the call's arguments by canonical name, `strict`, and True if rules test tensors for gradients.
+    The function's arguments are the call's arguments by canonical name, `strict`, and True if rules test tensors for
+    gradients.
     """
     try:
         from fusion_attention import _native

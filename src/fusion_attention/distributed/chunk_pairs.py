@@ -166,7 +166,8 @@ class Pairs:
 def pairs(full: FullCall, rows: Chunks, keys: Chunks, *, partial: bool = False) -> Pairs:
     """Returns the pairs of chunks of one sequence in which a row sees a key.
 
-    It returns all pairs if rows without keys get the mean of all keys, or if a sink is in a result that is not partial.
+    All pairs are returned if rows without keys get the mean of all keys, or if a sink is in a result that is not
+    partial.
     """
     order = np.lexsort((keys.first, keys.seq))
     begin, end = (np.searchsorted(keys.seq[order], rows.seq, side) for side in ("left", "right"))

@@ -1,7 +1,7 @@
 """Schedules that combine sharded rows and keys: gathered keys, or keys that circulate around a ring.
 
 Each schedule is a forward and a backward over tensors [batch, tokens, heads, dim] of this rank; chunk_pairs.py computes
-the attention. ulysses.py combines both with an exchange of heads.
+the attention. ulysses.py combines either schedule with an exchange of heads.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def scaled_dot_product_attention(
 class patched(Counted):
     """Replaces torch.nn.functional.scaled_dot_product_attention inside a block or a function.
 
-    It works in every thread, for code that looks the function up in torch.nn.functional at each call:
+    The replacement works in every thread, for code that looks the function up in torch.nn.functional at each call:
     torch.nn.MultiheadAttention, transformers' "sdpa", diffusers, timm. A function imported earlier by name, compiled
     code, and torch's fused encoder layers still use torch's.
 

@@ -51,8 +51,8 @@ class Expected:
 def limit(freedom: int, looks: int, draws: int = 0) -> float:
     """Returns the largest z that rounding gives a group of `freedom` independent errors, among `looks` groups.
 
-    It is the quantile of chi-square (freedom) / freedom that is exceeded with probability FALSE_ALARMS / looks. A size
-    estimated from draws has an error, so that z of one number has Student's t distribution.
+    The limit is the quantile of chi-square (freedom) / freedom that is exceeded with probability FALSE_ALARMS / looks.
+    A size estimated from draws has an error, so that z of one number has Student's t distribution.
     """
     chance = FALSE_ALARMS / max(looks, 1)
     low, high = 0.0, 1e4

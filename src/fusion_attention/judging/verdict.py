@@ -1,6 +1,6 @@
 """The judge's verdict on a call: per output, per back end, and explanations; as text and as JSON.
 
-It contains numbers and text, and no tensors except pictures of errors.
+A verdict contains numbers and text, and no tensors except pictures of errors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """torch_npu's npu_incre_flash_attention, with its name, signature, defaults and return, on any device.
 
-It is not differentiable.
+The function is not differentiable.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """torch_npu's functions that merge partial results of attention, of two steps of a ring or of a list of ranks.
 
-ir/merge.py computes; this module converts layouts, lanes, and statistics of empty rows.
+ir/merge.py merges; this module converts layouts, lanes, and statistics of empty rows.
 """
 
 from collections.abc import Sequence

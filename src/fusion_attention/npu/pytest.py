@@ -1,6 +1,7 @@
 """The plugin `pytest -p fusion_attention.npu.pytest`: runs tests that were written for the chip.
 
-It calls install() before conftests are read, and uninstall() at the end. `--fake-npu` (fake_npu.py) does the same.
+The plugin calls install() before conftests are read, and uninstall() at the end. `--fake-npu` (fake_npu.py) does the
+same.
 """
 
 from __future__ import annotations

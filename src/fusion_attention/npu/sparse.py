@@ -1,6 +1,6 @@
 """torch_npu's sparse attention and lightning indexer, with its names, signatures, defaults and returns.
 
-They are differentiable in the same inputs as torch_npu's.
+The functions are differentiable in the same inputs as torch_npu's.
 """
 
 import torch

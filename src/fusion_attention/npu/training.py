@@ -1,6 +1,6 @@
 """torch_npu's training attention, with its names, signatures, defaults and returns, on any device.
 
-training_call.py runs the calls. They are differentiable in query, key, value, pse, rope tensors and sink.
+training_call.py runs the calls. The functions are differentiable in query, key, value, pse, rope tensors and sink.
 """
 
 import torch

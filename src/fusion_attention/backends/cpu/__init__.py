@@ -128,7 +128,7 @@ def attention_forward(
 def prepare(problem: Any, schedule: Schedule, operands: Any, names: tuple[str, ...]) -> Callable[..., bool] | None:
     """A function for repeated forward calls whose views differ only in memory; None if this plan has none.
 
-    It returns False if the means of empty rows are still missing.
+    The function returns False if the means of empty rows are still missing.
     """
     prepared: PreparedForward | PreparedDecode | PreparedIndexer
     if isinstance(schedule, IndexerPlan):

@@ -1,6 +1,7 @@
 """The golden back end: the reference in float64, with which every other back end is compared.
 
-It computes every problem on every device, dtype "float64" included, without a plan. It is used by name only.
+The golden back end computes every problem on every device, dtype "float64" included, without a plan, and is used by
+name only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention and its gradients in float64, written like the formulas: the reference for all other back ends.
 
-It builds complete score matrices, and rounds only when it stores a result. The content of hidden keys never reaches a
-result, and visible NaN and infinities propagate by the rules of IEEE 754. Clarity comes before speed.
+This module builds complete score matrices, and rounds only when it stores a result. The content of hidden keys never
+reaches a result, and visible NaN and infinities propagate by the rules of IEEE 754. Clarity comes before speed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The lightning indexer and its gradients in float64, written like the formulas.
 
-It builds complete score matrices and sorts complete rows. Keys that are not visible, or not selected, never reach a
-result.
+This module builds complete score matrices and sorts complete rows. Keys that are not visible, or not selected, never
+reach a result.
 """
 
 from __future__ import annotations

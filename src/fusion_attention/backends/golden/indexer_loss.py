@@ -1,7 +1,7 @@
 """The indexer's softmax statistics, and its Kullback-Leibler loss against attention, in float64.
 
-It builds complete score matrices. A token that is listed several times counts as often: sums are over the entries of
-the list. Keys that are not visible, or not selected, never reach a result.
+This module builds complete score matrices. A token that is listed several times counts as often: sums are over the
+entries of the list. Keys that are not visible, or not selected, never reach a result.
 """
 
 from __future__ import annotations

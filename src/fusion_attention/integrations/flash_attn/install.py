@@ -1,6 +1,6 @@
 """install() and uninstall(): makes this library the module `flash_attn` for programs that import it.
 
-It leaves another installed flash_attn unchanged, and provides attention and the helpers that programs commonly import.
+Another installed flash_attn stays unchanged. The module has attention and the helpers that programs commonly import.
 """
 
 from __future__ import annotations

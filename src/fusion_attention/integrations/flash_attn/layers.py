@@ -1,6 +1,6 @@
 """Layers that programs import from flash_attn: rotary embedding, RMS norm and cross entropy, computed by torch.
 
-Each is torch's own operation under flash_attn's name.
+Each layer is torch's own operation under flash_attn's name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """flash_attn's functions over a cache, in pages or rows: appending, rotation and attention.
 
-decode_attention() computes, or attention() with ALiBi slopes.
+decode_attention() computes the attention, or attention() if there are ALiBi slopes.
 """
 
 from __future__ import annotations

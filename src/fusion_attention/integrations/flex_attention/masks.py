@@ -25,7 +25,7 @@ _FAR = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, eq=False)
 class Visible:
-    """The visible keys of all rows, as a band and as tiles, if they are exact.
+    """The visible keys of all rows, as a band if one equals the mask, and as tiles if they were evaluated.
 
     Attributes:
         band: equals the mask, together with q_len and kv_len; None if there is no such band.

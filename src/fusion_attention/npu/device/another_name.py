@@ -1,6 +1,7 @@
 """install(device="host"): "npu" as another name of an existing device, whose tensors keep the device's real name.
 
-A TorchFunctionMode translates the name. It is below the modes of other code, so that they can be left in any order.
+A TorchFunctionMode translates the name. This mode is below the modes of other code, so that those can be left in any
+order.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Makes torch_npu importable in processes that this one starts: spawned ones, torchrun's, pytest-xdist's.
 
-This folder is added to their PYTHONPATH, so that each of them runs sitecustomize.py.
+This folder is added to PYTHONPATH for started processes, so that each of them runs sitecustomize.py.
 """
 
 from __future__ import annotations

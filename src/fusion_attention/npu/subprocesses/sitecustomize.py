@@ -1,6 +1,6 @@
 """Startup code of every Python process that `python -m fusion_attention.npu` starts: installs torch_npu with torch.
 
-It loads nothing, because many of these processes do not use torch. The environment's sitecustomize also runs.
+This file loads nothing, because many of these processes do not use torch. The environment's sitecustomize also runs.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """Check functions for rules of fused inference attention; each returns True, or a string with the actual value.
 
-They are functions of shapes, lengths and dtypes; some read the content of masks.
+The checks are functions of shapes, lengths and dtypes; some read the content of masks.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ class InferenceCall:
 
 
 class _Logarithms(Filled):
-    """A run whose second result is softmax_lse, max + ln(sum) of every row, with the chip's values for empty rows."""
+    """A Filled whose second result is softmax_lse, max + ln(sum) of a row, with the chip's values for empty rows."""
 
     __slots__ = ("call", "lse", "stats")
 

@@ -1,6 +1,6 @@
 """Check functions for rules of decoding; each returns True, or a string that describes the actual value.
 
-They are pure functions of shapes, lengths and page tables.
+The checks are pure functions of shapes, lengths and page tables.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check functions for rules of sparse attention and of the indexer; each returns True, or a string with the actual
 value.
 
-They are pure functions of lengths, lists of selected blocks and page tables.
+The checks are pure functions of lengths, lists of selected blocks and page tables.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Check functions for rules of training attention; each returns True, or a string that describes the actual value.
 
-They are pure functions of lengths, windows and masks.
+The checks are pure functions of lengths, windows and masks.
 """
 
 from __future__ import annotations

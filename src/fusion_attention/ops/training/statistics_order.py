@@ -1,7 +1,7 @@
 """A check that packed softmax statistics are in the order that a gradient call states.
 
 A row's log-sum is at least that of a subset of its visible keys, whatever else it includes (keys on other ranks, a
-sink). Read in the wrong order it belongs to another row, and may be smaller. It is the only check that computes scores.
+sink). Read in the wrong order it belongs to another row, and may be smaller. No other check computes scores.
 """
 
 from __future__ import annotations

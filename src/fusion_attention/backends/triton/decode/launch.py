@@ -52,7 +52,7 @@ def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
 
 
 def tile_for(problem: Problem, extents: Extents, device: torch.device, align: int) -> shapes.Tile:
-    """The tile of the table, with BM reduced to the rows of a key head."""
+    """The tile of the first table with an entry for the problem, with BM reduced to the rows of a key head."""
     chip, most = shapes.chip_of(device), int(extents.q_len.max(initial=1)) * problem.group
     assert chip is not None  # reasons_against() has looked
     result = (shapes.tile_of(table, problem, chip, align) for table in tables_for(problem, most))
@@ -201,7 +201,7 @@ def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple
 
 
 def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
-    """Launches decode, join, and the kernel that recomputes."""
+    """Launches decode, join, and the kernel that recomputes rows that are not finite."""
     p = problem
     views = launch_dense.views_of(p, o) | dict.fromkeys(FACTORS)
     for name, dequant in (("k", o.dequant_k), ("v", o.dequant_v)):

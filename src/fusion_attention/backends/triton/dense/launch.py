@@ -289,7 +289,7 @@ def reduced(view: RowView, heads: int, lengths: np.ndarray, by: float) -> RowVie
 
 
 def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands) -> None:
-    """Launches the forward kernel, and the one that recomputes."""
+    """Launches the forward kernel, and the kernel that recomputes rows that are not finite."""
     views = views_of(problem, o)
     given = given_by(problem, o, views)
     ready = schedule.once(
@@ -339,7 +339,7 @@ def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple
 
 
 def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Launches the three kernels of the backward, and those that recompute.
+    """Launches the three kernels of the backward, and those that recompute rows that are not finite.
 
     If keep_prob is tiny, the kernels compute gradients divided by keep_rest(): dP * M - D with M = 1 / keep_prob would
     overflow.

@@ -19,7 +19,7 @@ _CAPABILITY = (9, 0)  # only Hopper has wgmma
 
 
 def kernel() -> Any:
-    """The kernel; None: this Triton has no Gluon for Hopper."""
+    """The Gluon forward kernel; None if the installed Triton has no Gluon for Hopper."""
     try:
         from fusion_attention.backends.triton.dense.gluon_forward import gluon_forward
     except (ImportError, AttributeError):

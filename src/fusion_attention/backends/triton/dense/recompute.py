@@ -5,7 +5,7 @@ are not visible. These kernels run after the others, read each result once, and 
 nearly always is. Otherwise they select before they multiply: hidden keys, and keys with score -inf, do not count. A
 branch in the other kernels would cost registers in every loop.
 
-One row at a time is slow, and in a diverged training run everything is NaN. So rows that must stay NaN (by their
+One row at a time is slow, and in a diverged training run everything is NaN. Therefore rows that must stay NaN (by their
 statistics) are not recomputed, and a sum stops when all elements that were NaN are NaN again: the cost of a diverged
 run is linear in its rows. Infinities need no recomputation, since 0 * inf is NaN, except where results are scaled or
 rounded after the sum (scales of integers, float16).

@@ -46,8 +46,8 @@ def largest_of(dscores, slots):
 def slots_ahead(keys, dscores, n, slots, THREADS: tl.constexpr):
     """(keys, dI in float32) of slots n.
 
-    They are loaded in several copies, one element per thread: with fewer elements, Triton repeats the loads for each
-    layout (half of all instructions of an iteration); more would need registers.
+    Keys and dI are loaded in several copies, one element per thread: with fewer elements, Triton repeats the loads for
+    each layout (half of all instructions of an iteration); more would need registers.
     """
     COPIES: tl.constexpr = THREADS // n.shape[0]
     copy = tl.zeros([1, COPIES], tl.int32)

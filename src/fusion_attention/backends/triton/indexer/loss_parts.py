@@ -37,8 +37,8 @@ def is_finite(x):
 def finite_rows(x):
     """Replaces rows with a non-finite element by zeros.
 
-    Their products are then 0, so no gradient flows through them, as the formulas require: a product that is NaN or
-    -inf is not positive. Scores are computed from the original rows.
+    Products of these rows are then 0, so no gradient flows through the rows, as the formulas require: a product that is
+    NaN or -inf is not positive. Scores are computed from the original rows.
     """
     bad = tl.max((~is_finite(x)).to(tl.int32), 1)
     return tl.where(bad[:, None] > 0, tl.zeros_like(x), x)
@@ -54,7 +54,7 @@ def finite_weights(w):
 def unit_of(largest):
     """A power of two that scales differences times weights to the range of float16; 1 if `largest` is None.
 
-    It stays finite in float32 even for weights too small for any gradient in float16.
+    The unit stays finite in float32 even for weights too small for any gradient in float16.
     """
     if largest is None:
         return 1.0

@@ -20,8 +20,8 @@ from fusion_attention.backends.triton.common.pages import cache_at, offset_of, p
 def columns_ahead(at, within, there):
     """The weights of columns (token, head).
 
-    They are loaded in two copies; else Triton repeats the load in the layout of the product, which takes 32 loads per
-    thread instead of one, and 60 registers.
+    The weights are loaded in two copies; else Triton repeats the load in the layout of the product, which takes 32
+    loads per thread instead of one, and 60 registers.
     """
     twice = tl.zeros([1, 2], tl.int32)
     return tl.max(tl.load(at + within[:, None] + twice, mask=there[:, None] & (twice == 0), other=0.0), 1)

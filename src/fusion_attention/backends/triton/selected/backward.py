@@ -11,8 +11,8 @@ With a second source of keys (RATIO > 0), slots before BAND, a multiple of the t
 
 dS of float16 is divided by 256 if some |dout| of a key head's rows exceeds 256, as in the dense backward.
 
-Slots with a weight of 0 are multiplied too, and 0 * inf is NaN. So the kernels flag tokens where that may happen, and
-recompute_gradients.py computes these again.
+Slots with a weight of 0 are multiplied too, and 0 * inf is NaN. The kernels therefore flag tokens where that may
+happen, and recompute_gradients.py computes flagged tokens again.
 """
 
 # mypy: disable-error-code="no-untyped-def"

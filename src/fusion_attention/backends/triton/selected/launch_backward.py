@@ -54,8 +54,8 @@ def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
 def slots_of(problem: Problem, extents: Extents, tiles: dict[str, SlotTile]) -> tuple[int, int]:
     """(slots for keys of the band, all slots) per token, rounded up to tiles.
 
-    They are compile-time values. Numbers that follow from lengths are rounded up to powers of two, so that few kernels
-    are compiled.
+    Both numbers are compile-time values. Numbers that follow from lengths are rounded up to powers of two, so that few
+    kernels are compiled.
     """
     size = max(tile.BN for tile in tiles.values())
     band, others = (-(-most // size) for most in slots(problem, extents))
