@@ -108,7 +108,7 @@ class Indexer(TensorCall):
         return offset.repeat_interleave(counts, output_size=len(self.given("query")))[:, None, None]
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled: views of the call's tensors and these outputs."""
+        """Makes a Filled (the call with its memory): views of the call's tensors and these outputs."""
         return _ForwardRun(self, outputs)
 
 
@@ -163,7 +163,7 @@ class IndexerBackward(OfCall):
         return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled: views of the call's tensors, the saved indices and these gradients."""
+        """Makes a Filled (the call with its memory): views of tensors, saved indices and gradients."""
         call, result = self.call, tuple(outputs[name] for name in GRADIENTS)
         dq, dk, dweights = buffers = tuple(buffer(tensor) for tensor in result)
         grads = IndexerGrads(

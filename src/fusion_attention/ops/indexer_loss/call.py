@@ -113,7 +113,7 @@ class Statistics(_Call):
         return fresh_statistics({**self.tensors, "layout": self.layout})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled: views of the call's tensors and of `outputs`."""
+        """Makes a Filled (the call with its memory): views of the call's tensors and of `outputs`."""
         return _StatisticsRun(self, outputs)
 
 
@@ -139,7 +139,7 @@ class LogSum(Statistics):
         return fresh_lse({**self.tensors, "layout": self.layout})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled: views of the call's tensors and of `outputs`."""
+        """Makes a Filled (the call with its memory): views of the call's tensors and of `outputs`."""
         return _LogSumRun(self, outputs)
 
 
@@ -210,7 +210,7 @@ class Loss(_AnyLoss):
         return None if max_ is None or sum_ is None else (max_, sum_)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled: views of the call's tensors and of `outputs`."""
+        """Makes a Filled (the call with its memory): views of the call's tensors and of `outputs`."""
         return _LossRun(self, outputs)
 
 
@@ -276,7 +276,7 @@ class TargetLoss(_AnyLoss):
         return None if lse is None else (lse, torch.ones_like(lse))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled: views of the call's tensors and of `outputs`."""
+        """Makes a Filled (the call with its memory): views of the call's tensors and of `outputs`."""
         result = tuple(outputs[name] for name in self.names)
         dq, dk, dweights, last = buffers = tuple(buffer(tensor) for tensor in result)
         grads, clears = self.written(dq, dk, dweights)

@@ -110,7 +110,7 @@ class InferenceCall:
         return result | {name: empty(stats, (0,)) for name in self.absent}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled: views of the query, the cache and the outputs."""
+        """Makes a Filled (the call with its memory): views of the query, the cache and the outputs."""
         out, *given = (outputs[name] for name in self.names)
         if self.names[1:] == (LSE,):
             return _Logarithms(self, out, self.stats(), given[0])

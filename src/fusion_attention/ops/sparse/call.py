@@ -113,7 +113,7 @@ class Sparse(TensorCall):
         return result if self.stats else {RESULTS[0]: result[RESULTS[0]]}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled: views of the call's tensors and these outputs."""
+        """Makes a Filled (the call with its memory): views of the call's tensors and these outputs."""
         return SparseForward(self, outputs)
 
 
@@ -226,7 +226,7 @@ class SparseBackward(OfCall):
         return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled: views of the call's tensors, its saved results and these gradients."""
+        """Makes a Filled (the call with its memory): views of tensors, saved results and gradients."""
         return BackwardRun(self.call, self.saved, self.dlse, outputs)
 
 

@@ -85,7 +85,7 @@ class DenseForward(OfCall):
         return dict(zip(self.names, fresh(self.call, *((LANES,) if self.lanes else ())), strict=True))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled: views of the call's tensors and these outputs."""
+        """Makes a Filled (the call with its memory): views of the call's tensors and these outputs."""
         out, max_, sum_ = (outputs[name] for name in self.names)
         if self.lanes:
             return _ForwardRun(self.call, out, max_, sum_)
@@ -181,7 +181,7 @@ class DenseBackward(OfCall):
         return _like((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled: views of the call's tensors, its saved results and these gradients."""
+        """Makes a Filled (the call with its memory): views of tensors, saved results and gradients."""
         return _BackwardRun(self, outputs)
 
 
