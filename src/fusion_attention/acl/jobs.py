@@ -124,7 +124,7 @@ def job_of(layout: Layout, call: Lowered, args: dict[str, Any]) -> Job:
 
 
 def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Options) -> Layout:
-    """Checks the outputs of a new signature, plans it, and computes its workspace."""
+    """Checks the outputs of the first call of a signature, plans the call, and computes its workspace size."""
     op = bound.op
     if call.device != options.device:
         first = op.tensors()[0].shown

@@ -92,7 +92,7 @@ class Side:
         return results or [[]]
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """Returns tokens on one axis, of this rank or of all."""
+        """Returns a tensor with its tokens, of this rank or of all ranks, on one axis."""
         return tensor.flatten(0, 1) if self.padded else tensor
 
     def lying(self, tensor: Tensor) -> Tensor:

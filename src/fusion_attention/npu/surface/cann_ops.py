@@ -129,7 +129,7 @@ def _around(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
         rotary_mode: str = "interleave",
         partial_slice: Sequence[int] | None = None,
     ) -> None:
-        """Rotates the elements [start, end) of every row in place, with x's gradient; none for an empty slice."""
+        """Rotates the elements [start, end) of every row in place, with x's gradient; an empty slice rotates none."""
         start, end = partial_slice or (0, 0)
         if start != end:
             rotated_columns = x[..., start:end]

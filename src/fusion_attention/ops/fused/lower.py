@@ -1,6 +1,7 @@
 """Lowering of a checked call of fused inference attention to an InferenceCall.
 
-geometry.py derives lengths and shapes. Parameters that an operator definition lacks have their neutral values.
+geometry.py derives lengths and shapes. Parameters that an operator definition lacks have values without effect
+(Op.neutral).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lowering of a checked call of CANN's IncreFlashAttention to an InferenceCall.
 
-Parameters that an operator definition lacks have their neutral values.
+Parameters that an operator definition lacks have values without effect (Op.neutral).
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def entries_fit(indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: n
 
 
 def unbroken(indices: torch.Tensor) -> bool:
-    """True if no entry follows a -1, where rows do not read it, or if stays_unread(indices)."""
+    """True if no entry follows a -1, at which rows stop reading, or if stays_unread(indices)."""
     return stays_unread(indices) or not bool(((indices[..., 1:] >= 0) & (indices[..., :-1] < 0)).any())
 
 

@@ -1,6 +1,7 @@
 """Lowering of a checked call of CANN's training attention to a DenseCall.
 
-Forward and gradient operators are lowered alike; parameters that an operator lacks have their neutral values.
+Forward and gradient operators are lowered alike; parameters that an operator lacks have values without effect
+(Op.neutral).
 """
 
 from __future__ import annotations

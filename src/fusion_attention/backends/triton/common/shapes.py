@@ -244,7 +244,7 @@ def index_of(device: torch.device) -> int:
 
 
 def recompute_tile(kernel: str, problem: Problem) -> Tile:
-    """The tile of a kernel that recomputes rows."""
+    """The tile shape of a kernel that recomputes rows."""
     return RECOMPUTE[kernel][max(spans(problem)) > WIDEST_PART]
 
 
@@ -284,7 +284,7 @@ def halved(tile: Tile) -> Tile:
 
 
 def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None:
-    """The tile of a kernel for a problem; align: alignment of rows in elements. None for unsupported sizes.
+    """The tile shape of a kernel for a problem; align: alignment of rows in elements. None for unsupported sizes.
 
     Rows that are not aligned to 16 bytes are loaded in smaller units, which needs registers like a heavy problem.
     """

@@ -52,7 +52,7 @@ def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
 
 
 def tile_for(problem: Problem, extents: Extents, device: torch.device, align: int) -> shapes.Tile:
-    """The tile of the first table with an entry for the problem, with BM reduced to the rows of a key head."""
+    """The tile shape of the first table with an entry for the problem, with BM reduced to the rows of a key head."""
     chip, most = shapes.chip_of(device), int(extents.q_len.max(initial=1)) * problem.group
     assert chip is not None  # reasons_against() has looked
     result = (shapes.tile_of(table, problem, chip, align) for table in tables_for(problem, most))
@@ -63,7 +63,7 @@ def tile_for(problem: Problem, extents: Extents, device: torch.device, align: in
 def decode_constants(
     problem: Problem, tile: shapes.Tile, align: int, within: bool = True
 ) -> tuple[launching.Constants, launching.Constants]:
-    """The compile-time values of decode and join."""
+    """The compile-time arguments of decode and join."""
     p = problem
     constexprs = launch_dense.constants(p, tile, align) | launch_dense.cache_constants(p, align)
     constexprs |= {
@@ -221,7 +221,7 @@ def ready(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> launching.Ready:
-    """The launches of run() for the memory layout of these views and arguments."""
+    """The kernel launches of run() for the memory layout of these views and arguments."""
     table, last = pages(p, views)
     device = layout_table.one_device(given)
     if not schedule.rows:

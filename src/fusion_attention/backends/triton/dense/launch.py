@@ -51,7 +51,7 @@ def widths(problem: Problem) -> Constants:
 
 
 def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """Compile-time constants of all dense kernels; align: alignment of rows in elements.
+    """The compile-time arguments of all dense kernels; align: alignment of rows in elements.
 
     MEAN depends on the problem only, not on the batch, so that no kernel is compiled in the middle of a training.
     """
@@ -75,7 +75,7 @@ def raw(problem: Problem) -> bool:
 
 
 def forward_constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """The compile-time values of the forward kernel."""
+    """The compile-time arguments of the forward kernel."""
     constexprs = constants(problem, tile, align)
     return constexprs | {"RAW": raw(problem), "SINK": problem.has_sink, "TMA": tile.TMA}
 
@@ -131,7 +131,7 @@ def may_be_empty(problem: Problem, extents: Extents) -> bool:
 
 
 def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> shapes.Tile:
-    """The tile of a kernel on a device."""
+    """The tile shape of a kernel on a device."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else shapes.tile_of(kernel, problem, chip, align)
     assert tile is not None  # reasons_against() has looked
@@ -229,13 +229,13 @@ def numbers(problem: Problem) -> dict[str, Any]:
 
 
 def recompute_constants(kernel: str, problem: Problem, align: int) -> Constants:
-    """The compile-time values of a kernel that recomputes rows."""
+    """The compile-time arguments of a kernel that recomputes rows."""
     constexprs = constants(problem, shapes.recompute_tile(kernel, problem), align)
     return {name: value for name, value in constexprs.items() if name != "MEAN"}
 
 
 def cache_constants(problem: Problem, align: int) -> Constants:
-    """Compile-time constants of caches; ALIGN_KV: alignment of the cache's rows in its elements."""
+    """The compile-time arguments of caches; ALIGN_KV: alignment of the cache's rows in its elements."""
     p = problem
     return {
         "PAGE": p.page_size,
@@ -246,7 +246,7 @@ def cache_constants(problem: Problem, align: int) -> Constants:
 
 
 def recompute_out_constants(problem: Problem, align: int) -> Constants:
-    """Compile-time constants of recompute_out, whose keys may be in a cache."""
+    """The compile-time arguments of recompute_out, whose keys may be in a cache."""
     return recompute_constants("recompute_out", problem, align) | cache_constants(problem, align)
 
 
@@ -306,7 +306,7 @@ def ready_forward(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Ready:
-    """The launches of run_forward() for the memory layout of these views and arguments."""
+    """The kernel launches of run_forward() for the memory layout of these views and arguments."""
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e), drawn(p, e))
     align = layout_table.alignment(views, table)
     tile = tile_on("forward", p, device, align if layout_table.apart(views) else 1)
@@ -331,7 +331,7 @@ def ready_forward(
 
 
 def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """The compile-time values of prepare, backward_query and backward_key; the tile is that of one of them."""
+    """The compile-time arguments of prepare, backward_query and backward_key; the tile is that of one of them."""
     constexprs = constants(problem, tile, align) | {"RAW": raw(problem), "TMA": tile.TMA}
     names = ("GROUP", "V0", "V1", "V2", "DIM_V", "ALIGN", "BM", "MEAN")
     of_prepare = {name: constexprs[name] for name in names} | {"SINK": problem.has_sink}
@@ -394,7 +394,7 @@ def ready_backward(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Ready:
-    """The launches of run_backward() for the memory layout of these views and arguments."""
+    """The kernel launches of run_backward() for the memory layout of these views and arguments."""
     device, rows, count = layout_table.one_device(given), noted(e), len(e)
     buffer = int(rows.sum())
     flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, buffer, np.int64), 1)  # of any memory

@@ -42,7 +42,7 @@ def serves(problem: Problem, device: torch.device, tile: Tile) -> bool:
 
 
 def constants(problem: Problem, align: int) -> dict[str, Any]:
-    """Compile-time constants of the kernel; align: alignment of rows in elements."""
+    """The compile-time arguments of the kernel; align: alignment of rows in elements."""
     p = problem
     return {
         "GROUP": p.group, "SINK": p.has_sink, "MEAN": p.empty_rows != "zero", "DIM": DIM, "ALIGN": align, "BN": TILE.BN,

@@ -79,7 +79,7 @@ def tiles_per_chunk(problem: IndexerProblem, pitch: int) -> int:
 
 
 def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """The compile-time values of index_scores, index_choice and index_write."""
+    """The compile-time arguments of index_scores, index_choice and index_write."""
     p, block = problem, shapes_sparse.CHOICE.BN
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(p.dim))}
     of_all, resident_heads = {"BT": shapes_sparse.SCORED}, shapes_sparse.heads_held(p.heads, tile.BM)
@@ -164,7 +164,7 @@ def ready_topk(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Choice:
-    """The launches of run_topk() for the layout of these views."""
+    """The kernel launches of run_topk() for the memory layout of these views."""
     table, last = pages_of(views["k"])
     device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment({name: views[name] for name in ("q", "k")}, where)
@@ -243,7 +243,7 @@ def tokens_per_chunk(problem: IndexerProblem, tokens: int) -> int:
 
 
 def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, tuple[int, torch.dtype]]:
-    """Scratch of a chunk of the gradient: name -> (elements, dtype)."""
+    """The scratch buffers of a chunk of the gradient: name -> (elements, dtype)."""
     entries = tokens * sizes.slots
     lists = {"keys": entries, "ids": entries, "used": tokens, "noted": tokens}
     return {name: (count, torch.int32) for name, count in lists.items()} | {
@@ -252,13 +252,13 @@ def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, tuple[int, torch.dt
 
 
 def list_constants(slots: int, ratio: int) -> Constants:
-    """The compile-time values of read_lists for lists of `slots` tokens."""
+    """The compile-time arguments of read_lists for lists of `slots` tokens."""
     widths = {"SLOTS": slots, "N": min(ENTRIES, shapes.power(slots))}
     return {"SELECT": slots, "BLOCK": 1, "RATIO": ratio, "COMPRESSED": 0, "BAND": 0} | widths
 
 
 def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
-    """The compile-time values of index_gradient."""
+    """The compile-time arguments of index_gradient."""
     q, k = ("q", "k") if sizes.viewed else ("index_q", "index_k")
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(sizes.dim))}
     return d | {
@@ -269,7 +269,7 @@ def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
 
 
 def recompute_constants(sizes: Sizes, align: int) -> Constants:
-    """The compile-time values of recompute_gradient."""
+    """The compile-time arguments of recompute_gradient."""
     constexprs = gradient_constants(sizes, shapes_sparse.RECOMPUTE_GRADIENT, align)
     return {name: value for name, value in constexprs.items() if name in recompute_gradient.arg_names}
 
@@ -277,7 +277,7 @@ def recompute_constants(sizes: Sizes, align: int) -> Constants:
 def gradient_launches(
     family: launching.Family, sizes: Sizes, tile: Tile, align: int, tokens: int, fixed: dict[str, Any], names: list[str]
 ) -> list[launching.Launch]:
-    """The launches that compute dq, dweights and a row for every selected key from dI of a chunk of tokens.
+    """The kernel launches that compute dq, dweights and a row for every selected key from dI of a chunk of tokens.
 
     read_lists() must run before.
     """
@@ -342,7 +342,7 @@ def ready_backward(
     p: IndexerProblem, e: Extents, schedule: launching.Schedule, views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Gradient:  # fmt: skip
-    """The launches of run_backward() for the layout of these views and arguments."""
+    """The kernel launches of run_backward() for the memory layout of these views and arguments."""
     device_tables, capacity = schedule.device_tables, schedule.device_tables.capacity
     device = layout_table.one_device(given)
     where = layout_table.strides(views | {"ids": numbered(given["q"], capacity.kv_len, 1)}, len(e))

@@ -52,7 +52,7 @@ class Roomy(Ready):
 
 
 def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device, align: int = 8) -> shapes_loss.Warm:
-    """The tiles of the kernels over all keys for a problem on a device."""
+    """The tile shapes of the kernels over all keys for a problem on a device."""
     chip = shapes.chip_of(device)
     result = None if chip is None else shapes_loss.warm_tiles(problem, chip, align)
     assert result is not None  # reasons_against() has looked
@@ -98,7 +98,7 @@ def run_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, o: In
 
 
 def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants]:
-    """The compile-time values of warm_lse and join_lse."""
+    """The compile-time arguments of warm_lse and join_lse."""
     constexprs = {"E": shapes.power(p.dim), "DIM": p.dim, "RATIO": p.ratio, "ALIGN": align}
     constexprs |= {"BM": tile.BM, "BN": tile.BN}
     return constexprs, {"BM": tile.BM}
@@ -129,7 +129,7 @@ def ready_lse(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Roomy:
-    """The launches of run_lse() for the layout of these views."""
+    """The kernel launches of run_lse() for the memory layout of these views."""
     e = device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
@@ -163,7 +163,7 @@ def ready_lse(
 
 
 def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> Buffers:
-    """Scratch of indexer_lse: statistics of every range of a row's keys."""
+    """The scratch buffers of indexer_lse: statistics of every range of a row's keys."""
     most = int(most_shares(capacity, tile, p.ratio).max(initial=0))
     return {"partial": (2 * int(capacity.q_len.sum()) * most, torch.float32, False)}
 
@@ -238,7 +238,7 @@ class Work:
 
 
 def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> dict[str, Constants]:
-    """The compile-time values of each kernel of a loss without selection."""
+    """The compile-time arguments of each kernel of a loss without selection."""
     index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index}
     tile = {"BM": t.target.BM, "BN": t.target.BN}
     return {
@@ -310,7 +310,7 @@ def ready_warm(
 
 
 def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int) -> Buffers:
-    """Scratch of a loss without selection."""
+    """The scratch buffers of a loss without selection."""
     accum_dtype = torch.float32
     most = max((c.tiles for c in work.chunks), default=0) * tile.BM * p.heads_index
     blocks = max((c.blocks for c in work.chunks), default=0)

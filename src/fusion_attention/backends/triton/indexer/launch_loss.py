@@ -118,7 +118,7 @@ def row_table(e: Extents) -> np.ndarray:
 
 
 def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: int) -> dict[str, Constants]:
-    """The compile-time values of each kernel of a loss over selected keys."""
+    """The compile-time arguments of each kernel of a loss over selected keys."""
     index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index, "ALIGN": align}
     group, slots = p.heads_q // p.heads_kv, min(SLOTS, shapes.power(p.select_count))
     heads = shapes.power(p.heads_index)
@@ -135,7 +135,7 @@ def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: in
 
 
 def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, tuple[int, torch.dtype]]:
-    """Scratch of a loss over selected keys, without the sums per key."""
+    """The scratch buffers of a loss over selected keys, without the sums per key."""
     accum_dtype, rows = torch.float32, int(e.q_len.sum())
     tokens = min(rows, rows_of_chunk(p))
     entries = tokens * p.select_count
@@ -153,7 +153,7 @@ def ready_selected(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Gradient:
-    """The launches of run_loss() over selected keys, for the layout of these views."""
+    """The kernel launches of run_loss() over selected keys, for the layout of these views."""
     e, device = device_tables.capacity, layout_table.one_device(given)
     table = layout_table.strides(views | {"ids": launch_key_sum.numbered(given["q"], e.kv_len, 1)}, len(e))
     t, align = tiles_on(p, device), layout_table.alignment(views, table)
@@ -195,7 +195,7 @@ def ready_selected(
 
 
 def tiles_on(problem: IndexerLossProblem, device: torch.device) -> shapes_loss.Selected:
-    """The tiles of a loss over selected keys on a device."""
+    """The tile shapes of a loss over selected keys on a device."""
     chip = shapes.chip_of(device)
     result = None if chip is None else shapes_loss.selected_tiles(problem, chip)
     assert result is not None  # reasons_against() has looked

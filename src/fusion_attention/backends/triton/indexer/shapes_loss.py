@@ -72,7 +72,7 @@ for _width in (2, 4):
 
 
 def warm_tiles(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Warm | None:
-    """The tiles of the kernels over all keys for a problem; None if the table has no entry of this size.
+    """The tile shapes of the kernels over all keys for a problem; None if the table has no entry of this size.
 
     Rows whose alignment (align, in elements) is less than 16 bytes use the smallest tiles.
     """
@@ -112,7 +112,7 @@ for _width in (2, 4):
 
 
 def selected_tiles(problem: IndexerLossProblem, chip: int) -> Selected | None:
-    """The tiles of the loss over selected keys for a problem; None if the table has no entry of this size."""
+    """The tile shapes of the loss over selected keys for a problem; None if the table has no entry of this size."""
     p = problem
     rows = SELECTED[chip, 4 if p.dtype == "float32" else 2]
     candidates = ((tiles, power(p.dim_index) <= widest and p.heads_index <= heads) for widest, heads, tiles in rows)

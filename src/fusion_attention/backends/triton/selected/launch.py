@@ -75,7 +75,7 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
 
 
 def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Constants:
-    """The compile-time values of all kernels with lists."""
+    """The compile-time arguments of all kernels with lists."""
     p = problem
     return launch_dense.widths(p) | {
         "GROUP": p.group,
@@ -97,7 +97,7 @@ def forward_constants(
     split: bool = False,
     page_compressed: int = 0,
 ) -> launching.Constants:
-    """The compile-time values of the forward kernel.
+    """The compile-time arguments of the forward kernel.
 
     split: several programs compute a token; page_compressed: tokens of a page of compressed keys, 0 without pages.
     """
@@ -108,7 +108,7 @@ def forward_constants(
 
 
 def join_constants(problem: Problem, align: int) -> launching.Constants:
-    """The compile-time values of join()."""
+    """The compile-time arguments of join()."""
     constexprs = forward_constants(problem, launch_decode.JOIN, align)
     return {name: constexprs[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
 
@@ -116,7 +116,7 @@ def join_constants(problem: Problem, align: int) -> launching.Constants:
 def recompute_constants(
     problem: Problem, align: int, is_near: bool = True, page_compressed: int = 0
 ) -> launching.Constants:
-    """The compile-time values of recompute_lists()."""
+    """The compile-time arguments of recompute_lists()."""
     tile = shapes.recompute_tile("recompute_out", problem)
     constexprs = forward_constants(problem, tile, align, is_near, page_compressed=page_compressed)
     return {name: value for name, value in constexprs.items() if name not in ("RAW", "SINK", "BUFFER", "SPLIT")}
@@ -216,7 +216,7 @@ def ready(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> launching.Ready:
-    """The launches of run() for the layout of these views and arguments."""
+    """The kernel launches of run() for the memory layout of these views and arguments."""
     first, second = pages(p, views)
     device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, where)
@@ -255,7 +255,7 @@ def ready(
 
 
 def tile_on(problem: Problem, device: torch.device, align: int) -> shapes.Tile:
-    """The tile of the forward kernel on a device."""
+    """The tile shape of the forward kernel on a device."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else shapes_sparse.forward_tile(problem, chip, align)
     assert tile is not None  # reasons_against() has looked

@@ -158,7 +158,7 @@ def prepare_layout(
     views: dict[str, Any],
     given: dict[str, Any],
 ) -> Prepared:
-    """The launches of run() for the layout of these views."""
+    """The kernel launches of run() for the memory layout of these views."""
     p, count = problem, len(extents)
     device, like = layout_table.one_device(given), given["q"]
     total = np.full(count, 1, np.int64)
@@ -321,7 +321,7 @@ def launches(
 
 
 def recomputed(steps: list[Step], atomic: bool) -> list[Step]:
-    """The launches that compute the results of `steps` again for flagged tokens, one per result."""
+    """The kernel launches that compute the results of `steps` again for flagged tokens, one per result."""
     recomputes = {backward_rows: recompute_rows} | ({} if atomic else {backward_slots: recompute_slots})
     first = [one for one in steps if one.kernel in recomputes and one.constexprs["FIRST"] == 0]
     results = []
@@ -362,7 +362,7 @@ def known_of(tile: SlotTile) -> Constants:
 
 
 def prepare_constants(problem: Problem, align: int) -> Constants:
-    """The compile-time values of prepare()."""
+    """The compile-time arguments of prepare()."""
     constexprs = {name: width for name, width in widths(problem).items() if name in ("V0", "V1", "V2", "DIM_V")}
     return constexprs | {
         "GROUP": problem.group, "SINK": problem.has_sink, "MEAN": 0, "ALIGN": align, "BM": PREPARE.BM

@@ -71,7 +71,7 @@ def shared(problem: Problem) -> bool:
 
 
 def forward_tile(problem: Problem, chip: int, align: int = 0) -> Tile | None:
-    """The tile of the forward, BM heads of a token and BN slots; None if the table has no entry of this size.
+    """The tile shape of the forward, BM heads of a token and BN slots; None if the table has no entry of this size.
 
     align: alignment of rows in elements; 0: 16 bytes.
     """
@@ -150,12 +150,12 @@ def sorts(top_k: int) -> bool:
 
 
 def write_tile(problem: IndexerProblem) -> Tile:
-    """The tile of the kernel that sorts and writes lists."""
+    """The tile shape of the kernel that sorts and writes lists."""
     return Tile(0, 0, 16 if problem.top_k > 512 else 4, 1) if sorts(problem.top_k) else WRITE
 
 
 def scores_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | None:
-    """The tile of scores, BM columns of (token, head) and BN keys; at most 64 each for rows not aligned to 16 bytes."""
+    """The tile shape of scores, BM columns of (token, head) and BN keys; at most 64 if rows are not aligned to 16 bytes."""
     rows = SCORES[chip, 4 if problem.dtype == "float32" else 2]
     tile = next((tile for dim, tile in rows if problem.dim <= dim), None)
     if tile is None or align >= widest(problem):
@@ -182,7 +182,7 @@ def sizes_of_gradient(problem: IndexerProblem | IndexerLossProblem) -> Sizes:
 
 
 def gradient_tile(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Tile | None:
-    """The tile of the indexer's gradient, BM heads and BN slots; more heads need several launches."""
+    """The tile shape of the indexer's gradient, BM heads and BN slots; more heads need several launches."""
     p = sizes_of_gradient(problem)
     fits = [row for row in GRADIENT[chip, 4 if p.dtype == "float32" else 2] if p.dim <= row[0]]
     if not fits:

@@ -79,7 +79,7 @@ TABLES["weigh_slots"][86, 2] = (*TABLES["weigh_slots"][80, 2][:2], SlotTile(64, 
 
 
 def cut_of(kernel: str, problem: Problem, chip: int, align: int) -> SlotTile:
-    """The tile of a kernel; align: alignment of rows in elements."""
+    """The tile shape of a kernel; align: alignment of rows in elements."""
     if problem.dtype == "float32":
         return FLOAT32[kernel]
     rows = TABLES[kernel][chip, 2]
