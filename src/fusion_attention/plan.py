@@ -77,7 +77,7 @@ class Plan:
         return tuple(self.module.keep(each) or each for each in operands)
 
     def run(self, *operands: Any) -> None:
-        """Computes into the operands (attention_forward: Operands; attention_backward: Operands and Grads)."""
+        """Runs the operation on its memory (attention_forward: Operands; attention_backward: Operands and Grads)."""
         compute = getattr(self.module, self.op_kind)
         if torch._C._is_any_autocast_enabled():
             # Autocast would round float32 products inside back ends.

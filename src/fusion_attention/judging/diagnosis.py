@@ -56,7 +56,7 @@ def diagnosed(case: Case, base: Result, seed: int = 0) -> tuple[tuple[Explanatio
 
 
 def _tried(case: Case, pieces: Sequence[Unit], sample: Result) -> list[tuple[Mistake, Try, Result]]:
-    """Measures every way of every mistake on sampled rows, except mistakes that are impossible or explain too little."""
+    """Measures every way of every mistake on sampled rows; drops mistakes that are impossible or explain too little."""
     results = []
     quick = [p for p in pieces if not p.by_keys][:1] + [p for p in pieces if p.by_keys][:1]
     for mistake in MISTAKES:

@@ -230,7 +230,7 @@ def _evaluated(
 
 
 def _note_rows(rows: _Rows, at: np.ndarray, visible: np.ndarray) -> None:
-    """Adds tiles to the first, end and count of their rows."""
+    """Updates the first visible key, the end and the count of the rows of some tiles."""
     count = visible.sum(2)
     first = visible.argmax(2) + at[:, 3, None] * TILE
     end = (TILE - visible[:, :, ::-1].argmax(2)) + at[:, 3, None] * TILE

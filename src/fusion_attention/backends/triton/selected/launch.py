@@ -194,7 +194,7 @@ class Pages:
         return cls(size, table.shape[1] if last >= 0 else 0, table.stride(0), last)
 
     def arguments(self, suffix: str = "") -> dict[str, int]:
-        """The values by the kernels' argument names."""
+        """The arguments by the kernels' names, which end in `suffix`."""
         return {f"width{suffix}": self.width, f"step{suffix}": self.step, f"last{suffix}": self.last}
 
 

@@ -155,7 +155,7 @@ def write_tile(problem: IndexerProblem) -> Tile:
 
 
 def scores_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | None:
-    """The tile shape of scores, BM columns of (token, head) and BN keys; at most 64 if rows are not aligned to 16 bytes."""
+    """The tile shape of scores, BM columns of (token, head) and BN keys; unaligned rows (16 bytes) have at most 64."""
     rows = SCORES[chip, 4 if problem.dtype == "float32" else 2]
     tile = next((tile for dim, tile in rows if problem.dim <= dim), None)
     if tile is None or align >= widest(problem):
