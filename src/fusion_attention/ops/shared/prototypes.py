@@ -215,6 +215,23 @@ _PAGES |= {
 _PAGES["aclnnSparseFlashMlaSoftmaxL1NormMetadata"] = """
     cuSeqlensQ cuSeqlensK sequsedQ sequsedK cmpResidualK topkLength numHeadsQ numHeadsK headDim batchSize maxSeqlenQ
     maxSeqlenK topk layoutQ layoutK maskMode cmpRatio metaData"""
+_BLOCKS = "blockSparseMaskOptional attenMaskOptional blockShapeOptional"
+_BLOCKS += " actualSeqLengthsOptional actualSeqLengthsKvOptional"
+_BLOCK_NUMBERS = "qInputLayout kvInputLayout numKeyValueHeads maskType scaleValue innerPrecise blockSize preTokens"
+_BLOCK_NUMBERS += " nextTokens softmaxLseFlag"
+_PAGES |= {
+    "aclnnBlockSparseAttention": f"""
+        query key value {_BLOCKS} blockTableOptional {_BLOCK_NUMBERS} attentionOut softmaxLseOptional""",
+    "aclnnBlockSparseAttentionV2": f"""
+        query key value {_BLOCKS} blockTableOptional qDequantScale kDequantScale vDequantScale
+        {_BLOCK_NUMBERS} attentionOut softmaxLseOptional""",
+    "aclnnBlockSparseAttentionGrad": f"""
+        dout query key value attentionOut softmaxLse {_BLOCKS} qInputLayout kvInputLayout numKeyValueHeads maskType
+        scaleValue preTokens nextTokens dq dk dv""",
+}
+_HEADERS["aclnnBlockSparseAttentionV3"] = f"""
+    query key value {_BLOCKS} blockTableOptional qDequantScaleOptional kDequantScaleOptional vDequantScaleOptional
+    pQuantScaleOptional {_BLOCK_NUMBERS} quantMode dstTypeMax attentionOut softmaxLseOptional"""
 _LOSS_NUMBERS = "batchSize maxSeqLenQ maxSeqLenK numHeadsQ numHeadsK headDim"
 _PAGES |= {
     f"aclnn{name}Metadata": f"""
