@@ -275,6 +275,68 @@ def aclnnFlashAttentionUnpaddingScoreGradV5GetWorkspaceSize(
 
 aclnnFlashAttentionUnpaddingScoreGradV5: _Run
 
+def aclnnBlockSparseAttentionGetWorkspaceSize(
+    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, block_sparse_mask: acl.Tensor | None,
+    atten_mask: acl.Tensor | None, block_shape: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, block_table: acl.Tensor | None,
+    q_input_layout: str, kv_input_layout: str, num_key_value_heads: int, mask_type: int, scale_value: float,
+    inner_precise: int, block_size: int, pre_tokens: int, next_tokens: int, softmax_lse_flag: int,
+    attention_out: acl.Tensor | None, softmax_lse: acl.Tensor | None, *, strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Attention to the blocks of keys that a mask leaves to each block of query rows. Phase 1: checks, plans, and
+    says how much workspace phase 2 needs."""
+
+aclnnBlockSparseAttention: _Run
+
+def aclnnBlockSparseAttentionV2GetWorkspaceSize(
+    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, block_sparse_mask: acl.Tensor | None,
+    atten_mask: acl.Tensor | None, block_shape: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, block_table: acl.Tensor | None,
+    q_dequant_scale: acl.Tensor | None, k_dequant_scale: acl.Tensor | None, v_dequant_scale: acl.Tensor | None,
+    q_input_layout: str, kv_input_layout: str, num_key_value_heads: int, mask_type: int, scale_value: float,
+    inner_precise: int, block_size: int, pre_tokens: int, next_tokens: int, softmax_lse_flag: int,
+    attention_out: acl.Tensor | None, softmax_lse: acl.Tensor | None, *, strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """BlockSparseAttention with scales of fp8 tensors, in one layout more. Phase 1: checks, plans, and says how much
+    workspace phase 2 needs."""
+
+aclnnBlockSparseAttentionV2: _Run
+
+def aclnnBlockSparseAttentionV3GetWorkspaceSize(
+    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, block_sparse_mask: acl.Tensor | None,
+    atten_mask: acl.Tensor | None, block_shape: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, block_table: acl.Tensor | None,
+    q_dequant_scale: acl.Tensor | None, k_dequant_scale: acl.Tensor | None, v_dequant_scale: acl.Tensor | None,
+    p_quant_scale: acl.Tensor | None, q_input_layout: str, kv_input_layout: str, num_key_value_heads: int,
+    mask_type: int, scale_value: float, inner_precise: int, block_size: int, pre_tokens: int, next_tokens: int,
+    softmax_lse_flag: int, quant_mode: int, dst_type_max: float, attention_out: acl.Tensor | None,
+    softmax_lse: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """BlockSparseAttentionV2 with kinds of quantisation. Phase 1: checks, plans, and says how much workspace phase 2
+    needs."""
+
+aclnnBlockSparseAttentionV3: _Run
+
+def aclnnBlockSparseAttentionGradGetWorkspaceSize(
+    dout: acl.Tensor | None, query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None,
+    attention_out: acl.Tensor | None, softmax_lse: acl.Tensor | None, block_sparse_mask: acl.Tensor | None,
+    atten_mask: acl.Tensor | None, block_shape: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, q_input_layout: str,
+    kv_input_layout: str, num_key_value_heads: int, mask_type: int, scale_value: float, pre_tokens: int,
+    next_tokens: int, dq: acl.Tensor | None, dk: acl.Tensor | None, dv: acl.Tensor | None, *, strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Gradients of BlockSparseAttention, from its output and its softmax_lse. Phase 1: checks, plans, and says how
+    much workspace phase 2 needs."""
+
+aclnnBlockSparseAttentionGrad: _Run
+
 def aclnnIncreFlashAttentionGetWorkspaceSize(
     query: acl.Tensor | None, key: acl.TensorList | None, value: acl.TensorList | None, pse_shift: acl.Tensor | None,
     atten_mask: acl.Tensor | None, actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,

@@ -24,6 +24,7 @@ from fusion_attention.ops.block_sparse.rules import (
     FUNCTIONS,
     LENGTHS,
     LIMITS,
+    SAME_DTYPE,
     UNMASKED,
     is_block,
 )
@@ -249,4 +250,46 @@ TORCH_GRAD = GRAD.version(
 >>> list(dk.shape)
 [1, 2, 384, 64]""",
 )
-RECORDS = (V1, V2, V3, GRAD, TORCH, TORCH_GRAD)
+_OF = {p.name: p for p in V3.params}
+OUT_DTYPE = Attr("attention_out_dtype", "None, or query's: others are of fp8 and fp4.", type=torch.dtype, default=None)
+CANN = V3.version(
+    "cann_ops_transformer.block_sparse_attention",
+    V1.summary,
+    source="CANN's cann_ops_transformer",
+    keywords="q_input_layout",
+    params=(
+        *(*TORCH.params[:7], KEY_HEADS, SCALE, PRECISE, *LENGTHS_OF),
+        replace(FLAG, spelled="return_softmax_lse", text="Return softmax_lse.", type=bool, default=False, domain=""),
+        *(_OF[name] for name in ["mask_type", "quant_mode", "block_size", "pre_tokens", "next_tokens", "dst_type_max"]),
+        *(_OF[name] for name in ["atten_mask", "block_table", "q_dequant_scale", "k_dequant_scale", "v_dequant_scale"]),
+        *(P_SCALE, OUT_DTYPE, OUT_OF, LSE_OF),
+    ),
+    rules=(*TORCH.rules, SAME_DTYPE),
+    returns="(attention_out, softmax_lse), both differentiable; softmax_lse is empty unless it is asked for.",
+    example=TORCH.example.replace("npu_block_sparse_attention(", "block_sparse_attention(").replace(
+        ", scale_value", ", return_softmax_lse=True, scale_value"
+    ),
+)
+CANN_GRAD = GRAD.version(
+    "cann_ops_transformer.block_sparse_attention_grad",
+    GRAD.summary,
+    source="CANN's cann_ops_transformer",
+    keywords="q_input_layout",
+    layouts=OLDER,
+    params=(
+        *(
+            *TORCH_GRAD.params[:8],
+            replace(LAYOUT, default="BNSD"),
+            replace(LAYOUT_KV, default="BNSD"),
+            KEY_HEADS,
+            SCALE,
+        ),
+        *(*LENGTHS_OF, ATTEN_MASK, MASK_TYPE, *GRADS),
+    ),
+    rules=TORCH_GRAD.rules,
+    returns=TORCH_GRAD.returns,
+    example=TORCH_GRAD.example.replace("npu_block_sparse_attention(", "block_sparse_attention(")
+    .replace("npu_block_sparse_attention_backward(", "block_sparse_attention_grad(")
+    .replace("[128, 128], **words)\n>>> dq", "[128, 128], return_softmax_lse=True, **words)\n>>> dq"),
+)
+RECORDS = (V1, V2, V3, GRAD, TORCH, TORCH_GRAD, CANN, CANN_GRAD)

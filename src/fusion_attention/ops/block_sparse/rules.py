@@ -92,8 +92,8 @@ FORMS = (
     Rule(
         "layout_kv == layout",
         "layout_kv",
-        "queries and keys have one layout",
-        text="the queries' layout",
+        "queries and keys have one axis order",
+        text="as layout",
         invalid={"layout_kv": "BSND"},
     ),
     Rule("mask_type == 0", "mask_type", "no mask is defined beside the blocks", invalid={"mask_type": 1}),
@@ -157,6 +157,13 @@ LIMITS = (
     ),
     limit("block_size == 0", "block_size", "it is of pages, and keys are in none", invalid={"block_size": 128}),
 )
+SAME_DTYPE = Rule(
+    "attention_out_dtype is None or attention_out_dtype == query.dtype",
+    "attention_out_dtype",
+    f"others are of fp8 and fp4: {OF_950}",
+    text="None, or query's dtype",
+    invalid={"attention_out_dtype": torch.float64},
+)
 FORWARD = (
     limit(
         "block[1] % 128 == 0",
@@ -172,8 +179,6 @@ FORWARD = (
         "softmax_lse",
         "it has one number per row and head",
         text="a last axis of 1",
-        when="softmax_lse_flag",
-        given={"softmax_lse_flag": 1},
         invalid={"softmax_lse": "T1 N1 3"},
     ),
 )
