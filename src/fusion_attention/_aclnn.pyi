@@ -275,6 +275,47 @@ def aclnnFlashAttentionUnpaddingScoreGradV5GetWorkspaceSize(
 
 aclnnFlashAttentionUnpaddingScoreGradV5: _Run
 
+def aclnnFlashAttentionScoreV4GetWorkspaceSize(
+    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, pse: acl.Tensor | None,
+    drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None, atten_mask: acl.Tensor | None,
+    query_rope: acl.Tensor | None, key_rope: acl.Tensor | None, d_scale_q: acl.Tensor | None,
+    d_scale_k: acl.Tensor | None, d_scale_v: acl.Tensor | None, sink: acl.Tensor | None,
+    prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_qlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_kvlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
+    next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int, out_dtype: int,
+    pse_type: int, softmax_layout: str, seed: int, offset: int, softmax_max: acl.Tensor | None,
+    softmax_sum: acl.Tensor | None, softmax_out: acl.Tensor | None, attention_out: acl.Tensor | None, *,
+    strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """FlashAttentionScoreV3 and VarLenScoreV5 in one, with drawn dropout. Phase 1: checks, plans, and says how much
+    workspace phase 2 needs."""
+
+aclnnFlashAttentionScoreV4: _Run
+
+def aclnnFlashAttentionScoreGradV4GetWorkspaceSize(
+    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, dy: acl.Tensor | None,
+    pse: acl.Tensor | None, drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None,
+    atten_mask: acl.Tensor | None, softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None,
+    softmax_in: acl.Tensor | None, attention_in: acl.Tensor | None, sink: acl.Tensor | None,
+    query_rope: acl.Tensor | None, key_rope: acl.Tensor | None, d_scale_q: acl.Tensor | None,
+    d_scale_k: acl.Tensor | None, d_scale_v: acl.Tensor | None, d_scale_dy: acl.Tensor | None,
+    d_scale_o: acl.Tensor | None, prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_qlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_kvlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
+    next_tokens: int, head_num: int, input_layout: str, softmax_layout: str, inner_precise: int, sparse_mode: int,
+    pse_type: int, seed: int, offset: int, out_dtype: int, dq: acl.Tensor | None, dk: acl.Tensor | None,
+    dv: acl.Tensor | None, dq_rope: acl.Tensor | None, dk_rope: acl.Tensor | None, dpse: acl.Tensor | None,
+    dsink: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Gradients of FlashAttentionScoreV4. Phase 1: checks, plans, and says how much workspace phase 2 needs."""
+
+aclnnFlashAttentionScoreGradV4: _Run
+
 def aclnnBlockSparseAttentionGetWorkspaceSize(
     query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, block_sparse_mask: acl.Tensor | None,
     atten_mask: acl.Tensor | None, block_shape: acl.IntArray | acl.Tensor | Sequence[int] | None,

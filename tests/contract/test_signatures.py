@@ -286,6 +286,18 @@ ACLNN = {
         pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type softmax_max softmax_sum
         softmax_out attention_out
     """,
+    "aclnnFlashAttentionScoreV4": """
+        query key value pse drop_mask padding_mask atten_mask query_rope key_rope d_scale_q d_scale_k d_scale_v sink
+        prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens head_num
+        input_layout inner_precise sparse_mode out_dtype pse_type softmax_layout seed offset softmax_max softmax_sum
+        softmax_out attention_out
+    """,
+    "aclnnFlashAttentionScoreGradV4": """
+        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in sink
+        query_rope key_rope d_scale_q d_scale_k d_scale_v d_scale_dy d_scale_o prefix actual_seq_qlen actual_seq_kvlen
+        q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout softmax_layout
+        inner_precise sparse_mode pse_type seed offset out_dtype dq dk dv dq_rope dk_rope dpse dsink
+    """,
     "aclnnFlashAttentionVarLenScore": """
         query key value pse drop_mask padding_mask atten_mask prefix actual_seq_qlen actual_seq_kvlen scale
         keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode softmax_max softmax_sum

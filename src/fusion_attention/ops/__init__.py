@@ -21,9 +21,10 @@ from fusion_attention.ops.sparse import fa_record as sparse_attention
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.training import fa_record as attention
 from fusion_attention.ops.training import records as training
+from fusion_attention.ops.training import score_v4
 
 FAMILIES = (
-    *(attention, decode_attention, training, block_sparse, inference, fused_inference),
+    *(attention, decode_attention, training, score_v4, block_sparse, inference, fused_inference),
     *(indexer, indexer_of_ratio, lightning_indexer),
     *(sparse, sparse_attention, compressed, compressed_l1_norm, compressed_attention),
     *(indexer_loss, own_indexer_loss, target_loss, own_target_loss),

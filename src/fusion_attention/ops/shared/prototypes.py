@@ -74,6 +74,16 @@ _HEADERS = {
         prefixOptional qStartIdxOptional kvStartIdxOptional
         scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode pseType
         softmaxMaxOut softmaxSumOut softmaxOutOut attentionOutOut""",
+    "aclnnFlashAttentionScoreV4": """
+        query key value realShift dropMask paddingMask attenMask queryRope keyRope dScaleQ dScaleK dScaleV sink prefix
+        actualSeqQLen actualSeqKvLen qStartIdx kvStartIdx
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode outDtype pseType
+        softmaxOutLayout seed offset softmaxMax softmaxSum softmaxOut attentionOut""",
+    "aclnnFlashAttentionScoreGradV4": """
+        query key value dy pseShift dropMask paddingMask attenMask softmaxMax softmaxSum softmaxIn attentionIn sinkIn
+        queryRope keyRope dScaleQ dScaleK dScaleV dScaleDy dScaleO prefix actualSeqQLen actualSeqKvLen qStartIdx
+        kvStartIdx scaleValue keepProb preTokens nextTokens headNum inputLayout softmaxInLayout innerPrecise sparseMode
+        pseType seed offset outDtype dq dk dv dqRope dkRope dpse dsink""",
     "aclnnFlashAttentionVarLenScore": """
         query key value realShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional prefixOptional
         actualSeqQLenOptional actualSeqKvLenOptional
