@@ -51,9 +51,9 @@ def test_drawn_dropout_has_torch_npus_bits(layout: str, seed: int, offset: int) 
     results = done(SCORE_V4, args)
     for name, value in want.items():
         same_bits(results[name], value, name)
-    found = gradients_of(args, results)
+    written = gradients_of(args, results)
     for name, value in gradients.items():
-        same_bits(found[name], value, name)
+        same_bits(written[name], value, name)
 
 
 def test_seed_0_draws() -> None:
@@ -89,9 +89,9 @@ def test_rope_parts_in_every_layout(layout: str, more: dict[str, Any]) -> None:
     results = done(SCORE_V4, args)
     for name, value in want.items():
         same_bits(results[name], value, name)
-    found = gradients_of(args, results)
+    written = gradients_of(args, results)
     for name, value in gradients.items():
-        same_bits(found[name], value, name)
+        same_bits(written[name], value, name)
 
 
 def test_switched_off_tails() -> None:
@@ -120,7 +120,7 @@ def test_limits() -> None:
     narrow = sample(SCORE_V4, query_rope=True, key_rope=True)
     failed(call(SCORE_V4, narrow, outputs_of(SCORE_V4, narrow))[0], 161002, "query_rope", "128")
     done(SCORE_V4, narrow, strict=False)
-    wide = sample(SCORE_V4, sink=True, **{n: (f"B S{i} N{i} D", "float32") for n, i in (("query", 1), ("key", 2))},
+    floats = sample(SCORE_V4, sink=True, **{n: (f"B S{i} N{i} D", "float32") for n, i in (("query", 1), ("key", 2))},
                   value=("B S2 N2 D", "float32"))  # fmt: skip
-    failed(call(SCORE_V4, wide, outputs_of(SCORE_V4, wide))[0], 561002, "sink", "float32")
-    done(SCORE_V4, wide, strict=False)
+    failed(call(SCORE_V4, floats, outputs_of(SCORE_V4, floats))[0], 561002, "sink", "float32")
+    done(SCORE_V4, floats, strict=False)

@@ -256,22 +256,18 @@ FUSED_OUT = "attention_out softmax_lse"
 
 # The C declarations of the phase-1 functions, in the records' spelling; workspaceSize and executor end each of them.
 BLOCKS = "block_sparse_mask atten_mask block_shape actual_seq_lengths actual_seq_lengths_kv"
-BLOCK_NUMBERS = """q_input_layout kv_input_layout num_key_value_heads mask_type scale_value inner_precise block_size
+BLOCK_INPUTS = f"query key value {BLOCKS} block_table"
+BLOCK_SCALES = " q_dequant_scale k_dequant_scale v_dequant_scale"
+BLOCK_NUMBERS = """ q_input_layout kv_input_layout num_key_value_heads mask_type scale_value inner_precise block_size
     pre_tokens next_tokens softmax_lse_flag"""
+BLOCK_OUT = " attention_out softmax_lse"
 ACLNN = {
-    "aclnnBlockSparseAttention": f"query key value {BLOCKS} block_table {BLOCK_NUMBERS} attention_out softmax_lse",
-    "aclnnBlockSparseAttentionV2": f"""
-        query key value {BLOCKS} block_table q_dequant_scale k_dequant_scale v_dequant_scale {BLOCK_NUMBERS}
-        attention_out softmax_lse
-    """,
-    "aclnnBlockSparseAttentionV3": f"""
-        query key value {BLOCKS} block_table q_dequant_scale k_dequant_scale v_dequant_scale p_quant_scale
-        {BLOCK_NUMBERS} quant_mode dst_type_max attention_out softmax_lse
-    """,
-    "aclnnBlockSparseAttentionGrad": f"""
-        dout query key value attention_out softmax_lse {BLOCKS} q_input_layout kv_input_layout num_key_value_heads
-        mask_type scale_value pre_tokens next_tokens dq dk dv
-    """,
+    "aclnnBlockSparseAttention": BLOCK_INPUTS + BLOCK_NUMBERS + BLOCK_OUT,
+    "aclnnBlockSparseAttentionV2": BLOCK_INPUTS + BLOCK_SCALES + BLOCK_NUMBERS + BLOCK_OUT,
+    "aclnnBlockSparseAttentionV3": BLOCK_INPUTS
+    + f"{BLOCK_SCALES} p_quant_scale{BLOCK_NUMBERS} quant_mode dst_type_max{BLOCK_OUT}",
+    "aclnnBlockSparseAttentionGrad": f"""dout query key value attention_out softmax_lse {BLOCKS} q_input_layout
+        kv_input_layout num_key_value_heads mask_type scale_value pre_tokens next_tokens dq dk dv""",
     "aclnnFlashAttentionScore": """
         query key value pse drop_mask padding_mask atten_mask prefix scale keep_prob pre_tokens next_tokens head_num
         input_layout inner_precise sparse_mode softmax_max softmax_sum softmax_out attention_out
@@ -286,18 +282,15 @@ ACLNN = {
         pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type softmax_max softmax_sum
         softmax_out attention_out
     """,
-    "aclnnFlashAttentionScoreV4": """
-        query key value pse drop_mask padding_mask atten_mask query_rope key_rope d_scale_q d_scale_k d_scale_v sink
-        prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens head_num
-        input_layout inner_precise sparse_mode out_dtype pse_type softmax_layout seed offset softmax_max softmax_sum
-        softmax_out attention_out
-    """,
-    "aclnnFlashAttentionScoreGradV4": """
-        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in sink
-        query_rope key_rope d_scale_q d_scale_k d_scale_v d_scale_dy d_scale_o prefix actual_seq_qlen actual_seq_kvlen
-        q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout softmax_layout
-        inner_precise sparse_mode pse_type seed offset out_dtype dq dk dv dq_rope dk_rope dpse dsink
-    """,
+    "aclnnFlashAttentionScoreV4": """query key value pse drop_mask padding_mask atten_mask query_rope key_rope
+        d_scale_q d_scale_k d_scale_v sink prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale
+        keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode out_dtype pse_type
+        softmax_layout seed offset softmax_max softmax_sum softmax_out attention_out""",
+    "aclnnFlashAttentionScoreGradV4": """query key value dy pse drop_mask padding_mask atten_mask softmax_max
+        softmax_sum softmax_in attention_in sink query_rope key_rope d_scale_q d_scale_k d_scale_v d_scale_dy
+        d_scale_o prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens
+        next_tokens head_num input_layout softmax_layout inner_precise sparse_mode pse_type seed offset out_dtype
+        dq dk dv dq_rope dk_rope dpse dsink""",
     "aclnnFlashAttentionVarLenScore": """
         query key value pse drop_mask padding_mask atten_mask prefix actual_seq_qlen actual_seq_kvlen scale
         keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode softmax_max softmax_sum

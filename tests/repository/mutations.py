@@ -53,7 +53,7 @@ ATTENTION = [
     package("blocks shown for blocks hidden", "ops/training/block_mask.py",
           "visible.shape[4:]) == 0", "visible.shape[4:]) != 0", BLOCKS),
     package("a block's edges are those of the first tile", "ops/training/block_mask.py",
-          "row_places[tile[:, -2]]", "row_places[tile[:, -2] * 0]", BLOCKS),
+          "row_blocks[tile[:, -2]]", "row_blocks[tile[:, -2] * 0]", BLOCKS),
     package("a tile without bits passes", "ops/training/checks.py",
           "most < count", "most <= count", "contract/test_contract.py::test_every_broken_rule_is_reported_alone"),
     package("sink left out of the sum", SPECIFICATION,

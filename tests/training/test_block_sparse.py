@@ -153,8 +153,8 @@ def test_forward_and_gradients(case: BlockCase) -> None:
         compare(f"lse of {b}", parts["lse"][b][None, ..., 0], wanted["lse"])
     for name in ("out", *GRADIENTS):
         of_no_sequence = results[name].clone()
-        for part in sequences(case, of_no_sequence, sides[name]):
-            part.zero_()
+        for rows_of_one in sequences(case, of_no_sequence, sides[name]):
+            rows_of_one.zero_()
         assert not of_no_sequence.any()
 
 

@@ -17,7 +17,7 @@ def to_tiles(mask: Tensor, block: Pair, tokens: Pair) -> dict[str, Tensor]:
         mask: [B, N, blocks of rows, blocks of keys], nonzero: visible.
         block: rows and keys of a block. tokens: rows and keys of the longest sequence.
     """
-    (rows, row_places, row_kind), (keys, key_places, key_kind) = (
+    (rows, row_blocks, row_kind), (keys, key_blocks, key_kind) = (
         _blocks_of_tiles(count, size, mask.device) for count, size in zip(tokens, block, strict=True)
     )
     # [B, N, tiles of rows, tiles of keys, blocks of rows in a tile, blocks of keys in a tile]
@@ -32,7 +32,7 @@ def to_tiles(mask: Tensor, block: Pair, tokens: Pair) -> dict[str, Tensor]:
     )  # fmt: skip
     tiles[divided] = number.int()
     hidden = tile[:, :-2].view(-1, *visible.shape[4:]) == 0
-    row_of, key_of = row_places[tile[:, -2]], key_places[tile[:, -1]]
+    row_of, key_of = row_blocks[tile[:, -2]], key_blocks[tile[:, -1]]
     columns = hidden.gather(2, key_of[:, None].expand(-1, hidden.shape[1], -1)).unflatten(2, (-1, 8))
     weights = 1 << torch.arange(8, device=mask.device)
     packed = (columns * weights).sum(-1).to(torch.uint8)
@@ -41,19 +41,19 @@ def to_tiles(mask: Tensor, block: Pair, tokens: Pair) -> dict[str, Tensor]:
 
 
 def _blocks_of_tiles(tokens: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(blocks, places, kinds) of the tiles on one side.
+    """(touched, blocks, kinds) of the tiles on one side.
 
-    blocks: [tiles, n] the blocks that a tile touches, the last one repeated. places: [kinds, 128] the index in them of
-    each token's block. kinds: [tiles] the row of places.
+    touched: [tiles, n] the blocks that a tile touches, the last one repeated. blocks: [kinds, 128] the index in them of
+    each token's block. kinds: [tiles] the row of blocks.
     """
     tile = torch.arange(-(-tokens // TILE), device=device)[:, None] * TILE
     token = (tile + torch.arange(TILE, device=device)).clamp_(max=max(tokens - 1, 0))
     block = token // size
-    place = block - block[:, :1]
-    most = int(place.max()) + 1 if len(place) else 1
+    index = block - block[:, :1]
+    most = int(index.max()) + 1 if len(index) else 1
     touched = torch.minimum(block[:, :1] + torch.arange(most, device=device), block[:, -1:])
-    places, kinds = torch.unique(place, dim=0, return_inverse=True)
-    return touched, places, kinds
+    blocks, kinds = torch.unique(index, dim=0, return_inverse=True)
+    return touched, blocks, kinds
 
 
 def to_matrix(mask: Tensor, block: Pair, tokens: Pair) -> Tensor:
