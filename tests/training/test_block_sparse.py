@@ -104,7 +104,7 @@ def words(case: BlockCase) -> dict[str, Any]:
 
 def run(case: BlockCase, args: dict[str, Any]) -> dict[str, Tensor]:
     """out, lse and the gradients by autograd."""
-    leaves = [args[name].detach().requires_grad_() for name in ("query", "key", "value")]
+    leaves: Any = [args[name].detach().requires_grad_() for name in ("query", "key", "value")]
     out, lse = npu.npu_block_sparse_attention(*leaves, args["block_mask"], list(case.block), **words(case))
     gradients = torch.autograd.grad(out, leaves, args["dy"])
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(GRADIENTS, gradients, strict=True))}
@@ -162,7 +162,7 @@ def test_forward_and_gradients(case: BlockCase) -> None:
 def test_the_gradient_function_gives_autograds_bits(case: BlockCase) -> None:
     args = given(case)
     results = run(case, args)
-    inputs = [args[name] for name in ("dy", "query", "key", "value")]
+    inputs: Any = [args[name] for name in ("dy", "query", "key", "value")]
     for lse in (results["lse"], results["lse"].squeeze(-1)):
         given_back = npu.npu_block_sparse_attention_backward(
             *inputs, results["out"], lse, args["block_mask"], list(case.block), **words(case)
@@ -327,7 +327,7 @@ def test_the_functions_of_canns_package(torch_npu: Any) -> None:
     case = BlockCase((64, 128), "BNSD", rest=0, q_len=(130, 130), kv_len=(200, 200))
     args = given(case)
     results = run(case, args)
-    inputs = [args[name] for name in ("query", "key", "value", "block_mask")]
+    inputs: Any = [args[name] for name in ("query", "key", "value", "block_mask")]
     for function in (cann.block_sparse_attention, torch.ops.cann_ops_transformer.block_sparse_attention):
         out, lse = function(*inputs, [64, 128], return_softmax_lse=True, **words(case))
         same_bits(out, results["out"])
@@ -335,7 +335,7 @@ def test_the_functions_of_canns_package(torch_npu: Any) -> None:
         out, lse = function(*inputs, [64, 128], **words(case))
         same_bits(out, results["out"])
         assert lse.numel() == 0
-    saved = (args["dy"], *inputs[:3], results["out"], results["lse"], inputs[3], [64, 128])
+    saved: Any = (args["dy"], *inputs[:3], results["out"], results["lse"], inputs[3], [64, 128])
     same_bits(cann.block_sparse_attention_grad(*saved, **words(case)), tuple(results[name] for name in GRADIENTS))
 
 
@@ -349,7 +349,7 @@ def test_compiled(layout: str) -> None:
     def compiled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Any:
         return npu.npu_block_sparse_attention(q, k, v, mask, [64, 128], **words(case))
 
-    leaves = [args[name].detach().requires_grad_() for name in ("query", "key", "value")]
+    leaves: Any = [args[name].detach().requires_grad_() for name in ("query", "key", "value")]
     out, lse = compiled(*leaves, args["block_mask"])
     gradients = torch.autograd.grad(out, leaves, args["dy"])
     same_bits({"out": out.detach(), "lse": lse.detach(), **dict(zip(GRADIENTS, gradients, strict=True))}, want)
@@ -384,7 +384,7 @@ def test_forms_of_950_are_refused(name: str, torch_npu: Any) -> None:
     cann = import_module("cann_ops_transformer")
     case = BlockCase(rest=0)
     args = given(case)
-    inputs = [args[n] for n in ("query", "key", "value", "block_mask")]
+    inputs: Any = [args[n] for n in ("query", "key", "value", "block_mask")]
     with pytest.raises(fa.ContractError, match=f"{name}: expected None, got .*950 only"):
         cann.block_sparse_attention(*inputs, [128, 128], **words(case), **{name: torch.ones(3, 4, 2, 1)})
     with pytest.raises(fa.ContractError, match=r"quant_mode: expected quant_mode == 0, got 1 .*950 only"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 
@@ -92,7 +93,7 @@ def lower(bound: Bound) -> BlockForward | BlockBackward:
     return BlockBackward(call, n["dy"], n["attention_in"], n[LSE])
 
 
-def _without_tensors(n: Mapping[str, Tensor]) -> tuple[Problem, Form, Extents]:
+def _without_tensors(n: Mapping[str, Any]) -> tuple[Problem, Form, Extents]:
     masked, on_host = n[MASK] is not None, n["query"].device.type == "cpu"
     problem = Problem(
         heads_q=n["N1"],

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from fusion_attention.contract import Attr, Op, Param, Tensor
 from fusion_attention.ops.shared.rules import PACKED, PADDED, absent, limit, refused
+from fusion_attention.ops.training.mask_rules import PSE_BESIDE_0
 from fusion_attention.ops.training.records import SEED, UNPADDING_V5, VARLEN_V5
-from fusion_attention.ops.training.rules import ALL, DRAWN_DROPOUT, PRECISION, PSE_BESIDE_0, ROPES
+from fusion_attention.ops.training.rules import ALL, DRAWN_DROPOUT, PRECISION, ROPES
 
 SCALES = tuple(
     Tensor(f"d_scale_{of}", f"Scales of {of} in fp8 (950 only): not computed here.", True)
