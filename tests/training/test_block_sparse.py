@@ -104,9 +104,9 @@ def words(case: BlockCase) -> dict[str, Any]:
 
 def run(case: BlockCase, args: dict[str, Any]) -> dict[str, Tensor]:
     """out, lse and the gradients by autograd."""
-    leaves: Any = [args[name].detach().requires_grad_() for name in ("query", "key", "value")]
-    out, lse = npu.npu_block_sparse_attention(*leaves, args["block_mask"], list(case.block), **words(case))
-    gradients = torch.autograd.grad(out, leaves, args["dy"])
+    q, k, v = (args[name].detach().requires_grad_() for name in ("query", "key", "value"))
+    out, lse = npu.npu_block_sparse_attention(q, k, v, args["block_mask"], list(case.block), **words(case))
+    gradients = torch.autograd.grad(out, (q, k, v), args["dy"])
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(GRADIENTS, gradients, strict=True))}
 
 
@@ -162,10 +162,10 @@ def test_forward_and_gradients(case: BlockCase) -> None:
 def test_the_gradient_function_gives_autograds_bits(case: BlockCase) -> None:
     args = given(case)
     results = run(case, args)
-    inputs: Any = [args[name] for name in ("dy", "query", "key", "value")]
+    dy, q, k, v = (args[name] for name in ("dy", "query", "key", "value"))
     for lse in (results["lse"], results["lse"].squeeze(-1)):
         given_back = npu.npu_block_sparse_attention_backward(
-            *inputs, results["out"], lse, args["block_mask"], list(case.block), **words(case)
+            dy, q, k, v, results["out"], lse, args["block_mask"], list(case.block), **words(case)
         )
         same_bits(given_back, tuple(results[name] for name in GRADIENTS))
 
@@ -349,8 +349,8 @@ def test_compiled(layout: str) -> None:
     def compiled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Any:
         return npu.npu_block_sparse_attention(q, k, v, mask, [64, 128], **words(case))
 
-    leaves: Any = [args[name].detach().requires_grad_() for name in ("query", "key", "value")]
-    out, lse = compiled(*leaves, args["block_mask"])
+    leaves = q, k, v = tuple(args[name].detach().requires_grad_() for name in ("query", "key", "value"))
+    out, lse = compiled(q, k, v, args["block_mask"])
     gradients = torch.autograd.grad(out, leaves, args["dy"])
     same_bits({"out": out.detach(), "lse": lse.detach(), **dict(zip(GRADIENTS, gradients, strict=True))}, want)
 
