@@ -275,6 +275,109 @@ def aclnnFlashAttentionUnpaddingScoreGradV5GetWorkspaceSize(
 
 aclnnFlashAttentionUnpaddingScoreGradV5: _Run
 
+def aclnnFlashAttentionScoreV4GetWorkspaceSize(
+    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, pse: acl.Tensor | None,
+    drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None, atten_mask: acl.Tensor | None,
+    query_rope: acl.Tensor | None, key_rope: acl.Tensor | None, d_scale_q: acl.Tensor | None,
+    d_scale_k: acl.Tensor | None, d_scale_v: acl.Tensor | None, sink: acl.Tensor | None,
+    prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_qlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_kvlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
+    next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int, out_dtype: int,
+    pse_type: int, softmax_layout: str, seed: int, offset: int, softmax_max: acl.Tensor | None,
+    softmax_sum: acl.Tensor | None, softmax_out: acl.Tensor | None, attention_out: acl.Tensor | None, *,
+    strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """FlashAttentionScoreV3 and VarLenScoreV5 in one, with drawn dropout. Phase 1: checks, plans, and says how much
+    workspace phase 2 needs."""
+
+aclnnFlashAttentionScoreV4: _Run
+
+def aclnnFlashAttentionScoreGradV4GetWorkspaceSize(
+    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, dy: acl.Tensor | None,
+    pse: acl.Tensor | None, drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None,
+    atten_mask: acl.Tensor | None, softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None,
+    softmax_in: acl.Tensor | None, attention_in: acl.Tensor | None, sink: acl.Tensor | None,
+    query_rope: acl.Tensor | None, key_rope: acl.Tensor | None, d_scale_q: acl.Tensor | None,
+    d_scale_k: acl.Tensor | None, d_scale_v: acl.Tensor | None, d_scale_dy: acl.Tensor | None,
+    d_scale_o: acl.Tensor | None, prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_qlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_kvlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
+    next_tokens: int, head_num: int, input_layout: str, softmax_layout: str, inner_precise: int, sparse_mode: int,
+    pse_type: int, seed: int, offset: int, out_dtype: int, dq: acl.Tensor | None, dk: acl.Tensor | None,
+    dv: acl.Tensor | None, dq_rope: acl.Tensor | None, dk_rope: acl.Tensor | None, dpse: acl.Tensor | None,
+    dsink: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Gradients of FlashAttentionScoreV4. Phase 1: checks, plans, and says how much workspace phase 2 needs."""
+
+aclnnFlashAttentionScoreGradV4: _Run
+
+def aclnnBlockSparseAttentionGetWorkspaceSize(
+    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, block_sparse_mask: acl.Tensor | None,
+    atten_mask: acl.Tensor | None, block_shape: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, block_table: acl.Tensor | None,
+    q_input_layout: str, kv_input_layout: str, num_key_value_heads: int, mask_type: int, scale_value: float,
+    inner_precise: int, block_size: int, pre_tokens: int, next_tokens: int, softmax_lse_flag: int,
+    attention_out: acl.Tensor | None, softmax_lse: acl.Tensor | None, *, strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Attention to the blocks of keys that a mask leaves to each block of query rows. Phase 1: checks, plans, and
+    says how much workspace phase 2 needs."""
+
+aclnnBlockSparseAttention: _Run
+
+def aclnnBlockSparseAttentionV2GetWorkspaceSize(
+    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, block_sparse_mask: acl.Tensor | None,
+    atten_mask: acl.Tensor | None, block_shape: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, block_table: acl.Tensor | None,
+    q_dequant_scale: acl.Tensor | None, k_dequant_scale: acl.Tensor | None, v_dequant_scale: acl.Tensor | None,
+    q_input_layout: str, kv_input_layout: str, num_key_value_heads: int, mask_type: int, scale_value: float,
+    inner_precise: int, block_size: int, pre_tokens: int, next_tokens: int, softmax_lse_flag: int,
+    attention_out: acl.Tensor | None, softmax_lse: acl.Tensor | None, *, strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """BlockSparseAttention with scales of fp8 tensors, in one layout more. Phase 1: checks, plans, and says how much
+    workspace phase 2 needs."""
+
+aclnnBlockSparseAttentionV2: _Run
+
+def aclnnBlockSparseAttentionV3GetWorkspaceSize(
+    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, block_sparse_mask: acl.Tensor | None,
+    atten_mask: acl.Tensor | None, block_shape: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, block_table: acl.Tensor | None,
+    q_dequant_scale: acl.Tensor | None, k_dequant_scale: acl.Tensor | None, v_dequant_scale: acl.Tensor | None,
+    p_quant_scale: acl.Tensor | None, q_input_layout: str, kv_input_layout: str, num_key_value_heads: int,
+    mask_type: int, scale_value: float, inner_precise: int, block_size: int, pre_tokens: int, next_tokens: int,
+    softmax_lse_flag: int, quant_mode: int, dst_type_max: float, attention_out: acl.Tensor | None,
+    softmax_lse: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """BlockSparseAttentionV2 with kinds of quantisation. Phase 1: checks, plans, and says how much workspace phase 2
+    needs."""
+
+aclnnBlockSparseAttentionV3: _Run
+
+def aclnnBlockSparseAttentionGradGetWorkspaceSize(
+    dout: acl.Tensor | None, query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None,
+    attention_out: acl.Tensor | None, softmax_lse: acl.Tensor | None, block_sparse_mask: acl.Tensor | None,
+    atten_mask: acl.Tensor | None, block_shape: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, q_input_layout: str,
+    kv_input_layout: str, num_key_value_heads: int, mask_type: int, scale_value: float, pre_tokens: int,
+    next_tokens: int, dq: acl.Tensor | None, dk: acl.Tensor | None, dv: acl.Tensor | None, *, strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Gradients of BlockSparseAttention, from its output and its softmax_lse. Phase 1: checks, plans, and says how
+    much workspace phase 2 needs."""
+
+aclnnBlockSparseAttentionGrad: _Run
+
 def aclnnIncreFlashAttentionGetWorkspaceSize(
     query: acl.Tensor | None, key: acl.TensorList | None, value: acl.TensorList | None, pse_shift: acl.Tensor | None,
     atten_mask: acl.Tensor | None, actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,

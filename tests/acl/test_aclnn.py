@@ -20,9 +20,10 @@ from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer_loss import records as loss
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.training import records as training
+from fusion_attention.ops.training import score_v4
 
 OPERATORS = {name: op for name, op in RECORDS.items() if name.startswith("aclnn")}
-TRAINING = [op for op in OPERATORS.values() if op in training.RECORDS]
+TRAINING = [op for op in OPERATORS.values() if op in (*training.RECORDS, *score_v4.RECORDS)]
 FORWARD = [op for op in TRAINING if "dy" not in op.by_name]
 BACKWARD = [op for op in TRAINING if "dy" in op.by_name]
 FIRST = aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize
@@ -43,7 +44,8 @@ VARIANTS: dict[str, Args] = {
     "pse": {"pse": "B N1 S1 S2", "TND": {"pse": "1 N1 1024 S2", "atten_mask": "2048 2048", "sparse_mode": 3}},
     "slopes": {"pse_type": 2, "pse": ("B N1", "float32"), "S1": 6},
     "dropout": {"drop_mask": "1024", "keep_prob": 0.5},
-    "rope": {"query_rope": True, "key_rope": True, "atten_mask": "2048 2048", "sparse_mode": 3},
+    "rope": {"query_rope": True, "key_rope": True, "atten_mask": "2048 2048", "sparse_mode": 3}
+    | {"D": 128, "Dv": 128, "Dr": 64},
     "sink": {"sink": True},
     "token_major": {"softmax_layout": "same_as_input"},
 }
@@ -54,7 +56,8 @@ def variants(op: Op) -> Iterator[tuple[str, Args]]:
     for (name, settings), layout in itertools.product(VARIANTS.items(), op.layouts):
         settings_here = {**settings, **settings.get(layout, {})}
         applies = all(key in op.by_name or key in op.sizes or key in op.layouts for key in settings_here)
-        if applies and (layout == "TND") >= (name == "rope") and not (layout == "TND" and name == "empty_rows"):
+        of_packed = name == "token_major" or (name == "rope" and op not in score_v4.RECORDS)
+        if applies and (layout == "TND") >= of_packed and not (layout == "TND" and name == "empty_rows"):
             yield f"{name}-{layout}", sample(op, input_layout=layout, **settings)
 
 

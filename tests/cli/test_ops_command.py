@@ -19,6 +19,7 @@ from fusion_attention.contract.doc_pages import render
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.auxiliary import CONTRACTS
 from fusion_attention.ops.training import records as training
+from fusion_attention.ops.training import score_v4
 
 NAME = "npu_fusion_attention"
 
@@ -113,7 +114,7 @@ def test_a_page_has_cann_s_own_names(name: str) -> None:
 
 # What our names and CANN's do not share: the rest differs in spelling alone.
 OTHERWISE = {
-    "pse": {"realShiftOptional", "pseShiftOptional"},
+    "pse": {"realShift", "realShiftOptional", "pseShift", "pseShiftOptional"},
     "scale": {"scaleValue", "scaleValueOptional"},
     "softmax_layout": {"softmaxOutLayout", "softmaxInLayout"},
     "key_rope": {"keyInRope"},
@@ -145,7 +146,7 @@ def test_a_page_says_what_strict_calls_refuse() -> None:
 
 def test_a_page_says_how_packed_statistics_lie() -> None:
     for name, op in RECORDS.items():
-        packed = op in training.RECORDS and "TND" in op.layouts
+        packed = op in (*training.RECORDS, *score_v4.RECORDS) and "TND" in op.layouts
         assert ("[N1, q_len, 8] of each sequence end to end" in render(op)) is packed, name
 
 

@@ -94,6 +94,10 @@ KEYWORD_ONLY_FROM = {
     "npu_lightning_indexer_grad": None,
     "npu_sparse_flash_attention": "block_table",
     "npu_sparse_flash_attention_grad": None,
+    "npu_block_sparse_attention": "q_input_layout",
+    "npu_block_sparse_attention_backward": None,
+    "cann_ops_transformer.block_sparse_attention": "q_input_layout",
+    "cann_ops_transformer.block_sparse_attention_grad": "q_input_layout",
     "lightning_indexer": "layout",
     "sparse_attention": "layout",
     "compressed_attention": "ratio",
@@ -172,6 +176,12 @@ TORCH_NPU = {
     "npu_sparse_flash_attention_grad": "query key value sparse_indices d_out out softmax_max softmax_sum scale_value"
     " sparse_block_size query_rope key_rope actual_seq_qlen actual_seq_kvlen layout='BSND' sparse_mode=3"
     f" {EVERY} attention_mode=0",
+    "npu_block_sparse_attention": "query key value block_sparse_mask block_shape q_input_layout='TND'"
+    " kv_input_layout='TND' num_key_value_heads=1 scale_value=0.0 inner_precise=1 actual_seq_lengths"
+    " actual_seq_lengths_kv softmax_lse_flag=0",
+    "npu_block_sparse_attention_backward": "d_out query key value attention_out softmax_lse block_sparse_mask"
+    " block_shape actual_seq_lengths actual_seq_lengths_kv q_input_layout='TND' kv_input_layout='TND'"
+    " num_key_value_heads=1 scale_value=0.0",
     "npu_sparse_lightning_indexer_grad_kl_loss": "query key query_index key_index weights sparse_indices softmax_max"
     " softmax_sum scale_value query_rope key_rope actual_seq_qlen actual_seq_klen layout='BSND' sparse_mode=3"
     f" {EVERY} sinks",
@@ -199,6 +209,14 @@ MODES_OF_TWO = "ori_mask_mode=0 cmp_mask_mode=0 ori_win_left=-1 ori_win_right=-1
 OF_ONE = "cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k metadata"
 OF_LOSS = f"{OF_ONE} layout_q='TND' layout_k='TND' mask_mode=3 cmp_ratio=1"
 CANN_OPS = {
+    "cann_ops_transformer.block_sparse_attention": "query key value block_sparse_mask block_shape q_input_layout='TND'"
+    " kv_input_layout='TND' num_key_value_heads=1 scale_value=1.0 inner_precise=1 actual_seq_lengths"
+    " actual_seq_lengths_kv return_softmax_lse=False mask_type=0 quant_mode=0 block_size=0 pre_tokens=2147483647"
+    " next_tokens=2147483647 dst_type_max=0.0 atten_mask block_table q_dequant_scale k_dequant_scale v_dequant_scale"
+    " p_quant_scale attention_out_dtype",
+    "cann_ops_transformer.block_sparse_attention_grad": "d_out query key value attention_out softmax_lse"
+    " block_sparse_mask block_shape q_input_layout='BNSD' kv_input_layout='BNSD' num_key_value_heads=1 scale_value=1.0"
+    " actual_seq_lengths actual_seq_lengths_kv atten_mask mask_type=0",
     "cann_ops_transformer.lightning_indexer": "q k w topk cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k"
     " block_table output_idx_offset metadata max_seqlen_q=-1 layout_q='BSND' layout_k='BSND' mask_mode=0 cmp_ratio=1"
     " return_value=0",
@@ -237,7 +255,19 @@ FUSED_ROPES, FUSED_MODES = "query_rope key_rope key_rope_antiquant_scale", "key_
 FUSED_OUT = "attention_out softmax_lse"
 
 # The C declarations of the phase-1 functions, in the records' spelling; workspaceSize and executor end each of them.
+BLOCKS = "block_sparse_mask atten_mask block_shape actual_seq_lengths actual_seq_lengths_kv"
+BLOCK_INPUTS = f"query key value {BLOCKS} block_table"
+BLOCK_SCALES = " q_dequant_scale k_dequant_scale v_dequant_scale"
+BLOCK_NUMBERS = """ q_input_layout kv_input_layout num_key_value_heads mask_type scale_value inner_precise block_size
+    pre_tokens next_tokens softmax_lse_flag"""
+BLOCK_OUT = " attention_out softmax_lse"
 ACLNN = {
+    "aclnnBlockSparseAttention": BLOCK_INPUTS + BLOCK_NUMBERS + BLOCK_OUT,
+    "aclnnBlockSparseAttentionV2": BLOCK_INPUTS + BLOCK_SCALES + BLOCK_NUMBERS + BLOCK_OUT,
+    "aclnnBlockSparseAttentionV3": BLOCK_INPUTS
+    + f"{BLOCK_SCALES} p_quant_scale{BLOCK_NUMBERS} quant_mode dst_type_max{BLOCK_OUT}",
+    "aclnnBlockSparseAttentionGrad": f"""dout query key value attention_out softmax_lse {BLOCKS} q_input_layout
+        kv_input_layout num_key_value_heads mask_type scale_value pre_tokens next_tokens dq dk dv""",
     "aclnnFlashAttentionScore": """
         query key value pse drop_mask padding_mask atten_mask prefix scale keep_prob pre_tokens next_tokens head_num
         input_layout inner_precise sparse_mode softmax_max softmax_sum softmax_out attention_out
@@ -252,6 +282,15 @@ ACLNN = {
         pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type softmax_max softmax_sum
         softmax_out attention_out
     """,
+    "aclnnFlashAttentionScoreV4": """query key value pse drop_mask padding_mask atten_mask query_rope key_rope
+        d_scale_q d_scale_k d_scale_v sink prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale
+        keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode out_dtype pse_type
+        softmax_layout seed offset softmax_max softmax_sum softmax_out attention_out""",
+    "aclnnFlashAttentionScoreGradV4": """query key value dy pse drop_mask padding_mask atten_mask softmax_max
+        softmax_sum softmax_in attention_in sink query_rope key_rope d_scale_q d_scale_k d_scale_v d_scale_dy
+        d_scale_o prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens
+        next_tokens head_num input_layout softmax_layout inner_precise sparse_mode pse_type seed offset out_dtype
+        dq dk dv dq_rope dk_rope dpse dsink""",
     "aclnnFlashAttentionVarLenScore": """
         query key value pse drop_mask padding_mask atten_mask prefix actual_seq_qlen actual_seq_kvlen scale
         keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode softmax_max softmax_sum

@@ -31,6 +31,7 @@ __all__ = ["MUTANTS", "Mutant"]
 
 FORMULAS = "training/test_training.py::test_golden_and_the_lowering_against_the_formulas"
 GOLDEN = "training/test_golden.py::test_against_autograd"
+BLOCKS = "training/test_block_sparse.py::test_tiles_hide_what_blocks_hide"
 TILES = "training/test_blocked_tiles.py::test_golden_against_the_formulas"
 MODES = ("training/test_modes.py::test_the_band_of_a_mode", FORMULAS)
 DECODE = "inference/test_decode.py::test_golden_agrees_with_dense_formulas"
@@ -49,6 +50,10 @@ ATTENTION = [
           "(bits[..., None] >> place & 1)", "(bits[..., None] >> (7 - place) & 1)", GOLDEN, TILES),
     package("tiles across and tiles down in the other order", "ir/mask.py",
           "full[clipped].transpose(2, 3)", "full[clipped].transpose(1, 2).transpose(2, 3)", GOLDEN, TILES),
+    package("blocks shown for blocks hidden", "ops/training/block_mask.py",
+          "visible.shape[4:]) == 0", "visible.shape[4:]) != 0", BLOCKS),
+    package("a block's edges are those of the first tile", "ops/training/block_mask.py",
+          "row_blocks[tile[:, -2]]", "row_blocks[tile[:, -2] * 0]", BLOCKS),
     package("a tile without bits passes", "ops/training/checks.py",
           "most < count", "most <= count", "contract/test_contract.py::test_every_broken_rule_is_reported_alone"),
     package("sink left out of the sum", SPECIFICATION,

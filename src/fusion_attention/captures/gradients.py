@@ -24,7 +24,8 @@ _NAMES = {"query": "dq", "key": "dk", "value": "dv", "query_rope": "dq_rope", "k
 
 def gradient_name(op: Op, name: str) -> str:
     """Returns the name of an input's gradient."""
-    return _NAMES.get(name, f"d{name}") if "keep_prob" in op.by_name else f"d{name}"
+    is_dense = "keep_prob" in op.by_name or "block_mask" in op.by_name
+    return _NAMES.get(name, f"d{name}") if is_dense else f"d{name}"
 
 
 def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], on_gradients: OnGradients) -> None:

@@ -390,8 +390,9 @@ def _shown(value: object) -> str:
 def _text(imports: list[str], called: list[str], call: Call, lines: list[str]) -> str:
     """Joins imports, setup and call."""
     body = "\n".join([*call.setup, *lines])
-    words = ("npu_fusion_attention_v2", "npu_fusion_attention", "npu_lightning_indexer", "npu_sparse_flash_attention")
-    used = {name for name in (*words, "npu_dense_lightning_indexer_softmax_lse") if f" {name}(" in body} | {*called}
+    words = ["npu_fusion_attention_v2", "npu_fusion_attention", "npu_lightning_indexer", "npu_sparse_flash_attention"]
+    words += ["npu_dense_lightning_indexer_softmax_lse", "npu_block_sparse_attention"]
+    used = {name for name in words if f" {name}(" in body} | {*called}
     imports += ["import fusion_attention as fa"] if "fa." in body else []
     imports += [f"from fusion_attention.npu import {', '.join(sorted(used))}"] if used else []
     gap = [""] if call.setup else []

@@ -30,12 +30,12 @@ GROUPS = {
     "This library's own": r"(?!npu_|aclnn|cann_ops_transformer).*",
     "torch_npu: training": r"npu_fusion_attention.*",
     "torch_npu: inference": r"npu_(incre|prompt|fused_infer).*",
-    "torch_npu: sparse": r"npu_(kv_quant_)?(sparse|dense)_.*|npu_(quant_)?lightning.*",
+    "torch_npu: sparse": r"npu_(kv_quant_|block_)?(sparse|dense)_.*|npu_(quant_)?lightning.*",
     "torch_npu: around attention": r"_?npu_.*",
     "cann_ops_transformer": r"cann_ops_transformer\..*",
     "aclnn: training": r"aclnnFlashAttention.*",
     "aclnn: inference": r"aclnn(Incre|Prompt|FusedInfer).*",
-    "aclnn: sparse": r"aclnn(Sparse|Dense|Lightning).*",
+    "aclnn: sparse": r"aclnn(Sparse|Dense|Lightning|BlockSparse).*",
 }
 
 

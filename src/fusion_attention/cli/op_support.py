@@ -25,8 +25,15 @@ def refusals(problem: Any, name: str) -> list[str]:
     return [reason for reason in result if reason not in absent]
 
 
+<<<<<<< HEAD
 def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False) -> Any | None:
     """Validates and lowers a sample call; None if the operator definition does not allow it."""
+=======
+def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False, device: str = "cpu") -> Any | None:
+    """Validates and lowers a sample call on a device; None if the record does not allow it."""
+    import torch
+
+>>>>>>> 81a707a4716c02692895a52728b037c8a20c3255
     from fusion_attention.contract import ContractError, bind
     from fusion_attention.contract.sampling import sample
 
@@ -34,9 +41,17 @@ def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False) -> Any | 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return op.lower(bind(op, sample(op, **settings), strict=strict))
+            args = sample(op, **settings)
+            if device != "cpu":
+                args = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in args.items()}
+            return op.lower(bind(op, args, strict=strict))
         except (ContractError, AttributeError, TypeError, ValueError, NotImplementedError):
             return None
+
+
+def on_device_of(backend: str, op: Op, settings: dict[str, Any]) -> Any | None:
+    """lowered() on the host, or for a GPU's back end on another device, without memory: a problem may depend on it."""
+    return lowered(op, settings, device="meta" if backend == "triton" else "cpu")
 
 
 def matrix(op: Op) -> list[tuple[str, dict[str, str]]]:
@@ -50,11 +65,11 @@ def matrix(op: Op) -> list[tuple[str, dict[str, str]]]:
             for p in op.tensors():
                 if not p.optional and dtype in p.dtypes.split() and p.words(layout):
                     settings[p.name] = (" ".join(p.words(layout)), dtype)
-            call = lowered(op, settings)
-            if call is None:
+            if lowered(op, settings) is None:
                 continue
             for name in COLUMNS:
-                results[name] += [layout] if not refusals(call.problem, name) else []
+                call = on_device_of(name, op, settings)
+                results[name] += [layout] if call is not None and not refusals(call.problem, name) else []
             results[CHIP] += [layout] if lowered(op, settings, strict=True) is not None else []
         rows.append((dtype, {name: _layouts(op, layouts) for name, layouts in results.items()}))
     return [row for row in rows if any(row[1].values())]
@@ -70,9 +85,9 @@ def gaps(op: Op) -> dict[str, list[str]]:
     """Returns by back end the refused features among sample calls for the definition's rules."""
     results: dict[str, list[str]] = {}
     for settings in _settings(op):
-        call = lowered(op, settings)
-        if call is not None:
-            for name in ("cpu", "triton"):
+        for name in ("cpu", "triton"):
+            call = on_device_of(name, op, settings)
+            if call is not None:
                 for reason in refusals(call.problem, name):
                     text = reason.removeprefix(f"the {name} back end ").rstrip(".")
                     texts = results.setdefault(name, [])

@@ -110,7 +110,38 @@ DENSE = Call(
 STATISTICS = Call(INDEXER, GIVEN, {"softmax_lse": "torch.empty(1, 1, 128)"}, "softmax_lse")
 NUMBERS = {"num_heads_q": "8", "num_heads_k": "1", "head_dim": "128"}
 OPAQUE = Call((), NUMBERS, {"meta_data": "torch.empty(64, dtype=torch.int32)"})
+BLOCKS = Call(
+    (
+        "query = torch.randn(1, 8, 512, 128, dtype=torch.bfloat16)  # [B, N, S, D]",
+        "key, value = (torch.randn(1, 2, 512, 128, dtype=torch.bfloat16) for _ in range(2))",
+        "block_mask = torch.ones(1, 8, 4, 4, dtype=torch.int8).tril()  # for each head, which blocks of 128 x 128",
+    ),
+    named("query", "key", "value", "block_mask")
+    | {"block_shape": "[128, 128]", "layout": '"BNSD"', "layout_kv": '"BNSD"', "num_key_value_heads": "2"}
+    | {"scale_value": "128**-0.5", "softmax_lse_flag": "1", "inner_precise": "0"},
+    {"attention_out": "torch.empty_like(query)", "softmax_lse": "torch.empty(1, 8, 512, 1)"},
+    "out, lse",
+)
+BLOCKS_GRAD = Call(
+    (
+        *BLOCKS.setup,
+        "attention_in, softmax_lse = npu_block_sparse_attention(",
+        '    query, key, value, block_mask, [128, 128], q_input_layout="BNSD", kv_input_layout="BNSD",',
+        "    num_key_value_heads=2, scale_value=128**-0.5, inner_precise=0,",
+        ")",
+        "dy = torch.randn_like(attention_in)",
+    ),
+    {**BLOCKS.values, **named("dy", "attention_in", "softmax_lse")},
+    {"dq": "torch.empty_like(query)", "dk": "torch.empty_like(key)", "dv": "torch.empty_like(value)"},
+    "dq, dk, dv",
+)
 CALLS = {  # what a name begins with, the most specific first
+    "aclnnBlockSparseAttentionGrad": BLOCKS_GRAD,
+    "npu_block_sparse_attention_backward": BLOCKS_GRAD,
+    "cann_ops_transformer.block_sparse_attention_grad": BLOCKS_GRAD,
+    "aclnnBlockSparseAttention": BLOCKS,
+    "npu_block_sparse_attention": BLOCKS,
+    "cann_ops_transformer.block_sparse_attention": BLOCKS,
     "aclnnLightningIndexerV2": INDEX_OF_TOKENS,
     "cann_ops_transformer.lightning_indexer": INDEX_OF_TOKENS,
     "aclnnSparseFlashMlaSoftmaxL1NormMetadata": L1_METADATA,

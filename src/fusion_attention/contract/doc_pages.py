@@ -31,6 +31,8 @@ AXES = {
     "Ni": "heads of the indexer",
     "Di": "elements per row of the indexer",
     "L": "1 where it is asked for",
+    "X": "query rows of a block",
+    "Y": "keys of a block",
     "G": "query heads that share a key head",
     "K": "entries of a row's list",
     "Kv": "values of a row's list",

@@ -92,6 +92,16 @@ def npu_apply_rotary_pos_emb(query: Tensor, key: Tensor, cos: Tensor, sin: Tenso
     rotary_mode: str = 'half') -> tuple[Tensor, Tensor]: ...
 def npu_attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor],
     update_type: int) -> tuple[Tensor, Tensor | None]: ...
+def npu_block_sparse_attention(query: Tensor, key: Tensor, value: Tensor, block_sparse_mask: Tensor,
+    block_shape: Sequence[int] | np.ndarray | Tensor, *, q_input_layout: str = 'TND', kv_input_layout: str = 'TND',
+    num_key_value_heads: int = 1, scale_value: float = 0.0, inner_precise: int = 1,
+    actual_seq_lengths: _Lengths = None, actual_seq_lengths_kv: _Lengths = None,
+    softmax_lse_flag: int = 0) -> tuple[Tensor, Tensor]: ...
+def npu_block_sparse_attention_backward(d_out: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    attention_out: Tensor, softmax_lse: Tensor, block_sparse_mask: Tensor, block_shape: _Lengths = None,
+    actual_seq_lengths: _Lengths = None, actual_seq_lengths_kv: _Lengths = None, q_input_layout: str = 'TND',
+    kv_input_layout: str = 'TND', num_key_value_heads: int = 1,
+    scale_value: float = 0.0) -> tuple[Tensor, Tensor, Tensor]: ...
 def npu_confusion_transpose(input: Tensor, perm: Sequence[int], shape: Sequence[int],
     transpose_first: bool) -> Tensor: ...
 def npu_confusion_transpose_backward(grad: Tensor, perm: Sequence[int], shape: Sequence[int],

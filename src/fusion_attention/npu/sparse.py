@@ -1,4 +1,4 @@
-"""torch_npu's sparse attention and lightning indexer, with its names, signatures, defaults and returns.
+"""torch_npu's sparse attention, block masks and lightning indexer, with its names, signatures, defaults and returns.
 
 The functions are differentiable in the same inputs as torch_npu's.
 """
@@ -6,11 +6,14 @@ The functions are differentiable in the same inputs as torch_npu's.
 import torch
 
 from fusion_attention.npu.interface import Args, from_record
+from fusion_attention.ops.block_sparse import records as blocks
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.torch_ops import dispatch
 
 __all__ = [
+    "npu_block_sparse_attention",
+    "npu_block_sparse_attention_backward",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
     "npu_sparse_flash_attention",
@@ -44,3 +47,14 @@ def npu_sparse_flash_attention(args: Args) -> tuple[Tensor, Tensor, Tensor]:
 @from_record(sparse.TORCH_GRAD)
 def npu_sparse_flash_attention_grad(args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return dispatch.in_order(sparse.TORCH_GRAD, args, args["query"])
+
+
+@from_record(blocks.TORCH)
+def npu_block_sparse_attention(args: Args) -> tuple[Tensor, Tensor]:
+    dispatch.autocast(args, blocks.INPUTS)
+    return dispatch.in_order(blocks.TORCH, args, args["query"])
+
+
+@from_record(blocks.TORCH_GRAD)
+def npu_block_sparse_attention_backward(args: Args) -> tuple[Tensor, Tensor, Tensor]:
+    return dispatch.in_order(blocks.TORCH_GRAD, args, args["query"])

@@ -17,7 +17,7 @@ _INSTEAD = (
     (r"npu_(mm_reduce_scatter|all_gather)_base.*", "torch.matmul beside torch.distributed's collective"),
     (r"npu_mm_all_reduce.*", "torch.matmul beside torch.distributed.all_reduce"),
     (r".*(gated_delta|_gdn|recompute_w_u|causal_conv1d|kda).*", "the model's own torch path (linear attention)"),
-    (r"npu_nsa_.*|npu_block_sparse_attention.*", "fusion_attention.attention, fusion_attention.sparse_attention"),
+    (r"npu_nsa_.*", "fusion_attention.attention, fusion_attention.sparse_attention"),
     (r"npu_(add_)?rms_norm_\w*(quant|cast)\w*", "npu_add_rms_norm, npu_rms_norm, then npu_dynamic_quant"),
     (r"npu_\w*swiglu_\w*quant\w*", "npu_swiglu, then npu_dynamic_quant"),
     (

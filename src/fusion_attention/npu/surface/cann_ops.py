@@ -17,6 +17,7 @@ from fusion_attention.api.attention import attention
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.ir.mask import UNLIMITED, Band
 from fusion_attention.npu.auxiliary.compressor import compressor
+from fusion_attention.npu.surface.block_masks import BLOCK_MASKS
 from fusion_attention.npu.surface.block_scores import msa_index_score
 from fusion_attention.npu.surface.indexer import lightning_indexer
 from fusion_attention.npu.surface.metadata import METADATA
@@ -28,7 +29,7 @@ NAME = "cann_ops_transformer"
 # By the names of their operator definitions.
 FROM_RECORDS: dict[str, Callable[..., Any]] = {
     f"{NAME}.{one.__name__}": one
-    for one in (*SHARED_KEYS, lightning_indexer, msa_index_score, compressor, *TARGET_LOSSES)
+    for one in (*SHARED_KEYS, *BLOCK_MASKS, lightning_indexer, msa_index_score, compressor, *TARGET_LOSSES)
 }
 _SLICE_ADVICE = "cut the packed rows instead"
 

@@ -8,6 +8,8 @@ import torch
 
 from fusion_attention.contract import Rule
 from fusion_attention.ops.shared.rules import (
+    OF_950,
+    absent,
     content,
     doubt,
     elements,
@@ -24,7 +26,6 @@ from fusion_attention.ops.shared.rules import (
 )
 
 PAGES = "PA_BBND"
-OF_950 = "this form (950 only) is not computed here"
 # (name of a side's lengths, its tensor, its rows, its packed rows, its page table, the tokens of a page)
 Side = tuple[str, str, str, str, str, str]
 SIDES: tuple[Side, ...] = (
@@ -243,7 +244,7 @@ ROWS = (
 FORMS = (
     needed("key", "attention to compressed keys alone is sparse_attention", text="rows of keys"),
     *(
-        presence(f"{name} is None", name, OF_950, text="None", invalid={name: sample})
+        absent(name, sample)
         for name, sample in (
             ("ori_sparse_indices", "B S1 1 K"),
             ("ori_topk_length", "B S1 1"),

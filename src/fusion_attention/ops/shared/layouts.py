@@ -42,12 +42,15 @@ class Form:
             a sequence reads the last kv_len columns).
         blocked: "none", "broadcast" (2-D or 4-D), or "diagonal" ([T1, T2], with a block per sequence on the diagonal).
         stats: order of packed statistics: "item" (head-major in each sequence) or "token" (token-major).
+        block: rows and keys of a block, if the call's table of blocked tiles is a mask over blocks of this size
+            (nonzero: visible); (): it is not.
     """
 
     layout: str = "BSND"
     bias: str = "none"
     blocked: str = "none"
     stats: str = "token"
+    block: tuple[int, ...] = ()
 
     @property
     def packed(self) -> bool:

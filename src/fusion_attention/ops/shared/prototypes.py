@@ -74,6 +74,16 @@ _HEADERS = {
         prefixOptional qStartIdxOptional kvStartIdxOptional
         scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode pseType
         softmaxMaxOut softmaxSumOut softmaxOutOut attentionOutOut""",
+    "aclnnFlashAttentionScoreV4": """
+        query key value realShift dropMask paddingMask attenMask queryRope keyRope dScaleQ dScaleK dScaleV sink prefix
+        actualSeqQLen actualSeqKvLen qStartIdx kvStartIdx
+        scaleValue keepProb preTokens nextTokens headNum inputLayout innerPrecise sparseMode outDtype pseType
+        softmaxOutLayout seed offset softmaxMax softmaxSum softmaxOut attentionOut""",
+    "aclnnFlashAttentionScoreGradV4": """
+        query key value dy pseShift dropMask paddingMask attenMask softmaxMax softmaxSum softmaxIn attentionIn sinkIn
+        queryRope keyRope dScaleQ dScaleK dScaleV dScaleDy dScaleO prefix actualSeqQLen actualSeqKvLen qStartIdx
+        kvStartIdx scaleValue keepProb preTokens nextTokens headNum inputLayout softmaxInLayout innerPrecise sparseMode
+        pseType seed offset outDtype dq dk dv dqRope dkRope dpse dsink""",
     "aclnnFlashAttentionVarLenScore": """
         query key value realShiftOptional dropMaskOptional paddingMaskOptional attenMaskOptional prefixOptional
         actualSeqQLenOptional actualSeqKvLenOptional
@@ -215,6 +225,23 @@ _PAGES |= {
 _PAGES["aclnnSparseFlashMlaSoftmaxL1NormMetadata"] = """
     cuSeqlensQ cuSeqlensK sequsedQ sequsedK cmpResidualK topkLength numHeadsQ numHeadsK headDim batchSize maxSeqlenQ
     maxSeqlenK topk layoutQ layoutK maskMode cmpRatio metaData"""
+_BLOCKS = "blockSparseMaskOptional attenMaskOptional blockShapeOptional"
+_BLOCKS += " actualSeqLengthsOptional actualSeqLengthsKvOptional"
+_BLOCK_NUMBERS = "qInputLayout kvInputLayout numKeyValueHeads maskType scaleValue innerPrecise blockSize preTokens"
+_BLOCK_NUMBERS += " nextTokens softmaxLseFlag"
+_PAGES |= {
+    "aclnnBlockSparseAttention": f"""
+        query key value {_BLOCKS} blockTableOptional {_BLOCK_NUMBERS} attentionOut softmaxLseOptional""",
+    "aclnnBlockSparseAttentionV2": f"""
+        query key value {_BLOCKS} blockTableOptional qDequantScale kDequantScale vDequantScale
+        {_BLOCK_NUMBERS} attentionOut softmaxLseOptional""",
+    "aclnnBlockSparseAttentionGrad": f"""
+        dout query key value attentionOut softmaxLse {_BLOCKS} qInputLayout kvInputLayout numKeyValueHeads maskType
+        scaleValue preTokens nextTokens dq dk dv""",
+}
+_HEADERS["aclnnBlockSparseAttentionV3"] = f"""
+    query key value {_BLOCKS} blockTableOptional qDequantScaleOptional kDequantScaleOptional vDequantScaleOptional
+    pQuantScaleOptional {_BLOCK_NUMBERS} quantMode dstTypeMax attentionOut softmaxLseOptional"""
 _LOSS_NUMBERS = "batchSize maxSeqLenQ maxSeqLenK numHeadsQ numHeadsK headDim"
 _PAGES |= {
     f"aclnn{name}Metadata": f"""

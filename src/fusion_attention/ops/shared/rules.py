@@ -15,6 +15,7 @@ import torch
 from fusion_attention.contract import INVALID, NULL_POINTER, Rule, Settings
 
 PADDED, PACKED = ("BSND", "BSH", "SBH", "BNSD"), ("TND",)
+OF_950 = "this form (950 only) is not computed here"
 ROPE = {"query_rope": True, "key_rope": True}
 
 # Rules on required parameters, dtypes and lengths, and limits of the chip.
@@ -41,6 +42,11 @@ def group(*rules: Rule, **common: Any) -> tuple[Rule, ...]:
 def needed(param: str, advice: str, text: str = "", **more: Any) -> Rule:
     """Rule: a parameter is required."""
     return presence(f"{param} is not None", param, advice, text, invalid={param: None}, **more)
+
+
+def absent(param: str, sample: Any, advice: str = OF_950) -> Rule:
+    """Rule: a parameter is None; sample: an invalid one."""
+    return presence(f"{param} is None", param, advice, text="None", invalid={param: sample})
 
 
 def elements(axis: str, param: str, bad: int = 769, *, optional: bool = False, **more: Any) -> Rule:

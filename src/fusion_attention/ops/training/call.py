@@ -22,6 +22,7 @@ from fusion_attention.ops.shared.layouts import (
     stats_shape,
     stats_view,
 )
+from fusion_attention.ops.training.block_mask import to_matrix, to_tiles
 
 Tensor = torch.Tensor
 EXTRAS = ("q_rope", "k_rope", "bias", "slopes", "blocked", "drop_bits", "sink", "blocked_tiles", "blocked_bits")
@@ -105,8 +106,15 @@ def _extra_operands(call: DenseCall) -> dict[str, Any]:
         # Strided bits are copied, because kernels require contiguous tiles.
         "blocked_bits": lambda t: t.contiguous(),
     }
-    given = zip(EXTRAS, call.extras, strict=True)
-    return {name: build[name](tensor) for name, tensor in given if tensor is not None}
+    given = {name: t for name, t in zip(EXTRAS, call.extras, strict=True) if t is not None}
+    if form.block and "blocked_tiles" in given:
+        mask, (rows, keys) = given.pop("blocked_tiles"), form.block
+        longest = int(e.q_len.max(initial=0)), int(e.kv_len.max(initial=0))
+        if p.has_blocked_tiles:
+            given |= to_tiles(mask, (rows, keys), longest)
+        else:
+            given["blocked"] = to_matrix(mask, (rows, keys), longest)
+    return {name: build[name](tensor) for name, tensor in given.items()}
 
 
 def grads_of(

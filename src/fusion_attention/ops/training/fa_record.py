@@ -260,8 +260,8 @@ def dense_call(bound: Bound, *, seed: int | None = None) -> DenseCall:
 
 
 def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Form, Extents]:
-    matrices = ("none" if n[name] is None else "broadcast" for name in ("bias", "blocked"))
-    return _problem(n), Form(n["layout"], *matrices), _extents(n)
+    bias, blocked = ("none" if n[name] is None else "broadcast" for name in ("bias", "blocked"))
+    return _problem(n), Form(n["layout"], bias, blocked), _extents(n)
 
 
 def _problem(n: dict[str, Any]) -> Problem:

@@ -116,7 +116,7 @@ class DenseForward(OfCall):
         c = self.call
         q, k, v, *extras = map(inputs.get, c.names)
         call = DenseCall(c.problem, c.form, c.extents, q, k, v, tuple(extras), c.seed, c.offset, c.names)  # type: ignore[arg-type]  # bare ones have no tensors
-        return DenseForward(call, self.names, lanes=self.lanes)
+        return type(self)(call, self.names, lanes=self.lanes)
 
     def complete(self) -> DenseForward:
         """Returns this call, whose results are all that its derivative reads."""
@@ -156,7 +156,8 @@ class DenseBackward(OfCall):
 
     Args:
         call: the forward call.
-        saved: (dout, out, max, sum); lanes: statistics have eight lanes; False: they have the kernels' format.
+        saved: (dout, out, max, sum); lanes: kernel_statistics() converts max and sum; False: they have the kernels'
+            format.
         pse: the bias or the slopes if their gradient is wanted.
         dlse: the gradient of max + log(sum), without lanes.
     """
@@ -180,6 +181,10 @@ class DenseBackward(OfCall):
         q_rope, k_rope, _, _, _, _, sink, *_ = self.call.extras
         return _like((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
 
+    def kernel_statistics(self, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
+        """Saved statistics in the kernels' format."""
+        return from_lanes(self.call, max_, sum_)
+
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Makes a Filled (the call with its memory): views of tensors, saved results and gradients."""
         return _BackwardRun(self, outputs)
@@ -201,9 +206,10 @@ class _ForwardRun(Filled):
 
 
 class _BackwardRun(Filled):
-    __slots__ = ("call", "gradients", "lanes", "saved", "slopes", "stats", "summed", "targets")
+    __slots__ = ("backward", "call", "gradients", "lanes", "saved", "slopes", "stats", "summed", "targets")
 
     def __init__(self, backward: DenseBackward, outputs: Mapping[str, Tensor]) -> None:
+        self.backward = backward
         call = self.call = backward.call
         dy, attention_in, *self.saved = backward.saved
         self.targets = [outputs.get(name) for name in GRADIENTS]
@@ -223,7 +229,7 @@ class _BackwardRun(Filled):
 
     def begin(self) -> None:
         if self.lanes:
-            for tensor, value in zip(self.stats, from_lanes(self.call, *self.saved), strict=True):
+            for tensor, value in zip(self.stats, self.backward.kernel_statistics(*self.saved), strict=True):
                 tensor.copy_(value)
         clear_gradients(self.call, self.gradients, self.summed)
 

@@ -78,6 +78,46 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV3GetWorkspaceSize(
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
+/* FlashAttentionScoreV3 and VarLenScoreV5 in one, with drawn dropout.
+ *   realShift: Bias on the scores: [B or 1, N1, S1 or 1, S2], or its last 1024 rows; TND: 1024 rows, or blocks.
+ *       Slopes, float32 [B, N1] or [N1], for pse_type 2 and 3. Null: absent.
+ *   dropMask: One bit per score, 1 = kept, least significant bit first. Null: absent.
+ *   paddingMask: Reserved. Null: absent.
+ *   attenMask: 1 = this score is removed; its shape is as sparse_mode says. Null: absent.
+ *   queryRope: Rope part of the query rows. Null: absent.
+ *   keyRope: Rope part of the key rows. Null: absent.
+ *   dScaleQ: Scales of q in fp8 (950 only): not computed here. Null: absent.
+ *   dScaleK: Scales of k in fp8 (950 only): not computed here. Null: absent.
+ *   dScaleV: Scales of v in fp8 (950 only): not computed here. Null: absent.
+ *   sink: One more logit per query head in every denominator. Null: absent.
+ *   prefix: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
+ *   actualSeqQLen: TND: cumulative end of every sequence's query rows. Null: absent.
+ *   actualSeqKvLen: TND: cumulative end of every sequence's keys. Null: absent.
+ *   qStartIdx: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
+ *   kvStartIdx: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
+ *   outDtype: Without effect: it is of fp8 tensors.
+ *   softmaxOutLayout: Order of packed statistics: "" head by head in each sequence; otherwise token by token.
+ *   seed: Seed of drawn dropout, where keep_prob is below 1 and there is no mask; 0 is a seed.
+ *   offset: Offset of drawn dropout.
+ *   softmaxMax: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end, token
+ *       by token only where a softmax_layout asks for it.
+ *   softmaxSum: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end,
+ *       token by token only where a softmax_layout asks for it.
+ *   softmaxOut: Reserved: empty.
+ *   attentionOut: The output rows. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV4GetWorkspaceSize(
+    const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShift,
+    const aclTensor *dropMask, const aclTensor *paddingMask, const aclTensor *attenMask, const aclTensor *queryRope,
+    const aclTensor *keyRope, const aclTensor *dScaleQ, const aclTensor *dScaleK, const aclTensor *dScaleV,
+    const aclTensor *sink, const aclIntArray *prefix, const aclIntArray *actualSeqQLen,
+    const aclIntArray *actualSeqKvLen, const aclIntArray *qStartIdx, const aclIntArray *kvStartIdx,
+    double scaleValue, double keepProb, int64_t preTokens, int64_t nextTokens, int64_t headNum, char *inputLayout,
+    int64_t innerPrecise, int64_t sparseMode, int64_t outDtype, int64_t pseType, char *softmaxOutLayout,
+    int64_t seed, int64_t offset, const aclTensor *softmaxMax, const aclTensor *softmaxSum,
+    const aclTensor *softmaxOut, const aclTensor *attentionOut, uint64_t *workspaceSize, aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV4(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
 /* Attention for training, forward, packed sequences.
  *   actualSeqQLenOptional: TND: cumulative end of every sequence's query rows. Null: absent.
  *   actualSeqKvLenOptional: TND: cumulative end of every sequence's keys. Null: absent.
@@ -109,9 +149,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV2GetWorkspaceSize
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV2(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
-/* VarLenScoreV2 with rope parts of query and key.
- *   queryRope: Rope part of the query rows. Null: absent.
- *   keyRope: Rope part of the key rows. Null: absent. */
+/* VarLenScoreV2 with rope parts of query and key. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV3GetWorkspaceSize(
     const aclTensor *query, const aclTensor *queryRope, const aclTensor *key, const aclTensor *keyRope,
     const aclTensor *value, const aclTensor *realShiftOptional, const aclTensor *dropMaskOptional,
@@ -125,8 +163,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV3GetWorkspaceSize
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
-/* VarLenScore with a choice of the statistics' order.
- *   softmaxOutLayout: Order of packed statistics: "" head by head in each sequence; otherwise token by token. */
+/* VarLenScore with a choice of the statistics' order. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV4GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,

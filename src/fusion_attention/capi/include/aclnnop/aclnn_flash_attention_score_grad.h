@@ -79,6 +79,59 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreGradV3GetWorkspaceSize(
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreGradV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
+/* Gradients of FlashAttentionScoreV4.
+ *   key: Key rows; N1 is a multiple of N2.
+ *   pseShift: Bias on the scores: [B or 1, N1, S1 or 1, S2], or its last 1024 rows; TND: 1024 rows, or blocks.
+ *       Slopes, float32 [B, N1] or [N1], for pse_type 2 and 3. Null: absent.
+ *   dropMask: One bit per score, 1 = kept, least significant bit first. Null: absent.
+ *   paddingMask: Reserved. Null: absent.
+ *   attenMask: 1 = this score is removed; its shape is as sparse_mode says. Null: absent.
+ *   softmaxMax: Row maxima that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token by
+ *       token only where a softmax_layout asks for it.
+ *   softmaxSum: Row sums that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token by token
+ *       only where a softmax_layout asks for it.
+ *   softmaxIn: Reserved. Null: absent.
+ *   attentionIn: The forward's output.
+ *   sinkIn: One more logit per query head in every denominator. Null: absent.
+ *   queryRope: Rope part of the query rows. Null: absent.
+ *   keyRope: Rope part of the key rows. Null: absent.
+ *   dScaleQ: Scales of q in fp8 (950 only): not computed here. Null: absent.
+ *   dScaleK: Scales of k in fp8 (950 only): not computed here. Null: absent.
+ *   dScaleV: Scales of v in fp8 (950 only): not computed here. Null: absent.
+ *   dScaleDy: Scales of dy in fp8 (950 only): not computed here. Null: absent.
+ *   dScaleO: Scales of o in fp8 (950 only): not computed here. Null: absent.
+ *   prefix: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
+ *   actualSeqQLen: TND: cumulative end of every sequence's query rows. Null: absent.
+ *   actualSeqKvLen: TND: cumulative end of every sequence's keys. Null: absent.
+ *   qStartIdx: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
+ *   kvStartIdx: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
+ *   softmaxInLayout: Order of packed statistics: "" head by head in each sequence; otherwise token by token.
+ *   seed: Seed of drawn dropout, where keep_prob is below 1 and there is no mask; 0 is a seed.
+ *   offset: Offset of drawn dropout.
+ *   outDtype: Without effect: it is of fp8 tensors.
+ *   dq: Gradient of query.
+ *   dk: Gradient of key.
+ *   dv: Gradient of value.
+ *   dqRope: Gradient of query_rope.
+ *   dkRope: Gradient of key_rope.
+ *   dpse: Gradient of pse, in its shape.
+ *   dsink: Gradient of sink. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreGradV4GetWorkspaceSize(
+    const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *dy,
+    const aclTensor *pseShift, const aclTensor *dropMask, const aclTensor *paddingMask, const aclTensor *attenMask,
+    const aclTensor *softmaxMax, const aclTensor *softmaxSum, const aclTensor *softmaxIn,
+    const aclTensor *attentionIn, const aclTensor *sinkIn, const aclTensor *queryRope, const aclTensor *keyRope,
+    const aclTensor *dScaleQ, const aclTensor *dScaleK, const aclTensor *dScaleV, const aclTensor *dScaleDy,
+    const aclTensor *dScaleO, const aclIntArray *prefix, const aclIntArray *actualSeqQLen,
+    const aclIntArray *actualSeqKvLen, const aclIntArray *qStartIdx, const aclIntArray *kvStartIdx,
+    double scaleValue, double keepProb, int64_t preTokens, int64_t nextTokens, int64_t headNum, char *inputLayout,
+    char *softmaxInLayout, int64_t innerPrecise, int64_t sparseMode, int64_t pseType, int64_t seed, int64_t offset,
+    int64_t outDtype, const aclTensor *dq, const aclTensor *dk, const aclTensor *dv, const aclTensor *dqRope,
+    const aclTensor *dkRope, const aclTensor *dpse, const aclTensor *dsink, uint64_t *workspaceSize,
+    aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreGradV4(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
 /* Gradients of FlashAttentionVarLenScore.
  *   softmaxMaxOptional: Row maxima that the forward returned. TND: [N1, q_len, 8] of each sequence end to end,
  *       token by token only where a softmax_layout asks for it.
@@ -113,7 +166,6 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV2(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* UnpaddingScoreGradV2 with rope parts of query and key.
- *   queryRope: Rope part of the query rows. Null: absent.
  *   keyInRope: Rope part of the key rows. Null: absent.
  *   dqRopeOut: Gradient of query_rope.
  *   dkRopeOut: Gradient of key_rope. */
@@ -132,8 +184,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV3GetWorksp
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
-/* UnpaddingScoreGrad with a choice of the statistics' order.
- *   softmaxInLayout: Order of packed statistics: "" head by head in each sequence; otherwise token by token. */
+/* UnpaddingScoreGrad with a choice of the statistics' order. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV4GetWorkspaceSize(
     const aclTensor *query, const aclTensor *keyIn, const aclTensor *value, const aclTensor *dy,
     const aclTensor *pseShiftOptional, const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional,

@@ -1,0 +1,50 @@
+/* Written from the operators' records by `python -m codegen`. */
+#ifndef FUSION_ATTENTION_ACLNN_BLOCK_SPARSE_ATTENTION_GRAD_H
+#define FUSION_ATTENTION_ACLNN_BLOCK_SPARSE_ATTENTION_GRAD_H
+
+#include "aclnn/aclnn_base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Gradients of BlockSparseAttention, from its output and its softmax_lse.
+ *   dout: Gradient of the output.
+ *   query: Query rows.
+ *   key: Key rows; N1 is a multiple of N2.
+ *   value: Value rows.
+ *   attentionOut: The forward's output.
+ *   softmaxLse: As the forward returned it; its last axis, of 1, may be missing.
+ *   blockSparseMaskOptional: Nonzero: the rows of this block see the keys of this block. [B, N1, ceil(S1 / X),
+ *       ceil(S2 / Y)], S1 and S2 of the longest sequence; blocks are counted from each sequence's first token.
+ *       None: all keys are visible. Null: absent.
+ *   attenMaskOptional: Reserved. Null: absent.
+ *   blockShapeOptional: [X, Y], rows and keys of a block; None: [128, 128]. Null: absent.
+ *   actualSeqLengthsOptional: Query rows of every sequence; TND: needed. Null: absent.
+ *   actualSeqLengthsKvOptional: Keys of every sequence; TND: needed. Null: absent.
+ *   qInputLayout: Axis order of query rows.
+ *   kvInputLayout: Axis order of key rows: as the queries'.
+ *   numKeyValueHeads: Key heads.
+ *   maskType: 0: no mask beside the blocks.
+ *   scaleValue: Factor on query . key; no value stands for 1 / sqrt(D).
+ *   preTokens: Without effect: no window is defined beside the blocks.
+ *   nextTokens: Without effect: no window is defined beside the blocks.
+ *   dq: Gradient of query.
+ *   dk: Gradient of key.
+ *   dv: Gradient of value. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnBlockSparseAttentionGradGetWorkspaceSize(
+    const aclTensor *dout, const aclTensor *query, const aclTensor *key, const aclTensor *value,
+    const aclTensor *attentionOut, const aclTensor *softmaxLse, const aclTensor *blockSparseMaskOptional,
+    const aclTensor *attenMaskOptional, const aclIntArray *blockShapeOptional,
+    const aclIntArray *actualSeqLengthsOptional, const aclIntArray *actualSeqLengthsKvOptional, char *qInputLayout,
+    char *kvInputLayout, int64_t numKeyValueHeads, int64_t maskType, double scaleValue, int64_t preTokens,
+    int64_t nextTokens, const aclTensor *dq, const aclTensor *dk, const aclTensor *dv, uint64_t *workspaceSize,
+    aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnBlockSparseAttentionGrad(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,111 @@
+"""Lowered calls of BlockSparseAttention: dense attention with one statistic per row, softmax_lse."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import Bound, dtype_text
+from fusion_attention.ir.call import Filled, buffer
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import Extents, Problem
+from fusion_attention.memory import empty
+from fusion_attention.ops.shared.layouts import Form
+from fusion_attention.ops.training.call import EXTRAS, DenseCall, fresh, operands_of, statistics
+from fusion_attention.ops.training.run import DenseBackward, DenseForward
+
+Tensor = torch.Tensor
+OUT, LSE = "attention_out", "softmax_lse"
+MASK = "block_mask"
+_NAMES = ("query", "key", "value", *(MASK if name == "blocked_tiles" else "" for name in EXTRAS))
+
+
+class BlockForward(DenseForward):
+    """A lowered forward call. softmax_lse is log(sum(exp(s))) of a row, -inf if it sees no key."""
+
+    def results(self) -> dict[str, Tensor]:
+        """Allocates the output and softmax_lse."""
+        out, lse, _ = fresh(self.call)
+        return {OUT: out, LSE: empty(lse, by_row(lse, self.call).shape, lse.dtype)}
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """A run on views of the call's tensors and these outputs."""
+        return _Run(self.call, outputs[OUT], outputs.get(LSE))
+
+    def backward(
+        self, results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], wanted: Collection[str] | None = None
+    ) -> DenseBackward:
+        """The gradient call, from results and their gradients (upstream)."""
+        out, lse, dout, dlse = results[OUT], results[LSE], upstream.get(OUT), upstream.get(LSE)
+        dlse = None if dlse is None else by_head(dlse, self.call)
+        return BlockBackward(self.call, torch.zeros_like(out) if dout is None else dout, out, lse, dlse)
+
+
+class BlockBackward(DenseBackward):
+    """A lowered gradient call, from the forward's output and its softmax_lse."""
+
+    def __init__(self, call: DenseCall, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> None:
+        super().__init__(call, (dout, out, lse, lse), None, dlse)
+
+    def kernel_statistics(self, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
+        """softmax_lse as the maximum of weights whose sum is 1, or 0 in a row without keys."""
+        lse = by_head(max_, self.call)
+        return lse, lse > -torch.inf
+
+
+class _Run(Filled):
+    __slots__ = ("call", "lse")
+
+    def __init__(self, call: DenseCall, out: Tensor, lse: Tensor | None) -> None:
+        self.call, self.lse = call, lse
+        buffers = buffer(out), *statistics(call)
+        clears = () if call.covers("q") else buffers
+        super().__init__((operands_of(call, *buffers),), buffers, (out,), clears)
+
+    def finish(self) -> None:
+        super().finish()
+        if self.lse is not None:
+            _, max_, sum_ = self.buffers
+            self.lse.copy_(by_row(max_ + sum_.log(), self.call))
+
+
+def by_row(statistic: Tensor, call: DenseCall) -> Tensor:
+    """The interface's view of a statistic in the kernels' order: axes as in out, the last one of size 1."""
+    return (statistic.mT if call.form.layout == "BSND" else statistic).unsqueeze(-1)
+
+
+def by_head(lse: Tensor, call: DenseCall) -> Tensor:
+    """The inverse of by_row(); the last axis of `lse` may be missing."""
+    lse = lse.squeeze(-1) if lse.dim() == call.q.dim() else lse
+    return lse.mT if call.form.layout == "BSND" else lse
+
+
+def lower(bound: Bound) -> BlockForward | BlockBackward:
+    """Lowers a bound call of the forward or the gradient."""
+    n = bound.names
+    problem, form, extents = bound.once(_without_tensors)
+    extras = tuple(n[MASK] if name == "blocked_tiles" else None for name in EXTRAS)
+    call = DenseCall(problem, form, extents, n["query"], n["key"], n["value"], extras, names=_NAMES)
+    if "dy" not in bound.op.by_name:
+        return BlockForward(call, (OUT, LSE))
+    return BlockBackward(call, n["dy"], n["attention_in"], n[LSE])
+
+
+def _without_tensors(n: Mapping[str, Any]) -> tuple[Problem, Form, Extents]:
+    masked, on_host = n[MASK] is not None, n["query"].device.type == "cpu"
+    problem = Problem(
+        heads_q=n["N1"],
+        heads_kv=n["N2"],
+        dim_qk=n["D"],
+        dim_v=n["D"],
+        dtype=dtype_text(n["query"]),
+        scale=float(n["scale_value"]),
+        # Kernels for GPUs read no tiles.
+        has_blocked=masked and not on_host,
+        has_blocked_tiles=masked and on_host,
+    )
+    q_len, kv_len = n["q_len"], n["kv_len"]
+    extents = Extents(q_len, kv_len, *Band.full().resolve(q_len, kv_len), q_len * 0)
+    return problem, Form(n["layout"], block=n["block"]), extents

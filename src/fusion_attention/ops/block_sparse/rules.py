@@ -1,0 +1,197 @@
+"""The rules of BlockSparseAttention and its gradient: lengths, blocks, forms, and the chip's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fusion_attention.contract import Rule
+from fusion_attention.ir.mask import UNLIMITED
+from fusion_attention.ops.shared.checks import float32, lengths_fit
+from fusion_attention.ops.shared.rules import (
+    OF_950,
+    PACKED,
+    WHOLE,
+    absent,
+    covered,
+    doubt,
+    elements,
+    finite_scale,
+    groups_of_heads,
+    invalid,
+    limit,
+    of_lengths,
+    one_length_each,
+    presence,
+    refused,
+)
+
+Q_LENGTHS, KV_LENGTHS = "actual_seq_lengths", "actual_seq_lengths_kv"
+BLOCK = (2, 128)  # of samples
+
+
+def is_block(shape: Sequence[int]) -> bool:
+    """True if a block has two sides of at least one token."""
+    return len(shape) >= 2 and min(shape[:2]) > 0
+
+
+FUNCTIONS = {f.__name__: f for f in (is_block, float32, lengths_fit)} | {
+    "bfloat16": lambda t: t.dtype == torch.bfloat16
+}
+
+LENGTHS = (
+    presence(
+        f"{Q_LENGTHS} is not None",
+        Q_LENGTHS,
+        "tokens of every packed sequence, not cumulative ends",
+        text="the lengths of packed sequences",
+        only=PACKED,
+        invalid={Q_LENGTHS: None, KV_LENGTHS: None},
+    ),
+    presence(
+        f"({Q_LENGTHS} is None) == ({KV_LENGTHS} is None)",
+        KV_LENGTHS,
+        "lengths of queries and of keys come in pairs",
+        text=f"lengths beside {Q_LENGTHS}, and nowhere else",
+        invalid={KV_LENGTHS: None},
+    ),
+    *(
+        of_lengths(
+            f"lengths_fit({name}, False, B, S{axis}, T{axis})",
+            name,
+            "tokens of every sequence, not cumulative ends",
+            text=f"lengths of the sequences that the {side} tensor holds",
+            invalid={name: too_long},
+        )
+        for name, axis, side, too_long in ((Q_LENGTHS, 1, "query", [3, 6]), (KV_LENGTHS, 2, "key", [130, 8]))
+    ),
+    one_length_each(Q_LENGTHS, KV_LENGTHS),
+    *covered(Q_LENGTHS, KV_LENGTHS, WHOLE, {Q_LENGTHS: [3, 4], KV_LENGTHS: [129, 7]}),
+)
+BLOCKS = (
+    of_lengths(
+        "is_block(block_shape)",
+        "block_shape",
+        "rows and keys of a block, such as [128, 128]",
+        text="two positive numbers",
+        when="block_shape is not None",
+        invalid={"block_shape": [0, 128]},
+    ),
+    invalid(
+        "fits(block_mask, 'B N1 Xs Ys')",
+        "block_mask",
+        "blocks are counted from each sequence's first token, up to the longest sequence's last",
+        text="shape [B, N1, ceil(rows / block rows), ceil(keys / block keys)]",
+        when="block_mask is not None",
+        invalid={"block_mask": ("B N1 Xs 3", "int8")},
+    ),
+)
+FORMS = (
+    Rule(
+        "layout_kv == layout",
+        "layout_kv",
+        "queries and keys have one axis order",
+        text="as layout",
+        invalid={"layout_kv": "BSND"},
+    ),
+    Rule("mask_type == 0", "mask_type", "no mask is defined beside the blocks", invalid={"mask_type": 1}),
+    absent("atten_mask", "S1 S2", "no mask is defined beside the blocks"),
+    absent("block_table", "B 2", "keys in pages are not defined: gather them, or fused inference reads pages"),
+    *(absent(f"{of}_dequant_scale", "B N1 1 1") for of in ("q", "k", "v")),
+    absent("p_quant_scale", "1", "reserved: leave it out"),
+    Rule("quant_mode == 0", "quant_mode", f"fp8 and fp4: {OF_950}", invalid={"quant_mode": 1}),
+    *(
+        doubt(
+            f"{name} == {UNLIMITED}",
+            name,
+            "no window is defined beside the blocks, and none is applied",
+            text=f"{UNLIMITED}",
+            invalid={name: 64},
+        )
+        for name in ("pre_tokens", "next_tokens")
+    ),
+    doubt(
+        "scale_value != 0",
+        "scale_value",
+        "0 weighs all keys alike; the default is not 1 / sqrt(D)",
+        text="a scale, such as D ** -0.5",
+        invalid={"scale_value": 0.0},
+    ),
+    finite_scale("scale_value", optional=False),
+    replace(groups_of_heads("key"), invalid={"N2": 3, "num_key_value_heads": 3}),
+    elements("D", "query"),
+)
+
+
+def _in(dtype: str) -> dict[str, tuple[str, str]]:
+    """Sample settings of packed tensors in a dtype."""
+    rows, keys = ("T1 N1 D", dtype), ("T2 N2 D", dtype)
+    return dict.fromkeys(("query", "dy", "attention_in"), rows) | dict.fromkeys(("key", "value"), keys)
+
+
+UNMASKED = limit(
+    "block_mask is not None",
+    "block_mask",
+    "the chip takes no call without one; here all keys are visible",
+    text="a mask",
+    invalid={"block_mask": None},
+)
+LIMITS = (
+    refused(
+        "not float32(query)",
+        "query",
+        "the chip computes no float32 here",
+        "float16 or bfloat16",
+        invalid=_in("float32"),
+    ),
+    UNMASKED,
+    limit("inner_precise in (0, 1, 4)", "inner_precise", "it has no effect here", invalid={"inner_precise": 2}),
+    limit(
+        "inner_precise != 1 or not bfloat16(query)",
+        "inner_precise",
+        "1 is a softmax in float16; here it is always in float32",
+        text="0 with bfloat16",
+        invalid={"inner_precise": 1, **_in("bfloat16")},
+    ),
+    limit("block_size == 0", "block_size", "it is of pages, and keys are in none", invalid={"block_size": 128}),
+)
+SAME_DTYPE = Rule(
+    "attention_out_dtype is None or attention_out_dtype == query.dtype",
+    "attention_out_dtype",
+    f"others are of fp8 and fp4: {OF_950}",
+    text="None, or query's dtype",
+    invalid={"attention_out_dtype": torch.float64},
+)
+FORWARD = (
+    limit(
+        "block[1] % 128 == 0",
+        "block_shape",
+        "the chip takes no other blocks; here any size is right",
+        text="a multiple of 128 keys",
+        when="block_mask is not None",
+        invalid={"block_shape": [2, 64], "Ys": 3},
+    ),
+    refused("D in (64, 128)", "query", "the chip takes no other dim", when="D <= 768", invalid={"D": 32}),
+    invalid(
+        "softmax_lse is None or softmax_lse.shape[-1] == 1",
+        "softmax_lse",
+        "it has one number per row and head",
+        text="a last axis of 1",
+        invalid={"softmax_lse": "T1 N1 3"},
+    ),
+)
+BACKWARD = (
+    refused("D <= 128", "query", "the chip takes no wider rows", when="D <= 768", invalid={"D": 256}),
+    *(
+        invalid(
+            f"fits(softmax_lse, '{words} 1 | {words}')",
+            "softmax_lse",
+            "as the forward returned it",
+            only=(layout,),
+            invalid={"softmax_lse": (f"{words} 2", "float32")},
+        )
+        for layout, words in {"TND": "T1 N1", "BNSD": "B N1 S1", "BSND": "B S1 N1"}.items()
+    ),
+)

@@ -1,0 +1,124 @@
+"""FlashAttentionScoreV4 and its gradient: drawn dropout, rope parts in every layout, and forms that are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.two_phase import call, done, failed, outputs_of
+
+from fusion_attention import npu
+from fusion_attention.contract.sampling import sample
+from fusion_attention.ops.training.score_v4 import GRAD_V4, SCALES, SCORE_V4
+
+Tensor = torch.Tensor
+ROPE = {"query_rope": True, "key_rope": True, "D": 128, "Dv": 128, "Dr": 64}
+GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
+pytestmark = pytest.mark.usefixtures("runtime")
+
+
+def drawn(layout: str, seed: int, offset: int, **settings: Any) -> dict[str, Any]:
+    return sample(SCORE_V4, input_layout=layout, keep_prob=0.5, seed=seed, offset=offset, **settings)
+
+
+def by_torch_npu(args: dict[str, Any], **changes: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Results of npu_fusion_attention_v2, and its gradients for the output itself as its gradient."""
+    others = ("d_scale", "out_dtype", "softmax_max", "softmax_sum", "softmax_out", "attention_out", "drop_mask")
+    given = {name: value for name, value in args.items() if not name.startswith(others)}
+    given |= {"dropout_mask": args["drop_mask"], **changes}
+    leaves = {n: given[n].requires_grad_() for n in ("query", "key", "value", "query_rope", "key_rope", "sink")
+              if given.get(n) is not None}  # fmt: skip
+    out, top, total, *_ = npu.npu_fusion_attention_v2(**given)
+    gradients = torch.autograd.grad(out, tuple(leaves.values()), out.detach())
+    of = {"query": "dq", "key": "dk", "value": "dv", "query_rope": "dq_rope", "key_rope": "dk_rope", "sink": "dsink"}
+    results = {"attention_out": out.detach(), "softmax_max": top, "softmax_sum": total}
+    return results, {of[name]: g for name, g in zip(leaves, gradients, strict=True)}
+
+
+def gradients_of(args: dict[str, Any], saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    given = {p.name: args.get(p.name) for p in GRAD_V4.params}
+    given |= {"dy": saved["attention_out"], "attention_in": saved["attention_out"]}
+    given |= {name: saved[name] for name in ("softmax_max", "softmax_sum")}
+    return done(GRAD_V4, given)
+
+
+@pytest.mark.parametrize("layout", SCORE_V4.layouts)
+@pytest.mark.parametrize(("seed", "offset"), [(7, 3), (1, 0), (2**63 - 1, 2**32 - 1)])
+def test_drawn_dropout_has_torch_npus_bits(layout: str, seed: int, offset: int) -> None:
+    args = drawn(layout, seed, offset, sink=True)
+    want, gradients = by_torch_npu(args)
+    results = done(SCORE_V4, args)
+    for name, value in want.items():
+        same_bits(results[name], value, name)
+    written = gradients_of(args, results)
+    for name, value in gradients.items():
+        same_bits(written[name], value, name)
+
+
+def test_seed_0_draws() -> None:
+    """Dropout is off with keep_prob 1 alone."""
+    args = drawn("BSND", 0, 0)
+    first, again = done(SCORE_V4, args)["attention_out"], done(SCORE_V4, args)["attention_out"]
+    same_bits(again, first)
+    other = done(SCORE_V4, {**args, "seed": 1})["attention_out"]
+    all_kept = done(SCORE_V4, {**args, "keep_prob": 1.0})["attention_out"]
+    assert not torch.equal(first, other)
+    assert not torch.equal(first, all_kept)
+    same_bits(done(SCORE_V4, {**args, "seed": 9, "offset": 4, "keep_prob": 1.0})["attention_out"], all_kept)
+    saved = done(SCORE_V4, args)
+    gradients = gradients_of(args, saved)
+    wrong = gradients_of({**args, "seed": 1}, saved)
+    assert not torch.equal(gradients["dv"], wrong["dv"])
+
+
+def test_a_mask_decides_beside_a_seed() -> None:
+    args = drawn("TND", 5, 1, drop_mask="1024")
+    args["drop_mask"] = torch.randint(0, 256, (1024,), dtype=torch.uint8)
+    want = done(SCORE_V4, {**args, "seed": 0, "offset": 0})
+    same_bits(done(SCORE_V4, args), want)
+    same_bits(gradients_of(args, want), gradients_of({**args, "seed": 0, "offset": 0}, want))
+
+
+@pytest.mark.parametrize("layout", SCORE_V4.layouts)
+@pytest.mark.parametrize("more", [{}, {"sink": True, "out_dtype": 27}], ids=["alone", "sink"])
+def test_rope_parts_in_every_layout(layout: str, more: dict[str, Any]) -> None:
+    """Without a mask, and beside drawn dropout and a sink."""
+    args = drawn(layout, 11, 2, **ROPE, **more)
+    want, gradients = by_torch_npu(args)
+    results = done(SCORE_V4, args)
+    for name, value in want.items():
+        same_bits(results[name], value, name)
+    written = gradients_of(args, results)
+    for name, value in gradients.items():
+        same_bits(written[name], value, name)
+
+
+def test_switched_off_tails() -> None:
+    """Trailing zeros of the ends are sequences without rows."""
+    args = sample(SCORE_V4, input_layout="TND")
+    longer = {name: [*args[name], 0, 0] for name in ("actual_seq_qlen", "actual_seq_kvlen")}
+    same_bits(done(SCORE_V4, {**args, **longer}), done(SCORE_V4, args))
+
+
+@pytest.mark.parametrize("p", SCALES, ids=lambda p: p.name)
+def test_scales_of_fp8_are_refused(p: Any) -> None:
+    """By name, and nothing is written."""
+    for op in (SCORE_V4, GRAD_V4):
+        if p.name in op.by_name:
+            args = sample(op, **{p.name: "1"})
+            outputs = outputs_of(op, args)
+            written = {name: (t, t.clone()) for name, t in outputs.items() if t is not None}
+            failed(call(op, args, outputs)[0], 161001, p.name, "950 only")
+            for t, before in written.values():
+                same_bits(t.view(torch.uint8), before.view(torch.uint8))
+
+
+def test_limits() -> None:
+    """Other dims beside rope, and float32 beside a sink: computed where calls are not strict."""
+    narrow = sample(SCORE_V4, query_rope=True, key_rope=True)
+    failed(call(SCORE_V4, narrow, outputs_of(SCORE_V4, narrow))[0], 161002, "query_rope", "128")
+    done(SCORE_V4, narrow, strict=False)
+    floats = sample(SCORE_V4, sink=True, **{n: (f"B S{i} N{i} D", "float32") for n, i in (("query", 1), ("key", 2))},
+                  value=("B S2 N2 D", "float32"))  # fmt: skip
+    failed(call(SCORE_V4, floats, outputs_of(SCORE_V4, floats))[0], 561002, "sink", "float32")
+    done(SCORE_V4, floats, strict=False)
