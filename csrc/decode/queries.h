@@ -74,9 +74,9 @@ struct DecodeScratch {                        // scratch memory of a thread
     float *line;                              // one query row, and its digits
     char *keys, *ropes, *values;              // [decode_tile] converted rows
 #if defined(FUSION_TILES)
-    std::uint32_t *copies, *interleaved;      // [2 * lanes] rows of keys; values of a tile (tiles.h)
+    std::uint32_t *copies, *interleaved;  // [2 * lanes] rows of keys; values of a tile (tiles.h)
 #endif
-    float *token[4];                          // [decode_tile] scales and offsets of keys, of values
+    float *token[4];  // [decode_tile] scales and offsets of keys, of values
     const char **key_rows, **next_rows, **rope_rows, **value_rows, **spare_rows;  // [decode_tile]
     std::int64_t next_step = 0, value_step = 0;                                   // strides from find_rows()
     std::size_t bytes;

@@ -72,9 +72,7 @@ def compressed_source(table: torch.Tensor, lengths: Lengths) -> torch.Tensor:
 
 
 def indexer(table: torch.Tensor, lengths: Lengths) -> torch.Tensor:
-    return fa.lightning_indexer(
-        drawn(2, 3, 4, DIM), pages(1), drawn(2, 3, 4), 16, kv_len=lengths, page_table=table
-    )[0]
+    return fa.lightning_indexer(drawn(2, 3, 4, DIM), pages(1), drawn(2, 3, 4), 16, kv_len=lengths, page_table=table)[0]
 
 
 PATHS = [decode, many_rows, prompts, integers, selected, compressed, compressed_source, indexer]
@@ -89,7 +87,8 @@ def table() -> torch.Tensor:
 def test_the_paths_compute() -> None:
     for call in PATHS:
         result = call(table(), KEYS)
-        assert bool((result == result).all()) and bool(result.any()), call.__name__
+        assert bool((result == result).all()), call.__name__
+        assert bool(result.any()), call.__name__
 
 
 @paths
