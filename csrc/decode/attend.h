@@ -16,6 +16,7 @@
 #include "decode/scores.h"
 #include "decode/values.h"
 #endif
+#include "decode/tiles.h"
 
 namespace fusion {
 namespace {
@@ -283,6 +284,34 @@ void find_next(DecodeWork<F> &w, const TileOrder &order, std::int64_t step, cons
     w.s.next_step = find_rows(keys_of(*u, w.o), span, w.s.next_rows);
 }
 
+template <class F> void stage_values(const DecodeWork<F> &w, const DecodeTile &t) {
+    if (w.sizes.direct_values) return;
+    stage_rows<8 / F::bytes(2)>(w.values, w.s.value_rows, t.count, w.p.storage, t.values, w.p.dim_v,
+                                w.sizes.value_words(), w.s.values, reinterpret_cast<char *>(w.s.line));
+}
+
+#if defined(FUSION_TILES)
+// attend_tile() in tile registers. Prefetches of so many bytes of each key are divided between the steps of the first
+// rows.
+inline void attend_tiled(const DecodeWork<Paired> &w, const DecodeTile &t, LinePrefetch values,
+                         std::int64_t value_bytes, LinePrefetch keys, std::int64_t key_bytes) {
+    const std::int64_t value_lines = value_bytes * tiled_rows / 64,
+                       key_lines = key_bytes * decode_tile / 64 / (w.sizes.columns / (2 * lanes));
+    stage_values(w, t);
+    interleave_values(w, t);
+    for (std::int64_t row = 0; row < w.rows(); row += tiled_rows) {
+        score_tiles(w, row, t, values, value_lines);
+        for (int i = 0; i < tiled_rows; ++i) {
+            float *const scores = w.s.scores + i * decode_tile;
+            finish_scores(w, row + i, t, scores);
+            weigh_row(w, row + i, i, t, scores, keys, 0);
+        }
+        value_tiles(w, row, t, keys, key_lines);
+        values = keys = {};
+    }
+}
+#endif
+
 template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t) {
     const std::int64_t key_bytes = row_bytes(w.p.storage, w.p.dim_qk), value_bytes = row_bytes(w.p.storage, w.p.dim_v);
     const std::int64_t shared = w.keys.piece ? 0 : w.p.shares_kv ? value_bytes / 64 * 64 : key_bytes;
@@ -290,15 +319,18 @@ template <class F> void attend_tile(const DecodeWork<F> &w, const DecodeTile &t)
     LinePrefetch keys(w.s.next_rows, decode_tile, w.s.next_step, 0, shared, met_values);
     LinePrefetch values(w.s.value_rows, t.count, w.s.value_step, 0, w.values.piece ? 0 : value_bytes, met_keys);
     if (w.p.shares_kv && !w.keys.piece) values = {w.s.next_rows, decode_tile, 0, shared, key_bytes, met_keys};
+#if defined(FUSION_TILES)
+    if constexpr (uses_tiles<F>) {
+        const std::int64_t rest = w.p.shares_kv ? key_bytes - shared : value_bytes;
+        if (w.tiled) return attend_tiled(w, t, values, rest, keys, shared);
+    }
+#endif
     bool scored = false;  // computed together with the previous block
     for (std::int64_t row = 0; row < w.rows(); row += lanes) {
         const RowBlock b = w.block(row);
         float *const block_scores = w.s.scores + (scored ? lanes * decode_tile : 0);
         scored = !scored && score_blocks(w, b, t, values);
-        if (row == 0 && !w.sizes.direct_values) {
-            stage_rows<8 / F::bytes(2)>(w.values, w.s.value_rows, t.count, w.p.storage, t.values, w.p.dim_v,
-                                        w.sizes.value_words(), w.s.values, reinterpret_cast<char *>(w.s.line));
-        }
+        if (row == 0) stage_values(w, t);
         const std::int64_t passes = b.rows * (decode_tile / (2 * lanes)), fed = shared * decode_tile / 4 / 64 / passes;
         for (std::int64_t i = 0; i < b.rows; ++i) {
             float *scores = block_scores + i * decode_tile;
@@ -356,6 +388,7 @@ template <class F> std::uint64_t settle(const DecodeWork<F> &w) {
 template <class F>
 DecodeNonfinite attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch,
                        float *partial, bool careful) {
+    [[maybe_unused]] const UnitRegion<F> region{};
     DecodeWork<F> w(job, unit, scratch, partial, careful);
     const bool sees = unit.begin < unit.end;
     const std::uint64_t all_rows = ~std::uint64_t{0} >> (64 - w.rows());

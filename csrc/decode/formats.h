@@ -181,6 +181,13 @@ struct Paired {
 };
 #endif
 
+// True if units with many rows are multiplied in tile registers (tiles.h).
+#if defined(FUSION_TILES)
+template <class F> constexpr bool uses_tiles = std::is_same_v<F, Paired>;
+#else
+template <class F> constexpr bool uses_tiles = false;
+#endif
+
 }  // namespace decode
 }  // namespace
 }  // namespace fusion

@@ -40,6 +40,7 @@ struct Integer {
         __asm__("" : "+v"(sum));  // else gcc adds products to each other first and spills them
         return sum;
     }
+    static FUSION_INLINE Ints product(Words elements, Words numbers) { return multiply_pairs(elements, numbers); }
     static FUSION_INLINE Ints added(Ints sum, Words elements, Words numbers) { return dot(sum, elements, numbers); }
     static FUSION_INLINE Ints weigh(Ints sum, Weight a, Words b) { return dot(sum, b, all(a)); }
     static constexpr float unit = 1.0f;

@@ -43,31 +43,44 @@ private:
 
 template <class F> using Score = std::conditional_t<F::integer, Ints, Floats>;
 
-// Adds products of R rows and 8 / R keys of `bytes` bytes. For each step, the vectors of one row are followed by those
-// of the next.
-template <class F, int R>
+// The first product of a sum, which needs no zero.
+template <class F> FUSION_INLINE Score<F> product_of(Words elements, Words query) {
+    if constexpr (F::integer) return F::product(elements, query);
+    else return floats_of(elements) * floats_of(query);
+}
+
+// Adds products of R rows and 8 / R keys of `bytes` bytes; with First, the sums begin with them. For each step, the
+// vectors of one row are followed by those of the next.
+template <class F, int R, bool First>
 FUSION_INLINE void add_products(Score<F> (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t bytes,
                                 const char *const *next, const char *const *soon) {
     constexpr int keys = lanes / R;
-    const auto step = [&](std::int64_t byte) __attribute__((always_inline)) {
+    const auto step = [&](std::int64_t byte, auto first) __attribute__((always_inline)) {
         Words part[keys][F::parts];
         FUSION_UNROLL for (int k = 0; k < keys; ++k) F::read(rows[k] + byte, part[k]);
         FUSION_UNROLL for (int i = 0; i < R * F::parts; ++i) {
             const Words query = load<Words>(q + i);
             FUSION_UNROLL for (int k = 0; k < keys; ++k) {
                 Score<F> &to = sum[i / F::parts * keys + k];
-                to = F::dot(to, part[k][i % F::parts], query);
+                const Words elements = part[k][i % F::parts];
+                to = first && i % F::parts == 0 ? product_of<F>(elements, query) : F::dot(to, elements, query);
             }
         }
         q += R * F::parts;
     };
-    std::int64_t byte = 0;
-    for (; byte + 32 < bytes; byte += 64) {
+    const auto line = [&](std::int64_t byte, auto first) __attribute__((always_inline)) {
         FUSION_UNROLL for (int k = 0; k < keys; ++k) fetch_line(next[k], byte), fetch_line(soon[k], byte);
-        step(byte);
-        step(byte + 32);
+        step(byte, first);
+        step(byte + 32, std::false_type{});
+    };
+    std::int64_t byte = 0;
+    if constexpr (First) {
+        if (bytes <= 32) return step(0, std::true_type{});
+        line(0, std::true_type{});
+        byte = 64;
     }
-    if (byte < bytes) step(byte);
+    for (; byte + 32 < bytes; byte += 64) line(byte, std::false_type{});
+    if (byte < bytes) step(byte, std::false_type{});
 }
 
 template <int N> FUSION_INLINE void copy_lanes(float *to, const Floats &x, int from) {
@@ -114,14 +127,17 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
         if (repeats && key >= turn) again = next_rows - turn;
         const char *next[keys], *soon[keys];
         FUSION_UNROLL for (int k = 0; k < keys; ++k) next[k] = next_rows[key + k] + from, soon[k] = again[key + k];
-        Score<F> sum[lanes] = {};
-        add_products<F, R>(sum, q, rows + key, words * 4, next, soon);
+        Score<F> sum[lanes];
+        add_products<F, R, true>(sum, q, rows + key, words * 4, next, soon);
         Floats scores;
         if constexpr (F::integer) {  // converts sums of integers to products
             scores = __builtin_convertvector(sums_of_lanes(sum), Floats) * scale + plus;
         } else {
             const char *const *const rope = ropes + key;
-            if (rope_words) add_products<F, R>(sum, q + words / lanes * R * F::parts, rope, rope_words * 4, rope, rope);
+            if (rope_words) {
+                const Words *const rest = q + words / lanes * R * F::parts;
+                add_products<F, R, false>(sum, rest, rope, rope_words * 4, rope, rope);
+            }
             scores = sums_of_lanes(sum);
         }
         FUSION_UNROLL for (int i = 0; i < R; ++i) copy_lanes<keys>(to + i * decode_tile + key, scores, i * keys);

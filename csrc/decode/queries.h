@@ -13,6 +13,14 @@ namespace decode {
 constexpr std::int64_t column_unit = 2 * lanes;  // least number of columns of values per block
 constexpr int value_rows = lanes == 16 ? 8 : 4;  // most rows per block of values
 constexpr std::int64_t partial_head = 16;        // floats before the values of a partial row: maximum, sum
+constexpr int tiled_rows = 2 * lanes;            // rows of a block in tile registers; units of as many or more use them
+
+// True if three or four rows have loops with vectors of sixteen lanes.
+#if defined(__AVX512F__)
+constexpr bool has_four_row_loops = true;
+#else
+constexpr bool has_four_row_loops = false;
+#endif
 
 FUSION_INLINE std::int64_t partial_stride(const Problem &p) {
     return partial_head + round_up<std::int64_t>(p.dim_v, 32);
@@ -59,13 +67,16 @@ struct DecodeScratch {                        // scratch memory of a thread
     float *q;                                 // [blocks][words * lanes]; with digits, up to six times as much
     std::int32_t *start;                      // [blocks][vectors][digits][lanes]
     float *row_scale, *row_offset, *row_sum;  // [decode_slots]
-    float *fade, *factor;                     // [lanes]
+    float *fade, *factor;                     // [2 * lanes]
     float *scores;                            // [2 * lanes][decode_tile]
     float *weights;                           // [lanes][decode_tile]
     std::uint8_t *seen;                       // [decode_tile / 8]
     float *line;                              // one query row, and its digits
     char *keys, *ropes, *values;              // [decode_tile] converted rows
-    float *token[4];                          // [decode_tile] scales and offsets of keys, of values
+#if defined(FUSION_TILES)
+    std::uint32_t *copies, *interleaved;  // [2 * lanes] rows of keys; values of a tile (tiles.h)
+#endif
+    float *token[4];  // [decode_tile] scales and offsets of keys, of values
     const char **key_rows, **next_rows, **rope_rows, **value_rows, **spare_rows;  // [decode_tile]
     std::int64_t next_step = 0, value_step = 0;                                   // strides from find_rows()
     std::size_t bytes;
@@ -79,8 +90,8 @@ struct DecodeScratch {                        // scratch memory of a thread
         carver.take(row_scale, rows);
         carver.take(row_offset, rows);
         carver.take(row_sum, rows);
-        carver.take(fade, lanes);
-        carver.take(factor, lanes);
+        carver.take(fade, 2 * lanes);
+        carver.take(factor, 2 * lanes);
         carver.take(scores, 2 * lanes * decode_tile);
         carver.take(weights, lanes * decode_tile);
         carver.take(seen, decode_tile / 8);
@@ -88,6 +99,10 @@ struct DecodeScratch {                        // scratch memory of a thread
         carver.take(keys, decode_tile * k * 4);
         carver.take(ropes, decode_tile * r * 4);
         carver.take(values, decode_tile * v * 4);
+#if defined(FUSION_TILES)
+        carver.take(copies, tiled_rows * most(k, r));
+        carver.take(interleaved, decode_tile / 2 * v);
+#endif
         for (float *&part : token) carver.take(part, decode_tile);
         carver.take(key_rows, decode_tile);
         carver.take(next_rows, decode_tile);
@@ -132,14 +147,21 @@ template <class F> struct DecodeWork {  // a unit with its parameters and scratc
     const DecodeSizes<F> sizes;
     const bool score_pass;
     const float natural, factor;  // from stored scores to scores of the problem, and to exponents of 2
+    const bool tiled;             // multiplied in tile registers
 
     DecodeWork(const DecodeJob &job, const DecodeUnit &unit_, void *scratch, float *partial_, bool careful_)
         : p(*job.problem), o(*job.operands), sequences(job.sequences), unit(unit_), keys(keys_of(unit_, o)),
           values(unit_.tokens ? o.common_values : o.values), s(p, scratch), partial(partial_),
           group(p.heads_q / p.heads_kv), stride(partial_stride(p)), kv_head(unit_.head), careful(careful_),
-          sizes(p, o, careful_), score_pass(needs_score_pass(p)), natural(natural_scale(p)), factor(natural * log2_e) {}
+          sizes(p, o, careful_), score_pass(needs_score_pass(p)), natural(natural_scale(p)), factor(natural * log2_e),
+          tiled(fits_tiles()) {}
 
     std::int64_t rows() const { return unit.row1 - unit.row0; }
+    // Rows of common keys never use tile registers, because their bits do not depend on the number of rows.
+    bool fits_tiles() const {
+        return uses_tiles<F> && !careful && !unit.tokens && rows() % tiled_rows == 0 &&
+               (sizes.key_words | sizes.rope_words) % lanes == 0;
+    }
     std::int64_t token(std::int64_t row) const {
         const std::int64_t token = (unit.row0 + row) / group;
         return unit.tokens ? unit.tokens[token].token : token;
@@ -163,10 +185,10 @@ template <class F> struct DecodeWork {  // a unit with its parameters and scratc
             return {row, count, Loop::rows, lanes, vectors};
         }
         // lanes / rows phases, but one with common keys, where rows of other sequences would change the number.
-        int phases = unit.tokens ? 1 : lanes;
+        int phases = unit.tokens || tiled ? 1 : lanes;
         while (phases > 1 && lanes / phases < count) phases /= 2;
         while (phases > 1 && (sizes.key_words % phases || sizes.rope_words % phases)) phases /= 2;
-        const bool four = lanes == 16 && phases == 4;
+        const bool four = has_four_row_loops && phases == 4;
         if (four && F::integer && sizes.key_words % 8 == 0) return {row, count, Loop::pairs, 8, 2};
         // For long rows of floats, separate vectors save more than the sum over their lanes costs.
         const bool wide = F::depth == 1 && sizes.key_words >= 4 * lanes;

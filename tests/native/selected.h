@@ -29,7 +29,7 @@ public:
 
     // The bytes of all results.
     std::vector<unsigned char> run(const fusion::SparseVariant &variant, int threads) {
-        dq_.poison(), dk_.poison(), dv_.poison(), dweights_.poison(), got_.poison(), values_.poison();
+        for (RowMemory *m : {&dq_, &dk_, &dv_, &dweights_, &got_, &values_, &likelihoods_}) m->poison();
         RowMemory top = max_, total = sum_;
         std::vector<std::int32_t> chosen(lists_.size(), -7);
         float loss = 0;
@@ -46,6 +46,7 @@ public:
             attended.q = own_q_.view(), attended.k.rows = own_k_.view(), attended.max = top.view();
             attended.sum = total.view(), attended.v = attended.k;
             const Long lists_of = kind_ == Selected::list_loss ? selected : 0;
+            o.values = likelihoods_.view();
             fusion::SparsePlan(variant, index(lists_of), sequences_, attention()).run(o, attended, &loss, threads);
         } else if (kind_ == Selected::indexed_gradient) {
             o.dout = dvalues_.view();
@@ -59,7 +60,7 @@ public:
             const auto *const at = static_cast<const unsigned char *>(from);
             bytes.insert(bytes.end(), at, at + count);
         };
-        for (const RowMemory *m : {&dq_, &dk_, &dv_, &dweights_, &got_, &values_, &top, &total}) {
+        for (const RowMemory *m : {&dq_, &dk_, &dv_, &dweights_, &got_, &values_, &likelihoods_, &top, &total}) {
             add(m->elements.bytes().data(), m->elements.bytes().size());
         }
         add(chosen.data(), chosen.size() * sizeof(std::int32_t));
@@ -87,6 +88,7 @@ private:
     RowMemory dout_ = rows(heads, dim), out_ = rows(heads, dim), dvalues_ = rows(1, selected);
     RowMemory weights_ = rows(1, heads), dweights_ = rows(1, heads), dq_ = rows(heads, dim), dk_ = keys(), dv_ = keys();
     RowMemory got_ = rows(heads, dim), values_ = rows(1, selected);
+    RowMemory likelihoods_{Dtype::float32, 1, kind_ == Selected::list_loss ? selected : 1400, {150, 33}};
     RowMemory max_{Dtype::float32, heads, 1, {150, 33}}, sum_{Dtype::float32, heads, 1, {150, 33}};
     std::vector<std::int32_t> lists_;
     std::vector<Long> list_address_, no_heads_;

@@ -66,6 +66,7 @@ PIECES = [
     Problem(8, 2, 128, 128, dtype="bfloat16", scale=0.09, page_size=16),
     Problem(6, 2, 64, 32, dtype="float16", scale=0.1, page_size=128),
     Problem(8, 1, 512, 512, 64, dtype="bfloat16", scale=0.05, page_size=32, shares_kv=True),
+    Problem(32, 1, 64, 64, 32, dtype="bfloat16", scale=0.1, page_size=16, shares_kv=True),
     Problem(8, 2, 128, 128, dtype="bfloat16", scale=0.09, page_size=128, kv_dtype="int8", dequant_k="channel",
             dequant_v="channel"),
     Problem(4, 2, 96, 64, dtype="float16", scale=0.02, page_size=16, kv_dtype="int8", dequant_k="token",

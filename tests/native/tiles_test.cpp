@@ -3,6 +3,7 @@
 
 #include "data/tiles.h"
 #include "plan/backward.h"
+#include "plan/decode.h"
 #include "plan/forward.h"
 #include "plan/indexer.h"
 #include "plan/sparse.h"
@@ -119,6 +120,26 @@ void count_sparse(Report &report, const fusion::SparseVariant &variant) {
           [&] { fusion::IndexerPlan(variant, p, sequences).run(i, 1); });
 }
 
+// One token of MLA: heads share keys of 512 + 64 dims, of which the first 512 are values too.
+void count_decode(Report &report, const fusion::Variant &variant, const char *name, Long heads) {
+    constexpr Long dim = 512, rope = 64, keys = 4096;
+    const std::vector<Long> rows = {1}, all = {keys};
+    std::mt19937 random(37);
+    RowMemory q(Dtype::bfloat16, heads, dim, rows), q_rope(Dtype::bfloat16, heads, rope, rows), out = q;
+    RowMemory k(Dtype::bfloat16, 1, dim, all), k_rope(Dtype::bfloat16, 1, rope, all);
+    RowMemory max(Dtype::float32, heads, 1, rows), sum = max;
+    for (RowMemory *m : {&q, &q_rope, &k, &k_rope}) m->fill(random, 1.0);
+    fusion::DecodeOperands o{};
+    o.q = q.view(), o.q_rope = q_rope.view(), o.out = out.view(), o.max = max.view(), o.sum = sum.view();
+    o.keys = o.values = cache_of(k, Dtype::bfloat16), o.key_ropes = cache_of(k_rope, Dtype::bfloat16);
+    const fusion::Problem p = {heads, 1,     dim,           dim, rope, Dtype::bfloat16, 0.04, Bias::none, false,
+                               false, false, Dropout::none, 1.0, 0};
+    const fusion::DecodeProblem problem{p, fusion::Storage::bfloat16, fusion::Rounding::none, true};
+    const std::vector<fusion::Sequence> sequences = {{1, keys, -keys, keys, 0, 0}};
+    count(report, {name, 1.15, 1.3}, static_cast<double>(heads * keys * (dim + rope + dim)),
+          [&] { fusion::DecodePlan(variant, problem, sequences).run(o, 1); });
+}
+
 }  // namespace
 
 void test_tiles(Report &report) {
@@ -127,6 +148,8 @@ void test_tiles(Report &report) {
         if (!report.tests(built) || built.name != std::string("amx_model")) continue;
         count_dense(report, *built.variant);
         count_sparse(report, *built.sparse);
+        count_decode(report, *built.variant, "MLA, 64 heads", 64);
+        count_decode(report, *built.variant, "MLA, 128 heads", 128);
     }
 }
 

@@ -20,7 +20,7 @@ AMX_NOTE = (
     "measured on such processors: torch.nn.functional.scaled_dot_product_attention may be faster."
 )
 AMX_REFUSED_NOTE = "This processor has AMX, but {}: the library computes without it."
-AMX_FAMILIES = "dense attention, selections, the indexer and its loss"
+AMX_FAMILIES = "dense attention, decode with many heads to a key, selections, the indexer and its loss"
 RUNTIMES_NOTE = (
     "More than one OpenMP runtime is loaded: each has threads of its own, and they may take each other's cores. "
     "Import torch first, and nothing that brings its own (some builds of numpy, scikit-learn, onnxruntime)."
