@@ -64,12 +64,14 @@ def as_good(ours: Tensor, q: Tensor, k: Tensor, v: Tensor, score_mod: Mod | None
 # -------------------------------------------------------------------------------------------------------- the numbers
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str) -> None:
     mask, _ = MASKS[name]
     judged(None, mask, block_mask(mask))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SCORES)
 def test_score_mods(name: str) -> None:
     score_mod, words = SCORES[name]
@@ -78,26 +80,19 @@ def test_score_mods(name: str) -> None:
     assert explain(q, k, score_mod).startswith(words)
 
 
-def pairs(masks: list[str], names: list[Any]) -> list[Any]:
-    """Every name beside every mask, one of the masks every day."""
-    return [
-        pytest.param(name, mask, marks=() if (i + j) % len(masks) == 0 else pytest.mark.slow)
-        for i, name in enumerate(names)
-        for j, mask in enumerate(masks)
-    ]
-
-
 BESIDE = ["sliding window", "causal documents", "left padding, causal", "dilated window"]
 
 
-@pytest.mark.parametrize(("name", "mask"), pairs(BESIDE, list(SCORES)))
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("mask", BESIDE)
+@pytest.mark.parametrize("name", SCORES)
 def test_score_mods_beside_masks(name: str, mask: str) -> None:
     judged(SCORES[name][0], MASKS[mask][0], block_mask(MASKS[mask][0]))
 
 
-@pytest.mark.parametrize(
-    ("name", "mask"), pairs(["causal documents", "neighbourhood of a canvas", "some rows see nothing"], [None, *SCORES])
-)
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("mask", ["causal documents", "neighbourhood of a canvas", "some rows see nothing"])
+@pytest.mark.parametrize("name", [None, *SCORES])
 def test_torchs_own(eager: Any, name: str | None, mask: str) -> None:
     """The formula of these tests is torch's: output and lse of both agree, and so do ours."""
     score_mod = None if name is None else SCORES[name][0]
@@ -109,6 +104,7 @@ def test_torchs_own(eager: Any, name: str | None, mask: str) -> None:
     compare_with("(out, lse)", got + want, lambda: formula(*inputs64, score_mod, MASKS[mask][0]) * 2, draws=DRAWS)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["softcap", "ALiBi", "T5's buckets", "a bias per key"])
 def test_low_dtypes(name: str, dtype: torch.dtype) -> None:
@@ -352,6 +348,7 @@ OF_OBJECTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OF_OBJECTS)
 def test_a_mask_that_reads_an_object_is_read_again(name: str) -> None:
     function, table = OF_OBJECTS[name](Documents())

@@ -173,6 +173,7 @@ def results(function: Any, inputs: list[torch.Tensor], mask: Any, how: dict[str,
     return [out.detach(), *torch.autograd.grad(out, inputs, dout, allow_unused=True)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ROWS)
 def test_rows(name: str, calls: list[Any]) -> None:
     row = ROWS[name]

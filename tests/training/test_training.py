@@ -69,6 +69,7 @@ LEAVES |= {"pse": "dpse", "sink": "dsink"}
 EXPLICIT = [case for case in CASES if case.npu and case.dropout != "bits"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", EXPLICIT, ids=lambda case: case.id)
 def test_explicit_gradients_are_those_of_autograd(case: Case) -> None:
     args = dict(operands(case))
