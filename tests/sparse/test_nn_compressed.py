@@ -180,7 +180,8 @@ def divergence(layer: CompressedAttention, stage: str, x: Tensor, lengths: list[
         p = torch.cat((shown, sinks), -1).softmax(-1)[..., rows:-1].mean(2)
     real = torch.arange(rows) < torch.tensor(lengths)[:, None]
     logs = scores.masked_fill(~chosen, -torch.inf).log_softmax(-1).masked_fill(~chosen, 0)
-    each = (torch.special.xlogy(p, p) - p * logs).sum(-1)
+    mass = p.sum(-1, keepdim=True)
+    each = (torch.special.xlogy(p, p / mass.clamp(min=1e-300)) - p * logs).sum(-1)
     return learned(layer, (each * real).sum() / real.sum())
 
 
@@ -300,7 +301,7 @@ def test_wrong_caches() -> None:
         set_stage(layer, "dense")
         layer(torch.randn(2, 9, DIM), rope=rope, cache=dense)
         set_stage(layer, "sparse")
-        with pytest.raises(ValueError, match="compressed keys of the indexer, got one without"):
+        with pytest.raises(ValueError, match="compressed keys of a CompressedIndexer, got one without"):
             layer(torch.randn(2, 3, DIM), rope=rope, cache=dense)
     assert repr(cache) == before
     assert cache.tokens == 9

@@ -49,8 +49,10 @@ class Compressor(nn.Module):
         self.position_bias = nn.Parameter(torch.zeros(ratio, channels))
         self.kv_norm = nn.RMSNorm(head_dim, eps=EPS)
 
-    def compressed(self, x: Tensor, rope: Rope, step: CompressedStep, name: str) -> Tensor:
-        """All compressed keys [B, windows, 1, D] after the tokens of x; rope: of all positions from 0 on."""
+    def compressed(self, x: Tensor, rope: Rope, step: CompressedStep | None = None) -> Tensor:
+        """All compressed keys [B, windows, 1, D] after the tokens of x; rope: of all positions from 0 on; step: a call
+        of a layer, whose cache may have earlier ones."""
+        step, name = step or CompressedStep(None, self, x), type(self).__name__
         kv, gate = self.kv_proj(x).unsqueeze(-2), self.gate_proj(x).unsqueeze(-2)
         how = {"ratio": self.ratio, "position_bias": self.position_bias, "overlap": self.overlap}
         rows, before = step.pooled(name, kv, gate, **how)
@@ -80,14 +82,15 @@ class CompressedIndexer(Compressor):
         self.q_b_proj = nn.Linear(query_dim, heads * head_dim, bias=False)
         self.scorer = nn.ModuleDict({"weights_proj": nn.Linear(dim, heads, bias=False)})
 
-    def forward(self, x: Tensor, query: Tensor, rope: Rope, step: CompressedStep) -> Index:
-        """The indexer's rows, without a selection."""
+    def forward(self, x: Tensor, query: Tensor, rope: Rope, step: CompressedStep | None = None) -> Index:
+        """The indexer's rows, without a selection; query: the layer's query latent."""
+        step = step or CompressedStep(None, self, x)
         x, query = x.detach(), query.detach()
         q = self.q_b_proj(query).unflatten(-1, (self.heads, self.head_dim))
         q = rotate_end(q, (rope[0][step.first : step.tokens], rope[1][step.first : step.tokens]))
         project = self.scorer["weights_proj"]
         weights = project(x) * (self.heads * self.head_dim) ** -0.5
-        return Index(q, self.compressed(x, rope, step, "indexer"), weights, None)
+        return Index(q, self.compressed(x, rope, step), weights, None)
 
 
 class CompressedAttention(StagedAttention):
@@ -105,11 +108,11 @@ class CompressedAttention(StagedAttention):
 
         stage     compressed keys     loss
         "dense"   all                 0
-        "warmup"  all                 KL(p || softmax(I)) over all visible ones
-        "sparse"  those of largest I  KL(p || softmax(I)) over those
+        "warmup"  all                 m * KL(p / m || softmax(I)) over all visible ones
+        "sparse"  those of largest I  m * KL(p / m || softmax(I)) over those
 
-    where p is the mean over heads of the attention's probabilities of compressed keys (they sum to less than 1: window
-    and sink have the rest), and I the indexer's scores. The state of transformers' DeepseekV4Attention loads.
+    where p is the mean over heads of the attention's probabilities of compressed keys, m their sum (window and sink
+    have the rest of 1), and I the indexer's scores. The state of transformers' DeepseekV4Attention loads.
 
     Args:
         dim: elements of a token's hidden state.
@@ -210,6 +213,16 @@ class CompressedAttention(StagedAttention):
             return self._append(x, rope, lengths, cache)
         return self._computed(x, rope, lengths, CompressedStep(None, self, x))
 
+    def project(self, x: Tensor, turns: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Projects x to the query latent [B, S, q_rank], q [B, S, heads, head_dim] and k [B, S, 1, head_dim].
+
+        turns: (cos, sin) of these tokens.
+        """
+        query = self.q_a_norm(self.q_a_proj(x))
+        q = rms_norm(self.q_b_proj(query).unflatten(-1, (self.heads, self.head_dim)), (self.head_dim,), eps=EPS)
+        k = self.kv_norm(self.kv_proj(x)).unsqueeze(-2)
+        return query, rotate_end(q, turns), rotate_end(k, turns)
+
     @untraced
     def _append(self, x: Tensor, rope: Rope, lengths: Any, cache: CompressedCache) -> tuple[Tensor, Tensor]:
         """A call with a cache, which changes if the call succeeds."""
@@ -226,11 +239,8 @@ class CompressedAttention(StagedAttention):
     def _computed(self, x: Tensor, rope: Rope, lengths: Any, step: CompressedStep) -> tuple[Tensor, Tensor]:
         self._check(x, rope, step)
         turns = rope[0][step.first : step.tokens], rope[1][step.first : step.tokens]
-        query = self.q_a_norm(self.q_a_proj(x))
-        q = rms_norm(self.q_b_proj(query).unflatten(-1, (self.heads, self.head_dim)), (self.head_dim,), eps=EPS)
-        q = rotate_end(q, turns)
-        k = step.keys(rotate_end(self.kv_norm(self.kv_proj(x)).unsqueeze(-2), turns), self.window)
-        mixed, loss = self._attended(x, query, q, k, rope, lengths, step)
+        query, q, k = self.project(x, turns)
+        mixed, loss = self._attended(x, query, q, step.keys(k, self.window), rope, lengths, step)
         mixed = rotate_end(mixed, (turns[0], -turns[1])).flatten(-2).unflatten(-1, (self.groups, -1))
         latent = torch.einsum("...gi,goi->...go", mixed, self.o_a_proj.weight.unflatten(0, (self.groups, -1)))
         return self.o_b_proj(latent.flatten(-2)), loss
@@ -253,7 +263,7 @@ class CompressedAttention(StagedAttention):
         band, none = Band.window(self.window - 1), x.new_zeros((), dtype=torch.float32)
         if self.ratio is None:
             return attention(q, k, k, band=band, sink=self.sinks), none
-        entries = self.compressor.compressed(x, rope, step, "compressor")
+        entries = self.compressor.compressed(x, rope, step)
         common: dict[str, Any] = {"ratio": self.ratio, "residual": [step.tokens % self.ratio] * len(x)}
         index, trains = None, self.training and self.stage != "dense" and step.cache is None
         if self.indexer is not None and (self.stage == "sparse" or trains):
@@ -273,6 +283,8 @@ class CompressedAttention(StagedAttention):
             real = torch.arange(x.shape[1], device=x.device) < torch.as_tensor(lengths, device=x.device)[:, None]
             target = target.where(real[..., None, None], 0)
         loss = indexer_target_loss(index.q, index.k, index.weights, target, lists, **common)
+        mass = target.sum(-1)
+        loss = loss - torch.xlogy(mass, mass).sum()  # of p / m, not of p: no gradient changes, and the loss is above 0
         return out, loss / (len(x) * x.shape[1] if lengths is None else real.sum().clamp(min=1))
 
     if TYPE_CHECKING:

@@ -112,7 +112,7 @@ class CompressedStep:
             return new
         if self.cache.tokens and name not in self.cache._entries:
             raise ValueError(
-                f"{self.name}: cache: expected one with compressed keys of the {name}, got one without (it was "
+                f"{self.name}: cache: expected one with compressed keys of a {name}, got one without (it was "
                 "filled in another stage: fill a new one)"
             )
         old = self.cache._entries.get(name)
