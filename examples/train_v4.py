@@ -30,7 +30,7 @@ from torch.nn.functional import cross_entropy
 import fusion_attention as fa
 from fusion_attention.nn import CompressedAttention, rope_table, set_stage
 
-RECALL = 0.8  # goal of the recall after the last stage
+SHARE = 0.9  # goal: recall after the last stage, over that of the best keys
 FULL = 300  # dense steps of a run whose figures are judged
 CONTEXT, BATCH, DIM, WINDOW, RATIO, TOP_K, FAR = 256, 4, 128, 32, 4, 8, 32
 CHOSEN = {"ratio": RATIO, "top_k": TOP_K, "index_heads": 4, "index_dim": 32}
@@ -224,10 +224,13 @@ def report(curves: Curves, console: Console) -> bool:
     for name, values in curves.recalls.items():
         shares.add_row(name, *(f"{value:.3f}" for value in (*values, means[name])))
     console.print(shares)
-    last = means["indexer, after sparse"]
-    console.print(f"recall after the sparse stage {last:.3f} (goal {RECALL})")
+    best = means["the best keys of one list"]
+    first, last = (means[f"indexer, {when}"] / best for when in ("untrained", "after sparse"))
+    console.print(
+        f"recall over that of the best keys: untrained {first:.3f}, after the sparse stage {last:.3f} (goal {SHARE})"
+    )
     falls = curves.held_out["untrained"] > curves.held_out["dense"] > curves.held_out["sparse"]
-    return falls and last >= RECALL > means["indexer, untrained"]
+    return falls and last >= SHARE > first
 
 
 def picture(model: Model, curves: Curves, text: Tensor, path: Path, console: Console) -> None:
