@@ -10,7 +10,7 @@ from support.sources import ROOT
 
 import fusion_attention as fa
 from fusion_attention.captures.reader import Recording, read
-from fusion_attention.judging.calls import from_recording
+from fusion_attention.judging.calls import JudgeError, from_recording
 from fusion_attention.judging.judge import diagnose, judged
 from fusion_attention.judging.verdict import Judgement
 
@@ -58,6 +58,9 @@ def test_every_call_of_the_example_is_right(captures: Captures) -> None:
         for number in range(len(captures[name])):
             result = judged(from_recording(recording(captures, name, number)), search=False, backends=False)
             assert result.verdict == "right", result
+    norm = recording(captures, "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm")
+    with pytest.raises(JudgeError, match="sparse_flash_mla_softmax_l1_norm: the judge has no formula for it"):
+        judged(from_recording(norm), search=False)
 
 
 @pytest.mark.parametrize("listed", [True, False])
