@@ -102,8 +102,11 @@ def test_mistakes_of_the_chips_function(wrong: str, captures: Captures) -> None:
         "softmax_scale": q.shape[-1] ** -0.5, "ori_mask_mode": 4, "cmp_mask_mode": 3, "ori_win_right": 0,
         "ori_win_left": -call.args["band"].lo, "return_softmax_lse": True,
     }  # fmt: skip
-    made = attended(call.args, wrong)
-    outputs = {"attention_out": made["attention_out"], "softmax_lse": made["softmax_max"] + made["softmax_sum"].log()}
+    results = attended(call.args, wrong)
+    outputs = {
+        "attention_out": results["attention_out"],
+        "softmax_lse": results["softmax_max"] + results["softmax_sum"].log(),
+    }
     result = diagnose("cann_ops_transformer.sparse_flash_mla", inputs, outputs)
     assert result.verdict == ("wrong" if wrong else "right"), result
     assert [m.name for m in result.mistakes][:1] == ([wrong.partition(":")[0]] if wrong else []), result

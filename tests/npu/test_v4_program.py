@@ -24,7 +24,7 @@ def test_a_layer_on_device_npu_equals_its_path_of_torch(tmp_path: Path) -> None:
     program = runpy.run_path(str(PROGRAM))
 
     def plainly() -> dict[str, torch.Tensor]:
-        results: dict[str, torch.Tensor] = program["step"](*program["made"]("cpu", torch.float64), fused=False)
+        results: dict[str, torch.Tensor] = program["step"](*program["layer_on"]("cpu", torch.float64), fused=False)
         return results
 
     assert got.keys() == plainly().keys()

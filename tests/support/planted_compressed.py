@@ -17,10 +17,10 @@ def closed_keys(rows: int, tokens: int, keys: int, ratio: int, wrong: str) -> Te
     if wrong == RESIDUAL:
         tokens = keys * ratio + keys % ratio
     position = torch.arange(tokens - rows, tokens)
-    seen = {LATE: position // ratio, EARLY: position // ratio + 1}.get(wrong, (position + 1) // ratio)
+    visible = {LATE: position // ratio, EARLY: position // ratio + 1}.get(wrong, (position + 1) // ratio)
     if wrong.startswith("compressed-unmasked") or wrong == "mask-ignored":
-        seen = torch.full_like(position, keys)
-    return seen.clamp(0, keys)
+        visible = torch.full_like(position, keys)
+    return visible.clamp(0, keys)
 
 
 def attended(args: dict[str, Any], wrong: str = "") -> Results:
@@ -38,9 +38,9 @@ def attended(args: dict[str, Any], wrong: str = "") -> Results:
         read = (lists >= 0).cumprod(-1).bool() & (torch.arange(lists.shape[-1]) < closed)
         marked = torch.zeros(*lists.shape[:2], c.shape[1] + 1, dtype=torch.bool)
         far = far & marked.scatter_(-1, lists.where(read, c.shape[1]), True)[..., :-1]
-    seen = torch.cat((near.expand(len(q), -1, -1), far), -1)[:, None]
+    visible = torch.cat((near.expand(len(q), -1, -1), far), -1)[:, None]
     every = torch.cat((k, c), 1)[:, :, 0]
-    scores = (scale * torch.einsum("bshd,bjd->bhsj", q, every)).masked_fill(~seen, -math.inf)
+    scores = (scale * torch.einsum("bshd,bjd->bhsj", q, every)).masked_fill(~visible, -math.inf)
     sinks = args["sinks"].double().view(1, -1, 1, 1).expand(len(q), -1, rows, 1)
     with_sink = torch.cat((scores, sinks), -1)
     out = torch.einsum("bhsj,bjd->bshd", with_sink.softmax(-1)[..., :-1], every)

@@ -67,7 +67,7 @@ class CompressedStep:
         self.cache, self.layer, self.name = cache, layer, type(layer).__name__
         self.states: dict[str, CompressionState] = {}
         self.entries: dict[str, Tensor] = {}
-        self.kept: Tensor | None = None
+        self.last: Tensor | None = None
         if cache is not None:
             self._check(cache, x)
         self.first = 0 if cache is None else cache.tokens
@@ -95,7 +95,7 @@ class CompressedStep:
             if old is not None:
                 self._check_rows("x", new, old)
                 every = torch.cat((old, new), 1)
-            self.kept = every[:, max(0, every.shape[1] - window + 1) :].clone()
+            self.last = every[:, max(0, every.shape[1] - window + 1) :].clone()
         return every
 
     def pooled(self, name: str, kv: Tensor, gate: Tensor, **how: Any) -> tuple[Tensor, int]:
@@ -132,5 +132,5 @@ class CompressedStep:
         """Stores the call's rows in the cache."""
         cache = self.cache
         if cache is not None:
-            cache.tokens, cache._keys, cache._layer = self.tokens, self.kept, weakref.ref(self.layer)
+            cache.tokens, cache._keys, cache._layer = self.tokens, self.last, weakref.ref(self.layer)
             cache._entries, cache._states = self.entries, self.states

@@ -50,7 +50,7 @@ class Compressor(torch.nn.Module):
         self.ape = torch.nn.Parameter(torch.randn(RATIO, 2 * dim))
 
     def forward(self, x, fused):
-        pooled = self.fused(x) if fused else self.plain(x)
+        pooled = self.fused(x) if fused else self.by_torch(x)
         return rotated(rms_norm(pooled, pooled.shape[-1:], eps=1e-6)[:, :, None], RATIO)
 
     def fused(self, x):
@@ -63,7 +63,7 @@ class Compressor(torch.nn.Module):
         )
         return out[:, : TOKENS // RATIO]
 
-    def plain(self, x):
+    def by_torch(self, x):
         count = TOKENS // RATIO * RATIO
         kv, gate = (x[:, :count] @ w.T for w in (self.wkv, self.wgate))
         kv, gate = (t.unflatten(1, (-1, RATIO)) for t in (kv, gate + self.ape.repeat(count // RATIO, 1)))
@@ -97,7 +97,7 @@ class Layer(torch.nn.Module):
         given = x.detach()
         index_q = rotated((given @ self.index_wq).unflatten(-1, (INDEX_HEADS, INDEX_DIM)))
         index_k, weights = self.index_compressor(given, fused), given @ self.index_weights
-        attend = self.fused if fused else self.plain
+        attend = self.fused if fused else self.by_torch
         out, index_loss = attend(q, k, entries, index_q, index_k, weights)
         return out.flatten(-2) @ self.wo, index_loss
 
@@ -119,7 +119,7 @@ class Layer(torch.nn.Module):
             )
         return out, IndexerLoss.apply(index_q, index_k, weights, lists, target)
 
-    def plain(self, q, k, entries, index_q, index_k, weights):
+    def by_torch(self, q, k, entries, index_q, index_k, weights):
         row, key, entry = torch.arange(TOKENS)[:, None], torch.arange(TOKENS), torch.arange(TOKENS // RATIO)
         near, closed = (key <= row) & (key > row - WINDOW), (entry + 1) * RATIO <= row + 1
         dots = torch.einsum("bshd,bed->bshe", index_q, index_k[:, :, 0]).relu()
@@ -127,8 +127,8 @@ class Layer(torch.nn.Module):
         order = index.topk(TOP_K, dim=-1).indices
         chosen = torch.zeros_like(index, dtype=torch.bool).scatter_(-1, order, True) & closed
         every = torch.cat((k, entries), 1)[:, :, 0]
-        seen = torch.cat((near.expand(len(q), -1, -1), chosen), -1)[:, None]
-        scores = (torch.einsum("bshd,bjd->bhsj", q, every) * DIM**-0.5).masked_fill(~seen, -torch.inf)
+        visible = torch.cat((near.expand(len(q), -1, -1), chosen), -1)[:, None]
+        scores = (torch.einsum("bshd,bjd->bhsj", q, every) * DIM**-0.5).masked_fill(~visible, -torch.inf)
         sinks = self.sinks.view(1, -1, 1, 1).expand(len(q), -1, TOKENS, 1)
         p = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
         target = p[..., TOKENS:].mean(1).detach()
@@ -143,7 +143,7 @@ def step(layer, x, fused):
     return {"out": out.detach(), "x": x.grad} | {name: p.grad for name, p in layer.named_parameters()}
 
 
-def made(device, dtype):
+def layer_on(device, dtype):
     """The layer and its input, the same for every device."""
     torch.manual_seed(0)
     layer, x = Layer(), torch.randn(1, TOKENS, HIDDEN)
@@ -153,5 +153,5 @@ def made(device, dtype):
 if __name__ == "__main__":
     import torch_npu  # noqa: F401
 
-    results = step(*made("npu", torch.float32), fused=True)
+    results = step(*layer_on("npu", torch.float32), fused=True)
     torch.save({name: t.cpu() for name, t in results.items()}, sys.argv[1])
