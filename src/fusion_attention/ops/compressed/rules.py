@@ -17,6 +17,7 @@ from fusion_attention.ops.shared.rules import (
     limit,
     needed,
     no_float32,
+    note,
     of_lengths,
     only_dim,
     presence,
@@ -298,7 +299,7 @@ COMPRESSED = (
         when="key_compressed is not None and all(0 <= n < ratio for n in residual)",
         invalid={"cmp_residual_kv": [1, 0]},
     ),
-    doubt(
+    note(
         "ori_mask_mode != 0 or max(q_len, default=0) <= 1",
         "ori_mask_mode",
         "0 is the default: rows see tokens behind their own; a model passes 4 and its window",
