@@ -80,8 +80,9 @@ class Plan:
         """Runs the operation on its memory (attention_forward: Operands; attention_backward: Operands and Grads)."""
         compute = getattr(self.module, self.op_kind)
         if torch._C._is_any_autocast_enabled():
-            # Autocast would round float32 products inside back ends.
-            with torch.autocast(operands[0].q.keep[0].device.type, enabled=False):
+            # Autocast would round float32 products inside back ends. A loss with a given target has no q of its own.
+            rows = operands[0].q or operands[0].index.q
+            with torch.autocast(rows.keep[0].device.type, enabled=False):
                 compute(self.problem, self.extents, self.schedule, *operands)
         else:
             compute(self.problem, self.extents, self.schedule, *operands)

@@ -25,6 +25,7 @@ ARGUMENTS = {
     "packed_bert": ["--texts", "4", "--turns", "1"],
     "serve": ["--tokens", "8"],
     "train_dsa": ["--steps", "1", "--folder", "{folder}"],
+    "train_v4": ["--steps", "1", "--folder", "{folder}"],
 }
 # Examples of their own have docstrings, and those of their records functions that are made from these. The examples of
 # acl run with its runtime: tests/acl/test_acl.py.

@@ -11,6 +11,7 @@ import numpy as np
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import Extents
 from fusion_attention.judging.indexer_formulas import Index
+from fusion_attention.judging.mistakes.compressed import BOUND, RESIDUAL, bounds, residuals
 from fusion_attention.judging.mistakes.kinds import finite, moved
 
 Tries = Iterator[tuple[str, Index]]
@@ -61,9 +62,25 @@ def _uncalled(x: Index) -> Tries:
 
 @partial(IndexMistake, "window-off-by-one", "An edge of the band is one key off.", "A row sees its own key.")
 def _by_one(x: Index) -> Tries:
-    if finite(x.extents.hi).any():
+    if finite(x.extents.hi).any() and x.problem.ratio == 1:
         yield "the diagonal itself is not seen", _banded(x, hi=moved(x.extents.hi, -1))
         yield "one key behind the right edge is seen", _banded(x, hi=moved(x.extents.hi, 1))
+
+
+@partial(IndexMistake, *BOUND)
+def _bound(x: Index) -> Tries:
+    e, ratio = x.extents, x.problem.ratio
+    if finite(e.hi).any() and ratio > 1:
+        for detail, hi in bounds(e.hi, ratio):
+            yield detail, _banded(x, hi=hi)
+
+
+@partial(IndexMistake, *RESIDUAL)
+def _residual(x: Index) -> Tries:
+    e, ratio = x.extents, x.problem.ratio
+    if finite(e.hi).any() and ratio > 1:
+        for detail, hi in residuals(e.hi, e.q_len, e.kv_len, ratio):
+            yield detail, _banded(x, hi=hi)
 
 
 @partial(
@@ -162,6 +179,8 @@ INDEX_MISTAKES = (
     _unmasked,
     _uncalled,
     _by_one,
+    _bound,
+    _residual,
     _ties,
     _order,
     _relu,

@@ -19,6 +19,7 @@ from fusion_attention.judging.outputs import Output, setting_of, units
 from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.standards import STANDARDS, Tally
 from fusion_attention.judging.verdict import Explanation, Judgement, judgement, opinion
+from fusion_attention.ops.shared.metadata import NO_SEQUENCE
 
 Tensor = torch.Tensor
 
@@ -86,6 +87,8 @@ def judged(call: Recorded, *, search: bool, backends: bool = True, standard: str
         raise JudgeError(f"standard {standard!r} is not known: one of {', '.join(STANDARDS)}")
     lowered = call.lowered()
     captured = call.judgeable(lowered)
+    if lowered.extents is NO_SEQUENCE:
+        raise JudgeError(f"{call.op.name}: the judge has no formula for it")
     if indexer.serves(lowered):
         return indexer.judged(call, lowered, search=search, backends=backends, standard=standard)
     setting, outputs = setting_of(lowered, captured)

@@ -16,6 +16,8 @@ from fusion_attention.judging import expected_error, formulas
 from fusion_attention.judging.expected_error import KERNEL, Grade
 from fusion_attention.judging.formulas import Precision
 from fusion_attention.judging.setting import Setting
+from fusion_attention.ops.compressed.call import LSE as SHARED_LSE
+from fusion_attention.ops.compressed.call import FlashMla
 from fusion_attention.ops.inference.call import LSE, InferenceCall
 from fusion_attention.ops.sparse.call import Sparse, SparseBackward
 from fusion_attention.ops.training.run import DenseBackward, DenseForward
@@ -39,7 +41,8 @@ class Output:
         name: its name in the operator definition. kind: "out", "max", "sum", "lse", or a gradient's name in the
             formulas.
         view: its rows; None for a sum over all sequences.
-        tensor: its memory; form: the operators whose values for empty rows it has ("training", "sparse", "own": ours).
+        tensor: its memory; form: the operators whose values for empty rows it has ("training", "sparse", "shared", "own":
+            ours).
         second: its keys are those of the second source.
     """
 
@@ -116,13 +119,14 @@ def _forward(call: Any, shown: Any, captured: Mapping[str, Tensor]) -> Iterator[
         elif name == LSE and isinstance(call, InferenceCall):
             flat = tensor.squeeze(-1)
             yield Output(name, "lse", tensor, _over(shown, flat.squeeze(0).mT if call.lse_by_batch else flat))
+        elif name == SHARED_LSE and isinstance(call, FlashMla):
+            yield Output(name, "lse", tensor, _over(shown, _by_token(call, tensor)), "shared")
         elif name in ("softmax_max", "softmax_sum", "max", "sum"):
             kind = name.removeprefix("softmax_")
             if isinstance(call, DenseForward) and call.lanes:
                 yield Output(name, kind, tensor, _over(shown, _of_lanes(tensor)), "training")
             elif isinstance(call, Sparse):
-                flat = tensor.movedim(0 if call.layout == "TND" else 1, -2).flatten(-2)
-                yield Output(name, kind, tensor, _over(shown, flat), "sparse")
+                yield Output(name, kind, tensor, _over(shown, _by_token(call, tensor)), "sparse")
             elif isinstance(call, (DenseForward, InferenceCall)):
                 yield Output(name, kind, tensor, _over(shown, tensor))
 
@@ -130,6 +134,11 @@ def _forward(call: Any, shown: Any, captured: Mapping[str, Tensor]) -> Iterator[
 def _over(shown: Any, flat: Tensor) -> RowView:
     view: RowView = shown.stats.max.over(flat.contiguous())
     return view
+
+
+def _by_token(call: Sparse, tensor: Tensor) -> Tensor:
+    """Returns statistics by CANN's axes as [.., tokens, heads]."""
+    return tensor.movedim(0 if call.layout == "TND" else 1, -2).flatten(-2)
 
 
 def _of_lanes(tensor: Tensor) -> Tensor:
@@ -236,7 +245,9 @@ def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *,
         return raw["out"]
     top, total = raw["max"], raw["sum"]
     result = top if o.kind == "max" else total
-    if o.kind == "lse":
+    if o.form == "shared":  # 0 of a row without keys, with a sink too
+        result = (top + total.log()).where(block.visible.any(-1, keepdim=True), 0)
+    elif o.kind == "lse":
         lowest = torch.finfo(torch.float32).min
         result = (top + total.log()).masked_fill(top == -math.inf, lowest).masked_fill(total == 0, math.inf)
         if block.sink is not None:

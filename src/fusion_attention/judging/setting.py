@@ -120,6 +120,12 @@ class Setting:
         arrays = {n: fields.get(n, getattr(e, n)) for n in ("q_len", "kv_len", "lo", "hi", "prefix", "shift")}
         return self.changed(extents=Extents(**arrays, compressed=e.compressed))
 
+    def of_compressed(self, hi: np.ndarray) -> Setting:
+        """Returns this setting with another bound of visible keys of the second source."""
+        second = self.extents.compressed
+        assert second is not None
+        return self.changed(extents=replace(self.extents, compressed=replace(second, hi=hi)))
+
     def of_operands(self, **fields: Any) -> Setting:
         """Returns this setting with changed operands."""
         return self.changed(operands=replace(self.operands, **fields))

@@ -1,8 +1,8 @@
-"""Attention layers with a lightning indexer, and the stages of their training."""
+"""Attention layers with a lightning indexer."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,13 @@ from fusion_attention.nn.cache import Cache, step, untraced
 from fusion_attention.nn.indexer import LightningIndexer, Rope
 from fusion_attention.nn.ranks import Lengths, functions, rows_of, tokens_of
 from fusion_attention.nn.rope import apply_rope
+from fusion_attention.nn.stages import Stage, StagedAttention
 
 if TYPE_CHECKING:
     from fusion_attention.nn.indexer import called_as
 
-STAGES = ("dense", "warmup", "sparse")
-Stage = Literal["dense", "warmup", "sparse"]
 
-
-class SparseAttention(nn.Module):
+class SparseAttention(StagedAttention):
     """Causal attention in three stages: dense; dense, with training of the indexer; or over the indexer's selection.
 
         stage     attention                loss
@@ -55,8 +53,8 @@ class SparseAttention(nn.Module):
     """
 
     def __init__(self, indexer: LightningIndexer, stage: Stage = "sparse") -> None:
-        super().__init__()
-        self.indexer, self.stage = indexer, _checked(stage)
+        super().__init__(stage)
+        self.indexer = indexer
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Calls attend()."""
@@ -347,46 +345,3 @@ class SparseLatentAttention(SparseAttention):
 
         @called_as(forward)
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[override]
-
-
-def set_stage(model: nn.Module, stage: Stage) -> None:
-    """Sets the stage of every SparseAttention in a model, and requires_grad of the parameters that are trained in it.
-
-        "dense": all but the indexers;  "warmup": only the indexers;  "sparse": all
-
-    requires_grad of every parameter is set, so freeze others afterwards. DDP reads it when it wraps a model: wrap
-    after it, and again after the next change of stage; then every parameter that DDP waits for gets a gradient
-    (find_unused_parameters is not needed). Optimizers pass over the rest.
-
-    Args:
-        model: holds at least one SparseAttention.
-        stage: one of STAGES.
-
-    Raises:
-        ValueError: an unknown stage, or a model without SparseAttention.
-
-    Source: this library; the schedule of DeepSeek-V3.2.
-
-    Example:
-        >>> from fusion_attention.nn import rope_table
-        >>> layer = SparseSelfAttention(64, heads=4, index_heads=2, index_dim=16, top_k=8)
-        >>> set_stage(layer, "warmup")
-        >>> sorted({name.split(".")[0] for name, p in layer.named_parameters() if p.requires_grad})
-        ['indexer']
-    """
-    _checked(stage)
-    layers = [module for module in model.modules() if isinstance(module, SparseAttention)]
-    if not layers:
-        raise ValueError("set_stage: model: expected a SparseAttention among its modules, got none")
-    indexers = {parameter for layer in layers for parameter in layer.indexer.parameters()}
-    for layer in layers:
-        layer.stage = stage
-    # Integer parameters of quantized layers are never trained.
-    for parameter in (p for p in model.parameters() if p.is_floating_point() or p.is_complex()):
-        parameter.requires_grad_(stage == "sparse" or (parameter in indexers) == (stage == "warmup"))
-
-
-def _checked(stage: Stage) -> Stage:
-    if stage not in STAGES:
-        raise ValueError(f"SparseAttention: stage: expected one of {', '.join(STAGES)}, got {stage!r}")
-    return stage

@@ -64,3 +64,17 @@ def apply_rope(rows: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool = Fa
     a, b = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, -1)
     parts = (a * cos - b * sin).to(rows.dtype), (b * cos + a * sin).to(rows.dtype), rows[..., width:]
     return torch.cat(parts, -1)
+
+
+def rotate_end(rows: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates the last elements of rows by the angles of a table, in neighbouring pairs, as DeepSeek-V4 does.
+
+    Args:
+        rows: [B, S, heads, D].
+        rope: (cos, sin), each [S, R / 2] with R <= D; (cos, -sin) rotates back.
+    """
+    cos, sin = (t.unsqueeze(-2) for t in rope)
+    first, last = rows.split((rows.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]), -1)
+    a, b = last[..., 0::2], last[..., 1::2]
+    turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    return torch.cat((first, turned.to(rows.dtype)), -1)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from fusion_attention.judging.mistakes import masks, memory, results, scores
+from fusion_attention.judging.mistakes import compressed, masks, memory, results, scores
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
 
-MISTAKES: tuple[Mistake, ...] = (*masks.MISTAKES, *scores.MISTAKES, *memory.MISTAKES, *results.MISTAKES)
+MISTAKES: tuple[Mistake, ...] = (
+    *masks.MISTAKES,
+    *compressed.MISTAKES,
+    *scores.MISTAKES,
+    *memory.MISTAKES,
+    *results.MISTAKES,
+)
 
 __all__ = ["MISTAKES", "Case", "Mistake", "Try"]

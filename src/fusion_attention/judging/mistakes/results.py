@@ -105,6 +105,30 @@ def lse_parts(case: Case) -> Iterator[Try]:
         yield Try("max + log(sum) in both", _returning(s, both))
 
 
+@partial(
+    Mistake, "lse-sink", "Statistics lack the sink.",
+    "The sink is one more logit of the row: it counts in maximum, sum and log-sum-exp.",
+)  # fmt: skip
+def without_sink(case: Case) -> Iterator[Try]:
+    s = case.setting
+
+    def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
+        if kind == "out":
+            return value
+        result = formulas.forward(replace(x, sink=None), p)
+        return result["max"] + result["sum"].log() if kind == "lse" else result[kind]
+
+    def only_sum(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
+        if kind != "sum" or x.sink is None:
+            return value
+        return value - (x.sink[:, None, None] - raw["max"]).exp()
+
+    if s.problem.has_sink and _kinds(case) & {"lse", *_PAIR}:
+        yield Try("", _returning(s, change))
+        if "sum" in _kinds(case):
+            yield Try("the sum alone", _returning(s, only_sum))
+
+
 @partial(Mistake, "statistics-swapped", "Maximum and sum are in each other's place.", "softmax_max comes first.")
 def swapped(case: Case) -> Iterator[Try]:
     if {*_PAIR} <= _kinds(case) and case.setting.grads is None:
@@ -248,6 +272,7 @@ MISTAKES = (
     base_two,
     unscaled,
     lse_parts,
+    without_sink,
     swapped,
     statistics_order,
     output_layout,

@@ -19,6 +19,7 @@ from fusion_attention.ops.shared.rules import (
     limit,
     needed,
     no_float32,
+    note,
     of_lengths,
     only_dim,
     presence,
@@ -298,6 +299,14 @@ COMPRESSED = (
         text="as many tokens as ori_kv has: those of the compressed keys, and cmp_residual_kv",
         when="key_compressed is not None and all(0 <= n < ratio for n in residual)",
         invalid={"cmp_residual_kv": [1, 0]},
+    ),
+    note(
+        "ori_mask_mode != 0 or max(q_len, default=0) <= 1",
+        "ori_mask_mode",
+        "0 is the default: rows see tokens behind their own; a model passes 4 and its window",
+        text="3 or 4 beside causal compressed keys",
+        when="key_compressed is not None and cmp_mask_mode == 3",
+        invalid={"ori_mask_mode": 0, "ori_win_left": -1, "ori_win_right": -1},
     ),
     Rule(
         "sparse_indices is None or names_entries(sparse_indices, layout, q_len, q_start, c_len)",

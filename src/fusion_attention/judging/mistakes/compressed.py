@@ -1,0 +1,94 @@
+"""Mistakes in the second source of keys, each of which stands for several tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
+from fusion_attention.judging.setting import Setting
+
+Edges = Iterator[tuple[str, np.ndarray]]
+BOUND = (
+    "compressed-bound", "Compressed keys are visible too early or too late.",
+    "A row at position p sees (p + 1) // ratio of them: each from its own last token on.",
+)  # fmt: skip
+RESIDUAL = (
+    "compressed-residual", "Positions count from the compressed keys without the tokens behind them.",
+    "The residual is tokens % ratio; keys % ratio shows rows tokens of the future.",
+)  # fmt: skip
+
+
+def bounds(hi: np.ndarray, ratio: int) -> Edges:
+    """Yields other bounds (row + hi) // ratio of visible compressed keys."""
+    yield "position // ratio: a token late", hi - 1
+    yield "position // ratio + 1: before their last token", hi + ratio - 1
+    if ratio > 2:
+        yield "a token early", hi + 1
+    yield "one key fewer", hi - ratio
+    yield "one key more", hi + ratio
+
+
+def residuals(hi: np.ndarray, q_len: np.ndarray, keys: np.ndarray, ratio: int) -> Edges:
+    """Yields bounds of other residuals; hi is tokens - q_len + 1."""
+    residual = hi + q_len - 1 - keys * ratio
+    for detail, other in (("keys % ratio for tokens % ratio", keys % ratio), ("0 for tokens % ratio", 0 * keys)):
+        if (other != residual).any():
+            yield detail, hi - residual + other
+
+
+def _bounded(s: Setting, hi: np.ndarray) -> Iterator[Setting]:
+    """Yields the setting with another bound, if it shows a row other keys."""
+    changed, ratio = s.of_compressed(hi), s.problem.compressed_ratio
+    for b, rows in enumerate(s.extents.q_len.tolist()):
+        row = np.arange(rows)
+        if (s.extents.compressed_end(b, row, ratio) != changed.extents.compressed_end(b, row, ratio)).any():
+            yield changed
+            return
+
+
+@partial(Mistake, *BOUND)
+def compressed_bound(case: Case) -> Iterator[Try]:
+    s, second = case.setting, case.setting.extents.compressed
+    if second is not None:
+        for detail, hi in bounds(second.hi, s.problem.compressed_ratio):
+            yield from (Try(detail, changed) for changed in _bounded(s, hi))
+
+
+@partial(Mistake, *RESIDUAL)
+def compressed_residual(case: Case) -> Iterator[Try]:
+    s, second = case.setting, case.setting.extents.compressed
+    if second is not None:
+        ratio = s.problem.compressed_ratio
+        for detail, hi in residuals(second.hi, s.extents.q_len, second.kv_len, ratio):
+            yield from (Try(detail, changed) for changed in _bounded(s, hi))
+
+
+@partial(
+    Mistake, "compressed-unmasked", "All compressed keys are visible to every row.",
+    "cmp_mask_mode is 0 by default; pass 3 (and ori_mask_mode 4 with its window).",
+)  # fmt: skip
+def compressed_unmasked(case: Case) -> Iterator[Try]:
+    s, second = case.setting, case.setting.extents.compressed
+    if second is not None:
+        for every in _bounded(s, np.full_like(second.hi, INFINITE)):
+            yield Try("", every)
+            e = every.extents
+            lo, hi = np.full_like(e.lo, -INFINITE), np.full_like(e.hi, INFINITE)
+            yield Try("and all keys of the window's source", every.of_extents(lo=lo, hi=hi))
+
+
+@partial(
+    Mistake, "compressed-missing", "Rows read no compressed keys.",
+    "Is cmp_kv passed, and do lists count from the sequence's own first compressed key?",
+)  # fmt: skip
+def compressed_missing(case: Case) -> Iterator[Try]:
+    s, second = case.setting, case.setting.extents.compressed
+    if second is not None:
+        yield from (Try("", changed) for changed in _bounded(s, np.full_like(second.hi, -INFINITE)))
+
+
+MISTAKES = (compressed_bound, compressed_residual, compressed_unmasked, compressed_missing)

@@ -1,0 +1,76 @@
+"""The stages in which layers with an indexer are trained."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import nn
+
+STAGES = ("dense", "warmup", "sparse")
+Stage = Literal["dense", "warmup", "sparse"]
+
+
+class StagedAttention(nn.Module):
+    """The base class of attention layers with a stage of training, which is not in the state_dict.
+
+    Attributes:
+        stage: one of STAGES.
+        indexer: the module that selects keys, or None; a subclass has it.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = checked(stage, type(self).__name__)
+
+
+def set_stage(model: nn.Module, stage: Stage) -> None:
+    """Sets the stage of every attention layer of this package in a model, and requires_grad of the parameters that are
+    trained in it.
+
+        "dense": all but the indexers;  "warmup": only the indexers;  "sparse": all
+
+    requires_grad of every parameter is set, so freeze others afterwards. DDP reads it when it wraps a model: wrap
+    after it, and again after the next change of stage; then every parameter that DDP waits for gets a gradient
+    (find_unused_parameters is not needed). Optimizers pass over the rest.
+
+    Args:
+        model: holds at least one SparseAttention or CompressedAttention.
+        stage: one of STAGES.
+
+    Raises:
+        ValueError: an unknown stage, or a model without such a layer.
+
+    Source: this library; the schedule of DeepSeek-V3.2.
+
+    Example:
+        >>> from fusion_attention.nn import SparseSelfAttention, rope_table
+        >>> layer = SparseSelfAttention(64, heads=4, index_heads=2, index_dim=16, top_k=8)
+        >>> set_stage(layer, "warmup")
+        >>> sorted({name.split(".")[0] for name, p in layer.named_parameters() if p.requires_grad})
+        ['indexer']
+    """
+    checked(stage, "set_stage")
+    layers = [module for module in model.modules() if isinstance(module, StagedAttention)]
+    if not layers:
+        raise ValueError(
+            "set_stage: model: expected a SparseAttention or a CompressedAttention among its modules, got none"
+        )
+    indexers: set[Any] = set()
+    for layer in layers:
+        layer.stage = stage
+        if isinstance(layer.indexer, nn.Module):
+            indexers.update(layer.indexer.parameters())
+    # Integer parameters of quantized layers are never trained.
+    for parameter in (p for p in model.parameters() if p.is_floating_point() or p.is_complex()):
+        parameter.requires_grad_(stage == "sparse" or (parameter in indexers) == (stage == "warmup"))
+
+
+def checked(stage: Stage, caller: str) -> Stage:
+    """The stage, if it is one.
+
+    Raises:
+        ValueError: an unknown stage.
+    """
+    if stage not in STAGES:
+        raise ValueError(f"{caller}: stage: expected one of {', '.join(STAGES)}, got {stage!r}")
+    return stage

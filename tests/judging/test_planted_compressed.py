@@ -1,0 +1,113 @@
+"""Mistakes of DeepSeek-V4's layers, planted in captures of examples/train_v4.py: the judge's verdict on each."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from support.planted_compressed import EARLY, LATE, RESIDUAL, attended, chosen
+from support.sources import ROOT
+
+import fusion_attention as fa
+from fusion_attention.captures.reader import Recording, read
+from fusion_attention.judging.calls import JudgeError, from_recording
+from fusion_attention.judging.judge import diagnose, judged
+from fusion_attention.judging.verdict import Judgement
+
+TOKENS, FAR = 72, 16  # 18 keys of 4 tokens, 4 keys of 16 and a rest of 8: every mistake shows other keys
+Captures = dict[str, list[Path]]
+
+
+@pytest.fixture(scope="module")
+def captures(tmp_path_factory: pytest.TempPathFactory) -> Captures:
+    """The files of one training step of the example in its last stage, by operator and direction."""
+    script = runpy.run_path(str(ROOT / "examples" / "train_v4.py"))
+    names = script["Model"].__init__.__globals__
+    names["CONTEXT"], names["BATCH"] = TOKENS, 2
+    names["KINDS"] = ({}, names["CHOSEN"], {"ratio": FAR})
+    torch.manual_seed(0)
+    model, (tokens, _) = script["Model"](), script["draw"](script["read_text"](), 0)
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attention.sinks)
+    with fa.capture(tmp_path_factory.mktemp("captures")) as recorded:
+        logits, index_loss = model(tokens)
+        (logits.square().mean() + index_loss).backward()
+    files: Captures = {}
+    for file in recorded.files:
+        files.setdefault(file.stem.partition("-")[2], []).append(file)
+    return files
+
+
+def recording(files: Captures, name: str, number: int = 0) -> Recording:
+    return read(files[name][number], torch.device("cpu"))
+
+
+def explained(recorded: Recording, outputs: dict[str, torch.Tensor]) -> Judgement:
+    inputs = {name: value for name, value in recorded.args.items() if value is not None}
+    return diagnose(recorded.op.name, inputs, outputs)
+
+
+def test_every_call_of_the_example_is_right(captures: Captures) -> None:
+    """Forward and backward; probabilities of compressed keys have no formula of the judge."""
+    judgeable = {
+        "attention", "attention-backward", "compressed_attention", "compressed_attention-backward", "lightning_indexer",
+        "indexer_target_loss",
+    }  # fmt: skip
+    assert judgeable <= captures.keys()
+    for name in judgeable:
+        for number in range(len(captures[name])):
+            result = judged(from_recording(recording(captures, name, number)), search=False, backends=False)
+            assert result.verdict == "right", result
+    norm = recording(captures, "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm")
+    with pytest.raises(JudgeError, match="sparse_flash_mla_softmax_l1_norm: the judge has no formula for it"):
+        judged(from_recording(norm), search=False)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_right_kernel_is_right(listed: bool, captures: Captures) -> None:
+    call = recording(captures, "compressed_attention", 0 if listed else 1)
+    assert (call.args.get("sparse_indices") is not None) == listed
+    assert explained(call, attended(call.args)).verdict == "right"
+
+
+BOTH = ("scale-missing", "window-off-by-one", "lse-sink", LATE)
+ALL = (*BOTH, EARLY, RESIDUAL, "compressed-unmasked", "compressed-unmasked:both")
+
+
+@pytest.mark.parametrize(("listed", "wrong"), [(True, w) for w in BOTH] + [(False, w) for w in ALL])
+def test_mistakes_of_the_attention(listed: bool, wrong: str, captures: Captures) -> None:
+    call = recording(captures, "compressed_attention", 0 if listed else 1)
+    result = explained(call, attended(call.args, wrong))
+    assert result.verdict == "wrong"
+    assert [m.name for m in result.mistakes][:1] == [wrong.partition(":")[0]], result
+    assert result.mistakes[0].confirmed
+
+
+@pytest.mark.parametrize("wrong", ["", LATE, EARLY, RESIDUAL, "mask-ignored"])
+def test_mistakes_of_the_indexer(wrong: str, captures: Captures) -> None:
+    """The residual of the keys, not of the tokens, shows rows tokens of the future here."""
+    call = recording(captures, "lightning_indexer")
+    result = explained(call, chosen(call.args, wrong))
+    assert result.verdict == ("wrong" if wrong else "right"), result
+    assert [m.name for m in result.mistakes][:1] == ([wrong.partition(":")[0]] if wrong else []), result
+
+
+@pytest.mark.parametrize("wrong", ["", "lse-sink", "scale-missing", EARLY])
+def test_mistakes_of_the_chips_function(wrong: str, captures: Captures) -> None:
+    """The same call by CANN's name, with softmax_lse."""
+    call = recording(captures, "compressed_attention", 1)
+    q, k, c, sinks = (call.args[name] for name in ("query", "key", "key_compressed", "sinks"))
+    inputs = {
+        "q": q, "ori_kv": k, "cmp_kv": c, "sinks": sinks, "cmp_residual_kv": [TOKENS % FAR] * len(q), "cmp_ratio": FAR,
+        "softmax_scale": q.shape[-1] ** -0.5, "ori_mask_mode": 4, "cmp_mask_mode": 3, "ori_win_right": 0,
+        "ori_win_left": -call.args["band"].lo, "return_softmax_lse": True,
+    }  # fmt: skip
+    results = attended(call.args, wrong)
+    outputs = {
+        "attention_out": results["attention_out"],
+        "softmax_lse": results["softmax_max"] + results["softmax_sum"].log(),
+    }
+    result = diagnose("cann_ops_transformer.sparse_flash_mla", inputs, outputs)
+    assert result.verdict == ("wrong" if wrong else "right"), result
+    assert [m.name for m in result.mistakes][:1] == ([wrong.partition(":")[0]] if wrong else []), result
+    assert {*result.outputs} == {*outputs}

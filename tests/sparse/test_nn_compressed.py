@@ -1,0 +1,308 @@
+"""CompressedAttention beside transformers' own DeepSeek-V4 layers, in float64: outputs, gradients, losses, decode."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.compiled import compiled
+from support.selected import close
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.models.deepseek_v4 import DeepseekV4Config
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
+
+import fusion_attention as fa
+from fusion_attention.nn import STAGES, CompressedAttention, CompressedCache, Stage, rope_table, set_stage
+from fusion_attention.testing import check
+from fusion_attention.testing.drawn import expected_of
+
+SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+KINDS = (SLIDING, CSA, HCA)
+RATES, WINDOW, TOP_K, DIM = {CSA: 4, HCA: 8}, 6, 3, 32
+HEADS = 32  # of the indexer: with few of them some keys score 0, and tie
+SIZES: dict[str, Any] = {"head_dim": 16, "q_rank": 24, "window": WINDOW, "out_groups": 2, "out_rank": 8}
+INDEX: dict[str, Any] = {"top_k": TOP_K, "index_heads": HEADS, "index_dim": 16}
+
+
+def ours(kind: str) -> CompressedAttention:
+    """A layer of a kind, with weights that matter."""
+    layer = CompressedAttention(DIM, 4, **SIZES, ratio=RATES.get(kind), **(INDEX if kind == CSA else {}))
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+class Wide:
+    """torch, in which what is called float32 is float64: their modules go through float32 in any dtype."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Their modules compute in float64 throughout, and so do ours."""
+    monkeypatch.setattr(modeling, "torch", Wide())
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    with fa.use_backend("golden"):
+        yield
+
+
+class Theirs:
+    """The layer of transformers with the weights of one of ours."""
+
+    def __init__(self, layer: CompressedAttention, kind: str) -> None:
+        self.config = DeepseekV4Config(
+            hidden_size=DIM, num_attention_heads=4, head_dim=16, q_lora_rank=24, o_groups=2, o_lora_rank=8,
+            index_n_heads=HEADS, index_head_dim=16, index_topk=TOP_K, sliding_window=WINDOW, compress_rates=RATES,
+            num_hidden_layers=1, layer_types=[kind], mlp_layer_types=["moe"], attn_implementation="eager",
+            partial_rotary_factor=0.5,
+        )  # fmt: skip
+        self.module: Any = modeling.DeepseekV4Attention(self.config, 0).double().eval()
+        self.module.load_state_dict(layer.state_dict(), strict=True)
+        self.rotary = modeling.DeepseekV4RotaryEmbedding(self.config)
+
+    def turns(self, tokens: int, first: int = 0) -> dict[str, Any]:
+        at = torch.arange(first, tokens)[None]
+        like = torch.empty(0, dtype=torch.float64)
+        return {name: self.rotary(like, position_ids=at, layer_type=name) for name in ("main", "compress")}
+
+    def rope(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """The table of all positions that our layer takes."""
+        cos, sin = self.turns(tokens)[self.module.rope_layer_type]
+        return cos[0], sin[0]
+
+    def __call__(self, hidden: Tensor, first: int = 0, cache: Any = None) -> Tensor:
+        rows = hidden.shape[1]
+        at = torch.arange(first, first + rows)[None]
+        keys = rows if rows > 1 else min(first, WINDOW - 1) + 1  # one row sees all keys of its cache
+        visible = torch.ones(rows, keys).tril(keys - rows).triu(keys - rows + 1 - WINDOW) > 0
+        mask = torch.zeros(len(hidden), 1, rows, keys, dtype=torch.float64).masked_fill(~visible, -torch.inf)
+        out: Tensor = self.module(hidden, self.turns(first + rows, first), at, mask, past_key_values=cache)[0]
+        return out
+
+
+@pytest.mark.parametrize("rows", [3, 8, 21])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_a_layer_of_transformers(kind: str, rows: int, wide: None) -> None:
+    layer = ours(kind).double()
+    theirs, hidden = Theirs(layer, kind), torch.randn(2, rows, DIM, dtype=torch.float64, requires_grad=True)
+    results = layer.eval()(hidden, rope=theirs.rope(rows))[0], theirs(hidden)
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+    upstream, gradients = torch.randn_like(results[0]), []
+    for module, out in zip((layer, theirs.module), results, strict=True):
+        leaves = {"x": hidden, **dict(module.named_parameters())}
+        found = torch.autograd.grad(out, [*leaves.values()], upstream, allow_unused=True)
+        gradients.append({n: g for n, g in zip(leaves, found, strict=True) if g is not None and g.any()})
+    assert not any("indexer" in name for name in gradients[0])
+    close(*gradients)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decode_equals_theirs_and_one_call(kind: str, wide: None) -> None:
+    """Every residual occurs, after prompts of several lengths; the cache holds the window's keys alone."""
+    layer = ours(kind).double().eval()
+    theirs, hidden = Theirs(layer, kind), torch.randn(2, 26, DIM, dtype=torch.float64)
+    rope, cache, other = theirs.rope(26), CompressedCache(), DynamicCache(config=theirs.config)
+    with torch.no_grad():
+        whole, _ = layer(hidden, rope=rope)
+        for first, end in [(0, 9), *((n, n + 1) for n in range(9, 26))]:
+            out, loss = layer(hidden[:, first:end], rope=rope, cache=cache)
+            assert loss == 0
+            torch.testing.assert_close(out, theirs(hidden[:, first:end], first, other), rtol=0, atol=1e-12)
+            torch.testing.assert_close(out, whole[:, first:end], rtol=0, atol=1e-12)
+        pieces = CompressedCache()
+        parts = [layer(hidden[:, i:j], rope=rope, cache=pieces)[0] for i, j in ((0, 2), (2, 15), (15, 19), (19, 26))]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
+    assert cache.tokens == pieces.tokens == 26
+    assert cache._keys is not None
+    assert cache._keys.shape[1] == WINDOW - 1
+
+
+# -------------------------------------------------------------------------------------------------------------- stages
+
+
+def indexed(layer: CompressedAttention, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """(the indexer's scores, the attention's mean probabilities of compressed keys), [B, S, entries], -inf or 0 of what
+    a row does not see; by masks, from the modules' own projections."""
+    ratio, rows = 4, x.shape[1]
+    entries = rows // ratio
+    visible = (torch.arange(entries) + 1) * ratio <= torch.arange(rows)[:, None] + 1
+
+    def turned(t: Tensor, at: Tensor) -> Tensor:
+        cos, sin = (table[at].to(t.dtype) for table in rope)
+        head, tail = t[..., : -2 * cos.shape[-1]], t[..., -2 * cos.shape[-1] :].unflatten(-1, (-1, 2))
+        spin = torch.view_as_complex(tail.contiguous()) * torch.complex(cos, sin)[:, None]
+        return torch.cat((head, torch.view_as_real(spin).flatten(-2)), -1)
+
+    def pooled(of: Any) -> Tensor:
+        kv, gate = of.kv_proj(x)[:, : entries * ratio], of.gate_proj(x)[:, : entries * ratio]
+        kv, gate = (t.unflatten(1, (entries, ratio)) for t in (kv, gate + of.position_bias.repeat(entries, 1)))
+        half, results = kv.shape[-1] // 2, []
+        for w in range(entries):
+            before = (
+                [(t[:, w - 1, :, :half]) for t in (kv, gate)] if w else [kv[:, 0, :0, :half], gate[:, 0, :0, :half]]
+            )
+            k, z = (torch.cat((b, t[:, w, :, half:]), 1) for b, t in zip(before, (kv, gate), strict=True))
+            results.append((z.softmax(1) * k).sum(1))
+        return turned(of.kv_norm(torch.stack(results, 1))[:, :, None], torch.arange(entries) * ratio)
+
+    latent, at = layer.q_a_norm(layer.q_a_proj(x)), torch.arange(rows)
+    q = nn.functional.rms_norm(layer.q_b_proj(latent).unflatten(-1, (4, 16)), (16,), eps=1e-6)
+    q, k = turned(q, at), turned(layer.kv_norm(layer.kv_proj(x))[:, :, None], at)
+    near = (at <= at[:, None]) & (at > at[:, None] - WINDOW)
+    every, seen = torch.cat((k, pooled(layer.compressor)), 1)[:, :, 0], torch.cat((near, visible), 1)
+    logits = (torch.einsum("bshd,bjd->bshj", q, every) / 4).masked_fill(~seen[:, None], -torch.inf)
+    indexer: Any = layer.indexer
+    index_q = turned(indexer.q_b_proj(latent.detach()).unflatten(-1, (HEADS, 16)), at)
+    dots = torch.einsum("bshd,bed->bshe", index_q, pooled(indexer)[:, :, 0]).relu()
+    weights = indexer.scorer["weights_proj"](x.detach()) * (HEADS * 16) ** -0.5
+    return (dots * weights[..., None]).sum(2).masked_fill(~visible, -torch.inf), logits
+
+
+def divergence(layer: CompressedAttention, stage: str, x: Tensor, lengths: list[int]) -> dict[str, Tensor]:
+    """The loss and the indexer's gradients."""
+    rows = x.shape[1]
+    scores, logits = indexed(layer, x, rope_table(torch.arange(rows), 8))
+    chosen = scores > -torch.inf
+    if stage == "sparse":
+        order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :TOP_K]
+        chosen = chosen & torch.zeros_like(chosen).scatter_(-1, order, True)
+    with torch.no_grad():
+        shown = logits.clone()
+        shown[..., rows:].masked_fill_(~chosen[:, :, None], -torch.inf)
+        sinks = layer.sinks.view(1, 1, -1, 1).expand(2, rows, -1, 1)
+        p = torch.cat((shown, sinks), -1).softmax(-1)[..., rows:-1].mean(2)
+    real = torch.arange(rows) < torch.tensor(lengths)[:, None]
+    logs = scores.masked_fill(~chosen, -torch.inf).log_softmax(-1).masked_fill(~chosen, 0)
+    mass = p.sum(-1, keepdim=True)
+    each = (torch.special.xlogy(p, p / mass.clamp(min=1e-300)) - p * logs).sum(-1)
+    return learned(layer, (each * real).sum() / real.sum())
+
+
+def learned(layer: CompressedAttention, loss: Tensor) -> dict[str, Tensor]:
+    layer.zero_grad()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("stage", ["warmup", "sparse"])
+def test_the_loss_is_the_divergence(stage: Stage, padded: bool) -> None:
+    """Its value and its gradients, by masks and autograd; nothing but the indexer receives any."""
+    layer = ours(CSA)
+    set_stage(layer, stage)
+    rows, lengths = 19, [19, 10] if padded else None
+    x = torch.randn(2, rows, DIM)
+    got = learned(layer, layer(x, rope=rope_table(torch.arange(rows), 8), lengths=lengths)[1])
+    assert got.keys() == {"loss", *(name for name, _ in layer.named_parameters() if "indexer" in name)}
+    wide = copy.deepcopy(layer).double()
+    check(stage, got, expected_of(lambda: divergence(wide, stage, x.double(), lengths or [rows, rows]), got, 16))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trained_parameters_of_each_stage(kind: str) -> None:
+    layer, x = ours(kind), torch.randn(2, 21, DIM)
+    everything = {name for name, _ in layer.named_parameters()}
+    indexer = {name for name in everything if "indexer" in name}
+    for stage in STAGES:
+        set_stage(layer, stage)
+        out, loss = layer(x, rope=rope_table(torch.arange(21), 8))
+        layer.zero_grad()
+        if out.requires_grad or loss.requires_grad:
+            (out.square().sum() + loss).backward()
+        learned = {name for name, parameter in layer.named_parameters() if parameter.grad is not None}
+        assert learned == {"dense": everything - indexer, "warmup": indexer, "sparse": everything}[stage]
+        assert loss.requires_grad == (kind == CSA and stage != "dense")
+        assert layer.eval()(x, rope=rope_table(torch.arange(21), 8))[1] == 0
+        layer.train()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_graph_with_the_same_bits(kind: str, stage: Stage) -> None:
+    torch._dynamo.reset()
+    layer = ours(kind)
+    set_stage(layer, stage)
+    x, rope = torch.randn(2, 21, DIM, requires_grad=True), rope_table(torch.arange(24), 8)
+    fast, graphs = compiled(lambda x: layer(x, rope=rope))
+    results = []
+    for call in (fast, lambda x: layer(x, rope=rope)):
+        out, loss = call(x)
+        layer.zero_grad()
+        x.grad = None
+        (out.square().sum() + loss).backward()
+        grads = {name: p.grad for name, p in [("x", x), *layer.named_parameters()]}
+        results.append({"out": out, "loss": loss, **{name: g.clone() for name, g in grads.items() if g is not None}})
+    assert len(graphs) == 1
+    same_bits(*results)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16(kind: str) -> None:
+    """Under autocast, and a layer in bfloat16: the same dtype, a loss in float32, and gradients."""
+    layer, x, rope = ours(kind), torch.randn(2, 21, DIM), rope_table(torch.arange(21), 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, loss = layer(x, rope=rope)
+    assert (out.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
+    (out.float().sum() + loss).backward()
+    low = copy.deepcopy(layer).bfloat16()
+    out, loss = low(x.bfloat16(), rope=rope)
+    assert (out.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
+    (out.float().sum() + loss).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in (*layer.parameters(), *low.parameters()))
+
+
+# --------------------------------------------------------------------------------------------------------- wrong calls
+
+
+def test_wrong_calls() -> None:
+    with pytest.raises(ValueError, match="top_k: expected a ratio, index_heads and index_dim beside it, got None, 0"):
+        CompressedAttention(DIM, 4, **SIZES, top_k=3)
+    with pytest.raises(ValueError, match="a divisor of the heads, got 6 and 2 of 3"):
+        CompressedAttention(DIM, 3, **SIZES)
+    with pytest.raises(ValueError, match="CompressedAttention: stage: expected one of"):
+        CompressedAttention(DIM, 4, **SIZES, stage="late")  # type: ignore[arg-type]
+    layer, rope = ours(CSA).eval(), rope_table(torch.arange(16), 8)
+    with pytest.raises(ValueError, match=r"x: expected padded \[B, S, dim\]"):
+        layer(torch.randn(8, DIM), rope=rope)
+    with pytest.raises(ValueError, match="rope: expected the cosines and sines of positions 0 to 16, of at most 8"):
+        layer(torch.randn(2, 17, DIM), rope=rope)
+    with pytest.raises(ValueError, match="of at most 8 pairs"):
+        layer(torch.randn(2, 16, DIM), rope=rope_table(torch.arange(16), 18))
+
+
+def test_wrong_caches() -> None:
+    layer, rope, cache = ours(CSA).eval(), rope_table(torch.arange(32), 8), CompressedCache()
+    with pytest.raises(ValueError, match=r"expected torch.no_grad\(\) around the call"):
+        layer(torch.randn(2, 8, DIM), rope=rope, cache=cache)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r"expected a fusion_attention.nn.CompressedCache, got 'all'"):
+            layer(torch.randn(2, 8, DIM), rope=rope, cache="all")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="lengths: expected None beside a cache"):
+            layer(torch.randn(2, 8, DIM), rope=rope, lengths=[8, 7], cache=cache)
+        layer(torch.randn(2, 9, DIM), rope=rope, cache=cache)
+        before = repr(cache)
+        for wrong, match in (
+            (torch.randn(3, 3, DIM), "expected rows of 2 sequences in torch.float32 on cpu, as its cache has, got 3"),
+            (torch.randn(2, 30, DIM), "rope: expected the cosines and sines of positions 0 to 38"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                layer(wrong, rope=rope, cache=cache)
+        with pytest.raises(ValueError, match="expected one that it filled, got that of another layer"):
+            ours(CSA).eval()(torch.randn(2, 3, DIM), rope=rope, cache=cache)
+        dense = CompressedCache()
+        set_stage(layer, "dense")
+        layer(torch.randn(2, 9, DIM), rope=rope, cache=dense)
+        set_stage(layer, "sparse")
+        with pytest.raises(ValueError, match="compressed keys of a CompressedIndexer, got one without"):
+            layer(torch.randn(2, 3, DIM), rope=rope, cache=dense)
+    assert repr(cache) == before
+    assert cache.tokens == 9
