@@ -202,6 +202,11 @@ _PAGES |= {
     "aclnnSparseFlashMlaGrad": f"""
         query dOut out lse {_SHARED_KEYS} {_SHARED_LENGTHS}
         scaleValue {_SHARED_MODES} dQuery dOriKv dCmpKv dSinks oriSoftmaxL1Norm cmpSoftmaxL1Norm""",
+    "aclnnCompressor": """
+        x wkv wgate stateCacheRef ape stateBlockTable cuSeqlens seqused startPos cmpRatio coff cacheMode
+        stateCacheStrideDim0 gradEnabled cmpKv softmaxScore kv""",
+    "aclnnCompressorGrad": """
+        x wkv wgate dCmpKv softmaxScore kv cuSeqlens seqused startPos cmpRatio coff dX dWkv dWgate dApe""",
     "aclnnSparseFlashMlaSoftmaxL1Norm": """
         q k softmaxLse sparseIndices cuSeqlensQ cuSeqlensK sequsedQ sequsedK cmpResidualK topkLength metadata
         softmaxScale maxSeqlenK cmpRatio maskMode layoutQ layoutK out""",
