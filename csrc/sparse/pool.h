@@ -354,7 +354,7 @@ FUSION_INLINE void differentiate_group(const PoolWindow<T> &window, PoolGroup<T>
             PoolSums x = no_rows;
             add_group(group, count, d, x, dkv, dgate);
             factor = 1.0f / x.sum;
-            out = x.total * factor;
+            out = rows == 1 ? dgate[0] : x.total * factor;  // the gradient of the gate of a single row is 0
         } else {
             const PoolSums x = PoolSums::load_from(scratch.state + d, scratch.padded);
             factor = x.sum, out = x.total;

@@ -16,6 +16,7 @@ from fusion_attention.ops.auxiliary.common import floats, result
 from fusion_attention.ops.auxiliary.compressed_rows import Saved, Sequences, compressed, gradients
 from fusion_attention.ops.auxiliary.compressor import COMPRESSOR
 from fusion_attention.ops.shared.call import TensorCall
+from fusion_attention.ops.shared.checks import float32
 from fusion_attention.ops.shared.metadata import NO_ATTENTION, NO_SEQUENCE
 from fusion_attention.ops.shared.prototypes import PROTOTYPES
 from fusion_attention.ops.shared.rules import invalid, no_float32, refused
@@ -136,6 +137,32 @@ def covers_windows(result: torch.Tensor, x: torch.Tensor, wkv: torch.Tensor, rat
     return tuple(result.shape) == wanted or f"{list(result.shape)} instead of {list(wanted)}"
 
 
+def layout_of(n: Mapping[str, Any]) -> str:
+    """The form of rows: padded, or packed with cu_seqlens."""
+    return "BSH" if n["cu_seqlens"] is None else "TH"
+
+
+def _derive(n: Mapping[str, Any]) -> dict[str, Any]:
+    """Axes of the results; R is missing if no rows are saved."""
+    x, wkv = n["x"], n["wkv"]
+    if wkv.dim() != 2 or x.dim() != (3 if n["cu_seqlens"] is None else 2):
+        return {}
+    saved = n["coff"] * n["cmp_ratio"] if n["grad_enabled"] else None
+    sizes = {"C": wkv.shape[0], "D": wkv.shape[0] // n["coff"], "H": x.shape[-1], "P": n["cmp_ratio"], "R": saved}
+    padded = x.shape[:2] if n["cu_seqlens"] is None else (len(n["cu_seqlens"]) - 1, 0)
+    return sizes | {"B": padded[0], "S": padded[1], "W": -(-padded[1] // n["cmp_ratio"])}
+
+
+_WINDOWS = {"BSH": "B W D", "TH": "Tw D"}
+_SAVED_ROWS = {"BSH": "B W R D", "TH": "Tw R D"}
+_SHAPES = {OUT: _WINDOWS, **dict.fromkeys(SAVED, _SAVED_ROWS), "dx": {"BSH": "B S H", "TH": "T H"}}
+_SHAPES |= {"dwkv": "C H", "dwgate": "C H", "dape": "P C"}  # type: ignore[dict-item]
+
+
+def _shaped(p: Tensor) -> Tensor:
+    return replace(p, shape=_SHAPES[p.name], form=layout_of)
+
+
 _P = COMPRESSOR.by_name
 _CALL = "x, wkv, cmp_ratio, coff, cu_seqlens, seqused, start_pos"
 _WHEN = ("wkv.dim() == 2 and x.dim() == (3 if cu_seqlens is None else 2)"
@@ -153,13 +180,13 @@ LIMITS = (
             when="x.dim() > 1", invalid={"x": "B 6 512", "wkv": "C 512", "wgate": "C 512"}),
     refused("wkv.shape[0] // coff in (128, 512)", "wkv", "the chip pools to 128 or 512 channels",
             when="wkv.dim() == 2",
-            invalid={"wkv": "4 W", "wgate": "4 W", "ape": "4 4", "state_cache": "3 4 8"}),
+            invalid={"wkv": "4 H", "wgate": "4 H", "ape": "4 4", "state_cache": "3 4 8"}),
     refused("2 <= cmp_ratio <= 128", "cmp_ratio", "the chip takes no other windows",
             invalid={"cmp_ratio": 129, "ape": "129 C"}),
 )  # fmt: skip
-SIZES = {"B": 2, "W": 1024, "C": 128}
+SIZES = {"B": 2, "H": 1024, "C": 128}
 _SAMPLE: dict[str, Any] = {
-    "x": ("B 6 W", "float16"), "wkv": "C W", "wgate": "C W",
+    "x": ("B 6 H", "float16"), "wkv": "C H", "wgate": "C H",
 }  # fmt: skip
 V1 = COMPRESSOR.version(
     "aclnnCompressor",
@@ -169,10 +196,10 @@ V1 = COMPRESSOR.version(
         *(_P[name] for name in ("cu_seqlens", "seqused", "start_pos", "cmp_ratio", "coff", "cache_mode")),
         Attr("state_cache_stride_dim0", "Without effect: the tensor has its strides.", default=0),
         Attr("grad_enabled", "Write softmax_score and kv, which the gradient reads.", type=bool, default=False),
-        _P[OUT],
+        _shaped(_P[OUT]),
         *(
-            result(name, f"{text}, float32 [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as cmp_kv is; with "
-                   "coff 2 rows of the window before and of the window alternate.", "float32")
+            _shaped(result(name, f"{text}, float32 [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as cmp_kv is; with "
+                   "coff 2 rows of the window before and of the window alternate.", "float32"))
             for name, text in (("softmax_score", "Weights of the rows of windows"), ("kv", "Rows of windows"))
         ),
     ),
@@ -187,8 +214,9 @@ V1 = COMPRESSOR.version(
     blank_is_absent=True,
     rulings=(44,),
     layouts=("BSH",),
-    neutral={"input_layout": "BSH"},
-    functions=COMPRESSOR.functions | {"covers_windows": covers_windows},
+    neutral={"input_layout": "BSH", **dict.fromkeys(("B", "S", "W", "D", "R", "H", "C", "P"))},
+    derive=_derive,
+    functions=COMPRESSOR.functions | {"covers_windows": covers_windows, "float32": float32},
     lower=_lower,
     results=(OUT, *SAVED),
     fresh=lambda n: _results(n["x"], n["wkv"], _sequences(n), n["grad_enabled"]),
@@ -206,8 +234,8 @@ GRAD_V1 = V1.version(
         floats("dcmp_kv", "Gradient of cmp_kv.", like="x"),
         *(Tensor(name, f"{name} of the forward.", dtypes="float32") for name in SAVED),
         *(_P[name] for name in ("cu_seqlens", "seqused", "start_pos", "cmp_ratio", "coff")),
-        *(result(f"d{name}", f"Gradient of {name}, in its shape.", "=x") for name in ("x", "wkv", "wgate")),
-        result("dape", "Gradient of ape, [cmp_ratio, coff * D].", "float32"),
+        *(_shaped(result(f"d{name}", f"Gradient of {name}, in its shape.", "=x")) for name in ("x", "wkv", "wgate")),
+        _shaped(result("dape", "Gradient of ape, [cmp_ratio, coff * D].", "float32")),
     ),
     rules=(
         *(rule for rule in COMPRESSOR.rules if not {"ape", "state_cache", "state_block_table"} & {rule.param}),
@@ -215,7 +243,7 @@ GRAD_V1 = V1.version(
         *(_placed(name, "as the forward wrote it", "2 2 4 64") for name in SAVED),
         *(
             invalid(f"d{name} is None or d{name}.shape == {name}.shape", f"d{name}", "a gradient for each element",
-                    f"the shape of {name}", invalid={f"d{name}": ("7 W", "float16")})
+                    f"the shape of {name}", invalid={f"d{name}": ("7 H", "float16")})
             for name in ("x", "wkv", "wgate")
         ),
         invalid("dape is None or list(dape.shape) == [cmp_ratio, wkv.shape[0]]", "dape", "a gradient for each element",
@@ -226,6 +254,7 @@ GRAD_V1 = V1.version(
     formula="dkv_p = W * dcmp,  dz_p = W * (dcmp * kv_p - sum_p W * dcmp * kv_p),  dx = dkv wkv + dz wgate,  dape = sum dz",
     tex=r"dkv_p = W_p \odot dcmp \qquad dz_p = W_p \odot \Big(dcmp \odot kv_p - \sum_{p'} W_{p'} \odot dcmp \odot "
         r"kv_{p'}\Big) \qquad dx = dkv\, W_{kv} + dz\, W_{gate}",
+    neutral=V1.neutral | {"grad_enabled": False},
     lower=_lower_grad,
     results=GRADIENTS,
     fresh=_gradients,

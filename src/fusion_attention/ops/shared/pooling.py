@@ -42,18 +42,19 @@ def pooled(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -
     for float64 rows. Padded results behind the windows of a sequence are 0, and rows behind it may hold anything.
     """
     lengths = windows.lengths
-    if windows.packed:
-        assert lengths is not None
-        pairs = zip(rows.split(lengths), gates.split(lengths), strict=True)
-        results = [_complete(x[None], z[None], bias, windows)[0] for x, z in pairs]
-        return torch.cat(results) if results else rows.new_zeros(0, rows.shape[1], rows.shape[2] // (1 + windows.overlap))
     if lengths is None:
         return _complete(rows, gates, bias, windows)
-    used = torch.tensor(lengths, device=rows.device)[:, None, None, None]
-    valid = torch.arange(rows.shape[1], device=rows.device)[None, :, None, None] < used
-    out = _complete(rows.where(valid, 0), gates.where(valid, 0), bias, windows)
-    closed = torch.arange(out.shape[1], device=rows.device)[None, :, None, None] < used // windows.ratio
-    return out.where(closed, 0)
+    if windows.packed:
+        spans = zip(rows.split(lengths), gates.split(lengths), strict=True)
+    else:
+        spans = ((rows[b, :n], gates[b, :n]) for b, n in enumerate(lengths))
+    results = [_complete(x[None], z[None], bias, windows)[0] for x, z in spans]
+    none = rows.new_zeros(0, rows.shape[-2], rows.shape[-1] // (1 + windows.overlap))
+    if windows.packed:
+        return torch.cat((none, *results))
+    room = windows.results(rows.shape[1])
+    filled = [torch.cat((one, one.new_zeros(room - len(one), *one.shape[1:]))) for one in results]
+    return torch.stack(filled) if filled else none.expand(0, room, *none.shape[1:])
 
 
 def _complete(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:

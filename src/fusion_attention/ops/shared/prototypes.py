@@ -236,7 +236,7 @@ _LENGTHS_ON_DEVICE = {
     f"aclnn{name}"
     for name in (
         *("SparseFlashAttention", "SparseFlashAttentionGrad"),
-        *("LightningIndexer", "LightningIndexerV2", "LightningIndexerGrad"),
+        *("LightningIndexer", "LightningIndexerV2", "LightningIndexerGrad", "Compressor", "CompressorGrad"),
         *(
             f"{name}{suffix}"
             for name in (
@@ -260,7 +260,7 @@ def _header(name: str) -> str:
 
 def _prototype(name: str, text: str, source: str) -> Prototype:
     names = tuple(text.split())
-    lengths = r"PaddingSize|actualSeq|cuSeq|(?i:seqUsed)|cmpResidual" if name in _LENGTHS_ON_DEVICE else r"PaddingSize"
+    lengths = r"PaddingSize|actualSeq|cuSeq|(?i:seqUsed)|cmpResidual|startPos" if name in _LENGTHS_ON_DEVICE else r"PaddingSize"
     return Prototype(names, source, _header(name), frozenset(result for result in names if re.search(lengths, result)))
 
 
