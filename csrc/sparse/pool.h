@@ -280,21 +280,18 @@ template <class T> void pool_forward(const PoolJob &job, const PoolItem &item, f
 
 // ------------------------------------------------------------------------------------------------------ backward
 
-// Stores a complete cache line past the caches.
-FUSION_INLINE void stream_line(void *to, const void *from) {
+// Stores bytes of a cache line past the caches.
+template <std::int64_t bytes> FUSION_INLINE void stream(char *to, const char *from) {
 #if defined(__AVX512F__)
-    _mm512_stream_si512(static_cast<__m512i *>(to), load<__m512i>(from));
-#elif defined(__AVX__)
-    for (int i = 0; i < 2; ++i) {
-        _mm256_stream_si256(static_cast<__m256i *>(to) + i, load<__m256i>(static_cast<const __m256i *>(from) + i));
-    }
-#elif defined(__SSE2__)
-    for (int i = 0; i < 4; ++i) {
-        _mm_stream_si128(static_cast<__m128i *>(to) + i, load<__m128i>(static_cast<const __m128i *>(from) + i));
-    }
-#else
-    std::memcpy(to, from, 64);
+    if constexpr (bytes == 64) return _mm512_stream_si512(reinterpret_cast<__m512i *>(to), load<__m512i>(from));
 #endif
+#if defined(__AVX__)
+    if constexpr (bytes == 32) return _mm256_stream_si256(reinterpret_cast<__m256i *>(to), load<__m256i>(from));
+#endif
+#if defined(__SSE2__)
+    if constexpr (bytes == 16) return _mm_stream_si128(reinterpret_cast<__m128i *>(to), load<__m128i>(from));
+#endif
+    std::memcpy(to, from, bytes);
 }
 
 // Without instructions for it, the conversion to float16 is long.
@@ -316,7 +313,7 @@ FUSION_INLINE void store_finite(Brain *to, Floats x) {  // without the treatment
 
 // Cache lines of gradients of a group, which are computed vector by vector.
 template <class T> struct PoolLines {
-    static constexpr std::int64_t size = most<std::int64_t>(64 / sizeof(T), lanes);
+    static constexpr std::int64_t size = 64 / sizeof(T);  // at least `lanes`
 
     alignas(64) T kv[group_rows][size], gate[group_rows][size];
 
@@ -324,7 +321,11 @@ template <class T> struct PoolLines {
         if (n < size) {
             std::memcpy(to, from, static_cast<std::size_t>(n) * sizeof(T));
         } else if (streamed && reinterpret_cast<std::uintptr_t>(to) % 64 == 0) {
-            stream_line(to, from);
+            // Loads of the size of the stores before them, which processors can forward.
+            constexpr std::int64_t chunk = most<std::int64_t>(lanes * sizeof(T), 16);
+            FUSION_UNROLL for (std::int64_t at = 0; at < 64; at += chunk) {
+                stream<chunk>(reinterpret_cast<char *>(to) + at, reinterpret_cast<const char *>(from) + at);
+            }
         } else {
             std::memcpy(to, from, size * sizeof(T));
         }

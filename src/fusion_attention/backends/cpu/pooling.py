@@ -30,7 +30,13 @@ class Pooling:
     """
 
     def __init__(
-        self, ratio: int, overlap: bool, lengths: Sequence[int], before: bool, size: int | None, variant: str | None = None
+        self,
+        ratio: int,
+        overlap: bool,
+        lengths: Sequence[int],
+        before: bool,
+        size: int | None,
+        variant: str | None = None,
     ) -> None:
         self.ratio, self.overlap, self.size, self.variant = ratio, overlap, size, variant
         used = np.asarray(lengths, np.int64)

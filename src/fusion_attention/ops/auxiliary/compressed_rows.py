@@ -70,7 +70,7 @@ def compressed(
     x: Tensor, wkv: Tensor, wgate: Tensor, state_cache: Tensor, ape: Tensor, table: Tensor | None, cache_mode: int,
     of: Sequences, pool: Pool = pooled, saved: Saved | None = None,
 ) -> Tensor:  # fmt: skip
-    """The compressed keys of a call, whose rows it writes to the cache; and to `saved`, cleared, the rows of windows."""
+    """The compressed keys of a call; writes its rows to the cache, and rows of windows to `saved`, cleared memory."""
     dim, ratio, coff = wkv.shape[0] // of.coff, of.ratio, of.coff
     dtype = torch.promote_types(x.dtype, torch.float32)
     rows = x.flatten(0, -2).to(dtype)

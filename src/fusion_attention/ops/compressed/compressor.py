@@ -126,10 +126,12 @@ def _lower_grad(bound: Bound) -> CompressorGrad:
     return CompressorGrad(NO_SEQUENCE, "", tensors, _sequences(n))
 
 
-# --------------------------------------------------------------------------------------------------------------- records
+# -------------------------------------------------------------------------------------------------------------- records
 
 
-def covers_windows(result: torch.Tensor, x: torch.Tensor, wkv: torch.Tensor, ratio: int, coff: int, *lengths: Any) -> bool | str:
+def covers_windows(
+    result: torch.Tensor, x: torch.Tensor, wkv: torch.Tensor, ratio: int, coff: int, *lengths: Any
+) -> bool | str:
     """True if a tensor has rows for all windows of a call, of coff * ratio saved rows if it has an axis more."""
     of, dim = Sequences.of(x, ratio, coff, *lengths), wkv.shape[0] // coff
     saved = result.dim() == (4 if of.size is not None else 3)
@@ -198,8 +200,8 @@ V1 = COMPRESSOR.version(
         Attr("grad_enabled", "Write softmax_score and kv, which the gradient reads.", type=bool, default=False),
         _shaped(_P[OUT]),
         *(
-            _shaped(result(name, f"{text}, float32 [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as cmp_kv is; with "
-                   "coff 2 rows of the window before and of the window alternate.", "float32"))
+            _shaped(result(name, f"{text}, [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as cmp_kv is; with "
+                           "coff 2 rows of the window before and of the window alternate.", "float32"))
             for name, text in (("softmax_score", "Weights of the rows of windows"), ("kv", "Rows of windows"))
         ),
     ),
@@ -251,7 +253,8 @@ GRAD_V1 = V1.version(
         *(replace(rule, invalid={k: v for k, v in rule.invalid.items() if k not in ("ape", "state_cache")})
           for rule in LIMITS),
     ),
-    formula="dkv_p = W * dcmp,  dz_p = W * (dcmp * kv_p - sum_p W * dcmp * kv_p),  dx = dkv wkv + dz wgate,  dape = sum dz",
+    formula="dkv_p = W_p * dcmp,  dz_p = W_p * (dcmp * kv_p - sum_p W_p * dcmp * kv_p)\n"
+            "dx = dkv wkv + dz wgate,  dwkv = dkv^T x,  dwgate = dz^T x,  dape = sum of dz by position",
     tex=r"dkv_p = W_p \odot dcmp \qquad dz_p = W_p \odot \Big(dcmp \odot kv_p - \sum_{p'} W_{p'} \odot dcmp \odot "
         r"kv_{p'}\Big) \qquad dx = dkv\, W_{kv} + dz\, W_{gate}",
     neutral=V1.neutral | {"grad_enabled": False},

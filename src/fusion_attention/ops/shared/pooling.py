@@ -63,9 +63,7 @@ def _complete(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows
     return (z.softmax(2) * x).sum(2).to(rows.dtype)
 
 
-def rows_of_windows(
-    rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows
-) -> tuple[Tensor, Tensor]:
+def rows_of_windows(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -> tuple[Tensor, Tensor]:
     """The rows that every complete window of padded rows pools, and their gates with the bias: [B, windows, ratio or
     2 * ratio, N, D] in float32 or float64. Absent rows are 0, with a gate of -inf."""
     dtype, ratio = torch.promote_types(rows.dtype, torch.float32), windows.ratio

@@ -260,7 +260,11 @@ def _header(name: str) -> str:
 
 def _prototype(name: str, text: str, source: str) -> Prototype:
     names = tuple(text.split())
-    lengths = r"PaddingSize|actualSeq|cuSeq|(?i:seqUsed)|cmpResidual|startPos" if name in _LENGTHS_ON_DEVICE else r"PaddingSize"
+    lengths = (
+        r"PaddingSize|actualSeq|cuSeq|(?i:seqUsed)|cmpResidual|startPos"
+        if name in _LENGTHS_ON_DEVICE
+        else r"PaddingSize"
+    )
     return Prototype(names, source, _header(name), frozenset(result for result in names if re.search(lengths, result)))
 
 
