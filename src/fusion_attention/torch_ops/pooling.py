@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from fusion_attention.backends.cpu.pooling import Pooling, reads
 from fusion_attention.ops.shared import pooling
 from fusion_attention.ops.shared.pooling import Windows
 from fusion_attention.torch_ops.dispatch import is_traced
@@ -18,10 +19,21 @@ __all__ = ["Windows", "pooled"]
 def pooled(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
     """Pools windows of rows like ops.shared.pooling.pooled(): in the native core unless rows are float64, elsewhere
     than on the CPU, or traced."""
-    if is_traced((rows, gates, bias)) or not reads(rows, gates):
+    core = None if is_traced((rows, gates, bias)) else _core()
+    if core is None or not core.reads(rows, gates) or (bias is not None and not bias.is_cpu):
         return pooling.pooled(rows, gates, bias, windows)
     result: Tensor = _Pooled.apply(rows, gates, None if bias is None else bias.float(), windows)  # type: ignore[no-untyped-call]
     return result
+
+
+@functools.cache
+def _core() -> ModuleType | None:
+    """Pooling in the native core; None if it cannot be loaded."""
+    try:
+        from fusion_attention.backends.cpu import pooling as core
+    except ImportError:
+        return None
+    return core
 
 
 class _Pooled(torch.autograd.Function):
@@ -46,12 +58,14 @@ class _Pooled(torch.autograd.Function):
         return dkv if wants[0] else None, dgate if wants[1] else None, dbias, None
 
 
-def _native(rows: Tensor, windows: Windows) -> Pooling:
+def _native(rows: Tensor, windows: Windows) -> Any:
     size = None if windows.packed else rows.shape[1]
     lengths = windows.lengths
     if lengths is None:
         lengths = (rows.shape[1],) * rows.shape[0]
-    return Pooling(windows.ratio, windows.overlap, lengths, windows.before, size)
+    core = _core()
+    assert core is not None
+    return core.Pooling(windows.ratio, windows.overlap, lengths, windows.before, size)
 
 
 def _read(tensor: Tensor) -> Tensor:
