@@ -152,11 +152,11 @@ def _derive(n: Mapping[str, Any]) -> dict[str, Any]:
     saved = n["coff"] * n["cmp_ratio"] if n["grad_enabled"] else None
     sizes = {"C": wkv.shape[0], "D": wkv.shape[0] // n["coff"], "H": x.shape[-1], "P": n["cmp_ratio"], "R": saved}
     padded = x.shape[:2] if n["cu_seqlens"] is None else (len(n["cu_seqlens"]) - 1, 0)
-    return sizes | {"B": padded[0], "S": padded[1], "W": -(-padded[1] // n["cmp_ratio"])}
+    return sizes | {"B": padded[0], "S": padded[1], "Nw": -(-padded[1] // n["cmp_ratio"])}
 
 
-_WINDOWS = {"BSH": "B W D", "TH": "Tw D"}
-_SAVED_ROWS = {"BSH": "B W R D", "TH": "Tw R D"}
+_WINDOWS = {"BSH": "B Nw D", "TH": "Tw D"}
+_SAVED_ROWS = {"BSH": "B Nw R D", "TH": "Tw R D"}
 _SHAPES = {OUT: _WINDOWS, **dict.fromkeys(SAVED, _SAVED_ROWS), "dx": {"BSH": "B S H", "TH": "T H"}}
 _SHAPES |= {"dwkv": "C H", "dwgate": "C H", "dape": "P C"}  # type: ignore[dict-item]
 
@@ -176,6 +176,10 @@ def _placed(name: str, advice: str, sample: str) -> Rule:
                    invalid={name: (sample, "float16" if name.endswith(OUT) else "float32")}, when=_WHEN)  # fmt: skip
 
 
+# With samples of this record's sizes.
+_RULES = tuple(
+    replace(rule, invalid={"wkv": "C 6", "wgate": "C 6"}) if rule.param == "wkv" else rule for rule in COMPRESSOR.rules
+)
 LIMITS = (
     no_float32("x"),
     refused("x.shape[-1] % 512 == 0 and 1024 <= x.shape[-1] <= 10240", "x", "the chip takes no other rows",
@@ -186,7 +190,7 @@ LIMITS = (
     refused("2 <= cmp_ratio <= 128", "cmp_ratio", "the chip takes no other windows",
             invalid={"cmp_ratio": 129, "ape": "129 C"}),
 )  # fmt: skip
-SIZES = {"B": 2, "H": 1024, "C": 128}
+SIZES = {"B": 2, "H": 1024, "W": 1024, "C": 128}
 _SAMPLE: dict[str, Any] = {
     "x": ("B 6 H", "float16"), "wkv": "C H", "wgate": "C H",
 }  # fmt: skip
@@ -206,7 +210,7 @@ V1 = COMPRESSOR.version(
         ),
     ),
     rules=(
-        *COMPRESSOR.rules,
+        *_RULES,
         _placed(OUT, "a result for every window that may close", "2 1 128"),
         *(_placed(name, "saved rows for every window", "2 2 4 64") for name in SAVED),
         *LIMITS,
@@ -216,7 +220,7 @@ V1 = COMPRESSOR.version(
     blank_is_absent=True,
     rulings=(44,),
     layouts=("BSH",),
-    neutral={"input_layout": "BSH", **dict.fromkeys(("B", "S", "W", "D", "R", "H", "C", "P"))},
+    neutral={"input_layout": "BSH", **dict.fromkeys(("B", "S", "Nw", "D", "R", "H", "C", "P"))},
     derive=_derive,
     functions=COMPRESSOR.functions | {"covers_windows": covers_windows, "float32": float32},
     lower=_lower,
@@ -240,7 +244,7 @@ GRAD_V1 = V1.version(
         _shaped(result("dape", "Gradient of ape, [cmp_ratio, coff * D].", "float32")),
     ),
     rules=(
-        *(rule for rule in COMPRESSOR.rules if not {"ape", "state_cache", "state_block_table"} & {rule.param}),
+        *(rule for rule in _RULES if not {"ape", "state_cache", "state_block_table"} & {rule.param}),
         _placed("dcmp_kv", "an element for each of cmp_kv", "2 1 128"),
         *(_placed(name, "as the forward wrote it", "2 2 4 64") for name in SAVED),
         *(
