@@ -176,10 +176,16 @@ def _placed(name: str, advice: str, sample: str) -> Rule:
                    invalid={name: (sample, "float16" if name.endswith(OUT) else "float32")}, when=_WHEN)  # fmt: skip
 
 
-# With samples of this record's sizes.
-_RULES = tuple(
-    replace(rule, invalid={"wkv": "C 6", "wgate": "C 6"}) if rule.param == "wkv" else rule for rule in COMPRESSOR.rules
-)
+def _sized(rule: Rule) -> Rule:
+    """A rule of COMPRESSOR with a sample of these records' sizes."""
+    cache = rule.invalid.get("state_cache")
+    if isinstance(cache, torch.Tensor):
+        wide = torch.zeros(3, 4, 256, requires_grad=True) if cache.requires_grad else torch.zeros(3, 1, 1)
+        return replace(rule, invalid={"state_cache": wide.expand(3, 4, 256) if wide.shape[1] == 1 else wide})
+    return replace(rule, invalid={"wkv": "C 6", "wgate": "C 6"}) if rule.param == "wkv" else rule
+
+
+_RULES = tuple(map(_sized, COMPRESSOR.rules))
 LIMITS = (
     no_float32("x"),
     refused("x.shape[-1] % 512 == 0 and 1024 <= x.shape[-1] <= 10240", "x", "the chip takes no other rows",
@@ -249,7 +255,7 @@ GRAD_V1 = V1.version(
         *(_placed(name, "as the forward wrote it", "2 2 4 64") for name in SAVED),
         *(
             invalid(f"d{name} is None or d{name}.shape == {name}.shape", f"d{name}", "a gradient for each element",
-                    f"the shape of {name}", invalid={f"d{name}": ("7 H", "float16")})
+                    f"the shape of {name}", invalid={f"d{name}": ("7 6 H" if name == "x" else "C 6", "float16")})
             for name in ("x", "wkv", "wgate")
         ),
         invalid("dape is None or list(dape.shape) == [cmp_ratio, wkv.shape[0]]", "dape", "a gradient for each element",
