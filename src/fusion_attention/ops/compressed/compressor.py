@@ -187,7 +187,7 @@ def _sized(rule: Rule) -> Rule:
 
 _RULES = tuple(map(_sized, COMPRESSOR.rules))
 LIMITS = (
-    no_float32("x"),
+    replace(no_float32("x"), invalid={"x": ("B 6 H", "float32")}),
     refused("x.shape[-1] % 512 == 0 and 1024 <= x.shape[-1] <= 10240", "x", "the chip takes no other rows",
             when="x.dim() > 1", invalid={"x": "B 6 512", "wkv": "C 512", "wgate": "C 512"}),
     refused("wkv.shape[0] // coff in (128, 512)", "wkv", "the chip pools to 128 or 512 channels",
