@@ -238,6 +238,10 @@ V1 = COMPRESSOR.version(
     declared={},
     example="",
 )  # fmt: skip
+_SAVED_SAMPLES = {
+    "wkv": {"dcmp_kv": "2 2 4", "softmax_score": ("2 2 4 4", "float32"), "kv": ("2 2 4 4", "float32")},
+    "cmp_ratio": {"dcmp_kv": "2 1 C", "softmax_score": ("2 1 129 C", "float32"), "kv": ("2 1 129 C", "float32")},
+}
 GRAD_V1 = V1.version(
     "aclnnCompressorGrad",
     "Gradients of Compressor, from the rows that it saved.",
@@ -260,8 +264,14 @@ GRAD_V1 = V1.version(
         ),
         invalid("dape is None or list(dape.shape) == [cmp_ratio, wkv.shape[0]]", "dape", "a gradient for each element",
                 "[cmp_ratio, coff * D]", when="wkv.dim() == 2", invalid={"dape": "3 C"}),
-        *(replace(rule, invalid={k: v for k, v in rule.invalid.items() if k not in ("ape", "state_cache")})
-          for rule in LIMITS),
+        *(
+            replace(
+                rule,
+                invalid={k: v for k, v in rule.invalid.items() if k not in ("ape", "state_cache")}
+                | _SAVED_SAMPLES.get(rule.param, {}),
+            )
+            for rule in LIMITS
+        ),
     ),
     formula="dkv_p = W_p * dcmp,  dz_p = W_p * (dcmp * kv_p - sum_p W_p * dcmp * kv_p)\n"
             "dx = dkv wkv + dz wgate,  dwkv = dkv^T x,  dwgate = dz^T x,  dape = sum of dz by position",
