@@ -26,10 +26,10 @@ extern "C" {
  *   gradEnabled: Write softmax_score and kv, which the gradient reads.
  *   cmpKv: [B, ceil(S / cmp_ratio), D], or packed [min(T, T // cmp_ratio + B), D]; zeros behind the last window of
  *       a sequence, packed behind that of the last.
- *   softmaxScore: Weights of the rows of windows, float32 [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed
- *       as cmp_kv is; with coff 2 rows of the window before and of the window alternate.
- *   kv: Rows of windows, float32 [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as cmp_kv is; with coff 2
- *       rows of the window before and of the window alternate. */
+ *   softmaxScore: Weights of the rows of windows, [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as
+ *       cmp_kv is; with coff 2 rows of the window before and of the window alternate.
+ *   kv: Rows of windows, [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as cmp_kv is; with coff 2 rows of
+ *       the window before and of the window alternate. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnCompressorGetWorkspaceSize(
     const aclTensor *x, const aclTensor *wkv, const aclTensor *wgate, const aclTensor *stateCacheRef,
     const aclTensor *ape, const aclTensor *stateBlockTable, const aclTensor *cuSeqlens, const aclTensor *seqused,
