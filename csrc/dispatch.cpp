@@ -15,13 +15,14 @@
 #if __has_include("variants.h")  // the rows of CMakeLists.txt's table that are built
 #include "variants.h"
 #else  // where only this file is read, or one variant compiled
-#define FUSION_VARIANTS(X) X("base", 4, "dense decode sparse", "", base, base, base)
+#define FUSION_VARIANTS(X) X("base", 4, "dense decode sparse pool", "", base, base, base, base)
 #endif
 
-#define FUSION_DECLARE(name, lanes, parts, needs, dense, decode, sparse) \
-    const fusion::DenseVariant *fusion_variant_##dense##_dense();        \
-    const fusion::DecodeKernels *fusion_variant_##decode##_decode();     \
-    const fusion::SparseVariant *fusion_variant_##sparse##_sparse();
+#define FUSION_DECLARE(name, lanes, parts, needs, dense, decode, sparse, pool) \
+    const fusion::DenseVariant *fusion_variant_##dense##_dense();              \
+    const fusion::DecodeKernels *fusion_variant_##decode##_decode();           \
+    const fusion::SparseVariant *fusion_variant_##sparse##_sparse();           \
+    const fusion::PoolKernels *fusion_variant_##pool##_pool();
 extern "C" {
 FUSION_VARIANTS(FUSION_DECLARE)
 }
@@ -42,14 +43,15 @@ Names words_of(const std::string &text) {
 }
 
 std::vector<Built> list_rows() {
-#define FUSION_ROW(name, lanes, parts, needs, dense, decode, sparse) \
-    {name,                                                           \
-     lanes,                                                          \
-     words_of(parts),                                                \
-     words_of(needs),                                                \
-     fusion_variant_##dense##_dense,                                 \
-     fusion_variant_##decode##_decode,                               \
-     fusion_variant_##sparse##_sparse},
+#define FUSION_ROW(name, lanes, parts, needs, dense, decode, sparse, pool) \
+    {name,                                                                 \
+     lanes,                                                                \
+     words_of(parts),                                                      \
+     words_of(needs),                                                      \
+     fusion_variant_##dense##_dense,                                       \
+     fusion_variant_##decode##_decode,                                     \
+     fusion_variant_##sparse##_sparse,                                     \
+     fusion_variant_##pool##_pool},
     return {FUSION_VARIANTS(FUSION_ROW)};
 }
 
@@ -89,6 +91,7 @@ void assemble(Built &row, const Built *before) {
     static std::deque<SparseVariant> sparse;
     dense.push_back({*row.dense(), row.name, *row.decode(), second_level_cache()});
     row.sparse = row.sparse_part();
+    row.pool = row.pool_part();
     if (Variant &own = dense.back(); !own.as_float.attend) {
         const DenseVariant tiles = own;
         static_cast<DenseVariant &>(own) = *before->variant;

@@ -132,6 +132,15 @@ inline const fusion::Variant &variant_named(const nb::object &name) {
     refuse("variant \"" + wanted + "\" does not run here");
 }
 
+// The chosen or named variant with all its parts.
+inline const fusion::Built &built_variant(const nb::object &name) {
+    const fusion::Variant &wanted = variant_named(name);
+    for (const fusion::Built &built : fusion::built_variants()) {
+        if (built.variant == &wanted) return built;
+    }
+    refuse("the variant does not run here");
+}
+
 inline int choice(nb::handle value, const char *name, int count) {
     const int number = nb::cast<int>(value);
     if (number < 0 || number >= count) refuse(std::string(name) + " is unknown");

@@ -156,6 +156,7 @@ void bind_backward(nb::module_ &m);   // bind/backward.cpp
 void bind_decode(nb::module_ &m);     // bind/decode.cpp
 void bind_peak(nb::module_ &m);       // bind/peak.cpp
 void bind_sparse(nb::module_ &m);     // bind/sparse.cpp
+void bind_pool(nb::module_ &m);       // bind/pool.cpp
 void bind_signature(nb::module_ &m);  // bind/signature.cpp
 
 NB_MODULE(_native, m) {
@@ -185,5 +186,6 @@ NB_MODULE(_native, m) {
     bind_backward(m);
     bind_decode(m);
     bind_sparse(m);
+    bind_pool(m);
     bind_signature(m);
 }

@@ -147,18 +147,10 @@ private:
     }
 };
 
-const fusion::SparseVariant &sparse_variant_named(const nb::object &name) {
-    const fusion::Variant &wanted = variant_named(name);
-    for (const fusion::Built &built : fusion::built_variants()) {
-        if (built.variant == &wanted) return *built.sparse;
-    }
-    refuse("the variant does not run here");
-}
-
 void construct_sparse(fusion::SparsePlan *self, const nb::tuple &problem, const nb::tuple &extents, bool backward,
                       const nb::object &variant) {
     new (self)
-        fusion::SparsePlan(sparse_variant_named(variant), sparse_problem_of(problem), sequences_of(extents), backward);
+        fusion::SparsePlan(*built_variant(variant).sparse, sparse_problem_of(problem), sequences_of(extents), backward);
 }
 
 void run_sparse(const fusion::SparsePlan &self, int threads, const nb::tuple &operands) {
@@ -175,7 +167,7 @@ void construct_loss(fusion::SparsePlan *self, const nb::tuple &problem, const nb
     SparseProblem own = sparse_problem_of(problem);
     own.unit_target = unit_target;
     new (self)
-        fusion::SparsePlan(sparse_variant_named(variant), own, sequences_of(extents), sparse_problem_of(attention));
+        fusion::SparsePlan(*built_variant(variant).sparse, own, sequences_of(extents), sparse_problem_of(attention));
 }
 
 void run_loss(const fusion::SparsePlan &self, int threads, const nb::tuple &operands, const nb::tuple &attended,
@@ -195,7 +187,7 @@ void run_loss(const fusion::SparsePlan &self, int threads, const nb::tuple &oper
 
 void construct_indexer(fusion::IndexerPlan *self, const nb::tuple &problem, const nb::tuple &extents,
                        const nb::object &variant) {
-    new (self) fusion::IndexerPlan(sparse_variant_named(variant), sparse_problem_of(problem), sequences_of(extents));
+    new (self) fusion::IndexerPlan(*built_variant(variant).sparse, sparse_problem_of(problem), sequences_of(extents));
 }
 
 void run_indexer(const fusion::IndexerPlan &self, int threads, const nb::tuple &operands) {

@@ -758,6 +758,34 @@ def aclnnSparseFlashMlaSoftmaxL1NormMetadataGetWorkspaceSize(
 
 aclnnSparseFlashMlaSoftmaxL1NormMetadata: _Run
 
+def aclnnCompressorGetWorkspaceSize(
+    x: acl.Tensor | None, wkv: acl.Tensor | None, wgate: acl.Tensor | None, state_cache: acl.Tensor | None,
+    ape: acl.Tensor | None, state_block_table: acl.Tensor | None,
+    cu_seqlens: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    start_pos: acl.IntArray | acl.Tensor | Sequence[int] | None, cmp_ratio: int, coff: int, cache_mode: int,
+    state_cache_stride_dim0: int, grad_enabled: bool, cmp_kv: acl.Tensor | None, softmax_score: acl.Tensor | None,
+    kv: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Projects rows to keys and gates, and pools every window of cmp_ratio rows to one compressed key. Phase 1:
+    checks, plans, and says how much workspace phase 2 needs."""
+
+aclnnCompressor: _Run
+
+def aclnnCompressorGradGetWorkspaceSize(
+    x: acl.Tensor | None, wkv: acl.Tensor | None, wgate: acl.Tensor | None, dcmp_kv: acl.Tensor | None,
+    softmax_score: acl.Tensor | None, kv: acl.Tensor | None,
+    cu_seqlens: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    start_pos: acl.IntArray | acl.Tensor | Sequence[int] | None, cmp_ratio: int, coff: int, dx: acl.Tensor | None,
+    dwkv: acl.Tensor | None, dwgate: acl.Tensor | None, dape: acl.Tensor | None, *, strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Gradients of Compressor, from the rows that it saved. Phase 1: checks, plans, and says how much workspace phase
+    2 needs."""
+
+aclnnCompressorGrad: _Run
+
 def aclnnSparseLightningIndexerGradKLLossGetWorkspaceSize(
     query: acl.Tensor | None, key: acl.Tensor | None, query_index: acl.Tensor | None, key_index: acl.Tensor | None,
     weights: acl.Tensor | None, sparse_indices: acl.Tensor | None, softmax_max: acl.Tensor | None,

@@ -107,5 +107,19 @@ class IndexerPlan:
 class PreparedIndexer:
     def run(self, threads: int, /, *tensors: Tensor | None) -> int: ...
 
+def pool(
+    threads: int,
+    problem: tuple[Any, ...],
+    lengths: tuple[Any, ...],
+    operands: tuple[Any, ...],
+    variant: str | None = None,
+) -> None: ...
+def pool_gradients(
+    threads: int,
+    problem: tuple[Any, ...],
+    lengths: tuple[Any, ...],
+    operands: tuple[Any, ...],
+    variant: str | None = None,
+) -> None: ...
 def machine_peak(threads: int) -> dict[str, float]: ...
 def multiply_adds(dtype: str, threads: int, turns: int, variant: str | None = None) -> float: ...

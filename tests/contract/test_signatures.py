@@ -481,6 +481,13 @@ ACLNN = {
         cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k topk_length num_heads_q num_heads_k head_dim
         batch_size max_seqlen_q max_seqlen_k topk layout_q layout_k mask_mode cmp_ratio meta_data
     """,
+    "aclnnCompressor": """
+        x wkv wgate state_cache ape state_block_table cu_seqlens seqused start_pos cmp_ratio coff cache_mode
+        state_cache_stride_dim0 grad_enabled cmp_kv softmax_score kv
+    """,
+    "aclnnCompressorGrad": """
+        x wkv wgate dcmp_kv softmax_score kv cu_seqlens seqused start_pos cmp_ratio coff dx dwkv dwgate dape
+    """,
     "aclnnSparseFlashMlaSoftmaxL1Norm": """
         q k softmax_lse sparse_indices cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k topk_length metadata
         softmax_scale max_seqlen_k cmp_ratio mask_mode layout_q layout_k out

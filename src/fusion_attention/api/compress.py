@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from fusion_attention.contract import ContractError, Failure
-from fusion_attention.torch_ops.pooling import pooled
+from fusion_attention.torch_ops.pooling import Windows, pooled
 
 __all__ = ["CompressionState", "compress"]
 
@@ -29,20 +30,20 @@ class CompressionState:
         self._rows: tuple[Tensor, Tensor] | None = None
         self._windows: tuple[int, bool] | None = None  # ratio and overlap of the calls
 
-    def joined(self, rows: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows and gates of earlier calls, then the new ones."""
-        if self._rows is None:
-            return rows, gates
-        before, z = self._rows
-        return torch.cat((before, rows), 1), torch.cat((z, gates), 1)
-
-    def keep(self, rows: Tensor, gates: Tensor, tokens: int, ratio: int, overlap: bool) -> None:
-        """Keeps the rows of the unfinished window, and with overlap those of the window before it."""
+    def continued(self, rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
+        """Pools the windows that these rows complete, and keeps the rows of the unfinished window, and with overlap
+        those of the window before it."""
+        ratio, tokens = windows.ratio, rows.shape[1]
+        before = windows.overlap and self.tokens >= ratio
+        if self._rows is not None:
+            rows, gates = (torch.cat(pair, 1) for pair in zip(self._rows, (rows, gates), strict=True))
+        result = pooled(rows, gates, bias, replace(windows, before=before))
         self.tokens += tokens
-        self._windows = ratio, overlap
+        self._windows = ratio, windows.overlap
         self.residual = self.tokens % ratio
-        first = rows.shape[1] - self.residual - (ratio if overlap and self.tokens >= ratio else 0)
+        first = rows.shape[1] - self.residual - (ratio if windows.overlap and self.tokens >= ratio else 0)
         self._rows = rows[:, first:].detach().clone(), gates[:, first:].detach().clone()
+        return result
 
 
 def compress(
@@ -64,7 +65,8 @@ def compress(
     With overlap, rows have 2 D channels, and a window pools two sets of rows: channels 0 to D - 1 of the window before
     it (none before window 0), and channels D to 2 D - 1 of its own. These are the compressed keys of
     compressed_attention(). A sequence's unfinished last window gives none. Differentiable in kv, gate and
-    position_bias; torch's operators compute it in float32, on any device.
+    position_bias. Computed in float32, or in float64 for float64 rows: on a CPU by the native core, elsewhere and for
+    float64 by torch's operators.
 
     Args:
         kv: rows [B, S, N2, C], C = D or, with overlap, 2 D; float16, bfloat16, float32 or float64.
@@ -92,48 +94,10 @@ def compress(
         torch.Size([1, 2, 1, 16])
     """
     lengths = _checked(kv, gate, ratio, position_bias, overlap, layout, kv_len, state)
-    if layout == "TND":
-        ends = torch.tensor(lengths).cumsum(0).tolist()
-        spans = [slice(end - n, end) for n, end in zip(lengths, ends, strict=True)]
-        results = [_windows(kv[None, at], gate[None, at], ratio, position_bias, overlap)[0] for at in spans]
-        return torch.cat(results) if results else kv.new_zeros(0, *kv.shape[1:-1], kv.shape[-1] // (1 + overlap))
     if state is not None:
-        return _continued(kv, gate, ratio, position_bias, overlap, state)
-    if kv_len is None:
-        return _windows(kv, gate, ratio, position_bias, overlap)
-    # Rows behind a sequence may hold anything, and take no part: neither in sums nor in gradients.
-    used = torch.tensor(lengths, device=kv.device)[:, None, None, None]
-    valid = torch.arange(kv.shape[1], device=kv.device)[None, :, None, None] < used
-    out = _windows(kv.where(valid, 0), gate.where(valid, 0), ratio, position_bias, overlap)
-    closed = torch.arange(out.shape[1], device=kv.device)[None, :, None, None] < used // ratio
-    return out.where(closed, 0)
-
-
-def _biased(gate: Tensor, bias: Tensor | None, ratio: int, position: int = 0) -> Tensor:
-    """Gates with the bias of their positions, the first of which is `position`; in float32 or float64."""
-    gate = gate.to(torch.promote_types(gate.dtype, torch.float32))
-    if bias is None:
-        return gate
-    at = (torch.arange(gate.shape[1], device=gate.device) + position) % ratio
-    return gate + bias.to(gate.dtype)[at][:, None]
-
-
-def _windows(kv: Tensor, gate: Tensor, ratio: int, bias: Tensor | None, overlap: bool) -> Tensor:
-    """Pools the complete windows of rows that start at position 0."""
-    complete = kv.shape[1] // ratio * ratio
-    return pooled(kv[:, :complete], _biased(gate[:, :complete], bias, ratio), ratio, overlap)
-
-
-def _continued(
-    kv: Tensor, gate: Tensor, ratio: int, bias: Tensor | None, overlap: bool, state: CompressionState
-) -> Tensor:
-    """Pools the windows that these rows complete, after the rows in the state, and updates the state."""
-    first = state.tokens < ratio
-    rows, gates = state.joined(kv, _biased(gate, bias, ratio, state.tokens))
-    complete = rows.shape[1] // ratio * ratio
-    result = pooled(rows[:, :complete], gates[:, :complete], ratio, overlap, first=first or not overlap)
-    state.keep(rows, gates, kv.shape[1], ratio, overlap)
-    return result
+        return state.continued(kv, gate, position_bias, Windows(ratio, overlap))
+    used = None if kv_len is None else tuple(lengths)
+    return pooled(kv, gate, position_bias, Windows(ratio, overlap, used, layout == "TND"))
 
 
 def _checked(

@@ -35,7 +35,7 @@ GROUPS = {
     "cann_ops_transformer": r"cann_ops_transformer\..*",
     "aclnn: training": r"aclnnFlashAttention.*",
     "aclnn: inference": r"aclnn(Incre|Prompt|FusedInfer).*",
-    "aclnn: sparse": r"aclnn(Sparse|Dense|Lightning|BlockSparse).*",
+    "aclnn: sparse": r"aclnn(Sparse|Dense|Lightning|BlockSparse|Compressor).*",
 }
 
 

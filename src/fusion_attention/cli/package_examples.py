@@ -135,6 +135,42 @@ BLOCKS_GRAD = Call(
     {"dq": "torch.empty_like(query)", "dk": "torch.empty_like(key)", "dv": "torch.empty_like(value)"},
     "dq, dk, dv",
 )
+COMPRESSED_ROWS = (
+    "x = torch.randn(1, 64, 1024, dtype=torch.bfloat16)",
+    "wkv, wgate = (torch.randn(256, 1024, dtype=torch.bfloat16) / 32 for _ in range(2))  # windows overlap: 2 * 128",
+    "ape = torch.zeros(4, 256)",
+)
+COMPRESSOR = Call(
+    (
+        *COMPRESSED_ROWS,
+        "state_cache = torch.zeros(2, 64, 512)  # block 0 keeps nothing",
+        "state_block_table = torch.ones(1, 1, dtype=torch.int32)",
+    ),
+    named("x", "wkv", "wgate", "state_cache", "ape", "state_block_table")
+    | {"cmp_ratio": "4", "coff": "2", "grad_enabled": "True"},
+    {
+        "cmp_kv": "torch.empty(1, 16, 128, dtype=torch.bfloat16)",
+        "softmax_score": "torch.empty(1, 16, 8, 128)",
+        "kv": "torch.empty(1, 16, 8, 128)",
+    },
+    "cmp_kv, softmax_score, kv",
+)
+COMPRESSOR_GRAD = Call(
+    (
+        *COMPRESSED_ROWS[:2],
+        "dcmp_kv = torch.randn(1, 16, 128, dtype=torch.bfloat16)",
+        "softmax_score = torch.full((1, 16, 8, 128), 1 / 8)  # of the forward, as kv",
+        "kv = torch.randn(1, 16, 8, 128)",
+    ),
+    named("x", "wkv", "wgate", "dcmp_kv", "softmax_score", "kv") | {"cmp_ratio": "4", "coff": "2"},
+    {
+        "dx": "torch.empty_like(x)",
+        "dwkv": "torch.empty_like(wkv)",
+        "dwgate": "torch.empty_like(wgate)",
+        "dape": "torch.empty(4, 256)",
+    },
+    "dx, dwkv, dwgate, dape",
+)
 CALLS = {  # what a name begins with, the most specific first
     "aclnnBlockSparseAttentionGrad": BLOCKS_GRAD,
     "npu_block_sparse_attention_backward": BLOCKS_GRAD,
@@ -143,6 +179,8 @@ CALLS = {  # what a name begins with, the most specific first
     "npu_block_sparse_attention": BLOCKS,
     "cann_ops_transformer.block_sparse_attention": BLOCKS,
     "aclnnLightningIndexerV2": INDEX_OF_TOKENS,
+    "aclnnCompressorGrad": COMPRESSOR_GRAD,
+    "aclnnCompressor": COMPRESSOR,
     "cann_ops_transformer.lightning_indexer": INDEX_OF_TOKENS,
     "aclnnSparseFlashMlaSoftmaxL1NormMetadata": L1_METADATA,
     "aclnnSparseFlashMlaMetadata": SHARED_KEYS_METADATA,

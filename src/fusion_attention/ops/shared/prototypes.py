@@ -212,6 +212,11 @@ _PAGES |= {
     "aclnnSparseFlashMlaGrad": f"""
         query dOut out lse {_SHARED_KEYS} {_SHARED_LENGTHS}
         scaleValue {_SHARED_MODES} dQuery dOriKv dCmpKv dSinks oriSoftmaxL1Norm cmpSoftmaxL1Norm""",
+    "aclnnCompressor": """
+        x wkv wgate stateCacheRef ape stateBlockTable cuSeqlens seqused startPos cmpRatio coff cacheMode
+        stateCacheStrideDim0 gradEnabled cmpKv softmaxScore kv""",
+    "aclnnCompressorGrad": """
+        x wkv wgate dCmpKv softmaxScore kv cuSeqlens seqused startPos cmpRatio coff dX dWkv dWgate dApe""",
     "aclnnSparseFlashMlaSoftmaxL1Norm": """
         q k softmaxLse sparseIndices cuSeqlensQ cuSeqlensK sequsedQ sequsedK cmpResidualK topkLength metadata
         softmaxScale maxSeqlenK cmpRatio maskMode layoutQ layoutK out""",
@@ -258,7 +263,7 @@ _LENGTHS_ON_DEVICE = {
     f"aclnn{name}"
     for name in (
         *("SparseFlashAttention", "SparseFlashAttentionGrad"),
-        *("LightningIndexer", "LightningIndexerV2", "LightningIndexerGrad"),
+        *("LightningIndexer", "LightningIndexerV2", "LightningIndexerGrad", "Compressor", "CompressorGrad"),
         *(
             f"{name}{suffix}"
             for name in (
@@ -282,7 +287,11 @@ def _header(name: str) -> str:
 
 def _prototype(name: str, text: str, source: str) -> Prototype:
     names = tuple(text.split())
-    lengths = r"PaddingSize|actualSeq|cuSeq|(?i:seqUsed)|cmpResidual" if name in _LENGTHS_ON_DEVICE else r"PaddingSize"
+    lengths = (
+        r"PaddingSize|actualSeq|cuSeq|(?i:seqUsed)|cmpResidual|startPos"
+        if name in _LENGTHS_ON_DEVICE
+        else r"PaddingSize"
+    )
     return Prototype(names, source, _header(name), frozenset(result for result in names if re.search(lengths, result)))
 
 

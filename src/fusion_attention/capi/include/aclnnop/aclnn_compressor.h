@@ -1,0 +1,46 @@
+/* Written from the operators' records by `python -m codegen`. */
+#ifndef FUSION_ATTENTION_ACLNN_COMPRESSOR_H
+#define FUSION_ATTENTION_ACLNN_COMPRESSOR_H
+
+#include "aclnn/aclnn_base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Projects rows to keys and gates, and pools every window of cmp_ratio rows to one compressed key.
+ *   x: Rows [B, S, H], or packed [T, H] with cu_seqlens.
+ *   wkv: Projection to keys, [coff * D, H].
+ *   wgate: Projection to gates, [coff * D, H].
+ *   stateCacheRef: Keys and gates of earlier rows, in blocks [blocks, rows, 2 * coff * D]; written in place.
+ *   ape: Bias of gates by the position in a window, [cmp_ratio, coff * D].
+ *   stateBlockTable: Blocks of state_cache: [B, blocks of a sequence] in cache_mode 1, of which 0 keeps nothing;
+ *       [B] in cache_mode 2. None: nothing is kept. Null: absent.
+ *   cuSeqlens: Packed rows: 0, and the cumulative ends of the sequences. Null: absent.
+ *   seqused: Rows of every sequence that count; None: all. Null: absent.
+ *   startPos: Position of the first row of every sequence; None: 0. Null: absent.
+ *   cmpRatio: Rows of a window.
+ *   coff: 1; or 2, windows overlap: rows have 2 * D channels, and the first D of them belong to the next window.
+ *   cacheMode: 1: a block for each position; 2: one block of a sequence as a ring.
+ *   stateCacheStrideDim0: Without effect: the tensor has its strides.
+ *   gradEnabled: Write softmax_score and kv, which the gradient reads.
+ *   cmpKv: [B, ceil(S / cmp_ratio), D], or packed [min(T, T // cmp_ratio + B), D]; zeros behind the last window of
+ *       a sequence, packed behind that of the last.
+ *   softmaxScore: Weights of the rows of windows, [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as
+ *       cmp_kv is; with coff 2 rows of the window before and of the window alternate.
+ *   kv: Rows of windows, [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as cmp_kv is; with coff 2 rows of
+ *       the window before and of the window alternate. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnCompressorGetWorkspaceSize(
+    const aclTensor *x, const aclTensor *wkv, const aclTensor *wgate, const aclTensor *stateCacheRef,
+    const aclTensor *ape, const aclTensor *stateBlockTable, const aclTensor *cuSeqlens, const aclTensor *seqused,
+    const aclTensor *startPos, int64_t cmpRatio, int64_t coff, int64_t cacheMode, int64_t stateCacheStrideDim0,
+    bool gradEnabled, const aclTensor *cmpKv, const aclTensor *softmaxScore, const aclTensor *kv,
+    uint64_t *workspaceSize, aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnCompressor(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,39 @@
+/* Written from the operators' records by `python -m codegen`. */
+#ifndef FUSION_ATTENTION_ACLNN_COMPRESSOR_GRAD_H
+#define FUSION_ATTENTION_ACLNN_COMPRESSOR_GRAD_H
+
+#include "aclnn/aclnn_base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Gradients of Compressor, from the rows that it saved.
+ *   x: Rows [B, S, H], or packed [T, H] with cu_seqlens.
+ *   wkv: Projection to keys, [coff * D, H].
+ *   wgate: Projection to gates, [coff * D, H].
+ *   dCmpKv: Gradient of cmp_kv.
+ *   softmaxScore: softmax_score of the forward.
+ *   kv: kv of the forward.
+ *   cuSeqlens: Packed rows: 0, and the cumulative ends of the sequences. Null: absent.
+ *   seqused: Rows of every sequence that count; None: all. Null: absent.
+ *   startPos: Position of the first row of every sequence; None: 0. Null: absent.
+ *   cmpRatio: Rows of a window.
+ *   coff: 1; or 2, windows overlap: rows have 2 * D channels, and the first D of them belong to the next window.
+ *   dX: Gradient of x, in its shape.
+ *   dWkv: Gradient of wkv, in its shape.
+ *   dWgate: Gradient of wgate, in its shape.
+ *   dApe: Gradient of ape, [cmp_ratio, coff * D]. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnCompressorGradGetWorkspaceSize(
+    const aclTensor *x, const aclTensor *wkv, const aclTensor *wgate, const aclTensor *dCmpKv,
+    const aclTensor *softmaxScore, const aclTensor *kv, const aclTensor *cuSeqlens, const aclTensor *seqused,
+    const aclTensor *startPos, int64_t cmpRatio, int64_t coff, const aclTensor *dX, const aclTensor *dWkv,
+    const aclTensor *dWgate, const aclTensor *dApe, uint64_t *workspaceSize, aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnCompressorGrad(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,286 @@
+"""The records of CANN's Compressor and CompressorGrad, computed by torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import Attr, Bound, Rule, Tensor
+from fusion_attention.ir.call import Filled
+from fusion_attention.ir.problem import Problem
+from fusion_attention.memory import empty
+from fusion_attention.ops.auxiliary.common import floats, result
+from fusion_attention.ops.auxiliary.compressed_rows import Saved, Sequences, compressed, gradients
+from fusion_attention.ops.auxiliary.compressor import COMPRESSOR
+from fusion_attention.ops.shared.call import TensorCall
+from fusion_attention.ops.shared.checks import float32
+from fusion_attention.ops.shared.metadata import NO_ATTENTION, NO_SEQUENCE
+from fusion_attention.ops.shared.prototypes import PROTOTYPES
+from fusion_attention.ops.shared.rules import invalid, no_float32, refused
+
+OUT, SAVED = "cmp_kv", ("softmax_score", "kv")
+GRADIENTS = ("dx", "dwkv", "dwgate", "dape")
+
+
+@dataclass(frozen=True, eq=False)
+class Compressor(TensorCall):
+    """A lowered call without work for a back end; its extents have no sequence.
+
+    Args:
+        of: the sequences.
+        cache_mode: as of the operator. saves: the rows of windows are saved too.
+    """
+
+    of: Sequences
+    cache_mode: int
+    saves: bool
+    problem: Problem = NO_ATTENTION
+    op_kind = "attention_forward"
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Fresh memory."""
+        return _results(self.given("x"), self.given("wkv"), self.of, self.saves)
+
+    def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
+        """A run that writes to `outputs`."""
+        return _Run(self, outputs)
+
+
+class _Run(Filled):
+    __slots__ = ("call", "results")
+
+    def __init__(self, call: Compressor, results: Mapping[str, torch.Tensor]) -> None:
+        super().__init__((), clears=tuple(results[name] for name in SAVED) if call.saves else ())
+        self.call, self.results = call, results
+
+    def finish(self) -> None:
+        c = self.call
+        given = (c.given(name) for name in ("x", "wkv", "wgate", "state_cache", "ape"))
+        saved = Saved(*(self.results[name] for name in SAVED)) if c.saves else None
+        table = c.tensors["state_block_table"]
+        self.results[OUT].copy_(compressed(*given, table, c.cache_mode, c.of, saved=saved))
+
+
+@dataclass(frozen=True, eq=False)
+class CompressorGrad(TensorCall):
+    """A lowered call of the gradients; without work for a back end."""
+
+    of: Sequences
+    problem: Problem = NO_ATTENTION
+    op_kind = "attention_backward"
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Fresh memory."""
+        return _gradients(self.tensors | {"cmp_ratio": self.of.ratio})
+
+    def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
+        """A run that writes to `outputs`."""
+        return _GradRun(self, outputs)
+
+
+class _GradRun(Filled):
+    __slots__ = ("call", "results")
+
+    def __init__(self, call: CompressorGrad, results: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(())
+        self.call, self.results = call, results
+
+    def finish(self) -> None:
+        c = self.call
+        x, wkv, wgate, dcmp_kv = (c.given(name) for name in ("x", "wkv", "wgate", "dcmp_kv"))
+        computed = gradients(x, wkv, wgate, dcmp_kv, Saved(*(c.given(name) for name in SAVED)), c.of)
+        for name, gradient in zip(GRADIENTS, computed, strict=True):
+            self.results[name].copy_(gradient)
+
+
+def _results(x: torch.Tensor, wkv: torch.Tensor, of: Sequences, saves: bool) -> dict[str, torch.Tensor]:
+    dim = wkv.shape[0] // of.coff
+    saved = dict.fromkeys(SAVED, of.shape(of.coff * of.ratio, dim)) if saves else {}
+    return {OUT: empty(x, of.shape(dim))} | {
+        name: empty(x, shape, torch.promote_types(x.dtype, torch.float32)) for name, shape in saved.items()
+    }
+
+
+def _gradients(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    like = {"d" + name: n[name] for name in ("x", "wkv", "wgate")}
+    dape = empty(n["x"], (n["cmp_ratio"], n["wkv"].shape[0]), torch.promote_types(n["x"].dtype, torch.float32))
+    return {name: empty(t, t.shape) for name, t in like.items()} | {"dape": dape}
+
+
+def _sequences(n: Mapping[str, Any]) -> Sequences:
+    return Sequences.of(n["x"], n["cmp_ratio"], n["coff"], n["cu_seqlens"], n["seqused"], n["start_pos"])
+
+
+def _lower(bound: Bound) -> Compressor:
+    n = bound.names
+    tensors = {name: n[name] for name in ("x", "wkv", "wgate", "state_cache", "ape", "state_block_table")}
+    return Compressor(NO_SEQUENCE, "", tensors, _sequences(n), n["cache_mode"], n["grad_enabled"])
+
+
+def _lower_grad(bound: Bound) -> CompressorGrad:
+    n = bound.names
+    tensors = {name: n[name] for name in ("x", "wkv", "wgate", "dcmp_kv", *SAVED)}
+    return CompressorGrad(NO_SEQUENCE, "", tensors, _sequences(n))
+
+
+# -------------------------------------------------------------------------------------------------------------- records
+
+
+def covers_windows(
+    result: torch.Tensor, x: torch.Tensor, wkv: torch.Tensor, ratio: int, coff: int, *lengths: Any
+) -> bool | str:
+    """True if a tensor has rows for all windows of a call, of coff * ratio saved rows if it has an axis more."""
+    of, dim = Sequences.of(x, ratio, coff, *lengths), wkv.shape[0] // coff
+    saved = result.dim() == (4 if of.size is not None else 3)
+    wanted = of.shape(coff * ratio, dim) if saved else of.shape(dim)
+    return tuple(result.shape) == wanted or f"{list(result.shape)} instead of {list(wanted)}"
+
+
+def layout_of(n: Mapping[str, Any]) -> str:
+    """The form of rows: padded, or packed with cu_seqlens."""
+    return "BSH" if n["cu_seqlens"] is None else "TH"
+
+
+def _derive(n: Mapping[str, Any]) -> dict[str, Any]:
+    """Axes of the results; R is missing if no rows are saved."""
+    x, wkv = n["x"], n["wkv"]
+    if wkv.dim() != 2 or x.dim() != (3 if n["cu_seqlens"] is None else 2):
+        return {}
+    saved = n["coff"] * n["cmp_ratio"] if n["grad_enabled"] else None
+    sizes = {"C": wkv.shape[0], "D": wkv.shape[0] // n["coff"], "H": x.shape[-1], "P": n["cmp_ratio"], "R": saved}
+    padded = x.shape[:2] if n["cu_seqlens"] is None else (len(n["cu_seqlens"]) - 1, 0)
+    return sizes | {"B": padded[0], "S": padded[1], "Nw": -(-padded[1] // n["cmp_ratio"])}
+
+
+_WINDOWS = {"BSH": "B Nw D", "TH": "Tw D"}
+_SAVED_ROWS = {"BSH": "B Nw R D", "TH": "Tw R D"}
+_SHAPES = {OUT: _WINDOWS, **dict.fromkeys(SAVED, _SAVED_ROWS), "dx": {"BSH": "B S H", "TH": "T H"}}
+_SHAPES |= {"dwkv": "C H", "dwgate": "C H", "dape": "P C"}  # type: ignore[dict-item]
+
+
+def _shaped(p: Tensor) -> Tensor:
+    return replace(p, shape=_SHAPES[p.name], form=layout_of)
+
+
+_P = COMPRESSOR.by_name
+_CALL = "x, wkv, cmp_ratio, coff, cu_seqlens, seqused, start_pos"
+_WHEN = ("wkv.dim() == 2 and x.dim() == (3 if cu_seqlens is None else 2)"
+         " and lengths_fit(x, cu_seqlens, seqused, start_pos) is True")  # fmt: skip
+
+
+def _placed(name: str, advice: str, sample: str) -> Rule:
+    return invalid(f"{name} is None or covers_windows({name}, {_CALL})", name, advice, "a row for every window",
+                   invalid={name: (sample, "float16" if name.endswith(OUT) else "float32")}, when=_WHEN)  # fmt: skip
+
+
+def _sized(rule: Rule) -> Rule:
+    """A rule of COMPRESSOR with a sample of these records' sizes."""
+    cache = rule.invalid.get("state_cache")
+    if isinstance(cache, torch.Tensor):
+        wide = torch.zeros(3, 4, 256, requires_grad=True) if cache.requires_grad else torch.zeros(3, 1, 1)
+        return replace(rule, invalid={"state_cache": wide.expand(3, 4, 256) if wide.shape[1] == 1 else wide})
+    return replace(rule, invalid={"wkv": "C 6", "wgate": "C 6"}) if rule.param == "wkv" else rule
+
+
+_RULES = tuple(map(_sized, COMPRESSOR.rules))
+LIMITS = (
+    replace(no_float32("x"), invalid={"x": ("B 6 H", "float32")}),
+    refused("x.shape[-1] % 512 == 0 and 1024 <= x.shape[-1] <= 10240", "x", "the chip takes no other rows",
+            when="x.dim() > 1", invalid={"x": "B 6 512", "wkv": "C 512", "wgate": "C 512"}),
+    refused("wkv.shape[0] // coff in (128, 512)", "wkv", "the chip pools to 128 or 512 channels",
+            when="wkv.dim() == 2",
+            invalid={"wkv": "4 H", "wgate": "4 H", "ape": "4 4", "state_cache": "3 4 8"}),
+    refused("2 <= cmp_ratio <= 128", "cmp_ratio", "the chip takes no other windows",
+            invalid={"cmp_ratio": 129, "ape": "129 C"}),
+)  # fmt: skip
+SIZES = {"B": 2, "H": 1024, "W": 1024, "C": 128}
+_SAMPLE: dict[str, Any] = {
+    "x": ("B 6 H", "float16"), "wkv": "C H", "wgate": "C H",
+}  # fmt: skip
+V1 = COMPRESSOR.version(
+    "aclnnCompressor",
+    COMPRESSOR.summary,
+    params=(
+        *(_P[name] for name in ("x", "wkv", "wgate", "state_cache", "ape", "state_block_table")),
+        *(_P[name] for name in ("cu_seqlens", "seqused", "start_pos", "cmp_ratio", "coff", "cache_mode")),
+        Attr("state_cache_stride_dim0", "Without effect: the tensor has its strides.", default=0),
+        Attr("grad_enabled", "Write softmax_score and kv, which the gradient reads.", type=bool, default=False),
+        _shaped(_P[OUT]),
+        *(
+            _shaped(result(name, f"{text}, [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as cmp_kv is; with "
+                           "coff 2 rows of the window before and of the window alternate.", "float32"))
+            for name, text in (("softmax_score", "Weights of the rows of windows"), ("kv", "Rows of windows"))
+        ),
+    ),
+    rules=(
+        *_RULES,
+        _placed(OUT, "a result for every window that may close", "2 1 128"),
+        *(_placed(name, "saved rows for every window", "2 2 4 64") for name in SAVED),
+        *LIMITS,
+    ),
+    source="CANN",
+    prototypes=PROTOTYPES,
+    blank_is_absent=True,
+    rulings=(44,),
+    layouts=("BSH",),
+    neutral={"input_layout": "BSH", **dict.fromkeys(("B", "S", "Nw", "D", "R", "H", "C", "P"))},
+    derive=_derive,
+    functions=COMPRESSOR.functions | {"covers_windows": covers_windows, "float32": float32},
+    lower=_lower,
+    results=(OUT, *SAVED),
+    fresh=lambda n: _results(n["x"], n["wkv"], _sequences(n), n["grad_enabled"]),
+    sizes=COMPRESSOR.sizes | SIZES,
+    samples={"BSH": COMPRESSOR.samples[""] | _SAMPLE | {"state_cache": "3 4 256"}},
+    keywords="",
+    declared={},
+    example="",
+)  # fmt: skip
+_SAVED_SAMPLES = {
+    "wkv": {"dcmp_kv": "2 2 4", "softmax_score": ("2 2 4 4", "float32"), "kv": ("2 2 4 4", "float32")},
+    "cmp_ratio": {"dcmp_kv": "2 1 C", "softmax_score": ("2 1 129 C", "float32"), "kv": ("2 1 129 C", "float32")},
+}
+GRAD_V1 = V1.version(
+    "aclnnCompressorGrad",
+    "Gradients of Compressor, from the rows that it saved.",
+    params=(
+        *(_P[name] for name in ("x", "wkv", "wgate")),
+        floats("dcmp_kv", "Gradient of cmp_kv.", like="x"),
+        *(Tensor(name, f"{name} of the forward.", dtypes="float32") for name in SAVED),
+        *(_P[name] for name in ("cu_seqlens", "seqused", "start_pos", "cmp_ratio", "coff")),
+        *(_shaped(result(f"d{name}", f"Gradient of {name}, in its shape.", "=x")) for name in ("x", "wkv", "wgate")),
+        _shaped(result("dape", "Gradient of ape, [cmp_ratio, coff * D].", "float32")),
+    ),
+    rules=(
+        *(rule for rule in _RULES if not {"ape", "state_cache", "state_block_table"} & {rule.param}),
+        _placed("dcmp_kv", "an element for each of cmp_kv", "2 1 128"),
+        *(_placed(name, "as the forward wrote it", "2 2 4 64") for name in SAVED),
+        *(
+            invalid(f"d{name} is None or d{name}.shape == {name}.shape", f"d{name}", "a gradient for each element",
+                    f"the shape of {name}", invalid={f"d{name}": ("7 6 H" if name == "x" else "C 6", "float16")})
+            for name in ("x", "wkv", "wgate")
+        ),
+        invalid("dape is None or list(dape.shape) == [cmp_ratio, wkv.shape[0]]", "dape", "a gradient for each element",
+                "[cmp_ratio, coff * D]", when="wkv.dim() == 2", invalid={"dape": "3 C"}),
+        *(
+            replace(
+                rule,
+                invalid={k: v for k, v in rule.invalid.items() if k not in ("ape", "state_cache")}
+                | _SAVED_SAMPLES.get(rule.param, {}),
+            )
+            for rule in LIMITS
+        ),
+    ),
+    formula="dkv_p = W_p * dcmp,  dz_p = W_p * (dcmp * kv_p - sum_p W_p * dcmp * kv_p)\n"
+            "dx = dkv wkv + dz wgate,  dwkv = dkv^T x,  dwgate = dz^T x,  dape = sum of dz by position",
+    tex=r"dkv_p = W_p \odot dcmp \qquad dz_p = W_p \odot \Big(dcmp \odot kv_p - \sum_{p'} W_{p'} \odot dcmp \odot "
+        r"kv_{p'}\Big) \qquad dx = dkv\, W_{kv} + dz\, W_{gate}",
+    neutral=V1.neutral | {"grad_enabled": False},
+    lower=_lower_grad,
+    results=GRADIENTS,
+    fresh=_gradients,
+    samples={"BSH": _SAMPLE | {"dcmp_kv": "2 2 128", "softmax_score": "2 2 4 128", "kv": "2 2 4 128"}},
+)  # fmt: skip
+RECORDS = (V1, GRAD_V1)

@@ -1,0 +1,85 @@
+"""Compressed keys: windows of rows pooled by a softmax per channel, in torch's operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The division of rows into windows.
+
+    Args:
+        ratio: rows of a window.
+        overlap: rows have 2 D channels, of which the first D belong to the next window.
+        lengths: rows of every sequence; None: all of padded rows.
+        packed: rows are [T, N, C], otherwise [B, S, N, C].
+        before: the first window in memory is the one before the first result, and gives none.
+    """
+
+    ratio: int
+    overlap: bool
+    lengths: tuple[int, ...] | None = None
+    packed: bool = False
+    before: bool = False
+
+    def results(self, rows: int) -> int:
+        """The number of results of a sequence."""
+        return max(rows // self.ratio - self.before, 0)
+
+
+def pooled(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
+    """Pools windows of rows [B, S, N, C] to [B, windows, N, D], or packed [T, N, C] to [all windows, N, D].
+
+        out[w, d] = sum_p softmax_p(gates[p, d] + bias[p % ratio, d]) * rows[p, d]
+
+    Without overlap, p are the rows of window w and D = C. With overlap, D = C / 2 and p are two sets of rows: the first
+    D channels of window w - 1, if there is one, and the last D channels of window w. Computes in float32, or in float64
+    for float64 rows. Padded results behind the windows of a sequence are 0, and rows behind it may hold anything.
+    """
+    lengths = windows.lengths
+    if lengths is None:
+        return _complete(rows, gates, bias, windows)
+    if windows.packed:
+        spans = zip(rows.split(lengths), gates.split(lengths), strict=True)
+    else:
+        spans = ((rows[b, :n], gates[b, :n]) for b, n in enumerate(lengths))
+    results = [_complete(x[None], z[None], bias, windows)[0] for x, z in spans]
+    none = rows.new_zeros(0, rows.shape[-2], rows.shape[-1] // (1 + windows.overlap))
+    if windows.packed:
+        return torch.cat((none, *results))
+    room = windows.results(rows.shape[1])
+    filled = [torch.cat((one, one.new_zeros(room - len(one), *one.shape[1:]))) for one in results]
+    return torch.stack(filled) if filled else none.expand(0, room, *none.shape[1:])
+
+
+def _complete(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
+    """Pools the complete windows of padded rows."""
+    x, z = rows_of_windows(rows, gates, bias, windows)
+    return (z.softmax(2) * x).sum(2).to(rows.dtype)
+
+
+def rows_of_windows(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -> tuple[Tensor, Tensor]:
+    """The rows that every complete window of padded rows pools, and their gates with the bias: [B, windows, ratio or
+    2 * ratio, N, D] in float32 or float64. Absent rows are 0, with a gate of -inf."""
+    dtype, ratio = torch.promote_types(rows.dtype, torch.float32), windows.ratio
+    count = rows.shape[1] // ratio
+    x, z = (t[:, : count * ratio].to(dtype).unflatten(1, (count, ratio)) for t in (rows, gates))
+    if bias is not None:
+        z = z + bias.to(dtype)[:, None]
+    if windows.overlap:
+        x, z = _with_previous(x, 0.0), _with_previous(z, -torch.inf)
+    return (x[:, 1:], z[:, 1:]) if windows.before else (x, z)
+
+
+def _with_previous(windows: Tensor, absent: float) -> Tensor:
+    """Windows of twice the rows, [B, windows, 2 * ratio, N, D]: the first D channels of the previous window, then the
+    last D channels of the window; absent: value before the first window."""
+    half = windows.shape[-1] // 2
+    previous, current = windows[..., :half], windows[..., half:]
+    none = torch.full_like(previous[:, :1], absent)
+    return torch.cat((torch.cat((none, previous[:, :-1]), 1), current), 2)

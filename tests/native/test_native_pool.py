@@ -1,0 +1,253 @@
+"""Pooling in the native core: every variant, forced, against float64.
+
+Rows lie in strided memory between NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits, same_where_not_finite
+from support.native_dense import VARIANTS
+
+from fusion_attention.backends.cpu.pooling import Pooling
+from fusion_attention.ops.shared.pooling import Windows, pooled
+from fusion_attention.testing.compare import compare
+from fusion_attention.testing.drawn import compare_with, expected_of
+
+Tensor = torch.Tensor
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences of rows, packed or padded to `size` rows.
+
+    Args:
+        dim: channels of a result. before: as of Windows.
+    """
+
+    ratio: int = 4
+    overlap: bool = True
+    dim: int = 24
+    heads: int = 2
+    lengths: tuple[int, ...] = (11, 0, 3, 8)
+    size: int = 13
+    packed: bool = False
+    biased: bool = True
+    before: bool = False
+
+    @property
+    def channels(self) -> int:
+        return self.dim * (1 + self.overlap)
+
+    def rows(self, seed: int, dtype: torch.dtype) -> Tensor:
+        """Rows [B, size, heads, channels], with NaN around and behind every sequence."""
+        generator = torch.Generator().manual_seed(seed)
+        memory = torch.full((len(self.lengths), self.size, self.heads + 1, self.channels + 3), torch.nan, dtype=dtype)
+        rows = memory[:, :, 1:, 2:-1]
+        for b, n in enumerate(self.lengths):
+            rows[b, :n] = torch.randn(rows[b, :n].shape, generator=generator, dtype=torch.float64).to(dtype)
+        return rows
+
+    def pack(self, rows: Tensor, windows: bool = False) -> Tensor:
+        """Padded rows (or windows) as this case has them in memory."""
+        counts = [max(n // self.ratio - self.before, 0) if windows else n for n in self.lengths]
+        return torch.cat([rows[b, :n] for b, n in enumerate(counts)]) if self.packed else rows
+
+    def table(self) -> Tensor | None:
+        generator = torch.Generator().manual_seed(9)
+        return torch.randn(self.ratio, self.channels, generator=generator) if self.biased else None
+
+    def pooling(self, variant: str | None) -> Pooling:
+        size = None if self.packed else self.size
+        return Pooling(self.ratio, self.overlap, self.lengths, self.before, size, variant)
+
+    def upstream(self, dtype: torch.dtype) -> Tensor:
+        """Gradients of padded results, NaN behind the last one."""
+        room = max(self.size // self.ratio - self.before, 0)
+        dout = torch.randn(len(self.lengths), room, self.heads, self.dim, generator=torch.Generator().manual_seed(5))
+        for b, n in enumerate(self.lengths):
+            dout[b, max(n // self.ratio - self.before, 0) :] = torch.nan
+        return dout.to(dtype)
+
+
+def run(case: Case, dtype: torch.dtype, variant: str | None) -> tuple[Tensor, ...]:
+    """out, dkv, dgate, and dbias if there is a bias."""
+    rows, gates = (case.pack(case.rows(seed, dtype)) for seed in (1, 2))
+    dout = case.pack(case.upstream(dtype), windows=True)
+    pooling, table = case.pooling(variant), case.table()
+    out = pooling.forward(rows, gates, table)
+    gradients = pooling.backward(rows, gates, table, dout, True)
+    return out, *(t for t in gradients if t is not None)
+
+
+def witness(rows: Tensor, gates: Tensor, table: Tensor, case: Case) -> Tensor:
+    """Results of one sequence: the rows of each window by their numbers."""
+    ratio, halves = case.ratio, 1 + case.overlap
+    offset = torch.arange(-ratio if case.overlap else 0, ratio)
+    token = torch.arange(len(rows) // ratio)[:, None] * ratio + offset
+    half = (offset >= 0).long() if case.overlap else torch.zeros_like(offset)
+    row = token.clamp(min=0)
+    there = (token >= 0)[..., None, None]
+    x, z = (t.unflatten(-1, (halves, case.dim))[row, :, half.expand_as(row)] for t in (rows, gates))
+    z = z + table.unflatten(-1, (halves, case.dim))[row % ratio, half.expand_as(row)][:, :, None]
+    weights = z.masked_fill(~there, -torch.inf).softmax(1)
+    return (weights * x.masked_fill(~there, 0)).sum(1)[int(case.before) :]
+
+
+def expected(case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The results of run() in float64."""
+    leaves = [case.rows(1, dtype).double().nan_to_num(), case.rows(2, dtype).double().nan_to_num()]
+    table = case.table()
+    leaves.append(torch.zeros(case.ratio, case.channels).double() if table is None else table.double())
+    leaves = [t.requires_grad_() for t in leaves]
+    dout = case.upstream(dtype).double().nan_to_num()
+    ones = [witness(leaves[0][b, :n], leaves[1][b, :n], leaves[2], case) for b, n in enumerate(case.lengths)]
+    out = torch.stack([torch.cat((one, dout.new_zeros(dout.shape[1] - len(one), *dout.shape[2:]))) for one in ones])
+    gradients = torch.autograd.grad(out, leaves, dout)
+    results = case.pack(out.detach(), windows=True), case.pack(gradients[0]), case.pack(gradients[1])
+    return *results, *(gradients[2:] if case.biased else ())
+
+
+CASES = [
+    Case(),
+    Case(packed=True),
+    Case(overlap=False, dim=37, heads=1),
+    Case(biased=False, dim=64, heads=1, lengths=(17, 4), size=17),
+    Case(ratio=1, overlap=False, dim=5, lengths=(3, 1), size=4),
+    Case(ratio=1, dim=33, lengths=(3, 1), size=4),
+    Case(ratio=2, dim=16),
+    Case(ratio=3, packed=True, dim=7),
+    Case(ratio=11, dim=19, heads=1, lengths=(40, 9, 22), size=40),
+    Case(ratio=11, overlap=False, dim=40, lengths=(25,), size=30, packed=True),
+    Case(ratio=8, overlap=False, dim=128, heads=1, lengths=(16,), size=19),
+    Case(ratio=128, overlap=False, dim=18, heads=1, lengths=(300, 128), size=300),
+    Case(before=True, lengths=(11, 8, 4), size=12),
+    Case(before=True, ratio=12, lengths=(36, 24), size=36, packed=True, biased=False),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, torch.float32) for case in CASES), *((case, dtype) for case in CASES[::3] for dtype in DTYPES[1:])],
+    ids=str,
+)
+def test_results_and_gradients(case: Case, dtype: torch.dtype) -> None:
+    wanted = expected_of(lambda: expected(case, dtype), run(case, dtype, None), draws=16)
+    for variant in VARIANTS:
+        for name, got, want in zip(("out", "dkv", "dgate", "dbias"), run(case, dtype, variant), wanted, strict=False):
+            compare(f"{variant} {name}", got, want)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_do_not_depend_on_threads_or_on_packing(dtype: torch.dtype, overlap: bool) -> None:
+    many = {"lengths": (1200, 0, 7, 333, 64), "size": 1203, "dim": 96, "heads": 1, "overlap": overlap}
+    padded, packed = Case(**many), Case(**many, packed=True)
+    with threads(1):
+        want = run(padded, dtype, None)
+    for case, count in ((padded, 5), (packed, 1), (packed, 3)):
+        with threads(count):
+            got = run(case, dtype, None)
+        kept = (padded.pack(want[0]), *want[1:3]) if case is padded else want[:3]
+        if case is packed:
+            of = (packed.pack(want[0], windows=True), packed.pack(want[1]), packed.pack(want[2]))
+            same_bits(got, (*of, want[3]), "packed")
+        else:
+            same_bits(got, (*kept, want[3]), "padded")
+
+
+def test_large_results_are_the_same_bits_past_the_caches() -> None:
+    """Gradients of more than 8 MiB are streamed, and equal those of two calls that are not."""
+    case = Case(lengths=(3000, 3000), size=3000, dim=512, heads=1, packed=True)
+    whole = run(case, torch.bfloat16, None)
+    rows, gates = (case.pack(case.rows(seed, torch.bfloat16)) for seed in (1, 2))
+    dout = case.pack(case.upstream(torch.bfloat16), windows=True)
+    for b in range(2):
+        at, windows = slice(3000 * b, 3000 * (b + 1)), slice(750 * b, 750 * (b + 1))
+        for first in range(0, 3000, 1000):  # a window before the first result of a later call, and its gradients differ
+            lead = 4 if first else 0
+            one = Pooling(4, True, [1000 + lead], bool(lead), None)
+            part = slice(at.start + first - lead, at.start + first + 1000)
+            out = one.forward(rows[part], gates[part], case.table())
+            same_bits(out, whole[0][windows][first // 4 : (first + 1000) // 4], "results")
+            places = slice(windows.start + first // 4, windows.start + (first + 1000) // 4)
+            dkv, dgate, _ = one.backward(rows[part], gates[part], case.table(), dout[places], False)
+            for got, want in ((dkv, whole[1]), (dgate, whole[2])):
+                same_bits(got[lead:-4, :, 512:], want[part][lead:-4, :, 512:], "gradients of the last half")
+
+
+FILLS: dict[str, tuple[str, float]] = {
+    "an infinite value": ("rows", torch.inf), "NaN": ("rows", torch.nan), "a gate of NaN": ("gates", torch.nan),
+    "an infinite gate": ("gates", torch.inf), "a gate of -inf": ("gates", -torch.inf),
+    "an infinite gradient": ("dout", -torch.inf), "a gradient of NaN": ("dout", torch.nan),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("case", [Case(dim=20), Case(ratio=11, overlap=False, dim=20, heads=1)], ids=str)
+def test_what_is_not_finite_reaches_what_it_reaches_in_float64(case: Case, fill: str, variant: str) -> None:
+    given = {"rows": case.rows(1, torch.float32), "gates": case.rows(2, torch.float32)}
+    given["dout"] = case.upstream(torch.float32)
+    given["gates"][0, 6, :, 11:] -= 200  # weights that no float32 holds, beside the others
+    name, value = FILLS[fill]
+    given[name][0, 0 if name == "dout" else 1, 0, 3:17] = value
+    given["gates"][0, 7:, 0, 4] = -torch.inf if name == "gates" else 0.0
+    if name == "rows":
+        given[name][0, 6, 0, 15:19] = value
+    table, pooling = case.table(), case.pooling(variant)
+    got = (
+        pooling.forward(given["rows"], given["gates"], table),
+        *pooling.backward(given["rows"], given["gates"], table, given["dout"], True),
+    )
+    leaves = [given[n].double() for n in ("rows", "gates")]
+    assert table is not None
+    leaves = [t.requires_grad_() for t in (*leaves, table.double())]
+    out = pooled(leaves[0], leaves[1], leaves[2], Windows(case.ratio, case.overlap, case.lengths))
+    room = out.shape[1]
+    used = torch.tensor([n // case.ratio for n in case.lengths])[:, None, None, None]
+    dout = given["dout"].double().where(torch.arange(room)[None, :, None, None] < used, 0)
+    want = out.detach(), *torch.autograd.grad(out, leaves, dout)
+    same_where_not_finite({"all": got}, {"all": want}, fill)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_large_values_and_gates_overflow_nothing(variant: str, overlap: bool) -> None:
+    case = Case(overlap=overlap, lengths=(24,), size=24, heads=1)
+    rows, gates = case.rows(1, torch.float32).sign() * 3.4e38, case.rows(2, torch.float32) * 1e30
+    gates[:, ::2] = case.rows(2, torch.float32)[:, ::2]
+    for z in (gates, case.rows(2, torch.float32)):
+        wide = pooled(rows.double(), z.double(), None, Windows(4, overlap))
+
+        def program(z: Tensor = z) -> tuple[Tensor, ...]:
+            return (pooled(rows.double(), z.double(), None, Windows(4, overlap)),)
+
+        got = case.pooling(variant).forward(rows, z, None)
+        assert wide.isfinite().all()
+        compare_with("large", (got,), program)
+
+
+def test_bad_arguments_of_the_core_are_refused() -> None:
+    case = Case()
+    pooling: Any = case.pooling(None)
+    pooling.results = pooling.results + 4
+    with pytest.raises(ValueError, match="a sequence has fewer rows than its windows"):
+        pooling.forward(case.rows(1, torch.float32), case.rows(2, torch.float32), None)
