@@ -25,15 +25,10 @@ def refusals(problem: Any, name: str) -> list[str]:
     return [reason for reason in result if reason not in absent]
 
 
-<<<<<<< HEAD
-def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False) -> Any | None:
-    """Validates and lowers a sample call; None if the operator definition does not allow it."""
-=======
 def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False, device: str = "cpu") -> Any | None:
-    """Validates and lowers a sample call on a device; None if the record does not allow it."""
+    """Validates and lowers a sample call on a device; None if the operator definition does not allow it."""
     import torch
 
->>>>>>> 81a707a4716c02692895a52728b037c8a20c3255
     from fusion_attention.contract import ContractError, bind
     from fusion_attention.contract.sampling import sample
 

@@ -41,8 +41,8 @@ class Output:
         name: its name in the operator definition. kind: "out", "max", "sum", "lse", or a gradient's name in the
             formulas.
         view: its rows; None for a sum over all sequences.
-        tensor: its memory; form: the operators whose values for empty rows it has ("training", "sparse", "shared", "own":
-            ours).
+        tensor: its memory; form: the operators whose values for empty rows it has ("training", "sparse",
+            "shared", "own": ours).
         second: its keys are those of the second source.
     """
 
