@@ -105,7 +105,11 @@ def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Con
 
 
 def shares(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tables of tiles of rows: one entry for every range of keys, and one entry per tile with the number of ranges."""
+    """Two tables that divide the work: one row for every range of keys of a tile of rows, and one row for every tile.
+
+    A row has the sequence, first and last token, first key, turns of its loop, range (or number of ranges), 0, and the
+    tile's first row among all rows.
+    """
     (t, begin, turns), most = turns_of(e, tile, ratio), max(KEYS_PER_SPLIT // tile.BN, 1)
     count = -(-turns // most)
     of = np.repeat(np.arange(len(t)), count)
