@@ -15,6 +15,7 @@ from support.markdown import blocks, pages
 from support.sources import ROOT, modules
 
 import fusion_attention as fa
+from fusion_attention import npu
 
 # The everyday suite trains for a moment only, and generates a few tokens where the weights are installed.
 ARGUMENTS = {
@@ -67,10 +68,13 @@ def test_docstrings_say_what_happens(name: str) -> None:
 
 @pytest.mark.parametrize("page", [name for name, text in pages().items() if name[:4] == "docs" and blocks(text)])
 def test_pages_run(page: str) -> None:
-    """From top to bottom: a page is read so."""
+    """From top to bottom: a page is read so. Some leave the device "npu" installed."""
     names: dict[str, object] = {}
-    for block in blocks(pages()[page]):
-        exec(compile(block, page, "exec"), names)
+    try:
+        for block in blocks(pages()[page]):
+            exec(compile(block, page, "exec"), names)
+    finally:
+        npu.uninstall()
 
 
 @pytest.mark.parametrize("block", blocks(pages()["README.md"]))
