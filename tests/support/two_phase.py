@@ -33,7 +33,8 @@ def axes_of(op: Op, args: Args) -> dict[str, int]:
                     sizes[unknown[0]] = size // factor
     if "max_seqlen_k" in op.by_name:  # columns of lists, of packed rows, of padded ones
         sizes["Kc"] = sizes.get("K") or args["max_seqlen_k"] or sizes.get("S2", 0)
-    return {"Dv": sizes.get("D", 0), "L": 1, **sizes}
+    statistics = {"L": 1} if args.get("softmax_lse_flag", True) else {}
+    return {"Dv": sizes.get("D", 0), **statistics, **sizes}
 
 
 def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fusion_attention.cli.example_call import Call, named
 
 INDEX_OF_TOKENS = Call(
@@ -177,7 +179,7 @@ CALLS = {  # what a name begins with, the most specific first
     "cann_ops_transformer.block_sparse_attention_grad": BLOCKS_GRAD,
     "aclnnBlockSparseAttention": BLOCKS,
     "npu_block_sparse_attention": BLOCKS,
-    "cann_ops_transformer.block_sparse_attention": BLOCKS,
+    "cann_ops_transformer.block_sparse_attention": replace(BLOCKS, values=BLOCKS.values | {"softmax_lse_flag": "True"}),
     "aclnnLightningIndexerV2": INDEX_OF_TOKENS,
     "aclnnCompressorGrad": COMPRESSOR_GRAD,
     "aclnnCompressor": COMPRESSOR,

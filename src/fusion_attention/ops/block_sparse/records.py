@@ -162,7 +162,7 @@ V1 = of_cann(
     results=(OUT, LSE),
     fresh=_fresh,
     trains=dict.fromkeys((OUT, LSE), INPUTS),
-    sizes={"B": 2, "S1": 4, "S2": 130, "T1": 8, "T2": 137, "N1": 4, "N2": 2, "D": 64, "Xs": 2, "Ys": 2, "L": 1},
+    sizes={"B": 2, "S1": 4, "S2": 130, "T1": 8, "T2": 137, "N1": 4, "N2": 2, "D": 64, "Xs": 2, "Ys": 2},
     samples={layout: {**SAMPLE, "layout_kv": layout, **(PACKED_SAMPLE if layout == "TND" else {})}
              for layout in LAYOUTS},
 )  # fmt: skip
