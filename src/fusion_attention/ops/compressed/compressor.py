@@ -180,8 +180,8 @@ def _sized(rule: Rule) -> Rule:
     """A rule of COMPRESSOR with a sample of these records' sizes."""
     cache = rule.invalid.get("state_cache")
     if isinstance(cache, torch.Tensor):
-        wide = torch.zeros(3, 4, 256, requires_grad=True) if cache.requires_grad else torch.zeros(3, 1, 1)
-        return replace(rule, invalid={"state_cache": wide.expand(3, 4, 256) if wide.shape[1] == 1 else wide})
+        rows = torch.zeros(3, 4, 256, requires_grad=True) if cache.requires_grad else torch.zeros(3, 1, 1)
+        return replace(rule, invalid={"state_cache": rows.expand(3, 4, 256) if rows.shape[1] == 1 else rows})
     return replace(rule, invalid={"wkv": "C 6", "wgate": "C 6"}) if rule.param == "wkv" else rule
 
 
