@@ -113,8 +113,9 @@ def run_golden(bound: Bound) -> None:
 def is_small(bound: Bound) -> bool:
     n = bound.names
     tensors = (value for value in n.values() if isinstance(value, torch.Tensor))
-    sizes = (n.get(name) for name in ("B", "N1", "S1", "S2"))  # operators without attention have few of them
-    return math.prod(size or 1 for size in sizes) <= LARGEST and not any(t.is_meta for t in tensors)
+    sizes = (n.get(name) for name in ("N1", "S1", "S2"))  # operators without attention have none
+    pairs = math.prod(1 if size is None else size for size in sizes)
+    return pairs * (n.get("B") or 1) <= LARGEST and not any(t.is_meta for t in tensors)
 
 
 def refusal(act: Callable[[], Any]) -> tuple[str, Any]:
