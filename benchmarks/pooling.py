@@ -31,17 +31,14 @@ def keys(quick: bool) -> Iterator[Pair]:
             dout = torch.randn(1, count // ratio, 1, DIM).to(dtype)
             pooling, windows = Pooling(ratio, overlap, (count,), False, count), Windows(ratio, overlap)
             read = 2 * rows.numel() * rows.element_size()
-            name, given = f"{label}, {layer}", {"peer_flops": READ_BYTES}
+            name, memory = f"{label}, {layer}", reader(True)
             goals = (0.0, 0.0) if quick or label != "bf16" else (FORWARD, BACKWARD)
-            ours, peer = partial(pooling.forward, rows, gates, bias), partial(pooled, rows, gates, bias, windows)
-            yield Pair(GROUP, f"forward, {name}", "reading memory", ours, reader(True), read, goal=goals[0], **given)
-            yield Pair(GROUP, f"forward, {name}", "torch's operators", ours, peer, read)
-            ours = partial(pooling.backward, rows, gates, bias, dout, True)
-            peer = _autograd(rows, gates, bias, windows, dout)
-            yield Pair(
-                GROUP, f"backward, {name}", "reading memory", ours, reader(True), 2 * read, goal=goals[1], **given
-            )
-            yield Pair(GROUP, f"backward, {name}", "torch's operators", ours, peer, 2 * read)
+            ours = partial(pooling.forward, rows, gates, bias), partial(pooling.backward, rows, gates, bias, dout, True)
+            torch_way = partial(pooled, rows, gates, bias, windows), _autograd(rows, gates, bias, windows, dout)
+            for i, way in enumerate(("forward", "backward")):
+                case, moved = f"{way}, {name}", read * (1 + i)
+                yield Pair(GROUP, case, "reading memory", ours[i], memory, moved, peer_flops=READ_BYTES, goal=goals[i])
+                yield Pair(GROUP, case, "torch's operators", ours[i], torch_way[i], moved)
 
 
 def _autograd(
