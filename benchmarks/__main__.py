@@ -27,6 +27,7 @@ from benchmarks import (
     loss,
     memory,
     npu,
+    pooling,
     scale,
     schedule,
     sparse,
@@ -48,6 +49,7 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "gradients": (backward.training,),
     "steps": (backward.packed,),
     "sparse": (sparse.attention, sparse.gradients, sparse.indexing, sparse.lists, sparse.threads),
+    "pooling": (pooling.keys,),
     "loss": (loss.lists, loss.bands),
     "inference": (inference.rows_of_all,),
     "integrations": (

@@ -121,16 +121,18 @@ void clear_unpooled(const PoolProblem &p, const PoolSequence &seq, const PoolOpe
     }
 }
 
-// dbias of a position: the sum over items in order. sums: [items][ratio][1 or 2][padded].
+// dbias of a position: the sum over items in order, a cache line at a time, since the lines of items conflict with each
+// other in a cache. sums: [items][ratio][1 or 2][padded].
 void add_sums(const PoolProblem &p, const float *sums, std::int64_t items, std::int64_t position, float *dbias) {
     const std::int64_t halves = p.overlap ? 2 : 1, padded = round_up(p.dim, pool_padding);
     for (std::int64_t half = 0; half < halves; ++half) {
-        for (std::int64_t d = 0; d < p.dim; ++d) {
-            double total = 0;
+        for (std::int64_t d = 0; d < p.dim; d += pool_padding) {
+            double total[pool_padding] = {};
             for (std::int64_t i = 0; i < items; ++i) {
-                total += sums[((i * p.ratio + position) * halves + half) * padded + d];
+                const float *const from = sums + ((i * p.ratio + position) * halves + half) * padded + d;
+                for (std::int64_t lane = 0; lane < pool_padding; ++lane) total[lane] += from[lane];
             }
-            dbias[position * p.channels() + half * p.dim + d] = static_cast<float>(total);
+            std::copy_n(total, std::min(pool_padding, p.dim - d), dbias + position * p.channels() + half * p.dim + d);
         }
     }
 }

@@ -48,13 +48,15 @@ template <class T> struct PoolWindow {
 
 // Rows of a window that are read together. bias: zeros if there is none.
 template <class T> struct PoolGroup {
-    std::int64_t first, count;
+    std::int64_t first, count, ahead_kv, ahead_gate;  // ahead: elements from these rows to those that are read next
     const T *kv[group_rows], *gate[group_rows];
     const float *bias[group_rows];
 
     PoolGroup(const PoolWindow<T> &window, std::int64_t from, const float *zeros)
         : first(from), count(least(group_rows, window.rows - from)) {
         const PoolOperands &o = *window.job.operands;
+        const std::int64_t ahead = window.rows > group_rows ? count : window.job.problem->ratio;
+        ahead_kv = ahead * o.kv.stride_token, ahead_gate = ahead * o.gate.stride_token;
         for (std::int64_t i = 0; i < count; ++i) {
             kv[i] = window.at(o.kv, from + i);
             gate[i] = window.at(o.gate, from + i);
@@ -67,6 +69,14 @@ template <class T> struct PoolGroup {
         for (std::int64_t d = 0; d < dim; d += lanes) {
             if (__builtin_expect(d + lanes > dim, 0)) pad(d, dim - d);
             body(d);
+        }
+    }
+
+    // Prefetches a cache line of each of the rows that are read next; processors foresee few of so many streams.
+    FUSION_INLINE void prefetch_next(std::int64_t rows, std::int64_t d) const {
+        if (d % (64 / static_cast<std::int64_t>(sizeof(T)))) return;
+        for (std::int64_t i = 0; i < rows; ++i) {
+            prefetch(kv[i] + ahead_kv + d, 1), prefetch(gate[i] + ahead_gate + d, 1);
         }
     }
 
@@ -148,6 +158,7 @@ template <class T, class Count>
 FUSION_INLINE void add_group(const PoolGroup<T> &group, Count count, std::int64_t d, PoolSums &x,
                              Floats (&weights)[group_rows], Floats (&values)[group_rows]) {
     const std::int64_t rows = count;
+    group.prefetch_next(rows, d);
     Floats top = weights[0] = group.gates(0, d);
     FUSION_UNROLL_ROWS for (std::int64_t i = 1; i < rows; ++i) {
         weights[i] = group.gates(i, d);

@@ -41,11 +41,11 @@ def arguments(coff: int, lengths: Args, packed: bool) -> Args:
 def outputs(args: Args) -> Args:
     x = args["x"]
     if args["cu_seqlens"] is None:
-        places: tuple[int, ...] = (x.shape[0], -(-x.shape[1] // RATIO))
+        shape: tuple[int, ...] = (x.shape[0], -(-x.shape[1] // RATIO))
     else:
-        places = (min(len(x), len(x) // RATIO + len(args["cu_seqlens"]) - 1),)
-    saved = torch.full((*places, args["coff"] * RATIO, DIM), torch.nan)
-    return {"cmp_kv": torch.full((*places, DIM), torch.nan).to(x.dtype), "softmax_score": saved, "kv": saved.clone()}
+        shape = (min(len(x), len(x) // RATIO + len(args["cu_seqlens"]) - 1),)
+    saved = torch.full((*shape, args["coff"] * RATIO, DIM), torch.nan)
+    return {"cmp_kv": torch.full((*shape, DIM), torch.nan).to(x.dtype), "softmax_score": saved, "kv": saved.clone()}
 
 
 CASES: list[tuple[int, Args, bool]] = [
@@ -84,8 +84,8 @@ def by_loops(args: Args) -> Tensor:
         room = -(-x.shape[1] // RATIO)
         return torch.stack([torch.cat((rows, rows.new_zeros(room - len(rows), DIM))) for rows in results])
     every = torch.cat(results)
-    places = min(len(x), len(x) // RATIO + len(results))
-    return torch.cat((every, every.new_zeros(places - len(every), DIM)))
+    size = min(len(x), len(x) // RATIO + len(results))
+    return torch.cat((every, every.new_zeros(size - len(every), DIM)))
 
 
 @pytest.mark.parametrize(("coff", "lengths", "packed"), CASES, ids=str)
@@ -106,8 +106,8 @@ def test_the_forward_is_the_function_and_the_gradient_is_autograd(coff: int, len
     autograd = torch.autograd.grad(called({**args, **leaves})[0], list(leaves.values()), dcmp_kv)
 
     def program() -> tuple[Tensor, ...]:
-        wide = {n: t.detach().double().requires_grad_() for n, t in leaves.items()}
-        return torch.autograd.grad(by_loops({**args, **wide}), list(wide.values()), dcmp_kv.double())
+        doubles = {n: t.detach().double().requires_grad_() for n, t in leaves.items()}
+        return torch.autograd.grad(by_loops({**args, **doubles}), list(doubles.values()), dcmp_kv.double())
 
     compare_with("gradients", tuple(gradients[f"d{n}"] for n in leaves), program, draws=8)
     compare_with("autograd", autograd, program, draws=8)

@@ -9,18 +9,14 @@ from support.records import INTERFACES
 
 import fusion_attention
 from fusion_attention.captures.capture import HOOKED
-from fusion_attention.contract import REQUIRED, Attr, Op, Tensor
+from fusion_attention.contract import REQUIRED, Attr, Tensor
 from fusion_attention.npu.surface import cann_ops
 from fusion_attention.ops import RECORDS
 
 # Parameters of our own functions that no record has.
 OURS = {"return_lse", "backend", "foreign"}
 # What may be None, but stands before parameters that may not.
-POSITIONAL = {
-    ("npu_sparse_flash_attention", "value"),
-    ("npu_sparse_flash_attention_grad", "value"),
-    ("sparse_attention", "v"),
-}
+POSITIONAL = {(f"npu_sparse_flash_attention{end}", "value") for end in ("", "_grad")} | {("sparse_attention", "v")}
 
 
 @pytest.mark.parametrize("name", INTERFACES)
@@ -32,8 +28,7 @@ def test_a_signature_is_its_record(name: str) -> None:
     for parameter, p in zip(given, inputs, strict=True):
         # torch_npu declares what its gradients need as optional.
         saved = p.name in ("softmax_max", "softmax_sum", "attention_in") and "fusion" in name
-        declared_optional = p.optional or saved
-        default = p.default if isinstance(p, Attr) else None if declared_optional else REQUIRED
+        default = p.default if isinstance(p, Attr) else None if p.optional or saved else REQUIRED
         if (name, p.shown) in POSITIONAL:
             default = REQUIRED
         default = inspect.Parameter.empty if default is REQUIRED else default
@@ -61,11 +56,10 @@ def passed(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], given:
 @pytest.mark.parametrize("name", INTERFACES)
 def test_every_parameter_reaches_its_record(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the record's name for it, and nothing else does: bind() takes what it does not find as None."""
-    op: Op = RECORDS[name]
     parameters = dict(inspect.signature(INTERFACES[name]).parameters)
     parameters.pop("foreign", None)
     given = {shown: f"the value of {shown}" for shown in parameters}
-    inputs = {p.name: given[p.shown] for p in op.params if p.shown in given}
+    inputs = {p.name: given[p.shown] for p in RECORDS[name].params if p.shown in given}
     assert passed(monkeypatch, INTERFACES[name], given) == inputs
     assert len(inputs) == len(parameters) - len((OURS - {"foreign"}) & parameters.keys())
 
@@ -341,10 +335,9 @@ ACLNN = {
         head_num input_layout inner_precise sparse_mode pse_type dq dk dv dpse
     """,
     "aclnnFlashAttentionUnpaddingScoreGradV3": """
-        query query_rope key key_rope value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum
-        softmax_in attention_in prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob
-        pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type dq dq_rope dk dk_rope dv
-        dpse
+        query query_rope key key_rope value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in
+        attention_in prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens
+        next_tokens head_num input_layout inner_precise sparse_mode pse_type dq dq_rope dk dk_rope dv dpse
     """,
     "aclnnFlashAttentionUnpaddingScoreGradV4": """
         query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in

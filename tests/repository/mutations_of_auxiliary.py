@@ -38,4 +38,10 @@ AUXILIARY = [
     package("an operator hands back what came", "npu/operators.py",
           "run = _apart(interface) if packet in _HANDS_BACK else run", "run = run",
           "npu/test_torch_operators.py::test_an_operator_returns_no_argument"),
+    package("rows before the first window weigh as zeros do", "ops/shared/pooling.py",
+          "_with_previous(z, -torch.inf)", "_with_previous(z, 0.0)",
+          "native/test_native_pool.py::test_large_values_and_gates_overflow_nothing"),
+    package("the first window in memory is pooled again", "backends/cpu/pooling.py",
+          "np.where(self.results > 0, int(before), 0)", "np.zeros_like(used)",
+          "native/test_native_pool.py::test_results_and_gradients"),
 ]  # fmt: skip

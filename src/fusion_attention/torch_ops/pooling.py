@@ -22,7 +22,7 @@ def pooled(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -
     core = None if is_traced((rows, gates, bias)) else _core()
     if core is None or not core.reads(rows, gates) or (bias is not None and not bias.is_cpu):
         return pooling.pooled(rows, gates, bias, windows)
-    result: Tensor = _Pooled.apply(rows, gates, None if bias is None else bias.float(), windows)  # type: ignore[no-untyped-call]
+    result: Tensor = _Pooled.apply(rows, gates, None if bias is None else bias.float(), windows)
     return result
 
 

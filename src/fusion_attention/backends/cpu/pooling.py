@@ -49,8 +49,8 @@ class Pooling:
     def forward(self, kv: Tensor, gate: Tensor, bias: Tensor | None) -> Tensor:
         """Results of all windows; bias: float32."""
         heads, channels = kv.shape[-2:]
-        places = (int(self.room.sum()),) if self.size is None else (self.count, int(self.room[0]))
-        out = empty(kv, (*places, heads, channels // (1 + self.overlap)))
+        shape = (int(self.room.sum()),) if self.size is None else (self.count, int(self.room[0]))
+        out = empty(kv, (*shape, heads, channels // (1 + self.overlap)))
         table = None if bias is None else bias.contiguous()
         rows, results = (self._view(t, n) for t, n in ((kv, self.rows), (out, self.room)))
         operands = rows, self._view(gate, self.rows), _place(table), results, None, None, 0

@@ -22,14 +22,14 @@ class Sequences:
 
     Args:
         size: windows of a padded sequence in results; None: packed.
-        places: windows in packed results.
+        count: windows in packed results.
         spans: (first row in x, rows, position of the first row) of every sequence.
     """
 
     ratio: int
     coff: int
     size: int | None
-    places: int
+    count: int
     spans: tuple[tuple[int, int, int], ...]
 
     @staticmethod
@@ -38,8 +38,8 @@ class Sequences:
         given = (None if n is None else [int(i) for i in n] for n in (ends, used, start))
         spans = tuple(zip(*lengths_of(x, *given), strict=True))
         packed = ends is not None
-        places = min(len(x), len(x) // ratio + len(spans)) if packed else 0
-        return Sequences(ratio, coff, None if packed else -(-x.shape[1] // ratio), places, spans)
+        count = min(len(x), len(x) // ratio + len(spans)) if packed else 0
+        return Sequences(ratio, coff, None if packed else -(-x.shape[1] // ratio), count, spans)
 
     def closed(self, tokens: int, start: int) -> int:
         """The number of windows that a call completes."""
@@ -47,7 +47,7 @@ class Sequences:
 
     def shape(self, *of: int) -> tuple[int, ...]:
         """The shape of a result with elements `of` for each window."""
-        return (self.places, *of) if self.size is None else (len(self.spans), self.size, *of)
+        return (self.count, *of) if self.size is None else (len(self.spans), self.size, *of)
 
     def at(self, result: Tensor) -> list[Tensor]:
         """The windows of every sequence in a result."""
@@ -75,7 +75,7 @@ def compressed(
     dtype = torch.promote_types(x.dtype, torch.float32)
     rows = x.flatten(0, -2).to(dtype)
     projected = rows @ wkv.to(dtype).T, rows @ wgate.to(dtype).T
-    kept = [] if saved is None else [of.at(saved.softmax_score), of.at(saved.kv)]
+    stored_rows = [] if saved is None else [of.at(saved.softmax_score), of.at(saved.kv)]
     results = []
     for b, (first, tokens, start) in enumerate(of.spans):
         at = torch.arange(start, start + tokens, device=x.device)
@@ -95,13 +95,13 @@ def compressed(
         closed = of.closed(tokens, start)
         windows = Windows(ratio, coff == 2, before=begin < start // ratio * ratio)
         results.append(pool(kv, z, None, windows)[0, :closed, 0].to(x.dtype))
-        if kept and closed:
+        if stored_rows and closed:
             values, gates = (t[0, :, :, 0] for t in rows_of_windows(kv, z, None, windows))
-            kept[0][b].copy_(_alternating(gates.softmax(1), coff))
-            kept[1][b].copy_(_alternating(values, coff))
+            stored_rows[0][b].copy_(_alternating(gates.softmax(1), coff))
+            stored_rows[1][b].copy_(_alternating(values, coff))
     if of.size is None:
         every = torch.cat(results) if results else x.new_zeros(0, dim)
-        return torch.cat((every, x.new_zeros(of.places - len(every), dim)))
+        return torch.cat((every, x.new_zeros(of.count - len(every), dim)))
     filled = [torch.cat((one, x.new_zeros(of.size - len(one), dim))) for one in results]
     return torch.stack(filled) if filled else x.new_zeros(of.shape(dim))
 
@@ -130,9 +130,9 @@ def gradients(
                 at = torch.arange(start, start + len(given), device=x.device)
                 dape.index_add_(0, at % of.ratio, given)
     narrow = [t.to(x.dtype).to(dtype) for t in (dkv, dz)]
-    wide = rows.to(dtype)
+    inputs = rows.to(dtype)
     dx = narrow[0] @ wkv.to(dtype) + narrow[1] @ wgate.to(dtype)
-    return dx.view(x.shape).to(x.dtype), *((t.T @ wide).to(x.dtype) for t in narrow), dape
+    return dx.view(x.shape).to(x.dtype), *((t.T @ inputs).to(x.dtype) for t in narrow), dape
 
 
 def _alternating(rows: Tensor, coff: int) -> Tensor:

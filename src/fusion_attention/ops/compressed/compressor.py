@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Attr, Bound, Rule, Tensor
+from fusion_attention.contract import Attr, Bound, Param, Rule, Tensor
 from fusion_attention.ir.call import Filled
 from fusion_attention.ir.problem import Problem
 from fusion_attention.memory import empty
@@ -58,10 +58,11 @@ class _Run(Filled):
 
     def finish(self) -> None:
         c = self.call
-        given = (c.given(name) for name in ("x", "wkv", "wgate", "state_cache", "ape"))
+        x, wkv, wgate, state_cache, ape = (c.given(name) for name in ("x", "wkv", "wgate", "state_cache", "ape"))
         saved = Saved(*(self.results[name] for name in SAVED)) if c.saves else None
         table = c.tensors["state_block_table"]
-        self.results[OUT].copy_(compressed(*given, table, c.cache_mode, c.of, saved=saved))
+        rows = compressed(x, wkv, wgate, state_cache, ape, table, c.cache_mode, c.of, saved=saved)
+        self.results[OUT].copy_(rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,7 @@ class CompressorGrad(TensorCall):
 
     def results(self) -> dict[str, torch.Tensor]:
         """Fresh memory."""
-        return _gradients(self.tensors | {"cmp_ratio": self.of.ratio})
+        return _gradients({**self.tensors, "cmp_ratio": self.of.ratio})
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
         """A run that writes to `outputs`."""
@@ -161,7 +162,8 @@ _SHAPES = {OUT: _WINDOWS, **dict.fromkeys(SAVED, _SAVED_ROWS), "dx": {"BSH": "B 
 _SHAPES |= {"dwkv": "C H", "dwgate": "C H", "dape": "P C"}  # type: ignore[dict-item]
 
 
-def _shaped(p: Tensor) -> Tensor:
+def _shaped(p: Param) -> Tensor:
+    assert isinstance(p, Tensor)
     return replace(p, shape=_SHAPES[p.name], form=layout_of)
 
 
@@ -180,8 +182,8 @@ def _sized(rule: Rule) -> Rule:
     """A rule of COMPRESSOR with a sample of these records' sizes."""
     cache = rule.invalid.get("state_cache")
     if isinstance(cache, torch.Tensor):
-        wide = torch.zeros(3, 4, 256, requires_grad=True) if cache.requires_grad else torch.zeros(3, 1, 1)
-        return replace(rule, invalid={"state_cache": wide.expand(3, 4, 256) if wide.shape[1] == 1 else wide})
+        rows = torch.zeros(3, 4, 256, requires_grad=True) if cache.requires_grad else torch.zeros(3, 1, 1)
+        return replace(rule, invalid={"state_cache": rows.expand(3, 4, 256) if rows.shape[1] == 1 else rows})
     return replace(rule, invalid={"wkv": "C 6", "wgate": "C 6"}) if rule.param == "wkv" else rule
 
 
@@ -228,12 +230,12 @@ V1 = COMPRESSOR.version(
     layouts=("BSH",),
     neutral={"input_layout": "BSH", **dict.fromkeys(("B", "S", "Nw", "D", "R", "H", "C", "P"))},
     derive=_derive,
-    functions=COMPRESSOR.functions | {"covers_windows": covers_windows, "float32": float32},
+    functions={**COMPRESSOR.functions, "covers_windows": covers_windows, "float32": float32},
     lower=_lower,
     results=(OUT, *SAVED),
     fresh=lambda n: _results(n["x"], n["wkv"], _sequences(n), n["grad_enabled"]),
-    sizes=COMPRESSOR.sizes | SIZES,
-    samples={"BSH": COMPRESSOR.samples[""] | _SAMPLE | {"state_cache": "3 4 256"}},
+    sizes={**COMPRESSOR.sizes, **SIZES},
+    samples={"BSH": {**COMPRESSOR.samples[""], **_SAMPLE, "state_cache": "3 4 256"}},
     keywords="",
     declared={},
     example="",
@@ -277,7 +279,7 @@ GRAD_V1 = V1.version(
             "dx = dkv wkv + dz wgate,  dwkv = dkv^T x,  dwgate = dz^T x,  dape = sum of dz by position",
     tex=r"dkv_p = W_p \odot dcmp \qquad dz_p = W_p \odot \Big(dcmp \odot kv_p - \sum_{p'} W_{p'} \odot dcmp \odot "
         r"kv_{p'}\Big) \qquad dx = dkv\, W_{kv} + dz\, W_{gate}",
-    neutral=V1.neutral | {"grad_enabled": False},
+    neutral={**V1.neutral, "grad_enabled": False},
     lower=_lower_grad,
     results=GRADIENTS,
     fresh=_gradients,

@@ -1,0 +1,50 @@
+"""Times pooling of compressed keys, forward and backward, beside reading memory and beside torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from benchmarks.decode import READ_BYTES, reader
+from benchmarks.dense import DTYPES
+from fusion_attention.backends.cpu.pooling import Pooling
+from fusion_attention.bench.pair import Pair
+from fusion_attention.ops.shared.pooling import Windows, pooled
+
+GROUP, DIM = "pooling, GB/s", 512
+# Name: rows of a window, overlap. The sizes of DeepSeek-V4's layers.
+LAYERS = {"4 rows, overlap": (4, True), "128 rows": (128, False)}
+FORWARD, BACKWARD = 0.5, 0.4  # of the rate of reading memory, bfloat16
+
+
+def keys(quick: bool) -> Iterator[Pair]:
+    """Times all keys of a sequence; rates are of the rows that a call reads and, in the backward, writes too."""
+    count = 4096 if quick else 16384
+    for label, dtype in DTYPES.items():
+        for layer, (ratio, overlap) in LAYERS.items():
+            torch.manual_seed(0)
+            channels = DIM * (1 + overlap)
+            rows, gates = (torch.randn(1, count, 1, channels).to(dtype) for _ in range(2))
+            bias = torch.randn(ratio, channels)
+            dout = torch.randn(1, count // ratio, 1, DIM).to(dtype)
+            pooling, windows = Pooling(ratio, overlap, (count,), False, count), Windows(ratio, overlap)
+            read = 2 * rows.numel() * rows.element_size()
+            name, memory = f"{label}, {layer}", reader(True)
+            goals = (0.0, 0.0) if quick or label != "bf16" else (FORWARD, BACKWARD)
+            ours = partial(pooling.forward, rows, gates, bias), partial(pooling.backward, rows, gates, bias, dout, True)
+            torch_way = partial(pooled, rows, gates, bias, windows), _autograd(rows, gates, bias, windows, dout)
+            for i, way in enumerate(("forward", "backward")):
+                case, moved = f"{way}, {name}", read * (1 + i)
+                yield Pair(GROUP, case, "reading memory", ours[i], memory, moved, peer_flops=READ_BYTES, goal=goals[i])
+                yield Pair(GROUP, case, "torch's operators", ours[i], torch_way[i], moved)
+
+
+def _autograd(
+    rows: torch.Tensor, gates: torch.Tensor, bias: torch.Tensor, windows: Windows, dout: torch.Tensor
+) -> Callable[[], object]:
+    """Returns a function that differentiates torch's operators, whose forward is not timed."""
+    leaves = [t.clone().requires_grad_() for t in (rows, gates, bias)]
+    out = pooled(leaves[0], leaves[1], leaves[2], windows)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
