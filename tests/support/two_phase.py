@@ -1,12 +1,13 @@
 """The two-phase interface called by a record: handles, poisoned outputs, both phases."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from fusion_attention import acl, aclnn
-from fusion_attention.contract import Attr, Op, Tensors, size_of
+from fusion_attention import ContractError, ContractWarning, acl, aclnn
+from fusion_attention.contract import Attr, Op, Tensors, bind, size_of
 from fusion_attention.ops import RECORDS
 
 V2 = RECORDS["aclnnFlashAttentionScoreV2"]
@@ -33,8 +34,21 @@ def axes_of(op: Op, args: Args) -> dict[str, int]:
                     sizes[unknown[0]] = size // factor
     if "max_seqlen_k" in op.by_name:  # columns of lists, of packed rows, of padded ones
         sizes["Kc"] = sizes.get("K") or args["max_seqlen_k"] or sizes.get("S2", 0)
+    if "wgate" in op.by_name:  # windows of rows
+        sizes |= windows_of(op, args)
     statistics = {"L": 1} if args.get("softmax_lse_flag", True) else {}
     return {"Dv": sizes.get("D", 0), **statistics, **sizes}
+
+
+def windows_of(op: Op, args: Args) -> dict[str, int]:
+    """The axes that a legal call derives from its windows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ContractWarning)
+        try:
+            names = bind(op, args, strict=False).names
+        except ContractError:
+            return {}
+    return {axis: size for axis, size in names.items() if axis[0].isupper() and isinstance(size, int)}
 
 
 def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:
