@@ -124,6 +124,7 @@ OTHERWISE = {
     "dquery": {"dqOut"},
     "dkey": {"dkOut"},
     "weights": {"weight"},
+    "state_cache": {"stateCacheRef"},
     "dweights": {"dWeightOut"},
     **{f"dequant_scale{n}": {f"deqScale{n}", f"deqScale{n}Optional"} for n in (1, 2)},
 }

@@ -35,7 +35,7 @@ def ours(kind: str) -> CompressedAttention:
     return layer
 
 
-class Wide:
+class Float64Torch:
     """torch, in which what is called float32 is float64: their modules go through float32 in any dtype."""
 
     float32 = torch.float64
@@ -45,9 +45,9 @@ class Wide:
 
 
 @pytest.fixture
-def wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def float64_throughout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Their modules compute in float64 throughout, and so do ours."""
-    monkeypatch.setattr(modeling, "torch", Wide())
+    monkeypatch.setattr(modeling, "torch", Float64Torch())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     with fa.use_backend("golden"):
         yield
@@ -89,7 +89,7 @@ class Theirs:
 
 @pytest.mark.parametrize("rows", [3, 8, 21])
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_a_layer_of_transformers(kind: str, rows: int, wide: None) -> None:
+def test_equals_a_layer_of_transformers(kind: str, rows: int, float64_throughout: None) -> None:
     layer = ours(kind).double()
     theirs, hidden = Theirs(layer, kind), torch.randn(2, rows, DIM, dtype=torch.float64, requires_grad=True)
     results = layer.eval()(hidden, rope=theirs.rope(rows))[0], theirs(hidden)
@@ -97,28 +97,28 @@ def test_equals_a_layer_of_transformers(kind: str, rows: int, wide: None) -> Non
     upstream, gradients = torch.randn_like(results[0]), []
     for module, out in zip((layer, theirs.module), results, strict=True):
         leaves = {"x": hidden, **dict(module.named_parameters())}
-        found = torch.autograd.grad(out, [*leaves.values()], upstream, allow_unused=True)
-        gradients.append({n: g for n, g in zip(leaves, found, strict=True) if g is not None and g.any()})
+        computed = torch.autograd.grad(out, [*leaves.values()], upstream, allow_unused=True)
+        gradients.append({n: g for n, g in zip(leaves, computed, strict=True) if g is not None and g.any()})
     assert not any("indexer" in name for name in gradients[0])
     close(*gradients)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_decode_equals_theirs_and_one_call(kind: str, wide: None) -> None:
+def test_a_decode_equals_theirs_and_one_call(kind: str, float64_throughout: None) -> None:
     """Every residual occurs, after prompts of several lengths; the cache holds the window's keys alone."""
     layer = ours(kind).double().eval()
     theirs, hidden = Theirs(layer, kind), torch.randn(2, 26, DIM, dtype=torch.float64)
     rope, cache, other = theirs.rope(26), CompressedCache(), DynamicCache(config=theirs.config)
     with torch.no_grad():
-        whole, _ = layer(hidden, rope=rope)
+        at_once, _ = layer(hidden, rope=rope)
         for first, end in [(0, 9), *((n, n + 1) for n in range(9, 26))]:
             out, loss = layer(hidden[:, first:end], rope=rope, cache=cache)
             assert loss == 0
             torch.testing.assert_close(out, theirs(hidden[:, first:end], first, other), rtol=0, atol=1e-12)
-            torch.testing.assert_close(out, whole[:, first:end], rtol=0, atol=1e-12)
+            torch.testing.assert_close(out, at_once[:, first:end], rtol=0, atol=1e-12)
         pieces = CompressedCache()
         parts = [layer(hidden[:, i:j], rope=rope, cache=pieces)[0] for i, j in ((0, 2), (2, 15), (15, 19), (19, 26))]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat(parts, 1), at_once, rtol=0, atol=1e-12)
     assert cache.tokens == pieces.tokens == 26
     assert cache._keys is not None
     assert cache._keys.shape[1] == WINDOW - 1
@@ -156,8 +156,8 @@ def indexed(layer: CompressedAttention, x: Tensor, rope: tuple[Tensor, Tensor]) 
     q = nn.functional.rms_norm(layer.q_b_proj(latent).unflatten(-1, (4, 16)), (16,), eps=1e-6)
     q, k = turned(q, at), turned(layer.kv_norm(layer.kv_proj(x))[:, :, None], at)
     near = (at <= at[:, None]) & (at > at[:, None] - WINDOW)
-    every, seen = torch.cat((k, pooled(layer.compressor)), 1)[:, :, 0], torch.cat((near, visible), 1)
-    logits = (torch.einsum("bshd,bjd->bshj", q, every) / 4).masked_fill(~seen[:, None], -torch.inf)
+    every, is_visible = torch.cat((k, pooled(layer.compressor)), 1)[:, :, 0], torch.cat((near, visible), 1)
+    logits = (torch.einsum("bshd,bjd->bshj", q, every) / 4).masked_fill(~is_visible[:, None], -torch.inf)
     indexer: Any = layer.indexer
     index_q = turned(indexer.q_b_proj(latent.detach()).unflatten(-1, (HEADS, 16)), at)
     dots = torch.einsum("bshd,bed->bshe", index_q, pooled(indexer)[:, :, 0]).relu()
@@ -202,8 +202,8 @@ def test_the_loss_is_the_divergence(stage: Stage, padded: bool) -> None:
     x = torch.randn(2, rows, DIM)
     got = learned(layer, layer(x, rope=rope_table(torch.arange(rows), 8), lengths=lengths)[1])
     assert got.keys() == {"loss", *(name for name, _ in layer.named_parameters() if "indexer" in name)}
-    wide = copy.deepcopy(layer).double()
-    check(stage, got, expected_of(lambda: divergence(wide, stage, x.double(), lengths or [rows, rows]), got, 16))
+    in_float64 = copy.deepcopy(layer).double()
+    check(stage, got, expected_of(lambda: divergence(in_float64, stage, x.double(), lengths or [rows, rows]), got, 16))
 
 
 @pytest.mark.parametrize("kind", KINDS)

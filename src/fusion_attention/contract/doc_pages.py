@@ -20,7 +20,7 @@ AXES = {
     "B": "sequences",
     "S1": "query tokens",
     "S2": "key tokens",
-    "S": "slots of an item's cache",
+    "S": "tokens of a sequence, or slots of its cache",
     "T1": "query tokens of all sequences",
     "T2": "key tokens of all sequences",
     "N1": "query heads",
@@ -56,6 +56,11 @@ AXES = {
     "Ckv": "elements of a key's latent",
     "W": "elements of a row",
     "N": "columns of a product",
+    "Nw": "windows of a sequence",
+    "Tw": "windows of all sequences",
+    "Rw": "rows that a window pools",
+    "Pw": "tokens of a window",
+    "Cw": "channels of the projections",
     "pages": "as many as an item has",
 }
 # Shapes and expressions, which may contain axis words.

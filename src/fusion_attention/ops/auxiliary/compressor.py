@@ -147,9 +147,9 @@ COMPRESSOR = replace(
             *_of_float32(own_memory, torch.zeros(3, 1, 1).expand(3, 4, 8)),
         ),
         functions={one.__name__: one for one in (lengths_fit, positions_fit, shapes_fit, apart)},
-        sizes={"C": 4},
+        sizes={"Cw": 4},
         sample={
-            "x": "B 6 W", "wkv": "C W", "wgate": "C W", "state_cache": "3 4 8", "ape": "4 C",
+            "x": "B 6 W", "wkv": "Cw W", "wgate": "Cw W", "state_cache": "3 4 8", "ape": "4 Cw",
             "state_block_table": torch.tensor([[1, 2], [0, 2]], dtype=torch.int32),
         },
         formula="z_p = wgate x_p + ape[p % r],  cmp_w = sum_p softmax_p(z_p) * (wkv x_p),  p in window w",

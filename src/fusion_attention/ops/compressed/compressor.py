@@ -151,15 +151,15 @@ def _derive(n: Mapping[str, Any]) -> dict[str, Any]:
     if wkv.dim() != 2 or x.dim() != (3 if n["cu_seqlens"] is None else 2):
         return {}
     saved = n["coff"] * n["cmp_ratio"] if n["grad_enabled"] else None
-    sizes = {"C": wkv.shape[0], "D": wkv.shape[0] // n["coff"], "H": x.shape[-1], "P": n["cmp_ratio"], "R": saved}
+    sizes = {"Cw": wkv.shape[0], "D": wkv.shape[0] // n["coff"], "H": x.shape[-1], "Pw": n["cmp_ratio"], "Rw": saved}
     padded = x.shape[:2] if n["cu_seqlens"] is None else (len(n["cu_seqlens"]) - 1, 0)
     return sizes | {"B": padded[0], "S": padded[1], "Nw": -(-padded[1] // n["cmp_ratio"])}
 
 
 _WINDOWS = {"BSH": "B Nw D", "TH": "Tw D"}
-_SAVED_ROWS = {"BSH": "B Nw R D", "TH": "Tw R D"}
+_SAVED_ROWS = {"BSH": "B Nw Rw D", "TH": "Tw Rw D"}
 _SHAPES = {OUT: _WINDOWS, **dict.fromkeys(SAVED, _SAVED_ROWS), "dx": {"BSH": "B S H", "TH": "T H"}}
-_SHAPES |= {"dwkv": "C H", "dwgate": "C H", "dape": "P C"}  # type: ignore[dict-item]
+_SHAPES |= {"dwkv": "Cw H", "dwgate": "Cw H", "dape": "Pw Cw"}  # type: ignore[dict-item]
 
 
 def _shaped(p: Param) -> Tensor:
@@ -184,23 +184,23 @@ def _sized(rule: Rule) -> Rule:
     if isinstance(cache, torch.Tensor):
         rows = torch.zeros(3, 4, 256, requires_grad=True) if cache.requires_grad else torch.zeros(3, 1, 1)
         return replace(rule, invalid={"state_cache": rows.expand(3, 4, 256) if rows.shape[1] == 1 else rows})
-    return replace(rule, invalid={"wkv": "C 6", "wgate": "C 6"}) if rule.param == "wkv" else rule
+    return replace(rule, invalid={"wkv": "Cw 6", "wgate": "Cw 6"}) if rule.param == "wkv" else rule
 
 
 _RULES = tuple(map(_sized, COMPRESSOR.rules))
 LIMITS = (
     replace(no_float32("x"), invalid={"x": ("B 6 H", "float32")}),
     refused("x.shape[-1] % 512 == 0 and 1024 <= x.shape[-1] <= 10240", "x", "the chip takes no other rows",
-            when="x.dim() > 1", invalid={"x": "B 6 512", "wkv": "C 512", "wgate": "C 512"}),
+            when="x.dim() > 1", invalid={"x": "B 6 512", "wkv": "Cw 512", "wgate": "Cw 512"}),
     refused("wkv.shape[0] // coff in (128, 512)", "wkv", "the chip pools to 128 or 512 channels",
             when="wkv.dim() == 2",
             invalid={"wkv": "4 H", "wgate": "4 H", "ape": "4 4", "state_cache": "3 4 8"}),
     refused("2 <= cmp_ratio <= 128", "cmp_ratio", "the chip takes no other windows",
-            invalid={"cmp_ratio": 129, "ape": "129 C"}),
+            invalid={"cmp_ratio": 129, "ape": "129 Cw"}),
 )  # fmt: skip
-SIZES = {"B": 2, "H": 1024, "W": 1024, "C": 128}
+SIZES = {"B": 2, "H": 1024, "W": 1024, "Cw": 128}
 _SAMPLE: dict[str, Any] = {
-    "x": ("B 6 H", "float16"), "wkv": "C H", "wgate": "C H",
+    "x": ("B 6 H", "float16"), "wkv": "Cw H", "wgate": "Cw H",
 }  # fmt: skip
 V1 = COMPRESSOR.version(
     "aclnnCompressor",
@@ -228,7 +228,7 @@ V1 = COMPRESSOR.version(
     blank_is_absent=True,
     rulings=(44,),
     layouts=("BSH",),
-    neutral={"input_layout": "BSH", **dict.fromkeys(("B", "S", "Nw", "D", "R", "H", "C", "P"))},
+    neutral={"input_layout": "BSH", **dict.fromkeys(("B", "S", "Nw", "D", "Rw", "H", "Cw", "Pw"))},
     derive=_derive,
     functions={**COMPRESSOR.functions, "covers_windows": covers_windows, "float32": float32},
     lower=_lower,
@@ -242,7 +242,7 @@ V1 = COMPRESSOR.version(
 )  # fmt: skip
 _SAVED_SAMPLES = {
     "wkv": {"dcmp_kv": "2 2 4", "softmax_score": ("2 2 4 4", "float32"), "kv": ("2 2 4 4", "float32")},
-    "cmp_ratio": {"dcmp_kv": "2 1 C", "softmax_score": ("2 1 129 C", "float32"), "kv": ("2 1 129 C", "float32")},
+    "cmp_ratio": {"dcmp_kv": "2 1 Cw", "softmax_score": ("2 1 129 Cw", "float32"), "kv": ("2 1 129 Cw", "float32")},
 }
 GRAD_V1 = V1.version(
     "aclnnCompressorGrad",
@@ -261,11 +261,11 @@ GRAD_V1 = V1.version(
         *(_placed(name, "as the forward wrote it", "2 2 4 64") for name in SAVED),
         *(
             invalid(f"d{name} is None or d{name}.shape == {name}.shape", f"d{name}", "a gradient for each element",
-                    f"the shape of {name}", invalid={f"d{name}": ("7 6 H" if name == "x" else "C 6", "float16")})
+                    f"the shape of {name}", invalid={f"d{name}": ("7 6 H" if name == "x" else "Cw 6", "float16")})
             for name in ("x", "wkv", "wgate")
         ),
         invalid("dape is None or list(dape.shape) == [cmp_ratio, wkv.shape[0]]", "dape", "a gradient for each element",
-                "[cmp_ratio, coff * D]", when="wkv.dim() == 2", invalid={"dape": "3 C"}),
+                "[cmp_ratio, coff * D]", when="wkv.dim() == 2", invalid={"dape": "3 Cw"}),
         *(
             replace(
                 rule,
