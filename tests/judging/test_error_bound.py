@@ -244,6 +244,7 @@ FAULTS: dict[str, Change] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_what_is_right_is_right(dtype: str) -> None:
     wanted, results = long_call(dtype)

@@ -73,6 +73,7 @@ def program(layer: Any, sequences: list[Tensor], gradients_alone: bool = False) 
 FORMS, STAGES = ("latent", "heads", "grouped"), ("dense", "warmup", "sparse")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", FORMS)

@@ -81,6 +81,7 @@ def expected(form: str, stage: dsa.Stage, dtype: torch.dtype) -> dict[str, Expec
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", FORMS)
