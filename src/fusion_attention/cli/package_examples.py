@@ -179,7 +179,9 @@ CALLS = {  # what a name begins with, the most specific first
     "cann_ops_transformer.block_sparse_attention_grad": BLOCKS_GRAD,
     "aclnnBlockSparseAttention": BLOCKS,
     "npu_block_sparse_attention": BLOCKS,
-    "cann_ops_transformer.block_sparse_attention": replace(BLOCKS, values=BLOCKS.values | {"softmax_lse_flag": "True"}),
+    "cann_ops_transformer.block_sparse_attention": replace(
+        BLOCKS, values={**BLOCKS.values, "softmax_lse_flag": "True"}
+    ),
     "aclnnLightningIndexerV2": INDEX_OF_TOKENS,
     "aclnnCompressorGrad": COMPRESSOR_GRAD,
     "aclnnCompressor": COMPRESSOR,

@@ -132,7 +132,8 @@ def gradients(
     narrow = [t.to(x.dtype).to(dtype) for t in (dkv, dz)]
     inputs = rows.to(dtype)
     dx = narrow[0] @ wkv.to(dtype) + narrow[1] @ wgate.to(dtype)
-    return dx.view(x.shape).to(x.dtype), *((t.T @ inputs).to(x.dtype) for t in narrow), dape
+    dwkv, dwgate = ((t.T @ inputs).to(x.dtype) for t in narrow)
+    return dx.view(x.shape).to(x.dtype), dwkv, dwgate, dape
 
 
 def _alternating(rows: Tensor, coff: int) -> Tensor:

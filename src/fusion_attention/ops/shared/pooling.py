@@ -45,9 +45,9 @@ def pooled(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -
     if lengths is None:
         return _complete(rows, gates, bias, windows)
     if windows.packed:
-        spans = zip(rows.split(lengths), gates.split(lengths), strict=True)
+        spans = list(zip(rows.split(lengths), gates.split(lengths), strict=True))
     else:
-        spans = ((rows[b, :n], gates[b, :n]) for b, n in enumerate(lengths))
+        spans = [(rows[b, :n], gates[b, :n]) for b, n in enumerate(lengths)]
     results = [_complete(x[None], z[None], bias, windows)[0] for x, z in spans]
     none = rows.new_zeros(0, rows.shape[-2], rows.shape[-1] // (1 + windows.overlap))
     if windows.packed:
