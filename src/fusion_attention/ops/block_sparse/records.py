@@ -209,9 +209,9 @@ TORCH_SCALE = replace(SCALE, default=0.0, text="Factor on query . key; 0, the de
 EXAMPLE = """\
 >>> q, kv = torch.randn(1, 4, 256, 64), torch.randn(1, 2, 384, 64)
 >>> mask = torch.ones(1, 4, 2, 3, dtype=torch.int8).tril()
+>>> words = dict(q_input_layout="BNSD", kv_input_layout="BNSD", num_key_value_heads=2, scale_value=0.125)
+>>> out, lse = npu_block_sparse_attention(q, kv, kv, mask, [128, 128], **words)
 """
-WORDS = {"q_input_layout": '"BNSD"', "kv_input_layout": '"BNSD"', "num_key_value_heads": "2", "scale_value": "0.125"}
-_WORDS = ", ".join(f"{name}={value}" for name, value in WORDS.items())
 TORCH = V1.version(
     "npu_block_sparse_attention",
     V1.summary,
@@ -226,8 +226,7 @@ TORCH = V1.version(
     ),
     returns="(attention_out, softmax_lse), both differentiable; softmax_lse is returned with every softmax_lse_flag.",
     example=EXAMPLE
-    + f"""\
->>> out, lse = npu_block_sparse_attention(q, kv, kv, mask, [128, 128], {_WORDS})
+    + """\
 >>> list(out.shape), list(lse.shape)
 ([1, 4, 256, 64], [1, 4, 256, 1])""",
 )
@@ -243,9 +242,7 @@ TORCH_GRAD = GRAD.version(
     ),
     returns="(dq, dk, dv).",
     example=EXAMPLE
-    + f"""\
->>> words = dict({_WORDS})
->>> out, lse = npu_block_sparse_attention(q, kv, kv, mask, [128, 128], **words)
+    + """\
 >>> dq, dk, dv = npu_block_sparse_attention_backward(out, q, kv, kv, out, lse, mask, [128, 128], **words)
 >>> list(dk.shape)
 [1, 2, 384, 64]""",
