@@ -229,9 +229,7 @@ def test_trained_parameters_of_each_stage(kind: str) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_with_the_same_bits(kind: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        pooling, "_core", lambda: None
-    )  # the eager call pools as a trace does
+    monkeypatch.setattr(pooling, "_core", lambda: None)  # the eager call pools as a trace does
     torch._dynamo.reset()
     layer = ours(kind)
     set_stage(layer, stage)
