@@ -1,4 +1,4 @@
-"""The records of CANN's Compressor and CompressorGrad, computed by torch's operators."""
+"""The definitions of CANN's Compressor and CompressorGrad, computed by torch's operators."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _placed(name: str, advice: str, sample: str) -> Rule:
 
 
 def _sized(rule: Rule) -> Rule:
-    """A rule of COMPRESSOR with a sample of these records' sizes."""
+    """A rule of COMPRESSOR with a sample call of these operators' sizes."""
     cache = rule.invalid.get("state_cache")
     if isinstance(cache, torch.Tensor):
         rows = torch.zeros(3, 4, 256, requires_grad=True) if cache.requires_grad else torch.zeros(3, 1, 1)
