@@ -22,7 +22,7 @@
     const fusion::DenseVariant *fusion_variant_##dense##_dense();              \
     const fusion::DecodeKernels *fusion_variant_##decode##_decode();           \
     const fusion::SparseVariant *fusion_variant_##sparse##_sparse();           \
-    const fusion::PoolKernels *fusion_variant_##pool##_pool();
+    const fusion::PoolVariant *fusion_variant_##pool##_pool();
 extern "C" {
 FUSION_VARIANTS(FUSION_DECLARE)
 }
@@ -84,22 +84,41 @@ Names visible_features() {
                                 "), got '" + forced + "'" + (refused ? ": " + tile_refusal() : ""));
 }
 
-// Completes a variant whose kernels use tile registers: they exist for bfloat16 pairs only, so all other kernels are
-// those of the strongest variant before it. Plans keep references to the result.
+// Take the kernels that a variant leaves out, because its instructions do not change them, from the one before.
+void complete(DenseVariant &own, const DenseVariant &before) {
+    if (own.as_float.attend) return;
+    own.as_float = before.as_float, own.gradients_as_float = before.gradients_as_float;
+    own.lanes = before.lanes, own.float_work = before.float_work, own.dot = before.dot;
+}
+void complete(DecodeKernels &own, const DecodeKernels &before) {
+    for (std::size_t i = 0; i < std::size(own.attend); ++i) {
+        if (!own.attend[i]) own.attend[i] = before.attend[i];
+    }
+}
+void complete(SparseVariant &own, const SparseVariant &before) {
+    if (!own.as_float.attend) own.as_float = before.as_float;
+}
+void complete(PoolVariant &own, const PoolVariant &before) {
+    for (std::size_t i = 0; i < std::size(own.kernels); ++i) {
+        if (!own.kernels[i].forward) own.kernels[i] = before.kernels[i];
+    }
+}
+
+// Combines a variant from its parts. Plans keep references to the result.
 void assemble(Built &row, const Built *before) {
     static std::deque<Variant> dense;
     static std::deque<SparseVariant> sparse;
-    dense.push_back({*row.dense(), row.name, *row.decode(), second_level_cache()});
-    row.sparse = row.sparse_part();
-    row.pool = row.pool_part();
-    if (Variant &own = dense.back(); !own.as_float.attend) {
-        const DenseVariant tiles = own;
-        static_cast<DenseVariant &>(own) = *before->variant;
-        own.as_pairs = tiles.as_pairs, own.gradients_as_pairs = tiles.gradients_as_pairs;
-        sparse.push_back({before->sparse->as_float, row.sparse->as_pairs});
-        row.sparse = &sparse.back();
+    static std::deque<PoolVariant> pool;
+    Variant &own = dense.emplace_back(Variant{*row.dense(), row.name, *row.decode(), second_level_cache()});
+    sparse.push_back(*row.sparse_part());
+    pool.push_back(*row.pool_part());
+    if (before) {
+        complete(own, *before->variant);
+        complete(own.decode, before->variant->decode);
+        complete(sparse.back(), *before->sparse);
+        complete(pool.back(), *before->pool);
     }
-    row.variant = &dense.back();
+    row.variant = &own, row.sparse = &sparse.back(), row.pool = &pool.back();
 }
 
 std::vector<Built> list_variants() {

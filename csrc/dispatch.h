@@ -20,10 +20,10 @@ struct Built {  // a row of the table in CMakeLists.txt
     const DenseVariant *(*dense)();  // where its parts, or those of others that it takes, begin
     const DecodeKernels *(*decode)();
     const SparseVariant *(*sparse_part)();
-    const PoolKernels *(*pool_part)();
+    const PoolVariant *(*pool_part)();
     const Variant *variant = nullptr;  // null when the CPU cannot run it: even its tables are then left alone
     const SparseVariant *sparse = nullptr;
-    const PoolKernels *pool = nullptr;
+    const PoolVariant *pool = nullptr;
 };
 
 // The variant named by FUSION_ATTENTION_CPU, or "". cpu_features() is then limited to the features that this variant

@@ -12,7 +12,7 @@ constexpr int chains = 12;  // independent sums: above latency times rate of com
 
 // Runs `turns` rounds of multiply-adds and returns the number of operations; writing `result` keeps the compiler from
 // removing them.
-double float_work(std::int64_t turns, float *result) {
+inline double float_work(std::int64_t turns, float *result) {
     Floats sums[chains];
     for (int i = 0; i < chains; ++i) sums[i] = all(static_cast<float>(i));
     // Values that change the sums; the compiler would remove a sum that x and y do not change.

@@ -11,34 +11,6 @@ std::size_t scratch_bytes(const DecodeProblem &problem) { return decode::DecodeS
 
 std::size_t partial_floats(const DecodeProblem &problem) { return decode::partial_stride(problem); }
 
-bool attend_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch, float *partial) {
-    [[maybe_unused]] const DecodeProblem &p = *job.problem;
-#if defined(FUSION_BRAIN_PRODUCTS)
-    if (p.storage == Storage::bfloat16) return decode::attend_unit<decode::Paired>(job, unit, next, scratch, partial);
-#endif
-#if defined(FUSION_BYTE_PRODUCTS) || defined(__AVX2__)
-    if (p.dtype != Dtype::float32 && p.dim_rope == 0) {
-        if (p.storage == Storage::int8) return decode::attend_unit<decode::Byte>(job, unit, next, scratch, partial);
-        if (p.storage == Storage::int4) return decode::attend_unit<decode::Nibble>(job, unit, next, scratch, partial);
-    }
-#endif
-#if defined(__AVX512VNNI__)
-    if (p.dtype == Dtype::float32 && p.dim_rope == 0 && p.dim_qk <= decode::fine_products) {
-        using Byte = decode::Fine<decode::Byte>;
-        using Nibble = decode::Fine<decode::Nibble>;
-        if (p.storage == Storage::int8) return decode::attend_unit<Byte>(job, unit, next, scratch, partial);
-        if (p.storage == Storage::int4) return decode::attend_unit<Nibble>(job, unit, next, scratch, partial);
-    }
-#endif
-    if constexpr (lanes >= 8) {  // narrower vectors convert slowly, and few rows use each value
-        using Halved = decode::Widened<Half, Storage::float16>;
-        using Brained = decode::Widened<Brain, Storage::bfloat16>;
-        if (p.storage == Storage::float16) return decode::attend_unit<Halved>(job, unit, next, scratch, partial);
-        if (p.storage == Storage::bfloat16) return decode::attend_unit<Brained>(job, unit, next, scratch, partial);
-    }
-    return decode::attend_unit<decode::Floating>(job, unit, next, scratch, partial);
-}
-
 // sum(x * y) of bytes, for the test at import that checks a variant's instructions.
 std::int32_t dot_bytes(const std::uint8_t *x, const std::int8_t *y, std::size_t n) {
     std::int32_t total = 0;
@@ -54,8 +26,36 @@ std::int32_t dot_bytes(const std::uint8_t *x, const std::int8_t *y, std::size_t 
     return total;
 }
 
-constexpr DecodeKernels kernels = {scratch_bytes,      partial_floats,      attend_unit,
-                                   decode::merge_rows, decode::finish_rows, dot_bytes};
+// Formats that are not instantiated here are taken from the variant before (dispatch.cpp). The model of tiles has lanes
+// of its own, so it has all of them.
+constexpr DecodeKernels make_kernels() {
+    using namespace decode;
+    DecodeKernels k = {scratch_bytes, partial_floats, {}, merge_rows, finish_rows, dot_bytes};
+    [[maybe_unused]] const auto at = [&](DecodeFormat format) -> auto & { return k.attend[static_cast<int>(format)]; };
+#if defined(FUSION_BRAIN_PRODUCTS)
+    at(DecodeFormat::brains) = attend<Paired>;
+#endif
+#if defined(FUSION_TILES_MODEL) || !(defined(FUSION_BRAIN_PRODUCTS) || defined(FUSION_BYTE_PRODUCTS))
+    at(DecodeFormat::floats) = attend<Floating>;
+    if constexpr (lanes >= 8) {  // narrower vectors convert slowly, and few rows use each value
+        at(DecodeFormat::halves) = attend<Widened<Half, Storage::float16>>;
+#if !defined(FUSION_BRAIN_PRODUCTS)
+        at(DecodeFormat::brains) = attend<Widened<Brain, Storage::bfloat16>>;
+#endif
+    }
+#endif
+#if !defined(FUSION_BRAIN_PRODUCTS) && (defined(FUSION_BYTE_PRODUCTS) || defined(__AVX2__))
+    at(DecodeFormat::bytes) = attend<Byte>;
+    at(DecodeFormat::nibbles) = attend<Nibble>;
+#if defined(__AVX512VNNI__)
+    at(DecodeFormat::fine_bytes) = attend<Fine<Byte>>;
+    at(DecodeFormat::fine_nibbles) = attend<Fine<Nibble>>;
+#endif
+#endif
+    return k;
+}
+
+constexpr DecodeKernels kernels = make_kernels();
 
 }  // namespace
 }  // namespace fusion

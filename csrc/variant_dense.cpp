@@ -1,17 +1,15 @@
 // The dense part of an instruction-set variant: forward, backward, and the measurement of peak rates.
 //
-// CMake compiles the three variant_*.cpp once per variant, with FUSION_VARIANT_ENTRY set, or only one of them if the
-// other parts would gain nothing (dispatch.cpp combines variants).
+// CMake compiles the four variant_*.cpp once per variant, with FUSION_VARIANT_ENTRY set, but no part and no format that
+// would gain nothing (dispatch.cpp combines variants).
 // No function of the standard library that may be emitted out of line is called here: the linker keeps one copy of such
 // a function for the whole module, and it may keep the one an older CPU cannot run. check_leaks.cmake holds us to it.
 
 #include "dense/forward.h"
 #include "dense/gradient.h"
 #include "kernel_table.h"
-#include "simd/formats.h"
-#if !defined(FUSION_TILES)
 #include "peak.h"
-#endif
+#include "simd/formats.h"
 
 namespace fusion {
 namespace {
@@ -39,19 +37,14 @@ template <class Format> constexpr Kernels kernels() {
             FUSION_KERNEL(pack_panels),
             FUSION_KERNEL(pack_stored_panels),
             carry_panels<Format>,
-            FUSION_KERNEL(attend)};
+            attend<Format>};
 }
 
 template <class Format> constexpr GradientKernels gradient_kernels() {
-    return {tile_keys<Format>,        row_bytes<Format>,         key_bytes<Format>,          FUSION_KERNEL(pack_rows),
-            FUSION_KERNEL(load_keys), FUSION_KERNEL(accumulate), FUSION_KERNEL(store_dk_dv), FUSION_KERNEL(store_dq)};
+    return {tile_keys<Format>,        row_bytes<Format>,  key_bytes<Format>,          FUSION_KERNEL(pack_rows),
+            FUSION_KERNEL(load_keys), accumulate<Format>, FUSION_KERNEL(store_dk_dv), FUSION_KERNEL(store_dq)};
 }
 
-#if defined(FUSION_TILES)
-// The other members are completed from another variant (dispatch.cpp).
-constexpr DenseVariant variant = {lanes,   {},      kernels<Pair>(), {},     gradient_kernels<Pair>(),
-                                  nullptr, nullptr, nullptr,         nullptr};
-#else
 // The test at import: it runs this variant's instructions and checks their results.
 
 inline float float_of(std::uint16_t brain) {
@@ -61,7 +54,7 @@ inline float float_of(std::uint16_t brain) {
     return out;
 }
 
-float dot(const float *x, const float *y, std::size_t n) {
+inline float dot(const float *x, const float *y, std::size_t n) {
     Floats sum = {};
     std::size_t i = 0;
     for (; i + lanes <= n; i += lanes) sum += load<Floats>(x + i) * load<Floats>(y + i);
@@ -82,23 +75,12 @@ float dot_bf16(const std::uint16_t *x, const std::uint16_t *y, std::size_t n) {
     return total;
 }
 
-constexpr DenseVariant variant = {
-    lanes,
-    kernels<Single>(),
 #if defined(FUSION_BRAIN_PRODUCTS)
-    kernels<Pair>(),
-    gradient_kernels<Single>(),
-    gradient_kernels<Pair>(),
-    float_work,
-    pair_work,
+constexpr DenseVariant variant = {lanes,   {},        kernels<Pair>(), {},      gradient_kernels<Pair>(),
+                                  nullptr, pair_work, nullptr,         dot_bf16};
 #else
-    {},      gradient_kernels<Single>(),
-    {},      float_work,
-    nullptr,
-#endif
-    dot,
-    dot_bf16,
-};
+constexpr DenseVariant variant = {lanes, kernels<Single>(), {}, gradient_kernels<Single>(), {}, float_work, nullptr,
+                                  dot,   dot_bf16};
 #endif
 
 }  // namespace

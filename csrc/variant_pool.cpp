@@ -3,4 +3,16 @@
 #include "kernel_table.h"
 #include "sparse/pool.h"
 
-extern "C" const fusion::PoolKernels *FUSION_ENTRY(_pool)() { return &fusion::pool_kernels; }
+namespace fusion {
+namespace {
+
+#if defined(FUSION_BRAIN_PRODUCTS)
+constexpr PoolVariant variant = {{{}, {}, pool_kernels<Brain>}};
+#else
+constexpr PoolVariant variant = {{pool_kernels<float>, pool_kernels<Half>, pool_kernels<Brain>}};
+#endif
+
+}  // namespace
+}  // namespace fusion
+
+extern "C" const fusion::PoolVariant *FUSION_ENTRY(_pool)() { return &fusion::variant; }

@@ -68,7 +68,7 @@ template <class Format> constexpr SparseKernels kernels() {
             add_keys<Format>,
             FUSION_KERNEL(store_sums),
             loss_bytes<Format>,
-            FUSION_KERNEL(tile_loss),
+            tile_loss<Format>,
             index_packed_bytes<Format>,
             FUSION_KERNEL(index_pack),
             index_scratch_bytes<Format>,
@@ -78,10 +78,8 @@ template <class Format> constexpr SparseKernels kernels() {
             FUSION_KERNEL(index_choose)};
 }
 
-#if defined(FUSION_TILES)
+#if defined(FUSION_BRAIN_PRODUCTS)
 constexpr SparseVariant variant = {{}, kernels<Pair>()};
-#elif defined(FUSION_BRAIN_PRODUCTS)
-constexpr SparseVariant variant = {kernels<Single>(), kernels<Pair>()};
 #else
 constexpr SparseVariant variant = {kernels<Single>(), {}};
 #endif

@@ -40,7 +40,8 @@ private:
         for (std::size_t b = 0; b < n; ++b) {
             sequences[b] = {rows.data()[b], results.data()[b], before.data()[b], room.data()[b]};
         }
-        return {*built_variant(variant).pool, problem, std::move(sequences)};
+        const fusion::PoolKernels &kernels = built_variant(variant).pool->kernels[static_cast<int>(problem.dtype)];
+        return {kernels, problem, std::move(sequences)};
     }
 };
 

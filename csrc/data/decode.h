@@ -80,6 +80,34 @@ constexpr std::int64_t decode_slots = 128;  // most rows of a unit, with those o
 // results of a run are merged before those of different runs. Both begin at multiples of these numbers for any batch.
 constexpr std::int64_t decode_leaf = 512, decode_run = 4096;
 
+// The kernels' formats of keys and values: float32, to which others are converted if there is no other kernel, and
+// formats that are multiplied as they are stored. Integers have rows of a query in 16 bits, or, fine, in 24.
+enum class DecodeFormat : int { floats, halves, brains, bytes, nibbles, fine_bytes, fine_nibbles, count };
+
+constexpr std::int64_t fine_products = 256;  // number of products of 24-bit numbers whose sum fits into 32 bits
+
+constexpr DecodeFormat format_of(const DecodeProblem &p) {
+    const bool fine = p.dtype == Dtype::float32, integers = p.dim_rope == 0 && (!fine || p.dim_qk <= fine_products);
+    switch (p.storage) {
+        case Storage::float16: return DecodeFormat::halves;
+        case Storage::bfloat16: return DecodeFormat::brains;
+        case Storage::int8:
+            if (integers) return fine ? DecodeFormat::fine_bytes : DecodeFormat::bytes;
+            break;
+        case Storage::int4:
+            if (integers) return fine ? DecodeFormat::fine_nibbles : DecodeFormat::nibbles;
+            break;
+        case Storage::float32: break;
+    }
+    return DecodeFormat::floats;
+}
+
+// Rows of a unit with non-finite results, as bits per head.
+struct DecodeNonfinite {
+    std::uint64_t rows[decode_slots / 16] = {};
+};
+static_assert(decode_rows <= 64);
+
 constexpr std::int64_t slots_of(std::int64_t rows) { return (rows + 15) / 16 * 16; }
 
 }  // namespace fusion

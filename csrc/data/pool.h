@@ -53,4 +53,8 @@ struct PoolKernels {
     void (*backward)(const PoolJob &, const PoolItem &, float *dbias, float *scratch);
 };
 
+struct PoolVariant {
+    PoolKernels kernels[3];  // of each dtype
+};
+
 }  // namespace fusion

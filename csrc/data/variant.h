@@ -2,7 +2,8 @@
 //
 // variant_dense.cpp, variant_decode.cpp and variant_sparse.cpp are compiled once per instruction set. Each copy has its
 // functions in an anonymous namespace and exports one C entry point, so that no function compiled for a newer CPU can
-// be linked into code that an older one runs.
+// be linked into code that an older one runs. Kernels that its instructions do not change are null pointers, and
+// dispatch.cpp takes them from the variant before.
 
 #pragma once
 
@@ -43,15 +44,23 @@ struct GradientKernels {
 struct DecodeKernels {
     std::size_t (*scratch_bytes)(const DecodeProblem &);
     std::size_t (*partial_floats)(const DecodeProblem &);  // of one row
-    // Computes a unit. next: the unit that this thread computes next, or null. Returns true if the prepared rows are
-    // still valid in scratch.
-    bool (*attend)(const DecodeJob &, const DecodeUnit &, const DecodeUnit *next, void *scratch, float *partial);
+    // Computes a unit. next: the unit that this thread computes next, or null. Returns the rows of each head with
+    // non-finite results, which are invalid; other rows of such a head are invalid too, unless the unit has rows of
+    // several sequences. They are computed again from floats with `careful`, after which every result is valid.
+    using Attend = DecodeNonfinite(const DecodeJob &, const DecodeUnit &, const DecodeUnit *next, void *scratch,
+                                   float *partial, bool careful);
+    Attend *attend[static_cast<int>(DecodeFormat::count)];
     // Merges partial results, in order, into the first one of each row.
     void (*merge)(const DecodeJob &, const DecodeRows &, float *partials);
     // Merges partial results and writes out and statistics; returns the number of empty rows.
     std::int64_t (*finish)(const DecodeJob &, const DecodeRows &, float *partials);
     std::int32_t (*dot_bytes)(const std::uint8_t *x, const std::int8_t *y,
                               std::size_t n);  // sum(x * y), x below 128; tested at import
+
+    Attend *attend_of(DecodeFormat format) const {
+        Attend *const found = attend[static_cast<int>(format)];
+        return found ? found : attend[static_cast<int>(DecodeFormat::floats)];
+    }
 };
 
 struct DenseVariant {

@@ -4,7 +4,7 @@
 // All rows of a head share one pass over the keys, which are multiplied in the format of the cache. Scores of a tile of
 // keys are computed for up to `lanes` rows at a time, then weights, then the sum of values; the next half of a tile is
 // prefetched while one half is computed. Non-finite results are detected at the end of a unit, and the rows concerned
-// are computed again by add_row_carefully(). Start reading at attend_unit(); finish_rows() merges partial results.
+// are computed again by add_row_carefully(). Start reading at attend(); finish_rows() merges partial results.
 
 #pragma once
 
@@ -383,13 +383,12 @@ template <class F> std::uint64_t settle(const DecodeWork<F> &w) {
     return nonfinite;
 }
 
-// Computes a unit. Returns the rows of each head with non-finite results, which are invalid; other rows of such a head
-// are invalid too, unless the unit has rows of several sequences.
+// Computes a unit (DecodeKernels, data/variant.h).
 template <class F>
 DecodeNonfinite attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch,
                        float *partial, bool careful) {
     [[maybe_unused]] const UnitRegion<F> region{};
-    DecodeWork<F> w(job, unit, scratch, partial, careful);
+    DecodeWork<F> w(job, unit, scratch, partial, std::is_same_v<F, Floating> && careful);
     const bool sees = unit.begin < unit.end;
     const std::uint64_t all_rows = ~std::uint64_t{0} >> (64 - w.rows());
     DecodeNonfinite nonfinite;
@@ -419,30 +418,9 @@ DecodeNonfinite attend(const DecodeJob &job, const DecodeUnit &unit, const Decod
     }
     for (std::int64_t head = 0; head < unit.heads; ++head) {
         w.select_head(head);
-        if (!careful && !lost(head)) nonfinite.rows[head] |= settle(w);
+        if (!w.careful && !lost(head)) nonfinite.rows[head] |= settle(w);
     }
     return nonfinite;
-}
-
-template <class F>
-bool attend_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *next, void *scratch, float *partial) {
-    const DecodeNonfinite nonfinite = attend<F>(job, unit, next, scratch, partial, false);
-    const std::int64_t stride = partial_stride(*job.problem), rows = unit.row1 - unit.row0;
-    bool finite = true;
-    for (std::int64_t head = 0; head < unit.heads; ++head) {
-        if (!nonfinite.rows[head]) continue;
-        finite = false;
-        DecodeUnit one = unit;
-        one.head += head, one.heads = 1, one.placed = false;
-        // Rows of other sequences remain valid.
-        const std::int64_t step = unit.tokens ? 1 : rows;
-        for (std::int64_t row = 0; row < rows; row += step) {
-            if (unit.tokens && !(nonfinite.rows[head] >> row & 1)) continue;
-            one.row0 = unit.row0 + row, one.row1 = one.row0 + step;
-            attend<Floating>(job, one, nullptr, scratch, partial + (head * rows + row) * stride, true);
-        }
-    }
-    return finite;
 }
 
 }  // namespace decode

@@ -169,9 +169,6 @@ private:
     }
 };
 
-// Number of products whose sum fits into 32 bits.
-constexpr std::int64_t fine_products = 256;
-
 }  // namespace decode
 }  // namespace
 }  // namespace fusion

@@ -203,12 +203,6 @@ template <class F> struct DecodeWork {  // a unit with its parameters and scratc
     Ints *start(std::int64_t row) const { return reinterpret_cast<Ints *>(s.start + slot(row) * 6); }
 };
 
-// Rows of a unit with non-finite results, as bits per head.
-struct DecodeNonfinite {
-    std::uint64_t rows[decode_slots / 16] = {};
-};
-static_assert(decode_rows <= 64);
-
 struct DecodeTile {  // keys [first, first + count) of a unit, rounded up to vectors; `real` of them before its end
     std::int64_t first, count, real;
     Meaning keys, values;

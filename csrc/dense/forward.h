@@ -7,6 +7,7 @@
 #pragma once
 
 #include "dense/short.h"
+#include "kernel_table.h"
 #include "simd/kept.h"
 #include "simd/masks.h"
 #include "simd/statistics.h"
@@ -210,7 +211,7 @@ const T *value_of(const Work<Format> &w, std::int64_t key, std::int64_t d, T *st
 
 // Adds the non-finite elements of V, which packing replaced by zeros, to the rows that see the key and keep it in
 // dropout. Their weights are never 0, even if they underflow.
-template <class Format, class T> void add_nonfinite_values(const Work<Format> &w, const Block &b) {
+template <class Format, class T> FUSION_RARE void add_nonfinite_values(const Work<Format> &w, const Block &b) {
     for (std::int64_t c = b.some_begin; c < b.some_end; ++c) {
         if (!is_nonfinite(w, b.first + c)) continue;
         alignas(64) T staged[lanes];
@@ -230,7 +231,7 @@ template <class Format, class T> void add_nonfinite_values(const Work<Format> &w
 
 // ----------------------------------------------------------------------------------------------------- from end to end
 
-template <class Format, class T>
+template <class Format>
 void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_nonfinite, PrefetchQueue &queue) {
     alignas(64) float fade[round_up(block_rows, lanes)];
     // The last block of a tile may be short.
@@ -254,7 +255,9 @@ void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_n
     if (nonfinite) note_seen(w, b);
     weigh_block(w, b, fade);
     with_height(b.rows, [&](auto height) { value_rows<Format, height()>(w, b, first ? nullptr : fade); });
-    if (nonfinite) add_nonfinite_values<Format, T>(w, b);
+    if (nonfinite) {
+        with_stored<Format>(w.p.dtype, [&](auto x) { add_nonfinite_values<Format, decltype(x)>(w, b); });
+    }
     met_nonfinite |= nonfinite;
 }
 
@@ -327,10 +330,11 @@ template <class Format, class Out> std::int64_t store_rows(const Work<Format> &w
 }
 
 // The prefetches during a tile: memory of its results, and operands that the thread reads next.
-template <class Format, class T> PrefetchQueue queue_of(const Work<Format> &w, const Prefetches &ahead) {
+template <class Format> PrefetchQueue queue_of(const Work<Format> &w, const Prefetches &ahead) {
     const std::int64_t rows = w.tile.row1 - w.tile.row0, seq = w.tile.seq, row0 = w.tile.row0;
     PrefetchQueue out;
-    out.add(prefetch_rows<T>(w.o.out, seq, w.head, row0, rows, w.p.dim_v));
+    with_stored<Format>(
+        w.p.dtype, [&](auto x) { out.add(prefetch_rows<decltype(x)>(w.o.out, seq, w.head, row0, rows, w.p.dim_v)); });
     if (w.o.max.base) {
         out.add(prefetch_rows<float>(w.o.max, seq, w.head, row0, rows, 1));
         out.add(prefetch_rows<float>(w.o.sum, seq, w.head, row0, rows, 1));
@@ -345,13 +349,13 @@ template <class Format, class T> PrefetchQueue queue_of(const Work<Format> &w, c
     return out;
 }
 
-template <class Format, class T>
+template <class Format>
 std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, const Prefetches &ahead,
                     void *scratch) {
     [[maybe_unused]] const ProductRegion<Format> region;
     const Work<Format> w(job, unit, head, tile, scratch);
-    PrefetchQueue queue = queue_of<Format, T>(w, ahead);
-    load_rows<Format, T>(w);
+    PrefetchQueue queue = queue_of(w, ahead);
+    with_stored<Format>(w.p.dtype, [&](auto x) { load_rows<Format, decltype(x)>(w); });
     const std::int64_t rows = tile.row1 - tile.row0;
     const std::int64_t end = tile.begin < tile.end ? tile.end : 0;  // a tile without keys may begin within a panel
     const std::int64_t step = step_keys(w.sizes);
@@ -363,12 +367,13 @@ std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const T
             if (!b.count) continue;
             for_seen_parts(w, b, [&](const Block &part) {
                 if (!sees_nonfinite(w, part) && attend_short(w, part, queue)) return;
-                attend_block<Format, T>(w, part, !met[row / height], met_nonfinite, queue);
+                attend_block(w, part, !met[row / height], met_nonfinite, queue);
                 met[row / height] = true;
             });
         }
     }
-    return w.p.wide_results ? store_rows<Format, float>(w) : store_rows<Format, T>(w);
+    if (w.p.wide_results) return store_rows<Format, float>(w);
+    return with_stored<Format>(w.p.dtype, [&](auto x) { return store_rows<Format, decltype(x)>(w); });
 }
 
 }  // namespace

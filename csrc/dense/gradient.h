@@ -12,6 +12,7 @@
 #pragma once
 
 #include "dense/gradient_bias.h"
+#include "kernel_table.h"
 #include "simd/kept.h"
 #include "simd/masks.h"
 #include "simd/statistics.h"
@@ -140,7 +141,8 @@ template <class T> void add_nonfinite_row(const T *row, std::int64_t n, float we
     }
 }
 
-template <class Format, class T> void add_nonfinite_keys(const GradientWork<Format> &w, const GradientBlock &b) {
+template <class Format, class T> FUSION_RARE void add_nonfinite_keys(const GradientWork<Format> &w,
+                                                                     const GradientBlock &b) {
     const std::int64_t seq = w.key_tile.seq, head = w.key_tile.head, end = w.key_tile.key1 - w.key_tile.key0;
     for (std::int64_t c = 0; c < b.count && b.at + c < end; ++c) {
         if (!w.k.nonfinite[(b.at + c) / panel]) continue;
@@ -158,7 +160,7 @@ template <class Format, class T> void add_nonfinite_keys(const GradientWork<Form
 }
 
 template <class Format, class T>
-void add_nonfinite_rows(const GradientWork<Format> &w, const GradientBlock &b, std::int64_t i) {
+FUSION_RARE void add_nonfinite_rows(const GradientWork<Format> &w, const GradientBlock &b, std::int64_t i) {
     const std::int64_t seq = w.row_tile.seq, head = w.row_tile.head, row = w.row_tile.row0 + b.row + i;
     const std::int64_t end = least(b.at + b.count, w.key_tile.key1 - w.key_tile.key0);
     for (std::int64_t at = b.at; at < end; ++at) {
@@ -182,7 +184,7 @@ void add_nonfinite_rows(const GradientWork<Format> &w, const GradientBlock &b, s
     }
 }
 
-template <class Format, class T> void add_nonfinite(const GradientWork<Format> &w, const GradientBlock &b) {
+template <class Format, class T> FUSION_RARE void add_nonfinite(const GradientWork<Format> &w, const GradientBlock &b) {
     bool some = false;
     for (std::int64_t c = 0; c < b.count; c += panel) some |= w.k.nonfinite[(b.at + c) / panel] != 0;
     if (some) add_nonfinite_keys<Format, T>(w, b);
@@ -264,7 +266,7 @@ template <class Format> bool wait_for_turn(const GradientWork<Format> &w, const 
     return !w.turn.wait || w.turn.wait(w.turn.state, b.row + b.rows);
 }
 
-template <class Format, class T> bool accumulate_block(const GradientWork<Format> &w, GradientBlock b) {
+template <class Format> bool accumulate_block(const GradientWork<Format> &w, GradientBlock b) {
     multiply_rows(w, b);
     if (has_nonfinite_values(w, b)) b.nonfinite = b.hidden = true;
     if (w.bias_pass) {
@@ -292,11 +294,11 @@ template <class Format, class T> bool accumulate_block(const GradientWork<Format
     if (w.g.dbias.base && !w.g.owns_dbias) add_dbias(w, b);
     add_dq(w, b);
     note_rows(w, b);
-    if (b.nonfinite) add_nonfinite<Format, T>(w, b);
+    if (b.nonfinite) with_stored<Format>(w.p.dtype, [&](auto x) { add_nonfinite<Format, decltype(x)>(w, b); });
     return true;
 }
 
-template <class Format, class T>
+template <class Format>
 void accumulate(const Job &job, const RowTile &row_tile, const KeyTile &key_tile, const RowTurn &turn,
                 const Prefetches &ahead) {
     [[maybe_unused]] const ProductRegion<Format> region;
@@ -310,7 +312,7 @@ void accumulate(const Job &job, const RowTile &row_tile, const KeyTile &key_tile
     for (std::int64_t row = 0; row < rows; row += block_rows) {
         const GradientBlock b = cut(w, row, least<std::int64_t>(block_rows, rows - row));
         if (b.count) {
-            if (!accumulate_block<Format, T>(w, b)) return;
+            if (!accumulate_block(w, b)) return;
         } else {
             if (!wait_for_turn(w, b)) return;
             if (row_tile.fresh) clear_dq(w, b);

@@ -43,6 +43,7 @@ DecodePlan::DecodePlan(const Variant &variant, const DecodeProblem &problem, std
     require(!p.has_blocked_tiles, "blocked tiles are none of its features");
     require(p.common_keys >= 0, "the number of common keys is negative");
     require(p.common_keys == 0 || p.dim_rope == 0, "common keys have no ropes");
+    attend_ = variant_.decode.attend_of(format_of(p));
     row_floats_ = variant_.decode.partial_floats(problem_);
     // Per thread: scratch of kernels, the merged result of its leaves, and the result of the current leaf.
     scratch_bytes_ = variant_.decode.scratch_bytes(problem_) + 2 * row_floats_ * decode_slots * sizeof(float);
@@ -230,7 +231,29 @@ bool DecodePlan::attend_leaf(State &state, const Piece &piece, std::int64_t leaf
     if (!last) then = unit_of(piece, leaf + 1);
     else if (next.heads) then = unit_of(next, next.leaf);
     char *const scratch = own + 2 * row_floats_ * decode_slots * sizeof(float);
-    return variant_.decode.attend(state.job, unit, !last || next.heads ? &then : nullptr, scratch, found);
+    return attend(state.job, unit, !last || next.heads ? &then : nullptr, scratch, found);
+}
+
+// Computes a unit, and those of its rows again that are not finite. Returns true if the prepared rows are still valid
+// in scratch.
+bool DecodePlan::attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *then, void *scratch,
+                        float *found) const {
+    const DecodeNonfinite nonfinite = attend_(job, unit, then, scratch, found, false);
+    const std::int64_t rows = unit.row1 - unit.row0, step = unit.tokens ? 1 : rows;  // other sequences' rows are valid
+    bool finite = true;
+    for (std::int64_t head = 0; head < unit.heads; ++head) {
+        if (!nonfinite.rows[head]) continue;
+        finite = false;
+        DecodeUnit one = unit;
+        one.head += head, one.heads = 1, one.placed = false;
+        for (std::int64_t row = 0; row < rows; row += step) {
+            if (unit.tokens && !(nonfinite.rows[head] >> row & 1)) continue;
+            one.row0 = unit.row0 + row, one.row1 = one.row0 + step;
+            float *const to = found + (head * rows + row) * static_cast<std::int64_t>(row_floats_);
+            variant_.decode.attend_of(DecodeFormat::floats)(job, one, nullptr, scratch, to, true);
+        }
+    }
+    return finite;
 }
 
 // Computes all leaves of some heads; their partial results stay in the cache of this thread.

@@ -69,6 +69,8 @@ private:
     Piece take(State &state) const;
     DecodeUnit unit_of(const Piece &piece, std::int64_t leaf) const;
     void work(State &state, const Team &team, char *own) const;
+    bool attend(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *then, void *scratch,
+                float *found) const;
     bool attend_leaf(State &state, const Piece &piece, std::int64_t leaf, bool placed, Piece &next, char *own,
                      float *found) const;
     void attend_run(State &state, const Piece &piece, Piece &next, char *own) const;
@@ -79,6 +81,7 @@ private:
     void finish(State &state, const Block &block, std::int64_t head, float *results) const;
 
     const Variant &variant_;
+    DecodeKernels::Attend *attend_ = nullptr;
     DecodeProblem problem_;
     std::vector<Sequence> sequences_;
     std::vector<DecodeToken> tokens_;  // of all sequences, if they share keys

@@ -28,6 +28,7 @@
 
 #define FUSION_INLINE inline __attribute__((always_inline))
 #define FUSION_UNROLL _Pragma("GCC unroll 32")
+#define FUSION_RARE __attribute__((noinline, cold))  // compiled for size
 
 namespace fusion {
 namespace {

@@ -168,7 +168,7 @@ void attend_chunk(const SparseWork<Format> &w, const Chunk &chunk, ListReader<Fo
 // multiplied by an infinity, although it is not 0, and if a weight of exactly 0 is multiplied by a non-finite element,
 // although a key with a score of -inf is hidden.
 template <class Format, class T>
-__attribute__((noinline)) void recompute(const SparseWork<Format> &w, std::int64_t i, std::int64_t count) {
+FUSION_RARE void recompute(const SparseWork<Format> &w, std::int64_t i, std::int64_t count) {
     const auto &item = w.item;
     const std::int64_t head = item.head0 + i;
     const auto score = [&](std::int64_t key) {

@@ -311,12 +311,13 @@ FUSION_INLINE void gather(const Keys &from, const SparseItem &item, const Chunk 
 // Prefetches rows of a list's keys into the second-level cache while products are computed, a few at a time, in
 // proportion to the products between two keys, up to `lead` keys ahead. Not a PrefetchQueue, because the rows of keys
 // are not adjacent and products between two keys differ in length.
-template <class T> class KeyPrefetch {
+class KeyPrefetch {
 public:
     // cost: number of words multiplied per key.
     KeyPrefetch(const SparseJob &job, const SparseItem &item, const std::int32_t *keys, std::int64_t count,
                 std::int64_t lead, std::int64_t cost)
-        : item_(item), keys_(keys), count_(count), lead_(lead), cost_(cost) {
+        : item_(item), wide_(job.problem->dtype == Dtype::float32), keys_(keys), count_(count), lead_(lead),
+          cost_(cost) {
         const SparseProblem &p = *job.problem;
         const SparseOperands &o = *job.operands;
         parts_[shown_++] = {&o.k, p.dim_qk};
@@ -348,12 +349,14 @@ private:
     void ask() {
         const std::int64_t key = keys_[asked_++];
         for (int i = 0; i < shown_; ++i) {
-            const T *row = row_of<T>(*parts_[i].keys, item_.seq, item_.head_kv, key);
-            prefetch<2>(row, parts_[i].n);
+            const auto [keys, n] = parts_[i];
+            if (wide_) prefetch<2>(row_of<float>(*keys, item_.seq, item_.head_kv, key), n);
+            else prefetch<2>(row_of<Half>(*keys, item_.seq, item_.head_kv, key), n);
         }
     }
 
     const SparseItem &item_;
+    const bool wide_;  // elements of 4 bytes, else of 2
     const std::int32_t *keys_;
     std::int64_t count_, lead_, cost_, asked_ = 0, gathered_ = 0, budget_ = 0;
     Part parts_[3];

@@ -229,9 +229,8 @@ template <class Format> struct GradientNotes {
 
 // Adds the contributions of non-finite elements of heads to the sums of keys in notes.
 template <class Format, class T>
-__attribute__((noinline)) void add_nonfinite_heads(const SparseGradientWork<Format> &w,
-                                                   const GradientNotes<Format> &own, const NotedKeys &noted,
-                                                   const KeySums &table) {
+FUSION_RARE void add_nonfinite_heads(const SparseGradientWork<Format> &w, const GradientNotes<Format> &own,
+                                     const NotedKeys &noted, const KeySums &table) {
     const auto &item = w.item;
     const auto scale = static_cast<float>(w.p.scale);
     for (std::int64_t at = noted.first; at < noted.stop; ++at) {
@@ -381,8 +380,8 @@ template <class Format> std::int64_t order_keys(const SparseGradientWork<Format>
 // For a row with non-finite elements: computes heads of dq that are NaN again, without keys whose dS is 0, and its
 // notes.
 template <class Format, class T>
-__attribute__((noinline)) void form_row_anew(const SparseGradientWork<Format> &w, std::int64_t count,
-                                             const GradientNotes<Format> &left) {
+FUSION_RARE void form_row_anew(const SparseGradientWork<Format> &w, std::int64_t count,
+                               const GradientNotes<Format> &left) {
     const std::int64_t columns = w.sizes.columns;
     for (std::int64_t i = 0; i < w.item.heads; ++i) {
         float *const dq = w.s.dq + i * columns;

@@ -152,7 +152,7 @@ void where_positive(const SparseGradientWork<Format> &w, const IndexNotes<Format
 
 // As in sparse/gradient.h: computes heads of dq that are NaN again, and the notes.
 template <class Format, class T>
-__attribute__((noinline)) void form_row_anew(const IndexListWork<Format> &work, std::int64_t count) {
+FUSION_RARE void form_row_anew(const IndexListWork<Format> &work, std::int64_t count) {
     const auto &w = work.gradient;
     for (std::int64_t i = 0; i < w.item.heads; ++i) {
         float *const dq = w.s.dq + i * w.sizes.columns;
@@ -237,8 +237,8 @@ void recall_weights(const IndexNotes<Format> &notes, std::int64_t first, std::in
 
 // Adds the contributions of non-finite elements of heads to the sums of keys in notes.
 template <class Format, class T>
-__attribute__((noinline)) void add_nonfinite_heads(const SparseGradientWork<Format> &w, const IndexNotes<Format> &own,
-                                                   const NotedKeys &noted, const KeySums &table) {
+FUSION_RARE void add_nonfinite_heads(const SparseGradientWork<Format> &w, const IndexNotes<Format> &own,
+                                     const NotedKeys &noted, const KeySums &table) {
     for (std::int64_t at = noted.first; at < noted.stop; ++at) {
         float *const sums = table.memory + own.keys[at] * w.sizes.columns;
         for (std::int64_t i = 0; i < w.item.heads; ++i) {

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "kernel_table.h"
 #include "sparse/loss.h"
 
 namespace fusion {
@@ -189,9 +190,9 @@ void load_index_keys(const SparseGradientWork<Format> &w, const TileBlock &block
 // Adds the contributions of non-finite elements of a block's keys [first, end) and of a row's heads to the row's dq and
 // to the block's sums.
 template <class Format, class T>
-__attribute__((noinline)) void add_nonfinite_elements(const SparseGradientWork<Format> &w, const TileBlock &block,
-                                                      std::int64_t first, std::int64_t end, bool nonfinite_heads,
-                                                      const TileScratch<Format> &t, float *dq) {
+FUSION_RARE void add_nonfinite_elements(const SparseGradientWork<Format> &w, const TileBlock &block, std::int64_t first,
+                                        std::int64_t end, bool nonfinite_heads, const TileScratch<Format> &t,
+                                        float *dq) {
     for (std::int64_t i = first; i < end; ++i) {
         for (std::int64_t h = 0; (nonfinite_heads || t.nonfinite[i]) && h < w.item.heads; ++h) {
             if (!(w.s.scores[i * w.s.pitch + h] > 0.0f)) continue;
@@ -239,7 +240,7 @@ inline void weigh_in_order(const float *products, std::int64_t pitch, std::int64
 
 // Processes row r of a tile and a block of keys, given the address of the target of its first key: adds to dq and
 // dweights of the row and to the block's sums; returns the loss.
-template <class Format, class T>
+template <class Format>
 double row_loss(const SparseJob &job, const SparseItem &tile, const TileBlock &block, std::int64_t r,
                 const float *target, const TileScratch<Format> &t, void *scratch) {
     const Sequence &seq = job.sequences[tile.seq];
@@ -252,7 +253,7 @@ double row_loss(const SparseJob &job, const SparseItem &tile, const TileBlock &b
     const std::int64_t words = w.sizes.words, start = first / block_rows * block_rows;
     float *const dq = t.dq + r * t.heads * t.columns;
     Idle idle;
-    load_heads<Format, T>(w, s.q_rows);
+    with_stored<Format>(w.p.dtype, [&](auto x) { load_heads<Format, decltype(x)>(w, s.q_rows); });
     load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
     for (std::int64_t at = start; at < end; at += block_rows) {
         by_panels<Format, block_rows, false>(t.index_rows + at * words, words, s.q, words, words,
@@ -276,7 +277,9 @@ double row_loss(const SparseJob &job, const SparseItem &tile, const TileBlock &b
     add_dq(w, end, s.across, dq, idle);
     if (meets_nonfinite(s.scores + first * s.pitch, s.pitch, end - first, s.padded_heads)) {
         const bool heads = clear_nonfinite<Format>(s.q_rows, item.heads, t.columns);
-        add_nonfinite_elements<Format, T>(w, block, first, end, heads, t, dq);
+        with_stored<Format>(w.p.dtype, [&](auto x) {
+            add_nonfinite_elements<Format, decltype(x)>(w, block, first, end, heads, t, dq);
+        });
     }
     for (std::int64_t i = 0; i < round_up<std::int64_t>(end, block_rows) + block_rows; ++i) {
         s.sums[i] = i >= first && i < end ? t.sums + i * t.columns : s.nowhere;
@@ -290,19 +293,19 @@ double row_loss(const SparseJob &job, const SparseItem &tile, const TileBlock &b
 }
 
 // Processes all rows and the block of keys from `at` on, whose target has been computed; returns the loss.
-template <class Format, class T>
+template <class Format>
 double keys_loss(const SparseGradientWork<Format> &w, const SparseJob &job, const SparseItem &item,
                  const TileBlock &block, std::int64_t at, const TileScratch<Format> &t, void *scratch) {
     double loss = 0.0;
-    load_index_keys<Format, T>(w, block, t);
+    with_stored<Format>(w.p.dtype, [&](auto x) { load_index_keys<Format, decltype(x)>(w, block, t); });
     std::memset(t.sums, 0, (block.end - block.first) * t.columns * sizeof *t.sums);
     for (std::int64_t r = block.row0; r < block.row1; ++r) {
-        loss += row_loss<Format, T>(job, item, block, r, t.target + r * t.width + block.first - at, t, scratch);
+        loss += row_loss<Format>(job, item, block, r, t.target + r * t.width + block.first - at, t, scratch);
     }
     return loss;
 }
 
-template <class Format, class T>
+template <class Format>
 void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &table, double *loss,
                void *scratch) {
     [[maybe_unused]] const ProductRegion<Format> region;
@@ -321,11 +324,14 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
         TileBlock block = {0, rows, at, least(at + t.width, end)};
         while (block.row0 < rows && end_key(*job.problem, seq, item.row + block.row0) <= at) ++block.row0;
         while (block.row1 > block.row0 && first_key(seq, item.row + block.row1 - 1) >= block.end) --block.row1;
-        if (job.attention->heads_q) tile_target<Format, T>(job, item, block, t);
-        else take_target(job, item, block, t);
+        if (job.attention->heads_q) {
+            with_stored<Format>(w.p.dtype, [&](auto x) { tile_target<Format, decltype(x)>(job, item, block, t); });
+        } else {
+            take_target(job, item, block, t);
+        }
         for (std::int64_t stop = block.end; block.first < stop; block.first = block.end) {
             block.end = least(block.first + t.chunk, stop);
-            *loss += keys_loss<Format, T>(w, job, item, block, at, t, scratch);
+            *loss += keys_loss<Format>(w, job, item, block, at, t, scratch);
             if (!turn.wait(turn.state, turn.item, block.first, block.end - 1)) return;
             for (std::int64_t i = 0; i < (block.end - block.first) * t.columns; i += lanes) {
                 float *const to = table.memory + block.first * t.columns + i;
@@ -338,7 +344,9 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
     for (std::int64_t r = 0; r < rows; ++r) {
         const SparseItem row = {item.seq, 0, 0, item.heads, item.row + r};
         const SparseGradientWork<Format> own(job, row, scratch);
-        store_head_gradients<Format, T>(own, t.dq + r * t.heads * t.columns, t.dweights + r * t.heads);
+        with_stored<Format>(w.p.dtype, [&](auto x) {
+            store_head_gradients<Format, decltype(x)>(own, t.dq + r * t.heads * t.columns, t.dweights + r * t.heads);
+        });
     }
 }
 

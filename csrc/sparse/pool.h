@@ -128,7 +128,7 @@ template <class T> struct PoolChannel {
 };
 
 template <class T>
-__attribute__((noinline)) void pool_exactly(const PoolWindow<T> &window, std::int64_t d, std::int64_t n, Floats &out) {
+FUSION_RARE void pool_exactly(const PoolWindow<T> &window, std::int64_t d, std::int64_t n, Floats &out) {
     for (std::int64_t i = 0; i < least<std::int64_t>(n, lanes); ++i) {
         if (out[i] - out[i] != 0.0f) out[i] = static_cast<float>(PoolChannel<T>(window, d + i).total);
     }
@@ -136,8 +136,8 @@ __attribute__((noinline)) void pool_exactly(const PoolWindow<T> &window, std::in
 
 // The gradients of those of channels [d, d + n) in which `check` is not finite. dgate: a vector of each row.
 template <class T>
-__attribute__((noinline)) void differentiate_exactly(const PoolWindow<T> &window, std::int64_t d, std::int64_t n,
-                                                     Floats check, float *dgate, std::int64_t stride) {
+FUSION_RARE void differentiate_exactly(const PoolWindow<T> &window, std::int64_t d, std::int64_t n, Floats check,
+                                       float *dgate, std::int64_t stride) {
     const WindowRows<T> dkv = window.template of<T>(window.operands.dkv);
     for (std::int64_t lane = 0; lane < least<std::int64_t>(n, lanes); ++lane) {
         if (check[lane] == 0.0f) continue;
@@ -343,15 +343,7 @@ template <class T> void pool_backward(const PoolJob &job, const PoolItem &item, 
     }
 }
 
-void pool_forward_of(const PoolJob &job, const PoolItem &item, float *scratch) {
-    by_dtype(job.problem->dtype, [&](auto stored) { pool_forward<decltype(stored)>(job, item, scratch); });
-}
-
-void pool_backward_of(const PoolJob &job, const PoolItem &item, float *dbias, float *scratch) {
-    by_dtype(job.problem->dtype, [&](auto stored) { pool_backward<decltype(stored)>(job, item, dbias, scratch); });
-}
-
-constexpr PoolKernels pool_kernels = {pool_forward_of, pool_backward_of};
+template <class T> constexpr PoolKernels pool_kernels = {pool_forward<T>, pool_backward<T>};
 
 }  // namespace
 }  // namespace fusion

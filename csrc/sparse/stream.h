@@ -227,7 +227,7 @@ template <class Format, class T> struct ListReader {
     Word *rows;  // two blocks of rows
     const std::int64_t deep;
     const bool streams;
-    KeyPrefetch<T> ahead;
+    KeyPrefetch ahead;
     Stream<Format, T> stream;
 
     // lead: number of keys to prefetch ahead; cost: words multiplied per key; columns: elements of rows that streams

@@ -137,7 +137,7 @@ std::size_t partial_floats(const DecodeProblem &p) {
     return static_cast<std::size_t>(16 + round_up<std::int64_t>(p.dim_v, 32));
 }
 
-bool attend_decode(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *, void *, float *) {
+DecodeNonfinite attend_decode(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit *, void *, float *, bool) {
     const DecodeProblem &p = *job.problem;
     const std::int64_t columns = p.dim_qk + p.dim_rope + (p.shares_kv ? 0 : p.dim_v);
     const double bytes = static_cast<double>((unit.end - unit.begin) * columns) * (p.storage == Storage::int8 ? 1 : 2);
@@ -145,7 +145,7 @@ bool attend_decode(const DecodeJob &job, const DecodeUnit &unit, const DecodeUni
     const double computed = products(p.dtype, pairs * static_cast<double>(p.dim_qk + p.dim_v), 0.5);
     const double begun = decode_begin + (unit.placed ? 0 : decode_place);
     advance(static_cast<double>(unit.heads) * (begun + std::max(bytes * decode_byte, computed)));
-    return true;
+    return {};
 }
 
 void merge(const DecodeJob &, const DecodeRows &rows, float *) {
@@ -367,7 +367,7 @@ const Variant &variant() {
         v.as_float = v.as_pairs = {panel, packed_bytes, forward_scratch, pack, pack, carry, attend};
         v.gradients_as_float = gradients(keys_of_tile(Dtype::float32));
         v.gradients_as_pairs = gradients(keys_of_tile(Dtype::bfloat16));
-        v.decode = {decode_scratch, partial_floats, attend_decode, merge, finish, nullptr};
+        v.decode = {decode_scratch, partial_floats, {attend_decode}, merge, finish, nullptr};
         return v;
     }();
     return made;
