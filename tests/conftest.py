@@ -36,10 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks all cases of a test with `sampled(n)` as slow, but one in n, drawn by name."""
+    """Marks all cases of a test with `sampled(n)` as slow, but one in n of those that are not, drawn by name."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled"):
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         marker = cases[0].get_closest_marker("sampled")

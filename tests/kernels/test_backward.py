@@ -40,6 +40,7 @@ def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[bool]]:
     return descriptors_used
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -67,6 +68,7 @@ def rows(*shape: int, seed: int = 3) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dout", "described"),
     [
@@ -135,6 +137,7 @@ def test_notes_of_rows_start_on_16_bytes() -> None:
     assert replace(e, q_len=lengths * 4).q_len.sum() == launch_dense.noted(replace(e, q_len=lengths * 4)).sum()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("parts", ["both", "lse"])
 @pytest.mark.parametrize("name", ["sink", "lists"])
 def test_gradients_through_lse(name: str, parts: str) -> None:

@@ -75,11 +75,13 @@ def judge(case: Case) -> None:
     check(case.id, run(lowered(case, args), args["dy"], "triton"), expected(case, args))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", [*EVERYDAY, *REST], ids=lambda case: case.id)
 def test_cases(case: Case) -> None:
     judge(case)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", LONGER, ids=lambda case: case.id)
 def test_several_tiles(case: Case) -> None:
     judge(case)

@@ -28,6 +28,7 @@ def compute(cache: Cache, operands: Operands, extents: Extents) -> None:
     backend.attention_forward(p, extents, backend.schedule(p, extents, "attention_forward"), operands)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cache", CACHES, ids=lambda cache: cache.id)
 def test_caches(cache: Cache) -> None:
     e, operands = cache.extents(), operands_on(cache, "cpu")
@@ -70,6 +71,7 @@ def test_scales_of_keys_before_a_window_count_nothing(dtype: str) -> None:
     assert torch.equal(operands.out.keep[0], result)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dims", [(32, 32), (24, 16), (40, 24)], ids=str)
 @pytest.mark.parametrize("dequant", ["none", "channel"])
 def test_values_may_be_the_first_elements_of_the_keys(dims: tuple[int, int], dequant: str) -> None:
@@ -138,6 +140,7 @@ def bands(generator: np.random.Generator, q_len: np.ndarray) -> Extents:
     return Extents(q_len, kv_len, lo, hi, generator.integers(0, 9, len(q_len)), kv_len - q_len)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_every_row_meets_every_key_that_it_sees_in_one_entry(seed: int) -> None:
     generator = np.random.default_rng(seed)

@@ -71,6 +71,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_loss, "SLOTS", 16)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", [*WARM, *SELECTED], ids=lambda case: case.id)
 def test_cases(case: LossCase) -> None:
     judge(lowered(case, operands(case)))
@@ -83,6 +84,7 @@ def judge(call: Loss) -> Results:
     return result
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [WARM[2], WARM[5], SELECTED[6], SELECTED[7]], ids=lambda case: case.id)
 def test_chunks_change_no_bit(case: LossCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of rows, or a row, is the least that a chunk holds."""

@@ -69,6 +69,7 @@ HEADS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [*CASES, *HEADS], ids=lambda case: case.id)
 def test_cases(case: SparseCase) -> None:
     judge(case)
@@ -99,6 +100,7 @@ def split_grids(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return grids
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.id)
 def test_lists_of_few_tokens_are_shared_out(case: SparseCase, split_grids: list[Any]) -> None:
     judge(case)

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import typer
-from support.markdown import blocks, pages
+from support.markdown import blocks, written
 from support.sources import ROOT, modules
 
 import fusion_attention as fa
 from fusion_attention import npu
+from fusion_attention.cli import op_pages
+from fusion_attention.ops.auxiliary.records import CONTRACTS
 
 # The everyday suite trains for a moment only, and generates a few tokens where the weights are installed.
 ARGUMENTS = {
@@ -66,18 +68,28 @@ def test_docstrings_say_what_happens(name: str) -> None:
     assert result.failed == 0
 
 
-@pytest.mark.parametrize("page", [name for name, text in pages().items() if name[:4] == "docs" and blocks(text)])
-def test_pages_run(page: str) -> None:
+def run_page(name: str, programs: list[str]) -> None:
     """From top to bottom: a page is read so. Some leave the device "npu" installed."""
     names: dict[str, object] = {}
     try:
-        for block in blocks(pages()[page]):
-            exec(compile(block, page, "exec"), names)
+        for block in programs:
+            exec(compile(block, name, "exec"), names)
     finally:
         npu.uninstall()
 
 
-@pytest.mark.parametrize("block", blocks(pages()["README.md"]))
+@pytest.mark.parametrize("page", [name for name, text in written().items() if name[:4] == "docs" and blocks(text)])
+def test_pages_run(page: str) -> None:
+    run_page(page, blocks(written()[page]))
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_examples_of_operators_run(name: str) -> None:
+    """The only program of a page: test_pages.py."""
+    run_page(name, [op_pages.example(CONTRACTS[name])])
+
+
+@pytest.mark.parametrize("block", blocks(written()["README.md"]))
 def test_every_block_of_the_readme_runs_alone(block: str) -> None:
     exec(compile(block, "README.md", "exec"), {})
 
