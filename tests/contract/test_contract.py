@@ -41,6 +41,7 @@ from fusion_attention.plan import Plan
 # --------------------------------------------------------------------------------------------- samples, invalid samples
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_every_sample_is_legal(name: str) -> None:
     op = CONTRACTS[name]
@@ -48,6 +49,7 @@ def test_every_sample_is_legal(name: str) -> None:
         assert outcome(op, sample(op, **layout), strict=True, check_content=True) == ((), []), layout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_every_broken_rule_is_reported_alone(name: str) -> None:
     """At its level: limits need strict, content needs check_content, meaning neither; doubts warn unless strict."""
@@ -82,6 +84,7 @@ def test_every_broken_rule_is_reported_alone(name: str) -> None:
         assert bool(outcome(op, case.args, check_content=True)[0]) is (always or case.level == "content"), case.id
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_rules_are_declared_whole(name: str) -> None:
     op = CONTRACTS[name]
@@ -154,6 +157,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Plan, "run", run)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize("name", EVERY_INTERFACE)
 def test_a_function_refuses_what_its_record_refuses(name: str) -> None:

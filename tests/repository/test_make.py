@@ -65,6 +65,7 @@ def installed(commands: str) -> set[str]:
     return {package for requirement in requirements for package in brought(name_of(requirement))}
 
 
+@cache
 def local(module: str) -> Path | None:
     """The file of a module of this repository."""
     parts = Path(*module.split("."))
@@ -75,6 +76,7 @@ def local(module: str) -> Path | None:
     return None
 
 
+@cache
 def ours(name: str) -> bool:
     """Whether a module or folder of this name lies where programs and tests of this repository look."""
     folders = [ROOT, ROOT / "src", ROOT / "tests", ROOT / "tests" / "repository", ROOT / "benchmarks", ROOT / "release"]

@@ -155,7 +155,7 @@ def _text(called: Any) -> str:
 
 
 def example(op: Op) -> str:
-    """Returns the program of an operator's page: from its definition, or from the docstring of an auxiliary operator."""
+    """Returns the program of a page: made from the definition, or from the docstring of an auxiliary operator."""
     if op.lower:
         return op_examples.program(op)
     code = "\n".join(re.findall(r"^(?:>>>|\.\.\.) (.*)", op.example, re.M))
