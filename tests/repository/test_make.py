@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -53,6 +54,12 @@ def brought(package: str) -> frozenset[str]:
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             result |= brought(name_of(str(requirement)))
     return frozenset(result)
+
+
+@cache
+def distributions() -> Mapping[str, list[str]]:
+    """The packages that bring a module."""
+    return importlib.metadata.packages_distributions()
 
 
 def installed(commands: str) -> set[str]:
@@ -146,9 +153,8 @@ def test_what_a_target_runs_is_installed(target: str) -> None:
     assert commands.index(" -m venv ") < pip
     there = installed(commands)
     files, modules = programs(commands)
-    distributions = importlib.metadata.packages_distributions()
     for module in needed(files) | modules:
-        names = {name.lower().replace("-", "_") for name in distributions.get(module, [module])}
+        names = {name.lower().replace("-", "_") for name in distributions().get(module, [module])}
         assert names & there, f"make {target}: {module} is not installed"
 
 
