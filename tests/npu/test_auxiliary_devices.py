@@ -55,6 +55,7 @@ def on_npu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("npu")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("change", [every_second, on_npu], ids=["strided", "npu"])
 @pytest.mark.parametrize("name", AUXILIARY)
 def test_bits_are_those_of_plain_tensors(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
