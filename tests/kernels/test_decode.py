@@ -140,7 +140,6 @@ def bands(generator: np.random.Generator, q_len: np.ndarray) -> Extents:
     return Extents(q_len, kv_len, lo, hi, generator.integers(0, 9, len(q_len)), kv_len - q_len)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_every_row_meets_every_key_that_it_sees_in_one_entry(seed: int) -> None:
     generator = np.random.default_rng(seed)

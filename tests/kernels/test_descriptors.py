@@ -47,7 +47,6 @@ def rows(*shape: int, seed: int = 3) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("key", "described"),
     [

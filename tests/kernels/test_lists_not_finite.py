@@ -30,7 +30,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_loss, "SLOTS", 16)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("what", "name", "at", "fill"), not_finite.HIDDEN, ids=lambda value: str(value)[-12:])
 def test_what_a_weight_of_zero_hides_stays_hidden(what: Any, name: str, at: tuple[int, ...], fill: float) -> None:
     not_finite.hides(what, name, at, fill, run)

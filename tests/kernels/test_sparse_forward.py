@@ -100,7 +100,6 @@ def split_grids(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return grids
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.id)
 def test_lists_of_few_tokens_are_shared_out(case: SparseCase, split_grids: list[Any]) -> None:
     judge(case)

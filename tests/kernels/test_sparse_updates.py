@@ -99,7 +99,6 @@ def made_by(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> dict[s
     return captured_calls
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_updated_plans_and_their_graphs_are_fresh_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was captured of a plan before it was updated gives the bits of a plan made for those lengths."""

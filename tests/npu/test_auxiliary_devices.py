@@ -82,6 +82,7 @@ def test_float64_is_refused(name: str) -> None:
             AUXILIARY_INTERFACES[name](**{**args, key: args[key].double()})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 @pytest.mark.parametrize("name", [name for name in AUXILIARY if "paged" not in name and "flash" not in name])
 def test_autocast_changes_nothing(name: str, device: str) -> None:
