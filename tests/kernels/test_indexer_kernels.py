@@ -68,7 +68,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "_PLANS", OrderedDict())
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)
 def test_the_order_is_exact(case: IndexerCase) -> None:
     """Whole numbers add up alike everywhere."""

@@ -81,7 +81,6 @@ REST = [
 ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in REST)]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.id)
 def test_cases(case: SparseCase) -> None:
     judge(case)

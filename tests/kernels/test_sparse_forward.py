@@ -69,7 +69,6 @@ HEADS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [*CASES, *HEADS], ids=lambda case: case.id)
 def test_cases(case: SparseCase) -> None:
     judge(case)
