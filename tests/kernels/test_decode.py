@@ -28,7 +28,6 @@ def compute(cache: Cache, operands: Operands, extents: Extents) -> None:
     backend.attention_forward(p, extents, backend.schedule(p, extents, "attention_forward"), operands)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cache", CACHES, ids=lambda cache: cache.id)
 def test_caches(cache: Cache) -> None:
     e, operands = cache.extents(), operands_on(cache, "cpu")
