@@ -133,7 +133,6 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [*((case, torch.float32) for case in CASES), *((case, dtype) for case in CASES[::3] for dtype in DTYPES[1:])],
