@@ -71,7 +71,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_loss, "SLOTS", 16)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", [*WARM, *SELECTED], ids=lambda case: case.id)
 def test_cases(case: LossCase) -> None:
     judge(lowered(case, operands(case)))
