@@ -76,7 +76,7 @@ build/triton/%:
 
 test-all: $(VENV)/.extra-test $(VENV)/.extra-demo $(OTHER_TRITONS) ## the suite with its slow tests, the other instruction sets, and the mutants that tests must catch
 	$(call both,-m "")
-	$(foreach folder,$(OTHER_TRITONS),PYTHONPATH=$(folder) $(BIN)/python -m pytest -m "" tests/backends/test_triton_ahead.py && ) true
+	$(foreach folder,$(OTHER_TRITONS),PYTHONPATH=$(folder) $(BIN)/python -m pytest -n auto -m "" tests/backends/test_triton_ahead.py && ) true
 	$(MAKE) test-variants test-amx
 	$(BIN)/python tests/repository/mutants.py
 

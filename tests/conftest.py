@@ -34,19 +34,26 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+MOST = 24  # cases of one test that run every day
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks all cases of a test with `sampled(n)` as slow, but one in n, drawn by name."""
+    """Marks cases as slow: of a test with `sampled(n)` all but one in n, drawn by name, of others all but MOST.
+
+    Cases that are slow anyway do not count, nor do tests on a GPU.
+    """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled"):
+        if not item.get_closest_marker("slow") and item.path.parent.name != "gpu":
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         marker = cases[0].get_closest_marker("sampled")
-        assert marker is not None
-        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        for item in cases[-(-len(cases) // marker.args[0]) :]:
-            item.add_marker(pytest.mark.slow)
+        everyday = -(-len(cases) // marker.args[0]) if marker else MOST
+        if len(cases) > everyday:
+            cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+            for item in cases[everyday:]:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_report_header() -> str:

@@ -27,6 +27,7 @@ def test_a_forgotten_element_is_missed(
     assert forgets(monkeypatch, backend, op_kind, lambda: family(backend)) == FAMILIES[family, op_kind]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", RECORDS)
 def test_fresh_results_of_every_record_are_poison(name: str) -> None:
     """Those too that no operation kind writes, but what comes after it."""

@@ -10,8 +10,6 @@ file for each Triton:
 from __future__ import annotations
 
 import json
-from concurrent.futures import Future, ProcessPoolExecutor
-from functools import cache
 
 import pytest
 
@@ -89,22 +87,10 @@ def marks(run: str) -> list[pytest.MarkDecorator]:
 RUNS = [pytest.param(run, marks=marks(run)) for run in ahead.RUNS]
 
 
-@cache
-def pool() -> ProcessPoolExecutor:
-    return ahead.workers()
-
-
-@pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> dict[str, Future[ahead.Figures]]:
-    """Everything that this run's tests will ask for, under way."""
-    requested = [item.callspec.params.get("run") for item in request.session.items if hasattr(item, "callspec")]
-    return {run: pool().submit(ahead.figures, run) for run in ahead.RUNS if run in requested and run in RECORDED}
-
-
 @recorded
 @pytest.mark.parametrize("run", RUNS)
-def test_resources(run: str, compiled: dict[str, Future[ahead.Figures]]) -> None:
-    result, before = compiled[run].result(), RECORDED[run]
+def test_resources(run: str) -> None:
+    result, before = ahead.figures(run), RECORDED[run]
     assert result["shared"] <= ahead.SHARED[ahead.RUNS[run][1]]
     assert result["registers"] <= before["registers"] + 8
     assert {key: result[key] for key in ("wgmma", "mma")} == {key: before[key] for key in ("wgmma", "mma")}

@@ -5,46 +5,31 @@ As test_triton_ahead.py does for the dense ones; `python tests/support/sparse_ah
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ProcessPoolExecutor
-from functools import cache
-
 import pytest
 
 triton = pytest.importorskip("triton")
 
 from support import sparse_ahead as ahead
-from support.triton_ahead import SHARED, Figures, workers
+from support.triton_ahead import SHARED
 
 RECORDED = {run: row for area in ahead.AREAS for run, row in ahead.recorded(area).items()}
 unrecorded = pytest.mark.skip(reason=f"not recorded of Triton {triton.__version__}")
-EVERYDAY_CHIPS = (80, 90)
+EVERYDAY_CHIP = 90
 STACKED = 4
 
 
 def is_everyday(run: str) -> bool:
     _, name, chip = ahead.RUNS[run]
-    return name in ahead.EVERYDAY and chip in EVERYDAY_CHIPS
+    return name in ahead.EVERYDAY and chip == EVERYDAY_CHIP
 
 
 def marks(run: str) -> list[pytest.MarkDecorator]:
     return ([] if is_everyday(run) else [pytest.mark.slow]) + ([] if run in RECORDED else [unrecorded])
 
 
-@cache
-def pool() -> ProcessPoolExecutor:
-    return workers()
-
-
-@pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> dict[str, Future[Figures]]:
-    """Everything that this run's tests will ask for, under way."""
-    requested = [item.callspec.params.get("run") for item in request.session.items if hasattr(item, "callspec")]
-    return {run: pool().submit(ahead.figures, run) for run in ahead.RUNS if run in requested and run in RECORDED}
-
-
 @pytest.mark.parametrize("run", [pytest.param(run, marks=marks(run)) for run in ahead.RUNS])
-def test_resources(run: str, compiled: dict[str, Future[Figures]]) -> None:
-    result, before = compiled[run].result(), RECORDED[run]
+def test_resources(run: str) -> None:
+    result, before = ahead.figures(run), RECORDED[run]
     assert result["shared"] <= SHARED[ahead.RUNS[run][2]]
     assert result["registers"] <= before["registers"] + 8
     assert {key: result[key] for key in ("wgmma", "mma")} == {key: before[key] for key in ("wgmma", "mma")}

@@ -51,6 +51,7 @@ def both(c: Operators, op: Op, args: Args) -> tuple[int, int]:
     return result, expected
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)
 def test_samples_give_what_python_gives(op: Op, c: Operators) -> None:
     codes = []
@@ -237,6 +238,7 @@ def nothing(name: str) -> list[Any]:
     return [KINDS[kind](0) if kind in KINDS else None for kind in prototypes()[name]]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_null_for_everything(name: str, c: Operators) -> None:
     assert c.first(name, nothing(name)) == (161001, 0, None)

@@ -76,6 +76,7 @@ EXECUTES = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("text", EXECUTES)
 def test_nothing_of_a_text_is_executed(text: str, tmp_path: Path) -> None:
     marker = tmp_path / "made"

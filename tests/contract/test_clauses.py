@@ -46,6 +46,7 @@ def by_name(page: Page) -> str:
     return page.operator.removeprefix("aclnn")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("page", "clause"), ROWS)
 def test_the_clause_holds(page: Page, clause: Clause) -> None:
     results = [f"{check}: {why}" for check in clause.checks if (why := wrong(page, check))]
@@ -116,6 +117,7 @@ def last_row(outputs: dict[str, torch.Tensor]) -> None:
     tensor[at] = torch.nan if tensor.is_floating_point() else tensor[at] ^ 64
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("breaking", [nothing, scaled, last_row], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_a_wrong_result_is_noticed(page: Page, breaking: Broken, monkeypatch: pytest.MonkeyPatch) -> None:

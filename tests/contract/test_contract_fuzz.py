@@ -161,7 +161,7 @@ def fuzz(op: Op, examples: int) -> None:
     check()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_strange_values(name: str) -> None:
     fuzz(CONTRACTS[name], 50 if name in RECORDS else 15)

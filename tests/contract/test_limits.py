@@ -173,6 +173,7 @@ EDGES += [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "settings", "code"), EDGES)
 def test_the_edges_of_a_page(name: str, settings: Args, code: int) -> None:
     """At its default a call within the page is taken; one beyond has the page's code, and computes when not strict."""

@@ -49,6 +49,7 @@ def run(call: InferenceCall, backend: str) -> torch.Tensor:
     return results["attention_out"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_golden_agrees_with_dense_formulas(case: DecodeCase) -> None:
     got, want = run(in_float64(lowered(arguments(case))), "golden"), query_of(case, answer(case))

@@ -54,12 +54,14 @@ def run(call: InferenceCall, backend: str) -> list[torch.Tensor]:
     return [*results.values()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_golden_agrees_with_dense_formulas(case: FusedCase) -> None:
     for got, want in zip(run(in_float64(lowered(case)), "golden"), answer(case), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_the_cpu_back_end_agrees_with_golden(case: FusedCase) -> None:
     call = lowered(case)

@@ -79,6 +79,7 @@ def form(visible: Visible) -> str:
     return "tiles" if visible.band is None else "packed" if visible.packed else "band"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [128, 32, (64, 256), 100])
 @pytest.mark.parametrize("name", MASKS)
 def test_block_masks(name: str, size: Any) -> None:

@@ -251,6 +251,7 @@ def test_what_is_right_is_right(dtype: str) -> None:
     check(dtype, results, wanted)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_local_fault_is_wrong(fault: str, dtype: str) -> None:

@@ -55,6 +55,7 @@ def agree(call: Any) -> dict[str, torch.Tensor]:
     return results
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", dense.CASES[::3], ids=lambda case: case.id)
 def test_training(case: Any) -> None:
     args = dense.operands(case)

@@ -32,7 +32,7 @@ def right(name: str) -> Long:
     return CALLS[name]()
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("seed", range(400))
 def test_a_local_fault_is_wrong(seed: int) -> None:
     rng = random.Random(seed)

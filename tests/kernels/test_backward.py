@@ -40,6 +40,7 @@ def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[bool]]:
     return descriptors_used
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -135,7 +136,7 @@ def test_notes_of_rows_start_on_16_bytes() -> None:
     assert replace(e, q_len=lengths * 4).q_len.sum() == launch_dense.noted(replace(e, q_len=lengths * 4)).sum()
 
 
-@pytest.mark.parametrize("parts", ["both", "lse"])
+@pytest.mark.parametrize("parts", ["both", pytest.param("lse", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["sink", "lists"])
 def test_gradients_through_lse(name: str, parts: str) -> None:
     judge(name, *(lists(torch.float32) if name == "lists" else dense(name, torch.float32)), parts, ("triton",))

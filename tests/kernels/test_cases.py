@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.Contr
 
 def short(case: Case) -> bool:
     return max((*case.q_len, *case.kv_len), default=0) < 100
+
+
+def slow(cases: Iterable[Case]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 TWO = {"heads_q": 2, "heads_kv": 1}  # the interpreter takes as long for a head as for another
@@ -53,18 +59,20 @@ FEATURES = [
 LOW = [FEATURES[n] for n in (3, 5, 9, 14, 17, 21)]
 EVERYDAY = [replace(case, dtype=dtype) for case in FEATURES for dtype in ("float32", "float16")]
 EVERYDAY += [replace(case, dtype="bfloat16") for case in LOW]
-REST = [pytest.param(case, marks=pytest.mark.slow) for case in CASES if short(case)]
+REST = slow(case for case in CASES if short(case))
 # Several tiles each way, with what a tile's edges cut: parts of 96, 192 and 80 elements, dims that differ.
 LONGER = [
     Case(q_len=(40,), kv_len=(70,), heads_q=2, heads_kv=1, dim_qk=96, dim_v=80, sparse_mode=3, mask="compressed"),
-    Case(q_len=(70,), kv_len=(40,), heads_q=2, heads_kv=2, dim_qk=24, dim_v=16, dim_rope=16, mask="matrix", blank=True),
-    Case(q_len=(50,), kv_len=(50,), sparse_mode=4, mask="compressed", pre=9, next=5, dropout="philox", keep_prob=0.6),
     Case("TND", q_len=(33, 0, 20), kv_len=(40, 5, 35), sparse_mode=2, mask="compressed", dtype="float16", sink=True),
-    Case(q_len=(20,), kv_len=(36,), heads_q=2, heads_kv=1, dim_qk=192, dim_v=128, dtype="float16", scale=0.07),
-    Case(q_len=(20,), kv_len=(20,), heads_q=1, heads_kv=1, dim_qk=576, dim_v=512, scale=0.04),
     # Few rows and many keys: the decode kernels, without a cache.
     Case(q_len=(3, 2), kv_len=(520, 7), heads_q=2, heads_kv=1, pse="full", pse_type=0, mask="matrix", inner_precise=2),
     Case(q_len=(40,), kv_len=(70,), heads_q=2, heads_kv=1, sparse_mode=3, mask="compressed", softcap=2.0),
+]
+LONGEST = [
+    Case(q_len=(70,), kv_len=(40,), heads_q=2, heads_kv=2, dim_qk=24, dim_v=16, dim_rope=16, mask="matrix", blank=True),
+    Case(q_len=(50,), kv_len=(50,), sparse_mode=4, mask="compressed", pre=9, next=5, dropout="philox", keep_prob=0.6),
+    Case(q_len=(20,), kv_len=(36,), heads_q=2, heads_kv=1, dim_qk=192, dim_v=128, dtype="float16", scale=0.07),
+    Case(q_len=(20,), kv_len=(20,), heads_q=1, heads_kv=1, dim_qk=576, dim_v=512, scale=0.04),
 ]
 
 
@@ -75,12 +83,13 @@ def judge(case: Case) -> None:
     check(case.id, run(lowered(case, args), args["dy"], "triton"), expected(case, args))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", [*EVERYDAY, *REST], ids=lambda case: case.id)
 def test_cases(case: Case) -> None:
     judge(case)
 
 
-@pytest.mark.parametrize("case", LONGER, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*LONGER, *slow(LONGEST)], ids=lambda case: case.id)
 def test_several_tiles(case: Case) -> None:
     judge(case)
 

@@ -83,6 +83,7 @@ def judge(call: Loss) -> Results:
     return result
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [WARM[2], WARM[5], SELECTED[6], SELECTED[7]], ids=lambda case: case.id)
 def test_chunks_change_no_bit(case: LossCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of rows, or a row, is the least that a chunk holds."""

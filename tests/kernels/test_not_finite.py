@@ -117,6 +117,7 @@ def masked(case: Case, name: str, fill: float) -> dict[str, Any]:
     return args
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "fill"),
     [

@@ -91,6 +91,7 @@ def test_the_paths_compute() -> None:
         assert bool(result.any()), call.__name__
 
 
+@pytest.mark.sampled(1)
 @paths
 @pytest.mark.parametrize("entry", [-1, PAGES, LARGEST, -LARGEST - 1])
 @pytest.mark.parametrize("place", [(0, 0), (0, 4), (1, 2)], ids=str)
@@ -102,6 +103,7 @@ def test_a_page_that_does_not_exist_is_named(call: Call, entry: int, place: tupl
         call(bad, KEYS)
 
 
+@pytest.mark.sampled(1)
 @paths
 @pytest.mark.parametrize("entry", [(1 << 32) + 3, -(1 << 32) + 3, 1 << 62, -(1 << 63)])
 def test_a_page_whose_low_bits_exist_does_not(call: Call, entry: int) -> None:
@@ -111,6 +113,7 @@ def test_a_page_whose_low_bits_exist_does_not(call: Call, entry: int) -> None:
         call(bad, KEYS)
 
 
+@pytest.mark.sampled(1)
 @paths
 @pytest.mark.parametrize("entry", [-1, PAGES, LARGEST, -LARGEST - 1])
 def test_entries_behind_the_last_page_are_not_read(call: Call, entry: int) -> None:
@@ -119,6 +122,7 @@ def test_entries_behind_the_last_page_are_not_read(call: Call, entry: int) -> No
     same_bits(call(bad, KEYS), call(table(), KEYS))
 
 
+@pytest.mark.sampled(1)
 @paths
 @pytest.mark.parametrize(
     "change",
@@ -138,6 +142,7 @@ def test_a_table_of_another_shape_is_an_error(call: Call, change: Callable[[torc
         call(change(table()), KEYS)
 
 
+@pytest.mark.sampled(1)
 @paths
 @pytest.mark.parametrize(
     "lengths",

@@ -44,7 +44,7 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         op.signatures.clear()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.usefixtures("variant")

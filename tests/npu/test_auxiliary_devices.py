@@ -55,6 +55,7 @@ def on_npu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("npu")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("change", [every_second, on_npu], ids=["strided", "npu"])
 @pytest.mark.parametrize("name", AUXILIARY)
 def test_bits_are_those_of_plain_tensors(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -81,6 +82,7 @@ def test_float64_is_refused(name: str) -> None:
             AUXILIARY_INTERFACES[name](**{**args, key: args[key].double()})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 @pytest.mark.parametrize("name", [name for name in AUXILIARY if "paged" not in name and "flash" not in name])
 def test_autocast_changes_nothing(name: str, device: str) -> None:

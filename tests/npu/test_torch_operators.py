@@ -73,6 +73,7 @@ def test_one_number_stands_for_two(ops: Any) -> None:
             call(x, ids, expert_num=5, active_expert_range=2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CHECKED)
 def test_opcheck(name: str) -> None:
     overload = packet_of(name).default

@@ -5,17 +5,18 @@ import importlib
 import math
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import typer
-from support.markdown import blocks, pages
+from support import scripts
+from support.markdown import blocks, written
 from support.sources import ROOT, modules
 
 import fusion_attention as fa
 from fusion_attention import npu
+from fusion_attention.cli import op_pages
+from fusion_attention.ops.auxiliary.records import CONTRACTS
 
 # The everyday suite trains for a moment only, and generates a few tokens where the weights are installed.
 ARGUMENTS = {
@@ -37,10 +38,9 @@ DOCUMENTED = [n for n, path in modules().items() if EXAMPLES.search(path.read_te
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_examples_run(path: Path, tmp_path: Path) -> None:
     arguments = [word.format(folder=tmp_path) for word in ARGUMENTS.get(path.stem, [])]
-    command = [sys.executable, str(path), *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout
+    result = scripts.run(path, arguments, tmp_path)
+    assert result.code == 0, result.stderr
+    assert result.stdout
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.01, math.nan])
@@ -58,6 +58,7 @@ def test_fine_tuning_fails_where_the_curves_differ(factor: float, monkeypatch: p
     assert end.value.exit_code == (0 if factor == 1.0 else 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_docstrings_say_what_happens(name: str) -> None:
     module = importlib.import_module(f"fusion_attention.{name}")
@@ -66,18 +67,29 @@ def test_docstrings_say_what_happens(name: str) -> None:
     assert result.failed == 0
 
 
-@pytest.mark.parametrize("page", [name for name, text in pages().items() if name[:4] == "docs" and blocks(text)])
-def test_pages_run(page: str) -> None:
+def run_page(name: str, programs: list[str]) -> None:
     """From top to bottom: a page is read so. Some leave the device "npu" installed."""
     names: dict[str, object] = {}
     try:
-        for block in blocks(pages()[page]):
-            exec(compile(block, page, "exec"), names)
+        for block in programs:
+            exec(compile(block, name, "exec"), names)
     finally:
         npu.uninstall()
 
 
-@pytest.mark.parametrize("block", blocks(pages()["README.md"]))
+@pytest.mark.parametrize("page", [name for name, text in written().items() if name[:4] == "docs" and blocks(text)])
+def test_pages_run(page: str) -> None:
+    run_page(page, blocks(written()[page]))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_examples_of_operators_run(name: str) -> None:
+    """The only program of a page: test_pages.py."""
+    run_page(name, [op_pages.example(CONTRACTS[name])])
+
+
+@pytest.mark.parametrize("block", blocks(written()["README.md"]))
 def test_every_block_of_the_readme_runs_alone(block: str) -> None:
     exec(compile(block, "README.md", "exec"), {})
 

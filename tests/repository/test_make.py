@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -55,6 +56,12 @@ def brought(package: str) -> frozenset[str]:
     return frozenset(result)
 
 
+@cache
+def distributions() -> Mapping[str, list[str]]:
+    """The packages that bring a module."""
+    return importlib.metadata.packages_distributions()
+
+
 def installed(commands: str) -> set[str]:
     """The packages that pip has installed after these commands."""
     requirements = list(PROJECT["dependencies"])
@@ -65,6 +72,7 @@ def installed(commands: str) -> set[str]:
     return {package for requirement in requirements for package in brought(name_of(requirement))}
 
 
+@cache
 def local(module: str) -> Path | None:
     """The file of a module of this repository."""
     parts = Path(*module.split("."))
@@ -75,6 +83,7 @@ def local(module: str) -> Path | None:
     return None
 
 
+@cache
 def ours(name: str) -> bool:
     """Whether a module or folder of this name lies where programs and tests of this repository look."""
     folders = [ROOT, ROOT / "src", ROOT / "tests", ROOT / "tests" / "repository", ROOT / "benchmarks", ROOT / "release"]
@@ -144,9 +153,8 @@ def test_what_a_target_runs_is_installed(target: str) -> None:
     assert commands.index(" -m venv ") < pip
     there = installed(commands)
     files, modules = programs(commands)
-    distributions = importlib.metadata.packages_distributions()
     for module in needed(files) | modules:
-        names = {name.lower().replace("-", "_") for name in distributions.get(module, [module])}
+        names = {name.lower().replace("-", "_") for name in distributions().get(module, [module])}
         assert names & there, f"make {target}: {module} is not installed"
 
 

@@ -10,6 +10,7 @@ from mutants import CORE_TEST, MUTANTS, ROOT, Run, misfit
 from mutations import Mutant
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutation_fits_its_source_and_its_tests_exist(mutant: Mutant) -> None:
     source = (ROOT / mutant.file).read_text(encoding="utf-8")

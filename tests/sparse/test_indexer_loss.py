@@ -87,6 +87,7 @@ def exactly(case: LossCase, args: Args, more: float = 1.0) -> Results:
 # -------------------------------------------------------------------------------------------------- golden, back ends
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_golden_is_the_formula(case: LossCase) -> None:
     """plain() in float64 goes slot by slot; golden counts how often a key is listed."""

@@ -81,7 +81,7 @@ def expected(form: str, stage: dsa.Stage, dtype: torch.dtype) -> dict[str, Expec
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", FORMS)
@@ -162,6 +162,7 @@ def test_a_prompt_in_one_call_gives_the_bits_of_no_cache(form: str) -> None:
     same_bits(run(layer, x, dsa.Cache(2, 25)), whole(layer, x))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("stage", STAGES)
 def test_under_autocast(stage: dsa.Stage) -> None:
     """The roundings are those of a model in bfloat16."""
@@ -196,6 +197,7 @@ def test_what_is_stored(stage: dsa.Stage) -> None:
         assert {part: tuple(t.shape) for part, t in cache._rows.items()} == {n: (2, 30, *s) for n, s in want.items()}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", ["latent", "grouped"])
 def test_compiled_layers(form: str) -> None:
     """A graph ends where the cache begins, and no token compiles anew."""

@@ -83,6 +83,7 @@ CASES = [
 # ------------------------------------------------------------------------------------------------- golden, back ends
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_golden_is_the_formula(case: SparseCase) -> None:
     """plain() in float64 gathers row by row; the multiplicity form never does."""

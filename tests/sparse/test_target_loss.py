@@ -59,6 +59,7 @@ def chosen(call: Any, results: Results) -> Results:
     return {name: results[name] for name in call.names}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_golden_is_the_formula(case: TargetCase) -> None:
     want = reference(case, operands(case))

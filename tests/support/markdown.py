@@ -14,12 +14,17 @@ _LINK = re.compile(r"(?<!`)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 _CODE = re.compile(r"`[^`\n]*`")
 
 
+def written() -> dict[str, str]:
+    """The text of every page in git, by path."""
+    others = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "csrc/README.md")]
+    paths = [*others, *sorted((ROOT / "docs").rglob("*.md"))]
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
 @cache
 def pages() -> dict[str, str]:
-    """The text of every page of the site, generated ones and tables included, and of others in the tree, by path."""
-    others = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "csrc/README.md")]
-    written = [*others, *sorted((ROOT / "docs").rglob("*.md"))]
-    results = {path.relative_to(ROOT).as_posix(): with_tables(path.read_text(encoding="utf-8")) for path in written}
+    """The text of every page, with tables and pages that a program writes, by path; it takes 20 seconds."""
+    results = {name: with_tables(text) for name, text in written().items()}
     return results | {f"docs/{name}": text for name, text in generated().items() if name.endswith(".md")}
 
 

@@ -43,6 +43,7 @@ def foreign(owner: Any) -> None:
     owner.name = lambda: f"foreign {below()}"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [None, 0, 1, 2, 3], ids=lambda at: f"foreign={at}")
 @pytest.mark.parametrize("order", list(itertools.permutations("abc")), ids="".join)
 def test_layers_end_in_any_order_beside_a_foreign_one(order: tuple[str, ...], at: int | None) -> None:

@@ -129,6 +129,7 @@ def sequences(case: BlockCase, tensor: Tensor, lengths: tuple[int, ...]) -> list
     return [heads_first[b, :, :n] for b, n in enumerate(lengths)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_forward_and_gradients(case: BlockCase) -> None:
     """By the error bound of the same attention with a matrix, sequence by sequence; nothing else is written."""
@@ -170,6 +171,7 @@ def test_the_gradient_function_gives_autograds_bits(case: BlockCase) -> None:
         same_bits(given_back, tuple(results[name] for name in GRADIENTS))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rows", "keys"), [(1, 1), (128, 128), (260, 129), (300, 700), (0, 5), (5, 0)])
 @pytest.mark.parametrize("block", [(128, 128), (64, 128), (256, 384), (100, 37), (1, 3), (1000, 1000), (32, 16)])
 def test_tiles_hide_what_blocks_hide(rows: int, keys: int, block: tuple[int, int]) -> None:

@@ -50,6 +50,7 @@ def truth(case: Case) -> dict[str, Tensor]:
     return golden(case, operands(case))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", TILED, ids=lambda case: case.id)
 def test_golden_against_the_formulas(case: Case) -> None:
     want = plain(case, operands(case))

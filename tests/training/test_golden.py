@@ -75,6 +75,7 @@ CASES: dict[str, tuple[dict, dict]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_against_autograd(name: str) -> None:
     fields, arguments = CASES[name]

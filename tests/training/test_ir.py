@@ -107,6 +107,7 @@ def test_bands_by_hand(q_len: int, kv_len: int) -> None:
     assert Band.window(2**31 - 1, 0) == Band.causal()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ratio", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 64])
 @pytest.mark.parametrize("tiles_by", [tiles.by_query, tiles.by_key])

@@ -189,6 +189,7 @@ def test_padded_calls(mode: int, rows: int, keys: int) -> None:
             check("BSND", items, mode, mask, prefix=prefix)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("items", ITEMS, ids=str)
 @pytest.mark.parametrize("mode", [0, 1, 2, 3, 4, 6, 7, 8])
 def test_packed_calls(mode: int, items: Lengths) -> None:

@@ -45,6 +45,7 @@ def truth(case: Case) -> dict[str, torch.Tensor]:
 # ------------------------------------------------------------------------------------------------------- every case
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_golden_and_the_lowering_against_the_formulas(case: Case) -> None:
     want = plain(case, operands(case))
@@ -56,6 +57,7 @@ def test_golden_and_the_lowering_against_the_formulas(case: Case) -> None:
         )
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_back_end(case: Case, backend: str) -> None:

@@ -92,7 +92,7 @@ def shown(op: Op) -> Shown:
     return Shown(
         call=_phases(op) if two_phase else docstrings.signature(function(op), op.name),
         text=_returned(op) if op.source else _text(function(op)),
-        example=op_examples.program(op) if op.lower else _example(op),
+        example=example(op),
         support=_support(op) if op.lower else _auxiliary(op),
     )
 
@@ -154,8 +154,10 @@ def _text(called: Any) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _example(op: Op) -> str:
-    """Converts the docstring's example to a program."""
+def example(op: Op) -> str:
+    """Returns the program of a page: made from the definition, or from the docstring of an auxiliary operator."""
+    if op.lower:
+        return op_examples.program(op)
     code = "\n".join(re.findall(r"^(?:>>>|\.\.\.) (.*)", op.example, re.M))
     if op.name != op.called:
         return f"{op_examples.installed(op)}\n\n{code}"

@@ -60,10 +60,11 @@ def matrix(op: Op) -> list[tuple[str, dict[str, str]]]:
             for p in op.tensors():
                 if not p.optional and dtype in p.dtypes.split() and p.words(layout):
                     settings[p.name] = (" ".join(p.words(layout)), dtype)
-            if lowered(op, settings) is None:
+            on_host = lowered(op, settings)
+            if on_host is None:
                 continue
             for name in COLUMNS:
-                call = on_device_of(name, op, settings)
+                call = on_device_of(name, op, settings) if name == "triton" else on_host
                 results[name] += [layout] if call is not None and not refusals(call.problem, name) else []
             results[CHIP] += [layout] if lowered(op, settings, strict=True) is not None else []
         rows.append((dtype, {name: _layouts(op, layouts) for name, layouts in results.items()}))

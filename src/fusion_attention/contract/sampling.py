@@ -103,14 +103,14 @@ def invalid_samples(op: Op) -> Iterator[InvalidSample]:
         chosen = {op.layout_attr: layouts[0]} if layouts else {}
         args = sample(op, **{**chosen, **rule.given, **rule.invalid})
         yield InvalidSample(f"{op.name}-{rule.id}", args, shown, rule.code, rule.level, op.spell(rule.expected))
+    legal = sample(op)
     for p in op.params:
-        for name, args, code in _stage_samples(op, p):
+        for name, args, code in _stage_samples(op, p, legal):
             yield InvalidSample(f"{op.name}-{p.name}-{name}", args, p.shown, code)
 
 
-def _stage_samples(op: Op, p: Param) -> Iterator[tuple[str, dict[str, Any], int]]:
+def _stage_samples(op: Op, p: Param, legal: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Yields (fault, arguments, code) for faults that a parameter's declaration determines, without a rule."""
-    legal = sample(op)
     present = legal[p.name] is not None
     if isinstance(p, Attr):
         if p.name == op.layout_attr and op.layouts:
