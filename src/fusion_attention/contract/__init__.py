@@ -35,6 +35,7 @@ from fusion_attention.contract.record import Attr as Attr
 from fusion_attention.contract.record import BackendError as BackendError
 from fusion_attention.contract.record import ContractError as ContractError
 from fusion_attention.contract.record import ContractWarning as ContractWarning
+from fusion_attention.contract.record import Declared as Declared
 from fusion_attention.contract.record import Failure as Failure
 from fusion_attention.contract.record import Op as Op
 from fusion_attention.contract.record import Param as Param

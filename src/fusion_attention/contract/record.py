@@ -219,10 +219,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Prototype:
-    """CANN's C declaration of an operator: facts that are not in its definition.
+    """CANN's C declaration of an operator: names of its parameters, in its order, and facts that are not in its
+    definition.
 
     Args:
-        names: CANN's names of the parameters, in its order.
+        names: CANN's names of the parameters.
         source: the document that has them.
         header: CANN's header file.
         tensors: parameters that are integers in the operator definition but tensors in CANN, not aclIntArray.
@@ -232,6 +233,55 @@ class Prototype:
     source: str
     header: str = ""
     tensors: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Declared:
+    """How CANN's C declarations of an operator and its versions spell parameters: head_num as headNum.
+
+    Args:
+        optional, output: suffixes of optional tensors and arrays, and of outputs.
+        names: other spellings by canonical name; one that ends with "!" has no suffix.
+        source: the document that has the names.
+        on_device: pattern of CANN's names of lengths that are tensors on the device.
+    """
+
+    optional: str = ""
+    output: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+    source: str = "its public repository, ops-transformer; pages may spell some otherwise"
+    on_device: str = "PaddingSize"
+
+    def but(self, **names: str) -> Declared:
+        """A copy with other spellings."""
+        return replace(self, names={**self.names, **names})
+
+    def of_page(self, **names: str) -> Declared:
+        """A copy with other spellings, all of which are on the operator's page."""
+        return replace(self.but(**names), source="this operator's page")
+
+    def prototype(self, op: Op) -> Prototype:
+        """The declaration of an operator."""
+        names = tuple(map(self._spelled, op.params))
+        on_device = frozenset(name for name in names if re.search(self.on_device, name))
+        return Prototype(names, self.source, _header(op.name), on_device)
+
+    def _spelled(self, p: Param) -> str:
+        first, *rest = p.shown.split("_")
+        name = self.names.get(p.name, first + "".join(word[:1].upper() + word[1:] for word in rest))
+        if name.endswith("!") or isinstance(p, Attr):
+            return name.removesuffix("!")
+        if isinstance(p, Tensor) and p.output:
+            return name + self.output
+        return name + self.optional * p.optional
+
+
+def _header(name: str) -> str:
+    """CANN's header of an operator; the training operators share two headers."""
+    if name.startswith("aclnnFlashAttention"):
+        return f"aclnn_flash_attention_score{'_grad' if 'Grad' in name else ''}.h"
+    words = re.sub(r"([a-z\d])(?=[A-Z])|([A-Z])(?=[A-Z][a-z])", r"\1\2_", name)
+    return words.lower() + ".h"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -256,7 +306,7 @@ class Op:
             gradient (lower then returns a Differentiable); repeats: True if calls that differ only in memory are
             prepared once (lower then returns a Repeatable).
         sizes: axis sizes of a sample; samples: further settings of sample calls per layout.
-        prototypes: prototypes of CANN's operators by name; this operator's adds CANN's names to errors.
+        c: spellings of CANN's C declaration, which errors show; None: the operator is not CANN's.
         keywords: the interface's name of the first keyword-only parameter of the operator's function
             (npu/interface.py); "": none. declared: types by canonical name, of parameters whose class does not
             determine them, and of outputs that a caller passes. returns: description of the results in the docstring;
@@ -284,13 +334,14 @@ class Op:
     repeats: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     samples: Mapping[str, Settings] = field(default_factory=dict)
-    prototypes: Mapping[str, Prototype] = field(default_factory=dict)
+    c: Declared | None = None
     keywords: str = ""
     declared: Mapping[str, Any] = field(default_factory=dict)
     returns: str = ""
     example: str = ""
     names: tuple[str, ...] = field(init=False)
-    # From the interface's names to CANN's; empty if the operator is not CANN's.
+    # CANN's declaration of an aclnn operator, and its names by the interface's names.
+    prototype: Prototype | None = field(init=False)
     cann: dict[str, str] = field(init=False)
     # Positions of the tensors in rules of the form trained(name), which test if a gradient is required.
     watched: tuple[int, ...] = field(init=False)
@@ -307,7 +358,8 @@ class Op:
 
         object.__setattr__(self, "names", tuple(p.name for p in self.params))
         shown = [p.shown for p in self.params]
-        prototype = self.prototypes.get(self.name)
+        prototype = self.c.prototype(self) if self.c and self.name.startswith("aclnn") else None
+        object.__setattr__(self, "prototype", prototype)
         object.__setattr__(self, "cann", dict(zip(shown, prototype.names, strict=True)) if prototype else {})
         object.__setattr__(self, "by_name", {p.name: p for p in self.params})
         object.__setattr__(self, "trained", frozenset().union(*self.trains.values()))

@@ -43,7 +43,7 @@ def retained_rules(op: Op, params: Iterable[Any], *others: str) -> tuple[Rule, .
 
 def of_integers(op: Op, name: str, summary: str, params: tuple[Any, ...], **changes: Any) -> Op:
     """The int8 variant of an operator definition, without lowering."""
-    changes_of_all: dict[str, Any] = {"lower": None, "fresh": None, "trains": {}, "prototypes": {}}
+    changes_of_all: dict[str, Any] = {"lower": None, "fresh": None, "trains": {}, "c": None}
     more = changes.pop("sample")
     samples = {layout: {**answer, **more} for layout, answer in op.samples.items()}
     results = tuple(p.name for p in params if isinstance(p, Tensor) and p.output)

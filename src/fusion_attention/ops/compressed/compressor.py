@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Attr, Bound, Param, Rule, Tensor
+from fusion_attention.contract import Attr, Bound, Declared, Param, Rule, Tensor
 from fusion_attention.ir.call import Filled
 from fusion_attention.ir.problem import Problem
 from fusion_attention.memory import empty
@@ -18,7 +18,7 @@ from fusion_attention.ops.auxiliary.compressor import COMPRESSOR
 from fusion_attention.ops.shared.call import TensorCall
 from fusion_attention.ops.shared.checks import float32
 from fusion_attention.ops.shared.metadata import NO_ATTENTION, NO_SEQUENCE
-from fusion_attention.ops.shared.prototypes import PROTOTYPES
+from fusion_attention.ops.shared.prototypes import ON_DEVICE
 from fusion_attention.ops.shared.rules import invalid, no_float32, refused
 
 OUT, SAVED = "cmp_kv", ("softmax_score", "kv")
@@ -202,6 +202,7 @@ SIZES = {"B": 2, "H": 1024, "W": 1024, "Cw": 128}
 _SAMPLE: dict[str, Any] = {
     "x": ("B 6 H", "float16"), "wkv": "Cw H", "wgate": "Cw H",
 }  # fmt: skip
+C = Declared(names={"state_cache": "stateCacheRef"}, on_device=ON_DEVICE).of_page()
 V1 = COMPRESSOR.version(
     "aclnnCompressor",
     COMPRESSOR.summary,
@@ -224,7 +225,7 @@ V1 = COMPRESSOR.version(
         *LIMITS,
     ),
     source="CANN",
-    prototypes=PROTOTYPES,
+    c=C,
     blank_is_absent=True,
     rulings=(44,),
     layouts=("BSH",),
@@ -280,6 +281,7 @@ GRAD_V1 = V1.version(
     tex=r"dkv_p = W_p \odot dcmp \qquad dz_p = W_p \odot \Big(dcmp \odot kv_p - \sum_{p'} W_{p'} \odot dcmp \odot "
         r"kv_{p'}\Big) \qquad dx = dkv\, W_{kv} + dz\, W_{gate}",
     neutral={**V1.neutral, "grad_enabled": False},
+    c=C.but(dcmp_kv="dCmpKv", dx="dX", dwkv="dWkv", dwgate="dWgate", dape="dApe"),
     lower=_lower_grad,
     results=GRADIENTS,
     fresh=_gradients,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import Array, Attr, Bound, Rule, Tensor, dtype_text
+from fusion_attention.contract import Array, Attr, Bound, Declared, Rule, Tensor, dtype_text
 from fusion_attention.ir.call import Filled
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Problem
@@ -24,7 +24,7 @@ from fusion_attention.ops.shared.call import TensorCall
 from fusion_attention.ops.shared.layouts import row_view
 from fusion_attention.ops.shared.metadata import NO_SEQUENCE, metadata
 from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
-from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import invalid, limit, of_lengths, typed
 from fusion_attention.ops.sparse import records as sparse
 
@@ -257,6 +257,7 @@ j < \left\lfloor \frac{i + L - S_1 + 1}{ratio} \right\rfloor \text{, all or thos
     derive=derive,
     functions=FUNCTIONS | {"longest": longest},
     lower=lower,
+    c=Declared(on_device=ON_DEVICE).of_page(),
     results=(OUT,),
     fresh=lambda n: fresh(n, _columns(n)),
     sizes={**sparse.V1.sizes, "Kc": sparse.V1.sizes["K"]},

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import Array, Attr, Bound, Tensor
+from fusion_attention.contract import Array, Attr, Bound, Declared, Tensor
 from fusion_attention.ir.mask import UNLIMITED, Band
 from fusion_attention.memory import empty
 from fusion_attention.ops.compressed.call import LSE, NORM, OUT, FlashMla, FlashMlaBackward, replace_statistics
@@ -35,7 +35,7 @@ from fusion_attention.ops.compressed.rules import (
 )
 from fusion_attention.ops.shared.metadata import metadata
 from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
-from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.sparse.call import fresh, fresh_gradients
 from fusion_attention.ops.sparse.checks import keys_in
@@ -204,6 +204,7 @@ NEUTRAL: dict[str, Any] = {
     "ratio": 1,
 }
 FLAGS = dict.fromkeys((OUT, LSE), INPUTS)
+C = Declared(on_device=ON_DEVICE).of_page()
 V1 = of_cann(
     "aclnnSparseFlashMla",
     "Attention to a window of keys and to compressed keys in one softmax; keys are values.",
@@ -223,6 +224,7 @@ V1 = of_cann(
     derive=derive_forward,
     functions=FUNCTIONS,
     lower=lower,
+    c=C.but(softmax_lse="softmaxLseOut"),
     results=(OUT, LSE),
     fresh=_fresh,
     trains=FLAGS,
@@ -257,6 +259,7 @@ GRAD = V1.version(
     rules=(*FORMS, LAYOUT_OF_GRADIENT, *LENGTHS, *COMPRESSED, *LIMITS, SAVED),
     formula=GRAD_FORMULA,
     tex=GRAD_TEX,
+    c=C.but(dout="dOut", dquery="dQuery", dkey="dOriKv", dkey_compressed="dCmpKv", dsinks="dSinks"),
     neutral={**NEUTRAL, "return_softmax_lse": True},
     derive=derive,
     results=tuple(p.name for p in GRADIENTS),

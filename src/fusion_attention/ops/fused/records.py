@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Tensor, Tensors
+from fusion_attention.contract import INVALID, Array, Attr, Declared, Tensor, Tensors
 from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops.fused.cache_rules import CACHE_LIMITS, CACHES, PADDING, PREFIXES
 from fusion_attention.ops.fused.cache_rules import ROPES as ROPE_RULES
@@ -316,6 +316,7 @@ WITH_ROPE = ROPE_RULES + FUSED_LIMITS
 FUSED = INPUTS + CACHES + CACHE_LIMITS + PADDING + PREFIXES + MASKS + BIASES + PRECISION + INTEGERS + OUTPUTS
 RULINGS = (2, 5, 6, 10, 15, 16, 20, 23, 29, 30, 32, 35, 36, 37, 38)
 
+C = Declared(names={"dequant_scale1": "deqScale1", "dequant_scale2": "deqScale2"})
 PROMPT_V1 = of_cann(
     "aclnnPromptFlashAttention",
     "Attention of prompts.",
@@ -332,6 +333,7 @@ PROMPT_V1 = of_cann(
     derive=geometry,
     functions=FUNCTIONS,
     lower=lower,
+    c=C,
     repeats=True,
     results=PROMPT_RESULTS,
     fresh=fresh,
@@ -375,6 +377,7 @@ FUSED_V2 = FUSED_V1.version(
     "aclnnFusedInferAttentionScoreV2",
     "FusedInferAttentionScore with scales of keys and values apart, and a shared prefix.",
     after={"kv_padding_size": (*SEPARATE, *SHARED_PREFIX), "softmax_lse_flag": (KEY_MODE, VALUE_MODE)},
+    c=replace(C, optional="Optional"),
 )
 FUSED_V3 = FUSED_V2.version(
     "aclnnFusedInferAttentionScoreV3",

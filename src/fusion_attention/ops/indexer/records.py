@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Op, Rule, Tensor
+from fusion_attention.contract import INVALID, Array, Attr, Declared, Op, Rule, Tensor
 from fusion_attention.ops.indexer.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
 from fusion_attention.ops.indexer.call import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.indexer.lower import lower
 from fusion_attention.ops.shared.params import FLOATS, or_none, output, spelled
-from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import invalid, limit, no_float32, of_lengths, only_dim
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
 from fusion_attention.ops.sparse.records import (
@@ -209,6 +209,7 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
     return lengths(names) | {"K": count, "Kv": count if names["return_values"] else None}
 
 
+C = Declared("Optional", names={"layout": "layoutQueryOptional", "layout_kv": "layoutKeyOptional"}, on_device=ON_DEVICE)
 V1 = of_cann(
     "aclnnLightningIndexer",
     "Scores of keys by ReLU-weighted heads, and per row the keys that score highest.",
@@ -230,6 +231,7 @@ V1 = of_cann(
     results=RESULTS,
     fresh=fresh,
     trains=TRAINS,
+    c=C,
     repeats=True,
     sizes=INDEXER_SIZES,
     samples={"BSND": {"sparse_count": 8}, "TND": {"sparse_count": 8, "layout_kv": "TND", **PACKED_SAMPLE}},
@@ -251,6 +253,13 @@ GRAD_V1 = V1.version(
     trains={},
     repeats=False,
     samples={"TND": PACKED_SAMPLE},
+    c=replace(C, output="Out").but(
+        actual_seq_qlen="actualSeqQLen",
+        actual_seq_kvlen="actualSeqKvLen",
+        layout="inputLayout",
+        dquery="dq",
+        dkey="dk",
+    ),
 )
 TORCH = V1.version(
     "npu_lightning_indexer",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fusion_attention.contract import Array, Attr, Op, Rule, Tensor
+from fusion_attention.contract import Array, Attr, Declared, Op, Rule, Tensor
 from fusion_attention.ops.indexer.call import RESULTS, fresh
 from fusion_attention.ops.indexer.lower import lower
 from fusion_attention.ops.indexer.records import (
@@ -29,7 +29,7 @@ from fusion_attention.ops.indexer.records import (
 )
 from fusion_attention.ops.shared import cumulative
 from fusion_attention.ops.shared.params import spelled
-from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import (
     PACKED,
     group,
@@ -263,6 +263,7 @@ V2 = of_cann(
     lower=lower,
     results=RESULTS,
     fresh=partial(fresh, wide=True),
+    c=Declared(on_device=ON_DEVICE),
     repeats=True,
     sizes=INDEXER_SIZES,
     samples={"BSND": {"sparse_count": 8}, "TND": {"sparse_count": 8, **PACKED_SAMPLE}},

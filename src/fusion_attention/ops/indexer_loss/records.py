@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import REQUIRED, Op, Tensor
+from fusion_attention.contract import REQUIRED, Declared, Op, Tensor
 from fusion_attention.ops.indexer_loss.call import RESULTS, STATISTICS, fresh, fresh_statistics
 from fusion_attention.ops.indexer_loss.lower import lower
 from fusion_attention.ops.shared.params import FLOATS, or_none, output, spelled
@@ -210,6 +210,7 @@ NEUTRAL: dict[str, Any] = {
 OF_ATTENTION = (QUERY, replace(KEY, form=None))
 OF_INDEX = (QUERY_INDEX, KEY_INDEX, WEIGHTS)
 
+OF_GRADIENTS = {"dquery_index": "dQueryIndex", "dkey_index": "dKeyIndex", "dweights": "dWeights"}
 V1 = of_cann(
     "aclnnSparseLightningIndexerGradKLLoss",
     "How far the indexer's distribution over the selected keys is from the attention's, and the gradients.",
@@ -227,6 +228,7 @@ V1 = of_cann(
     derive=lengths,
     functions=FUNCTIONS,
     lower=lower,
+    c=Declared(names={**OF_GRADIENTS, "pre_tokens": "pre_tokens", "next_tokens": "next_tokens"}).of_page(),
     results=RESULTS,
     fresh=fresh,
     sizes=SPARSE_SIZES,
@@ -241,6 +243,9 @@ DENSE_V1 = V1.version(
     ),
     rules=(*MEANING, *DENSE_LIMITS),
     rulings=(6, 14, 17, 20, 23, 24),
+    c=Declared(
+        "Optional", "Out", {**OF_GRADIENTS, "weights": "weight", "dweights": "dWeight", "layout": "layoutOptional"}
+    ),
     sizes=DENSE_SIZES,
 )
 LSE_QUERY, LSE_KEY, LSE_WEIGHTS = of_index("N1", "D", FLOATS, "query_index")
@@ -258,6 +263,7 @@ I_j &= \sum_h w_h \max(0,\; q^{index}_h \cdot k^{index}_j) \qquad j \text{ over 
 \max &= \max_j I_j, \qquad sum = \sum_j e^{I_j - \max}
 \end{aligned}""",
     rulings=(6, 17, 20, 23),
+    c=Declared("Optional", "Out", {"layout": "layoutOptional"}),
     results=STATISTICS,
     fresh=fresh_statistics,
     sizes={**SIZES, "N1": 8, "D": 128},

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Attr, Tensor
+from fusion_attention.contract import Attr, Declared, Tensor
 from fusion_attention.ops.indexer.second import (
     COMPRESSED,
     ENDS,
@@ -30,7 +30,7 @@ from fusion_attention.ops.indexer_loss.records import INDEX_STATISTICS, INDICES,
 from fusion_attention.ops.shared import cumulative
 from fusion_attention.ops.shared.metadata import metadata
 from fusion_attention.ops.shared.params import FLOATS, TENSOR_FIRST, output, spelled
-from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import content, invalid, limit, no_float32, only_dim, typed
 from fusion_attention.ops.sparse.checks import FUNCTIONS
 from fusion_attention.ops.sparse.records import LAYOUT, LAYOUTS, MODE
@@ -156,6 +156,15 @@ LENGTHS_AS_TENSORS = dict.fromkeys([p.name for p in (*ENDS, *USED, RESIDUAL)], T
 HERE = {**NEUTRAL, **dict.fromkeys(("target", "softmax_lse", "Pk"))}
 PADDED_SAMPLE = {"layout_kv": "BSND"}
 
+C = Declared(
+    "Optional",
+    names={
+        f"{kind}_{side}": f"{name}{side.upper()}"
+        for kind, name in (("cu_seqlens", "cuSeqLens"), ("seqused", "seqUsed"), ("max_seqlen", "maxSeqLen"))
+        for side in "qk"
+    },
+    on_device=ON_DEVICE,
+).of_page(meta_data="metadata")
 V1 = of_cann(
     "aclnnSparseLightningIndexerKLLossGrad",
     "The gradients that bring the indexer's distribution over selected keys nearer to a given target.",
@@ -170,6 +179,7 @@ V1 = of_cann(
     derive=derive,
     functions={**FUNCTIONS, **cumulative.FUNCTIONS, **checks.FUNCTIONS, "tokens_fit": tokens_fit},
     lower=lower_target,
+    c=C,
     results=TARGET_RESULTS,
     fresh=fresh_target,
     sizes={**SIZES, "N1": 8, "D": 128, "Pk": SIZES["K"]},
@@ -258,6 +268,7 @@ OPAQUE = tuple(
         f"batch_size=0 max_seqlen_q=0 max_seqlen_k=0 num_heads_q num_heads_k head_dim {topk}"
         "layout_q=BSND layout_k=BSND mask_mode=0 cmp_ratio=1",
         64,
+        C,
     )
     for op, topk in ((V1, "topk=0 "), (DENSE_V1, ""), (LSE_V2, ""))
 )

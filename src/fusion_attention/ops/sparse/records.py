@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Op, Tensor
+from fusion_attention.contract import INVALID, Array, Attr, Declared, Op, Tensor
 from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, SINK, TENSOR_FIRST, or_none, output, spelled
-from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import ROPE, invalid, limit, no_float32, only_dim
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in, lengths
@@ -276,6 +276,16 @@ def derive_forward(names: dict[str, Any]) -> dict[str, Any]:
     return derive(names) | {"G": group}
 
 
+C = Declared(
+    "Optional",
+    names={
+        "layout": "layoutQueryOptional",
+        "layout_kv": "layoutKvOptional",
+        "sparse_block_size": "sparseBlockSizeOptional",
+        "value": "value!",
+    },
+    on_device=ON_DEVICE,
+)
 V1 = of_cann(
     "aclnnSparseFlashAttention",
     "Attention over the blocks of keys that every row selects.",
@@ -294,6 +304,7 @@ V1 = of_cann(
     derive=derive_forward,
     functions=FUNCTIONS,
     lower=lower,
+    c=C,
     results=RESULTS,
     fresh=fresh,
     trains=TRAINS,
@@ -316,6 +327,16 @@ GRAD_V1 = V1.version(
     fresh=fresh_gradients,
     trains={},
     samples=BACKWARD_SAMPLES,
+    c=replace(C, output="Out").of_page(
+        layout="layoutOptional",
+        sparse_block_size="sparseBlockSize",
+        actual_seq_kvlen="actualSeqLengthskv",
+        dquery="dQuery",
+        dkey="dKey",
+        dvalue="dValue",
+        dquery_rope="dQueryRopeOutOptional!",
+        dkey_rope="dKeyRopeOutOptional!",
+    ),
 )
 TENSORS = dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen"), TENSOR_FIRST)
 TORCH = V1.version(

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Tensor
+from fusion_attention.contract import INVALID, Array, Attr, Declared, Tensor
 from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops.shared.params import FLOATS, SINK, TENSOR_FIRST, keeps_or_adds, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
@@ -204,6 +204,31 @@ STARTS = (Q_START, KV_START)
 ROPES = {"query": (QUERY_ROPE,), "key": (KEY_ROPE,)}
 ROPE_GRADIENTS = {"dq": (DQ_ROPE,), "dk": (DK_ROPE,)}
 
+# CANN's spellings.
+C = Declared(
+    "Optional",
+    "Out",
+    {
+        "pse": "realShift",
+        "scale": "scaleValue",
+        "actual_seq_qlen": "actualSeqQLen",
+        "actual_seq_kvlen": "actualSeqKvLen",
+        "softmax_layout": "softmaxOutLayout",
+        "query_rope": "queryRope!",
+        "key_rope": "keyRope!",
+    },
+)
+C_GRAD = C.but(
+    key="keyIn",
+    pse="pseShift",
+    sink="sinkIn",
+    key_rope="keyInRope!",
+    softmax_layout="softmaxInLayout",
+    softmax_max="softmaxMaxOptional",
+    softmax_sum="softmaxSumOptional",
+    attention_in="attentionInOptional",
+)
+
 SCORE_V1 = of_cann(
     "aclnnFlashAttentionScore",
     "Attention for training, forward, padded layouts.",
@@ -221,6 +246,7 @@ SCORE_V1 = of_cann(
     derive=lengths,
     functions=FUNCTIONS,
     lower=lower,
+    c=C,
     sizes=SIZES,
     samples=SAMPLES,
 )
@@ -229,9 +255,22 @@ SCORE_V2 = SCORE_V1.version(
     "FlashAttentionScore with pse_type and start indices.",
     after={"prefix": STARTS, "sparse_mode": (PSE_TYPE,)},
     rulings=(*RULINGS, *OF_SLOPES),
+    c=C.of_page(
+        scale="scaleValueOptional",
+        keep_prob="keepProbOptional",
+        pre_tokens="preTokensOptional",
+        next_tokens="nextTokensOptional",
+        inner_precise="innerPreciseOptional",
+        sparse_mode="sparseModeOptional",
+        pse_type="pseTypeOptional",
+    ),
 )
 SCORE_V3 = SCORE_V2.version(
-    "aclnnFlashAttentionScoreV3", "FlashAttentionScoreV2 with sinks.", after={"atten_mask": (SINK,)}, rules=ANY_SHAPE
+    "aclnnFlashAttentionScoreV3",
+    "FlashAttentionScoreV2 with sinks.",
+    after={"atten_mask": (SINK,)},
+    rules=ANY_SHAPE,
+    c=C,
 )
 VARLEN_V1 = SCORE_V1.version(
     "aclnnFlashAttentionVarLenScore",
@@ -285,6 +324,7 @@ GRAD_V1 = SCORE_V1.version(
     ),
     formula=BACKWARD_FORMULA,
     tex=BACKWARD_TEX,
+    c=C_GRAD,
 )
 GRAD_V2 = GRAD_V1.version(
     "aclnnFlashAttentionScoreGradV2",
@@ -322,6 +362,7 @@ UNPADDING_V3 = UNPADDING_V2.version(
     after={**ROPES, **ROPE_GRADIENTS},
     rules=UNREAD_ROPE,
     samples=MASKED_SAMPLES,
+    c=C_GRAD.of_page(),
 )
 UNPADDING_V4 = UNPADDING_V1.version(
     "aclnnFlashAttentionUnpaddingScoreGradV4",

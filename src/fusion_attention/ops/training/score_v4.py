@@ -7,7 +7,7 @@ from dataclasses import replace
 from fusion_attention.contract import Attr, Op, Param, Tensor
 from fusion_attention.ops.shared.rules import PACKED, PADDED, absent, limit, refused
 from fusion_attention.ops.training.mask_rules import PSE_BESIDE_0
-from fusion_attention.ops.training.records import SEED, UNPADDING_V5, VARLEN_V5
+from fusion_attention.ops.training.records import SEED, UNPADDING_V5, VARLEN_V5, C
 from fusion_attention.ops.training.rules import ALL, DRAWN_DROPOUT, PRECISION, ROPES
 
 SCALES = tuple(
@@ -73,6 +73,7 @@ SCORE_V4 = VARLEN_V5.version(
     rules=(*RULES, *PRECISION),
     rulings=(*VARLEN_V5.rulings, 47),
     layouts=(*PADDED, *PACKED),
+    c=replace(C, optional="", output=""),
 )
 GRAD_V4 = UNPADDING_V5.version(
     "aclnnFlashAttentionScoreGradV4",
@@ -87,5 +88,6 @@ GRAD_V4 = UNPADDING_V5.version(
     rules=RULES,
     rulings=(*UNPADDING_V5.rulings, 47),
     layouts=(*PADDED, *PACKED),
+    c=replace(C, optional="", output="").but(pse="pseShift", sink="sinkIn", softmax_layout="softmaxInLayout"),
 )
 RECORDS = (SCORE_V4, GRAD_V4)
