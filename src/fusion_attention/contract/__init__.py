@@ -17,6 +17,7 @@ from fusion_attention.contract.binding import outside as outside
 from fusion_attention.contract.docstrings import docstring as docstring
 from fusion_attention.contract.expressions import dtype_text as dtype_text
 from fusion_attention.contract.expressions import evaluate as evaluate
+from fusion_attention.contract.expressions import functions_in as functions_in
 from fusion_attention.contract.expressions import lazy as lazy
 from fusion_attention.contract.expressions import parse as parse
 from fusion_attention.contract.expressions import scope as scope

@@ -226,7 +226,7 @@ def _shapes(op: Op) -> list[str]:
 
 
 def _rule_row(op: Op, r: Rule) -> str:
-    when = [f"`{op.spell(r.when)}`"] if r.when else []
+    when = [f"`{op.spell(r.when)}`"] if r.when not in ("", f"{r.param} is not None") else []
     only = [name for name in op.layouts if name in r.only]
     when += ["layout " + ", ".join(only)] if only and len(only) < len(op.layouts) else []
     expected = op.spell(r.expected)

@@ -179,7 +179,8 @@ class Rule:
         param: the canonical name of the parameter in the error.
         advice: the reason, or the fix.
         text: the expected value for the error, if the expression reads badly.
-        when: an expression; the rule applies only if it holds.
+        when: an expression; the rule applies only if it holds. "" in a rule about an optional parameter: if the
+            parameter is given, unless the check itself mentions None.
         only: the layouts in which the rule applies; empty: all.
         needs: parameters that an operator definition must have for the rule to apply.
         level: one of LEVELS.
@@ -363,7 +364,7 @@ class Op:
         object.__setattr__(self, "cann", dict(zip(shown, prototype.names, strict=True)) if prototype else {})
         object.__setattr__(self, "by_name", {p.name: p for p in self.params})
         object.__setattr__(self, "trained", frozenset().union(*self.trains.values()))
-        object.__setattr__(self, "asked", tuple(filter(self._has, self.rules)))
+        object.__setattr__(self, "asked", tuple(self._of_given(rule) for rule in self.rules if self._has(rule)))
         object.__setattr__(self, "signatures", {})
         asking = (rule.check for rule in self.asked if "trained(" in rule.check)
         watched = {name for check in asking for name in re.findall(r"trained\((\w+)\)", check)}
@@ -376,6 +377,14 @@ class Op:
     def _has(self, rule: Rule) -> bool:
         applies = rule.param in self.by_name and (not rule.needs or self.by_name.keys() >= set(rule.needs))
         return applies and (not rule.only or not set(self.layouts).isdisjoint(rule.only))
+
+    def _of_given(self, rule: Rule) -> Rule:
+        """The rule with its condition: one about an optional parameter applies to a given one."""
+        p = self.by_name[rule.param]
+        optional = p.optional or (isinstance(p, Attr) and p.default is None)
+        if rule.when or not optional or rule.stage == "presence" or re.search(r"None|trained\(", rule.check):
+            return rule
+        return replace(rule, when=f"{rule.param} is not None")
 
     def version(
         self, name: str, summary: str, *, after: Mapping[str, tuple[Param, ...]] | None = None, **changes: Any

@@ -12,9 +12,7 @@ X = floats("input", "Both halves.")
 DIM = Attr("dim", "The axis that is cut in the middle.", default=-1)
 GRADIENT_OF_HALF = invalid(
     "grad_output.shape == half_of(input, dim)",
-    "grad_output",
-    "as the forward returns it",
-    "the shape of input, half as long along dim",
+    "grad_output: the shape of input, half as long along dim (as the forward returns it)",
     when="has_axis(input, dim)",
     invalid={"grad_output": "B S1 W"},
 )

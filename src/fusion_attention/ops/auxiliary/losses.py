@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Attr, Rule, Tensor
+from fusion_attention.contract import INVALID, Attr, Tensor
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, same_shape
 from fusion_attention.ops.auxiliary.experts import counting
-from fusion_attention.ops.shared.rules import invalid
+from fusion_attention.ops.shared.rules import invalid, meaning
 
 SIZES = {"T": 6, "C": 5}
 NOT_HERE = "neither the chip nor this library computes the loss of lse"
@@ -40,14 +40,11 @@ HOW = (
 
 def loss(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], rows: str, **more: Any) -> Any:
     """The operator definition of the loss or its gradient; rows: name of the tensor [T, C]."""
-    has_rows = Rule(
-        f"labels(target, {rows}.shape[1], ignore_index)", "target", "or ignore_index", "classes that there are",
-        code=INVALID, reads=True, when=f"{rows}.dim() == 2", invalid={"target": torch.tensor([0, 1, 2, 3, 4, 5])},
-    )  # fmt: skip
-    some = invalid(
-        f"{rows}.shape[1] > 0", rows, "there is a class", "[rows, classes]",
-        when=f"{rows}.dim() == 2", invalid={"C": 0, "target": torch.full((6,), -100)},
-    )  # fmt: skip
+    has_rows = meaning(f"labels(target, {rows}.shape[1], ignore_index)",
+                       "target: classes that there are (or ignore_index)", code=INVALID, reads=True,
+                       when=f"{rows}.dim() == 2", invalid={"target": torch.tensor([0, 1, 2, 3, 4, 5])})  # fmt: skip
+    some = invalid(f"{rows}.shape[1] > 0", f"{rows}: [rows, classes] (there is a class)", when=f"{rows}.dim() == 2",
+                   invalid={"C": 0, "target": torch.full((6,), -100)})  # fmt: skip
     sample = more.pop("sample", {})
     rules = (has_rows, some, *more.pop("rules", ()))
     return auxiliary(
@@ -96,14 +93,12 @@ CROSS_ENTROPY_BACKWARD = loss(
     rules=(
         invalid(
             "grad_loss.shape == target.shape if reduction == 'none' else grad_loss.numel() == 1",
-            "grad_loss",
-            "as the forward returns the loss",
-            'one element; of reduction "none" one of every row',
+            'grad_loss: one element; of reduction "none" one of every row (as the forward returns the loss)',
             given={"reduction": "none", "grad_loss": "T"},
             invalid={"reduction": "mean"},
         ),
         *(
-            invalid(f"{name} is None or {name}.numel() == 0", name, NOT_HERE, "None", invalid={name: "T"})
+            invalid(f"{name} is None or {name}.numel() == 0", f"{name}: None ({NOT_HERE})", invalid={name: "T"})
             for name in ("grad_zloss", "lse_for_zloss")
         ),
     ),
@@ -139,7 +134,7 @@ KL_LOSS = replace(
         (result("loss", "A scalar.", "=target_score"),),
         rules=(
             same_shape("index_probs", "target_score"),
-            invalid("target_score.dim() in (2, 3)", "target_score", "packed or padded rows", "[T, K] or [B, S, K]",
+            invalid("target_score.dim() in (2, 3)", "target_score: [T, K] or [B, S, K] (packed or padded rows)",
                     invalid={"target_score": "7", "index_probs": "7"}),
         ),
         formula="""q = y / (sum(y) + eps)                                                 over the keys of a row

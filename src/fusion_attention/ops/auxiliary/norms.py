@@ -24,9 +24,7 @@ y &= x \cdot rstd \cdot \gamma
 \end{aligned}"""
 WEIGHTS = invalid(
     "ends_with(input, gamma)",
-    "gamma",
-    "a weight for every element that is normalised",
-    "the last axes of input",
+    "gamma: the last axes of input (a weight for every element that is normalised)",
     invalid={"gamma": "7"},
 )
 
@@ -60,9 +58,7 @@ RMS_NORM_BACKWARD = auxiliary(
         WEIGHTS,
         invalid(
             "rstd.shape == one_per_row(input, gamma)",
-            "rstd",
-            "as npu_rms_norm returns it",
-            "the shape of input with the normalised axes of size 1",
+            "rstd: the shape of input with the normalised axes of size 1 (as npu_rms_norm returns it)",
             when="ends_with(input, gamma)",
             invalid={"rstd": "B S1"},
         ),
@@ -95,7 +91,7 @@ ADD_RMS_NORM = auxiliary(
     ),
     rules=(
         same_shape("x2", "x1"),
-        invalid("ends_with(x1, gamma)", "gamma", WEIGHTS.advice, "the last axes of x1", invalid={"gamma": "7"}),
+        invalid("ends_with(x1, gamma)", f"gamma: the last axes of x1 ({WEIGHTS.advice})", invalid={"gamma": "7"}),
     ),
     formula=f"x = x1 + x2\n{FORMULA}",
     returns="(y, rstd, x); y and x have a derivative.",

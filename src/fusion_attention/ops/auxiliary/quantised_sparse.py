@@ -124,12 +124,11 @@ ATTENTION = of_integers(
     ATTENTION_PARAMS,
     rules=(
         *retained_rules(sparse.TORCH, ATTENTION_PARAMS, "float32(query)", "Dv", "value is", "D == 512"),
-        invalid(
-            "W == packed_width(D, rope_head_dim, tile_size) > 0", "key", "integers, rope part and scales of the tiles",
-            "D - rope_head_dim + 2 * rope_head_dim + 4 * tiles bytes", when="1 <= D <= 768", invalid={"W": 640},
-        ),
-        limit("D == 576", "query", "the chip takes no other dim", when="1 <= D <= 768", invalid=SMALL),
-        *(invalid(f"{p.name} is None", p.name, "scales lie in key", "None", invalid={p.name: "4"}) for p in RESERVED),
+        invalid("W == packed_width(D, rope_head_dim, tile_size) > 0",
+                "key: D - rope_head_dim + 2 * rope_head_dim + 4 * tiles bytes (integers, rope part and scales of the "
+                "tiles)", when="1 <= D <= 768", invalid={"W": 640}),
+        limit("D == 576", "query (the chip takes no other dim)", when="1 <= D <= 768", invalid=SMALL),
+        *(invalid(f"{p.name} is None", f"{p.name}: None (scales lie in key)", invalid={p.name: "4"}) for p in RESERVED),
         *untrained("npu_sparse_flash_attention has a derivative; or call it under torch.no_grad()", kind=invalid,
                    query=(2, 4, 4, 576)),
     ),

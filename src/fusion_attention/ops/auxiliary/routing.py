@@ -7,14 +7,14 @@ from typing import Annotated
 
 import torch
 
-from fusion_attention.contract import INVALID, REQUIRED, Array, Attr, Rule, Tensor
+from fusion_attention.contract import INVALID, REQUIRED, Array, Attr, Tensor
 from fusion_attention.ops.auxiliary.common import FLOATS, floats, result
 from fusion_attention.ops.auxiliary.experts import counting, moe, within
-from fusion_attention.ops.shared.rules import invalid, presence
+from fusion_attention.ops.shared.rules import invalid, meaning, presence
 
 X = floats("x", "A score of every expert for every token.", shape="T E")
 K = Attr("k", "How many experts a token has.", default=1, domain="k >= 1", bad=0)
-CHOICES = invalid("k <= x.shape[-1]", "k", "a token's experts differ", "at most as many as there are", invalid={"k": 4})
+CHOICES = invalid("k <= x.shape[-1]", "k: at most as many as there are (a token's experts differ)", invalid={"k": 4})
 IDS = result("expert_idx", "Ids of the experts, the best first: int32.", "int32")
 
 SOFTMAX = moe(
@@ -32,18 +32,12 @@ SOFTMAX = moe(
     ),
     rules=(
         invalid(
-            "x.dim() in (2, 3)",
-            "x",
-            "a score of every expert for every token",
-            "[T, E] or [B, T, E]",
-            invalid={"x": "3"},
+            "x.dim() in (2, 3)", "x: [T, E] or [B, T, E] (a score of every expert for every token)", invalid={"x": "3"}
         ),
         CHOICES,
         invalid(
             "finished is None or finished.shape == x.shape[:-1]",
-            "finished",
-            "a mark for every token",
-            "the shape of x without its last axis",
+            "finished: the shape of x without its last axis (a mark for every token)",
             when="x.dim() in (2, 3)",
             given={"finished": ("T", "bool")},
             invalid={"finished": ("5", "bool")},
@@ -79,27 +73,18 @@ GATING = moe(
     ),
     (result("y", "Weights: [T, k].", "=x"), IDS, result("out", "The normed scores: float32 [T, E].", "float32")),
     rules=(
-        invalid("E % group_count == 0", "group_count", "groups are equally large", "a divisor of the number of experts",
+        invalid("E % group_count == 0", "group_count: a divisor of the number of experts (groups are equally large)",
                 invalid={"group_count": 2}),
-        invalid("k_group <= group_count", "k_group", "of so many groups", invalid={"k_group": 2}),
-        invalid(
-            "k * group_count <= E * k_group",
-            "k",
-            "they come from the groups that are kept",
-            "at most as many experts as these have",
-            when="E % group_count == 0 and k_group <= group_count",
-            invalid={"k": 4},
-        ),
-        invalid(
-            "group_select_mode == 0 or E >= 2 * group_count",
-            "group_select_mode",
-            "a group's two best",
-            "groups of at least two experts",
-            invalid={"group_select_mode": 1, "group_count": 3, "k_group": 2},
-        ),
-        invalid("input_ids is None", "input_ids", "a table of experts is not computed here", "None",
+        invalid("k_group <= group_count", "k_group (of so many groups)", invalid={"k_group": 2}),
+        invalid("k * group_count <= E * k_group",
+                "k: at most as many experts as these have (they come from the groups that are kept)",
+                when="E % group_count == 0 and k_group <= group_count", invalid={"k": 4}),
+        invalid("group_select_mode == 0 or E >= 2 * group_count",
+                "group_select_mode: groups of at least two experts (a group's two best)",
+                invalid={"group_select_mode": 1, "group_count": 3, "k_group": 2}),
+        invalid("input_ids is None", "input_ids: None (a table of experts is not computed here)",
                 invalid={"input_ids": ("T", "int32")}),
-        invalid("tid2eid is None", "tid2eid", "a table of experts is not computed here", "None",
+        invalid("tid2eid is None", "tid2eid: None (a table of experts is not computed here)",
                 invalid={"tid2eid": ("T K", "int32")}),
     ),
     formula="out = softmax(x) or sigmoid(x);  chosen = the k largest of out + bias within the k_group best groups\n"
@@ -147,27 +132,24 @@ INIT = moe(
         result("expanded_scale", "float32 [rows].", "float32"),
     ),
     rules=(
-        invalid(
-            "active_expert_range is None or len(active_expert_range) == 0 or (len(active_expert_range) == 2 and "
-            "0 <= active_expert_range[0] < active_expert_range[1] <= expert_num)",
-            "active_expert_range",
-            "the experts that count",
-            "[start, end) within 0 and expert_num",
-            invalid={"active_expert_range": [2, 4]},
-        ),
-        invalid("quant_mode == -1 or x.dtype.is_floating_point", "x", "what is quantised", "a float",
+        invalid("active_expert_range is None or len(active_expert_range) == 0 or (len(active_expert_range) == 2 and "
+                "0 <= active_expert_range[0] < active_expert_range[1] <= expert_num)",
+                "active_expert_range: [start, end) within 0 and expert_num (the experts that count)",
+                invalid={"active_expert_range": [2, 4]}),
+        invalid("quant_mode == -1 or x.dtype.is_floating_point", "x: a float (what is quantised)",
                 given={"quant_mode": 1}, invalid={"x": ("T H", "int8")}),
-        invalid("quant_mode != -1 or scale is None or fits(scale, 'T')", "scale", "one for every token", "[T]",
+        invalid("quant_mode != -1 or scale is None or fits(scale, 'T')", "scale: [T] (one for every token)",
                 given={"scale": "T"}, invalid={"scale": "5"}),
         invalid("quant_mode != 1 or scale is None or fits(scale, '1 H') or "
-                "scale.shape == (active(active_expert_range, expert_num), H)", "scale",
-                "factors of the elements, for every active expert or for all", "[experts, H] or [1, H]",
+                "scale.shape == (active(active_expert_range, expert_num), H)",
+                "scale: [experts, H] or [1, H] (factors of the elements, for every active expert or for all)",
                 given={"quant_mode": 1, "scale": "E H"}, invalid={"scale": "2 H"}),
-        presence("quant_mode != 0 or scale is not None and offset is not None", "scale", "static quantisation",
-                 "scale and offset", given={"quant_mode": 0, "scale": "1", "offset": "1"}, invalid={"scale": None}),
-        invalid("quant_mode != 0 or scale.numel() == 1", "scale", "static quantisation", "one element",
+        presence("quant_mode != 0 or scale is not None and offset is not None",
+                 "scale: scale and offset (static quantisation)", given={"quant_mode": 0, "scale": "1", "offset": "1"},
+                 invalid={"scale": None}),
+        invalid("quant_mode != 0 or scale.numel() == 1", "scale: one element (static quantisation)",
                 given={"quant_mode": 0, "scale": "1", "offset": "1"}, invalid={"scale": "2"}),
-        invalid("quant_mode != 0 or offset.numel() == 1", "offset", "static quantisation", "one element",
+        invalid("quant_mode != 0 or offset.numel() == 1", "offset: one element (static quantisation)",
                 given={"quant_mode": 0, "scale": "1", "offset": "1"}, invalid={"offset": "2"}),
     ),
     functions={"active": lambda bounds, count: count if bounds is None or len(bounds) != 2 else bounds[1] - bounds[0]},
@@ -205,31 +187,27 @@ FINALIZE = moe(
     ),
     (result("out", "[T, H].", "=expanded_permuted_rows"),),
     rules=(
-        invalid(
-            "expanded_permuted_rows.dim() == (3 if drop_pad_mode in (1, 3) else 2)",
-            "expanded_permuted_rows",
-            "as drop_pad_mode says",
-            "[rows, H], or [E, C, H]",
-            invalid={"drop_pad_mode": 1},
-        ),
-        invalid("H is None or expanded_permuted_rows.shape[-1:] == (H,)", "expanded_permuted_rows", "what is added",
-                "as many elements in skips and biases as in rows", given={"skip1": True},
-                invalid={"expanded_permuted_rows": "P 5"}),
-        invalid("scales is None or P == T * K", "expanded_src_to_dst_row", "a row for every choice", "[T*K]",
+        invalid("expanded_permuted_rows.dim() == (3 if drop_pad_mode in (1, 3) else 2)",
+                "expanded_permuted_rows: [rows, H], or [E, C, H] (as drop_pad_mode says)",
+                invalid={"drop_pad_mode": 1}),
+        invalid("H is None or expanded_permuted_rows.shape[-1:] == (H,)",
+                "expanded_permuted_rows: as many elements in skips and biases as in rows (what is added)",
+                given={"skip1": True}, invalid={"expanded_permuted_rows": "P 5"}),
+        invalid("scales is None or P == T * K", "expanded_src_to_dst_row: [T*K] (a row for every choice)",
                 given={"scales": True}, invalid={"P": 13}),
-        invalid("scales is not None or P % k == 0 and (T is None or P == T * k)", "expanded_src_to_dst_row",
-                "a row for every choice", "[T*k]", given={"scales": None}, invalid={"k": 5}),
-        invalid("scales is not None or export_for_source_row is None or K == k", "k", "of every token's experts",
-                "as many as export_for_source_row has",
+        invalid("scales is not None or P % k == 0 and (T is None or P == T * k)",
+                "expanded_src_to_dst_row: [T*k] (a row for every choice)", given={"scales": None}, invalid={"k": 5}),
+        invalid("scales is not None or export_for_source_row is None or K == k",
+                "k: as many as export_for_source_row has (of every token's experts)",
                 given={"scales": None, "export_for_source_row": True, "k": 2}, invalid={"k": 1, "P": 6}),
-        presence("skip2 is None or skip1 is not None", "skip1", "skip2 comes beside it",
+        presence("skip2 is None or skip1 is not None", "skip1 (skip2 comes beside it)",
                  given={"skip1": True, "skip2": True}, invalid={"skip1": None}),
-        presence("bias is None or export_for_source_row is not None", "export_for_source_row", "it says whose bias",
+        presence("bias is None or export_for_source_row is not None", "export_for_source_row (it says whose bias)",
                  given={"bias": True, "export_for_source_row": True}, invalid={"export_for_source_row": None}),
-        Rule("within(export_for_source_row, bias.shape[0])", "export_for_source_row", "they have a bias",
-             "0 <= expert < E", when="bias is not None", code=INVALID, reads=True,
-             given={"bias": True, "export_for_source_row": True},
-             invalid={"export_for_source_row": torch.full((6, 2), 5)}),
+        meaning("within(export_for_source_row, bias.shape[0])",
+                "export_for_source_row: 0 <= expert < E (they have a bias)", when="bias is not None", code=INVALID,
+                reads=True, given={"bias": True, "export_for_source_row": True},
+                invalid={"export_for_source_row": torch.full((6, 2), 5)}),
     ),
     functions={"within": within},
     neutral={"T": None, "K": None, "H": None},

@@ -46,9 +46,8 @@ RECORD = V1.version(
         *RESIDUALS,
         doubt(
             "sparse_count <= max(S2, 8192)",
-            "sparse_count",
-            "lists are as long as it says, -1 behind the keys that there are",
-            "no more than the keys, or 8192",
+            "sparse_count: no more than the keys, or 8192 (lists are as long as it says, -1 behind the keys that "
+            "there are)",
             invalid={"sparse_count": 8193},
         ),
     ),

@@ -31,9 +31,8 @@ dw_h &= \sum_j dI_j \max(0, S_{hj}), \quad dS_{hj} = dI_j\, w_h\, [S_{hj} > 0],
 # A target has an element for every entry of a list, or for every key.
 WIDTH = invalid(
     "Pk == (S2 if sparse_indices is None else K) or layout == 'TND' and sparse_indices is None and Pk >= S2",
-    "target",
-    "an element for every entry of a list; without lists for every key (TND: of the longest sequence, at least)",
-    text="as many elements as a row has entries, or keys",
+    "target: as many elements as a row has entries, or keys (an element for every entry of a list; without lists for "
+    "every key (TND: of the longest sequence, at least))",
     when="sparse_indices is None or K >= 1",
     invalid={"Pk": 5},
 )

@@ -89,9 +89,7 @@ RULES = (
     *(rule for rule in LENGTHS if PAGES not in rule.when),
     typed(
         "layout_kv == layout",
-        "layout_kv",
-        "keys lie as queries do",
-        text="what layout_q is",
+        "layout_kv: what layout_q is (keys lie as queries do)",
         when="layout in ('BSND', 'TND')",
         invalid={"layout_kv": "BNSD"},
     ),
@@ -103,39 +101,33 @@ LISTS = (
     SELECTION[1],
     content(
         "keys_read(sparse_indices, layout, q_len, q_room, kv_len, sparse_mode, ratio, residual)",
-        "sparse_indices",
-        "a list is read no further than its row sees keys, and later keys are dropped",
-        text="entries that their rows read",
+        "sparse_indices: entries that their rows read (a list is read no further than its row sees keys, and later "
+        "keys are dropped)",
         given={"sparse_mode": 3},
         invalid={"sparse_indices": lists(0, 5)},
     ),
 )
 WIDTH = invalid(
     "Pk == K",
-    "target",
-    "an element for every entry of a list",
-    text="as many elements as a row has entries",
+    "target: as many elements as a row has entries (an element for every entry of a list)",
     when="K >= 1",
     invalid={"Pk": 5},
 )
 DENSE_WIDTH = invalid(
     "Pk == S2 or layout == 'TND' and Pk >= S2",
-    "target",
-    "an element for every key; TND: of the longest sequence, at least",
-    text="as many elements as a row has keys",
+    "target: as many elements as a row has keys (an element for every key; TND: of the longest sequence, at least)",
     invalid={"Pk": 5},
 )
 LIMITS = (
     no_float32("query_index"),
-    limit("N1 <= 128", "query_index", "the chip takes no more", text="up to 128 heads", invalid={"N1": 129}),
+    limit("N1 <= 128", "query_index: up to 128 heads (the chip takes no more)", invalid={"N1": 129}),
     only_dim("D", 128, "query_index"),
-    limit("ratio <= 128", "ratio", "the chip takes no more", given=COMPRESSED, invalid={"ratio": 129}),
+    limit("ratio <= 128", "ratio (the chip takes no more)", given=COMPRESSED, invalid={"ratio": 129}),
 )  # fmt: skip
 LIST_LIMITS = (
     limit(
         "K in (512, 1024, 2048, 4096, 8192)",
-        "sparse_indices",
-        "the chip takes lists of no other length",
+        "sparse_indices (the chip takes lists of no other length)",
         when="K >= 1",
         invalid={"K": 64, "Pk": 64},
     ),

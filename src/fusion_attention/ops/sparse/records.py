@@ -136,12 +136,10 @@ GRADIENTS = (
 LIMITS = (
     no_float32("query"),
     WITH_VALUE,
-    limit("N2 == 1", "key", "the chip takes one key head", when="N2 > 0 and N1 % N2 == 0", invalid={"N2": 2, "G": 2}),
+    limit("N2 == 1", "key (the chip takes one key head)", when="N2 > 0 and N1 % N2 == 0", invalid={"N2": 2, "G": 2}),
     limit(
         "N1 <= 128 and power_of_two(N1)",
-        "query",
-        "the chip takes no other head counts",
-        text="1, 2, 4, ... 128 heads",
+        "query: 1, 2, 4, ... 128 heads (the chip takes no other head counts)",
         invalid={"N1": 3, "G": 3},
     ),
     only_dim("D", 512, "query"),
@@ -151,36 +149,28 @@ LIMITS = (
 FORWARD_LIMITS = (
     limit(
         "power_of_two(sparse_block_size)",
-        "sparse_block_size",
-        "the chip takes no other blocks",
-        text="a power of two",
+        "sparse_block_size: a power of two (the chip takes no other blocks)",
         invalid={"sparse_block_size": 3},
     ),
     limit(
         "Ps % sparse_block_size == 0",
-        "sparse_block_size",
-        "the chip takes no block that lies in two pages",
-        text="a block size that divides the page size",
+        "sparse_block_size: a block size that divides the page size (the chip takes no block that lies in two pages)",
         when="block_table is not None and power_of_two(sparse_block_size)",
         given=IN_PAGES,
         invalid={"sparse_block_size": 32},
     ),
-    limit("attention_mode == 2", "attention_mode", "the chip knows no other", invalid={"attention_mode": 0}),
+    limit("attention_mode == 2", "attention_mode (the chip knows no other)", invalid={"attention_mode": 0}),
 )
 FORWARD = (
     invalid(
         "value is not None or Dv in (None, D)",
-        "attention_out",
-        "without a value its rows are the key's",
-        text="rows as long as the key's",
+        "attention_out: rows as long as the key's (without a value its rows are the key's)",
         given={"value": None},
         invalid={"attention_out": "B S1 N1 G"},
     ),
     invalid(
         "softmax_max is None or softmax_max.shape[-1] * N2 == N1",
-        "softmax_max",
-        "statistics have the query heads of a key head on their last axis",
-        text="a last axis of N1 / N2",
+        "softmax_max: a last axis of N1 / N2 (statistics have the query heads of a key head on their last axis)",
         when="return_softmax_lse",
         given={"return_softmax_lse": True},
         invalid={"softmax_max": "B N2 S1 3"},
@@ -188,9 +178,7 @@ FORWARD = (
 )
 SAVED = invalid(
     "N2 * G == N1",
-    "softmax_max",
-    "statistics have the query heads of a key head on their last axis",
-    text="a last axis of N1 / N2",
+    "softmax_max: a last axis of N1 / N2 (statistics have the query heads of a key head on their last axis)",
     when="N2 > 0 and N1 % N2 == 0",
     invalid={"G": 3},
 )
@@ -198,16 +186,13 @@ BACKWARD = (
     SAVED,
     invalid(
         "value is not None or Dv == D",
-        "dy",
-        "without a value its rows are the key's",
-        text="rows as long as the key's",
+        "dy: rows as long as the key's (without a value its rows are the key's)",
         given={"value": None},
         invalid={"Dv": 256},
     ),
     limit(
         "sparse_block_size in (1, 8, 16, 32, 64)",
-        "sparse_block_size",
-        "the chip takes no other blocks",
+        "sparse_block_size (the chip takes no other blocks)",
         invalid={"sparse_block_size": 4},
     ),
     LISTS_OF_2048,
@@ -215,9 +200,7 @@ BACKWARD = (
     *(
         limit(
             f"{name} in (2147483647, 9223372036854775807)",
-            name,
-            "it has no effect, and the chip takes no other value",
-            text="no limit: 2147483647, or the largest int64",
+            f"{name}: no limit: 2147483647, or the largest int64 (it has no effect, and the chip takes no other value)",
             invalid={name: 65536},
         )
         for name in ("pre_tokens", "next_tokens")

@@ -441,9 +441,8 @@ TORCH_V2 = TORCH_V1.version(
         *TORCH_V1.rules,
         doubt(
             "not trained(pse)",
-            "pse",
-            "slopes get no gradient: pass the biases themselves, with pse_type 0",
-            "slopes that wait for no gradient",
+            "pse: slopes that wait for no gradient (slopes get no gradient: pass the biases themselves, with "
+            "pse_type 0)",
             when="pse_type in (2, 3)",
             given={"pse_type": 2} | SLOPES,
             invalid={"pse": torch.ones(4, requires_grad=True)},

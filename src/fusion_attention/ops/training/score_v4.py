@@ -40,19 +40,14 @@ RULES = (
     *(absent(p.name, "1") for p in SCALES),
     refused(
         "(D, Dr) == (128, 64)",
-        "query_rope",
-        "the chip takes no other dims beside rope",
-        text="D 128 and 64 elements of rope",
+        "query_rope: D 128 and 64 elements of rope (the chip takes no other dims beside rope)",
         when="query_rope is not None and D <= 768",
         given={"query_rope": True, "key_rope": True, "D": 128, "Dv": 128, "Dr": 64},
         invalid={"Dr": 32},
     ),
     limit(
         "not float32(query)",
-        "sink",
-        "the chip takes no float32 beside it",
-        text="none with float32",
-        when="sink is not None",
+        "sink: none with float32 (the chip takes no float32 beside it)",
         given={"sink": True},
         invalid={
             **dict.fromkeys(("query", "dy", "attention_in"), ("B S1 N1 D", "float32")),
