@@ -108,7 +108,7 @@ def render(op: Op, shown: Shown | None = None, *, tex: bool = False) -> str:
     lines += ["## Parameters", "", *_table(*titles, "kind", "dtype", "shape or default", "meaning")]
     rows = [_row(op, p) for p in op.params]
     lines += rows
-    if op.prototype:
+    if op.cann:
         lines += ["", f"CANN's names are those of {op.prototype.source}."]
     tables = _shapes(op) + _rules(op)
     lines += _axes("\n".join(rows + tables)) + tables

@@ -153,7 +153,7 @@ class Attr(Param):
 
     Args:
         type: int, float or str (an int is a float too), or any hashable class.
-        domain: an expression that must hold; bad: a value that violates it.
+        domain: an expression that must hold.
         axis: the axis word whose size is this number.
         unsigned: the bound of an int is 2**64, not 2**63.
     """
@@ -161,7 +161,6 @@ class Attr(Param):
     type: type = int
     default: Any = REQUIRED
     domain: str = ""
-    bad: Any = None
     axis: str = ""
     unsigned: bool = False
     code: int = TILING
@@ -187,7 +186,8 @@ class Rule:
         stage: "presence", "dtype", "lengths" or "rules".
         reads: reads tensor data, so the rule is checked at every call; a warning, at the first call of a signature.
         given: settings of sample calls under which the rule applies; invalid: additional settings that violate only
-            this rule.
+            this rule. Without them a call has a value of the parameter that the check excludes, or a tensor or list
+            that must be None.
     """
 
     check: str
@@ -307,7 +307,7 @@ class Op:
             gradient (lower then returns a Differentiable); repeats: True if calls that differ only in memory are
             prepared once (lower then returns a Repeatable).
         sizes: axis sizes of a sample; samples: further settings of sample calls per layout.
-        c: spellings of CANN's C declaration, which errors show; None: the operator is not CANN's.
+        c: spellings of CANN's C declaration, for operators of the two-phase interface; errors show them.
         keywords: the interface's name of the first keyword-only parameter of the operator's function
             (npu/interface.py); "": none. declared: types by canonical name, of parameters whose class does not
             determine them, and of outputs that a caller passes. returns: description of the results in the docstring;
@@ -335,14 +335,14 @@ class Op:
     repeats: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     samples: Mapping[str, Settings] = field(default_factory=dict)
-    c: Declared | None = None
+    c: Declared = field(default_factory=Declared)
     keywords: str = ""
     declared: Mapping[str, Any] = field(default_factory=dict)
     returns: str = ""
     example: str = ""
     names: tuple[str, ...] = field(init=False)
-    # CANN's declaration of an aclnn operator, and its names by the interface's names.
-    prototype: Prototype | None = field(init=False)
+    # CANN's declaration of an operator of the two-phase interface, and its names by the interface's names.
+    prototype: Prototype = field(init=False)
     cann: dict[str, str] = field(init=False)
     # Positions of the tensors in rules of the form trained(name), which test if a gradient is required.
     watched: tuple[int, ...] = field(init=False)
@@ -359,9 +359,9 @@ class Op:
 
         object.__setattr__(self, "names", tuple(p.name for p in self.params))
         shown = [p.shown for p in self.params]
-        prototype = self.c.prototype(self) if self.c and self.name.startswith("aclnn") else None
+        prototype = self.c.prototype(self) if self.name.startswith("aclnn") else Prototype((), "")
         object.__setattr__(self, "prototype", prototype)
-        object.__setattr__(self, "cann", dict(zip(shown, prototype.names, strict=True)) if prototype else {})
+        object.__setattr__(self, "cann", dict(zip(shown, prototype.names, strict=True)) if prototype.names else {})
         object.__setattr__(self, "by_name", {p.name: p for p in self.params})
         object.__setattr__(self, "trained", frozenset().union(*self.trains.values()))
         object.__setattr__(self, "asked", tuple(self._of_given(rule) for rule in self.rules if self._has(rule)))

@@ -214,7 +214,7 @@ FLASH_V3 = attends(
     "Causal attention of packed rows.",
     (
         *(QUERY, KEY, VALUE, TRIANGLE, LENGTHS, SCALE, *HEADS[::-1]),
-        Attr("mask_type", "3: a compressed mask.", default=3, domain="mask_type == 3", bad=1),
+        Attr("mask_type", "3: a compressed mask.", default=3, domain="mask_type == 3"),
         out("T"),
     ),
     (*ENDS, CAUSAL),
@@ -246,7 +246,7 @@ FLASH_UNPAD_V2 = attends(
     (
         *(QUERY, KEY, VALUE, LENGTHS, SCALE, *HEADS[::-1]),
         Attr("kernel_type", "The chip's kernel: 0, or 2. Both mean the same here.", default=0,
-             domain="kernel_type in (0, 2)", bad=1),
+             domain="kernel_type in (0, 2)"),
         out("T"),
     ),
     ENDS,
@@ -351,7 +351,7 @@ SPLITFUSE_V2 = attends(
     "Causal attention of the last rows of sequences whose keys lie in pages, by a compressed mask.",
     (
         *(QUERY, KEY_CACHE, VALUE_CACHE, TABLE, CONTEXT, TRIANGLE, LENGTHS, *HEADS, SCALE),
-        Attr("mask_type", "5: a compressed mask.", default=5, domain="mask_type == 5", bad=1),
+        Attr("mask_type", "5: a compressed mask.", default=5, domain="mask_type == 5"),
         out("T"),
     ),
     (*CHUNKS, CAUSAL),

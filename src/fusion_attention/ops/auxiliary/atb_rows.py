@@ -106,7 +106,7 @@ ROTARY = auxiliary(
                make=lambda shape: torch.arange(shape[0])),
         floats("query", "[tokens, ...]: heads of head_size elements. Written."),
         floats("key", "As query. Written."),
-        Attr("head_size", "Elements of a head.", domain="head_size > 0 and head_size % 2 == 0", bad=15),
+        Attr("head_size", "Elements of a head.", domain="head_size > 0 and head_size % 2 == 0"),
         floats("cos_sin_cache", "Of every position its head_size / 2 cosines, then its sines.", shape="L D"),
         Attr("is_neox_style", "Element i turns with i + D/2; otherwise 2i with 2i + 1.", type=bool),
     ),

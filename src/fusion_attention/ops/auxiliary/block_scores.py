@@ -49,10 +49,9 @@ PARAMS = (
     Array("actual_seq_klen", "Keys of every sequence; packed keys: their ends, a 0 before them. Needed.", True),
     Attr("layout_key", "BBND or BNBD: pages; TND: packed.", type=str, default="BBND"),
     Attr("sparse_mode", "3: causal, the last row sees the last key; 0: all keys.", default=3,
-         domain="sparse_mode in (0, 3)", bad=1),
-    Attr("init_blocks", "First blocks, which score 1e30.", default=0, domain="init_blocks >= 0", bad=-1),
-    Attr("local_blocks", "Blocks up to the rows' own one, which score 1e29.", default=1, domain="local_blocks >= 0",
-         bad=-1),
+         domain="sparse_mode in (0, 3)"),
+    Attr("init_blocks", "First blocks, which score 1e30.", default=0, domain="init_blocks >= 0"),
+    Attr("local_blocks", "Blocks up to the rows' own one, which score 1e29.", default=1, domain="local_blocks >= 0"),
 )  # fmt: skip
 IN_PAGES = {"actual_seq_qlen": [0, 3, 8], "actual_seq_klen": [100, 200], "block_table": "B M"}
 IN_TND = {"actual_seq_qlen": [0, 3, 8], "actual_seq_klen": [0, 100, 300]}

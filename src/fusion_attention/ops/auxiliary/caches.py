@@ -120,7 +120,6 @@ SCATTER_PA = auxiliary(
             type=str,
             default="PA_NZ",
             domain="cache_mode in ('Norm', 'PA_NZ')",
-            bad="PA",
         ),
     ),
     (),
@@ -155,7 +154,7 @@ SCATTER_PA = auxiliary(
         *own_memory("key_cache", "value_cache", shape=PAGES),
         *untrained(STORED, key=(4, 2, 8), value=(4, 2, 8)),
         *(
-            invalid(f"{name} is None", f"{name}: None, not a compressed cache (pass whole caches)", invalid={name: "4"})
+            invalid(f"{name} is None", f"{name}: None, not a compressed cache (pass whole caches)")
             for name in ("compress_lens", "compress_seq_offsets", "seq_lens")
         ),
     ),

@@ -96,7 +96,7 @@ COMPRESSOR = replace(
                 dtypes="float32",
             ),
             Tensor("ape", "Bias of gates by the position in a window, [cmp_ratio, coff * D].", dtypes="float32"),
-            Attr("cmp_ratio", "Rows of a window.", default=4, domain="cmp_ratio >= 1", bad=0),
+            Attr("cmp_ratio", "Rows of a window.", default=4, domain="cmp_ratio >= 1"),
             Tensor(
                 "state_block_table",
                 "Blocks of state_cache: [B, blocks of a sequence] in cache_mode 1, of which 0 keeps nothing; [B] in "
@@ -108,9 +108,9 @@ COMPRESSOR = replace(
             Array("seqused", "Rows of every sequence that count; None: all.", True),
             Array("start_pos", "Position of the first row of every sequence; None: 0.", True),
             Attr("coff", "1; or 2, windows overlap: rows have 2 * D channels, and the first D of them belong to the "
-                 "next window.", default=1, domain="coff in (1, 2)", bad=3),
+                 "next window.", default=1, domain="coff in (1, 2)"),
             Attr("cache_mode", "1: a block for each position; 2: one block of a sequence as a ring.", default=1,
-                 domain="cache_mode in (1, 2)", bad=0),
+                 domain="cache_mode in (1, 2)"),
         ),
         (
             result("cmp_kv", "[B, ceil(S / cmp_ratio), D], or packed [min(T, T // cmp_ratio + B), D]; zeros behind the "

@@ -39,9 +39,7 @@ SORTED = Tensor(
     make=counting(12),
     shape="P",
 )
-PADDED = Attr(
-    "padded_mode", "False: the chip takes nothing else.", type=bool, default=False, domain="not padded_mode", bad=True
-)
+PADDED = Attr("padded_mode", "False: the chip takes nothing else.", type=bool, default=False, domain="not padded_mode")
 RESTORE = Array("restore_shape", "Of padded_mode: not used.", optional=True)
 
 

@@ -107,9 +107,7 @@ KV_RMSNORM_ROPE = auxiliary(
             "normed. Of another shape it says nothing.",
             True,
         ),
-        Attr(
-            "epsilon", "Added to the mean square.", type=float, default=1e-5, domain="0 <= epsilon < 3.4e38", bad=-1.0
-        ),
+        Attr("epsilon", "Added to the mean square.", type=float, default=1e-5, domain="0 <= epsilon < 3.4e38"),
         Attr(
             "cache_mode",
             'How caches lie. "Norm"; "PA" or "PA_BNSD": pages of rows; "PA_NZ": pages of pieces; of "PA_BLK_BNSD" and '
@@ -117,7 +115,6 @@ KV_RMSNORM_ROPE = auxiliary(
             type=str,
             default="Norm",
             domain=MODES,
-            bad="BNSD",
         ),
         Attr("is_output_kv", "Return k_embed and y too.", type=bool, default=False),
     ),

@@ -26,15 +26,13 @@ def labels(target: torch.Tensor, classes: int, ignored: int) -> bool | str:
 
 TARGET = Tensor("target", "The class of every row.", dtypes="int64", shape="T", make=counting(5, torch.int64))
 WEIGHT = Tensor("weight", "Of every class.", True, dtypes="float32", shape="C")
-SCALE = Attr(
-    "lse_square_scale_for_zloss", NOT_HERE, type=float, default=0.0, domain="lse_square_scale_for_zloss == 0", bad=0.5
-)
+SCALE = Attr("lse_square_scale_for_zloss", NOT_HERE, type=float, default=0.0, domain="lse_square_scale_for_zloss == 0")
 HOW = (
     Attr("reduction", '"mean" (over the weights), "sum" or "none".', type=str, default="mean",
-         domain="reduction in ('mean', 'sum', 'none')", bad="max"),
+         domain="reduction in ('mean', 'sum', 'none')"),
     Attr("ignore_index", "Rows of this label count for nothing, one below 0 too.", default=-100),
     Attr("label_smoothing", "s: the part of a row that is spread over all classes.", type=float, default=0.0,
-         domain="0 <= label_smoothing < 1", bad=1.0),
+         domain="0 <= label_smoothing < 1"),
 )  # fmt: skip
 
 
@@ -58,7 +56,7 @@ CROSS_ENTROPY = loss(
     (
         floats("input", "Scores of every class.", shape="T C"),
         *(TARGET, WEIGHT, *HOW, SCALE),
-        Attr("return_zloss", NOT_HERE, type=bool, default=False, domain="not return_zloss", bad=True),
+        Attr("return_zloss", NOT_HERE, type=bool, default=False, domain="not return_zloss"),
     ),
     (
         result("loss", '[1]; of reduction "none" [T].', "=input"),
@@ -127,9 +125,9 @@ KL_LOSS = replace(
             floats("target_score", "y, how much every key takes: [.., K].", make=_shares),
             floats("index_probs", "p, the indexer's softmax over the same keys.", like="target_score", make=_shares),
             Attr("eps", "The least that enters a logarithm.", type=float, default=1e-9, domain="0 < eps < 3.4e38",
-                 bad=0.0, code=INVALID),
+                 code=INVALID),
             Attr("weight_type", '"logits" or "probs": what the logarithms are weighted by, y or q.', type=str,
-                 default="logits", domain="weight_type in ('logits', 'probs')", bad="mean", code=INVALID),
+                 default="logits", domain="weight_type in ('logits', 'probs')", code=INVALID),
         ),
         (result("loss", "A scalar.", "=target_score"),),
         rules=(

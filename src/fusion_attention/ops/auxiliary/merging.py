@@ -43,7 +43,7 @@ UPDATE = auxiliary(
         Tensors("lse", "ln(sum(exp(score))) of every rank: [rows]; infinite where a row saw no key.", dtypes="float32",
                 shape="T"),
         Tensors("local_out", "The result of every rank: [rows, D].", dtypes=FLOATS, shape="T D"),
-        Attr("update_type", "0: out alone; 1: out and lse_m.", domain="update_type in (0, 1)", bad=2),
+        Attr("update_type", "0: out alone; 1: out and lse_m.", domain="update_type in (0, 1)"),
     ),
     (result("out", "[rows, D]; 0 of a row without keys on any rank, whose lse_m is "
     "-inf.", "=local_out"), result("lse_m", "[rows], or None.", "float32")),
@@ -90,7 +90,7 @@ RING = auxiliary(
         Array("actual_seq_qlen", "TND: cumulative ends of the sequences; a 0 before them is allowed.", True),
         Attr("input_layout", '"SBH" or "TND".', type=str, default="SBH"),
         Attr("input_softmax_layout", 'Of TND: "TND": statistics lie token by token; "" or "SBH": head by head in each '
-             "sequence.", type=str, default="", domain="input_softmax_layout in ('', 'SBH', 'TND')", bad="BNSD"),
+             "sequence.", type=str, default="", domain="input_softmax_layout in ('', 'SBH', 'TND')"),
     ),
     (
         result("attn_out", "As prev_attn_out.", "=prev_attn_out"),

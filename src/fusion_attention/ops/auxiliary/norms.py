@@ -10,9 +10,7 @@ from fusion_attention.ops.shared.rules import invalid
 
 X = floats("input", "What is normalised.")
 GAMMA = floats("gamma", "A weight for every element of the axes that are normalised together: the last ones of input.")
-EPSILON = Attr(
-    "epsilon", "Added to the mean square.", type=float, default=1e-6, domain="0 <= epsilon < 3.4e38", bad=-1.0
-)
+EPSILON = Attr("epsilon", "Added to the mean square.", type=float, default=1e-6, domain="0 <= epsilon < 3.4e38")
 Y = result("y", "In the shape of input.", "=input")
 RSTD = result("rstd", "1 / rms, in the shape of input with the normalised axes of size 1.", "float32")
 SAMPLE = {"input": "B S1 W", "gamma": "W"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -88,10 +87,6 @@ def grouped(group_list: np.ndarray, kind: int, x: Given, weight: Given, group_ty
     return there and bool((sizes >= 0).all()) and int(sizes.sum()) <= total and each_own
 
 
-def _reserved(name: str, value: Any) -> Any:
-    return invalid(f"{name} is None", f"{name}: None (not computed here)", invalid={name: value})
-
-
 GROUPED = auxiliary(
     "npu_grouped_matmul",
     "Rows times the matrix of their group.",
@@ -113,26 +108,24 @@ GROUPED = auxiliary(
         Tensors("per_token_scale", "Of int8 rows: [M].", optional=True, dtypes="float32", shape="M"),
         Array("group_list", "Where each group ends, or how many rows it has; or pairs.", optional=True),
         *(Tensors(name, "Not computed here.", optional=True) for name in RESERVED[1:]),
-        Attr("split_item", "0, 1: a result of every group; 2, 3: one.", default=0, domain="split_item in (0, 1, 2, 3)",
-             bad=4),
+        Attr("split_item", "0, 1: a result of every group; 2, 3: one.", default=0, domain="split_item in (0, 1, 2, 3)"),
         Attr("group_type", "-1: lists, not grouped; 0: groups are rows of x; 2: groups are columns of x and rows of "
         "weight, [K, M] and [M, N] to one [E, K, N]. A list as group_list needs none.", default=None),
         Attr("group_list_type", "0: cumulative ends; 1: sizes; 2: pairs (group, size).", default=0,
-             domain="group_list_type in (0, 1, 2)", bad=3),
+             domain="group_list_type in (0, 1, 2)"),
         Attr("act_type", "0: none; 1: relu; 2: gelu (tanh); 4: fast gelu; 5: silu.", default=0,
-             domain="act_type in (0, 1, 2, 4, 5)", bad=3),
+             domain="act_type in (0, 1, 2, 4, 5)"),
         Array("tuning_config", "Accepted without effect.", optional=True),
         Attr("output_dtype", "int8 (1), int32 (3), float16 (5), float32 (6), bfloat16 (15); None: that of x.",
-             default=None, domain="output_dtype in (None, 1, 3, 5, 6, 15)", bad=24),
-        *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None",
-               bad=290) for name in OTHERS),
+             default=None, domain="output_dtype in (None, 1, 3, 5, 6, 15)"),
+        *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None")
+          for name in OTHERS),
     ),
     (result("out", "A list of [rows, N], or of [E, K, N] for group_type 2.", ""),),
     rules=(
         presence("group_type is not None", "group_type: a value (Requires manual passing group_type, current is None)",
                  invalid={"group_type": None}),
-        invalid("group_type in (-1, 0, 2)", "group_type: -1, 0 or 2 (The group type must be -1, 0 or 2)",
-                invalid={"group_type": 1}),
+        invalid("group_type in (-1, 0, 2)", "group_type: -1, 0 or 2 (The group type must be -1, 0 or 2)"),
         invalid("alike(x) and alike(weight)", "weight: tensors of one dtype (one dtype in a list)",
                 invalid={"weight": [torch.ones(8, 3).half(), torch.ones(8, 3)]}),
         invalid("not alike(x) or not alike(weight) or weight[0].dtype in (x[0].dtype, int8) and "
@@ -162,7 +155,7 @@ GROUPED = auxiliary(
                    "group_list: groups that end within x (one number of every group, in order)",
                    when="group_list is not None and group_type in (0, 2) and "
                    "fit(x, weight, group_type, split_item > 1) is True", invalid={"group_list": [3, 2]}),
-        *(_reserved(name, "3") for name in RESERVED),
+        *(invalid(f"{name} is None", f"{name}: None (not computed here)") for name in RESERVED),
     ),
     formula="y_i = act((x_i weight_i + bias_i) * scale_i * per_token_scale)        of int8 rows\n"
     "y_i = act(((x_i - 8) weight_i * scale_i + bias_i) * per_token_scale)        of int8 rows, four bits\n"

@@ -52,7 +52,7 @@ SCALES = absent(
 
 
 def epsilon(name: str) -> Attr:
-    return Attr(name, "Added to the mean square.", type=float, default=1e-5, domain=f"0 <= {name} < 3.4e38", bad=-1.0)
+    return Attr(name, "Added to the mean square.", type=float, default=1e-5, domain=f"0 <= {name} < 3.4e38")
 
 
 EPSILONS = epsilon("rmsnorm_epsilon_cq"), epsilon("rmsnorm_epsilon_ckv")
@@ -62,7 +62,6 @@ MODE = Attr(
     type=str,
     default="PA_BSND",
     domain="cache_mode in ('PA_BSND', 'PA_NZ')",
-    bad="BSND",
 )
 QUERIES = (
     result("query", "In the key's latent, [.., N1, Ckv].", "=token_x"),
@@ -184,18 +183,18 @@ V2 = prolog(
 )
 MORE = absent("actual_seq_len", "k_nope_clip_alpha")
 NUMBERS = tuple(
-    Attr(name, f"0: floats; {INTEGERS}.", default=0, domain=f"{name} == 0", bad=1)
+    Attr(name, f"0: floats; {INTEGERS}.", default=0, domain=f"{name} == 0")
     for name in (
         *("weight_quant_mode", "kv_cache_quant_mode", "query_quant_mode"),
         *("ckvkr_repo_mode", "quant_scale_repo_mode"),
     )
 )
 FACTORS = tuple(
-    Attr(name, text, type=float, default=1.0, domain=f"-3.4e38 < {name} < 3.4e38", bad=float("inf"))
+    Attr(name, text, type=float, default=1.0, domain=f"-3.4e38 < {name} < 3.4e38")
     for name, text in (("qc_qr_scale", "Factor on cq."), ("kc_scale", "Factor on the stored latent."))
 )
 DTYPES = tuple(
-    Attr(name, f"None: as the tensor; {INTEGERS}.", default=None, domain=f"{name} is None", bad=1)
+    Attr(name, f"None: as the tensor; {INTEGERS}.", default=None, domain=f"{name} is None")
     for name in ("token_x_dtype", "weight_dq_dtype", "weight_uq_qr_dtype", "weight_dkv_kr_dtype", "kv_cache_dtype")
 )
 V3 = prolog(

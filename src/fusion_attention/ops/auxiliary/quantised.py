@@ -113,8 +113,7 @@ QUANTIZE = auxiliary(
         floats("scales", "[1], or one for every element of the axis; or with all axes, 1 but for that one."),
         Tensor("zero_points", "Added; as scales.", optional=True, dtypes=f"int8 uint8 int32 {FLOATS}"),
         Attr("dtype", "torch.qint8 (12), with div_mode torch.quint8 (13) and qint32 (14) or int32 (3), without it "
-             "torch.int8 (1) and quint4x2 (16).", domain="dtype in ((12, 13, 14, 3) if div_mode else (12, 1, 16))",
-             bad=16),
+             "torch.int8 (1) and quint4x2 (16).", domain="dtype in ((12, 13, 14, 3) if div_mode else (12, 1, 16))"),
         Attr("axis", "Of scales; without div_mode -2, or else the last one.", default=1),
         Attr("div_mode", "Divide by scales; otherwise multiply.", type=bool, default=True),
     ),
@@ -154,10 +153,10 @@ DYNAMIC = auxiliary(
         Tensor("group_index", "Where each group of rows ends.", optional=True, dtypes="int32 int64", shape="E",
                make=lambda shape: torch.full(shape, 4)),
         Attr("dst_type", "torch.int8 (1) or torch.quint4x2 (16), for which 127 is 7; None: torch.int8.", default=None,
-             domain="dst_type in (None, 1, 16)", bad=24),
+             domain="dst_type in (None, 1, 16)"),
         Attr("quant_mode", "What has one scale: pertoken, perchannel or pertensor.", type=str, default="pertoken",
-             domain="quant_mode in ('pertoken', 'perchannel', 'pertensor')", bad="pergroup"),
-        Attr("dst_type_max", "Reserved: 0.", type=float, default=0.0, domain="dst_type_max == 0", bad=1.0),
+             domain="quant_mode in ('pertoken', 'perchannel', 'pertensor')"),
+        Attr("dst_type_max", "Reserved: 0.", type=float, default=0.0, domain="dst_type_max == 0"),
     ),
     (
         result("y", "int8 as input; of quint4x2 int32, eight elements in each, the first lowest.", "int8 int32"),
@@ -210,7 +209,7 @@ PARAM = auxiliary(
     (
         Tensor("scale", "[1] or [N], or [1, N].", dtypes="float32"),
         Tensor("offset", "Of int8 results; broadcast with scale.", optional=True, dtypes="float32"),
-        Attr("round_mode", "To 19 bits of scale. 0: cut; 1: rounded.", default=0, domain="round_mode in (0, 1)", bad=2),
+        Attr("round_mode", "To 19 bits of scale. 0: cut; 1: rounded.", default=0, domain="round_mode in (0, 1)"),
     ),
     (result("out", "int64: scale in the low 32 bits, bit 46, and offset in bits 37 to 45.", "int64"),),
     rules=(
@@ -275,9 +274,9 @@ MATMUL = auxiliary(
         Tensor("bias", "int32: added before scaling; floats: after it. [N], [1, N] or [batch, 1, N].", optional=True,
                dtypes=f"int32 {FLOATS}"),
         Attr("output_dtype", "int8 (1), int32 (3: not scaled), float16 (5), bfloat16 (15); None: int8.", default=None,
-             domain="output_dtype in (None, 1, 3, 5, 15)", bad=6),
-        *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None",
-               bad=290) for name in ("x1_dtype", "x2_dtype", "pertoken_scale_dtype", "scale_dtype")),
+             domain="output_dtype in (None, 1, 3, 5, 15)"),
+        *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None")
+          for name in ("x1_dtype", "x2_dtype", "pertoken_scale_dtype", "scale_dtype")),
         Array("group_sizes", "Where int8 rows meet four bits: [0, 0, elements of a block].", optional=True),
         Tensor("y_scale", "Of dtypes that torch does not have: not computed here.", optional=True),
     ),
@@ -322,7 +321,7 @@ MATMUL = auxiliary(
                 ("output_dtype in (5, 15)", "output_dtype", "float16 or bfloat16", {"output_dtype": 1}),
             )
         ),
-        invalid("y_scale is None", "y_scale: None (not computed here)", invalid={"y_scale": "1"}),
+        invalid("y_scale is None", "y_scale: None (not computed here)"),
     ),
     formula="out = (x1 x2 + bias) * scale * pertoken_scale + offset        (the product in whole numbers)\n"
     "out = x1 x2 + bias        to int32\n"

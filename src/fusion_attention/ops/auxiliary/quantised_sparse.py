@@ -22,12 +22,12 @@ SCALES = "float16 float32"
 
 def dtype_of(name: str) -> Attr:
     """The attribute for a dtype that torch does not have; only int8 is supported."""
-    return Attr(name, f"None, or 1: int8; {INT8}.", default=None, domain=f"{name} in (None, 1)", bad=290)
+    return Attr(name, f"None, or 1: int8; {INT8}.", default=None, domain=f"{name} in (None, 1)")
 
 
 def mode_of(name: str, only: int, text: str) -> Attr:
     """The attribute for a quantization mode of which only one value is supported."""
-    return Attr(name, text, domain=f"{name} == {only}", bad=only + 1)
+    return Attr(name, text, domain=f"{name} == {only}")
 
 
 def without_last(shape: dict[str, str]) -> dict[str, str]:
@@ -43,7 +43,7 @@ def retained_rules(op: Op, params: Iterable[Any], *others: str) -> tuple[Rule, .
 
 def of_integers(op: Op, name: str, summary: str, params: tuple[Any, ...], **changes: Any) -> Op:
     """The int8 variant of an operator definition, without lowering."""
-    changes_of_all: dict[str, Any] = {"lower": None, "fresh": None, "trains": {}, "c": None}
+    changes_of_all: dict[str, Any] = {"lower": None, "fresh": None, "trains": {}}
     more = changes.pop("sample")
     samples = {layout: {**answer, **more} for layout, answer in op.samples.items()}
     results = tuple(p.name for p in params if isinstance(p, Tensor) and p.output)
@@ -109,10 +109,9 @@ ATTENTION_PARAMS = (
     *(mode_of(f"{side}_quant_mode", 2, "2: a scale for every tile of a row.") for side in ("key", "value")),
     *(*RESERVED, TABLE, *sparse.ENDS, replace(sparse.BLOCK, default=1)),
     *(spelled(LAYOUT, "layout_query"), LAYOUT_KV, MODE, PRE, NEXT, sparse.ATTENTION_MODE),
-    Attr("quant_scale_repo_mode", "1: scales lie behind the row.", default=1, domain="quant_scale_repo_mode == 1",
-         bad=0),
-    Attr("tile_size", "Elements of a latent that share a scale.", default=128, domain="tile_size > 0", bad=0),
-    Attr("rope_head_dim", "Elements of the rope part.", default=64, domain="rope_head_dim > 0", bad=0),
+    Attr("quant_scale_repo_mode", "1: scales lie behind the row.", default=1, domain="quant_scale_repo_mode == 1"),
+    Attr("tile_size", "Elements of a latent that share a scale.", default=128, domain="tile_size > 0"),
+    Attr("rope_head_dim", "Elements of the rope part.", default=64, domain="rope_head_dim > 0"),
     *(dtype_of("key_dtype"), dtype_of("value_dtype"), sparse.SINKS),
     result("attention_out", "As query, with the elements of the latent; computed in float32, rounded once.", "=query"),
 )  # fmt: skip

@@ -25,7 +25,6 @@ MODES = invalid(
     "rotary_mode in ('half', 'interleave')",
     "rotary_mode: 'half' or 'interleave' (The rotary_mode of npu_rotary_mul should be half or interleave, but got "
     "neither)",
-    invalid={"rotary_mode": "quarter"},
 )
 EVEN = invalid("halves(input, -1)", "input: rows of an even size (elements turn in pairs)", invalid={"input": "B 5"})
 FORMULA = """y = x * cos + turned(x) * sin
@@ -138,7 +137,6 @@ APPLY = auxiliary(
             type=str,
             default="BSND",
             domain="layout in ('BSH', 'BSND', 'SBND', 'BNSD', 'TND')",
-            bad="NHWC",
         ),
         MODE,
     ),
@@ -201,7 +199,7 @@ MROPE = auxiliary(
         floats("query", "[T, heads * head_size]."),
         floats("key", "[T, heads * head_size]."),
         floats("cos_sin_cache", "[positions, rotary size]: cosines, then sines of half as many angles."),
-        Attr("head_size", "Elements of a head; those behind the rotary size stay.", domain="head_size > 0", bad=0),
+        Attr("head_size", "Elements of a head; those behind the rotary size stay.", domain="head_size > 0"),
         Array("mrope_section", "How many angles are of each kind of positions.", True),
         MODE,
         Attr(
@@ -210,7 +208,6 @@ MROPE = auxiliary(
             type=str,
             default="default",
             domain="cache_mode in ('default', 'interleave')",
-            bad="block",
         ),
     ),
     (result("query_out", "In the shape of query.", "=query"), result("key_out", "In the shape of key.", "=key")),

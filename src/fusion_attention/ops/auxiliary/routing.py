@@ -13,7 +13,7 @@ from fusion_attention.ops.auxiliary.experts import counting, moe, within
 from fusion_attention.ops.shared.rules import invalid, meaning, presence
 
 X = floats("x", "A score of every expert for every token.", shape="T E")
-K = Attr("k", "How many experts a token has.", default=1, domain="k >= 1", bad=0)
+K = Attr("k", "How many experts a token has.", default=1, domain="k >= 1")
 CHOICES = invalid("k <= x.shape[-1]", "k: at most as many as there are (a token's experts differ)", invalid={"k": 4})
 IDS = result("expert_idx", "Ids of the experts, the best first: int32.", "int32")
 
@@ -56,20 +56,20 @@ GATING = moe(
     "The k best experts of every token, within its best groups of experts.",
     (
         X,
-        Attr("k", "How many experts a token has.", domain="k >= 1", bad=0),
+        Attr("k", "How many experts a token has.", domain="k >= 1"),
         floats("bias", "Added where experts are chosen, not to their weights.", shape="E", optional=True),
         Tensor("input_ids", "Of a table of experts: not computed here.", optional=True, dtypes="int32 int64"),
         Tensor("tid2eid", "Of a table of experts: not computed here.", optional=True, dtypes="int32 int64"),
-        Attr("k_group", "How many groups are kept.", default=1, domain="k_group >= 1", bad=0),
-        Attr("group_count", "How many groups there are.", default=1, domain="group_count >= 1", bad=0),
+        Attr("k_group", "How many groups are kept.", default=1, domain="k_group >= 1"),
+        Attr("group_count", "How many groups there are.", default=1, domain="group_count >= 1"),
         Attr("group_select_mode", "A group's score. 0: its best; 1: the sum of its two best.", default=0,
-             domain="group_select_mode in (0, 1)", bad=2),
-        Attr("renorm", "Reserved: 0.", default=0, domain="renorm == 0", bad=1),
+             domain="group_select_mode in (0, 1)"),
+        Attr("renorm", "Reserved: 0.", default=0, domain="renorm == 0"),
         Attr("norm_type", "0: softmax; 1: sigmoid, whose weights are divided by their sum.", default=0,
-             domain="norm_type in (0, 1)", bad=2),
+             domain="norm_type in (0, 1)"),
         Attr("out_flag", "Whether out is wanted; it is there in any case.", type=bool, default=False),
         Attr("routed_scaling_factor", "Factor on the weights.", type=float, default=1.0),
-        Attr("eps", "Added to the sum of the weights.", type=float, default=1e-20, domain="eps >= 0", bad=-1.0),
+        Attr("eps", "Added to the sum of the weights.", type=float, default=1e-20, domain="eps >= 0"),
     ),
     (result("y", "Weights: [T, k].", "=x"), IDS, result("out", "The normed scores: float32 [T, E].", "float32")),
     rules=(
@@ -82,10 +82,8 @@ GATING = moe(
         invalid("group_select_mode == 0 or E >= 2 * group_count",
                 "group_select_mode: groups of at least two experts (a group's two best)",
                 invalid={"group_select_mode": 1, "group_count": 3, "k_group": 2}),
-        invalid("input_ids is None", "input_ids: None (a table of experts is not computed here)",
-                invalid={"input_ids": ("T", "int32")}),
-        invalid("tid2eid is None", "tid2eid: None (a table of experts is not computed here)",
-                invalid={"tid2eid": ("T K", "int32")}),
+        invalid("input_ids is None", "input_ids: None (a table of experts is not computed here)"),
+        invalid("tid2eid is None", "tid2eid: None (a table of experts is not computed here)"),
     ),
     formula="out = softmax(x) or sigmoid(x);  chosen = the k largest of out + bias within the k_group best groups\n"
     "y = routed_scaling_factor * out[chosen], divided by sum + eps after a sigmoid",
@@ -108,22 +106,22 @@ INIT = moe(
         Tensor("scale", "Of no quantisation: [T], carried along. Dynamic: factors [experts, H] or [1, H]. Static: [1].",
                optional=True, dtypes="float32"),
         Tensor("offset", "Static quantisation: [1].", optional=True, dtypes="float32"),
-        Attr("active_num", "At most so many rows; -1 and 0: all.", default=-1, domain="active_num >= -1", bad=-2),
+        Attr("active_num", "At most so many rows; -1 and 0: all.", default=-1, domain="active_num >= -1"),
         Attr("expert_capacity", "Of drop_pad_mode 1: not used.", default=-1),
-        Attr("expert_num", "How many experts there are.", default=-1, domain="1 <= expert_num <= 10240", bad=0),
-        Attr("drop_pad_mode", "0: no row is dropped or made up.", default=0, domain="drop_pad_mode == 0", bad=1),
+        Attr("expert_num", "How many experts there are.", default=-1, domain="1 <= expert_num <= 10240"),
+        Attr("drop_pad_mode", "0: no row is dropped or made up.", default=0, domain="drop_pad_mode == 0"),
         Attr("expert_tokens_num_type", "counts: 0 cumulative, 1 each, 2 pairs (expert, count) of those that have any.",
-             default=0, domain="expert_tokens_num_type in (0, 1, 2)", bad=3),
+             default=0, domain="expert_tokens_num_type in (0, 1, 2)"),
         Attr("expert_tokens_num_flag", "Whether counts are wanted; else they are empty.", type=bool, default=False),
         Attr("quant_mode", "-1: none; 0: static; 1: each row by its own largest element.", default=-1,
-             domain="quant_mode in (-1, 0, 1)", bad=2),
+             domain="quant_mode in (-1, 0, 1)"),
         Array("active_expert_range", "[start, end) of the experts that count; empty: all. One number is both.",
               optional=True, default=()),
         Attr("row_idx_type", "0: the place of each choice, -1 without one; 1: the choice at each place; behind those "
         "of active experts those of higher ones, then those of lower ones.", default=0,
-             domain="row_idx_type in (0, 1)", bad=2),
+             domain="row_idx_type in (0, 1)"),
         Attr("x_dtype", "Of dtypes that torch does not have: not computed here.", default=None,
-             domain="x_dtype is None", bad=290),
+             domain="x_dtype is None"),
     ),
     (
         result("expanded_x", "[rows, H].", ""),
@@ -182,8 +180,8 @@ FINALIZE = moe(
         "bias.", optional=True, default=REQUIRED, dtypes="int32 int64",
                shape="T K", make=counting(3)),
         Attr("drop_pad_mode", "0, 1: choice j of token i stands at j * T + i; 2, 3: at i * K + j. 1 and 3: [E, C, H].",
-             default=0, domain="drop_pad_mode in (0, 1, 2, 3)", bad=4),
-        Attr("k", "How many experts a token has, where there are no scales.", default=1, domain="k >= 1", bad=0),
+             default=0, domain="drop_pad_mode in (0, 1, 2, 3)"),
+        Attr("k", "How many experts a token has, where there are no scales.", default=1, domain="k >= 1"),
     ),
     (result("out", "[T, H].", "=expanded_permuted_rows"),),
     rules=(

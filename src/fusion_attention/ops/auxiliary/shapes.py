@@ -126,7 +126,6 @@ FORMAT_CAST = auxiliary(
             "acl_format",
             "0 NCHW, 2 ND, 3 NC1HWC0, 29 FRACTAL_NZ, ...; or a tensor, whose format it is.",
             domain="0 <= acl_format < 64",
-            bad=-2,
         ),
         Attr("customize_dtype", "Accepted without effect.", default=None),
         Attr("input_dtype", "Accepted without effect.", default=None),
@@ -222,7 +221,7 @@ TRANSPOSE_BATCHMATMUL = auxiliary(
             given={"scale": "10"},
             invalid={"scale": "5"},
         ),
-        invalid("bias is None", "bias: None (add it to the result)", invalid={"bias": "5"}),
+        invalid("bias is None", "bias: None (add it to the result)"),
         *no_derivative(input=(2, 4, 8)),
     ),
     formula="y = (input.permute(perm_x1) @ weight.permute(perm_x2)).permute(perm_y)\n"

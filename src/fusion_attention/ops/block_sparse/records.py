@@ -74,7 +74,7 @@ WINDOW = (
     Attr("pre_tokens", "Without effect: no window is defined beside the blocks.", default=UNLIMITED),
     Attr("next_tokens", "Without effect: no window is defined beside the blocks.", default=UNLIMITED),
 )
-FLAG = Attr("softmax_lse_flag", "1: return softmax_lse.", default=0, domain="softmax_lse_flag in (0, 1)", bad=2)
+FLAG = Attr("softmax_lse_flag", "1: return softmax_lse.", default=0, domain="softmax_lse_flag in (0, 1)")
 QUANT = (
     Attr("quant_mode", "0: floats. 1 to 3, fp8 and fp4 (950 only), are not computed here.", default=0),
     Attr("dst_type_max", "Without effect: it is of fp4.", type=float, default=0.0),

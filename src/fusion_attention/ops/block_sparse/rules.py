@@ -84,11 +84,11 @@ FORMS = (
         "layout_kv: as layout (queries and keys have one axis order)",
         invalid={"layout_kv": "BSND"},
     ),
-    meaning("mask_type == 0", "mask_type (no mask is defined beside the blocks)", invalid={"mask_type": 1}),
-    absent("atten_mask", "S1 S2", "no mask is defined beside the blocks"),
-    absent("block_table", "B 2", "keys in pages are not defined: gather them, or fused inference reads pages"),
-    *(absent(f"{of}_dequant_scale", "B N1 1 1") for of in ("q", "k", "v")),
-    absent("p_quant_scale", "1", "reserved: leave it out"),
+    meaning("mask_type == 0", "mask_type (no mask is defined beside the blocks)"),
+    absent("atten_mask", "no mask is defined beside the blocks"),
+    absent("block_table", "keys in pages are not defined: gather them, or fused inference reads pages"),
+    *(absent(f"{of}_dequant_scale") for of in ("q", "k", "v")),
+    absent("p_quant_scale", "reserved: leave it out"),
     meaning("quant_mode == 0", f"quant_mode (fp8 and fp4: {OF_950})", invalid={"quant_mode": 1}),
     *(
         doubt(
@@ -101,7 +101,6 @@ FORMS = (
     doubt(
         "scale_value != 0",
         "scale_value: a scale, such as D ** -0.5 (0 weighs all keys alike; the default is not 1 / sqrt(D))",
-        invalid={"scale_value": 0.0},
     ),
     finite_scale("scale_value", optional=False),
     replace(groups_of_heads("key"), invalid={"N2": 3, "num_key_value_heads": 3}),
@@ -125,13 +124,13 @@ LIMITS = (
         "not float32(query)", "query: float16 or bfloat16 (the chip computes no float32 here)", invalid=_in("float32")
     ),
     UNMASKED,
-    limit("inner_precise in (0, 1, 4)", "inner_precise (it has no effect here)", invalid={"inner_precise": 2}),
+    limit("inner_precise in (0, 1, 4)", "inner_precise (it has no effect here)"),
     limit(
         "inner_precise != 1 or not bfloat16(query)",
         "inner_precise: 0 with bfloat16 (1 is a softmax in float16; here it is always in float32)",
         invalid={"inner_precise": 1, **_in("bfloat16")},
     ),
-    limit("block_size == 0", "block_size (it is of pages, and keys are in none)", invalid={"block_size": 128}),
+    limit("block_size == 0", "block_size (it is of pages, and keys are in none)"),
 )
 SAME_DTYPE = meaning(
     "attention_out_dtype is None or attention_out_dtype == query.dtype",

@@ -64,7 +64,7 @@ LISTS = replace(
     optional=True,
     spelled="indices",
 )
-RATIO = Attr("ratio", "Tokens that a compressed key stands for.", domain="ratio >= 1", bad=0)
+RATIO = Attr("ratio", "Tokens that a compressed key stands for.", domain="ratio >= 1")
 BAND = Attr("band", "The interval of k's keys that each row sees; None: Band.causal().", type=Band, default=None)
 LENGTHS_COMPRESSED = Array("compressed_len", "Compressed keys of every sequence (TND, pages: needed).", True)
 RESIDUAL = Array(

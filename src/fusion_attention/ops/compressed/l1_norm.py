@@ -225,7 +225,6 @@ V1 = of_cann(
                 "0: all compressed keys; 3: those of closed groups.",
                 default=0,
                 domain="mask_mode in (0, 3)",
-                bad=4,
             ),
         ),
         spelled(sparse.LAYOUT, "layout_q"),

@@ -57,7 +57,7 @@ def _used(side: str, of: str) -> Array:
 
 
 def _mode(side: str, modes: str, bad: int) -> Attr:
-    return Attr(f"{side}_mask_mode", modes, default=0, bad=bad)
+    return Attr(f"{side}_mask_mode", modes, default=0)
 
 
 CUMULATIVE = tuple(_ends(*side[:2]) for side in SIDES)
@@ -78,12 +78,10 @@ TOPK = tuple(
     for side in ("ori", "cmp")
 )
 SCALE = Attr("scale_value", "Factor on q . key; 1 unless it is said.", type=float, default=1.0, spelled="softmax_scale")
-RATIO = Attr("ratio", "Tokens that a compressed key stands for.", default=1, domain="ratio >= 1", bad=0,
+RATIO = Attr("ratio", "Tokens that a compressed key stands for.", default=1, domain="ratio >= 1",
              spelled="cmp_ratio")  # fmt: skip
 MODES = (
-    Attr(
-        "ori_mask_mode", "0: all keys; 3: causal; 4: a window.", default=0, domain="ori_mask_mode in (0, 3, 4)", bad=1
-    ),
+    Attr("ori_mask_mode", "0: all keys; 3: causal; 4: a window.", default=0, domain="ori_mask_mode in (0, 3, 4)"),
     Attr("cmp_mask_mode", "3: the compressed keys of closed groups, (position + 1) // cmp_ratio.", default=0),
     Attr("ori_win_left", "Keys before the row's own, in mode 4; -1: all.", default=-1),
     Attr("ori_win_right", "Keys behind the row's own, in mode 4; -1: all.", default=-1),
@@ -92,7 +90,7 @@ LAYOUTS_OF = (
     spelled(sparse.LAYOUT, "layout_q"),
     Attr("layout_kv", f"Axis order of key rows: as the queries', or {PAGES}.", type=str, default="BSND"),
 )
-VALUE_MODE = Attr("topk_value_mode", "1: lists hold positions.", default=1, domain="topk_value_mode == 1", bad=0)
+VALUE_MODE = Attr("topk_value_mode", "1: lists hold positions.", default=1, domain="topk_value_mode == 1")
 RETURN_LSE = Attr("return_softmax_lse", "Return softmax_lse.", type=bool, default=False)
 TENSORS = (
     spelled(sparse.QUERY, "q"),

@@ -304,5 +304,5 @@ ROPES = (
         given=ROPE,
         invalid={"atten_mask": "B S1 S2"},
     ),
-    reserved("key_rope_antiquant_scale", "1"),
+    reserved("key_rope_antiquant_scale"),
 )

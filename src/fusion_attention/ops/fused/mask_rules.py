@@ -192,9 +192,7 @@ TREES = (
     ),
 )
 # The first two versions of PromptFlashAttention have no pse_shift.
-UNREAD_BIAS = (
-    note("pse_shift is None", "pse_shift: no pse_shift (this version ignores it)", invalid={"pse_shift": "B N1 S1 S2"}),
-)
+UNREAD_BIAS = (note("pse_shift is None", "pse_shift: no pse_shift (this version ignores it)"),)
 BIASES = (
     typed(
         "dtype_of(pse_shift) == ('float16' if dtype_of(query) == 'int8' else dtype_of(query))",
@@ -240,15 +238,10 @@ PRECISION = (
         when="one_token or T1 is not None",
         needs=("block_table",),
         given={"S1": 1},
-        invalid={"inner_precise": 2},
     ),
 )
 PROMPT_PRECISION = (
-    note(
-        "0 <= inner_precise <= 3",
-        "inner_precise (bit 1 decides about rows that a mask empties, bit 0 nothing)",
-        invalid={"inner_precise": 5},
-    ),
+    note("0 <= inner_precise <= 3", "inner_precise (bit 1 decides about rows that a mask empties, bit 0 nothing)"),
 )
 SINKS = (
     limit(
@@ -274,7 +267,6 @@ PROMPT_WINDOW = (
         "left corner too; 2147483647 is no limit)",
         when="mode == 0 and mask_kind == 'full'",
         given=FULL,
-        invalid={"next_tokens": 0},
     ),
 )
 

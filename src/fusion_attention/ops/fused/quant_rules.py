@@ -10,7 +10,7 @@ from typing import Any
 from fusion_attention.ops.fused.rules import LATENT, PAGES, ROPE
 from fusion_attention.ops.inference.rules import NARROW, SCALED_OUTPUT, beside_its_scale
 from fusion_attention.ops.shared.params import FLOATS
-from fusion_attention.ops.shared.rules import doubt, group, invalid, limit, meaning, refused, reserved, typed
+from fusion_attention.ops.shared.rules import doubt, invalid, limit, meaning, refused, reserved, typed
 
 ELSEWHERE = "fp8, hifloat8 and mx formats exist on Ascend 950 alone: this library computes int8 and int4"
 ROWS: dict[str, Any] = {"S1": 1, "key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")}
@@ -69,7 +69,6 @@ QUERIES = (
             f"{name} is None",
             f"{name}: no {name} (it belongs to an int8 query without rope parts)",
             when="dtype_of(query) != 'int8' or query_rope is not None",
-            invalid={name: ("1", "float32")},
         )
         for name in SCALES
     ),
@@ -412,17 +411,12 @@ LAST = (
         invalid={**dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale")), "antiquant_scale": "2 N2*D"},
     ),
 )
-RESERVED = group(
-    reserved("quant_scale_p", "1"),
-    *(
-        reserved(name, 5)
-        for name in (
-            *("query_dtype", "key_dtype", "value_dtype", "query_rope_dtype", "key_rope_dtype"),
-            *("key_shared_prefix_dtype", "value_shared_prefix_dtype", "dequant_scale_query_dtype"),
-            *("dequant_scale_key_dtype", "dequant_scale_value_dtype", "dequant_scale_key_rope_dtype"),
-        )
-    ),
+RESERVED_DTYPES = (
+    *("query_dtype", "key_dtype", "value_dtype", "query_rope_dtype", "key_rope_dtype", "key_shared_prefix_dtype"),
+    *("value_shared_prefix_dtype", "dequant_scale_query_dtype", "dequant_scale_key_dtype"),
+    *("dequant_scale_value_dtype", "dequant_scale_key_rope_dtype"),
 )
+RESERVED = tuple(reserved(name) for name in ("quant_scale_p", *RESERVED_DTYPES))
 OWN_DTYPE = (
     typed(
         "number_fits(out_dtype, query, query_rope, quant_scale2)",

@@ -224,7 +224,7 @@ FUSED_LIMITS = (
 TRAINED = partial(untrained, UNTRAINED, kind=meaning)
 TORCH = (
     own_scale("scale_value"),
-    reserved("padding_mask", "S1 S2"),
+    reserved("padding_mask"),
     *TRAINED(query=(2, 3, 256), key=(2, 6, 128), value=(2, 6, 128)),
     *TRAINED({"S1": 3}, pse_shift=(2, 4, 3, 6)),
 )

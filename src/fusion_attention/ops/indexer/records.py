@@ -62,7 +62,7 @@ WEIGHTS = Tensor(
     dtypes=FLOATS,
     shape={"BSND": "B S1 N1", "TND": "T1 N1"},
 )
-COUNT = Attr("sparse_count", "Keys that a row chooses.", domain="1 <= sparse_count <= 1048576", bad=0)
+COUNT = Attr("sparse_count", "Keys that a row chooses.", domain="1 <= sparse_count <= 1048576")
 LISTS = {**rows("1", "1", "K"), "BSND without heads": "B S1 K", "TND without heads": "T1 K"}
 
 
@@ -94,7 +94,6 @@ RATIO = Attr(
     "Tokens that a key stands for: a row sees the keys whose last token is not behind its own.",
     default=1,
     domain="1 <= ratio <= 1048576",
-    bad=0,
 )
 RESIDUAL = Array("residual", "Tokens behind those of the last key, of every sequence: its tokens % ratio.", True)
 HEAD_NUM = Attr("head_num", "Query heads.", axis="N1", code=INVALID)
@@ -114,7 +113,6 @@ LIMITS = (
     limit(
         "sparse_count <= 2048 or sparse_count <= 8192 and sparse_count % 1024 == 0",
         "sparse_count: 1 to 2048, 3072, 4096, ... 8192 (the chip takes no other counts)",
-        invalid={"sparse_count": 2049},
     ),
     limit(
         "not (return_values and block_table is not None)",

@@ -84,10 +84,10 @@ OFFSET = Tensor(
 PAGE_TABLE = replace(TABLE, text=f"The pages of every sequence, for keys in layout {PAGES}.")
 METADATA = Tensor("metadata", "Without effect: work is not divided before a call.", True)
 LONGEST = Attr("max_seqlen_q", "Without effect.", default=-1)
-RATIO = Attr("ratio", "Tokens that a key stands for.", default=1, domain="1 <= ratio <= 1048576", bad=0,
+RATIO = Attr("ratio", "Tokens that a key stands for.", default=1, domain="1 <= ratio <= 1048576",
              spelled="cmp_ratio")  # fmt: skip
 RETURN_VALUES = Attr("return_values", "1: return the scores of the chosen keys.", default=0,
-                     domain="return_values in (0, 1)", bad=2, spelled="return_value")  # fmt: skip
+                     domain="return_values in (0, 1)", spelled="return_value")  # fmt: skip
 PARAMS = (
     spelled(QUERY, "q"),
     spelled(KEY, "k", form=_key_layout),
@@ -185,8 +185,8 @@ LIMITS = (
     no_float32("query"),
     limit("N1 <= 64", "query (the chip takes no more heads)", invalid={"N1": 65}),
     only_dim("D", 128, "query"),
-    limit("sparse_count <= 8192", "sparse_count (the chip takes no more)", invalid={"sparse_count": 8193}),
-    limit("ratio <= 128", "ratio (the chip takes no more)", given=COMPRESSED, invalid={"ratio": 129}),
+    limit("sparse_count <= 8192", "sparse_count (the chip takes no more)"),
+    limit("ratio <= 128", "ratio (the chip takes no more)", given=COMPRESSED),
 )
 
 

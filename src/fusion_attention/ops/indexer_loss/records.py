@@ -113,7 +113,7 @@ WINDOW = (MODE, PRE, NEXT)
 
 
 NO_OTHERS = "the chip takes no other head counts"
-MODE_3 = limit("sparse_mode == 3", "sparse_mode (the chip knows no other)", invalid={"sparse_mode": 0})
+MODE_3 = limit("sparse_mode == 3", "sparse_mode (the chip knows no other)")
 NO_FLOAT32 = no_float32("query", weights="B S1 Ni")
 ROWS_AND_KEYS = (
     MOST_SEQUENCES,

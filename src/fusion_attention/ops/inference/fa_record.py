@@ -345,7 +345,6 @@ RECORD = Op(
             type=str,
             default="BSND",
             domain="cache_layout in ('BSND', 'BNSD')",
-            bad="BSH",
             code=INVALID,
         ),
         Array("q_len", "Query rows of every sequence; None: all.", True),

@@ -47,12 +47,7 @@ def beside_its_scale(offset: str, scale: str, given: Settings, wrong: str) -> Ru
 
 # These rules also apply to fused inference attention.
 SIZED_PAGES = meaning(
-    "block_size > 0",
-    "block_size (tokens of a page)",
-    when="block_table is not None",
-    stage="presence",
-    given=PAGES,
-    invalid={"block_size": 0},
+    "block_size > 0", "block_size (tokens of a page)", when="block_table is not None", stage="presence", given=PAGES
 )
 EVEN_HEADS = of_lengths(
     "heads_fit(num_key_value_heads, N1)",
@@ -187,11 +182,7 @@ INTEGER_OUTPUT = (
         invalid={"attention_out": ("B S1 N1*D", "bfloat16")},
     ),
     *(
-        limit(
-            f"{name} is None",
-            f"{name} (it belongs to an int8 query, which this operator does not take)",
-            invalid={name: ("1", "float32")},
-        )
+        limit(f"{name} is None", f"{name} (it belongs to an int8 query, which this operator does not take)")
         for name in ("dequant_scale1", "quant_scale1", "dequant_scale2")
     ),
 )
@@ -275,8 +266,8 @@ LIMITS = (
             ("quant_offset2", "an offset", (), {**NARROW, "quant_scale2": "N1*D"}, torch.ones(128)[::2]),
         )
     ),
-    limit("inner_precise in (0, 1)", "inner_precise (it has no effect)", invalid={"inner_precise": 2}),
-    reserved("padding_mask", "S1 S2"),
+    limit("inner_precise in (0, 1)", "inner_precise (it has no effect)"),
+    reserved("padding_mask"),
     limit(
         "block_size <= 512 and block_size % (32 if dtype_of(key) == 'int8' else 16) == 0",
         "block_size: at most 512, a multiple of 16 (int8: 32) (the chip's pages)",
@@ -308,7 +299,7 @@ EARLY = (
         "key: no int8 cache (this version takes no scales for it)",
         invalid={"key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")},
     ),
-    limit("pse_shift is None", "pse_shift: no pse_shift (this version ignores it)", invalid={"pse_shift": "B N1 1 S2"}),
+    limit("pse_shift is None", "pse_shift: no pse_shift (this version ignores it)"),
 )
 
 RULES = INPUTS + MATRICES + INTEGER_CACHE + INTEGER_OUTPUT + LIMITS

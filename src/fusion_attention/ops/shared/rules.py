@@ -58,9 +58,9 @@ def needed(param: str, advice: str, text: str = "", **more: Any) -> Rule:
     return presence(f"{param} is not None", f"{param}: {text} ({advice})", invalid={param: None}, **more)
 
 
-def absent(param: str, sample: Any, advice: str = OF_950) -> Rule:
-    """Rule: a parameter is None; sample: an invalid one."""
-    return presence(f"{param} is None", f"{param}: None ({advice})", invalid={param: sample})
+def absent(param: str, advice: str = OF_950) -> Rule:
+    """Rule: a parameter is None."""
+    return presence(f"{param} is None", f"{param}: None ({advice})")
 
 
 def elements(axis: str, param: str, bad: int = 769, *, optional: bool = False, **more: Any) -> Rule:
@@ -147,9 +147,9 @@ def paged(
 # -------------------------------------------------------------------------------------------------------------- limits
 
 
-def reserved(name: str, sample: Any) -> Rule:
+def reserved(name: str, **more: Any) -> Rule:
     """Limit: a parameter is reserved and must be None."""
-    return limit(f"{name} is None", f"{name} (reserved: leave it out)", invalid={name: sample})
+    return limit(f"{name} is None", f"{name} (reserved: leave it out)", **more)
 
 
 def own_page_ids(given: Settings, ids: Any) -> Rule:

@@ -99,7 +99,7 @@ KEY_ROPE = Tensor(
 )
 SINKS = replace(SINK, name="sinks")
 SCALE = Attr("scale_value", "Factor on query . key.", type=float)
-BLOCK = Attr("sparse_block_size", "Tokens of a selected block.", domain="1 <= sparse_block_size <= 128", bad=129)
+BLOCK = Attr("sparse_block_size", "Tokens of a selected block.", domain="1 <= sparse_block_size <= 128")
 LAYOUT = Attr("layout", "Axis order of query rows.", type=str, default="BSND", code=INVALID)
 LAYOUT_KV = Attr("layout_kv", f"Axis order of key rows: as the queries', or {PAGED}.", type=str, default="BSND")
 MODE = Attr(
@@ -107,7 +107,6 @@ MODE = Attr(
     "0: rows see all keys; 3: causal, the last row sees the last key.",
     default=3,
     domain="sparse_mode in (0, 3)",
-    bad=2,
 )
 PRE = Attr("pre_tokens", "Without effect.", default=LARGEST_INT64)
 NEXT = Attr("next_tokens", "Without effect.", default=LARGEST_INT64)
@@ -116,7 +115,6 @@ ATTENTION_MODE = Attr(
     "2: value is the key's first part, as everywhere here; the chip takes no other.",
     default=0,
     domain="attention_mode in (0, 1, 2)",
-    bad=3,
 )
 RETURN_STATS = Attr("return_softmax_lse", "Return row maxima and sums.", type=bool, default=False)
 DETERMINISTIC = Attr("deterministic", "Accepted; results are always reproducible on the CPU.", type=bool, default=False)
@@ -159,7 +157,7 @@ FORWARD_LIMITS = (
         given=IN_PAGES,
         invalid={"sparse_block_size": 32},
     ),
-    limit("attention_mode == 2", "attention_mode (the chip knows no other)", invalid={"attention_mode": 0}),
+    limit("attention_mode == 2", "attention_mode (the chip knows no other)"),
 )
 FORWARD = (
     invalid(
@@ -190,11 +188,7 @@ BACKWARD = (
         given={"value": None},
         invalid={"Dv": 256},
     ),
-    limit(
-        "sparse_block_size in (1, 8, 16, 32, 64)",
-        "sparse_block_size (the chip takes no other blocks)",
-        invalid={"sparse_block_size": 4},
-    ),
+    limit("sparse_block_size in (1, 8, 16, 32, 64)", "sparse_block_size (the chip takes no other blocks)"),
     LISTS_OF_2048,
     *(MOST_SEQUENCES, most_tokens(key=(1, 512), value=(1, 512))),
     *(

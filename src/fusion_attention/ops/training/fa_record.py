@@ -105,7 +105,6 @@ RULES = (
     meaning(
         "sparse_mode is None or 0 <= sparse_mode <= 8 and sparse_mode not in (5, 6)",
         "sparse_mode: one of 0, 1, 2, 3, 4, 7, 8 (prefixes: band=Band.prefix_causal(...))",
-        invalid={"sparse_mode": 6},
     ),
     meaning(
         "sparse_mode is not None or pre_tokens == next_tokens == 2147483647",
@@ -137,7 +136,6 @@ RULES = (
         "alibi_start is None",
         "alibi_start: alibi_start only beside alibi_slopes (distances need slopes)",
         when="alibi_slopes is None",
-        invalid={"alibi_start": [0, 0]},
     ),
     *group(
         meaning(
@@ -297,9 +295,7 @@ RECORD = Op(
         Tensor("alibi_slopes", "Bias -slope * |distance to the diagonal|.", True, dtypes=OWN_FLOATS),
         Array("alibi_start", "Positions of the first query row and the first key; None: the last ones meet.", True),
         OWN_SINK,
-        Attr(
-            "keep_prob", "Share of probabilities kept.", type=float, default=1.0, domain="0 < keep_prob <= 1", bad=0.0
-        ),
+        Attr("keep_prob", "Share of probabilities kept.", type=float, default=1.0, domain="0 < keep_prob <= 1"),
         Tensor(
             "drop_bits",
             "One bit per score, 1 = kept.",
@@ -308,14 +304,13 @@ RECORD = Op(
             make=lambda s: torch.ones(s, dtype=torch.uint8),
         ),
         Attr("seed", "Seed of drawn dropout; None draws one.", default=None, unsigned=True),
-        Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32", bad=1 << 32),
+        Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32"),
         Attr(
             "empty_rows",
             "What rows without a key return.",
             type=str,
             default="zero",
             domain="empty_rows in ('zero', 'mean')",
-            bad="nan",
         ),
         SOFTCAP,
         Tensor(

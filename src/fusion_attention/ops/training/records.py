@@ -119,12 +119,7 @@ Q_START = Array("q_start_idx", "Position of the first query row in its sequence 
 KV_START = Array("kv_start_idx", "Position of the first key in its sequence (element 0 is read); None: 0.", True)
 SCALE = Attr("scale", "Factor on query . key; 1.0 unless said, not 1 / sqrt(D).", type=float, default=1.0)
 KEEP_PROB = Attr(
-    "keep_prob",
-    "Share of probabilities that dropout keeps.",
-    type=float,
-    default=1.0,
-    domain="0 < keep_prob <= 1",
-    bad=1.5,
+    "keep_prob", "Share of probabilities that dropout keeps.", type=float, default=1.0, domain="0 < keep_prob <= 1"
 )
 PRE = Attr("pre_tokens", "Window to the left, in tokens (modes 0 and 4).", default=UNLIMITED)
 NEXT = Attr("next_tokens", "Window to the right, in tokens (modes 0, 4, 7, 8).", default=UNLIMITED)
@@ -138,7 +133,6 @@ PSE_TYPE = Attr(
     "sqrt(distance), is subtracted, with distance = |key + kv_start_idx - row - q_start_idx|.",
     default=1,
     domain="0 <= pse_type <= 3",
-    bad=4,
 )
 STATS_LAYOUT = Attr(
     "softmax_layout",
@@ -146,17 +140,16 @@ STATS_LAYOUT = Attr(
     type=str,
     default="",
     domain="softmax_layout in ('', 'same_as_input')",
-    bad="TND",
     code=INVALID,
 )
-TORCH_STATS_LAYOUT = replace(STATS_LAYOUT, domain="softmax_layout in ('', 'TND')", bad="BSND")
+TORCH_STATS_LAYOUT = replace(STATS_LAYOUT, domain="softmax_layout in ('', 'TND')")
 SEED = Attr(
     "seed",
     "Seed of drawn dropout; 0 with offset 0 draws one from torch's default generator. Beside a mask: handed back.",
     default=0,
     unsigned=True,
 )
-OFFSET = Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32", bad=1 << 32)
+OFFSET = Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32")
 NUMELS = Attr("numels", "Number of scores; only for the call's form.", default=0)
 GEN_MASK_PARALLEL = Attr("gen_mask_parallel", "Accepted; there is one stream.", type=bool, default=True)
 SYNC = Attr("sync", "Accepted; there is one stream.", type=bool, default=False)

@@ -78,8 +78,8 @@ INPUTS = (
     refused("Dv <= D", "value (the chip takes no wider value rows)", invalid={"Dv": 16}),
     limit("N1 <= 256", "query (the chip takes no more heads)", invalid={"N1": 258}),
     finite_scale("scale", optional=False),
-    reserved("padding_mask", ("S1 S2", "uint8")),
-    reserved("softmax_in", ("B N1 S1 8", "float32")),
+    reserved("padding_mask", invalid={"padding_mask": ("S1 S2", "uint8")}),
+    reserved("softmax_in"),
     *(
         limit(
             f"{name} is None or has_dtype({name}, '{dtypes}')",
@@ -90,24 +90,18 @@ INPUTS = (
         )
         for name, words, dtypes in (("padding_mask", "S1 S2", "uint8 bool"), ("softmax_in", "B N1 S1 8", FLOATS))
     ),
-    refused(
-        "softmax_layout == ''",
-        "softmax_layout (padded statistics have one order)",
-        only=PADDED,
-        invalid={"softmax_layout": "TND"},
-    ),
+    refused("softmax_layout == ''", "softmax_layout (padded statistics have one order)", only=PADDED),
     invalid(
         "dpse is None or pse is None or (dpse.shape == pse.shape and dpse.dtype == pse.dtype)",
         "dpse: shape and dtype of pse (the gradient lies as the bias does)",
         given={"pse": "B N1 S1 S2", "TND": {"pse": "1 N1 1024 S2"}},
         invalid={"dpse": "B N1 S1 3"},
     ),
-    meaning("0 <= sparse_mode <= 6", "sparse_mode (7 and 8 need layout TND)", only=PADDED, invalid={"sparse_mode": 7}),
+    meaning("0 <= sparse_mode <= 6", "sparse_mode (7 and 8 need layout TND)", only=PADDED),
     meaning(
         "sparse_mode in (0, 1, 2, 3, 4, 6, 7, 8)",
         "sparse_mode (packed sequences have prefix only as mode 6)",
         only=PACKED,
-        invalid={"sparse_mode": 5},
     ),
 )
 
@@ -224,7 +218,7 @@ SIZES = (
 
 # --------------------------------------------------------------------------------------- rules of some versions
 
-PRECISION = (limit("inner_precise in (0, 1, 2)", "inner_precise (only 2 has an effect)", invalid={"inner_precise": 3}),)
+PRECISION = (limit("inner_precise in (0, 1, 2)", "inner_precise (only 2 has an effect)"),)
 # Versions without sinks; those with sinks accept 768 elements.
 NARROW = (
     refused("D <= 512 or D > 768", "query: D <= 512 (the chip takes no wider rows)", invalid={"D": 520, "Dv": 520}),

@@ -18,7 +18,7 @@ OUT_DTYPE = Attr("out_dtype", "Without effect: it is of fp8 tensors.", default=0
 NEW = {
     "out_dtype": OUT_DTYPE,
     "seed": replace(SEED, text="Seed of drawn dropout, where keep_prob is below 1 and there is no mask; 0 is a seed."),
-    "offset": Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32", bad=1 << 32),
+    "offset": Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32"),
     **{p.name: p for p in SCALES},
 }
 
@@ -28,16 +28,10 @@ def _params(of: Op, names: str) -> tuple[Param, ...]:
     return tuple(NEW[name] if name in NEW else of.by_name[name] for name in names.split())
 
 
-# This operator spells token-major statistics otherwise than torch_npu does.
-COMMON = tuple(
-    replace(rule, invalid={"softmax_layout": "same_as_input"}) if rule.param == "softmax_layout" else rule
-    for rule in (*ALL, PSE_BESIDE_0)
-    if rule is not ROPES[1]
-)
 RULES = (
-    *COMMON,
+    *(rule for rule in (*ALL, PSE_BESIDE_0) if rule is not ROPES[1]),
     DRAWN_DROPOUT[0],
-    *(absent(p.name, "1") for p in SCALES),
+    *(absent(p.name) for p in SCALES),
     refused(
         "(D, Dr) == (128, 64)",
         "query_rope: D 128 and 64 elements of rope (the chip takes no other dims beside rope)",
