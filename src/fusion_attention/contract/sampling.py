@@ -135,7 +135,10 @@ def violation(op: Op, rule: Rule) -> dict[str, Any]:
     p = op.by_name[rule.param]
     if isinstance(p, Attr):
         return {**rule.given, p.name: _excluded(op, p, rule.check, p.domain or "True")}
-    return {**rule.given, p.name: [0, 0] if isinstance(p, Array) else True if p.words("") else "1"}
+    return {
+        **rule.given,
+        p.name: [0, 0] if isinstance(p, Array) else True if isinstance(p, Tensor) and p.words("") else "1",
+    }
 
 
 def _excluded(op: Op, p: Attr, check: str, domain: str = "True") -> Any:
