@@ -15,6 +15,7 @@ struct PoolProblem {
     Dtype dtype;
 
     std::int64_t channels() const { return overlap ? 2 * dim : dim; }
+    std::int64_t window_rows() const { return overlap ? 2 * ratio : ratio; }
 };
 
 // Results of a sequence and its rows in memory, which begin with the rows of a window. `before`: the first window in
@@ -41,16 +42,15 @@ struct PoolItem {  // results [first, end) of one head of a sequence
     std::int64_t seq, head, first, end;
 };
 
-constexpr std::int64_t pool_padding = 16;  // rows of scratch are padded to a multiple of this number of floats
+constexpr std::int64_t pool_padding = 16;  // rows of sums are padded to a multiple of this number of floats
+constexpr std::int64_t pool_block = 32;    // channels that are pooled together, at most
 
 struct PoolKernels {
+    // scratch: pool_block floats for each row of a window.
     void (*forward)(const PoolJob &, const PoolItem &, float *scratch);
     // Writes the gradients of the rows of these results, and adds to dbias of the thread: [ratio][1 or 2][padded dim]
     // floats, null: not wanted.
     void (*backward)(const PoolJob &, const PoolItem &, float *dbias, float *scratch);
 };
-
-// Rows of scratch, of `dim` floats each.
-constexpr std::int64_t pool_scratch_rows = 4;
 
 }  // namespace fusion

@@ -18,7 +18,9 @@ constexpr Require require{"pooling"};
 
 constexpr std::int64_t item_bytes = 64 << 10;  // of rows that an item reads, about
 constexpr double bytes_per_thread = 64 << 10;  // 10 us
-constexpr double streamed_bytes = 8 << 20;     // larger results are written past the caches
+// Larger results are written past the caches, unless the rows of a window are so many that their lines are far apart.
+constexpr double streamed_bytes = 8 << 20;
+constexpr std::int64_t streamed_rows = 16;
 // Sums of dbias begin anew after a number of windows, so that threads can share the work: 64 sums, each of at least 4
 // windows, whose rows take as much memory, and of at most 256, so that rounding errors stay small.
 constexpr std::int64_t most_sums = 64, least_windows = 4, most_windows = 256;
@@ -43,6 +45,7 @@ struct Division {
     }
 
     std::int64_t windows() const { return first.back(); }
+    std::int64_t scratch() const { return windows() ? pool_block * call.problem.window_rows() : 0; }  // floats
     std::int64_t items() const { return ceil_div(windows(), per_item); }
     int team(int threads) const {
         return team_by_work(threads, static_cast<double>(windows() * bytes), bytes_per_thread);
@@ -88,7 +91,7 @@ void PoolCall::forward(const PoolOperands &operands, int threads) const {
     refuse_endless(division.windows());
     division.per_item = std::max<std::int64_t>(item_bytes / division.bytes, 1);
     const PoolJob job = {&problem, &operands, sequences.data()};
-    const std::int64_t scratch = pool_scratch_rows * round_up(problem.dim, pool_padding);
+    const std::int64_t scratch = division.scratch();
     int size = division.team(threads);
     const Lease memory = lease_for(size, [&](int n) { return sizeof(float) * static_cast<std::size_t>(scratch * n); });
     run_team(size, division.alone(), [&](const Team &team) {
@@ -142,12 +145,13 @@ void add_sums(const PoolProblem &p, const float *sums, std::int64_t items, std::
 void PoolCall::backward(PoolOperands operands, int threads) const {
     Division division(*this);
     refuse_endless(division.windows());
-    const std::int64_t padded = round_up(problem.dim, pool_padding), scratch = pool_scratch_rows * padded;
+    const std::int64_t padded = round_up(problem.dim, pool_padding), scratch = division.scratch();
     const std::int64_t sums = operands.dbias ? problem.ratio * (problem.overlap ? 2 : 1) * padded : 0;
     division.per_item = operands.dbias
                             ? std::clamp(ceil_div(division.windows(), most_sums), least_windows, most_windows)
                             : std::max<std::int64_t>(item_bytes / division.bytes, 1);
-    operands.streamed = static_cast<double>(division.windows() * division.bytes) > streamed_bytes;
+    operands.streamed = problem.window_rows() <= streamed_rows &&
+                        static_cast<double>(division.windows() * division.bytes) > streamed_bytes;
     const PoolJob job = {&problem, &operands, sequences.data()};
     const std::int64_t items = division.items();
     int size = division.team(threads);

@@ -96,7 +96,15 @@ FUSION_INLINE Ints lane_numbers() {
 }
 
 // The maximum; b if a or b is NaN, so `larger(constant, x)` keeps a NaN in x.
-FUSION_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+FUSION_INLINE Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)  // GCC would compare with a constant and then select
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 }  // namespace
 }  // namespace fusion

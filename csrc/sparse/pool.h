@@ -1,8 +1,8 @@
 // Pooling of windows of rows by a softmax per channel: read from pool_forward() and pool_backward().
 //
-// The kernels are bound by memory, so rows are read in the order in which they lie: a group of up to eight rows at a
-// time, channel by channel. Windows with more rows keep the maximum, the sum of weights and the sum of weighted values
-// of every channel between groups. The groups of a window depend on its number of rows only.
+// A window is pooled block by block. A block is a cache line of channels of all rows: its gates are read first, for the
+// maximum of every channel, then its rows of kv. The exponentials of a row do not depend on those of another, so a core
+// computes several of them at once.
 //
 // Results that are not finite are computed again, one channel at a time in double, so that an infinity or a sum beyond
 // the range of float32 does not depend on weights that underflow.
@@ -15,114 +15,46 @@
 namespace fusion {
 namespace {
 
-constexpr std::int64_t group_rows = 8;
+// Rows of a window. In a window with overlap, its last rows begin `shift` elements later than the ones before it.
+template <class T> struct WindowRows {
+    T *first;
+    std::int64_t stride, previous, shift;
+
+    FUSION_INLINE T *operator[](std::int64_t i) const { return first + i * stride + (i < previous ? 0 : shift); }
+};
+
+constexpr float no_bias[pool_block] = {};
 
 // A window, whose rows are consecutive: with overlap first those of the window before it.
 template <class T> struct PoolWindow {
-    const PoolJob &job;
+    const PoolProblem &problem;
+    const PoolOperands &operands;
     std::int64_t seq, head, result, previous, rows, token;  // previous: rows of the window before; token: first row
+    WindowRows<const T> kv, gate;
+    WindowRows<const float> bias;  // zeros, whatever the channel, if there is none
 
-    PoolWindow(const PoolJob &job_, const PoolItem &item, std::int64_t result_)
-        : job(job_), seq(item.seq), head(item.head), result(result_) {
-        const PoolProblem &p = *job.problem;
+    PoolWindow(const PoolJob &job, const PoolItem &item, std::int64_t result_)
+        : problem(*job.problem), operands(*job.operands), seq(item.seq), head(item.head), result(result_) {
         const std::int64_t number = result + job.sequences[seq].before;
-        previous = p.overlap && number > 0 ? p.ratio : 0;
-        rows = previous + p.ratio;
-        token = number * p.ratio - previous;
+        previous = problem.overlap && number > 0 ? problem.ratio : 0;
+        rows = previous + problem.ratio;
+        token = number * problem.ratio - previous;
+        kv = of<const T>(operands.kv), gate = of<const T>(operands.gate);
+        bias = {no_bias, 0, 0, 0};
+        if (operands.bias) bias = by_position(operands.bias, problem.dim);
     }
 
-    // The half of a row's channels that belong to this window.
-    std::int64_t half(std::int64_t i) const { return job.problem->overlap && i >= previous ? 1 : 0; }
-    std::int64_t position(std::int64_t i) const { return i < previous ? i : i - previous; }
-    template <class Element = T> Element *at(const Rows &rows_, std::int64_t i) const {
-        return row_of<Element>(rows_, seq, head, token + i) + half(i) * job.problem->dim;
+    template <class Element> WindowRows<Element> of(const Rows &all_rows) const {
+        return {row_of<Element>(all_rows, seq, head, token), all_rows.stride_token, previous,
+                problem.overlap ? problem.dim : 0};
     }
-    const float *bias(std::int64_t i) const {
-        const float *all_rows = job.operands->bias;
-        return all_rows ? all_rows + position(i) * job.problem->channels() + half(i) * job.problem->dim : nullptr;
+    // Rows [ratio][1 or 2][size], by the position of a row in its window and by its half of the channels.
+    template <class Element> WindowRows<Element> by_position(Element *all_rows, std::int64_t size) const {
+        const std::int64_t stride = problem.overlap ? 2 * size : size;
+        return {all_rows, stride, previous, problem.overlap ? size - previous * stride : 0};
     }
-    template <class Element = T> Element *result_of(const Rows &rows_) const {
-        return row_of<Element>(rows_, seq, head, result);
-    }
-};
-
-// Rows of a window that are read together. bias: zeros if there is none.
-template <class T> struct PoolGroup {
-    std::int64_t first, count, ahead_kv, ahead_gate;  // ahead: elements from these rows to those that are read next
-    const T *kv[group_rows], *gate[group_rows];
-    const float *bias[group_rows];
-
-    PoolGroup(const PoolWindow<T> &window, std::int64_t from, const float *zeros)
-        : first(from), count(least(group_rows, window.rows - from)) {
-        const PoolOperands &o = *window.job.operands;
-        const std::int64_t ahead = window.rows > group_rows ? count : window.job.problem->ratio;
-        ahead_kv = ahead * o.kv.stride_token, ahead_gate = ahead * o.gate.stride_token;
-        for (std::int64_t i = 0; i < count; ++i) {
-            kv[i] = window.at(o.kv, from + i);
-            gate[i] = window.at(o.gate, from + i);
-            bias[i] = o.bias ? window.bias(from + i) : zeros;
-        }
-    }
-
-    // Calls body(d) for vectors of channels [d, d + lanes) of the rows; the last one is read from a copy with zeros.
-    template <class Body> FUSION_INLINE void each_vector(std::int64_t dim, Body body) {
-        for (std::int64_t d = 0; d < dim; d += lanes) {
-            if (__builtin_expect(d + lanes > dim, 0)) pad(d, dim - d);
-            body(d);
-        }
-    }
-
-    // Prefetches a cache line of each of the rows that are read next; processors foresee few of so many streams.
-    FUSION_INLINE void prefetch_next(std::int64_t rows, std::int64_t d) const {
-        if (d % (64 / static_cast<std::int64_t>(sizeof(T)))) return;
-        for (std::int64_t i = 0; i < rows; ++i) {
-            prefetch(kv[i] + ahead_kv + d, 1), prefetch(gate[i] + ahead_gate + d, 1);
-        }
-    }
-
-    FUSION_INLINE Floats gates(std::int64_t i, std::int64_t d) const {
-        return load_floats(gate[i] + d, lanes) + load<Floats>(bias[i] + d);
-    }
-
-private:
-    T kv_rest[group_rows][lanes], gate_rest[group_rows][lanes];
-    float bias_rest[group_rows][lanes];
-
-    __attribute__((noinline)) void pad(std::int64_t d, std::int64_t n) {
-        std::memset(kv_rest, 0, sizeof kv_rest), std::memset(gate_rest, 0, sizeof gate_rest);
-        std::memset(bias_rest, 0, sizeof bias_rest);
-        for (std::int64_t i = 0; i < count; ++i) {
-            std::memcpy(kv_rest[i], kv[i] + d, static_cast<std::size_t>(n) * sizeof(T));
-            std::memcpy(gate_rest[i], gate[i] + d, static_cast<std::size_t>(n) * sizeof(T));
-            std::memcpy(bias_rest[i], bias[i] + d, static_cast<std::size_t>(n) * sizeof(float));
-            kv[i] = kv_rest[i] - d, gate[i] = gate_rest[i] - d, bias[i] = bias_rest[i] - d;
-        }
-    }
-};
-
-// Calls body(count) with the number of a group's rows, as a constant if it is a complete one.
-template <class T, class Body> FUSION_INLINE void by_count(const PoolGroup<T> &group, Body body) {
-    if (group.count == group_rows) return body(std::integral_constant<std::int64_t, group_rows>{});
-    body(group.count);
-}
-
-// Short vectors have loops; unrolled, they would take long to compile.
-#if defined(__AVX__)
-#define FUSION_UNROLL_ROWS FUSION_UNROLL
-#else
-#define FUSION_UNROLL_ROWS
-#endif
-
-// Statistics of a softmax over rows, for a vector of channels: the shift of exponents, which follows from the maximum,
-// the sum of weights, and the sum of weighted values.
-struct PoolSums {
-    Floats shift, sum, total;
-
-    static PoolSums load_from(const float *state, std::int64_t padded) {
-        return {load<Floats>(state), load<Floats>(state + padded), load<Floats>(state + 2 * padded)};
-    }
-    void store_to(float *state, std::int64_t padded) const {
-        store(state, shift), store(state + padded, sum), store(state + 2 * padded, total);
+    template <class Element> Element *result_of(const Rows &all_rows) const {
+        return row_of<Element>(all_rows, seq, head, result);
     }
 };
 
@@ -131,56 +63,45 @@ struct PoolSums {
 #if defined(__FMA__) || defined(__aarch64__)
 FUSION_INLINE Floats pool_shift(Floats peak) { return rounded(peak * log2_e); }
 FUSION_INLINE Floats pool_exponent(Floats z, Floats shift) { return z * log2_e - shift; }
-FUSION_INLINE Floats pool_fade(Floats from, Floats to) { return from - to; }
 #else
 FUSION_INLINE Floats pool_shift(Floats peak) { return peak; }
 FUSION_INLINE Floats pool_exponent(Floats z, Floats shift) { return rounded(z - shift) * log2_e; }
-FUSION_INLINE Floats pool_fade(Floats from, Floats to) { return rounded(from - to) * log2_e; }
 #endif
 
-// 2^x for x <= 127 to a relative error of 8e-8; 0 below 2^-126, NaN for NaN. Unlike exp2(), it keeps weights whose
+// 2^x for x <= 127 to a relative error of 2e-7; 0 below 2^-126, NaN for NaN. Unlike exp2(), it keeps weights whose
 // products may be subnormal, because gates that are 70 apart are rare.
 FUSION_INLINE Floats pool_weight(Floats x) {
-    const Floats magic = all(12582912.0f);  // as in exp2()
+    const Floats magic = all(12582912.0f + 127.0f);  // as in exp2(); the lowest bits of a sum are those of an exponent
     x = larger(all(-127.0f), x);
     const Floats shifted = x + magic;
     const Floats r = x - (shifted - magic);
-    constexpr float c[] = {1.0f,         6.931472e-1f,  2.4022648e-1f, 5.5503324e-2f,
-                           9.618437e-3f, 1.3398875e-3f, 1.5353362e-4f};
-    Floats p = all(c[6]);
-    FUSION_UNROLL for (int i = 5; i >= 0; --i) p = p * r + all(c[i]);
-    return p * floats_of((bits_of(shifted) << 23) + (127u << 23));
+    constexpr float c[] = {1.0f, 0.693147f, 0.24022242f, 5.5507336e-2f, 9.671513e-3f, 1.3264727e-3f};
+    Floats p = all(c[5]);
+    FUSION_UNROLL for (int i = 4; i >= 0; --i) p = p * r + all(c[i]);
+    return p * floats_of(bits_of(shifted) << 23);
 }
 
-// Adds the rows of a group to the statistics of channels [d, d + lanes), of which n exist. weights, values: of its
-// rows.
-template <class T, class Count>
-FUSION_INLINE void add_group(const PoolGroup<T> &group, Count count, std::int64_t d, PoolSums &x,
-                             Floats (&weights)[group_rows], Floats (&values)[group_rows]) {
-    const std::int64_t rows = count;
-    group.prefetch_next(rows, d);
-    Floats top = weights[0] = group.gates(0, d);
-    FUSION_UNROLL_ROWS for (std::int64_t i = 1; i < rows; ++i) {
-        weights[i] = group.gates(i, d);
-        top = larger(top, weights[i]);
-    }
-    const Floats shift = larger(x.shift, pool_shift(top));
-    if (group.first) {
-        const Floats fade = pool_weight(pool_fade(x.shift, shift));
-        x.sum = x.sum * fade, x.total = x.total * fade;
-    }
-    x.shift = shift;
-    FUSION_UNROLL_ROWS for (std::int64_t i = 0; i < rows; ++i) {
-        values[i] = load_floats(group.kv[i] + d, lanes);
-        weights[i] = pool_weight(pool_exponent(weights[i], shift));
-        x.sum += weights[i];
-        x.total = x.total + weights[i] * values[i];
-    }
-}
+// Lines of the rows that the next window reads first, in the order of memory: one for each row of a block.
+template <class T> class NextWindow {
+public:
+    static constexpr std::int64_t line = 64 / sizeof(T);
 
-constexpr PoolSums no_rows = {Floats{} - infinity, Floats{}, Floats{}};
+    FUSION_INLINE NextWindow(const WindowRows<const T> &rows_, const PoolProblem &p, std::int64_t count, std::int64_t d)
+        : rows(rows_), end(p.dim - line), ahead(p.ratio * rows_.stride) {
+        const std::int64_t lines = most<std::int64_t>(p.dim / line, 1), first = d / line * count;
+        row = first / lines, at = first % lines * line;
+    }
+    FUSION_INLINE void prefetch_line() {
+        prefetch<2>(rows[row] + ahead + at, 1);
+        at += line;
+        if (at > end) at = 0, ++row;
+    }
 
-FUSION_INLINE bool not_finite(Floats x) { return any(bits_of(x - x)); }
+private:
+    const WindowRows<const T> &rows;
+    const std::int64_t end, ahead;
+    std::int64_t row, at;
+};
 
 // ---------------------------------------------------------------------------------------------------- in double
 
@@ -198,11 +119,10 @@ template <class T> struct PoolChannel {
         for (std::int64_t i = 0; i < window.rows; ++i) total += weight(i) * value(i);
     }
 
-    double value(std::int64_t i) const { return load_floats(window.at(window.job.operands->kv, i) + d, 1)[0]; }
+    double value(std::int64_t i) const { return load_floats(window.kv[i] + d, 1)[0]; }
     double gate(std::int64_t i) const {
-        const float *bias = window.bias(i);
-        return static_cast<double>(load_floats(window.at(window.job.operands->gate, i) + d, 1)[0]) +
-               (bias ? static_cast<double>(bias[d]) : 0);
+        const double bias = window.operands.bias ? static_cast<double>(window.bias[i][d]) : 0;
+        return static_cast<double>(load_floats(window.gate[i] + d, 1)[0]) + bias;
     }
     double weight(std::int64_t i) const { return __builtin_exp(gate(i) - peak) / sum; }
 };
@@ -214,82 +134,25 @@ __attribute__((noinline)) void pool_exactly(const PoolWindow<T> &window, std::in
     }
 }
 
-// The gradients of rows [first, first + count) for those of channels [d, d + n) in which one of them is not finite.
+// The gradients of those of channels [d, d + n) in which `check` is not finite. dgate: a vector of each row.
 template <class T>
-__attribute__((noinline)) void differentiate_exactly(const PoolWindow<T> &window, std::int64_t first,
-                                                     std::int64_t count, std::int64_t d, std::int64_t n,
-                                                     Floats (&dkv)[group_rows], Floats (&dgate)[group_rows]) {
+__attribute__((noinline)) void differentiate_exactly(const PoolWindow<T> &window, std::int64_t d, std::int64_t n,
+                                                     Floats check, float *dgate, std::int64_t stride) {
+    const WindowRows<T> dkv = window.template of<T>(window.operands.dkv);
     for (std::int64_t lane = 0; lane < least<std::int64_t>(n, lanes); ++lane) {
-        bool finite = true;
-        for (std::int64_t i = 0; i < count; ++i) finite = finite && dkv[i][lane] - dkv[i][lane] == 0.0f;
-        for (std::int64_t i = 0; i < count; ++i) finite = finite && dgate[i][lane] - dgate[i][lane] == 0.0f;
-        if (finite) continue;
+        if (check[lane] == 0.0f) continue;
         const PoolChannel<T> channel(window, d + lane);
-        const double dout = load_floats(window.result_of(window.job.operands->dout) + d + lane, 1)[0];
+        const double dout = load_floats(window.template result_of<T>(window.operands.dout) + d + lane, 1)[0];
         double total = 0;
         for (std::int64_t i = 0; i < window.rows; ++i) total += channel.weight(i) * (dout * channel.value(i));
-        for (std::int64_t i = 0; i < count; ++i) {
-            const double weight = channel.weight(first + i);
-            dkv[i][lane] = static_cast<float>(dout * weight);
-            dgate[i][lane] = static_cast<float>(weight * (dout * channel.value(first + i) - total));
+        for (std::int64_t i = 0; i < window.rows; ++i) {
+            const double weight = channel.weight(i);
+            store_floats(dkv[i] + d + lane, Floats{} + static_cast<float>(dout * weight), 1);
+            const auto gradient = static_cast<float>(weight * (dout * channel.value(i) - total));
+            dgate[i * stride + lane] = gradient == gradient ? gradient : __builtin_nanf("");
         }
     }
 }
-
-// ------------------------------------------------------------------------------------------------------- forward
-
-// Adds the rows of a window to statistics in memory, except those of the last group, and returns its first row.
-template <class T>
-std::int64_t add_groups(const PoolWindow<T> &window, float *state, std::int64_t padded, const float *zeros) {
-    const std::int64_t dim = window.job.problem->dim;
-    std::int64_t first = 0;
-    for (; first + group_rows < window.rows; first += group_rows) {
-        PoolGroup<T> group(window, first, zeros);
-        constexpr std::integral_constant<std::int64_t, group_rows> count;
-        group.each_vector(dim, [&](std::int64_t d) __attribute__((always_inline)) {
-            Floats weights[group_rows], values[group_rows];
-            PoolSums x = first ? PoolSums::load_from(state + d, padded) : no_rows;
-            add_group(group, count, d, x, weights, values);
-            x.store_to(state + d, padded);
-        });
-    }
-    return first;
-}
-
-// Scratch of a thread: statistics of a window, and a row of zeros.
-struct PoolScratch {
-    std::int64_t padded;
-    float *state;
-    const float *zeros;
-
-    PoolScratch(std::int64_t dim, float *memory)
-        : padded(round_up(dim, pool_padding)), state(memory), zeros(memory + 3 * padded) {
-        std::memset(memory + 3 * padded, 0, static_cast<std::size_t>(padded) * sizeof(float));
-    }
-};
-
-template <class T> void pool_forward(const PoolJob &job, const PoolItem &item, float *memory) {
-    const std::int64_t dim = job.problem->dim;
-    const PoolScratch scratch(dim, memory);
-    for (std::int64_t w = item.first; w < item.end; ++w) {
-        const PoolWindow<T> window(job, item, w);
-        const std::int64_t rest = add_groups(window, scratch.state, scratch.padded, scratch.zeros);
-        PoolGroup<T> last(window, rest, scratch.zeros);
-        T *const to = window.template result_of<T>(job.operands->out);
-        by_count(last, [&](auto count) __attribute__((always_inline)) {
-            last.each_vector(dim, [&](std::int64_t d) __attribute__((always_inline)) {
-                Floats weights[group_rows], values[group_rows];
-                PoolSums x = last.first ? PoolSums::load_from(scratch.state + d, scratch.padded) : no_rows;
-                add_group(last, count, d, x, weights, values);
-                Floats out = x.total / x.sum;
-                if (__builtin_expect(not_finite(out), 0)) pool_exactly(window, d, dim - d, out);
-                store_floats(to + d, out, dim - d);
-            });
-        });
-    }
-}
-
-// ------------------------------------------------------------------------------------------------------ backward
 
 // Stores bytes of a cache line past the caches.
 template <std::int64_t bytes> FUSION_INLINE void stream(char *to, const char *from) {
@@ -322,114 +185,161 @@ FUSION_INLINE void store_finite(Brain *to, Floats x) {  // without the treatment
 }
 #endif
 
-// Cache lines of gradients of a group, which are computed vector by vector.
-template <class T> struct PoolLines {
-    static constexpr std::int64_t size = 64 / sizeof(T);  // at least `lanes`
+template <class T> FUSION_INLINE void stream_finite(T *to, Floats x) {
+    T values[lanes];
+    store_finite(values, x);
+    stream<sizeof values>(reinterpret_cast<char *>(to), reinterpret_cast<const char *>(values));
+}
 
-    alignas(64) T kv[group_rows][size], gate[group_rows][size];
+// ------------------------------------------------------------------------------------------------------- a block
 
-    FUSION_INLINE static void write(T *to, const T *from, std::int64_t n, bool streamed) {
-        if (n < size) {
-            std::memcpy(to, from, static_cast<std::size_t>(n) * sizeof(T));
-        } else if (streamed && reinterpret_cast<std::uintptr_t>(to) % 64 == 0) {
-            // Loads of the size of the stores before them, which processors can forward.
-            constexpr std::int64_t chunk = most<std::int64_t>(lanes * sizeof(T), 16);
-            FUSION_UNROLL for (std::int64_t at = 0; at < 64; at += chunk) {
-                stream<chunk>(reinterpret_cast<char *>(to) + at, reinterpret_cast<const char *>(from) + at);
-            }
-        } else {
-            std::memcpy(to, from, size * sizeof(T));
+FUSION_INLINE bool not_finite(Floats x) { return any(bits_of(x - x)); }
+
+// Channels [d, d + size) of a window, of which n exist: all if complete.
+template <class T, bool complete> struct PoolBlock {
+    static constexpr std::int64_t vectors = least<std::int64_t>(64 / sizeof(T) / lanes, 4), size = vectors * lanes;
+    static_assert(size <= pool_block);
+
+    const PoolWindow<T> &window;
+    const std::int64_t d, n;
+    float *const scratch;  // [rows][size]: gates, then weights, then gradients of gates
+    Floats shift[vectors], sum[vectors], total[vectors];
+
+    PoolBlock(const PoolWindow<T> &of, std::int64_t channel, float *memory)
+        : window(of), d(channel), n(of.problem.dim - channel), scratch(memory) {}
+
+    template <class Body> FUSION_INLINE void each_vector(Body body) const {
+        FUSION_UNROLL for (std::int64_t v = 0; v < vectors; ++v) {
+            if (complete || v * lanes < n) body(v);
         }
+    }
+    template <class Element> FUSION_INLINE Floats load_at(const Element *row, std::int64_t v) const {
+        return load_floats(row + v * lanes, complete ? lanes : n - v * lanes);
+    }
+    FUSION_INLINE float *scratch_at(std::int64_t i, std::int64_t v) const { return scratch + i * size + v * lanes; }
+
+    // Reads gates: shifts of the exponents, which follow from the maximum.
+    FUSION_INLINE void read_gates() {
+        const std::int64_t rows = window.rows, bias_at = window.operands.bias ? d : 0;
+        each_vector([&](std::int64_t v) { shift[v] = Floats{} - infinity; });
+        NextWindow<T> next(window.gate, window.problem, rows, d);
+        for (std::int64_t i = 0; i < rows; ++i) {
+            const T *const gate = window.gate[i] + d;
+            const float *const bias = window.bias[i] + bias_at;
+            next.prefetch_line();
+            each_vector([&](std::int64_t v) {
+                const Floats x = load_at(gate, v) + load_at(bias, v);
+                store(scratch_at(i, v), x);
+                shift[v] = larger(shift[v], x);
+            });
+        }
+        each_vector([&](std::int64_t v) { shift[v] = pool_shift(shift[v]); });
+    }
+
+    // Reads kv: sums of weights and of weighted rows.
+    template <bool weights_needed> FUSION_INLINE void read_rows() {
+        each_vector([&](std::int64_t v) { sum[v] = total[v] = Floats{}; });
+        NextWindow<T> next(window.kv, window.problem, window.rows, d);
+        for (std::int64_t i = 0; i < window.rows; ++i) {
+            const T *const kv = window.kv[i] + d;
+            next.prefetch_line();
+            each_vector([&](std::int64_t v) {
+                const Floats weight = pool_weight(pool_exponent(load<Floats>(scratch_at(i, v)), shift[v]));
+                if (weights_needed) store(scratch_at(i, v), weight);
+                sum[v] += weight;
+                total[v] = total[v] + weight * load_at(kv, v);
+            });
+        }
+    }
+
+    void forward(T *to) {
+        read_gates();
+        read_rows<false>();
+        each_vector([&](std::int64_t v) {
+            Floats out = total[v] / sum[v];
+            const std::int64_t at = d + v * lanes, left = n - v * lanes;
+            if (__builtin_expect(not_finite(out), 0)) pool_exactly(window, at, left, out);
+            store_floats(to + at, out, left);
+        });
+    }
+
+    void backward(const WindowRows<T> &dkv, const WindowRows<T> &dgate, const WindowRows<float> &dbias) {
+        read_gates();
+        read_rows<true>();
+        const T *const dout = window.template result_of<const T>(window.operands.dout) + d;
+        const bool single = window.rows == 1;  // whose gate has the gradient 0
+        Floats factor[vectors], check[vectors];
+        each_vector([&](std::int64_t v) {
+            factor[v] = 1.0f / sum[v];
+            total[v] = single ? load_at(window.kv[0] + d, v) : total[v] * factor[v];
+            factor[v] = factor[v] * load_at(dout, v);
+            check[v] = Floats{};
+        });
+        for (std::int64_t i = 0; i < window.rows; ++i) {
+            const T *const kv = window.kv[i] + d;
+            T *const to = dkv[i] + d;
+            const bool streamed = streams(to);
+            each_vector([&](std::int64_t v) {
+                const Floats x = load<Floats>(scratch_at(i, v)) * factor[v], y = x * (load_at(kv, v) - total[v]);
+                check[v] = check[v] + y * 0.0f;  // a gradient of kv that is not finite makes that of its gate so
+                store(scratch_at(i, v), y);
+                write(to, x, v, streamed);
+            });
+        }
+        each_vector([&](std::int64_t v) {
+            if (__builtin_expect(any(bits_of(check[v])), 0)) {
+                differentiate_exactly(window, d + v * lanes, n - v * lanes, check[v], scratch_at(0, v), size);
+            }
+        });
+        for (std::int64_t i = 0; i < window.rows; ++i) {
+            T *const to = dgate[i] + d;
+            float *const sums = dbias.first ? dbias[i] + d : nullptr;
+            const bool streamed = streams(to);
+            each_vector([&](std::int64_t v) {
+                const Floats y = load<Floats>(scratch_at(i, v));
+                write(to, y, v, streamed);
+                if (sums) store(sums + v * lanes, load<Floats>(sums + v * lanes) + y);
+            });
+        }
+    }
+
+    // Blocks that are complete cache lines are written past the caches.
+    FUSION_INLINE bool streams(const T *to) const {
+        return complete && window.operands.streamed && reinterpret_cast<std::uintptr_t>(to) % 64 == 0;
+    }
+    FUSION_INLINE void write(T *to, Floats x, std::int64_t v, bool streamed) const {
+        if (!complete && n < (v + 1) * lanes) return store_floats(to + v * lanes, x, n - v * lanes);
+        if (streamed) return stream_finite(to + v * lanes, x);
+        store_finite(to + v * lanes, x);
     }
 };
 
-// Computes and stores the gradients of a group's rows. One: the group is the complete window; otherwise the state has
-// the statistics of all rows: shift, 1 / sum and the result.
-template <bool One, class T, class Count>
-FUSION_INLINE void differentiate_group(const PoolWindow<T> &window, PoolGroup<T> &group, Count count,
-                                       const PoolScratch &scratch, float *dbias) {
-    const PoolOperands &o = *window.job.operands;
-    const std::int64_t dim = window.job.problem->dim, halves = window.job.problem->overlap ? 2 : 1, rows = count;
-    const T *const dout = window.result_of(o.dout);
-    T *dkv_at[group_rows], *dgate_at[group_rows];
-    float *dbias_at[group_rows];
-    for (std::int64_t i = 0; i < rows; ++i) {
-        const std::int64_t row = group.first + i;
-        dkv_at[i] = window.at(o.dkv, row), dgate_at[i] = window.at(o.dgate, row);
-        dbias_at[i] = dbias ? dbias + (window.position(row) * halves + window.half(row)) * scratch.padded : nullptr;
+// Calls body(block) for all channels of a window.
+template <class T, class Body>
+FUSION_INLINE void each_block(const PoolWindow<T> &window, float *scratch, Body body) {
+    std::int64_t d = 0;
+    for (; d + PoolBlock<T, true>::size <= window.problem.dim; d += PoolBlock<T, true>::size) {
+        body(PoolBlock<T, true>(window, d, scratch));
     }
-    PoolLines<T> lines;
-    group.each_vector(dim, [&](std::int64_t d) __attribute__((always_inline)) {
-        Floats dkv[group_rows], dgate[group_rows], factor, out;
-        const Floats upstream = load_floats(dout + d, dim - d);
-        if constexpr (One) {
-            PoolSums x = no_rows;
-            add_group(group, count, d, x, dkv, dgate);
-            factor = 1.0f / x.sum;
-            out = rows == 1 ? dgate[0] : x.total * factor;  // the gradient of the gate of a single row is 0
-        } else {
-            const PoolSums x = PoolSums::load_from(scratch.state + d, scratch.padded);
-            factor = x.sum, out = x.total;
-            FUSION_UNROLL_ROWS for (std::int64_t i = 0; i < rows; ++i) {
-                dkv[i] = pool_weight(pool_exponent(group.gates(i, d), x.shift));
-                dgate[i] = load_floats(group.kv[i] + d, lanes);
-            }
-        }
-        factor = factor * upstream;
-        Floats check = {};  // a gradient of a row of kv that is not finite makes that of its gate so
-        FUSION_UNROLL_ROWS for (std::int64_t i = 0; i < rows; ++i) {
-            dkv[i] = dkv[i] * factor;
-            dgate[i] = dkv[i] * (dgate[i] - out);
-            check = check + dgate[i] * 0.0f;
-        }
-        const std::int64_t at = d % lines.size;
-        if (__builtin_expect(any(bits_of(check)), 0)) {
-            differentiate_exactly(window, group.first, group.count, d, dim - d, dkv, dgate);
-            for (std::int64_t i = 0; i < rows; ++i) {
-                store_floats(lines.kv[i] + at, dkv[i], lanes), store_floats(lines.gate[i] + at, dgate[i], lanes);
-            }
-        } else {
-            FUSION_UNROLL_ROWS for (std::int64_t i = 0; i < rows; ++i) {
-                store_finite(lines.kv[i] + at, dkv[i]), store_finite(lines.gate[i] + at, dgate[i]);
-            }
-        }
-        if (dbias) {
-            FUSION_UNROLL_ROWS for (std::int64_t i = 0; i < rows; ++i) {
-                store(dbias_at[i] + d, load<Floats>(dbias_at[i] + d) + dgate[i]);
-            }
-        }
-        if (at + lanes < lines.size && d + lanes < dim) return;
-        for (std::int64_t i = 0; i < rows; ++i) {
-            lines.write(dkv_at[i] + d - at, lines.kv[i], dim - d + at, o.streamed);
-            lines.write(dgate_at[i] + d - at, lines.gate[i], dim - d + at, o.streamed);
-        }
-    });
+    if (d < window.problem.dim) body(PoolBlock<T, false>(window, d, scratch));
 }
 
-template <class T> void pool_backward(const PoolJob &job, const PoolItem &item, float *dbias, float *memory) {
-    const std::int64_t dim = job.problem->dim;
-    const PoolScratch scratch(dim, memory);
+template <class T> void pool_forward(const PoolJob &job, const PoolItem &item, float *scratch) {
     for (std::int64_t w = item.first; w < item.end; ++w) {
         const PoolWindow<T> window(job, item, w);
-        if (window.rows <= group_rows) {
-            PoolGroup<T> group(window, 0, scratch.zeros);
-            by_count(group, [&](auto count) { differentiate_group<true>(window, group, count, scratch, dbias); });
-            continue;
-        }
-        const std::int64_t rest = add_groups(window, scratch.state, scratch.padded, scratch.zeros);
-        PoolGroup<T> last(window, rest, scratch.zeros);
-        last.each_vector(dim, [&](std::int64_t d) __attribute__((always_inline)) {
-            Floats weights[group_rows], values[group_rows];
-            PoolSums x = PoolSums::load_from(scratch.state + d, scratch.padded);
-            add_group(last, last.count, d, x, weights, values);
-            x.sum = 1.0f / x.sum;
-            x.total = x.total * x.sum;
-            x.store_to(scratch.state + d, scratch.padded);
-        });
-        for (std::int64_t first = 0; first < window.rows; first += group_rows) {
-            PoolGroup<T> group(window, first, scratch.zeros);
-            by_count(group, [&](auto count) { differentiate_group<false>(window, group, count, scratch, dbias); });
-        }
+        T *const out = window.template result_of<T>(job.operands->out);
+        each_block(window, scratch, [&](auto block) { block.forward(out); });
+    }
+}
+
+template <class T> void pool_backward(const PoolJob &job, const PoolItem &item, float *dbias, float *scratch) {
+    for (std::int64_t w = item.first; w < item.end; ++w) {
+        const PoolWindow<T> window(job, item, w);
+        const WindowRows<T> dkv = window.template of<T>(job.operands->dkv),
+                            dgate = window.template of<T>(job.operands->dgate);
+        WindowRows<float> sums = {};
+        if (dbias) sums = window.by_position(dbias, round_up(job.problem->dim, pool_padding));
+        each_block(window, scratch, [&](auto block) { block.backward(dkv, dgate, sums); });
     }
 }
 
