@@ -33,9 +33,9 @@ from fusion_attention.contract import (
 )
 from fusion_attention.contract.sampling import invalid_samples, sample
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.auxiliary.records import CONTRACTS
-from fusion_attention.ops.training import fa_record as attention
-from fusion_attention.ops.training import records as training
+from fusion_attention.ops.auxiliary.definitions import CONTRACTS
+from fusion_attention.ops.training import api_definition as attention
+from fusion_attention.ops.training import definitions as training
 from fusion_attention.plan import Plan
 
 # --------------------------------------------------------------------------------------------- samples, invalid samples

@@ -17,9 +17,9 @@ from support.two_phase import done, outputs_of
 from fusion_attention import ContractError, npu
 from fusion_attention.contract import Op, bind
 from fusion_attention.contract.sampling import sample, violation
-from fusion_attention.ops.fused import records as fused
+from fusion_attention.ops.fused import definitions as fused
 from fusion_attention.ops.fused.quant_rules import LATENTS, QUERY
-from fusion_attention.ops.inference import records as inference
+from fusion_attention.ops.inference import definitions as inference
 from fusion_attention.torch_ops import dispatch
 
 Tensor = torch.Tensor

@@ -153,7 +153,7 @@ DECODING = [
           'return extents_of(q_len, n["used"], band)',
           'size = n["block_size"] if n["block_table"] is not None else 1\n'
           '    return extents_of(q_len, -(-n["used"] // size) * size, band)', DECODE),
-    package("a decoding step without its window", "ops/inference/fa_record.py",
+    package("a decoding step without its window", "ops/inference/api_definition.py",
           'band = (n["band"] or Band.causal()).resolve', "band = Band.causal().resolve",
           "inference/test_decode.py::test_windows_sinks_and_several_tokens_are_those_of_attention"),
     package("offset after scale", SPECIFICATION,

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from fusion_attention.contract import Op
 
 FAMILIES = (
-    *("training.fa_record", "inference.fa_record", "training.records", "training.score_v4", "block_sparse.records"),
-    *("inference.records", "fused.records", "indexer.records", "indexer.second", "indexer.fa_record"),
-    *("sparse.records", "sparse.fa_record", "compressed.records", "compressed.l1_norm", "compressed.fa_record"),
-    *("compressed.compressor", "indexer_loss.records", "indexer_loss.fa_record", "indexer_loss.target_records"),
-    "indexer_loss.fa_target_record",
+    *("training.api_definition", "inference.api_definition", "training.definitions", "training.score_v4"),
+    *("block_sparse.definitions", "inference.definitions", "fused.definitions"),
+    *("indexer.definitions", "indexer.second", "indexer.api_definition", "sparse.definitions", "sparse.api_definition"),
+    *("compressed.definitions", "compressed.l1_norm", "compressed.api_definition", "compressed.compressor"),
+    *("indexer_loss.definitions", "indexer_loss.api_definition"),
+    *("indexer_loss.target_definitions", "indexer_loss.api_target_definition"),
 )
 
 

@@ -10,11 +10,11 @@ import torch
 
 from fusion_attention.contract import Attr, Op, Rule, Tensor, trained
 from fusion_attention.ops.auxiliary.common import FLOATS, result
-from fusion_attention.ops.indexer import records as indexer
+from fusion_attention.ops.indexer import definitions as indexer
 from fusion_attention.ops.shared.params import spelled
 from fusion_attention.ops.shared.rules import invalid, limit, untrained
-from fusion_attention.ops.sparse import records as sparse
-from fusion_attention.ops.sparse.records import LAYOUT, LAYOUT_KV, MODE, NEXT, PRE, TABLE, key_layout, rows
+from fusion_attention.ops.sparse import definitions as sparse
+from fusion_attention.ops.sparse.definitions import LAYOUT, LAYOUT_KV, MODE, NEXT, PRE, TABLE, key_layout, rows
 
 INT8 = "float8 forms are the chip's alone: npu_dynamic_quant makes int8"
 SCALES = "float16 float32"

@@ -14,10 +14,10 @@ from fusion_attention.ir.call import Filled
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Problem
 from fusion_attention.memory import empty
-from fusion_attention.ops.compressed import records as forward
+from fusion_attention.ops.compressed import definitions as forward
+from fusion_attention.ops.compressed.api_definition import LISTS
 from fusion_attention.ops.compressed.call import LSE, Placed
 from fusion_attention.ops.compressed.checks import FUNCTIONS
-from fusion_attention.ops.compressed.fa_record import LISTS
 from fusion_attention.ops.compressed.probabilities import CompressedRows, write_probabilities
 from fusion_attention.ops.compressed.rules import LIMITS_OF_ROWS, ROWS, SAVED, Side, lengths_of
 from fusion_attention.ops.shared.call import TensorCall
@@ -26,7 +26,7 @@ from fusion_attention.ops.shared.metadata import NO_SEQUENCE, metadata
 from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import invalid, limit, meaning, of_lengths, typed
-from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.sparse import definitions as sparse
 
 OUT = "l1_norm"
 SIDES: tuple[Side, ...] = (("q", "query", "S1", "T1", "", ""), ("k", "key", "S2", "T2", "", ""))

@@ -12,8 +12,7 @@ import numpy as np
 
 from fusion_attention.contract import Array, Attr, Declared, Op, Tensor
 from fusion_attention.ops.indexer.call import RESULTS, fresh
-from fusion_attention.ops.indexer.lower import lower
-from fusion_attention.ops.indexer.records import (
+from fusion_attention.ops.indexer.definitions import (
     CHOSEN,
     COUNT,
     FORMULA,
@@ -27,6 +26,7 @@ from fusion_attention.ops.indexer.records import (
     VALUES,
     WEIGHTS,
 )
+from fusion_attention.ops.indexer.lower import lower
 from fusion_attention.ops.shared import cumulative
 from fusion_attention.ops.shared.params import spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
@@ -44,7 +44,7 @@ from fusion_attention.ops.shared.rules import (
     typed,
 )
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED
-from fusion_attention.ops.sparse.records import LAYOUT, LAYOUTS, MODE, QUERY, TABLE
+from fusion_attention.ops.sparse.definitions import LAYOUT, LAYOUTS, MODE, QUERY, TABLE
 from fusion_attention.ops.sparse.rules import TABLE_LIMITS, TABLES
 
 PAGES = "PA_BBND"  # these operators' name of the layout sparse.checks.PAGED

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from fusion_attention.contract import Attr, Op, Param, Tensor
 from fusion_attention.ops.shared.rules import PACKED, PADDED, absent, limit, refused
+from fusion_attention.ops.training.definitions import SEED, UNPADDING_V5, VARLEN_V5, C
 from fusion_attention.ops.training.mask_rules import PSE_BESIDE_0
-from fusion_attention.ops.training.records import SEED, UNPADDING_V5, VARLEN_V5, C
 from fusion_attention.ops.training.rules import ALL, DRAWN_DROPOUT, PRECISION, ROPES
 
 SCALES = tuple(

@@ -38,7 +38,7 @@ from fusion_attention.ops.shared.rules import (
 from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.checks import positions, tiles_exist, tiles_fit
-from fusion_attention.ops.training.records import SIZES, rows
+from fusion_attention.ops.training.definitions import SIZES, rows
 from fusion_attention.ops.training.run import RESULTS, DenseForward, fresh_forward
 
 Lengths = Sequence[int] | torch.Tensor | None

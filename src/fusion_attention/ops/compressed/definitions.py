@@ -15,9 +15,9 @@ import torch
 from fusion_attention.contract import Array, Attr, Bound, Declared, Tensor
 from fusion_attention.ir.mask import UNLIMITED, Band
 from fusion_attention.memory import empty
+from fusion_attention.ops.compressed.api_definition import COMPRESSED_TABLE, KEY_COMPRESSED, LISTS, layout_of
 from fusion_attention.ops.compressed.call import LSE, NORM, OUT, FlashMla, FlashMlaBackward, replace_statistics
 from fusion_attention.ops.compressed.checks import FUNCTIONS
-from fusion_attention.ops.compressed.fa_record import COMPRESSED_TABLE, KEY_COMPRESSED, LISTS, layout_of
 from fusion_attention.ops.compressed.lower import call_of
 from fusion_attention.ops.compressed.rules import (
     COMPRESSED,
@@ -36,7 +36,7 @@ from fusion_attention.ops.compressed.rules import (
 from fusion_attention.ops.shared.metadata import metadata
 from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
-from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.ops.sparse.call import fresh, fresh_gradients
 from fusion_attention.ops.sparse.checks import keys_in
 

@@ -12,7 +12,7 @@ from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
 from fusion_attention.ops.shared.rules import PACKED, WHOLE, covered, meaning, needed, of_lengths
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE
 from fusion_attention.ops.sparse.checks import lengths
-from fusion_attention.ops.sparse.records import (
+from fusion_attention.ops.sparse.definitions import (
     BLOCK,
     INDICES,
     KEY,

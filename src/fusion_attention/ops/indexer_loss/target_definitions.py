@@ -25,15 +25,15 @@ from fusion_attention.ops.indexer.second import (
 )
 from fusion_attention.ops.indexer_loss import checks
 from fusion_attention.ops.indexer_loss.call import TARGET_RESULTS, fresh_lse, fresh_target
+from fusion_attention.ops.indexer_loss.definitions import INDEX_STATISTICS, INDICES, LSE_SCORES, NEUTRAL, of_index
 from fusion_attention.ops.indexer_loss.lower import lower_lse, lower_target
-from fusion_attention.ops.indexer_loss.records import INDEX_STATISTICS, INDICES, LSE_SCORES, NEUTRAL, of_index
 from fusion_attention.ops.shared import cumulative
 from fusion_attention.ops.shared.metadata import metadata
 from fusion_attention.ops.shared.params import FLOATS, TENSOR_FIRST, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import content, invalid, limit, no_float32, only_dim, typed
 from fusion_attention.ops.sparse.checks import FUNCTIONS
-from fusion_attention.ops.sparse.records import LAYOUT, LAYOUTS, MODE
+from fusion_attention.ops.sparse.definitions import LAYOUT, LAYOUTS, MODE
 from fusion_attention.ops.sparse.rules import SELECTION, SIZES, SOME_ENTRIES, lists
 
 # ------------------------------------------------------------------------------------------------------- parameters

@@ -30,7 +30,7 @@ from fusion_attention.ops.block_sparse.rules import (
 )
 from fusion_attention.ops.shared.params import FLOATS, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
-from fusion_attention.ops.training.records import rows
+from fusion_attention.ops.training.definitions import rows
 from fusion_attention.ops.training.run import GRADIENTS
 
 INPUTS = ("query", "key", "value")

@@ -23,10 +23,10 @@ from fusion_attention.ops.shared.rules import (
     one_length_each,
     presence,
 )
-from fusion_attention.ops.sparse import fa_record as sparse
+from fusion_attention.ops.sparse import api_definition as sparse
 from fusion_attention.ops.sparse.call import COMPRESSED, DIFFERENTIABLE
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in
-from fusion_attention.ops.sparse.records import INDICES, KEY, LAYOUT, NEUTRAL, QUERY, SINKS, TABLE, V1, VALUE
+from fusion_attention.ops.sparse.definitions import INDICES, KEY, LAYOUT, NEUTRAL, QUERY, SINKS, TABLE, V1, VALUE
 from fusion_attention.ops.sparse.rules import LENGTHS, SHAPES, TABLES
 
 IN_PAGES = {"compressed_table": "2 Mc", "compressed_len": [2, 3], "actual_seq_kvlen": [6, 6]}

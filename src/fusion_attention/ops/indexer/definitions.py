@@ -19,7 +19,7 @@ from fusion_attention.ops.shared.params import FLOATS, or_none, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import invalid, limit, meaning, no_float32, of_lengths, only_dim
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
-from fusion_attention.ops.sparse.records import (
+from fusion_attention.ops.sparse.definitions import (
     DETERMINISTIC,
     INDEX_ENDS,
     LAYOUT,

@@ -2,7 +2,7 @@
 torch_npu's three functions.
 
 A version is a difference from an earlier one; parameters that IncreFlashAttention also has are imported from
-ops/inference/records.py. Rules are in rules.py, lowering in lower.py.
+ops/inference/definitions.py. Rules are in rules.py, lowering in lower.py.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from fusion_attention.ops.fused.quant_rules import (
     RESERVED_DTYPES,
 )
 from fusion_attention.ops.fused.rules import FUSED_LIMITS, INPUTS, PROMPT_CACHE, TORCH, TORCH_FUSED
-from fusion_attention.ops.inference.records import (
+from fusion_attention.ops.inference.definitions import (
     ANTI_OFFSET,
     ANTI_SCALE,
     BLOCK_SIZE,
@@ -69,7 +69,7 @@ from fusion_attention.ops.inference.records import (
     QUANT_2,
     SCALE,
 )
-from fusion_attention.ops.inference.records import ATTEN_MASK as PLAIN_MASK
+from fusion_attention.ops.inference.definitions import ATTEN_MASK as PLAIN_MASK
 from fusion_attention.ops.shared.params import FLOATS, TENSOR_FIRST, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 
