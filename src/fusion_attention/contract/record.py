@@ -387,14 +387,24 @@ class Op:
         return replace(rule, when=f"{rule.param} is not None")
 
     def version(
-        self, name: str, summary: str, *, after: Mapping[str, tuple[Param, ...]] | None = None, **changes: Any
+        self,
+        name: str,
+        summary: str,
+        *,
+        after: Mapping[str, tuple[Param, ...]] | None = None,
+        instead: Iterable[Param] = (),
+        without: Iterable[str] = (),
+        **changes: Any,
     ) -> Op:
         """A copy of this definition for another operator.
 
-        after: parameters to insert after the named ones. changes: other fields.
+        after: parameters to insert after the named ones; instead: parameters that replace those of their names;
+        without: names of parameters to drop. changes: other fields.
         """
-        if after is not None:
-            changes["params"] = tuple(result for p in self.params for result in (p, *after.get(p.name, ())))
+        if "params" not in changes:
+            others, inserted, dropped = {p.name: p for p in instead}, after or {}, set(without)
+            kept = (others.get(p.name, p) for p in self.params if p.name not in dropped)
+            changes["params"] = tuple(result for p in kept for result in (p, *inserted.get(p.name, ())))
         return replace(self, name=name, summary=summary, **changes)
 
     def failure(

@@ -268,11 +268,8 @@ SCORE_V3 = SCORE_V2.version(
 VARLEN_V1 = SCORE_V1.version(
     "aclnnFlashAttentionVarLenScore",
     "Attention for training, forward, packed sequences.",
-    params=(
-        *(QUERY, KEY, VALUE, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK, PREFIX, Q_ENDS, KV_ENDS),
-        *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE),
-        *(PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT, OUT),
-    ),
+    after={"prefix": (Q_ENDS, KV_ENDS)},
+    instead=(PACKED_MAX_OUT, PACKED_SUM_OUT),
     rulings=RULINGS_PACKED,
     layouts=PACKED,
 )
@@ -298,12 +295,7 @@ VARLEN_V4 = VARLEN_V1.version(
 VARLEN_V5 = VARLEN_V2.version(
     "aclnnFlashAttentionVarLenScoreV5",
     "VarLenScoreV3 with sinks and a choice of the statistics' order.",
-    params=(
-        *(QUERY, QUERY_ROPE, KEY, KEY_ROPE, VALUE, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK, SINK),
-        *(PREFIX, Q_ENDS, KV_ENDS, Q_START, KV_START),
-        *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE, PSE_TYPE, STATS_LAYOUT),
-        *(PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT, OUT),
-    ),
+    after={**ROPES, "atten_mask": (SINK,), "pse_type": (STATS_LAYOUT,)},
     rules=ANY_SHAPE,
 )
 GRAD_V1 = SCORE_V1.version(
@@ -334,12 +326,8 @@ GRAD_V3 = GRAD_V2.version(
 UNPADDING_V1 = GRAD_V1.version(
     "aclnnFlashAttentionUnpaddingScoreGrad",
     "Gradients of FlashAttentionVarLenScore.",
-    params=(
-        *(QUERY, KEY, VALUE, DY, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK),
-        *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN, PREFIX, Q_ENDS, KV_ENDS),
-        *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE),
-        *(DQ, DK, DV, DPSE),
-    ),
+    after={"prefix": (Q_ENDS, KV_ENDS)},
+    instead=(PACKED_MAX_IN, PACKED_SUM_IN),
     rulings=RULINGS_PACKED,
     layouts=PACKED,
 )
@@ -366,12 +354,7 @@ UNPADDING_V4 = UNPADDING_V1.version(
 UNPADDING_V5 = UNPADDING_V2.version(
     "aclnnFlashAttentionUnpaddingScoreGradV5",
     "UnpaddingScoreGradV3 with sinks and a choice of the statistics' order.",
-    params=(
-        *(QUERY, QUERY_ROPE, KEY, KEY_ROPE, VALUE, DY, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK),
-        *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN, SINK, PREFIX, Q_ENDS, KV_ENDS, Q_START, KV_START),
-        *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE, PSE_TYPE, STATS_LAYOUT),
-        *(DQ, DQ_ROPE, DK, DK_ROPE, DV, DPSE, DSINK),
-    ),
+    after=ROPES | ROPE_GRADIENTS | {"attention_in": (SINK,), "pse_type": (STATS_LAYOUT,), "dpse": (DSINK,)},
     rules=UNREAD,
 )
 
@@ -423,13 +406,8 @@ TORCH_V2 = TORCH_V1.version(
 >>> out, *_ = npu_fusion_attention_v2(q, q, q, 2, "BSND", pse=slopes, pse_type=2, scale=0.125)
 >>> list(out.shape)
 [1, 16, 2, 64]""",
-    params=(
-        *(QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK, QUERY_ROPE, KEY_ROPE),
-        *(SCALE, KEEP_PROB, PRE, NEXT, INNER_PRECISE, PREFIX, Q_ENDS, KV_ENDS),
-        *(SPARSE_MODE, GEN_MASK_PARALLEL, SYNC, PSE_TYPE, Q_START, KV_START),
-        *(TORCH_STATS_LAYOUT, SINK, DROPOUT_MASK, SEED, OFFSET),
-        *(OUT, PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT),
-    ),
+    after={"atten_mask": (QUERY_ROPE, KEY_ROPE), "sync": (PSE_TYPE, *STARTS)},
+    instead=(PRE, NEXT),
     rules=(
         *TORCH_V1.rules,
         doubt(
@@ -455,12 +433,7 @@ TORCH_V3 = TORCH_V1.version(
 >>> out, *_ = npu_fusion_attention_v3(q, q, q, 2, "TND", scale=0.125, **lengths)
 >>> list(out.shape)
 [16, 2, 64]""",
-    params=(
-        *(QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
-        *(SCALE, KEEP_PROB, PRE_TOCKENS, NEXT_TOCKENS, INNER_PRECISE, PREFIX, Q_ENDS, KV_ENDS),
-        *(SPARSE_MODE, GEN_MASK_PARALLEL, SYNC, TORCH_STATS_LAYOUT, SINK),
-        *(OUT, PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT),
-    ),
+    without=("drop_mask", "seed", "offset"),
 )
 TORCH_GRAD_V1 = TORCH_V1.version(
     "npu_fusion_attention_grad",
@@ -495,13 +468,12 @@ TORCH_GRAD_V2 = TORCH_GRAD_V1.version(
     "Gradients of npu_fusion_attention_v2, from its statistics and its output.",
     returns="(dq, dk, dv, dpse, dq_rope, dk_rope, dsink); absent ones are empty, and slopes get zeros.",
     example=TORCH_GRAD_V1.example.replace("attention(", "attention_v2(").replace("_grad(", "_grad_v2("),
-    params=(
-        *(QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
-        *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN, QUERY_ROPE, KEY_ROPE),
-        *(SCALE_VALUE, KEEP_PROB, PRE, NEXT, INNER_PRECISE, SEED_AGAIN, OFFSET_AGAIN, NUMELS),
-        *(PREFIX, Q_ENDS, KV_ENDS, SPARSE_MODE, GEN_MASK_PARALLEL, SYNC, PSE_TYPE, Q_START, KV_START),
-        *(TORCH_STATS_LAYOUT, SINK, DQ, DK, DV, DPSE, DQ_ROPE, DK_ROPE, DSINK),
-    ),
+    after={
+        "attention_in": (QUERY_ROPE, KEY_ROPE),
+        "sync": (PSE_TYPE, *STARTS),
+        "dpse": (DQ_ROPE, DK_ROPE),
+    },
+    instead=(PRE, NEXT),
     rulings=TORCH_V2.rulings,
 )
 TORCH_GRAD_V3 = TORCH_GRAD_V1.version(
@@ -515,13 +487,8 @@ TORCH_GRAD_V3 = TORCH_GRAD_V1.version(
 >>> dq, *_ = npu_fusion_attention_grad_v3(q, q, q, out, 2, "BSND", **saved, scale_value=0.125)
 >>> list(dq.shape)
 [1, 16, 2, 64]""",
-    params=(
-        *(QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
-        *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN),
-        *(SCALE_VALUE, KEEP_PROB, PRE_TOCKENS, NEXT_TOCKENS, INNER_PRECISE, SEED_TENSOR, OFFSET_TENSOR),
-        *(PREFIX, Q_ENDS, KV_ENDS, SPARSE_MODE, GEN_MASK_PARALLEL, SYNC, TORCH_STATS_LAYOUT, SINK),
-        *(DQ, DK, DV, DPSE, DSINK),
-    ),
+    instead=(SEED_TENSOR, OFFSET_TENSOR),
+    without=("numels",),
     rules=RULES + DRAWN_DROPOUT + GIVEN_OFFSET,
 )
 
