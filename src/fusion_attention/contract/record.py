@@ -403,8 +403,8 @@ class Op:
         """
         if "params" not in changes:
             others, inserted, dropped = {p.name: p for p in instead}, after or {}, set(without)
-            kept = (others.get(p.name, p) for p in self.params if p.name not in dropped)
-            changes["params"] = tuple(result for p in kept for result in (p, *inserted.get(p.name, ())))
+            params = (others.get(p.name, p) for p in self.params if p.name not in dropped)
+            changes["params"] = tuple(result for p in params for result in (p, *inserted.get(p.name, ())))
         return replace(self, name=name, summary=summary, **changes)
 
     def failure(
