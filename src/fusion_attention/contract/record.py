@@ -238,7 +238,7 @@ class Prototype:
 
 @dataclass(frozen=True)
 class Declared:
-    """How CANN's C declarations of an operator and its versions spell parameters: head_num as headNum.
+    """Spellings of parameters in CANN's C declarations of an operator and its versions: head_num as headNum.
 
     Args:
         optional, output: suffixes of optional tensors and arrays, and of outputs.
