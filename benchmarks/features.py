@@ -19,7 +19,7 @@ from fusion_attention.bench.pair import Pair
 from fusion_attention.contract import bind
 from fusion_attention.npu import npu_fusion_attention, npu_fusion_attention_v2
 from fusion_attention.ops.shared.sparse_modes import mode_band
-from fusion_attention.ops.training import fa_record as record
+from fusion_attention.ops.training import api_definition as record
 from fusion_attention.ops.training.call import operands_of
 from fusion_attention.plan import Plan, plan
 

@@ -8,7 +8,7 @@ from codegen import headers, stub
 from fusion_attention import aclnn
 from fusion_attention.npu.surface.modules import functions
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.auxiliary.records import CONTRACTS
+from fusion_attention.ops.auxiliary.definitions import CONTRACTS
 from website.overview import overview
 
 ROOT = Path(__file__).resolve().parents[1]

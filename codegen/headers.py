@@ -34,7 +34,7 @@ def c_type(p: Param, name: str, prototype: Prototype) -> str:
 
 def parameters(op: Op) -> list[tuple[str, str]]:
     """Returns (C type, CANN's name) of every parameter, in order."""
-    prototype = op.prototypes[op.name]
+    prototype = op.prototype
     return [(c_type(p, name, prototype), name) for p, name in zip(op.params, prototype.names, strict=True)]
 
 
@@ -43,7 +43,7 @@ def by_header(records: Mapping[str, Op]) -> dict[str, list[Op]]:
     results: dict[str, list[Op]] = {}
     for name, op in sorted(records.items()):
         if name.startswith("aclnn"):
-            results.setdefault(op.prototypes[name].header, []).append(op)
+            results.setdefault(op.prototype.header, []).append(op)
     return dict(sorted(results.items()))
 
 
@@ -84,7 +84,7 @@ def definitions(records: Mapping[str, Op]) -> str:
 def _comment(op: Op, explained: set[str]) -> str:
     """Returns the texts of an operator and of its parameters, without those that the header already contains."""
     lines = [fill(op.summary, 116, initial_indent="/* ", subsequent_indent=" * ")]
-    for p, name in zip(op.params, op.prototypes[op.name].names, strict=True):
+    for p, name in zip(op.params, op.prototype.names, strict=True):
         text = f"{name}: {p.text}{' Null: absent.' if p.optional else ''}".replace("*/", "* /")
         if text not in explained:
             lines.append(fill(text, 116, initial_indent=" *   ", subsequent_indent=" *       "))
@@ -100,7 +100,7 @@ def _declaration(op: Op, first: bool) -> str:
 def _definition(op: Op) -> str:
     outputs = sum(1 << i for i, p in enumerate(op.params) if isinstance(p, Tensor) and p.output)
     words = _flow(kind + name for kind, name in parameters(op)).lstrip()
-    names = _flow(op.prototypes[op.name].names)
+    names = _flow(op.prototype.names)
     return f"OPERATOR({op.name.removeprefix('aclnn')}, {outputs:#x},\n    ({words}),\n{names})\n"
 
 

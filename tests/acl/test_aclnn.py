@@ -16,10 +16,10 @@ from fusion_attention import acl, aclnn, npu, use_backend
 from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Op
 from fusion_attention.contract.sampling import invalid_samples, sample
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.indexer import records as indexer
-from fusion_attention.ops.indexer_loss import records as loss
-from fusion_attention.ops.sparse import records as sparse
-from fusion_attention.ops.training import records as training
+from fusion_attention.ops.indexer import definitions as indexer
+from fusion_attention.ops.indexer_loss import definitions as loss
+from fusion_attention.ops.sparse import definitions as sparse
+from fusion_attention.ops.training import definitions as training
 from fusion_attention.ops.training import score_v4
 
 OPERATORS = {name: op for name, op in RECORDS.items() if name.startswith("aclnn")}

@@ -23,7 +23,7 @@ from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.judging.error_bound import Expected
-from fusion_attention.ops.training import fa_record
+from fusion_attention.ops.training import api_definition
 from fusion_attention.ops.training.run import DenseForward
 from fusion_attention.testing import compare, expected_of
 from fusion_attention.testing.drawn import compare_with
@@ -84,7 +84,9 @@ def test_threads_share_short_sequences(heads: int) -> None:
 
     each = zip(*(t.double().transpose(0, 1).split(lengths, 1) for t in (q, k, v)), strict=True)
     by_torch = torch.cat([scaled_dot_product_attention(*three) for three in each], 1).transpose(0, 1)
-    call = fa_record.dense_call(bind(fa_record.RECORD, {"q": q, "k": k, "v": v, "layout": "TND", "q_len": lengths}))
+    call = api_definition.dense_call(
+        bind(api_definition.RECORD, {"q": q, "k": k, "v": v, "layout": "TND", "q_len": lengths})
+    )
     compare("out", results[0], Expected(by_torch, expected_of(DenseForward(call))["out"].size))
 
 

@@ -17,8 +17,8 @@ from fusion_attention.cli import app, op_pages
 from fusion_attention.contract import doc_pages
 from fusion_attention.contract.doc_pages import render
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.auxiliary.records import CONTRACTS
-from fusion_attention.ops.training import records as training
+from fusion_attention.ops.auxiliary.definitions import CONTRACTS
+from fusion_attention.ops.training import definitions as training
 from fusion_attention.ops.training import score_v4
 
 NAME = "npu_fusion_attention"

@@ -15,7 +15,7 @@ from fusion_attention.contract.binding import SIGNATURES_KEPT
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.training import records as training
+from fusion_attention.ops.training import definitions as training
 
 # ------------------------------------------------------------------------------------------------- values
 

@@ -33,9 +33,9 @@ from fusion_attention.contract import (
 )
 from fusion_attention.contract.sampling import invalid_samples, sample
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.auxiliary.records import CONTRACTS
-from fusion_attention.ops.training import fa_record as attention
-from fusion_attention.ops.training import records as training
+from fusion_attention.ops.auxiliary.definitions import CONTRACTS
+from fusion_attention.ops.training import api_definition as attention
+from fusion_attention.ops.training import definitions as training
 from fusion_attention.plan import Plan
 
 # Every day the rules of the newest version of each function; most are those of the versions before.
@@ -96,7 +96,6 @@ def test_rules_are_declared_whole(name: str) -> None:
     for rule in op.rules:
         assert rule.level in LEVELS
         assert rule.stage in STAGES
-        assert rule.given or rule.invalid, f"{rule.id}: say how to break it"
         assert rule.advice, f"{rule.id}: say why, or what to do"
 
 

@@ -17,7 +17,7 @@ import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
 from fusion_attention.backends import BACKENDS
 from fusion_attention.contract import bind
-from fusion_attention.contract.sampling import sample
+from fusion_attention.contract.sampling import sample, violation
 from fusion_attention.ops import RECORDS
 from fusion_attention.settings import PROCESS, Settings, current
 
@@ -83,7 +83,7 @@ def test_every_limit_is_an_error_in_a_block(name: str) -> None:
         if rule.level != "limit":
             continue
         layout = next(layout for layout in op.layouts if layout in (rule.only or op.layouts))
-        args = sample(op, **{op.layout_attr: layout, **rule.given, **rule.invalid})
+        args = sample(op, **{op.layout_attr: layout, **violation(op, rule)})
         bind(op, args)
         with fa.strict(), pytest.raises(fa.ContractError):
             bind(op, args)

@@ -11,8 +11,8 @@ from support.fused_cases import CASES, PROMPTS
 
 from fusion_attention.backends import cpu
 from fusion_attention.contract import CallCache, bind
-from fusion_attention.ops.fused import records as fused
-from fusion_attention.ops.inference import records as inference
+from fusion_attention.ops.fused import definitions as fused
+from fusion_attention.ops.inference import definitions as inference
 from fusion_attention.ops.inference.call import LSE, InferenceCall
 from fusion_attention.plan import compute
 from fusion_attention.testing import check, expected_of

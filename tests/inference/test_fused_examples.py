@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusion_attention.contract import bind
-from fusion_attention.ops.fused import records as fused
+from fusion_attention.ops.fused import definitions as fused
 from fusion_attention.plan import compute
 
 Tensor = torch.Tensor

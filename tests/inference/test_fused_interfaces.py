@@ -16,10 +16,10 @@ from support.two_phase import done, outputs_of
 
 from fusion_attention import ContractError, npu
 from fusion_attention.contract import Op, bind
-from fusion_attention.contract.sampling import sample
-from fusion_attention.ops.fused import records as fused
+from fusion_attention.contract.sampling import sample, violation
+from fusion_attention.ops.fused import definitions as fused
 from fusion_attention.ops.fused.quant_rules import LATENTS, QUERY
-from fusion_attention.ops.inference import records as inference
+from fusion_attention.ops.inference import definitions as inference
 from fusion_attention.torch_ops import dispatch
 
 Tensor = torch.Tensor
@@ -378,7 +378,7 @@ def together(op: Op, chance: random.Random) -> Args | None:
     """A call with what two or three rules are about, right or wrong; None where the sample's axes contradict them."""
     settings: Args = {"input_layout": chance.choice(op.layouts), "softmax_lse_flag": chance.random() < 0.3}
     for rule in chance.sample(op.asked, chance.choice((2, 3))):
-        settings |= {**rule.given, **(rule.invalid if chance.random() < 0.5 else {})}
+        settings |= violation(op, rule) if chance.random() < 0.5 else rule.given
     settings |= {axis: chance.choice((0, 1, 2, 5)) for axis in ("B", "S1", "S2", "T1") if chance.random() < 0.1}
     if max(settings.get(axis, 0) for axis in ("B", "S2", "N1")) > 100:
         return None  # what only the limits of a chip are about

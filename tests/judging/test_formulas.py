@@ -17,7 +17,7 @@ from fusion_attention.judging.expected_error import KERNEL, quantum, rounding
 from fusion_attention.judging.outputs import computed, of_heads, setting_of, totals, units
 from fusion_attention.judging.standards import FLT_MAX
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.fused import records as fused_records
+from fusion_attention.ops.fused import definitions as fused_records
 from fusion_attention.ops.sparse.call import SparseBackward
 from fusion_attention.ops.training.run import FORWARD, DenseBackward, DenseForward
 from fusion_attention.plan import compute

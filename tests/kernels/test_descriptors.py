@@ -12,7 +12,7 @@ from fusion_attention.backends.triton.common import shapes
 from fusion_attention.backends.triton.dense.forward import forward
 from fusion_attention.contract import bind
 from fusion_attention.ir.mask import Band
-from fusion_attention.ops.training import fa_record
+from fusion_attention.ops.training import api_definition
 from fusion_attention.ops.training.run import DenseForward
 from fusion_attention.testing import Case, arguments, check, compare, expected, expected_of, lowered, run
 
@@ -61,5 +61,5 @@ def test_rows_that_no_descriptor_describes(key: torch.Tensor, described: bool, b
     q, v = rows(1, 20, 2, 16, seed=4), rows(1, 40, 2, 16, seed=5)
     out = fa.attention(q, key, v, band=Band.causal(), backend="triton")
     assert by_descriptors == [described]
-    call = fa_record.dense_call(bind(fa_record.RECORD, {"q": q, "k": key, "v": v, "band": Band.causal()}))
+    call = api_definition.dense_call(bind(api_definition.RECORD, {"q": q, "k": key, "v": v, "band": Band.causal()}))
     compare("out", out, expected_of(DenseForward(call))["out"])

@@ -19,7 +19,7 @@ from fusion_attention.backends.triton.selected import launch_backward as launche
 from fusion_attention.backends.triton.selected import launch_key_sum
 from fusion_attention.backends.triton.selected.shapes_backward import SlotTile
 from fusion_attention.memory import empty
-from fusion_attention.ops.sparse import fa_record
+from fusion_attention.ops.sparse import api_definition
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, Sparse, SparseBackward
 from fusion_attention.plan import compute
 from fusion_attention.testing import check, compare
@@ -165,7 +165,7 @@ def test_the_public_function_trains() -> None:
     case = SparseCase(dtype="bfloat16", count=5, dim_rope=4, sink=True, q_len=(3,), kv_len=(9,))
     args = arguments(case)
     leaves = leaves_of(args, *DIFFERENTIABLE)
-    out = fa.sparse_attention(**shown(fa_record.RECORD, case, args | leaves), backend="triton")
+    out = fa.sparse_attention(**shown(api_definition.RECORD, case, args | leaves), backend="triton")
     out.backward(args["dy"])
     results = {f"d{what}": leaf.grad for what, leaf in leaves.items() if leaf.grad is not None}
     call = lowered(args)

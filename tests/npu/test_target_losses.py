@@ -14,7 +14,7 @@ from support.selected import close
 from fusion_attention import ContractError
 from fusion_attention.contract import bind
 from fusion_attention.npu.surface import target_losses as losses
-from fusion_attention.ops.indexer_loss import target_records as records
+from fusion_attention.ops.indexer_loss import target_definitions as targets
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.sparse import in_float64
 from fusion_attention.torch_ops.eager import run
@@ -54,10 +54,10 @@ def test_dense_pair_is_the_formula(ratio: int) -> None:
             total = total + of_visible.logsumexp(0) - (target[0, i, 0, visible].double() * of_visible).sum()
             y[0, i, 0, visible], lse[0, 0, i] = of_visible.softmax(0).detach(), of_visible.logsumexp(0).detach()
     assert (lse == -math.inf).any()
-    call = records.TORCH_LSE.lower(bind(records.TORCH_LSE, {**inputs, **common}))  # type: ignore[misc]
+    call = targets.TORCH_LSE.lower(bind(targets.TORCH_LSE, {**inputs, **common}))  # type: ignore[misc]
     close(run(in_float64(call), "golden"), {"softmax_lse": lse})
     given = {**inputs, **common, "target": target, "softmax_lse": lse.float()}
-    call = records.TORCH_DENSE.lower(bind(records.TORCH_DENSE, given))  # type: ignore[misc]
+    call = targets.TORCH_DENSE.lower(bind(targets.TORCH_DENSE, given))  # type: ignore[misc]
     exact = in_float64(call)
     exact = replace(exact, tensors={**exact.tensors, "softmax_lse": lse})
     gradients = [t[None] for t in torch.autograd.grad(total, (q, k, w))]

@@ -153,7 +153,7 @@ DECODING = [
           'return extents_of(q_len, n["used"], band)',
           'size = n["block_size"] if n["block_table"] is not None else 1\n'
           '    return extents_of(q_len, -(-n["used"] // size) * size, band)', DECODE),
-    package("a decoding step without its window", "ops/inference/fa_record.py",
+    package("a decoding step without its window", "ops/inference/api_definition.py",
           'band = (n["band"] or Band.causal()).resolve', "band = Band.causal().resolve",
           "inference/test_decode.py::test_windows_sinks_and_several_tokens_are_those_of_attention"),
     package("offset after scale", SPECIFICATION,
@@ -241,7 +241,7 @@ INTERFACES = [
           "_INPUTS = (0, 1, 2,", "_INPUTS = (0, 2, 1,",
           "torch_ops/test_interfaces.py::test_gradcheck_of_the_pythonic_api"),
     package("a rule accepts any number of heads", "ops/training/rules.py",
-          '"N2 > 0 and N1 % N2 == 0", "key"', '"N2 > 0 and N1 % N2 < N1", "key"',
+          '"N2 > 0 and N1 % N2 == 0", "key (', '"N2 > 0 and N1 % N2 < N1", "key (',
           "contract/test_contract.py::test_every_broken_rule_is_reported_alone"),
     package("strict ignored", "contract/binding.py",
           'if strict else ("meaning", "note", "doubt")', 'if False else ("meaning", "note", "doubt")',

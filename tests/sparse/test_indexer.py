@@ -11,8 +11,8 @@ from support.selected import Args, backends, close, leaves_of, operands, ordered
 
 import fusion_attention as fa
 from fusion_attention import npu
-from fusion_attention.ops.indexer import fa_record as own_indexer
-from fusion_attention.ops.indexer import records as indexer
+from fusion_attention.ops.indexer import api_definition as own_indexer
+from fusion_attention.ops.indexer import definitions as indexer
 from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.testing.expected_indexer import check_index, golden_of
 from fusion_attention.testing.sparse import (

@@ -15,9 +15,9 @@ from fusion_attention.backends import cpu
 from fusion_attention.contract import bind
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ir.problem import IndexerProblem
-from fusion_attention.ops.indexer import records as indexer
-from fusion_attention.ops.indexer_loss import fa_record as own_loss
-from fusion_attention.ops.indexer_loss import records as indexer_loss
+from fusion_attention.ops.indexer import definitions as indexer
+from fusion_attention.ops.indexer_loss import api_definition as own_loss
+from fusion_attention.ops.indexer_loss import definitions as indexer_loss
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, RESULTS
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.indexer_loss import (

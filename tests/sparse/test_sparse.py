@@ -10,8 +10,8 @@ from support.selected import Args, backends, cloned, close, leaves_of, operands,
 
 import fusion_attention as fa
 from fusion_attention import npu
-from fusion_attention.ops.sparse import fa_record
-from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.sparse import api_definition
+from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, SparseBackward
 from fusion_attention.testing import call_interface, check
 from fusion_attention.testing.drawn import compare_with
@@ -304,7 +304,7 @@ def test_npu_has_the_same_bits(case: SparseCase) -> None:
 def test_the_pythonic_api_has_the_same_bits(case: SparseCase) -> None:
     args = operands(case)
     want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args, *DIFFERENTIABLE)
-    out, lse = fa.sparse_attention(**shown(fa_record.RECORD, case, {**args, **leaves}), return_lse=True)
+    out, lse = fa.sparse_attention(**shown(api_definition.RECORD, case, {**args, **leaves}), return_lse=True)
     same_bits(out.detach(), want["out"], "out")
     same_bits(lse.detach(), lse_of(case, want), "lse")
     if not case.page:

@@ -14,11 +14,11 @@ from fusion_attention import acl, aclnn, npu
 from fusion_attention.contract import INVALID, NULL_POINTER, TILING, ContractError, Op, bind
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.indexer import records as indexer
-from fusion_attention.ops.indexer_loss import records as indexer_loss
+from fusion_attention.ops.indexer import definitions as indexer
+from fusion_attention.ops.indexer_loss import definitions as indexer_loss
 from fusion_attention.ops.shared.checks import pages_exist
-from fusion_attention.ops.sparse import fa_record
-from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.sparse import api_definition
+from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.ops.sparse.call import narrow
 from fusion_attention.ops.sparse.checks import entries_fit
 from fusion_attention.torch_ops.eager import run
@@ -200,7 +200,7 @@ def test_an_empty_query() -> None:
 
 
 def test_lengths_of_every_kind() -> None:
-    op = fa_record.RECORD
+    op = api_definition.RECORD
     legal = sample(op, layout="TND")
     for kind in (list, tuple, np.array, torch.tensor, lambda n: torch.tensor(n, dtype=torch.int32)):
         given = {n: kind(legal[n]) for n in ("actual_seq_qlen", "actual_seq_kvlen")}

@@ -7,11 +7,11 @@ import torch
 from support.bits import same_bits
 
 from fusion_attention.contract import bind
-from fusion_attention.ops.indexer import fa_record as indexer_record
+from fusion_attention.ops.indexer import api_definition as indexer_record
 from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.ops.indexer.lower import indexer_call
-from fusion_attention.ops.indexer_loss import fa_record as loss_record
-from fusion_attention.ops.sparse import fa_record as sparse_record
+from fusion_attention.ops.indexer_loss import api_definition as loss_record
+from fusion_attention.ops.sparse import api_definition as sparse_record
 from fusion_attention.ops.sparse.call import RESULTS, SparseBackward
 from fusion_attention.ops.sparse.lower import sparse_call
 from fusion_attention.plan import compute

@@ -15,7 +15,7 @@ from fusion_attention.distributed.chunk_pairs import Chunks, FullCall, Keys, Row
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import CUT
 from fusion_attention.judging.error_bound import Expected
-from fusion_attention.ops.training import fa_record
+from fusion_attention.ops.training import api_definition
 from fusion_attention.ops.training.call import EXTRAS, DenseCall, owns_bias
 from fusion_attention.ops.training.statistics import to_lanes
 from fusion_attention.testing.expected import dense
@@ -47,7 +47,7 @@ class Call:
             inputs64 = {n: a.double() for n, a in args.items() if isinstance(a, Tensor) and a.is_floating_point()}
             args = args | inputs64
         # Without a call_cache: no plan of another variant is found again.
-        return replace(fa_record.dense_call(bind(fa_record.RECORD, args), seed=self.seed))
+        return replace(api_definition.dense_call(bind(api_definition.RECORD, args), seed=self.seed))
 
     def saved(self, of: dict[str, Tensor]) -> Saved:
         """What a backward has of all rows."""

@@ -9,8 +9,8 @@ import torch
 from support.unwritten import Results
 
 from fusion_attention.contract import bind
-from fusion_attention.ops.indexer_loss import records as indexer_loss
-from fusion_attention.ops.inference import fa_record as decode_attention
+from fusion_attention.ops.indexer_loss import definitions as indexer_loss
+from fusion_attention.ops.inference import api_definition as decode_attention
 from fusion_attention.testing import Case, arguments, lowered, run, sparse
 from fusion_attention.testing import indexer_loss as loss
 from fusion_attention.torch_ops import eager

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.ir import dropout
-from fusion_attention.ops.training import records as training
+from fusion_attention.ops.training import definitions as training
 from fusion_attention.testing import Case, call_interface, in_band, poisoned, pythonic, stats_part
 from fusion_attention.testing.drawn import compare_with
 

@@ -16,10 +16,10 @@ from fusion_attention import npu
 from fusion_attention.contract import bind
 from fusion_attention.ir.mask import ALL_BLOCKED, NONE_BLOCKED, blocked_by_tiles
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.block_sparse import records
+from fusion_attention.ops.block_sparse import definitions
 from fusion_attention.ops.shared.layouts import matrix_view
+from fusion_attention.ops.training.api_definition import RECORD
 from fusion_attention.ops.training.block_mask import to_matrix, to_tiles
-from fusion_attention.ops.training.fa_record import RECORD
 from fusion_attention.testing import compare, hostile
 from fusion_attention.testing.drawn import compare_with
 
@@ -49,7 +49,7 @@ class BlockCase:
 
 
 CASES = [
-    *(BlockCase(block, layout) for block in ((128, 128), (64, 128), (100, 37)) for layout in records.LAYOUTS),
+    *(BlockCase(block, layout) for block in ((128, 128), (64, 128), (100, 37)) for layout in definitions.LAYOUTS),
     *(BlockCase(block) for block in ((300, 256), (1, 1), (7, 200), (2, 128), (128, 16))),
     *(
         BlockCase(layout=layout, dtype=d, block=(64, 128))
@@ -208,12 +208,12 @@ def test_a_gpus_matrix_gives_the_same_problem() -> None:
     lowered = {}
     for device in ("cpu", "meta"):
         inputs = {name: t.to(device) for name, t in args.items() if name != "dy"}
-        call = dict.fromkeys(p.name for p in records.TORCH.params) | inputs | {
+        call = dict.fromkeys(p.name for p in definitions.TORCH.params) | inputs | {
             "layout": "TND", "layout_kv": "TND", "num_key_value_heads": 2, "block_shape": [128, 128],
             "actual_seq_lengths": [130, 0, 260], "actual_seq_lengths_kv": [300, 5, 129],
         }  # fmt: skip
-        bound = bind(records.TORCH, call)
-        lowered[device] = records.TORCH.lower(bound).problem  # type: ignore[misc]
+        bound = bind(definitions.TORCH, call)
+        lowered[device] = definitions.TORCH.lower(bound).problem  # type: ignore[misc]
     assert lowered["cpu"].has_blocked_tiles
     assert not lowered["cpu"].has_blocked
     assert replace(lowered["cpu"], has_blocked_tiles=False, has_blocked=True) == lowered["meta"]
@@ -281,7 +281,7 @@ def test_masks_of_every_dtype_and_defaults() -> None:
 @pytest.mark.parametrize(
     "name", ["aclnnBlockSparseAttention", "aclnnBlockSparseAttentionV2", "aclnnBlockSparseAttentionV3"]
 )
-@pytest.mark.parametrize("layout", records.LAYOUTS)
+@pytest.mark.parametrize("layout", definitions.LAYOUTS)
 @pytest.mark.usefixtures("runtime")
 def test_both_phases(name: str, layout: str) -> None:
     """The bits of torch_npu's functions, also of the gradient; softmax_lse is written where it is asked for."""
@@ -316,7 +316,9 @@ def test_without_a_mask_all_keys_are_visible() -> None:
     op = RECORDS["aclnnBlockSparseAttentionV3"]
     settings = {"num_key_value_heads": 2, "scale_value": SCALE, "inner_precise": 4, "softmax_lse_flag": 1,
                 "actual_seq_lengths": list(case.q_len), "actual_seq_lengths_kv": list(case.kv_len)}  # fmt: skip
-    call = {p.name: getattr(p, "default", None) for p in op.params} | {n: args[n] for n in records.INPUTS} | settings
+    call = (
+        {p.name: getattr(p, "default", None) for p in op.params} | {n: args[n] for n in definitions.INPUTS} | settings
+    )
     outputs: Any = {"attention_out": torch.empty_like(args["query"]), "softmax_lse": torch.empty(390, 4, 1)}
     written = done(op, call, outputs, strict=False)
     want, lse = fa.attention(args["query"], args["key"], args["value"], layout="TND", q_len=case.q_len,

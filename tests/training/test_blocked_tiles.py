@@ -15,7 +15,7 @@ import fusion_attention as fa
 from fusion_attention.backends import cpu, triton
 from fusion_attention.contract import bind
 from fusion_attention.ir.problem import Problem
-from fusion_attention.ops.training import fa_record
+from fusion_attention.ops.training import api_definition
 from fusion_attention.testing import Case, check, compare, cut_tiles, expected, golden, lowered, plain, run
 from fusion_attention.testing.python_calls import attention
 
@@ -142,8 +142,8 @@ def test_what_nobody_sees_may_be_anything(dtype: str) -> None:
 def test_a_table_that_changed_since_it_was_checked_blocks_what_has_no_bits() -> None:
     q, k, v, _ = (t.detach() for t in leaves(torch.float32, 200, 300))
     tiles, bits = cut_tiles(torch.zeros(1, 1, 200, 300, dtype=torch.bool))
-    call = fa_record.dense_call(
-        bind(fa_record.RECORD, {"q": q, "k": k, "v": v, "blocked_tiles": tiles, "blocked_bits": bits})
+    call = api_definition.dense_call(
+        bind(api_definition.RECORD, {"q": q, "k": k, "v": v, "blocked_tiles": tiles, "blocked_bits": bits})
     )
     tiles[0, 0, 1] = torch.tensor([1 << 30, 0, -(1 << 31)])
     out, max_, _ = attention(call, "cpu")

@@ -13,7 +13,7 @@ from support.cases import CASES, DENSE, DTYPES, PACKED, operands
 import fusion_attention as fa
 from fusion_attention import ContractWarning
 from fusion_attention.npu import npu_fusion_attention_grad_v2, npu_fusion_attention_v2
-from fusion_attention.ops.training import records as training
+from fusion_attention.ops.training import definitions as training
 from fusion_attention.testing import (
     Case,
     call_interface,

@@ -9,7 +9,7 @@ import torch
 
 from fusion_attention.backends import BackendName
 from fusion_attention.ir.mask import UNLIMITED, Band
-from fusion_attention.ops.training.fa_record import EmptyRows, Layout, Lengths
+from fusion_attention.ops.training.api_definition import EmptyRows, Layout, Lengths
 from fusion_attention.torch_ops import dense
 from fusion_attention.torch_ops.aliases import aliased
 from fusion_attention.torch_ops.foreign_arguments import refuse

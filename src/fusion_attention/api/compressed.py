@@ -10,7 +10,7 @@ import torch
 from fusion_attention.api.sparse import lse_of
 from fusion_attention.backends import BackendName
 from fusion_attention.ir.mask import Band
-from fusion_attention.ops.compressed.fa_record import RECORD
+from fusion_attention.ops.compressed.api_definition import RECORD
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.aliases import aliased
 

@@ -10,10 +10,10 @@ import torch
 
 from fusion_attention.backends import BackendName
 from fusion_attention.contract import show
-from fusion_attention.ops.indexer import fa_record as indexer
-from fusion_attention.ops.indexer_loss import fa_record as indexer_loss_record
-from fusion_attention.ops.indexer_loss import fa_target_record as target_loss_record
-from fusion_attention.ops.sparse import fa_record as sparse
+from fusion_attention.ops.indexer import api_definition as indexer
+from fusion_attention.ops.indexer_loss import api_definition as indexer_loss_record
+from fusion_attention.ops.indexer_loss import api_target_definition as target_loss_record
+from fusion_attention.ops.sparse import api_definition as sparse
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.aliases import aliased
 

@@ -17,6 +17,7 @@ from fusion_attention.contract.binding import outside as outside
 from fusion_attention.contract.docstrings import docstring as docstring
 from fusion_attention.contract.expressions import dtype_text as dtype_text
 from fusion_attention.contract.expressions import evaluate as evaluate
+from fusion_attention.contract.expressions import functions_in as functions_in
 from fusion_attention.contract.expressions import lazy as lazy
 from fusion_attention.contract.expressions import parse as parse
 from fusion_attention.contract.expressions import scope as scope
@@ -35,6 +36,7 @@ from fusion_attention.contract.record import Attr as Attr
 from fusion_attention.contract.record import BackendError as BackendError
 from fusion_attention.contract.record import ContractError as ContractError
 from fusion_attention.contract.record import ContractWarning as ContractWarning
+from fusion_attention.contract.record import Declared as Declared
 from fusion_attention.contract.record import Failure as Failure
 from fusion_attention.contract.record import Op as Op
 from fusion_attention.contract.record import Param as Param

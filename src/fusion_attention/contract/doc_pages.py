@@ -109,7 +109,7 @@ def render(op: Op, shown: Shown | None = None, *, tex: bool = False) -> str:
     rows = [_row(op, p) for p in op.params]
     lines += rows
     if op.cann:
-        lines += ["", f"CANN's names are those of {op.prototypes[op.name].source}."]
+        lines += ["", f"CANN's names are those of {op.prototype.source}."]
     tables = _shapes(op) + _rules(op)
     lines += _axes("\n".join(rows + tables)) + tables
     if op.rulings:
@@ -226,7 +226,7 @@ def _shapes(op: Op) -> list[str]:
 
 
 def _rule_row(op: Op, r: Rule) -> str:
-    when = [f"`{op.spell(r.when)}`"] if r.when else []
+    when = [f"`{op.spell(r.when)}`"] if r.when not in ("", f"{r.param} is not None") else []
     only = [name for name in op.layouts if name in r.only]
     when += ["layout " + ", ".join(only)] if only and len(only) < len(op.layouts) else []
     expected = op.spell(r.expected)

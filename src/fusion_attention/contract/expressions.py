@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,12 @@ def parse(text: str) -> Expression:
     axes = dict.fromkeys(re.findall(r"[A-Za-z]\w*", words)) if "fits" in called else ()
     top = tree.body.values if isinstance(tree.body, ast.BoolOp) and isinstance(tree.body.op, ast.And) else [tree.body]
     return Expression(compile(tree, text, "eval"), tuple(read), tuple(axes), tuple(map(ast.unparse, top)))
+
+
+def functions_in(names: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """The public functions that a module defines, for expressions; names: its globals()."""
+    defined = {name: f for name, f in names.items() if isinstance(f, FunctionType) and not name.startswith("_")}
+    return {name: f for name, f in defined.items() if f.__module__ == names["__name__"]}
 
 
 def scope(names: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:

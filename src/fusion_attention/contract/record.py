@@ -153,7 +153,7 @@ class Attr(Param):
 
     Args:
         type: int, float or str (an int is a float too), or any hashable class.
-        domain: an expression that must hold; bad: a value that violates it.
+        domain: an expression that must hold.
         axis: the axis word whose size is this number.
         unsigned: the bound of an int is 2**64, not 2**63.
     """
@@ -161,7 +161,6 @@ class Attr(Param):
     type: type = int
     default: Any = REQUIRED
     domain: str = ""
-    bad: Any = None
     axis: str = ""
     unsigned: bool = False
     code: int = TILING
@@ -179,14 +178,16 @@ class Rule:
         param: the canonical name of the parameter in the error.
         advice: the reason, or the fix.
         text: the expected value for the error, if the expression reads badly.
-        when: an expression; the rule applies only if it holds.
+        when: an expression; the rule applies only if it holds. "" in a rule about an optional parameter: if the
+            parameter is given, unless the check itself mentions None.
         only: the layouts in which the rule applies; empty: all.
         needs: parameters that an operator definition must have for the rule to apply.
         level: one of LEVELS.
         stage: "presence", "dtype", "lengths" or "rules".
         reads: reads tensor data, so the rule is checked at every call; a warning, at the first call of a signature.
         given: settings of sample calls under which the rule applies; invalid: additional settings that violate only
-            this rule.
+            this rule. Without them a call has a value of the parameter that the check excludes, or a tensor or list
+            that must be None.
     """
 
     check: str
@@ -219,10 +220,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Prototype:
-    """CANN's C declaration of an operator: facts that are not in its definition.
+    """CANN's C declaration of an operator: names of its parameters, in its order, and facts that are not in its
+    definition.
 
     Args:
-        names: CANN's names of the parameters, in its order.
+        names: CANN's names of the parameters.
         source: the document that has them.
         header: CANN's header file.
         tensors: parameters that are integers in the operator definition but tensors in CANN, not aclIntArray.
@@ -232,6 +234,55 @@ class Prototype:
     source: str
     header: str = ""
     tensors: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Spellings of parameters in CANN's C declarations of an operator and its versions: head_num as headNum.
+
+    Args:
+        optional, output: suffixes of optional tensors and arrays, and of outputs.
+        names: other spellings by canonical name; one that ends with "!" has no suffix.
+        source: the document that has the names.
+        on_device: pattern of CANN's names of lengths that are tensors on the device.
+    """
+
+    optional: str = ""
+    output: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+    source: str = "its public repository, ops-transformer; pages may spell some otherwise"
+    on_device: str = "PaddingSize"
+
+    def but(self, **names: str) -> Declared:
+        """A copy with other spellings."""
+        return replace(self, names={**self.names, **names})
+
+    def of_page(self, **names: str) -> Declared:
+        """A copy with other spellings, all of which are on the operator's page."""
+        return replace(self.but(**names), source="this operator's page")
+
+    def prototype(self, op: Op) -> Prototype:
+        """The declaration of an operator."""
+        names = tuple(map(self._spelled, op.params))
+        on_device = frozenset(name for name in names if re.search(self.on_device, name))
+        return Prototype(names, self.source, _header(op.name), on_device)
+
+    def _spelled(self, p: Param) -> str:
+        first, *rest = p.shown.split("_")
+        name = self.names.get(p.name, first + "".join(word[:1].upper() + word[1:] for word in rest))
+        if name.endswith("!") or isinstance(p, Attr):
+            return name.removesuffix("!")
+        if isinstance(p, Tensor) and p.output:
+            return name + self.output
+        return name + self.optional * p.optional
+
+
+def _header(name: str) -> str:
+    """CANN's header of an operator; the training operators share two headers."""
+    if name.startswith("aclnnFlashAttention"):
+        return f"aclnn_flash_attention_score{'_grad' if 'Grad' in name else ''}.h"
+    words = re.sub(r"([a-z\d])(?=[A-Z])|([A-Z])(?=[A-Z][a-z])", r"\1\2_", name)
+    return words.lower() + ".h"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -256,7 +307,7 @@ class Op:
             gradient (lower then returns a Differentiable); repeats: True if calls that differ only in memory are
             prepared once (lower then returns a Repeatable).
         sizes: axis sizes of a sample; samples: further settings of sample calls per layout.
-        prototypes: prototypes of CANN's operators by name; this operator's adds CANN's names to errors.
+        c: spellings of CANN's C declaration, for operators of the two-phase interface; errors show them.
         keywords: the interface's name of the first keyword-only parameter of the operator's function
             (npu/interface.py); "": none. declared: types by canonical name, of parameters whose class does not
             determine them, and of outputs that a caller passes. returns: description of the results in the docstring;
@@ -284,13 +335,14 @@ class Op:
     repeats: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     samples: Mapping[str, Settings] = field(default_factory=dict)
-    prototypes: Mapping[str, Prototype] = field(default_factory=dict)
+    c: Declared = field(default_factory=Declared)
     keywords: str = ""
     declared: Mapping[str, Any] = field(default_factory=dict)
     returns: str = ""
     example: str = ""
     names: tuple[str, ...] = field(init=False)
-    # From the interface's names to CANN's; empty if the operator is not CANN's.
+    # CANN's declaration of an operator of the two-phase interface, and its names by the interface's names.
+    prototype: Prototype = field(init=False)
     cann: dict[str, str] = field(init=False)
     # Positions of the tensors in rules of the form trained(name), which test if a gradient is required.
     watched: tuple[int, ...] = field(init=False)
@@ -307,11 +359,12 @@ class Op:
 
         object.__setattr__(self, "names", tuple(p.name for p in self.params))
         shown = [p.shown for p in self.params]
-        prototype = self.prototypes.get(self.name)
-        object.__setattr__(self, "cann", dict(zip(shown, prototype.names, strict=True)) if prototype else {})
+        prototype = self.c.prototype(self) if self.name.startswith("aclnn") else Prototype((), "")
+        object.__setattr__(self, "prototype", prototype)
+        object.__setattr__(self, "cann", dict(zip(shown, prototype.names, strict=True)) if prototype.names else {})
         object.__setattr__(self, "by_name", {p.name: p for p in self.params})
         object.__setattr__(self, "trained", frozenset().union(*self.trains.values()))
-        object.__setattr__(self, "asked", tuple(filter(self._has, self.rules)))
+        object.__setattr__(self, "asked", tuple(self._of_given(rule) for rule in self.rules if self._has(rule)))
         object.__setattr__(self, "signatures", {})
         asking = (rule.check for rule in self.asked if "trained(" in rule.check)
         watched = {name for check in asking for name in re.findall(r"trained\((\w+)\)", check)}
@@ -325,15 +378,33 @@ class Op:
         applies = rule.param in self.by_name and (not rule.needs or self.by_name.keys() >= set(rule.needs))
         return applies and (not rule.only or not set(self.layouts).isdisjoint(rule.only))
 
+    def _of_given(self, rule: Rule) -> Rule:
+        """The rule with its condition: one about an optional parameter applies to a given one."""
+        p = self.by_name[rule.param]
+        optional = p.optional or (isinstance(p, Attr) and p.default is None)
+        if rule.when or not optional or rule.stage == "presence" or re.search(r"None|trained\(", rule.check):
+            return rule
+        return replace(rule, when=f"{rule.param} is not None")
+
     def version(
-        self, name: str, summary: str, *, after: Mapping[str, tuple[Param, ...]] | None = None, **changes: Any
+        self,
+        name: str,
+        summary: str,
+        *,
+        after: Mapping[str, tuple[Param, ...]] | None = None,
+        instead: Iterable[Param] = (),
+        without: Iterable[str] = (),
+        **changes: Any,
     ) -> Op:
         """A copy of this definition for another operator.
 
-        after: parameters to insert after the named ones. changes: other fields.
+        after: parameters to insert after the named ones; instead: parameters that replace those of their names;
+        without: names of parameters to drop. changes: other fields.
         """
-        if after is not None:
-            changes["params"] = tuple(result for p in self.params for result in (p, *after.get(p.name, ())))
+        if "params" not in changes:
+            others, inserted, dropped = {p.name: p for p in instead}, after or {}, set(without)
+            params = (others.get(p.name, p) for p in self.params if p.name not in dropped)
+            changes["params"] = tuple(result for p in params for result in (p, *inserted.get(p.name, ())))
         return replace(self, name=name, summary=summary, **changes)
 
     def failure(

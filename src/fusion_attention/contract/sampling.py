@@ -9,8 +9,27 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import to_array
-from fusion_attention.contract.expressions import dtype_text, size_of
-from fusion_attention.contract.record import INVALID, NULL_POINTER, REQUIRED, Array, Attr, Op, Param, Tensor, Tensors
+from fusion_attention.contract.expressions import dtype_text, evaluate, scope, size_of
+from fusion_attention.contract.record import (
+    INVALID,
+    NULL_POINTER,
+    REQUIRED,
+    Array,
+    Attr,
+    Op,
+    Param,
+    Rule,
+    Tensor,
+    Tensors,
+)
+
+# Values of attributes by type, of which the first one that violates a domain or a rule is used in an invalid call.
+VALUES: dict[type, tuple[Any, ...]] = {
+    int: (2, -1, -2, 0, 3, 4, 5, 6, 9, 129, 8193, 1 << 32, 1 << 62),
+    float: (-1.0, 0.0, 0.5, 1.0, 1.5, float("inf")),
+    str: ("no such word", "TND", "same_as_input"),
+    bool: (True, False),
+}
 
 
 @dataclass(frozen=True)
@@ -101,12 +120,34 @@ def invalid_samples(op: Op) -> Iterator[InvalidSample]:
         layouts = [name for name in op.layouts if name in (rule.only or op.layouts)]
         shown = op.by_name[rule.param].shown
         chosen = {op.layout_attr: layouts[0]} if layouts else {}
-        args = sample(op, **{**chosen, **rule.given, **rule.invalid})
+        args = sample(op, **{**chosen, **violation(op, rule)})
         yield InvalidSample(f"{op.name}-{rule.id}", args, shown, rule.code, rule.level, op.spell(rule.expected))
     legal = sample(op)
     for p in op.params:
         for name, args, code in _stage_samples(op, p, legal):
             yield InvalidSample(f"{op.name}-{p.name}-{name}", args, p.shown, code)
+
+
+def violation(op: Op, rule: Rule) -> dict[str, Any]:
+    """Settings of a sample call that violates a rule: those of the rule, or a value of its parameter that the check
+    excludes."""
+    if rule.invalid:
+        return {**rule.given, **rule.invalid}
+    p = op.by_name[rule.param]
+    if isinstance(p, Attr):
+        return {**rule.given, p.name: _excluded(op, p, rule.check, p.domain or "True")}
+    return {
+        **rule.given,
+        p.name: [0, 0] if isinstance(p, Array) else True if isinstance(p, Tensor) and p.words("") else "1",
+    }
+
+
+def _excluded(op: Op, p: Attr, check: str, domain: str = "True") -> Any:
+    """The first value of an attribute's type that violates an expression over it, but is in a domain."""
+    names = {**op.neutral, **{other.name: other.default for other in op.params if isinstance(other, Attr)}}
+    within = scope(names, op.functions)
+    values = (value for value in VALUES[p.type] if evaluate(domain, {**within, p.name: value}))
+    return next(value for value in values if not evaluate(check, {**within, p.name: value}))
 
 
 def _stage_samples(op: Op, p: Param, legal: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int]]:
@@ -119,7 +160,7 @@ def _stage_samples(op: Op, p: Param, legal: dict[str, Any]) -> Iterator[tuple[st
             yield "missing", {**legal, p.name: None}, NULL_POINTER
         yield "type", {**legal, p.name: object()}, INVALID
         if p.domain:
-            yield "domain", {**legal, p.name: p.bad}, p.code
+            yield "domain", {**legal, p.name: _excluded(op, p, p.domain)}, p.code
         return
     yield "type", {**legal, p.name: "a string"}, INVALID
     if not isinstance(p, Tensor) or p.output or not present:

@@ -13,7 +13,7 @@ from fusion_attention.contract import ContractError, Failure, bind, show
 from fusion_attention.distributed.groups import Call
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.merge import Partial, join_sink, merge
-from fusion_attention.ops.inference import fa_record as record
+from fusion_attention.ops.inference import api_definition as record
 from fusion_attention.torch_ops import dispatch
 
 Tensor = torch.Tensor

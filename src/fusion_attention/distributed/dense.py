@@ -25,9 +25,9 @@ from fusion_attention.ir.dropout import draw_seed
 from fusion_attention.ir.mask import INFINITE, UNLIMITED, Band
 from fusion_attention.ir.merge import Partial
 from fusion_attention.ops.shared.layouts import LAYOUTS, wide
-from fusion_attention.ops.training import fa_record as record
+from fusion_attention.ops.training import api_definition as record
+from fusion_attention.ops.training.api_definition import EmptyRows, Layout, Lengths
 from fusion_attention.ops.training.call import DenseCall, owns_bias
-from fusion_attention.ops.training.fa_record import EmptyRows, Layout, Lengths
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.autograd_guards import constants, once

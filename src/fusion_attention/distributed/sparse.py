@@ -13,13 +13,13 @@ from fusion_attention.distributed.groups import AnyGroup, group_of
 from fusion_attention.distributed.lists import found_bad, owned
 from fusion_attention.distributed.sharded_call import ShardedCall, Sums, Tokens, cut_of
 from fusion_attention.distributed.topk import Merged
+from fusion_attention.ops.indexer import api_definition as indexer_record
 from fusion_attention.ops.indexer import call as indexer
-from fusion_attention.ops.indexer import fa_record as indexer_record
+from fusion_attention.ops.indexer_loss import api_definition as loss_record
 from fusion_attention.ops.indexer_loss import call as loss
-from fusion_attention.ops.indexer_loss import fa_record as loss_record
 from fusion_attention.ops.shared.layouts import wide
+from fusion_attention.ops.sparse import api_definition as sparse_record
 from fusion_attention.ops.sparse import call as sparse
-from fusion_attention.ops.sparse import fa_record as sparse_record
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.autograd_guards import constants, once
 

@@ -8,8 +8,8 @@ import torch
 from fusion_attention.contract import Op
 from fusion_attention.npu import fused_out
 from fusion_attention.npu.interface import Args, from_record
-from fusion_attention.ops.fused import records as fused
-from fusion_attention.ops.fused.room_records import ROOM_V1, ROOM_V2
+from fusion_attention.ops.fused import definitions as fused
+from fusion_attention.ops.fused.output_definitions import ROOM_V1, ROOM_V2
 from fusion_attention.torch_ops import dispatch
 
 __all__ = [

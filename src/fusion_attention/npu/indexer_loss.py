@@ -3,7 +3,7 @@
 import torch
 
 from fusion_attention.npu.interface import Args, from_record
-from fusion_attention.ops.indexer_loss import records as indexer_loss
+from fusion_attention.ops.indexer_loss import definitions as indexer_loss
 from fusion_attention.torch_ops import dispatch
 
 __all__ = [

@@ -6,7 +6,7 @@ The function is not differentiable.
 import torch
 
 from fusion_attention.npu.interface import Args, from_record
-from fusion_attention.ops.inference import records as inference
+from fusion_attention.ops.inference import definitions as inference
 from fusion_attention.torch_ops import dispatch
 
 __all__ = ["npu_incre_flash_attention"]

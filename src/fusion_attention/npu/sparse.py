@@ -6,9 +6,9 @@ The functions are differentiable in the same inputs as torch_npu's.
 import torch
 
 from fusion_attention.npu.interface import Args, from_record
-from fusion_attention.ops.block_sparse import records as blocks
-from fusion_attention.ops.indexer import records as indexer
-from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.block_sparse import definitions as blocks
+from fusion_attention.ops.indexer import definitions as indexer
+from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.torch_ops import dispatch
 
 __all__ = [

@@ -8,7 +8,7 @@ import torch
 from fusion_attention.npu import training_call
 from fusion_attention.npu.fused_out import with_copies
 from fusion_attention.npu.interface import Args, from_record
-from fusion_attention.ops.training import records as training
+from fusion_attention.ops.training import definitions as training
 
 __all__ = [
     "npu_fusion_attention",

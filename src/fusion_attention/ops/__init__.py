@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+
 from fusion_attention.contract import Op
-from fusion_attention.ops.block_sparse import records as block_sparse
-from fusion_attention.ops.compressed import compressor
-from fusion_attention.ops.compressed import fa_record as compressed_attention
-from fusion_attention.ops.compressed import l1_norm as compressed_l1_norm
-from fusion_attention.ops.compressed import records as compressed
-from fusion_attention.ops.fused import records as fused_inference
-from fusion_attention.ops.indexer import fa_record as lightning_indexer
-from fusion_attention.ops.indexer import records as indexer
-from fusion_attention.ops.indexer import second as indexer_of_ratio
-from fusion_attention.ops.indexer_loss import fa_record as own_indexer_loss
-from fusion_attention.ops.indexer_loss import fa_target_record as own_target_loss
-from fusion_attention.ops.indexer_loss import records as indexer_loss
-from fusion_attention.ops.indexer_loss import target_records as target_loss
-from fusion_attention.ops.inference import fa_record as decode_attention
-from fusion_attention.ops.inference import records as inference
-from fusion_attention.ops.sparse import fa_record as sparse_attention
-from fusion_attention.ops.sparse import records as sparse
-from fusion_attention.ops.training import fa_record as attention
-from fusion_attention.ops.training import records as training
-from fusion_attention.ops.training import score_v4
 
 FAMILIES = (
-    *(attention, decode_attention, training, score_v4, block_sparse, inference, fused_inference),
-    *(indexer, indexer_of_ratio, lightning_indexer),
-    *(sparse, sparse_attention, compressed, compressed_l1_norm, compressed_attention, compressor),
-    *(indexer_loss, own_indexer_loss, target_loss, own_target_loss),
+    *("training.api_definition", "inference.api_definition", "training.definitions", "training.score_v4"),
+    *("block_sparse.definitions", "inference.definitions", "fused.definitions"),
+    *("indexer.definitions", "indexer.second", "indexer.api_definition", "sparse.definitions", "sparse.api_definition"),
+    *("compressed.definitions", "compressed.l1_norm", "compressed.api_definition", "compressed.compressor"),
+    *("indexer_loss.definitions", "indexer_loss.api_definition"),
+    *("indexer_loss.target_definitions", "indexer_loss.api_target_definition"),
 )
-RECORDS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
+
+
+class _Records(Mapping[str, Op]):
+    """Operator definitions by name. The first look-up imports all families, so a call of a function whose module
+    imports its own definition loads no other."""
+
+    @functools.cached_property
+    def _loaded(self) -> dict[str, Op]:
+        families = (importlib.import_module(f"{__name__}.{name}") for name in FAMILIES)
+        return {op.name: op for family in families for op in family.RECORDS}
+
+    def __getitem__(self, name: str) -> Op:
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loaded)
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+
+RECORDS: Mapping[str, Op] = _Records()

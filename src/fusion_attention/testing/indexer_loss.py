@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import bind
-from fusion_attention.ops.indexer_loss import fa_record as own_loss
-from fusion_attention.ops.indexer_loss import records as indexer_loss
+from fusion_attention.ops.indexer_loss import api_definition as own_loss
+from fusion_attention.ops.indexer_loss import definitions as indexer_loss
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, Loss
 from fusion_attention.ops.indexer_loss.lower import lower
 from fusion_attention.ops.sparse.call import grouped

@@ -8,8 +8,8 @@ from typing import Any
 
 from fusion_attention.contract import Op, bind
 from fusion_attention.ir.mask import Band
-from fusion_attention.ops.training import fa_record, lower
-from fusion_attention.ops.training import records as training
+from fusion_attention.ops.training import api_definition, lower
+from fusion_attention.ops.training import definitions as training
 from fusion_attention.ops.training.call import BIAS, DenseCall
 from fusion_attention.ops.training.run import GRADIENTS, DenseBackward, DenseForward
 from fusion_attention.ops.training.statistics import to_lanes
@@ -79,7 +79,7 @@ def lowered(case: Case, args: Mapping[str, Any]) -> DenseCall:
         return lower.dense_call(bind(training.TORCH_V2, args), seed=args.get("seed", 0), offset=args.get("offset", 0))
     given = pythonic(case, args)
     assert given is not None, f"{case.id}: no interface can express it"
-    return fa_record.dense_call(bind(fa_record.RECORD, given), seed=args.get("seed", 0))
+    return api_definition.dense_call(bind(api_definition.RECORD, given), seed=args.get("seed", 0))
 
 
 def run(call: DenseCall, dy: Tensor, backend: str) -> Results:

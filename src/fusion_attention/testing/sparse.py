@@ -16,11 +16,11 @@ import torch
 
 from fusion_attention.contract import bind
 from fusion_attention.judging.error_bound import Expected
-from fusion_attention.ops.indexer import records as indexer
+from fusion_attention.ops.indexer import definitions as indexer
 from fusion_attention.ops.indexer.call import Indexer, IndexerBackward
 from fusion_attention.ops.indexer.lower import indexer_call
-from fusion_attention.ops.sparse import fa_record as sparse_own
-from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.sparse import api_definition as sparse_own
+from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, Sparse, SparseBackward
 from fusion_attention.ops.sparse.lower import sparse_call
 from fusion_attention.testing.cases import Named, Results, Tensor, hostile, poisoned

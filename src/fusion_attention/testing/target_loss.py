@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import bind
-from fusion_attention.ops.indexer_loss import fa_target_record
+from fusion_attention.ops.indexer_loss import api_target_definition
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, TargetLoss
 from fusion_attention.ops.indexer_loss.lower import lower_target
 from fusion_attention.testing.cases import Results, Tensor
@@ -80,7 +80,7 @@ def _target(case: TargetCase, make: Maker, count: int, row: int) -> Tensor:
 
 def lowered(case: TargetCase, args: Mapping[str, Any], names: tuple[str, ...] = ()) -> TargetLoss:
     """The call of the Python API; names: of other results."""
-    call = lower_target(bind(fa_target_record.RECORD, args))
+    call = lower_target(bind(api_target_definition.RECORD, args))
     return replace(call, names=names or call.names)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from fusion_attention.contract import bind
 from fusion_attention.ir.dropout import draw_seed, draw_seed_tensor
-from fusion_attention.ops.training import fa_record as record
+from fusion_attention.ops.training import api_definition as record
 from fusion_attention.torch_ops import dispatch, eager, traced
 
 Tensor = torch.Tensor

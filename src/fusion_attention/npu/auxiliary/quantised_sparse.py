@@ -8,8 +8,8 @@ import torch
 from fusion_attention.npu.auxiliary.call import checked, in_place_of
 from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.ops.auxiliary import quantised_sparse
-from fusion_attention.ops.indexer import records as indexer
-from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.indexer import definitions as indexer
+from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.torch_ops import dispatch
 
 __all__ = ["npu_kv_quant_sparse_flash_attention", "npu_quant_lightning_indexer"]

@@ -12,7 +12,7 @@ import torch
 from fusion_attention.contract import Op, Param
 from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.ops.shared.params import spelled
-from fusion_attention.ops.training import records as training
+from fusion_attention.ops.training import definitions as training
 
 Tensor = torch.Tensor
 # Rotary modes: MindSpeed's number, torch_npu's name.

@@ -5,25 +5,25 @@ import torch
 from fusion_attention.npu.auxiliary.call import computed
 from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.ops.auxiliary import losses
-from fusion_attention.ops.indexer_loss import target_records as records
+from fusion_attention.ops.indexer_loss import target_definitions as targets
 from fusion_attention.torch_ops import dispatch
 
 Tensor = torch.Tensor
 
 
-@from_record(records.TORCH)
+@from_record(targets.TORCH)
 def sparse_lightning_indexer_kl_loss_grad(args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return dispatch.in_order(records.TORCH, args, args["query_index"])
+    return dispatch.in_order(targets.TORCH, args, args["query_index"])
 
 
-@from_record(records.TORCH_DENSE)
+@from_record(targets.TORCH_DENSE)
 def dense_lightning_indexer_kl_loss_grad(args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return dispatch.in_order(records.TORCH_DENSE, args, args["query_index"])
+    return dispatch.in_order(targets.TORCH_DENSE, args, args["query_index"])
 
 
-@from_record(records.TORCH_LSE)
+@from_record(targets.TORCH_LSE)
 def dense_lightning_indexer_softmax_lse(args: Args) -> Tensor:
-    return dispatch.in_order(records.TORCH_LSE, args, args["query_index"])[0]
+    return dispatch.in_order(targets.TORCH_LSE, args, args["query_index"])[0]
 
 
 @computed(losses.KL_LOSS)

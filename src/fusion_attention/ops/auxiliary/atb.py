@@ -15,7 +15,7 @@ import torch
 from fusion_attention.contract import INVALID, REQUIRED, Array, Attr, Op, Rule, Tensor
 from fusion_attention.ops.auxiliary.caches import IDS, apart, own_memory, waits_for_none
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, writes
-from fusion_attention.ops.shared.rules import finite_scale, groups_of_heads, invalid, untrained
+from fusion_attention.ops.shared.rules import finite_scale, groups_of_heads, invalid, meaning, untrained
 
 SIZES = {"T": 6, "R": 3, "M": 2, "P": 4, "Ps": 16, "N1": 4, "N2": 2, "D": 16, "Dv": 8, "K": 40, "L": 32}
 UNSEEN = -1000.0  # with such an addend the weight of a score underflows to 0 in float32
@@ -115,7 +115,7 @@ def out(rows: str, dim: str = "Dv") -> Tensor:
 
 def lengths(name: str, text: str, advice: str, check: str, broken: Any, **more: Any) -> Rule:
     """A rule on the parameter `name`, with lengths; broken: an invalid value."""
-    return invalid(check, name, advice, text, invalid={name: broken}, **more)
+    return invalid(check, f"{name}: {text} ({advice})", invalid={name: broken}, **more)
 
 
 def none_below_zero(name: str, bad: list[int]) -> Rule:
@@ -143,14 +143,15 @@ CHUNKS = (
             "reach(seq_len, context_lens)", [20, 1, 17],
             when="len(seq_len) == len(context_lens) and least(context_lens) >= 0"),
 )  # fmt: skip
-COVERS_LENGTHS = invalid("covers(mask, seq_len)", "mask", "of every row and key of the longest sequence",
-               "[S, S] or [sequences, S, S]", invalid={"mask": "2 2"})  # fmt: skip
-DECIDED = Rule("decided(mask)", "mask", "a bias is not computed here", "1 or -1000 and below, or 0", code=INVALID,
-               reads=True, invalid={"mask": torch.full((6, 40), -1.0)})  # fmt: skip
-ROWS_DECIDED = Rule("decided(mask)", "mask", "a bias is not computed here", "1 or -1000 and below, or 0", code=INVALID,
-                    reads=True, invalid={"mask": torch.full((4, 4), -1.0)})  # fmt: skip
-CAUSAL = Rule("triangle(mask)", "mask", "of a compressed mask the content is known", "torch.ones(S, S).triu(1)",
-              code=INVALID, reads=True, invalid={"mask": torch.zeros(32, 32)})  # fmt: skip
+COVERS_LENGTHS = invalid("covers(mask, seq_len)",
+                         "mask: [S, S] or [sequences, S, S] (of every row and key of the longest sequence)",
+                         invalid={"mask": "2 2"})  # fmt: skip
+DECIDED = meaning("decided(mask)", "mask: 1 or -1000 and below, or 0 (a bias is not computed here)", code=INVALID,
+                  reads=True, invalid={"mask": torch.full((6, 40), -1.0)})  # fmt: skip
+ROWS_DECIDED = meaning("decided(mask)", "mask: 1 or -1000 and below, or 0 (a bias is not computed here)", code=INVALID,
+                       reads=True, invalid={"mask": torch.full((4, 4), -1.0)})  # fmt: skip
+CAUSAL = meaning("triangle(mask)", "mask: torch.ones(S, S).triu(1) (of a compressed mask the content is known)",
+                 code=INVALID, reads=True, invalid={"mask": torch.zeros(32, 32)})  # fmt: skip
 NO_GRADIENT = "attention with a gradient is npu_fusion_attention; or call it under torch.no_grad()"
 FORMULA = "out = softmax(scale_value * Q K^T over the keys that {seen}) V"
 PACKED = {"seq_len": torch.tensor([1, 2, 3]), "scale_value": 0.25}
@@ -213,7 +214,7 @@ FLASH_V3 = attends(
     "Causal attention of packed rows.",
     (
         *(QUERY, KEY, VALUE, TRIANGLE, LENGTHS, SCALE, *HEADS[::-1]),
-        Attr("mask_type", "3: a compressed mask.", default=3, domain="mask_type == 3", bad=1),
+        Attr("mask_type", "3: a compressed mask.", default=3, domain="mask_type == 3"),
         out("T"),
     ),
     (*ENDS, CAUSAL),
@@ -245,7 +246,7 @@ FLASH_UNPAD_V2 = attends(
     (
         *(QUERY, KEY, VALUE, LENGTHS, SCALE, *HEADS[::-1]),
         Attr("kernel_type", "The chip's kernel: 0, or 2. Both mean the same here.", default=0,
-             domain="kernel_type in (0, 2)", bad=1),
+             domain="kernel_type in (0, 2)"),
         out("T"),
     ),
     ENDS,
@@ -312,7 +313,7 @@ PAGED_MLA = attends(
     ),
     (
         *IN_PAGES,
-        invalid("1 <= Dv <= D", "mla_vheadsize", "the value is the key's first part", "elements that a key has",
+        invalid("1 <= Dv <= D", "mla_vheadsize: elements that a key has (the value is the key's first part)",
                 invalid={"Dv": 17}),
     ),
     SEEN_OF_SEQUENCE,
@@ -350,7 +351,7 @@ SPLITFUSE_V2 = attends(
     "Causal attention of the last rows of sequences whose keys lie in pages, by a compressed mask.",
     (
         *(QUERY, KEY_CACHE, VALUE_CACHE, TABLE, CONTEXT, TRIANGLE, LENGTHS, *HEADS, SCALE),
-        Attr("mask_type", "5: a compressed mask.", default=5, domain="mask_type == 5", bad=1),
+        Attr("mask_type", "5: a compressed mask.", default=5, domain="mask_type == 5"),
         out("T"),
     ),
     (*CHUNKS, CAUSAL),

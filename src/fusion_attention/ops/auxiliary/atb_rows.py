@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Attr, Op, Rule, Tensor
+from fusion_attention.contract import INVALID, Attr, Op, Tensor
 from fusion_attention.ops.auxiliary.atb import SIZES
 from fusion_attention.ops.auxiliary.caches import IDS, WRITTEN, apart, own_memory, pieces_of, waits_for_none, written
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, writes
-from fusion_attention.ops.shared.rules import invalid, untrained
+from fusion_attention.ops.shared.rules import invalid, meaning, untrained
 
 
 def whole_rows(cache: torch.Tensor, rows: torch.Tensor) -> bool:
@@ -51,20 +51,20 @@ def stores(name: str, summary: str, names: tuple[str, ...], **more: Any) -> Op:
         (),
         rules=(
             *(
-                invalid(f"holds_rows({c}, {n})", c, f"{n} is [tokens, ...]", "pages [pages, slots, ...] of such rows",
+                invalid(f"holds_rows({c}, {n})", f"{c}: pages [pages, slots, ...] of such rows ({n} is [tokens, ...])",
                         invalid={c: "P Ps N2 5"})
                 for c, n in zip(caches, names, strict=True)
             ),
             *(
-                invalid(f"{n}.shape[:1] == (T,)", n, "a row for every slot", "as many rows as slot_indices has",
+                invalid(f"{n}.shape[:1] == (T,)", f"{n}: as many rows as slot_indices has (a row for every slot)",
                         invalid={n: f"5 N2 {'D' if n == 'key' else 'Dv'}"})
                 for n in names
             ),
             *(
-                Rule(f"within(slot_indices, capacity({c}, {n}), low=-9223372036854775808)", "slot_indices",
-                     "each is page * slots of a page + slot", f"slots that {c} has", code=INVALID, reads=True,
-                     when=f"{c}.dim() > 2",
-                     invalid={"slot_indices": torch.full((6,), 40), c: f"2 Ps N2 {'D' if n == 'key' else 'Dv'}"})
+                meaning(f"within(slot_indices, capacity({c}, {n}), low=-9223372036854775808)",
+                        f"slot_indices: slots that {c} has (each is page * slots of a page + slot)", code=INVALID,
+                        reads=True, when=f"{c}.dim() > 2",
+                        invalid={"slot_indices": torch.full((6,), 40), c: f"2 Ps N2 {'D' if n == 'key' else 'Dv'}"})
                 for c, n in zip(caches, names, strict=True)
             ),
             *(rule for c in caches for rule in (*waits_for_none(c, shape=pages[c]), *own_memory(c, shape=pages[c]))),
@@ -106,26 +106,28 @@ ROTARY = auxiliary(
                make=lambda shape: torch.arange(shape[0])),
         floats("query", "[tokens, ...]: heads of head_size elements. Written."),
         floats("key", "As query. Written."),
-        Attr("head_size", "Elements of a head.", domain="head_size > 0 and head_size % 2 == 0", bad=15),
+        Attr("head_size", "Elements of a head.", domain="head_size > 0 and head_size % 2 == 0"),
         floats("cos_sin_cache", "Of every position its head_size / 2 cosines, then its sines.", shape="L D"),
         Attr("is_neox_style", "Element i turns with i + D/2; otherwise 2i with 2i + 1.", type=bool),
     ),
     (),
     rules=(
         *(
-            invalid(f"{n}.dim() > 1 and {n}.shape[0] == T", n, "a line for every position", "[tokens, ...]",
+            invalid(f"{n}.dim() > 1 and {n}.shape[0] == T", f"{n}: [tokens, ...] (a line for every position)",
                     invalid={n: "5 32"})
             for n in ("query", "key")
         ),
         *(
-            invalid(f"{n}.shape[1:].numel() % head_size == 0", n, "heads of head_size elements",
-                    "a multiple of head_size elements", when=f"{n}.dim() > 1", invalid={n: "T 24"})
+            invalid(f"{n}.shape[1:].numel() % head_size == 0",
+                    f"{n}: a multiple of head_size elements (heads of head_size elements)", when=f"{n}.dim() > 1",
+                    invalid={n: "T 24"})
             for n in ("query", "key")
         ),
-        invalid("D == head_size", "cos_sin_cache", "turn the part of a head that turns as a head of its own",
-                "[positions, head_size]", invalid={"D": 8}),
-        Rule("within(positions, L)", "positions", "each has its line", "lines that cos_sin_cache has", code=INVALID,
-             reads=True, invalid={"positions": torch.full((6,), 32)}),
+        invalid("D == head_size",
+                "cos_sin_cache: [positions, head_size] (turn the part of a head that turns as a head of its own)",
+                invalid={"D": 8}),
+        meaning("within(positions, L)", "positions: lines that cos_sin_cache has (each has its line)", code=INVALID,
+                reads=True, invalid={"positions": torch.full((6,), 32)}),
         *(rule for n in ("query", "key")
           for rule in (*waits_for_none(n, shape=(6, 32)), *own_memory(n, shape=(6, 32)))),
     ),

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Array, Attr, Op, Rule, Tensor
+from fusion_attention.contract import Array, Attr, Op, Tensor
 from fusion_attention.ops.auxiliary.common import result
 from fusion_attention.ops.shared.checks import float32, pages_exist
 from fusion_attention.ops.shared.cumulative import ends_fit
 from fusion_attention.ops.shared.params import PAGE_IDS, in_order
-from fusion_attention.ops.shared.rules import group, limit, needed, of_lengths, presence, typed
+from fusion_attention.ops.shared.rules import group, limit, meaning, needed, of_lengths, presence, typed
 
 BLOCK = 128  # keys of a block, and of a page
 NOT_SCORED = torch.finfo(torch.float32).min
@@ -49,10 +49,9 @@ PARAMS = (
     Array("actual_seq_klen", "Keys of every sequence; packed keys: their ends, a 0 before them. Needed.", True),
     Attr("layout_key", "BBND or BNBD: pages; TND: packed.", type=str, default="BBND"),
     Attr("sparse_mode", "3: causal, the last row sees the last key; 0: all keys.", default=3,
-         domain="sparse_mode in (0, 3)", bad=1),
-    Attr("init_blocks", "First blocks, which score 1e30.", default=0, domain="init_blocks >= 0", bad=-1),
-    Attr("local_blocks", "Blocks up to the rows' own one, which score 1e29.", default=1, domain="local_blocks >= 0",
-         bad=-1),
+         domain="sparse_mode in (0, 3)"),
+    Attr("init_blocks", "First blocks, which score 1e30.", default=0, domain="init_blocks >= 0"),
+    Attr("local_blocks", "Blocks up to the rows' own one, which score 1e29.", default=1, domain="local_blocks >= 0"),
 )  # fmt: skip
 IN_PAGES = {"actual_seq_qlen": [0, 3, 8], "actual_seq_klen": [100, 200], "block_table": "B M"}
 IN_TND = {"actual_seq_qlen": [0, 3, 8], "actual_seq_klen": [0, 100, 300]}
@@ -69,72 +68,38 @@ def lengths_within(lengths: Any, count: int, room: int) -> bool | str:
 RULES = (
     needed("actual_seq_qlen", "packed rows do not show where a sequence ends", text="the ends of the sequences' rows"),
     needed("actual_seq_klen", "keys do not show where a sequence ends", text="lengths of keys, or ends of packed ones"),
-    presence(
-        "(block_table is None) == (layout_key == 'TND')",
-        "block_table",
-        "it says which pages a sequence has",
-        text="a table where keys are in pages, and nowhere else",
-        invalid={"block_table": None},
-    ),
-    presence(
-        "(scale is None) == (not int8(key))",
-        "scale",
-        "integers mean nothing without it",
-        text="a scale of int8 keys, and of no others",
-        invalid={"scale": "P 1 Ps"},
-    ),
-    typed(
-        "int8(key) or same_dtype(key, query)",
-        "key",
-        "convert it with .to(query.dtype)",
-        text="the dtype of query, or int8 with a scale",
-        when="floating(key) or int8(key)",
-        invalid={"key": ("P Ps 1 D", "bfloat16"), "query": ("T1 N1 D", "float16")},
-    ),
-    of_lengths(
-        "ends_fit(actual_seq_qlen, T1)",
-        "actual_seq_qlen",
-        "a 0, then the end of every sequence",
-        text="cumulative lengths of all rows of the tensor",
-        invalid={"actual_seq_qlen": [0, 3, 9]},
-    ),
-    of_lengths(
-        "len(actual_seq_qlen) == B + 1",
-        "actual_seq_qlen",
-        "start_loc has one number for each",
-        text="one end for every sequence, and a 0 before them",
-        invalid={"actual_seq_qlen": [0, 8]},
-    ),
-    of_lengths(
-        "layout_key == 'TND' or lengths_within(actual_seq_klen, B, block_table.shape[1] * 128)",
-        "actual_seq_klen",
-        "no more than the pages of a sequence hold",
-        text="a length for every sequence",
-        invalid={"actual_seq_klen": [100, 999]},
-    ),
-    of_lengths(
-        "layout_key != 'TND' or len(actual_seq_klen) == B + 1 and ends_fit(actual_seq_klen, T2)",
-        "actual_seq_klen",
-        "a 0, then the end of every sequence",
-        text="cumulative lengths of all keys of the tensor",
-        only=("TND",),
-        invalid={"actual_seq_klen": [0, 100, 999]},
-    ),
+    presence("(block_table is None) == (layout_key == 'TND')",
+             "block_table: a table where keys are in pages, and nowhere else (it says which pages a sequence has)",
+             invalid={"block_table": None}),
+    presence("(scale is None) == (not int8(key))",
+             "scale: a scale of int8 keys, and of no others (integers mean nothing without it)",
+             invalid={"scale": "P 1 Ps"}),
+    typed("int8(key) or same_dtype(key, query)",
+          "key: the dtype of query, or int8 with a scale (convert it with .to(query.dtype))",
+          when="floating(key) or int8(key)",
+          invalid={"key": ("P Ps 1 D", "bfloat16"), "query": ("T1 N1 D", "float16")}),
+    of_lengths("ends_fit(actual_seq_qlen, T1)",
+               "actual_seq_qlen: cumulative lengths of all rows of the tensor (a 0, then the end of every sequence)",
+               invalid={"actual_seq_qlen": [0, 3, 9]}),
+    of_lengths("len(actual_seq_qlen) == B + 1",
+               "actual_seq_qlen: one end for every sequence, and a 0 before them (start_loc has one number for each)",
+               invalid={"actual_seq_qlen": [0, 8]}),
+    of_lengths("layout_key == 'TND' or lengths_within(actual_seq_klen, B, block_table.shape[1] * 128)",
+               "actual_seq_klen: a length for every sequence (no more than the pages of a sequence hold)",
+               invalid={"actual_seq_klen": [100, 999]}),
+    of_lengths("layout_key != 'TND' or len(actual_seq_klen) == B + 1 and ends_fit(actual_seq_klen, T2)",
+               "actual_seq_klen: cumulative lengths of all keys of the tensor (a 0, then the end of every sequence)",
+               only=("TND",), invalid={"actual_seq_klen": [0, 100, 999]}),
     *group(
-        Rule("Ps == 128", "key", "a block is a page", text="pages of 128 keys", invalid={"Ps": 64}),
-        Rule(
-            "pages_exist(block_table, klen, Ps, P)",
-            "block_table",
-            "entries behind a sequence's last page are not read",
-            text="numbers of pages",
-            reads=True,
-            invalid={"block_table": torch.tensor([[7, 0], [1, 2]], dtype=torch.int32)},
-        ),
+        meaning("Ps == 128", "key: pages of 128 keys (a block is a page)", invalid={"Ps": 64}),
+        meaning("pages_exist(block_table, klen, Ps, P)",
+                "block_table: numbers of pages (entries behind a sequence's last page are not read)", reads=True,
+                invalid={"block_table": torch.tensor([[7, 0], [1, 2]], dtype=torch.int32)}),
         when="layout_key != 'TND'",
     ),
-    Rule("N1 >= 1", "query", "scores are those of heads", text="at least one head", invalid={"N1": 0}),
-    limit("D == 128", "query", "the chip takes no other dim", invalid={"D": 64}),
-    limit("not float32(query)", "query", "the chip computes no float32 here", text="float16 or bfloat16",
+    meaning("N1 >= 1", "query: at least one head (scores are those of heads)", invalid={"N1": 0}),
+    limit("D == 128", "query (the chip takes no other dim)", invalid={"D": 64}),
+    limit("not float32(query)", "query: float16 or bfloat16 (the chip computes no float32 here)",
           invalid={"query": ("T1 N1 D", "float32"), "key": ("P Ps 1 D", "float32")}),
 )  # fmt: skip
 

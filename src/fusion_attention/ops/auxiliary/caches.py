@@ -8,7 +8,7 @@ import torch
 
 from fusion_attention.contract import Attr, Rule, Tensor
 from fusion_attention.ops.auxiliary.common import auxiliary, result, writes
-from fusion_attention.ops.shared.rules import invalid, untrained
+from fusion_attention.ops.shared.rules import invalid, meaning, untrained
 
 IDS = "int32 int64"
 WRITTEN = "float16 bfloat16 float32 int8 uint8 int16 int32"
@@ -48,14 +48,14 @@ def waits_for_none(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
     """Rules: tensors that are written in place do not require gradients."""
     leaf = torch.zeros(shape, dtype=torch.float16, requires_grad=True)
     text, advice = "a tensor that waits for no gradient", "it is written in place: detach() it, or use torch.no_grad()"
-    return tuple(invalid(f"not trained({name})", name, advice, text, invalid={name: leaf}) for name in names)
+    return tuple(invalid(f"not trained({name})", f"{name}: {text} ({advice})", invalid={name: leaf}) for name in names)
 
 
 def own_memory(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
     """Rules: tensors that are written do not have elements that share memory."""
     expanded = torch.zeros(shape[0], *(1,) * (len(shape) - 1), dtype=torch.float16).expand(shape)
     advice, text = "an expanded tensor cannot be written: clone() it", "memory of its own for every element"
-    return tuple(invalid(f"apart({name})", name, advice, text, invalid={name: expanded}) for name in names)
+    return tuple(invalid(f"apart({name})", f"{name}: {text} ({advice})", invalid={name: expanded}) for name in names)
 
 
 def apart(tensor: torch.Tensor) -> bool:
@@ -85,9 +85,7 @@ def _of_pages(names: tuple[tuple[str, str], ...]) -> tuple[Rule, ...]:
     return tuple(
         invalid(
             f"holds({cache}, {rows}, cache_mode != 'Norm')",
-            cache,
-            f"{rows} is [tokens, heads, D]",
-            text,
+            f"{cache}: {text} ({rows} is [tokens, heads, D])",
             invalid={cache: "3 4 2 5"},
         )
         for rows, cache in names
@@ -122,7 +120,6 @@ SCATTER_PA = auxiliary(
             type=str,
             default="PA_NZ",
             domain="cache_mode in ('Norm', 'PA_NZ')",
-            bad="PA",
         ),
     ),
     (),
@@ -130,33 +127,25 @@ SCATTER_PA = auxiliary(
         *_of_pages((("key", "key_cache"), ("value", "value_cache"))),
         invalid(
             "slot_mapping.dim() == 1 and slot_mapping.shape[0] == key.shape[0]",
-            "slot_mapping",
-            "a slot for every row",
-            "as many slots as key has tokens",
+            "slot_mapping: as many slots as key has tokens (a slot for every row)",
             when="key.dim() > 0",
             invalid={"slot_mapping": ("5", "zeros")},
         ),
         invalid(
             "value.shape[0] == key.shape[0]",
-            "value",
-            "one for each key",
-            "as many tokens as key has",
+            "value: as many tokens as key has (one for each key)",
             when="key.dim() > 0 and value.dim() > 0",
             invalid={"value": "5 2 W"},
         ),
         invalid(
             "not holds(key_cache, key) or not holds(value_cache, value)"
             " or slots(key_cache, key, cache_mode) == slots(value_cache, value, cache_mode)",
-            "value_cache",
-            "a slot number means both",
-            "as many slots as key_cache has",
+            "value_cache: as many slots as key_cache has (a slot number means both)",
             invalid={"value_cache": "2 4 2 W"},
         ),
-        Rule(
+        meaning(
             "within(slot_mapping, slots(key_cache, key, cache_mode), low=-9223372036854775808)",
-            "slot_mapping",
-            "each is page * slots of a page + slot",
-            "slots that the cache has",
+            "slot_mapping: slots that the cache has (each is page * slots of a page + slot)",
             when="holds(key_cache, key)",
             reads=True,
             invalid={"slot_mapping": torch.tensor([0, 1, 2, 12])},
@@ -165,13 +154,7 @@ SCATTER_PA = auxiliary(
         *own_memory("key_cache", "value_cache", shape=PAGES),
         *untrained(STORED, key=(4, 2, 8), value=(4, 2, 8)),
         *(
-            invalid(
-                f"{name} is None",
-                name,
-                "pass whole caches",
-                "None, not a compressed cache",
-                invalid={name: "4"},
-            )
+            invalid(f"{name} is None", f"{name}: None, not a compressed cache (pass whole caches)")
             for name in ("compress_lens", "compress_seq_offsets", "seq_lens")
         ),
     ),
@@ -210,48 +193,36 @@ GATHER_PA = auxiliary(
         *(
             invalid(
                 f"holds({cache}, {rows})",
-                rows,
-                "[tokens, heads, D]",
-                f"rows as {cache} has them",
+                f"{rows}: rows as {cache} has them ([tokens, heads, D])",
                 invalid={rows: "6 2 5"},
             )
             for rows, cache in (("key", "key_cache"), ("value", "value_cache"))
         ),
         invalid(
             "key.dim() != 3 or value.dim() != 3 or key.shape[0] == value.shape[0]",
-            "value",
-            "one for each key",
-            "as many rows as key has",
+            "value: as many rows as key has (one for each key)",
             invalid={"value": "5 2 W"},
         ),
         invalid(
             "not holds(key_cache, key) or not holds(value_cache, value)"
             " or slots(key_cache, key) == slots(value_cache, value)",
-            "value_cache",
-            "a table means both",
-            "as many slots as key_cache has",
+            "value_cache: as many slots as key_cache has (a table means both)",
             invalid={"value_cache": "2 4 2 W"},
         ),
         invalid(
             "block_tables.dim() == 2 and seq_lens.dim() == 1"
             " and seq_lens.shape[0] == block_tables.shape[0] + is_seq_lens_cumsum",
-            "seq_lens",
-            "and one more, the 0, where they are cumulative",
-            "a length for every row of block_tables",
+            "seq_lens: a length for every row of block_tables (and one more, the 0, where they are cumulative)",
             invalid={"seq_lens": torch.tensor([3, 1, 2])},
         ),
         invalid(
             "seq_offset is None or seq_offset.shape == block_tables.shape[:1]",
-            "seq_offset",
-            "tokens that are left out",
-            "one for every row of block_tables",
+            "seq_offset: one for every row of block_tables (tokens that are left out)",
             invalid={"seq_offset": torch.tensor([3, 1, 2])},
         ),
-        Rule(
+        meaning(
             "lengths_fill(seq_lens, is_seq_lens_cumsum, key.shape[0])",
-            "seq_lens",
-            "key and value are written from end to end",
-            "lengths of as many rows as key has",
+            "seq_lens: lengths of as many rows as key has (key and value are written from end to end)",
             when="key.dim() == 3",
             reads=True,
             invalid={"seq_lens": torch.tensor([3, 4])},
@@ -292,24 +263,19 @@ SCATTER_ND = auxiliary(
     rules=(
         invalid(
             "0 < indices.dim() and 0 < indices.shape[-1] <= input.dim()",
-            "indices",
-            "the last axis of indices holds one place each",
-            "[..., K] with K axes that input has",
+            "indices: [..., K] with K axes that input has (the last axis of indices holds one place each)",
             invalid={"indices": torch.zeros(3, 4, dtype=torch.int64), "updates": "3"},
         ),
         invalid(
             "updates.shape == indices.shape[:-1] + input.shape[indices.shape[-1]:]",
-            "updates",
-            "a row for every place",
-            "the shape of indices without its last axis, then that of input without its first K",
+            "updates: the shape of indices without its last axis, then that of input without its first K (a row for "
+            "every place)",
             when="indices.dim() > 0",
             invalid={"updates": "3 7"},
         ),
-        Rule(
+        meaning(
             "within(indices, *input.shape[:indices.shape[-1]])",
-            "indices",
-            "none counts from the end",
-            "places that input has",
+            "indices: places that input has (none counts from the end)",
             when="0 < indices.dim() and 0 < indices.shape[-1] <= input.dim()",
             reads=True,
             invalid={"indices": torch.tensor([[0], [2], [5]])},
@@ -328,16 +294,12 @@ SCATTER_ND_ = SCATTER_ND.version(
         *SCATTER_ND.rules,
         invalid(
             "not (trained(input) and input.is_leaf)",
-            "input",
-            "it is written in place: detach() it, or use torch.no_grad()",
-            "no leaf that waits for a gradient",
+            "input: no leaf that waits for a gradient (it is written in place: detach() it, or use torch.no_grad())",
             invalid={"input": torch.zeros(5, 8, requires_grad=True)},
         ),
         invalid(
             "apart(input)",
-            "input",
-            "an expanded tensor cannot be written: clone() it",
-            "memory of its own for every element",
+            "input: memory of its own for every element (an expanded tensor cannot be written: clone() it)",
             invalid={"input": torch.zeros(5, 1).expand(5, 8)},
         ),
     ),

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import torch
 
-from fusion_attention.contract import Op, Rule, Tensor, trained
+from fusion_attention.contract import Op, Rule, Tensor, functions_in, trained
 from fusion_attention.ops.shared.rules import invalid, refused, untrained
 
 FLOATS = "float16 bfloat16 float32"
@@ -54,15 +54,7 @@ def within(indices: torch.Tensor, *sizes: int, low: int = 0) -> bool | str:
     return True
 
 
-FUNCTIONS = {
-    "ends_with": ends_with,
-    "has_axis": has_axis,
-    "halves": halves,
-    "half_of": half_of,
-    "expands_to": expands_to,
-    "within": within,
-    "trained": trained,
-}
+FUNCTIONS = functions_in(globals()) | {"trained": trained}
 
 
 def floats(name: str, text: str, *, like: str = "", **changes: Any) -> Tensor:
@@ -102,7 +94,7 @@ def same_shape(name: str, other: str, **more: Any) -> Rule:
     """Rule: two tensors have the same shape."""
     broken = more.pop("invalid", {name: "7"})
     return invalid(
-        f"{name}.shape == {other}.shape", name, "element by element", f"the shape of {other}", invalid=broken
+        f"{name}.shape == {other}.shape", f"{name}: the shape of {other} (element by element)", invalid=broken
     )
 
 
@@ -110,12 +102,10 @@ def two_halves(dim: str = "dim", tensor: str = "input", **more: Any) -> tuple[Ru
     """Rules: an axis exists and has an even size; more: further settings of an invalid sample call with an odd size."""
     present, advice = f"has_axis({tensor}, {dim})", "negative axes count from the end"
     return (
-        invalid(present, dim, advice, f"an axis of {tensor}", invalid={dim: 4}),
+        invalid(present, f"{dim}: an axis of {tensor} ({advice})", invalid={dim: 4}),
         invalid(
             f"halves({tensor}, {dim})",
-            tensor,
-            "it is cut in the middle",
-            f"an even size along {dim}",
+            f"{tensor}: an even size along {dim} (it is cut in the middle)",
             when=present,
             invalid={tensor: "3 5", **more},
         ),

@@ -12,7 +12,7 @@ from fusion_attention.contract import Array, Attr, Rule, Tensor
 from fusion_attention.ops.auxiliary.caches import apart, own_memory, waits_for_none
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, result
 from fusion_attention.ops.shared.params import TENSOR_FIRST
-from fusion_attention.ops.shared.rules import invalid
+from fusion_attention.ops.shared.rules import invalid, meaning
 
 
 def lengths_of(
@@ -96,7 +96,7 @@ COMPRESSOR = replace(
                 dtypes="float32",
             ),
             Tensor("ape", "Bias of gates by the position in a window, [cmp_ratio, coff * D].", dtypes="float32"),
-            Attr("cmp_ratio", "Rows of a window.", default=4, domain="cmp_ratio >= 1", bad=0),
+            Attr("cmp_ratio", "Rows of a window.", default=4, domain="cmp_ratio >= 1"),
             Tensor(
                 "state_block_table",
                 "Blocks of state_cache: [B, blocks of a sequence] in cache_mode 1, of which 0 keeps nothing; [B] in "
@@ -108,41 +108,38 @@ COMPRESSOR = replace(
             Array("seqused", "Rows of every sequence that count; None: all.", True),
             Array("start_pos", "Position of the first row of every sequence; None: 0.", True),
             Attr("coff", "1; or 2, windows overlap: rows have 2 * D channels, and the first D of them belong to the "
-                 "next window.", default=1, domain="coff in (1, 2)", bad=3),
+                 "next window.", default=1, domain="coff in (1, 2)"),
             Attr("cache_mode", "1: a block for each position; 2: one block of a sequence as a ring.", default=1,
-                 domain="cache_mode in (1, 2)", bad=0),
+                 domain="cache_mode in (1, 2)"),
         ),
         (
             result("cmp_kv", "[B, ceil(S / cmp_ratio), D], or packed [min(T, T // cmp_ratio + B), D]; zeros behind the "
                    "last window of a sequence, packed behind that of the last.", "=x"),
         ),
         rules=(
-            invalid(
-                "x.dim() == (3 if cu_seqlens is None else 2)", "x", "packed rows need cu_seqlens",
-                "[B, S, H], or [T, H] with cu_seqlens", invalid={"x": "4 W"},
-            ),
-            invalid("shapes_fit(x, wkv, coff)", "wkv", "a row for each channel", "[coff * D, H], H as x has",
+            invalid("x.dim() == (3 if cu_seqlens is None else 2)",
+                    "x: [B, S, H], or [T, H] with cu_seqlens (packed rows need cu_seqlens)", invalid={"x": "4 W"}),
+            invalid("shapes_fit(x, wkv, coff)", "wkv: [coff * D, H], H as x has (a row for each channel)",
                     invalid={"wkv": "4 6", "wgate": "4 6"}, when="x.dim() > 1"),
-            invalid("wgate.shape == wkv.shape", "wgate", "a gate for each channel", "the shape of wkv",
+            invalid("wgate.shape == wkv.shape", "wgate: the shape of wkv (a gate for each channel)",
                     invalid={"wgate": "6 W"}),
-            invalid("ape.dim() == 2 and ape.shape[0] == cmp_ratio and ape.shape[1] == wkv.shape[0]", "ape",
-                    "a row for each position in a window", "[cmp_ratio, coff * D]", invalid={"ape": "3 4"},
+            invalid("ape.dim() == 2 and ape.shape[0] == cmp_ratio and ape.shape[1] == wkv.shape[0]",
+                    "ape: [cmp_ratio, coff * D] (a row for each position in a window)", invalid={"ape": "3 4"},
                     when="wkv.dim() == 2"),
-            invalid("state_cache.dim() == 3 and state_cache.shape[2] == 2 * wkv.shape[0]", "state_cache",
-                    "keys, then gates", "[blocks, rows, 2 * coff * D]", invalid={"state_cache": "3 4 6"},
+            invalid("state_cache.dim() == 3 and state_cache.shape[2] == 2 * wkv.shape[0]",
+                    "state_cache: [blocks, rows, 2 * coff * D] (keys, then gates)", invalid={"state_cache": "3 4 6"},
                     when="wkv.dim() == 2"),
-            Rule(f"lengths_fit({_LENGTHS})", "cu_seqlens", "they count rows of x", "lengths of sequences within x",
-                 invalid={"seqused": [7, 2]}, when="x.dim() == (3 if cu_seqlens is None else 2)"),
-            Rule(
-                f"positions_fit(state_block_table, state_cache, {_LENGTHS}, cache_mode, coff * cmp_ratio - 1)",
-                "state_block_table", "earlier rows are read from there", "a block for every row that is kept",
-                invalid={"start_pos": [30, 0]},
-                when=f"x.dim() == (3 if cu_seqlens is None else 2) and state_cache.dim() == 3"
-                f" and lengths_fit({_LENGTHS}) is True",
-            ),
-            Rule("state_block_table is None or within(state_block_table, state_cache.shape[0])", "state_block_table",
-                 "numbers of blocks", "blocks that state_cache has", reads=True, when="state_cache.dim() == 3",
-                 invalid={"state_block_table": torch.tensor([[1, 9], [0, 2]], dtype=torch.int32)}),
+            meaning(f"lengths_fit({_LENGTHS})", "cu_seqlens: lengths of sequences within x (they count rows of x)",
+                    invalid={"seqused": [7, 2]}, when="x.dim() == (3 if cu_seqlens is None else 2)"),
+            meaning(f"positions_fit(state_block_table, state_cache, {_LENGTHS}, cache_mode, coff * cmp_ratio - 1)",
+                    "state_block_table: a block for every row that is kept (earlier rows are read from there)",
+                    invalid={"start_pos": [30, 0]},
+                    when=f"x.dim() == (3 if cu_seqlens is None else 2) and state_cache.dim() == 3"
+                    f" and lengths_fit({_LENGTHS}) is True"),
+            meaning("state_block_table is None or within(state_block_table, state_cache.shape[0])",
+                    "state_block_table: blocks that state_cache has (numbers of blocks)", reads=True,
+                    when="state_cache.dim() == 3",
+                    invalid={"state_block_table": torch.tensor([[1, 9], [0, 2]], dtype=torch.int32)}),
             *_of_float32(waits_for_none, torch.zeros(3, 4, 8, requires_grad=True)),
             *_of_float32(own_memory, torch.zeros(3, 1, 1).expand(3, 4, 8)),
         ),

@@ -10,7 +10,7 @@ import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Op, Rule, Tensor
 from fusion_attention.ops.auxiliary.common import FLOATS, auxiliary, floats, result
-from fusion_attention.ops.shared.rules import invalid, presence
+from fusion_attention.ops.shared.rules import invalid, meaning, presence
 
 SIZES = {"T": 6, "P": 12, "K": 2, "H": 4, "E": 3}  # tokens, experts of a token, elements of a row, experts
 IDS = "int32 int64"
@@ -39,9 +39,7 @@ SORTED = Tensor(
     make=counting(12),
     shape="P",
 )
-PADDED = Attr(
-    "padded_mode", "False: the chip takes nothing else.", type=bool, default=False, domain="not padded_mode", bad=True
-)
+PADDED = Attr("padded_mode", "False: the chip takes nothing else.", type=bool, default=False, domain="not padded_mode")
 RESTORE = Array("restore_shape", "Of padded_mode: not used.", optional=True)
 
 
@@ -51,23 +49,19 @@ def probs(text: str, shape: str, **changes: Any) -> Tensor:
 
 CHOSEN = invalid(
     "indices.dim() in (1, 2) and indices.shape[0] == T",
-    "indices",
-    "one row for every token",
-    "[T, K] or [T]",
+    "indices: [T, K] or [T] (one row for every token)",
     invalid={"indices": "3 4"},
 )
 ENOUGH = invalid(
     "num_out_tokens is None or -indices.numel() <= num_out_tokens",
-    "num_out_tokens",
-    "negative numbers leave out the last rows",
-    "at most as many rows as there are",
+    "num_out_tokens: at most as many rows as there are (negative numbers leave out the last rows)",
     invalid={"num_out_tokens": -13},
 )
 
 
 def one_place_each(choices: str, **more: Any) -> Rule:
     """Rule: sorted_indices has an element per choice of an expert; choices: expression for their number."""
-    return invalid(f"P == {choices}", "sorted_indices", "where each choice's row lies", invalid={"P": 7}, **more)
+    return invalid(f"P == {choices}", "sorted_indices (where each choice's row lies)", invalid={"P": 7}, **more)
 
 
 PERMUTE = moe(
@@ -187,11 +181,9 @@ def chosen(routing_map: torch.Tensor) -> torch.Tensor:
     return routing_map.bool().sum(1)
 
 
-EVENLY = Rule(
+EVENLY = meaning(
     "bool((chosen(routing_map) == num_out_tokens // T).all())",
-    "routing_map",
-    "without drop_and_pad every token has as many experts",
-    "num_out_tokens // tokens experts in every row",
+    "routing_map: num_out_tokens // tokens experts in every row (without drop_and_pad every token has as many experts)",
     when="T > 0 and num_out_tokens is not None and 0 <= num_out_tokens <= T * E and not drop_and_pad",
     code=INVALID,
     reads=True,
@@ -216,9 +208,7 @@ PERMUTE_MAP = moe(
         EVENLY,
         invalid(
             "num_out_tokens is None or 0 <= num_out_tokens <= routing_map.numel()",
-            "num_out_tokens",
-            "at most a row for every token and expert",
-            "0 <= num_out_tokens <= tokens * experts",
+            "num_out_tokens: 0 <= num_out_tokens <= tokens * experts (at most a row for every token and expert)",
             invalid={"num_out_tokens": 19},
         ),
     ),
@@ -250,38 +240,28 @@ UNPERMUTE_MAP = moe(
     rules=(
         invalid(
             "len(restore_shape) == 2 and min(restore_shape) >= 0 and restore_shape[1] == H",
-            "restore_shape",
-            "the shape of the output",
-            "[T, H]",
+            "restore_shape: [T, H] (the shape of the output)",
             invalid={"restore_shape": [6, 5]},
         ),
         invalid(
             "R == restore_shape[0] * (R // max(restore_shape[0], 1)) and (probs is None or R <= T * E)",
-            "sorted_indices",
-            "of each expert at most one",
-            "as many rows for every token",
+            "sorted_indices: as many rows for every token (of each expert at most one)",
             when="not drop_and_pad and len(restore_shape) == 2",
             invalid={"R": 11},
         ),
         invalid(
             "probs is None or len(restore_shape) != 2 or restore_shape[0] == T",
-            "probs",
-            "weights for every token",
-            "[T, E]",
+            "probs: [T, E] (weights for every token)",
             invalid={"probs": "5 3", "routing_map": "5 3"},
         ),
         presence(
             "probs is None or drop_and_pad or routing_map is not None",
-            "routing_map",
-            "it says which weights are meant",
-            "a map beside probs",
+            "routing_map: a map beside probs (it says which weights are meant)",
             invalid={"routing_map": None},
         ),
-        Rule(
+        meaning(
             "within(sorted_indices, restore_shape[0])",
-            "sorted_indices",
-            "with drop_and_pad they are tokens",
-            "0 <= token < T",
+            "sorted_indices: 0 <= token < T (with drop_and_pad they are tokens)",
             when="drop_and_pad and len(restore_shape) == 2",
             code=INVALID,
             reads=True,
@@ -290,9 +270,7 @@ UNPERMUTE_MAP = moe(
         ),
         invalid(
             "E > 0 and R % E == 0",
-            "permuted_tokens",
-            "with drop_and_pad every expert has as many rows",
-            "a multiple of E rows",
+            "permuted_tokens: a multiple of E rows (with drop_and_pad every expert has as many rows)",
             when="drop_and_pad and probs is not None",
             given={"drop_and_pad": True},
             invalid={"R": 11},

@@ -12,9 +12,7 @@ X = floats("input", "Both halves.")
 DIM = Attr("dim", "The axis that is cut in the middle.", default=-1)
 GRADIENT_OF_HALF = invalid(
     "grad_output.shape == half_of(input, dim)",
-    "grad_output",
-    "as the forward returns it",
-    "the shape of input, half as long along dim",
+    "grad_output: the shape of input, half as long along dim (as the forward returns it)",
     when="has_axis(input, dim)",
     invalid={"grad_output": "B S1 W"},
 )
@@ -52,13 +50,7 @@ True""",
 )
 
 GEGLU_FORMULA = "a, b = the halves of x along dim\ny = a * gelu(b);  with activate_left gelu(a) * b"
-APPROXIMATE = Attr(
-    "approximate",
-    "1: by tanh; 0: by the error function.",
-    default=1,
-    domain="approximate in (0, 1)",
-    bad=2,
-)
+APPROXIMATE = Attr("approximate", "1: by tanh; 0: by the error function.", default=1, domain="approximate in (0, 1)")
 LEFT = Attr("activate_left", "The left half is activated, not the right one.", type=bool, default=False)
 GEGLU = auxiliary(
     "npu_geglu",
@@ -108,7 +100,6 @@ WORD = Attr(
     type=str,
     default="none",
     domain="approximate in ('none', 'tanh')",
-    bad="erf",
 )
 ANY = floats("input", "Any shape.")
 SAME = result("y", "In the shape of input.", "=input")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fusion_attention.contract import Attr, Rule, Tensor
+from fusion_attention.contract import Attr, Rule, Tensor, functions_in
 from fusion_attention.ops.auxiliary.caches import FUNCTIONS, STORED, WRITTEN, own_memory, waits_for_none
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, writes
-from fusion_attention.ops.shared.rules import invalid, untrained
+from fusion_attention.ops.shared.rules import invalid, meaning, untrained
 
 MODES = "cache_mode in ('Norm', 'PA', 'PA_BNSD', 'PA_NZ', 'PA_BLK_BNSD', 'PA_BLK_NZ')"
 
@@ -65,9 +65,7 @@ def quantised(name: str, text: str, width: str, cache: str) -> tuple[Tensor, Rul
     """The parameter for scales or offsets of int8 rows, one per element, and its rule."""
     rule = invalid(
         f"{name} is None or tuple({name}.shape) == ({width},)",
-        name,
-        "one for every element of a row",
-        f"[{width}]",
+        f"{name}: [{width}] (one for every element of a row)",
         given={"k_cache": ("B 1 6 4", "int8"), "ckv_cache": ("B 1 6 8", "int8"), **SCALES},
         invalid={name: ("3", "float32")},
     )
@@ -109,9 +107,7 @@ KV_RMSNORM_ROPE = auxiliary(
             "normed. Of another shape it says nothing.",
             True,
         ),
-        Attr(
-            "epsilon", "Added to the mean square.", type=float, default=1e-5, domain="0 <= epsilon < 3.4e38", bad=-1.0
-        ),
+        Attr("epsilon", "Added to the mean square.", type=float, default=1e-5, domain="0 <= epsilon < 3.4e38"),
         Attr(
             "cache_mode",
             'How caches lie. "Norm"; "PA" or "PA_BNSD": pages of rows; "PA_NZ": pages of pieces; of "PA_BLK_BNSD" and '
@@ -119,7 +115,6 @@ KV_RMSNORM_ROPE = auxiliary(
             type=str,
             default="Norm",
             domain=MODES,
-            bad="BNSD",
         ),
         Attr("is_output_kv", "Return k_embed and y too.", type=bool, default=False),
     ),
@@ -130,17 +125,14 @@ KV_RMSNORM_ROPE = auxiliary(
     rules=(
         invalid(
             f"{IS_LATENT} and kv.shape[1] == 1 and rope_width(kv, gamma, v) % 2 == 0",
-            "kv",
-            "gamma says how long the latent is; beside v it is as long as kv",
-            "[B, 1, S, latent + rope] with an even rope",
+            "kv: [B, 1, S, latent + rope] with an even rope (gamma says how long the latent is; beside v it is as "
+            "long as kv)",
             invalid={"kv": "B 2 4 12"},
         ),
         *(
             invalid(
                 f"tuple({name}.shape) == (kv.shape[0], 1, kv.shape[2], rope_width(kv, gamma, v))",
-                name,
-                "of every token",
-                "[B, 1, S, rope]",
+                f"{name}: [B, 1, S, rope] (of every token)",
                 when=IS_LATENT,
                 invalid={name: "B 1 4 7"},
             )
@@ -149,9 +141,8 @@ KV_RMSNORM_ROPE = auxiliary(
         *(
             invalid(
                 f"cache_fits({name}, kv, {width}, cache_mode)",
-                name,
-                "NZ is written in pieces of 16, int8 of 32, in contiguous memory",
-                "[B, 1, slots, D] in mode Norm, [pages, slots, 1, D] in the others",
+                f"{name}: [B, 1, slots, D] in mode Norm, [pages, slots, 1, D] in the others (NZ is written in pieces "
+                "of 16, int8 of 32, in contiguous memory)",
                 when=IS_LATENT,
                 invalid={name: words},
             )
@@ -162,43 +153,33 @@ KV_RMSNORM_ROPE = auxiliary(
         ),
         invalid(
             "k_cache.dim() != 4 or ckv_cache.dim() != 4 or k_cache.shape[:3] == ckv_cache.shape[:3]",
-            "ckv_cache",
-            "a place means both",
-            "as many slots as k_cache has",
+            "ckv_cache: as many slots as k_cache has (a place means both)",
             invalid={"ckv_cache": "B 1 7 8"},
         ),
         invalid(
             "(k_rope_scale is not None) == (k_cache.dtype == torch_int8)"
             " and (c_kv_scale is not None) == (k_cache.dtype == torch_int8)"
             " and k_cache.dtype in (kv.dtype, torch_int8) and ckv_cache.dtype == k_cache.dtype",
-            "k_cache",
-            "int8 caches need both scales, others have none",
-            "the dtype of kv, or int8 with scales",
+            "k_cache: the dtype of kv, or int8 with scales (int8 caches need both scales, others have none)",
             invalid={"k_cache": ("B 1 6 4", "int8"), "ckv_cache": ("B 1 6 8", "int8")},
         ),
         *(rule for _, rule in NUMBERS),
         invalid(
             "index_fits(index, kv, k_cache, cache_mode)",
-            "index",
-            "of every token; of every page in the modes PA_BLK",
-            "[B, S] in mode Norm, one axis in the others",
+            "index: [B, S] in mode Norm, one axis in the others (of every token; of every page in the modes PA_BLK)",
             when="kv.dim() == 4 and k_cache.dim() == 4",
             invalid={"index": torch.zeros(3, dtype=torch.int64)},
         ),
-        Rule(
+        meaning(
             "within(index, buffer(k_cache, cache_mode), low=-9223372036854775808)",
-            "index",
-            "pages count as page * slots",
-            "places that the caches have",
+            "index: places that the caches have (pages count as page * slots)",
             when="k_cache.dim() == 4",
             reads=True,
             invalid={"index": torch.tensor([[0, 1, 2, 3], [0, 1, 2, 6]])},
         ),
         invalid(
             "not stands_apart(v) or v.shape[:3] == kv.shape[:3] and v.dtype == kv.dtype",
-            "v",
-            "a row of values of every token",
-            "[B, 1, S, 128] in the dtype of kv",
+            "v: [B, 1, S, 128] in the dtype of kv (a row of values of every token)",
             given={
                 "kv": "B 1 4 132",
                 "gamma": "132",
@@ -217,16 +198,7 @@ KV_RMSNORM_ROPE = auxiliary(
     formula="""latent, rope = kv;  y = latent / rms(latent) * gamma;  k_embed = npu_interleave_rope(rope, cos, sin)
 beside v:    rope, rest = kv / rms(kv) * gamma;  k_embed = (npu_interleave_rope(rope, cos, sin), rest),  y = v
 ckv_cache[index] = y,  k_cache[index] = k_embed;  of int8: round(row * scale + offset)""",
-    functions={
-        **FUNCTIONS,
-        "stands_apart": stands_apart,
-        "rope_width": rope_width,
-        "key_width": key_width,
-        "value_width": value_width,
-        "index_fits": index_fits,
-        "buffer": buffer,
-        "cache_fits": cache_fits,
-    },
+    functions=FUNCTIONS | functions_in(globals()),
     neutral={"torch_int8": torch.int8},
     sample={
         "kv": "B 1 4 12",

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Attr, Rule, Tensor
+from fusion_attention.contract import INVALID, Attr, Tensor
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, same_shape
 from fusion_attention.ops.auxiliary.experts import counting
-from fusion_attention.ops.shared.rules import invalid
+from fusion_attention.ops.shared.rules import invalid, meaning
 
 SIZES = {"T": 6, "C": 5}
 NOT_HERE = "neither the chip nor this library computes the loss of lse"
@@ -26,28 +26,23 @@ def labels(target: torch.Tensor, classes: int, ignored: int) -> bool | str:
 
 TARGET = Tensor("target", "The class of every row.", dtypes="int64", shape="T", make=counting(5, torch.int64))
 WEIGHT = Tensor("weight", "Of every class.", True, dtypes="float32", shape="C")
-SCALE = Attr(
-    "lse_square_scale_for_zloss", NOT_HERE, type=float, default=0.0, domain="lse_square_scale_for_zloss == 0", bad=0.5
-)
+SCALE = Attr("lse_square_scale_for_zloss", NOT_HERE, type=float, default=0.0, domain="lse_square_scale_for_zloss == 0")
 HOW = (
     Attr("reduction", '"mean" (over the weights), "sum" or "none".', type=str, default="mean",
-         domain="reduction in ('mean', 'sum', 'none')", bad="max"),
+         domain="reduction in ('mean', 'sum', 'none')"),
     Attr("ignore_index", "Rows of this label count for nothing, one below 0 too.", default=-100),
     Attr("label_smoothing", "s: the part of a row that is spread over all classes.", type=float, default=0.0,
-         domain="0 <= label_smoothing < 1", bad=1.0),
+         domain="0 <= label_smoothing < 1"),
 )  # fmt: skip
 
 
 def loss(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], rows: str, **more: Any) -> Any:
     """The operator definition of the loss or its gradient; rows: name of the tensor [T, C]."""
-    has_rows = Rule(
-        f"labels(target, {rows}.shape[1], ignore_index)", "target", "or ignore_index", "classes that there are",
-        code=INVALID, reads=True, when=f"{rows}.dim() == 2", invalid={"target": torch.tensor([0, 1, 2, 3, 4, 5])},
-    )  # fmt: skip
-    some = invalid(
-        f"{rows}.shape[1] > 0", rows, "there is a class", "[rows, classes]",
-        when=f"{rows}.dim() == 2", invalid={"C": 0, "target": torch.full((6,), -100)},
-    )  # fmt: skip
+    has_rows = meaning(f"labels(target, {rows}.shape[1], ignore_index)",
+                       "target: classes that there are (or ignore_index)", code=INVALID, reads=True,
+                       when=f"{rows}.dim() == 2", invalid={"target": torch.tensor([0, 1, 2, 3, 4, 5])})  # fmt: skip
+    some = invalid(f"{rows}.shape[1] > 0", f"{rows}: [rows, classes] (there is a class)", when=f"{rows}.dim() == 2",
+                   invalid={"C": 0, "target": torch.full((6,), -100)})  # fmt: skip
     sample = more.pop("sample", {})
     rules = (has_rows, some, *more.pop("rules", ()))
     return auxiliary(
@@ -61,7 +56,7 @@ CROSS_ENTROPY = loss(
     (
         floats("input", "Scores of every class.", shape="T C"),
         *(TARGET, WEIGHT, *HOW, SCALE),
-        Attr("return_zloss", NOT_HERE, type=bool, default=False, domain="not return_zloss", bad=True),
+        Attr("return_zloss", NOT_HERE, type=bool, default=False, domain="not return_zloss"),
     ),
     (
         result("loss", '[1]; of reduction "none" [T].', "=input"),
@@ -96,14 +91,12 @@ CROSS_ENTROPY_BACKWARD = loss(
     rules=(
         invalid(
             "grad_loss.shape == target.shape if reduction == 'none' else grad_loss.numel() == 1",
-            "grad_loss",
-            "as the forward returns the loss",
-            'one element; of reduction "none" one of every row',
+            'grad_loss: one element; of reduction "none" one of every row (as the forward returns the loss)',
             given={"reduction": "none", "grad_loss": "T"},
             invalid={"reduction": "mean"},
         ),
         *(
-            invalid(f"{name} is None or {name}.numel() == 0", name, NOT_HERE, "None", invalid={name: "T"})
+            invalid(f"{name} is None or {name}.numel() == 0", f"{name}: None ({NOT_HERE})", invalid={name: "T"})
             for name in ("grad_zloss", "lse_for_zloss")
         ),
     ),
@@ -132,14 +125,14 @@ KL_LOSS = replace(
             floats("target_score", "y, how much every key takes: [.., K].", make=_shares),
             floats("index_probs", "p, the indexer's softmax over the same keys.", like="target_score", make=_shares),
             Attr("eps", "The least that enters a logarithm.", type=float, default=1e-9, domain="0 < eps < 3.4e38",
-                 bad=0.0, code=INVALID),
+                 code=INVALID),
             Attr("weight_type", '"logits" or "probs": what the logarithms are weighted by, y or q.', type=str,
-                 default="logits", domain="weight_type in ('logits', 'probs')", bad="mean", code=INVALID),
+                 default="logits", domain="weight_type in ('logits', 'probs')", code=INVALID),
         ),
         (result("loss", "A scalar.", "=target_score"),),
         rules=(
             same_shape("index_probs", "target_score"),
-            invalid("target_score.dim() in (2, 3)", "target_score", "packed or padded rows", "[T, K] or [B, S, K]",
+            invalid("target_score.dim() in (2, 3)", "target_score: [T, K] or [B, S, K] (packed or padded rows)",
                     invalid={"target_score": "7", "index_probs": "7"}),
         ),
         formula="""q = y / (sum(y) + eps)                                                 over the keys of a row

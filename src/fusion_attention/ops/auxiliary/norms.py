@@ -10,9 +10,7 @@ from fusion_attention.ops.shared.rules import invalid
 
 X = floats("input", "What is normalised.")
 GAMMA = floats("gamma", "A weight for every element of the axes that are normalised together: the last ones of input.")
-EPSILON = Attr(
-    "epsilon", "Added to the mean square.", type=float, default=1e-6, domain="0 <= epsilon < 3.4e38", bad=-1.0
-)
+EPSILON = Attr("epsilon", "Added to the mean square.", type=float, default=1e-6, domain="0 <= epsilon < 3.4e38")
 Y = result("y", "In the shape of input.", "=input")
 RSTD = result("rstd", "1 / rms, in the shape of input with the normalised axes of size 1.", "float32")
 SAMPLE = {"input": "B S1 W", "gamma": "W"}
@@ -24,9 +22,7 @@ y &= x \cdot rstd \cdot \gamma
 \end{aligned}"""
 WEIGHTS = invalid(
     "ends_with(input, gamma)",
-    "gamma",
-    "a weight for every element that is normalised",
-    "the last axes of input",
+    "gamma: the last axes of input (a weight for every element that is normalised)",
     invalid={"gamma": "7"},
 )
 
@@ -60,9 +56,7 @@ RMS_NORM_BACKWARD = auxiliary(
         WEIGHTS,
         invalid(
             "rstd.shape == one_per_row(input, gamma)",
-            "rstd",
-            "as npu_rms_norm returns it",
-            "the shape of input with the normalised axes of size 1",
+            "rstd: the shape of input with the normalised axes of size 1 (as npu_rms_norm returns it)",
             when="ends_with(input, gamma)",
             invalid={"rstd": "B S1"},
         ),
@@ -95,7 +89,7 @@ ADD_RMS_NORM = auxiliary(
     ),
     rules=(
         same_shape("x2", "x1"),
-        invalid("ends_with(x1, gamma)", "gamma", WEIGHTS.advice, "the last axes of x1", invalid={"gamma": "7"}),
+        invalid("ends_with(x1, gamma)", f"gamma: the last axes of x1 ({WEIGHTS.advice})", invalid={"gamma": "7"}),
     ),
     formula=f"x = x1 + x2\n{FORMULA}",
     returns="(y, rstd, x); y and x have a derivative.",

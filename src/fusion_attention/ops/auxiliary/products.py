@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,10 @@ Given = Sequence[torch.Tensor]
 OTHERS = ("x_dtype", "weight_dtype", "scale_dtype", "per_token_scale_dtype")
 RESERVED = ("offset", "activation_input", "activation_quant_scale", "activation_quant_offset")
 ONE_EACH = ("bias", "scale", "antiquant_scale", "antiquant_offset")
-BLOCKS = "of every group's columns, perhaps of every block of rows"
+BLOCKS = "[E, N] or [E, blocks, N], or [N] or [blocks, N] of every group"
+BESIDE_COLUMNS = {"bias": "[E, N], or [N] of every group (of every group's columns)"} | dict.fromkeys(
+    ONE_EACH[1:], f"{BLOCKS} (of every group's columns, perhaps of every block of rows)"
+)
 
 
 def matrices(weight: Given) -> tuple[torch.Tensor, ...]:
@@ -85,10 +87,6 @@ def grouped(group_list: np.ndarray, kind: int, x: Given, weight: Given, group_ty
     return there and bool((sizes >= 0).all()) and int(sizes.sum()) <= total and each_own
 
 
-def _reserved(name: str, value: Any) -> Any:
-    return invalid(f"{name} is None", name, "not computed here", "None", invalid={name: value})
-
-
 GROUPED = auxiliary(
     "npu_grouped_matmul",
     "Rows times the matrix of their group.",
@@ -110,57 +108,54 @@ GROUPED = auxiliary(
         Tensors("per_token_scale", "Of int8 rows: [M].", optional=True, dtypes="float32", shape="M"),
         Array("group_list", "Where each group ends, or how many rows it has; or pairs.", optional=True),
         *(Tensors(name, "Not computed here.", optional=True) for name in RESERVED[1:]),
-        Attr("split_item", "0, 1: a result of every group; 2, 3: one.", default=0, domain="split_item in (0, 1, 2, 3)",
-             bad=4),
+        Attr("split_item", "0, 1: a result of every group; 2, 3: one.", default=0, domain="split_item in (0, 1, 2, 3)"),
         Attr("group_type", "-1: lists, not grouped; 0: groups are rows of x; 2: groups are columns of x and rows of "
         "weight, [K, M] and [M, N] to one [E, K, N]. A list as group_list needs none.", default=None),
         Attr("group_list_type", "0: cumulative ends; 1: sizes; 2: pairs (group, size).", default=0,
-             domain="group_list_type in (0, 1, 2)", bad=3),
+             domain="group_list_type in (0, 1, 2)"),
         Attr("act_type", "0: none; 1: relu; 2: gelu (tanh); 4: fast gelu; 5: silu.", default=0,
-             domain="act_type in (0, 1, 2, 4, 5)", bad=3),
+             domain="act_type in (0, 1, 2, 4, 5)"),
         Array("tuning_config", "Accepted without effect.", optional=True),
         Attr("output_dtype", "int8 (1), int32 (3), float16 (5), float32 (6), bfloat16 (15); None: that of x.",
-             default=None, domain="output_dtype in (None, 1, 3, 5, 6, 15)", bad=24),
-        *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None",
-               bad=290) for name in OTHERS),
+             default=None, domain="output_dtype in (None, 1, 3, 5, 6, 15)"),
+        *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None")
+          for name in OTHERS),
     ),
     (result("out", "A list of [rows, N], or of [E, K, N] for group_type 2.", ""),),
     rules=(
-        presence("group_type is not None", "group_type", "Requires manual passing group_type, current is None",
-                 "a value", invalid={"group_type": None}),
-        invalid("group_type in (-1, 0, 2)", "group_type", "The group type must be -1, 0 or 2", "-1, 0 or 2",
-                invalid={"group_type": 1}),
-        invalid("alike(x) and alike(weight)", "weight", "one dtype in a list", "tensors of one dtype",
-              invalid={"weight": [torch.ones(8, 3).half(), torch.ones(8, 3)]}),
+        presence("group_type is not None", "group_type: a value (Requires manual passing group_type, current is None)",
+                 invalid={"group_type": None}),
+        invalid("group_type in (-1, 0, 2)", "group_type: -1, 0 or 2 (The group type must be -1, 0 or 2)"),
+        invalid("alike(x) and alike(weight)", "weight: tensors of one dtype (one dtype in a list)",
+                invalid={"weight": [torch.ones(8, 3).half(), torch.ones(8, 3)]}),
         invalid("not alike(x) or not alike(weight) or weight[0].dtype in (x[0].dtype, int8) and "
-              "(x[0].dtype != int8 or (scale is None) == (output_dtype == 3)) and "
-              "(x[0].dtype == weight[0].dtype or antiquant_scale is not None)",
-              "weight", "int8 weights want antiquant_scale beside floats, and scale beside int8 rows unless these "
-              "become int32", "the dtype of x, or int8 with its scale", invalid={"weight": ("E K N", "int8")}),
-        invalid("group_type not in (-1, 0, 2) or fit(x, weight, group_type, split_item > 1)", "weight",
-                "rows of x meet columns of their group's matrix", "a matrix [K, N] for every group",
+                "(x[0].dtype != int8 or (scale is None) == (output_dtype == 3)) and "
+                "(x[0].dtype == weight[0].dtype or antiquant_scale is not None)",
+                "weight: the dtype of x, or int8 with its scale (int8 weights want antiquant_scale beside floats, "
+                "and scale beside int8 rows unless these become int32)", invalid={"weight": ("E K N", "int8")}),
+        invalid("group_type not in (-1, 0, 2) or fit(x, weight, group_type, split_item > 1)",
+                "weight: a matrix [K, N] for every group (rows of x meet columns of their group's matrix)",
                 invalid={"weight": "E 7 N"}),
         *(
-            invalid(f"{name} is None or group_type == 2 or not fits_all or each({name}, weight, {name != 'bias'})"
-                    .replace("fits_all", "fit(x, weight, group_type, split_item > 1) is True"), name,
-                    *(("of every group's columns", "[E, N], or [N] of every group") if name == "bias" else
-                      (BLOCKS, "[E, N] or [E, blocks, N], or [N] or [blocks, N] of every group")),
-                    when="group_type in (-1, 0, 2)", given={name: True}, invalid={name: "E 5"})
-            for name in ONE_EACH
+            invalid(f"{name} is None or group_type == 2 or fit(x, weight, group_type, split_item > 1) is not True or "
+                    f"each({name}, weight, {name != 'bias'})", f"{name}: {shapes}", when="group_type in (-1, 0, 2)",
+                    given={name: True}, invalid={name: "E 5"})
+            for name, shapes in BESIDE_COLUMNS.items()
         ),
         invalid("per_token_scale is None or len(per_token_scale) == 1 and "
-                "per_token_scale[0].shape == (sum(t.shape[0] for t in x if t.dim() > 0),)", "per_token_scale",
-                "of the rows of x", "[M]", given={"per_token_scale": "M"}, invalid={"per_token_scale": "5"}),
-        presence("group_type != 2 and (group_type != 0 or len(x) > 1) or group_list is not None", "group_list",
-                 "it says which rows meet which matrix", invalid={"group_list": None}),
-        invalid("group_list_type != 2 or group_type == 0 and len(x) == 1 and split_item > 1", "group_list_type",
-                "pairs are of rows", "0 or 1 but for one x and one result", given={"group_list_type": 1},
-                invalid={"group_list_type": 2, "split_item": 0}),
-        of_lengths("grouped(group_list, group_list_type, x, weight, group_type)", "group_list",
-                   "one number of every group, in order", "groups that end within x",
+                "per_token_scale[0].shape == (sum(t.shape[0] for t in x if t.dim() > 0),)",
+                "per_token_scale: [M] (of the rows of x)", given={"per_token_scale": "M"},
+                invalid={"per_token_scale": "5"}),
+        presence("group_type != 2 and (group_type != 0 or len(x) > 1) or group_list is not None",
+                 "group_list (it says which rows meet which matrix)", invalid={"group_list": None}),
+        invalid("group_list_type != 2 or group_type == 0 and len(x) == 1 and split_item > 1",
+                "group_list_type: 0 or 1 but for one x and one result (pairs are of rows)",
+                given={"group_list_type": 1}, invalid={"group_list_type": 2, "split_item": 0}),
+        of_lengths("grouped(group_list, group_list_type, x, weight, group_type)",
+                   "group_list: groups that end within x (one number of every group, in order)",
                    when="group_list is not None and group_type in (0, 2) and "
                    "fit(x, weight, group_type, split_item > 1) is True", invalid={"group_list": [3, 2]}),
-        *(_reserved(name, "3") for name in RESERVED),
+        *(invalid(f"{name} is None", f"{name}: None (not computed here)") for name in RESERVED),
     ),
     formula="y_i = act((x_i weight_i + bias_i) * scale_i * per_token_scale)        of int8 rows\n"
     "y_i = act(((x_i - 8) weight_i * scale_i + bias_i) * per_token_scale)        of int8 rows, four bits\n"

@@ -9,7 +9,7 @@ import torch
 from fusion_attention.contract import Attr, Op, Rule, Tensor
 from fusion_attention.ops.auxiliary.caches import FUNCTIONS, own_memory, waits_for_none, written
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, writes
-from fusion_attention.ops.shared.rules import invalid, untrained
+from fusion_attention.ops.shared.rules import invalid, meaning, untrained
 
 SIZES = {"T": 5, "H": 12, "Cq": 8, "N1": 2, "D": 6, "Ckv": 16, "Dr": 4, "W": 20, "N": 20, "P": 3, "Ps": 4}
 INTEGERS = "quantised forms are not computed: pass floats"
@@ -52,7 +52,7 @@ SCALES = absent(
 
 
 def epsilon(name: str) -> Attr:
-    return Attr(name, "Added to the mean square.", type=float, default=1e-5, domain=f"0 <= {name} < 3.4e38", bad=-1.0)
+    return Attr(name, "Added to the mean square.", type=float, default=1e-5, domain=f"0 <= {name} < 3.4e38")
 
 
 EPSILONS = epsilon("rmsnorm_epsilon_cq"), epsilon("rmsnorm_epsilon_ckv")
@@ -62,7 +62,6 @@ MODE = Attr(
     type=str,
     default="PA_BSND",
     domain="cache_mode in ('PA_BSND', 'PA_NZ')",
-    bad="BSND",
 )
 QUERIES = (
     result("query", "In the key's latent, [.., N1, Ckv].", "=token_x"),
@@ -80,27 +79,29 @@ def fits_pages(cache: torch.Tensor, width: int, mode: str) -> bool:
 
 def none(params: tuple[Any, ...]) -> tuple[Rule, ...]:
     """Rules: parameters of quantized variants are None."""
-    return tuple(invalid(f"{p.name} is None", p.name, INTEGERS, "None", invalid={p.name: "1"}) for p in params)
+    return tuple(invalid(f"{p.name} is None", f"{p.name}: None ({INTEGERS})", invalid={p.name: "1"}) for p in params)
 
 
 ROWS = "token_x.dim() in (2, 3)"
 RULES = (
-    invalid(f"{ROWS} and token_x.shape[-1] == H", "token_x", "as long as weight_dq says", "[T, H] or [B, S, H]",
+    invalid(f"{ROWS} and token_x.shape[-1] == H", "token_x: [T, H] or [B, S, H] (as long as weight_dq says)",
             invalid={"token_x": "T 7"}),
-    invalid("N > Ckv and (N - Ckv) % 2 == 0", "weight_dkv_kr", "rmsnorm_gamma_ckv says how long the latent is",
-            "[H, Ckv + Dr] with an even Dr", invalid={"N": 16}),
-    invalid("W == N1 * (D + N - Ckv)", "weight_uq_qr", "weight_uk says how many heads there are, and of what size",
-            "[Cq, N1 * (D + Dr)]", when="N > Ckv", invalid={"W": 24}),
-    *(invalid(f"tuple({name}.shape) == (*token_x.shape[:-1], N - Ckv)", name, "sine stands before cosine",
-              "[T, Dr] or [B, S, Dr], of every token", when=f"{ROWS} and N > Ckv",
+    invalid("N > Ckv and (N - Ckv) % 2 == 0",
+            "weight_dkv_kr: [H, Ckv + Dr] with an even Dr (rmsnorm_gamma_ckv says how long the latent is)",
+            invalid={"N": 16}),
+    invalid("W == N1 * (D + N - Ckv)",
+            "weight_uq_qr: [Cq, N1 * (D + Dr)] (weight_uk says how many heads there are, and of what size)",
+            when="N > Ckv", invalid={"W": 24}),
+    *(invalid(f"tuple({name}.shape) == (*token_x.shape[:-1], N - Ckv)",
+              f"{name}: [T, Dr] or [B, S, Dr], of every token (sine stands before cosine)", when=f"{ROWS} and N > Ckv",
               invalid={name: "T 3"})
       for name in ("rope_sin", "rope_cos")),
-    *(invalid(f"fits_pages({name}, {width}, cache_mode)", name, "PA_NZ is written in pieces, in contiguous memory",
-              f"[pages, slots, 1, {size}]; in PA_NZ of a multiple of 16", when="N > Ckv",
-              invalid={name: "P Ps 1 5"})
+    *(invalid(f"fits_pages({name}, {width}, cache_mode)",
+              f"{name}: [pages, slots, 1, {size}]; in PA_NZ of a multiple of 16 (PA_NZ is written in pieces, in "
+              "contiguous memory)", when="N > Ckv", invalid={name: "P Ps 1 5"})
       for name, width, size in (("kv_cache", "Ckv", "Ckv"), ("kr_cache", "N - Ckv", "Dr"))),
-    invalid("kv_cache.dim() != 4 or kr_cache.dim() != 4 or kv_cache.shape[:2] == kr_cache.shape[:2]", "kr_cache",
-            "a place means both", "as many slots as kv_cache has", invalid={"kr_cache": "P 5 1 Dr"}),
+    invalid("kv_cache.dim() != 4 or kr_cache.dim() != 4 or kv_cache.shape[:2] == kr_cache.shape[:2]",
+            "kr_cache: as many slots as kv_cache has (a place means both)", invalid={"kr_cache": "P 5 1 Dr"}),
     *none(SCALES),
     *waits_for_none("kv_cache", shape=(3, 4, 1, 16)),
     *waits_for_none("kr_cache", shape=(3, 4, 1, 4)),
@@ -109,13 +110,13 @@ RULES = (
     *untrained(GRADIENT, token_x=(5, 12), weight_dq=(12, 8)),
 )  # fmt: skip
 SLOT_RULES = (
-    invalid("cache_index.shape == token_x.shape[:-1]", "cache_index", "of every token", "[T] or [B, S]",
+    invalid("cache_index.shape == token_x.shape[:-1]", "cache_index: [T] or [B, S] (of every token)",
             when="cache_index is not None and token_x.dim() in (2, 3)",
             invalid={"cache_index": torch.zeros(3, dtype=torch.int64)}),
-    Rule("within(cache_index, kv_cache.shape[0] * kv_cache.shape[1], low=-9223372036854775808)", "cache_index",
-         "page * slots + slot", "places that the caches have",
-         when="cache_index is not None and kv_cache.dim() == 4", reads=True,
-         invalid={"cache_index": torch.tensor([0, 1, 2, 3, 12])}),
+    meaning("within(cache_index, kv_cache.shape[0] * kv_cache.shape[1], low=-9223372036854775808)",
+            "cache_index: places that the caches have (page * slots + slot)",
+            when="cache_index is not None and kv_cache.dim() == 4", reads=True,
+            invalid={"cache_index": torch.tensor([0, 1, 2, 3, 12])}),
 )  # fmt: skip
 FORMULA = """cq = x W_dq / rms(x W_dq) * gamma_cq,  u = cq W_uq_qr        a row of D + Dr elements for every head
 query = u[:D] W_uk,  query_rope = rope(u[D:]);  kv = x W_dkv_kr
@@ -182,18 +183,18 @@ V2 = prolog(
 )
 MORE = absent("actual_seq_len", "k_nope_clip_alpha")
 NUMBERS = tuple(
-    Attr(name, f"0: floats; {INTEGERS}.", default=0, domain=f"{name} == 0", bad=1)
+    Attr(name, f"0: floats; {INTEGERS}.", default=0, domain=f"{name} == 0")
     for name in (
         *("weight_quant_mode", "kv_cache_quant_mode", "query_quant_mode"),
         *("ckvkr_repo_mode", "quant_scale_repo_mode"),
     )
 )
 FACTORS = tuple(
-    Attr(name, text, type=float, default=1.0, domain=f"-3.4e38 < {name} < 3.4e38", bad=float("inf"))
+    Attr(name, text, type=float, default=1.0, domain=f"-3.4e38 < {name} < 3.4e38")
     for name, text in (("qc_qr_scale", "Factor on cq."), ("kc_scale", "Factor on the stored latent."))
 )
 DTYPES = tuple(
-    Attr(name, f"None: as the tensor; {INTEGERS}.", default=None, domain=f"{name} is None", bad=1)
+    Attr(name, f"None: as the tensor; {INTEGERS}.", default=None, domain=f"{name} is None")
     for name in ("token_x_dtype", "weight_dq_dtype", "weight_uq_qr_dtype", "weight_dkv_kr_dtype", "kv_cache_dtype")
 )
 V3 = prolog(
@@ -209,7 +210,7 @@ V3 = prolog(
         result("dequant_scale_q_norm", "Without elements.", "float32"),
     ),
     rules=(
-        invalid("cache_index is not None", "cache_index", "pages want a place for every token", "int64 [T] or [B, S]",
+        invalid("cache_index is not None", "cache_index: int64 [T] or [B, S] (pages want a place for every token)",
                 invalid={"cache_index": None}),
         *none(MORE),
     ),

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Rule, Tensor
+from fusion_attention.contract import INVALID, Array, Attr, Tensor
 from fusion_attention.ops.auxiliary.common import FLOATS, auxiliary, floats, has_axis, result
-from fusion_attention.ops.shared.rules import invalid, presence
+from fusion_attention.ops.shared.rules import invalid, meaning, presence
 
 SIZES = {"M": 4, "K": 8, "N": 3, "E": 2}
 # Dtypes of scales: floats, or integers that contain a scale and an offset.
@@ -113,23 +113,23 @@ QUANTIZE = auxiliary(
         floats("scales", "[1], or one for every element of the axis; or with all axes, 1 but for that one."),
         Tensor("zero_points", "Added; as scales.", optional=True, dtypes=f"int8 uint8 int32 {FLOATS}"),
         Attr("dtype", "torch.qint8 (12), with div_mode torch.quint8 (13) and qint32 (14) or int32 (3), without it "
-             "torch.int8 (1) and quint4x2 (16).", domain="dtype in ((12, 13, 14, 3) if div_mode else (12, 1, 16))",
-             bad=16),
+             "torch.int8 (1) and quint4x2 (16).", domain="dtype in ((12, 13, 14, 3) if div_mode else (12, 1, 16))"),
         Attr("axis", "Of scales; without div_mode -2, or else the last one.", default=1),
         Attr("div_mode", "Divide by scales; otherwise multiply.", type=bool, default=True),
     ),
     (result("out", "int8, uint8 or int32 as input, clipped, halves to even; of quint4x2 int32, eight elements in "
     "each, the first lowest.", ""),),
     rules=(
-        invalid("has_axis(input, axis_of(axis, div_mode))", "axis", "scales are along it", "an axis of input",
+        invalid("has_axis(input, axis_of(axis, div_mode))", "axis: an axis of input (scales are along it)",
                 invalid={"axis": 2}),
         *(
-            invalid(f"{name} is None or along({name}, input, axis_of(axis, div_mode))", name, "of elements of the axis",
-                    "[1], or as many as the axis has", given={name: "K"}, invalid={name: "7"})
+            invalid(f"{name} is None or along({name}, input, axis_of(axis, div_mode))",
+                    f"{name}: [1], or as many as the axis has (of elements of the axis)", given={name: "K"},
+                    invalid={name: "7"})
             for name in ("scales", "zero_points")
         ),
-        invalid("dtype != 16 or input.dim() < 1 or input.shape[-1] % 8 == 0", "input", "eight share an int32",
-                "a multiple of 8 elements", given={"dtype": 16, "div_mode": False},
+        invalid("dtype != 16 or input.dim() < 1 or input.shape[-1] % 8 == 0",
+                "input: a multiple of 8 elements (eight share an int32)", given={"dtype": 16, "div_mode": False},
                 invalid={"input": "4 6", "scales": "1"}),
     ),
     formula="out = round(input / scales + zero_points)\n"
@@ -153,43 +153,42 @@ DYNAMIC = auxiliary(
         Tensor("group_index", "Where each group of rows ends.", optional=True, dtypes="int32 int64", shape="E",
                make=lambda shape: torch.full(shape, 4)),
         Attr("dst_type", "torch.int8 (1) or torch.quint4x2 (16), for which 127 is 7; None: torch.int8.", default=None,
-             domain="dst_type in (None, 1, 16)", bad=24),
+             domain="dst_type in (None, 1, 16)"),
         Attr("quant_mode", "What has one scale: pertoken, perchannel or pertensor.", type=str, default="pertoken",
-             domain="quant_mode in ('pertoken', 'perchannel', 'pertensor')", bad="pergroup"),
-        Attr("dst_type_max", "Reserved: 0.", type=float, default=0.0, domain="dst_type_max == 0", bad=1.0),
+             domain="quant_mode in ('pertoken', 'perchannel', 'pertensor')"),
+        Attr("dst_type_max", "Reserved: 0.", type=float, default=0.0, domain="dst_type_max == 0"),
     ),
     (
         result("y", "int8 as input; of quint4x2 int32, eight elements in each, the first lowest.", "int8 int32"),
         result("scale", "float32, one for each row (column, tensor); 0 of zeros.", "float32"),
     ),
     rules=(
-        invalid("input.dim() >= 2 and input.numel() > 0", "input", "rows of elements", "two axes or more, and elements",
+        invalid("input.dim() >= 2 and input.numel() > 0", "input: two axes or more, and elements (rows of elements)",
                 invalid={"input": "8", "smooth_scales": None}),
         *(
             invalid(f"smooth_scales is None or input.dim() < 2 or smooth_scales.shape[-1:] == input.shape[{axis}]",
-                    "smooth_scales", "a factor for every element", f"the size of {text} of input",
-                    when=f"(quant_mode == 'perchannel' and group_index is None) is {columns}",
-                    given=given, invalid={"smooth_scales": "7"})
+                    f"smooth_scales: the size of {text} of input (a factor for every element)",
+                    when=f"(quant_mode == 'perchannel' and group_index is None) is {columns}", given=given,
+                    invalid={"smooth_scales": "7"})
             for axis, text, columns, given in (
                 ("-1:", "the last axis", False, {}),
                 ("-2:-1", "the last axis but one", True, {"quant_mode": "perchannel", "smooth_scales": "M"}),
             )
         ),
-        invalid("smooth_scales is None or smooth_scales.dim() == (1 if group_index is None else 2)", "smooth_scales",
-                "rows of it go with group_index", "[W], or [groups, W] with group_index",
+        invalid("smooth_scales is None or smooth_scales.dim() == (1 if group_index is None else 2)",
+                "smooth_scales: [W], or [groups, W] with group_index (rows of it go with group_index)",
                 invalid={"smooth_scales": "E K"}),
-        presence("group_index is None or smooth_scales is not None", "smooth_scales", "groups have their own factors",
+        presence("group_index is None or smooth_scales is not None", "smooth_scales (groups have their own factors)",
                  given={"group_index": True, "smooth_scales": "E K"}, invalid={"smooth_scales": None}),
         invalid("group_index is None or smooth_scales is None or smooth_scales.dim() != 2 or "
-                "group_index.shape == smooth_scales.shape[:1]", "group_index", "an end of each group", "[groups]",
-                given={"group_index": True, "smooth_scales": "E K"},
-                invalid={"group_index": "3"}),
-        Rule("ends(group_index, rows_of(input))", "group_index", "groups follow each other", "ends up to the last row",
-             when="group_index is not None and group_index.numel() > 0 and input.dim() >= 2",
-             code=INVALID, reads=True, given={"group_index": True, "smooth_scales": "E K"},
-             invalid={"group_index": torch.tensor([1, 5])}),
-        invalid("dst_type != 16 or input.dim() < 1 or input.shape[-1] % 8 == 0", "input", "eight share an int32",
-                "a multiple of 8 elements", given={"dst_type": 16},
+                "group_index.shape == smooth_scales.shape[:1]", "group_index: [groups] (an end of each group)",
+                given={"group_index": True, "smooth_scales": "E K"}, invalid={"group_index": "3"}),
+        meaning("ends(group_index, rows_of(input))", "group_index: ends up to the last row (groups follow each other)",
+                when="group_index is not None and group_index.numel() > 0 and input.dim() >= 2", code=INVALID,
+                reads=True, given={"group_index": True, "smooth_scales": "E K"},
+                invalid={"group_index": torch.tensor([1, 5])}),
+        invalid("dst_type != 16 or input.dim() < 1 or input.shape[-1] % 8 == 0",
+                "input: a multiple of 8 elements (eight share an int32)", given={"dst_type": 16},
                 invalid={"input": "4 6", "smooth_scales": None}),
     ),
     formula="scale = max(abs(x * smooth)) / 127        of each row\ny = round(x * smooth / scale)",
@@ -210,14 +209,14 @@ PARAM = auxiliary(
     (
         Tensor("scale", "[1] or [N], or [1, N].", dtypes="float32"),
         Tensor("offset", "Of int8 results; broadcast with scale.", optional=True, dtypes="float32"),
-        Attr("round_mode", "To 19 bits of scale. 0: cut; 1: rounded.", default=0, domain="round_mode in (0, 1)", bad=2),
+        Attr("round_mode", "To 19 bits of scale. 0: cut; 1: rounded.", default=0, domain="round_mode in (0, 1)"),
     ),
     (result("out", "int64: scale in the low 32 bits, bit 46, and offset in bits 37 to 45.", "int64"),),
     rules=(
-        invalid("scale.dim() in (1, 2)", "scale", "one of every column", "[1] or [N], or [1, N]",
+        invalid("scale.dim() in (1, 2)", "scale: [1] or [N], or [1, N] (one of every column)",
                 invalid={"scale": "1 1 3"}),
         invalid("offset is None or offset.dim() in (1, 2) and broadcast(scale.shape, offset.shape) is not None",
-                "offset", "one of every scale", "one element, or as many as scale", when="scale.dim() in (1, 2)",
+                "offset: one element, or as many as scale (one of every scale)", when="scale.dim() in (1, 2)",
                 given={"offset": "N"}, invalid={"offset": "7"}),
     ),
     formula="out = (float32 bits of scale & 0xFFFFE000) | 1 << 46 | (clamp(round(offset), -256, 255) & 0x1FF) << 37",
@@ -240,11 +239,11 @@ INT4PACK = auxiliary(
     ),
     (result("out", "An eighth as wide, the first element in the lowest bits.", "int32"),),
     rules=(
-        invalid("weight.dim() == 2", "weight", "a matrix", "two axes", invalid={"weight": "2 3 8"}),
-        invalid("weight.dim() != 2 or weight.shape[1] % 8 == 0", "weight", "eight share an int32",
-                "a multiple of 8 columns", invalid={"weight": "4 6"}),
-        Rule("within(weight, 8, low=-8)", "weight", "four bits hold no more", "elements from -8 to 7", level="content",
-             code=INVALID, reads=True, invalid={"weight": torch.full((4, 8), 8, dtype=torch.int32)}),
+        invalid("weight.dim() == 2", "weight: two axes (a matrix)", invalid={"weight": "2 3 8"}),
+        invalid("weight.dim() != 2 or weight.shape[1] % 8 == 0",
+                "weight: a multiple of 8 columns (eight share an int32)", invalid={"weight": "4 6"}),
+        meaning("within(weight, 8, low=-8)", "weight: elements from -8 to 7 (four bits hold no more)", level="content",
+                code=INVALID, reads=True, invalid={"weight": torch.full((4, 8), 8, dtype=torch.int32)}),
     ),
     formula="out[i, j] = the four low bits of weight[i, 8j] to weight[i, 8j + 7], the first ones lowest",
     sizes=SIZES,
@@ -275,40 +274,41 @@ MATMUL = auxiliary(
         Tensor("bias", "int32: added before scaling; floats: after it. [N], [1, N] or [batch, 1, N].", optional=True,
                dtypes=f"int32 {FLOATS}"),
         Attr("output_dtype", "int8 (1), int32 (3: not scaled), float16 (5), bfloat16 (15); None: int8.", default=None,
-             domain="output_dtype in (None, 1, 3, 5, 15)", bad=6),
-        *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None",
-               bad=290) for name in ("x1_dtype", "x2_dtype", "pertoken_scale_dtype", "scale_dtype")),
+             domain="output_dtype in (None, 1, 3, 5, 15)"),
+        *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None")
+          for name in ("x1_dtype", "x2_dtype", "pertoken_scale_dtype", "scale_dtype")),
         Array("group_sizes", "Where int8 rows meet four bits: [0, 0, elements of a block].", optional=True),
         Tensor("y_scale", "Of dtypes that torch does not have: not computed here.", optional=True),
     ),
     (result("out", "[..., M, N].", ""),),
     rules=(
-        invalid(MATRICES, "x1", "matrices", "two axes or more", invalid={"x1": ("K", "int8")}),
-        invalid("x1.dtype == int8 or x2.dtype == int32", "x2", "four bits meet four bits", "int32 as x1",
+        invalid(MATRICES, "x1: two axes or more (matrices)", invalid={"x1": ("K", "int8")}),
+        invalid("x1.dtype == int8 or x2.dtype == int32", "x2: int32 as x1 (four bits meet four bits)",
                 invalid={"x1": ("M 1", "int32")}),
-        invalid("multiplies(x1, x2)", "x2", "rows of x1 meet columns of x2",
-                "[..., K, N], its batch broadcast to that of x1", when=MATRICES, invalid={"x2": ("7 N", "int8")}),
+        invalid("multiplies(x1, x2)",
+                "x2: [..., K, N], its batch broadcast to that of x1 (rows of x1 meet columns of x2)", when=MATRICES,
+                invalid={"x2": ("7 N", "int8")}),
         *(
-            invalid(f"{name} is None or {name}.dim() == 1 and {name}.numel() in {sizes}", name, of, text,
-                    when=f"{MATRICES} and not mixed(x1, x2)",
-                    given={} if name == "scale" else {name: good}, invalid={name: "7"})
+            invalid(f"{name} is None or {name}.dim() == 1 and {name}.numel() in {sizes}", f"{name}: {text} ({of})",
+                    when=f"{MATRICES} and not mixed(x1, x2)", given={} if name == "scale" else {name: good},
+                    invalid={name: "7"})
             for name, sizes, of, text, good in (
                 ("scale", "(1, columns(x1, x2))", "of the columns of x2", "[1] or [N]", "N"),
                 ("offset", "(1, columns(x1, x2))", "of the columns of x2", "[1] or [N]", "N"),
                 ("pertoken_scale", "x1.shape[-2:-1]", "of the rows of x1", "[M]", "M"),
             )
         ),
-        invalid("bias is None or fits_result(bias, x1, x2)", "bias", "added to every row",
-                "[N], [1, N] or [batch, 1, N]", when=f"{MATRICES} and multiplies(x1, x2)", given={"bias": "N"},
-                invalid={"bias": "7"}),
-        invalid("bias is None or output_dtype != 3 or bias.dtype == int32", "bias", "sums of whole numbers", "int32",
+        invalid("bias is None or fits_result(bias, x1, x2)", "bias: [N], [1, N] or [batch, 1, N] (added to every row)",
+                when=f"{MATRICES} and multiplies(x1, x2)", given={"bias": "N"}, invalid={"bias": "7"}),
+        invalid("bias is None or output_dtype != 3 or bias.dtype == int32", "bias: int32 (sums of whole numbers)",
                 given={"bias": "N", "output_dtype": 3}, invalid={"bias": ("N", "float32")}),
-        invalid("offset is None or output_dtype in (None, 1) or mixed(x1, x2)", "offset",
-                "int8 results alone have one", "None", given={"offset": "N"}, invalid={"output_dtype": 5}),
-        invalid("group_sizes is None or len(group_sizes) == 0 or mixed(x1, x2)", "group_sizes",
-                "blocks are of x2 in four bits beside x1 in eight", "None", invalid={"group_sizes": [0, 0, 8]}),
+        invalid("offset is None or output_dtype in (None, 1) or mixed(x1, x2)",
+                "offset: None (int8 results alone have one)", given={"offset": "N"}, invalid={"output_dtype": 5}),
+        invalid("group_sizes is None or len(group_sizes) == 0 or mixed(x1, x2)",
+                "group_sizes: None (blocks are of x2 in four bits beside x1 in eight)",
+                invalid={"group_sizes": [0, 0, 8]}),
         *(
-            invalid(check, param, "eight bits meet four in blocks", text, when=f"{MATRICES} and mixed(x1, x2)",
+            invalid(check, f"{param}: {text} (eight bits meet four in blocks)", when=f"{MATRICES} and mixed(x1, x2)",
                     given=BLOCKS, invalid=broken)
             for check, param, text, broken in (
                 ("blocks(x1, group_sizes)", "group_sizes", "[0, 0, a divisor of K]", {"group_sizes": [0, 0, 3]}),
@@ -321,7 +321,7 @@ MATMUL = auxiliary(
                 ("output_dtype in (5, 15)", "output_dtype", "float16 or bfloat16", {"output_dtype": 1}),
             )
         ),
-        invalid("y_scale is None", "y_scale", "not computed here", "None", invalid={"y_scale": "1"}),
+        invalid("y_scale is None", "y_scale: None (not computed here)"),
     ),
     formula="out = (x1 x2 + bias) * scale * pertoken_scale + offset        (the product in whole numbers)\n"
     "out = x1 x2 + bias        to int32\n"

@@ -10,11 +10,11 @@ import torch
 
 from fusion_attention.contract import Attr, Op, Rule, Tensor, trained
 from fusion_attention.ops.auxiliary.common import FLOATS, result
-from fusion_attention.ops.indexer import records as indexer
+from fusion_attention.ops.indexer import definitions as indexer
 from fusion_attention.ops.shared.params import spelled
 from fusion_attention.ops.shared.rules import invalid, limit, untrained
-from fusion_attention.ops.sparse import records as sparse
-from fusion_attention.ops.sparse.records import LAYOUT, LAYOUT_KV, MODE, NEXT, PRE, TABLE, key_layout, rows
+from fusion_attention.ops.sparse import definitions as sparse
+from fusion_attention.ops.sparse.definitions import LAYOUT, LAYOUT_KV, MODE, NEXT, PRE, TABLE, key_layout, rows
 
 INT8 = "float8 forms are the chip's alone: npu_dynamic_quant makes int8"
 SCALES = "float16 float32"
@@ -22,12 +22,12 @@ SCALES = "float16 float32"
 
 def dtype_of(name: str) -> Attr:
     """The attribute for a dtype that torch does not have; only int8 is supported."""
-    return Attr(name, f"None, or 1: int8; {INT8}.", default=None, domain=f"{name} in (None, 1)", bad=290)
+    return Attr(name, f"None, or 1: int8; {INT8}.", default=None, domain=f"{name} in (None, 1)")
 
 
 def mode_of(name: str, only: int, text: str) -> Attr:
     """The attribute for a quantization mode of which only one value is supported."""
-    return Attr(name, text, domain=f"{name} == {only}", bad=only + 1)
+    return Attr(name, text, domain=f"{name} == {only}")
 
 
 def without_last(shape: dict[str, str]) -> dict[str, str]:
@@ -43,7 +43,7 @@ def retained_rules(op: Op, params: Iterable[Any], *others: str) -> tuple[Rule, .
 
 def of_integers(op: Op, name: str, summary: str, params: tuple[Any, ...], **changes: Any) -> Op:
     """The int8 variant of an operator definition, without lowering."""
-    changes_of_all: dict[str, Any] = {"lower": None, "fresh": None, "trains": {}, "prototypes": {}}
+    changes_of_all: dict[str, Any] = {"lower": None, "fresh": None, "trains": {}}
     more = changes.pop("sample")
     samples = {layout: {**answer, **more} for layout, answer in op.samples.items()}
     results = tuple(p.name for p in params if isinstance(p, Tensor) and p.output)
@@ -109,10 +109,9 @@ ATTENTION_PARAMS = (
     *(mode_of(f"{side}_quant_mode", 2, "2: a scale for every tile of a row.") for side in ("key", "value")),
     *(*RESERVED, TABLE, *sparse.ENDS, replace(sparse.BLOCK, default=1)),
     *(spelled(LAYOUT, "layout_query"), LAYOUT_KV, MODE, PRE, NEXT, sparse.ATTENTION_MODE),
-    Attr("quant_scale_repo_mode", "1: scales lie behind the row.", default=1, domain="quant_scale_repo_mode == 1",
-         bad=0),
-    Attr("tile_size", "Elements of a latent that share a scale.", default=128, domain="tile_size > 0", bad=0),
-    Attr("rope_head_dim", "Elements of the rope part.", default=64, domain="rope_head_dim > 0", bad=0),
+    Attr("quant_scale_repo_mode", "1: scales lie behind the row.", default=1, domain="quant_scale_repo_mode == 1"),
+    Attr("tile_size", "Elements of a latent that share a scale.", default=128, domain="tile_size > 0"),
+    Attr("rope_head_dim", "Elements of the rope part.", default=64, domain="rope_head_dim > 0"),
     *(dtype_of("key_dtype"), dtype_of("value_dtype"), sparse.SINKS),
     result("attention_out", "As query, with the elements of the latent; computed in float32, rounded once.", "=query"),
 )  # fmt: skip
@@ -124,12 +123,11 @@ ATTENTION = of_integers(
     ATTENTION_PARAMS,
     rules=(
         *retained_rules(sparse.TORCH, ATTENTION_PARAMS, "float32(query)", "Dv", "value is", "D == 512"),
-        invalid(
-            "W == packed_width(D, rope_head_dim, tile_size) > 0", "key", "integers, rope part and scales of the tiles",
-            "D - rope_head_dim + 2 * rope_head_dim + 4 * tiles bytes", when="1 <= D <= 768", invalid={"W": 640},
-        ),
-        limit("D == 576", "query", "the chip takes no other dim", when="1 <= D <= 768", invalid=SMALL),
-        *(invalid(f"{p.name} is None", p.name, "scales lie in key", "None", invalid={p.name: "4"}) for p in RESERVED),
+        invalid("W == packed_width(D, rope_head_dim, tile_size) > 0",
+                "key: D - rope_head_dim + 2 * rope_head_dim + 4 * tiles bytes (integers, rope part and scales of the "
+                "tiles)", when="1 <= D <= 768", invalid={"W": 640}),
+        limit("D == 576", "query (the chip takes no other dim)", when="1 <= D <= 768", invalid=SMALL),
+        *(invalid(f"{p.name} is None", f"{p.name}: None (scales lie in key)", invalid={p.name: "4"}) for p in RESERVED),
         *untrained("npu_sparse_flash_attention has a derivative; or call it under torch.no_grad()", kind=invalid,
                    query=(2, 4, 4, 576)),
     ),

@@ -10,7 +10,7 @@ import torch
 
 from fusion_attention.contract import Array, Attr, Rule, Tensor
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, no_derivative, result, same_shape
-from fusion_attention.ops.shared.rules import invalid
+from fusion_attention.ops.shared.rules import invalid, meaning
 
 X = floats("input", "What is turned.")
 COS = floats("r1", "Cosines; axes of size 1 are repeated.")
@@ -23,12 +23,10 @@ MODE = Attr(
 )
 MODES = invalid(
     "rotary_mode in ('half', 'interleave')",
-    "rotary_mode",
-    "The rotary_mode of npu_rotary_mul should be half or interleave, but got neither",  # torch_npu's own words
-    "'half' or 'interleave'",
-    invalid={"rotary_mode": "quarter"},
+    "rotary_mode: 'half' or 'interleave' (The rotary_mode of npu_rotary_mul should be half or interleave, but got "
+    "neither)",
 )
-EVEN = invalid("halves(input, -1)", "input", "elements turn in pairs", "rows of an even size", invalid={"input": "B 5"})
+EVEN = invalid("halves(input, -1)", "input: rows of an even size (elements turn in pairs)", invalid={"input": "B 5"})
 FORMULA = """y = x * cos + turned(x) * sin
 half:        turned(x) = (-x[D/2:], x[:D/2])
 interleave:  turned(x)[2i] = -x[2i+1],  turned(x)[2i+1] = x[2i]"""
@@ -44,24 +42,20 @@ def angles(cos: str, sin: str, first: str, *rows: str) -> tuple[Rule, ...]:
     """Rules: cosines broadcast to the tensors of rows, and sines have their shape; first, rows: names of the rows."""
     fit = invalid(
         f"expands_to({cos}, {first})",
-        cos,
-        "axes of size 1 are repeated",
-        f"a shape that is repeated to that of {first}",
+        f"{cos}: a shape that is repeated to that of {first} (axes of size 1 are repeated)",
         invalid={cos: "7 W", sin: "7 W"},
     )
     # Cosines that fit the first tensor but not the second have more heads than it.
     others = (
         invalid(
             f"expands_to({cos}, {name})",
-            name,
-            "one table of angles turns both",
-            f"rows that {cos} is repeated to",
+            f"{name}: rows that {cos} is repeated to (one table of angles turns both)",
             when=f"expands_to({cos}, {first})",
             invalid={name: "B 3 N1 W"},
         )
         for name in rows
     )
-    same = invalid(f"{sin}.shape == {cos}.shape", sin, "of one table", f"the shape of {cos}", invalid={sin: "W"})
+    same = invalid(f"{sin}.shape == {cos}.shape", f"{sin}: the shape of {cos} (of one table)", invalid={sin: "W"})
     return (fit, *others, same)
 
 
@@ -92,9 +86,7 @@ ROTARY_MUL = auxiliary(
         *angles("r1", "r2", "input"),
         invalid(
             "rotate is None or tuple(rotate.shape) == (input.shape[-1], input.shape[-1])",
-            "rotate",
-            "every row is multiplied by it",
-            "[D, D]",
+            "rotate: [D, D] (every row is multiplied by it)",
             when="input.dim() > 0",
             invalid={"rotate": "W 3"},
         ),
@@ -145,7 +137,6 @@ APPLY = auxiliary(
             type=str,
             default="BSND",
             domain="layout in ('BSH', 'BSND', 'SBND', 'BNSD', 'TND')",
-            bad="NHWC",
         ),
         MODE,
     ),
@@ -208,7 +199,7 @@ MROPE = auxiliary(
         floats("query", "[T, heads * head_size]."),
         floats("key", "[T, heads * head_size]."),
         floats("cos_sin_cache", "[positions, rotary size]: cosines, then sines of half as many angles."),
-        Attr("head_size", "Elements of a head; those behind the rotary size stay.", domain="head_size > 0", bad=0),
+        Attr("head_size", "Elements of a head; those behind the rotary size stay.", domain="head_size > 0"),
         Array("mrope_section", "How many angles are of each kind of positions.", True),
         MODE,
         Attr(
@@ -217,24 +208,19 @@ MROPE = auxiliary(
             type=str,
             default="default",
             domain="cache_mode in ('default', 'interleave')",
-            bad="block",
         ),
     ),
     (result("query_out", "In the shape of query.", "=query"), result("key_out", "In the shape of key.", "=key")),
     rules=(
         invalid(
             "positions.dim() == 1 or positions.dim() == 2 and positions.shape[0] in (3, 4)",
-            "positions",
-            "one kind of positions, three or four",
-            "[T], [3, T] or [4, T]",
+            "positions: [T], [3, T] or [4, T] (one kind of positions, three or four)",
             invalid={"positions": torch.zeros(2, 4, dtype=torch.int64)},
         ),
         *(
             invalid(
                 f"flat_rows(positions.shape[-1], {name}, head_size)",
-                name,
-                "[T, heads * head_size]",
-                "whole heads of every token",
+                f"{name}: whole heads of every token ([T, heads * head_size])",
                 when="positions.dim() in (1, 2)",
                 invalid={name: "S1 7"},
             )
@@ -242,32 +228,25 @@ MROPE = auxiliary(
         ),
         invalid(
             "cos_sin_cache.dim() == 2 and halves(cos_sin_cache, 1) and 0 < cos_sin_cache.shape[1] <= head_size",
-            "cos_sin_cache",
-            "a row for every position",
-            "[positions, rotary size] with an even rotary size of at most head_size",
+            "cos_sin_cache: [positions, rotary size] with an even rotary size of at most head_size (a row for every "
+            "position)",
             invalid={"cos_sin_cache": "7 5"},
         ),
-        Rule(
+        meaning(
             "sections_fit(mrope_section, positions, cos_sin_cache.shape[1])",
-            "mrope_section",
-            "together they are half of the rotary size",
-            "a size of the section of each kind",
+            "mrope_section: a size of the section of each kind (together they are half of the rotary size)",
             when="cos_sin_cache.dim() == 2 and (positions.dim() == 1 or positions.shape[:-1] in ((3,), (4,)))",
             invalid={"mrope_section": [1, 2]},
         ),
         invalid(
             "positions.shape[:-1] != (4,) or cache_mode == 'default'",
-            "cache_mode",
-            "four kinds come one after the other",
-            "'default' beside four kinds of positions",
+            "cache_mode: 'default' beside four kinds of positions (four kinds come one after the other)",
             given={"positions": torch.zeros(4, 4, dtype=torch.int64), "mrope_section": [1, 1, 1, 1]},
             invalid={"cache_mode": "interleave"},
         ),
-        Rule(
+        meaning(
             "within(positions, cos_sin_cache.shape[0])",
-            "positions",
-            "each is a row of the table",
-            "positions that cos_sin_cache has",
+            "positions: positions that cos_sin_cache has (each is a row of the table)",
             reads=True,
             when="cos_sin_cache.dim() == 2",
             invalid={"positions": torch.tensor([0, 1, 2, 7])},

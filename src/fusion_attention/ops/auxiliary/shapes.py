@@ -64,16 +64,12 @@ CONFUSION_TRANSPOSE = auxiliary(
     rules=(
         invalid(
             "elements(shape) == input.numel()",
-            "shape",
-            "none is left out or made up",
-            "as many elements as input has",
+            "shape: as many elements as input has (none is left out or made up)",
             invalid={"shape": [2, 4, 7]},
         ),
         invalid(
             "permutes(perm, input.dim() if transpose_first else len(shape))",
-            "perm",
-            "those of input where it is permuted first, of shape where it is reshaped first",
-            "every axis once",
+            "perm: every axis once (those of input where it is permuted first, of shape where it is reshaped first)",
             invalid={"perm": [0, 1, 1]},
         ),
     ),
@@ -102,16 +98,12 @@ CONFUSION_TRANSPOSE_BACKWARD = auxiliary(
     rules=(
         invalid(
             "elements(shape) == grad.numel()",
-            "shape",
-            "that of the forward's input",
-            "as many elements as grad has",
+            "shape: as many elements as grad has (that of the forward's input)",
             invalid={"shape": [2, 4, 7]},
         ),
         invalid(
             "permutes(perm, grad.dim() if transpose_first else len(shape))",
-            "perm",
-            "the forward's",
-            "every axis once",
+            "perm: every axis once (the forward's)",
             invalid={"perm": [0, 1, 1]},
         ),
     ),
@@ -134,7 +126,6 @@ FORMAT_CAST = auxiliary(
             "acl_format",
             "0 NCHW, 2 ND, 3 NC1HWC0, 29 FRACTAL_NZ, ...; or a tensor, whose format it is.",
             domain="0 <= acl_format < 64",
-            bad=-2,
         ),
         Attr("customize_dtype", "Accepted without effect.", default=None),
         Attr("input_dtype", "Accepted without effect.", default=None),
@@ -187,63 +178,50 @@ TRANSPOSE_BATCHMATMUL = auxiliary(
         *(
             invalid(
                 f"{name} is None or permutes({name}, 3)",
-                name,
-                f"{name} should be an order of three axes",
-                "every axis once",
+                f"{name}: every axis once ({name} should be an order of three axes)",
                 invalid={name: [0, 1, 1]},
             )
             for name in ("perm_x1", "perm_x2", "perm_y")
         ),
         invalid(
             "input.dim() == 3 and weight.dim() == 3",
-            "input",
-            "a batch of matrices each",
-            "three axes, as weight",
+            "input: three axes, as weight (a batch of matrices each)",
             invalid={"input": "4 8", "weight": "8 5"},
         ),
         invalid(
             "multiply(input, weight, perm_x1, perm_x2)",
-            "weight",
-            "batch and inner axis are those of input",
-            "[B, K, N] after perm_x2",
+            "weight: [B, K, N] after perm_x2 (batch and inner axis are those of input)",
             when="input.dim() == 3 and weight.dim() == 3",
             invalid={"weight": "4 7 5"},
         ),
         invalid(
             "batch_split_factor > 0 and (batch_split_factor == 1 or splits(input, weight, perm_x1, perm_x2, perm_y,"
             " batch_split_factor))",
-            "batch_split_factor",
-            "parts are cut from rows [B*N] of a result [M, B, N]",
-            "a divisor of B*N; with another perm_y 1",
+            "batch_split_factor: a divisor of B*N; with another perm_y 1 (parts are cut from rows [B*N] of a result "
+            "[M, B, N])",
             when="input.dim() == 3 and weight.dim() == 3",
             invalid={"batch_split_factor": 3},
         ),
         invalid(
             "scale is None or perm_y is None or tuple(perm_y) == (1, 0, 2)",
-            "perm_y",
-            "a scaled result is [M, 1, B*N]",
-            "[1, 0, 2] or None",
+            "perm_y: [1, 0, 2] or None (a scaled result is [M, 1, B*N])",
             given={"scale": "10"},
             invalid={"perm_y": [0, 1, 2]},
         ),
         invalid(
             "scale is None or batch_split_factor == 1",
-            "batch_split_factor",
-            "a scaled result is [M, 1, B*N]",
-            "1",
+            "batch_split_factor: 1 (a scaled result is [M, 1, B*N])",
             given={"scale": "10"},
             invalid={"batch_split_factor": 2},
         ),
         invalid(
             "scale is None or scale.shape == (result_columns(weight, perm_x2),)",
-            "scale",
-            "of every column of every matrix",
-            "[B*N]",
+            "scale: [B*N] (of every column of every matrix)",
             when="input.dim() == 3 and weight.dim() == 3 and result_columns(weight, perm_x2) >= 0",
             given={"scale": "10"},
             invalid={"scale": "5"},
         ),
-        invalid("bias is None", "bias", "add it to the result", "None", invalid={"bias": "5"}),
+        invalid("bias is None", "bias: None (add it to the result)"),
         *no_derivative(input=(2, 4, 8)),
     ),
     formula="y = (input.permute(perm_x1) @ weight.permute(perm_x2)).permute(perm_y)\n"

@@ -23,12 +23,10 @@ def _mask_fits(scores: str, *also: str) -> tuple:  # type: ignore[type-arg]
     return (
         invalid(
             f"{scores}.dim() > 1",
-            scores,
-            "rows of scores",
-            "two axes or more",
+            f"{scores}: two axes or more (rows of scores)",
             invalid=dict.fromkeys((scores, *also), "7") | {"mask": ("7", "zeros")},
         ),
-        invalid(f"expands_to(mask, {scores})", "mask", advice, text, invalid={"mask": "5 7"}),
+        invalid(f"expands_to(mask, {scores})", f"mask: {text} ({advice})", invalid={"mask": "5 7"}),
     )
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from fusion_attention.contract import Rule
 from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops.shared.checks import float32, lengths_fit
 from fusion_attention.ops.shared.rules import (
@@ -22,6 +21,7 @@ from fusion_attention.ops.shared.rules import (
     groups_of_heads,
     invalid,
     limit,
+    meaning,
     of_lengths,
     one_length_each,
     presence,
@@ -44,25 +44,20 @@ FUNCTIONS = {f.__name__: f for f in (is_block, float32, lengths_fit)} | {
 LENGTHS = (
     presence(
         f"{Q_LENGTHS} is not None",
-        Q_LENGTHS,
-        "tokens of every packed sequence, not cumulative ends",
-        text="the lengths of packed sequences",
+        f"{Q_LENGTHS}: the lengths of packed sequences (tokens of every packed sequence, not cumulative ends)",
         only=PACKED,
         invalid={Q_LENGTHS: None, KV_LENGTHS: None},
     ),
     presence(
         f"({Q_LENGTHS} is None) == ({KV_LENGTHS} is None)",
-        KV_LENGTHS,
-        "lengths of queries and of keys come in pairs",
-        text=f"lengths beside {Q_LENGTHS}, and nowhere else",
+        f"{KV_LENGTHS}: lengths beside {Q_LENGTHS}, and nowhere else (lengths of queries and of keys come in pairs)",
         invalid={KV_LENGTHS: None},
     ),
     *(
         of_lengths(
             f"lengths_fit({name}, False, B, S{axis}, T{axis})",
-            name,
-            "tokens of every sequence, not cumulative ends",
-            text=f"lengths of the sequences that the {side} tensor holds",
+            f"{name}: lengths of the sequences that the {side} tensor holds (tokens of every sequence, not "
+            "cumulative ends)",
             invalid={name: too_long},
         )
         for name, axis, side, too_long in ((Q_LENGTHS, 1, "query", [3, 6]), (KV_LENGTHS, 2, "key", [130, 8]))
@@ -73,51 +68,39 @@ LENGTHS = (
 BLOCKS = (
     of_lengths(
         "is_block(block_shape)",
-        "block_shape",
-        "rows and keys of a block, such as [128, 128]",
-        text="two positive numbers",
-        when="block_shape is not None",
+        "block_shape: two positive numbers (rows and keys of a block, such as [128, 128])",
         invalid={"block_shape": [0, 128]},
     ),
     invalid(
         "fits(block_mask, 'B N1 Xs Ys')",
-        "block_mask",
-        "blocks are counted from each sequence's first token, up to the longest sequence's last",
-        text="shape [B, N1, ceil(rows / block rows), ceil(keys / block keys)]",
-        when="block_mask is not None",
+        "block_mask: shape [B, N1, ceil(rows / block rows), ceil(keys / block keys)] (blocks are counted from each "
+        "sequence's first token, up to the longest sequence's last)",
         invalid={"block_mask": ("B N1 Xs 3", "int8")},
     ),
 )
 FORMS = (
-    Rule(
+    meaning(
         "layout_kv == layout",
-        "layout_kv",
-        "queries and keys have one axis order",
-        text="as layout",
+        "layout_kv: as layout (queries and keys have one axis order)",
         invalid={"layout_kv": "BSND"},
     ),
-    Rule("mask_type == 0", "mask_type", "no mask is defined beside the blocks", invalid={"mask_type": 1}),
-    absent("atten_mask", "S1 S2", "no mask is defined beside the blocks"),
-    absent("block_table", "B 2", "keys in pages are not defined: gather them, or fused inference reads pages"),
-    *(absent(f"{of}_dequant_scale", "B N1 1 1") for of in ("q", "k", "v")),
-    absent("p_quant_scale", "1", "reserved: leave it out"),
-    Rule("quant_mode == 0", "quant_mode", f"fp8 and fp4: {OF_950}", invalid={"quant_mode": 1}),
+    meaning("mask_type == 0", "mask_type (no mask is defined beside the blocks)"),
+    absent("atten_mask", "no mask is defined beside the blocks"),
+    absent("block_table", "keys in pages are not defined: gather them, or fused inference reads pages"),
+    *(absent(f"{of}_dequant_scale") for of in ("q", "k", "v")),
+    absent("p_quant_scale", "reserved: leave it out"),
+    meaning("quant_mode == 0", f"quant_mode (fp8 and fp4: {OF_950})", invalid={"quant_mode": 1}),
     *(
         doubt(
             f"{name} == {UNLIMITED}",
-            name,
-            "no window is defined beside the blocks, and none is applied",
-            text=f"{UNLIMITED}",
+            f"{name}: {UNLIMITED} (no window is defined beside the blocks, and none is applied)",
             invalid={name: 64},
         )
         for name in ("pre_tokens", "next_tokens")
     ),
     doubt(
         "scale_value != 0",
-        "scale_value",
-        "0 weighs all keys alike; the default is not 1 / sqrt(D)",
-        text="a scale, such as D ** -0.5",
-        invalid={"scale_value": 0.0},
+        "scale_value: a scale, such as D ** -0.5 (0 weighs all keys alike; the default is not 1 / sqrt(D))",
     ),
     finite_scale("scale_value", optional=False),
     replace(groups_of_heads("key"), invalid={"N2": 3, "num_key_value_heads": 3}),
@@ -133,62 +116,47 @@ def _in(dtype: str) -> dict[str, tuple[str, str]]:
 
 UNMASKED = limit(
     "block_mask is not None",
-    "block_mask",
-    "the chip takes no call without one; here all keys are visible",
-    text="a mask",
+    "block_mask: a mask (the chip takes no call without one; here all keys are visible)",
     invalid={"block_mask": None},
 )
 LIMITS = (
     refused(
-        "not float32(query)",
-        "query",
-        "the chip computes no float32 here",
-        "float16 or bfloat16",
-        invalid=_in("float32"),
+        "not float32(query)", "query: float16 or bfloat16 (the chip computes no float32 here)", invalid=_in("float32")
     ),
     UNMASKED,
-    limit("inner_precise in (0, 1, 4)", "inner_precise", "it has no effect here", invalid={"inner_precise": 2}),
+    limit("inner_precise in (0, 1, 4)", "inner_precise (it has no effect here)"),
     limit(
         "inner_precise != 1 or not bfloat16(query)",
-        "inner_precise",
-        "1 is a softmax in float16; here it is always in float32",
-        text="0 with bfloat16",
+        "inner_precise: 0 with bfloat16 (1 is a softmax in float16; here it is always in float32)",
         invalid={"inner_precise": 1, **_in("bfloat16")},
     ),
-    limit("block_size == 0", "block_size", "it is of pages, and keys are in none", invalid={"block_size": 128}),
+    limit("block_size == 0", "block_size (it is of pages, and keys are in none)"),
 )
-SAME_DTYPE = Rule(
+SAME_DTYPE = meaning(
     "attention_out_dtype is None or attention_out_dtype == query.dtype",
-    "attention_out_dtype",
-    f"others are of fp8 and fp4: {OF_950}",
-    text="None, or query's dtype",
+    f"attention_out_dtype: None, or query's dtype (others are of fp8 and fp4: {OF_950})",
     invalid={"attention_out_dtype": torch.float64},
 )
 FORWARD = (
     limit(
         "block[1] % 128 == 0",
-        "block_shape",
-        "the chip takes no other blocks; here any size is right",
-        text="a multiple of 128 keys",
+        "block_shape: a multiple of 128 keys (the chip takes no other blocks; here any size is right)",
         when="block_mask is not None",
         invalid={"block_shape": [2, 64], "Ys": 3},
     ),
-    refused("D in (64, 128)", "query", "the chip takes no other dim", when="D <= 768", invalid={"D": 32}),
+    refused("D in (64, 128)", "query (the chip takes no other dim)", when="D <= 768", invalid={"D": 32}),
     invalid(
         "softmax_lse is None or softmax_lse.shape[-1] == 1",
-        "softmax_lse",
-        "it has one number per row and head",
-        text="a last axis of 1",
+        "softmax_lse: a last axis of 1 (it has one number per row and head)",
         invalid={"softmax_lse": "T1 N1 3"},
     ),
 )
 BACKWARD = (
-    refused("D <= 128", "query", "the chip takes no wider rows", when="D <= 768", invalid={"D": 256}),
+    refused("D <= 128", "query (the chip takes no wider rows)", when="D <= 768", invalid={"D": 256}),
     *(
         invalid(
             f"fits(softmax_lse, '{words} 1 | {words}')",
-            "softmax_lse",
-            "as the forward returned it",
+            "softmax_lse (as the forward returned it)",
             only=(layout,),
             invalid={"softmax_lse": (f"{words} 2", "float32")},
         )

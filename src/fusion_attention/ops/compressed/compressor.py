@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Attr, Bound, Param, Rule, Tensor
+from fusion_attention.contract import Attr, Bound, Declared, Param, Rule, Tensor
 from fusion_attention.ir.call import Filled
 from fusion_attention.ir.problem import Problem
 from fusion_attention.memory import empty
@@ -18,7 +18,7 @@ from fusion_attention.ops.auxiliary.compressor import COMPRESSOR
 from fusion_attention.ops.shared.call import TensorCall
 from fusion_attention.ops.shared.checks import float32
 from fusion_attention.ops.shared.metadata import NO_ATTENTION, NO_SEQUENCE
-from fusion_attention.ops.shared.prototypes import PROTOTYPES
+from fusion_attention.ops.shared.prototypes import ON_DEVICE
 from fusion_attention.ops.shared.rules import invalid, no_float32, refused
 
 OUT, SAVED = "cmp_kv", ("softmax_score", "kv")
@@ -174,7 +174,7 @@ _WHEN = ("wkv.dim() == 2 and x.dim() == (3 if cu_seqlens is None else 2)"
 
 
 def _placed(name: str, advice: str, sample: str) -> Rule:
-    return invalid(f"{name} is None or covers_windows({name}, {_CALL})", name, advice, "a row for every window",
+    return invalid(f"{name} is None or covers_windows({name}, {_CALL})", f"{name}: a row for every window ({advice})",
                    invalid={name: (sample, "float16" if name.endswith(OUT) else "float32")}, when=_WHEN)  # fmt: skip
 
 
@@ -190,18 +190,18 @@ def _sized(rule: Rule) -> Rule:
 _RULES = tuple(map(_sized, COMPRESSOR.rules))
 LIMITS = (
     replace(no_float32("x"), invalid={"x": ("B 6 H", "float32")}),
-    refused("x.shape[-1] % 512 == 0 and 1024 <= x.shape[-1] <= 10240", "x", "the chip takes no other rows",
+    refused("x.shape[-1] % 512 == 0 and 1024 <= x.shape[-1] <= 10240", "x (the chip takes no other rows)",
             when="x.dim() > 1", invalid={"x": "B 6 512", "wkv": "Cw 512", "wgate": "Cw 512"}),
-    refused("wkv.shape[0] // coff in (128, 512)", "wkv", "the chip pools to 128 or 512 channels",
-            when="wkv.dim() == 2",
+    refused("wkv.shape[0] // coff in (128, 512)", "wkv (the chip pools to 128 or 512 channels)", when="wkv.dim() == 2",
             invalid={"wkv": "4 H", "wgate": "4 H", "ape": "4 4", "state_cache": "3 4 8"}),
-    refused("2 <= cmp_ratio <= 128", "cmp_ratio", "the chip takes no other windows",
+    refused("2 <= cmp_ratio <= 128", "cmp_ratio (the chip takes no other windows)",
             invalid={"cmp_ratio": 129, "ape": "129 Cw"}),
 )  # fmt: skip
 SIZES = {"B": 2, "H": 1024, "W": 1024, "Cw": 128}
 _SAMPLE: dict[str, Any] = {
     "x": ("B 6 H", "float16"), "wkv": "Cw H", "wgate": "Cw H",
 }  # fmt: skip
+C = Declared(names={"state_cache": "stateCacheRef"}, on_device=ON_DEVICE).of_page()
 V1 = COMPRESSOR.version(
     "aclnnCompressor",
     COMPRESSOR.summary,
@@ -224,7 +224,7 @@ V1 = COMPRESSOR.version(
         *LIMITS,
     ),
     source="CANN",
-    prototypes=PROTOTYPES,
+    c=C,
     blank_is_absent=True,
     rulings=(44,),
     layouts=("BSH",),
@@ -260,12 +260,14 @@ GRAD_V1 = V1.version(
         _placed("dcmp_kv", "an element for each of cmp_kv", "2 1 128"),
         *(_placed(name, "as the forward wrote it", "2 2 4 64") for name in SAVED),
         *(
-            invalid(f"d{name} is None or d{name}.shape == {name}.shape", f"d{name}", "a gradient for each element",
-                    f"the shape of {name}", invalid={f"d{name}": ("7 6 H" if name == "x" else "Cw 6", "float16")})
+            invalid(f"d{name} is None or d{name}.shape == {name}.shape",
+                    f"d{name}: the shape of {name} (a gradient for each element)",
+                    invalid={f"d{name}": ("7 6 H" if name == "x" else "Cw 6", "float16")})
             for name in ("x", "wkv", "wgate")
         ),
-        invalid("dape is None or list(dape.shape) == [cmp_ratio, wkv.shape[0]]", "dape", "a gradient for each element",
-                "[cmp_ratio, coff * D]", when="wkv.dim() == 2", invalid={"dape": "3 Cw"}),
+        invalid("dape is None or list(dape.shape) == [cmp_ratio, wkv.shape[0]]",
+                "dape: [cmp_ratio, coff * D] (a gradient for each element)", when="wkv.dim() == 2",
+                invalid={"dape": "3 Cw"}),
         *(
             replace(
                 rule,
@@ -280,6 +282,7 @@ GRAD_V1 = V1.version(
     tex=r"dkv_p = W_p \odot dcmp \qquad dz_p = W_p \odot \Big(dcmp \odot kv_p - \sum_{p'} W_{p'} \odot dcmp \odot "
         r"kv_{p'}\Big) \qquad dx = dkv\, W_{kv} + dz\, W_{gate}",
     neutral={**V1.neutral, "grad_enabled": False},
+    c=C.but(dcmp_kv="dCmpKv", dx="dX", dwkv="dWkv", dwgate="dWgate", dape="dApe"),
     lower=_lower_grad,
     results=GRADIENTS,
     fresh=_gradients,

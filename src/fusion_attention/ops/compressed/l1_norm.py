@@ -9,24 +9,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import Array, Attr, Bound, Rule, Tensor, dtype_text
+from fusion_attention.contract import Array, Attr, Bound, Declared, Rule, Tensor, dtype_text
 from fusion_attention.ir.call import Filled
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Problem
 from fusion_attention.memory import empty
-from fusion_attention.ops.compressed import records as forward
+from fusion_attention.ops.compressed import definitions as forward
+from fusion_attention.ops.compressed.api_definition import LISTS
 from fusion_attention.ops.compressed.call import LSE, Placed
 from fusion_attention.ops.compressed.checks import FUNCTIONS
-from fusion_attention.ops.compressed.fa_record import LISTS
 from fusion_attention.ops.compressed.probabilities import CompressedRows, write_probabilities
 from fusion_attention.ops.compressed.rules import LIMITS_OF_ROWS, ROWS, SAVED, Side, lengths_of
 from fusion_attention.ops.shared.call import TensorCall
 from fusion_attention.ops.shared.layouts import row_view
 from fusion_attention.ops.shared.metadata import NO_SEQUENCE, metadata
 from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
-from fusion_attention.ops.shared.prototypes import of_cann
-from fusion_attention.ops.shared.rules import invalid, limit, of_lengths, typed
-from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
+from fusion_attention.ops.shared.rules import invalid, limit, meaning, of_lengths, typed
+from fusion_attention.ops.sparse import definitions as sparse
 
 OUT = "l1_norm"
 SIDES: tuple[Side, ...] = (("q", "query", "S1", "T1", "", ""), ("k", "key", "S2", "T2", "", ""))
@@ -155,46 +155,39 @@ RULES: tuple[Rule, ...] = (
     *lengths_of(SIDES, "cmp_residual_k"),
     typed(
         "layout_k == layout",
-        "layout_k",
-        "keys lie as queries do",
-        text="what the queries have",
+        "layout_k: what the queries have (keys lie as queries do)",
         when="layout in ('BSND', 'TND')",
         invalid={"layout_k": "BNSD"},
     ),
     *ROWS,
     SAVED,
-    Rule(
+    meaning(
         "all(0 <= n < ratio for n in residual)",
-        "cmp_residual_k",
-        "more tokens would close another compressed key: tokens % cmp_ratio",
-        text="numbers from 0 to cmp_ratio - 1",
+        "cmp_residual_k: numbers from 0 to cmp_ratio - 1 (more tokens would close another compressed key: tokens % "
+        "cmp_ratio)",
         invalid={"cmp_residual_k": [9, 9]},
     ),
     of_lengths(
         "sparse_indices is not None or cu_seqlens_k is None or max_seqlen_k >= longest(cu_seqlens_k, seqused_k)",
-        "max_seqlen_k",
-        "packed rows have so many columns",
-        text="at least the keys of the longest sequence",
+        "max_seqlen_k: at least the keys of the longest sequence (packed rows have so many columns)",
         only=("TND",),
         invalid={"sparse_indices": None, "max_seqlen_k": 1},
     ),
-    Rule(
+    meaning(
         "sparse_indices is None or names_entries(sparse_indices, layout, q_len, q_start, kv_len)",
-        "sparse_indices",
-        "positions count from the sequence's own first compressed key; -1 ends a list",
-        text="-1 or the number of a compressed key of the row's own sequence",
+        "sparse_indices: -1 or the number of a compressed key of the row's own sequence (positions count from the "
+        "sequence's own first compressed key; -1 ends a list)",
         reads=True,
         invalid={"sparse_indices": torch.full((2, 4, 1, 2048), 90, dtype=torch.int32)},
     ),
     invalid(
         "l1_norm is None or l1_norm.shape[-1] == Kc",
-        OUT,
-        "max_seqlen_k is those of packed rows without lists",
-        text="a column for each entry of a list, or for each compressed key",
+        f"{OUT}: a column for each entry of a list, or for each compressed key (max_seqlen_k is those of packed rows "
+        "without lists)",
         invalid={OUT: "B S1 N2 3"},
     ),
     *LIMITS_OF_ROWS,
-    limit("ratio <= 128", "ratio", "the chip takes no more tokens in a key", invalid={"ratio": 129}),
+    limit("ratio <= 128", "ratio (the chip takes no more tokens in a key)", invalid={"ratio": 129}),
 )
 
 
@@ -232,7 +225,6 @@ V1 = of_cann(
                 "0: all compressed keys; 3: those of closed groups.",
                 default=0,
                 domain="mask_mode in (0, 3)",
-                bad=4,
             ),
         ),
         spelled(sparse.LAYOUT, "layout_q"),
@@ -257,6 +249,7 @@ j < \left\lfloor \frac{i + L - S_1 + 1}{ratio} \right\rfloor \text{, all or thos
     derive=derive,
     functions=FUNCTIONS | {"longest": longest},
     lower=lower,
+    c=Declared(on_device=ON_DEVICE).of_page(),
     results=(OUT,),
     fresh=lambda n: fresh(n, _columns(n)),
     sizes={**sparse.V1.sizes, "Kc": sparse.V1.sizes["K"]},

@@ -17,6 +17,7 @@ from fusion_attention.ops.shared.rules import (
     group,
     invalid,
     limit,
+    meaning,
     needed,
     no_float32,
     note,
@@ -75,9 +76,8 @@ def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
         *(
             of_lengths(
                 f"ends_fit(cu_seqlens_{side}, {packed})",
-                f"cu_seqlens_{side}",
-                "a 0, then the end of every sequence",
-                text="cumulative lengths of all rows of the tensor",
+                f"cu_seqlens_{side}: cumulative lengths of all rows of the tensor (a 0, then the end of every "
+                "sequence)",
                 only=("TND",),
                 invalid={f"cu_seqlens_{side}": [0, 3, 999]},
             )
@@ -86,9 +86,7 @@ def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
         *(
             of_lengths(
                 f"cu_seqlens_{side} is None or {ends} is None or len(cu_seqlens_{side}) == len({ends})",
-                f"cu_seqlens_{side}",
-                "one end per sequence in all",
-                text=f"as many ends as {ends} has",
+                f"cu_seqlens_{side}: as many ends as {ends} has (one end per sequence in all)",
                 only=("TND",),
                 invalid={f"cu_seqlens_{side}": [0, SAMPLE_TOKENS[packed]]},
             )
@@ -97,9 +95,7 @@ def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
         *(
             presence(
                 f"cu_seqlens_{side} is None",
-                f"cu_seqlens_{side}",
-                f"padded rows have seqused_{side}",
-                text="None but of packed rows",
+                f"cu_seqlens_{side}: None but of packed rows (padded rows have seqused_{side})",
                 only=("BSND",),
                 invalid={f"cu_seqlens_{side}": [0, 3, 8]},
             )
@@ -121,9 +117,8 @@ def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
             rules.append(
                 of_lengths(
                     f"{begins}used_fit(seqused_{side}, {count}, {room})",
-                    f"seqused_{side}",
-                    "one for each sequence; the rows behind them are padding",
-                    text=f"a length for every sequence, within its {'tensor' if padded else 'rows'}",
+                    f"seqused_{side}: a length for every sequence, within its {'tensor' if padded else 'rows'} (one "
+                    "for each sequence; the rows behind them are padding)",
                     only=(layout,),
                     invalid={f"seqused_{side}": [1, 1, 99]},
                 )
@@ -131,9 +126,7 @@ def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
         rules.append(
             of_lengths(
                 f"{begins}used_fit({residual}, {count}, None, None)",
-                residual,
-                "one for each sequence",
-                text=f"a number for every {'' if padded else 'packed '}sequence",
+                f"{residual}: a number for every {'' if padded else 'packed '}sequence (one for each sequence)",
                 only=(layout,),
                 invalid={residual: [1, 1, 1]},
             )
@@ -170,20 +163,15 @@ def _given_of(sides: tuple[Side, ...], paged: bool) -> tuple[Rule, ...]:
 
 
 OF_TABLES = group(
-    Rule(
+    meaning(
         "len(block_table) == len(q_len)",
-        "block_table",
-        "a row of pages for each",
-        text="one row per sequence",
-        when="block_table is not None",
+        "block_table: one row per sequence (a row of pages for each)",
         invalid={"block_table": "3 M", "compressed_table": "3 Mc"},
     ),
     *(
-        Rule(
+        meaning(
             f"pages_exist({table}, {lengths}, {page}, {pages})",
-            table,
-            "entries behind a sequence's last page are not read",
-            text="numbers of pages",
+            f"{table}: numbers of pages (entries behind a sequence's last page are not read)",
             when=f"{table} is not None and len({table}) == len(q_len)",
             reads=True,
             invalid={pages: 0},
@@ -193,9 +181,7 @@ OF_TABLES = group(
     *(
         limit(
             f"1 <= {page} <= 1024",
-            table,
-            "the chip takes no larger pages",
-            text="pages of at most 1024 tokens",
+            f"{table}: pages of at most 1024 tokens (the chip takes no larger pages)",
             when=f"{table} is not None and {page} is not None",
             invalid={page: 1025},
         )
@@ -206,130 +192,99 @@ OF_TABLES = group(
 LAYOUT = (
     typed(
         f"layout_kv in (layout, '{PAGES}')",
-        "layout_kv",
-        "keys lie as queries do, or in pages",
-        text=f"what the queries have, or {PAGES}",
+        f"layout_kv: what the queries have, or {PAGES} (keys lie as queries do, or in pages)",
         when="layout in ('BSND', 'TND')",
         needs=("block_table",),
         invalid={"layout_kv": "BNSD"},
     ),
     presence(
         f"(block_table is not None) == (layout_kv == '{PAGES}')",
-        "block_table",
-        "it says which pages a sequence has",
-        text=f"a table where keys are {PAGES}, and nowhere else",
+        f"block_table: a table where keys are {PAGES}, and nowhere else (it says which pages a sequence has)",
         invalid={"block_table": "2 M"},
     ),
     presence(
         f"key_compressed is None or (compressed_table is not None) == (layout_kv == '{PAGES}')",
-        "compressed_table",
-        "it says which pages a sequence has",
-        text=f"a table where keys are {PAGES}, and nowhere else",
+        f"compressed_table: a table where keys are {PAGES}, and nowhere else (it says which pages a sequence has)",
         invalid={"compressed_table": "2 Mc"},
     ),
 )
 # Keys in pages have no gradient.
 LAYOUT_OF_GRADIENT = typed(
     "layout_kv == layout",
-    "layout_kv",
-    "keys in pages have no gradient",
-    text="what the queries have",
+    "layout_kv: what the queries have (keys in pages have no gradient)",
     when="layout in ('BSND', 'TND')",
     invalid={"layout_kv": PAGES},
 )
 ROWS = (
-    Rule("N1 > 0 and N2 == 1", "key", "one key head serves all query heads", invalid={"N2": 2}),
+    meaning("N1 > 0 and N2 == 1", "key (one key head serves all query heads)", invalid={"N2": 2}),
     elements("D", "query"),
     finite_scale("scale_value"),
 )
 FORMS = (
     needed("key", "attention to compressed keys alone is sparse_attention", text="rows of keys"),
-    *(
-        absent(name, sample)
-        for name, sample in (
-            ("ori_sparse_indices", "B S1 1 K"),
-            ("ori_topk_length", "B S1 1"),
-            ("cmp_topk_length", "B S1 1"),
-        )
-    ),
+    *(absent(name) for name in ("ori_sparse_indices", "ori_topk_length", "cmp_topk_length")),
     presence(
         "sparse_indices is None or key_compressed is not None",
-        "sparse_indices",
-        "a list names compressed keys",
-        text="lists beside cmp_kv alone",
+        "sparse_indices: lists beside cmp_kv alone (a list names compressed keys)",
         invalid={"key_compressed": None, "sparse_indices": "B S1 1 K", "cmp_mask_mode": 0, "ratio": 1},
     ),
-    Rule(
+    meaning(
         "key_compressed is None or cmp_mask_mode == 3",
-        "cmp_mask_mode",
-        f"0: {OF_950}",
-        text="3 with cmp_kv",
+        f"cmp_mask_mode: 3 with cmp_kv (0: {OF_950})",
         invalid={"cmp_mask_mode": 0},
     ),
-    Rule(
+    meaning(
         "key_compressed is not None or cmp_mask_mode == 0",
-        "cmp_mask_mode",
-        "no row reads a compressed key",
-        text="0 without cmp_kv",
+        "cmp_mask_mode: 0 without cmp_kv (no row reads a compressed key)",
         given={"key_compressed": None, "cmp_residual_kv": None, "ratio": 1, "cmp_mask_mode": 0},
         invalid={"cmp_mask_mode": 3},
     ),
-    Rule(
+    meaning(
         "ori_mask_mode == 4 or (ori_win_left, ori_win_right) == (-1, -1)",
-        "ori_win_left",
-        "4 is a window",
-        text="-1, and ori_win_right likewise, but in ori_mask_mode 4",
+        "ori_win_left: -1, and ori_win_right likewise, but in ori_mask_mode 4 (4 is a window)",
         invalid={"ori_mask_mode": 3, "ori_win_left": 4},
     ),
     *ROWS,
 )
 COMPRESSED = (
-    Rule(
+    meaning(
         "all(0 <= n < ratio for n in residual)",
-        "cmp_residual_kv",
-        "more tokens would close another compressed key: tokens % cmp_ratio",
-        text="numbers from 0 to cmp_ratio - 1",
+        "cmp_residual_kv: numbers from 0 to cmp_ratio - 1 (more tokens would close another compressed key: tokens % "
+        "cmp_ratio)",
         when="key_compressed is not None",
         invalid={"cmp_residual_kv": [9, 9]},
     ),
     doubt(
         "tokens_agree(kv_len, c_len, ratio, residual)",
-        "cmp_residual_kv",
-        "rows see compressed keys by these tokens, not by those of ori_kv: tokens % cmp_ratio",
-        text="as many tokens as ori_kv has: those of the compressed keys, and cmp_residual_kv",
+        "cmp_residual_kv: as many tokens as ori_kv has: those of the compressed keys, and cmp_residual_kv (rows see "
+        "compressed keys by these tokens, not by those of ori_kv: tokens % cmp_ratio)",
         when="key_compressed is not None and all(0 <= n < ratio for n in residual)",
         invalid={"cmp_residual_kv": [1, 0]},
     ),
     note(
         "ori_mask_mode != 0 or max(q_len, default=0) <= 1",
-        "ori_mask_mode",
-        "0 is the default: rows see tokens behind their own; a model passes 4 and its window",
-        text="3 or 4 beside causal compressed keys",
+        "ori_mask_mode: 3 or 4 beside causal compressed keys (0 is the default: rows see tokens behind their own; a "
+        "model passes 4 and its window)",
         when="key_compressed is not None and cmp_mask_mode == 3",
         invalid={"ori_mask_mode": 0, "ori_win_left": -1, "ori_win_right": -1},
     ),
-    Rule(
+    meaning(
         "sparse_indices is None or names_entries(sparse_indices, layout, q_len, q_start, c_len)",
-        "sparse_indices",
-        "positions count from the sequence's own first compressed key; -1 ends a list",
-        text="-1 or the number of a compressed key of the row's own sequence",
+        "sparse_indices: -1 or the number of a compressed key of the row's own sequence (positions count from the "
+        "sequence's own first compressed key; -1 ends a list)",
         reads=True,
         invalid={"sparse_indices": torch.full((2, 4, 1, 2048), 90, dtype=torch.int32)},
     ),
     doubt(
         "sparse_indices is None or unbroken(sparse_indices)",
-        "sparse_indices",
-        "a list ends at its first -1: fusion_attention.pack_lists closes holes",
-        text="no entry behind a -1",
+        "sparse_indices: no entry behind a -1 (a list ends at its first -1: fusion_attention.pack_lists closes holes)",
         reads=True,
         invalid={"sparse_indices": HOLE},
     ),
     content(
         "sees_entries(sparse_indices, layout, q_len, q_start, c_len, tokens, ratio)",
-        "sparse_indices",
-        "row i reads the first (i + tokens - rows + 1) // cmp_ratio entries at most, and none of a later key",
-        text="entries that their rows see",
-        when="sparse_indices is not None",
+        "sparse_indices: entries that their rows see (row i reads the first (i + tokens - rows + 1) // cmp_ratio "
+        "entries at most, and none of a later key)",
         given={"sparse_indices": "B S1 1 K"},
         invalid={"sparse_indices": PAST},
         reads=True,
@@ -338,41 +293,33 @@ COMPRESSED = (
 LIMITS_OF_ROWS = (
     no_float32("query"),
     only_dim("D", 512, "query"),
-    limit("N1 <= 128", "query", "the chip takes no more heads", invalid={"N1": 129, "G": 129}),
+    limit("N1 <= 128", "query (the chip takes no more heads)", invalid={"N1": 129, "G": 129}),
 )
 LIMITS = (
     limit(
         "key_compressed is None or cmp_residual_kv is not None",
-        "cmp_residual_kv",
-        "0 is taken here: right where cmp_ratio divides every length",
-        text="a number for every sequence",
+        "cmp_residual_kv: a number for every sequence (0 is taken here: right where cmp_ratio divides every length)",
         invalid={"cmp_residual_kv": None},
     ),
     limit(
         "key_compressed is not None or ratio == 1",
-        "ratio",
-        "it is of compressed keys",
-        text="1 without cmp_kv",
+        "ratio: 1 without cmp_kv (it is of compressed keys)",
         given={"key_compressed": None, "cmp_residual_kv": None, "cmp_mask_mode": 0, "ratio": 1},
         invalid={"ratio": 2},
     ),
     *LIMITS_OF_ROWS,
-    limit("sinks is not None", "sinks", "the chip takes no call without them", text="sinks", invalid={"sinks": None}),
+    limit("sinks is not None", "sinks: sinks (the chip takes no call without them)", invalid={"sinks": None}),
 )
 RETURNED = invalid(
     "softmax_lse is None or softmax_lse.shape[-1] == N1",
-    "softmax_lse",
-    "it has a number for every query head",
-    text="a last axis of N1",
+    "softmax_lse: a last axis of N1 (it has a number for every query head)",
     when="return_softmax_lse and N2 == 1",
     given={"return_softmax_lse": True},
     invalid={"softmax_lse": "B N2 S1 3"},
 )
 SAVED = invalid(
     "N2 * G == N1",
-    "softmax_lse",
-    "it has a number for every query head",
-    text="a last axis of N1",
+    "softmax_lse: a last axis of N1 (it has a number for every query head)",
     when="N2 == 1",
     invalid={"G": 3},
 )

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from fusion_attention.contract import INVALID, Rule
+from fusion_attention.contract import INVALID
 from fusion_attention.ops.fused.rules import (
     CACHE,
     FUSED_ONLY,
@@ -24,6 +24,7 @@ from fusion_attention.ops.fused.rules import (
 from fusion_attention.ops.inference.rules import POOLS, SHORT_LIST, SIZED_PAGES
 from fusion_attention.ops.shared.rules import (
     limit,
+    meaning,
     note,
     of_lengths,
     own_page_ids,
@@ -35,11 +36,9 @@ from fusion_attention.ops.shared.rules import (
 
 CACHES = (
     replace(SIZED_PAGES, given=PAGES),
-    Rule(
+    meaning(
         "actual_seq_lengths_kv is not None",
-        "actual_seq_lengths_kv",
-        "a paged cache has no length of its own",
-        text="lengths beside a block table",
+        "actual_seq_lengths_kv: lengths beside a block table (a paged cache has no length of its own)",
         when="block_table is not None and input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD')",
         needs=FUSED_ONLY,
         stage="presence",
@@ -49,10 +48,9 @@ CACHES = (
     replace(
         of_lengths(
             f"rows_fit(key, {CACHE}, D, block_table, block_size)",
-            "key",
-            "its last axes lie as those of query; pages are [blocks, block_size, N2*D], [blocks, N2, block_size, D] "
-            "or, in pieces of 32 bytes, [blocks, N2, D/d0, block_size, d0]",
-            text="rows of num_key_value_heads heads with the elements of query's",
+            "key: rows of num_key_value_heads heads with the elements of query's (its last axes lie as those of "
+            "query; pages are [blocks, block_size, N2*D], [blocks, N2, block_size, D] or, in pieces of 32 bytes, "
+            "[blocks, N2, D/d0, block_size, d0])",
             when="heads_fit(num_key_value_heads, N1)",
             needs=FUSED_ONLY,
             invalid={"key": "B S2 7", "value": "B S2 7"},
@@ -61,47 +59,38 @@ CACHES = (
     ),
     of_lengths(
         f"lies_as(value, key, {CACHE}, None, block_table)",
-        "value",
-        "values lie as keys do; only their elements may be fewer",
-        text="the shape of key but for the last axis",
+        "value: the shape of key but for the last axis (values lie as keys do; only their elements may be fewer)",
         when=f"heads_fit(num_key_value_heads, N1) and rows_fit(key, {CACHE}, D, block_table) is True",
         needs=FUSED_ONLY,
         invalid={"value": "B 5 N2*Dv"},
     ),
     of_lengths(
         f"counted(key, input_layout, B, {HEADS}, block_table)",
-        "key",
-        "packed and paged keys are one tensor",
-        text="one tensor of the batch, one per item with a batch of 1, or (with a block table) pages",
+        "key: one tensor of the batch, one per item with a batch of 1, or (with a block table) pages (packed and "
+        "paged keys are one tensor)",
         when=f"heads_fit(num_key_value_heads, N1) and rows_fit(key, {CACHE}, D, block_table) is True",
         needs=FUSED_ONLY,
         invalid={"key": "3 S2 N2*D", "value": "3 S2 N2*Dv"},
     ),
-    Rule(
+    meaning(
         "block_size == page",
-        "block_size",
-        "the cache's axis of slots is the page",
-        text="the slots of a page of key",
+        "block_size: the slots of a page of key (the cache's axis of slots is the page)",
         when="block_table is not None",
         given=PAGES,
         invalid={"block_size": 32},
     ),
-    Rule(
+    meaning(
         "pieces_fit(key) is True and pieces_fit(value) is True",
-        "key",
-        "[blocks, N2, D/d0, block_size, d0]: d0 is 16 for 16 bits, 32 for int8",
-        text="pieces of 32 bytes in pages of five axes",
+        "key: pieces of 32 bytes in pages of five axes ([blocks, N2, D/d0, block_size, d0]: d0 is 16 for 16 bits, 32 "
+        "for int8)",
         when="block_table is not None",
         needs=FUSED_ONLY,
         given={**PAGES, "key": "8 N2 4 16 16", "value": "8 N2 4 16 16"},
         invalid={"key": "8 N2 2 16 32", "value": "8 N2 2 16 32"},
     ),
-    Rule(
+    meaning(
         "block_table.shape[0] == B",
-        "block_table",
-        "the ends of packed rows count the items",
-        text="a row of pages per item",
-        when="block_table is not None",
+        "block_table: a row of pages per item (the ends of packed rows count the items)",
         given={**PAGES, "input_layout": "TND"},
         invalid={"block_table": "3 2"},
     ),
@@ -116,18 +105,14 @@ CACHE_LIMITS = (
     own_page_ids(PAGES, torch.tensor([[0, 1], [2, 3]])),
     limit(
         "block_size % (32 if dtype_of(key) == 'int8' else 16) == 0 and block_size <= (512 if one_token else 1024)",
-        "block_size",
-        "the chip's pages",
-        text="a multiple of 16 (int8: 32), at most 1024, over one-token queries 512",
+        "block_size: a multiple of 16 (int8: 32), at most 1024, over one-token queries 512 (the chip's pages)",
         when="block_table is not None",
         given=PAGES,
         invalid={"block_size": 24, "key": "8 24 N2*D", "value": "8 24 N2*D"},
     ),
     limit(
         "of_inputs(input_layout) in ('BNSD', 'TND') or cache_layout != 'BNSD'",
-        "key",
-        "the chip takes pages of heads beside BNSD and TND only",
-        text="pages [blocks, block_size, N2*D]",
+        "key: pages [blocks, block_size, N2*D] (the chip takes pages of heads beside BNSD and TND only)",
         when="block_table is not None",
         needs=FUSED_ONLY,
         given=PAGES,
@@ -136,9 +121,7 @@ CACHE_LIMITS = (
     *(replace(rule, given=PAGES) for rule in POOLS),
     limit(
         "key_shared_prefix is None and (dtype_of(query) != 'int8' or query_rope is not None)",
-        "block_table",
-        "the chip takes no pages there",
-        text="no pages beside a shared prefix or scales of an int8 query",
+        "block_table: no pages beside a shared prefix or scales of an int8 query (the chip takes no pages there)",
         when="block_table is not None",
         needs=("key_shared_prefix",),
         given=PAGES,
@@ -147,9 +130,7 @@ CACHE_LIMITS = (
     replace(SHORT_LIST, needs=FUSED_ONLY, invalid={**SHORT_LIST.invalid, "D": 16, "Dv": 16}),
     limit(
         "len({0 in t.shape for t in key}) == 1",
-        "key",
-        "the chip takes no list with some empty tensors",
-        text="tensors of which all or none are empty",
+        "key: tensors of which all or none are empty (the chip takes no list with some empty tensors)",
         needs=FUSED_ONLY,
         given={"B": 1},
         invalid={
@@ -160,10 +141,7 @@ CACHE_LIMITS = (
     *(
         limit(
             f"neighbours({name})",
-            name,
-            "the chip reads rows of neighbouring elements",
-            text=f"{what} of neighbouring elements",
-            when=f"{name} is not None",
+            f"{name}: {what} of neighbouring elements (the chip reads rows of neighbouring elements)",
             given=given,
             invalid={name: gaps},
         )
@@ -179,11 +157,9 @@ CACHE_LIMITS = (
 
 PADDING = (
     *(
-        Rule(
+        meaning(
             f"len({name}) == 1 and ({lengths} is not None or one_token)",
-            name,
-            "unused slots behind every item, which ends there",
-            text=f"one number, beside {lengths}",
+            f"{name}: one number, beside {lengths} (unused slots behind every item, which ends there)",
             when=f"{name} is not None",
             given={**PADDED, name: [1]},
             invalid={name: [1, 1]},
@@ -197,9 +173,8 @@ PADDING = (
         limit(
             "input_layout in ('BSH', 'BSND', 'BNSD', 'BNSD_BSND') and block_table is None and len(key) == 1 and "
             "query_rope is None and key_shared_prefix is None and learnable_sink is None",
-            name,
-            "the chip pads no other call",
-            text="left padding in one padded tensor, without pages, rope parts, prefix or sink",
+            f"{name}: left padding in one padded tensor, without pages, rope parts, prefix or sink (the chip pads no "
+            "other call)",
             when=f"{name} is not None",
             given={**PADDED, name: [1]},
             invalid={"input_layout": "NSD", "actual_seq_lengths": [2], "actual_seq_lengths_kv": [4]},
@@ -208,76 +183,58 @@ PADDING = (
     ),
     note(
         "padded",
-        "kv_padding_size",
-        "an item without that buffer is zeros, as if it had no keys",
-        text="room for every item before its padding",
-        when="kv_padding_size is not None",
+        "kv_padding_size: room for every item before its padding (an item without that buffer is zeros, as if it had "
+        "no keys)",
         given=PADDED,
         invalid={"kv_padding_size": [2]},
     ),
 )
 PREFIXES = (
-    Rule(
+    meaning(
         "(key_shared_prefix is None) == (value_shared_prefix is None)",
-        "key_shared_prefix",
-        "a prefix has keys and values",
-        text="key_shared_prefix and value_shared_prefix, or neither",
+        "key_shared_prefix: key_shared_prefix and value_shared_prefix, or neither (a prefix has keys and values)",
         stage="presence",
         given=PREFIX,
         invalid={"value_shared_prefix": None},
     ),
     of_lengths(
         f"prefix_fits(key_shared_prefix, key, {CACHE}, D)",
-        "key_shared_prefix",
-        "it lies as key does, once for all items",
-        text="a tensor of key's layout, heads, elements and dtype, with a batch of 1",
-        when="key_shared_prefix is not None",
+        "key_shared_prefix: a tensor of key's layout, heads, elements and dtype, with a batch of 1 (it lies as key "
+        "does, once for all items)",
         given=PREFIX,
         invalid={"key_shared_prefix": "2 4 N2*D", "value_shared_prefix": "1 4 N2*Dv"},
     ),
     of_lengths(
         f"lies_as(value_shared_prefix, key_shared_prefix, {CACHE}, None, None) is True and "
         "dtype_of(value_shared_prefix) == dtype_of(value)",
-        "value_shared_prefix",
-        "as value lies beside key",
-        text="the shape of key_shared_prefix",
+        "value_shared_prefix: the shape of key_shared_prefix (as value lies beside key)",
         when=f"key_shared_prefix is not None and prefix_fits(key_shared_prefix, key, {CACHE}, D) is True",
         needs=("key_shared_prefix",),
         given=PREFIX,
         invalid={"value_shared_prefix": "1 3 N2*Dv"},
     ),
-    Rule(
+    meaning(
         "of_elements(value_shared_prefix, input_layout, N2) == Dv",
-        "value_shared_prefix",
-        "a value row is a value row",
-        text="rows as long as value's",
-        when="value_shared_prefix is not None",
+        "value_shared_prefix: rows as long as value's (a value row is a value row)",
         given=PREFIX,
         invalid={"value_shared_prefix": "1 4 N2*32"},
     ),
     of_lengths(
         "len(actual_shared_prefix_len) == 1",
-        "actual_shared_prefix_len",
-        "all items share one prefix",
-        text="one number",
-        when="actual_shared_prefix_len is not None",
+        "actual_shared_prefix_len: one number (all items share one prefix)",
         given=PREFIX,
         invalid={"actual_shared_prefix_len": [2, 2]},
     ),
-    Rule(
+    meaning(
         "0 <= common <= held",
-        "actual_shared_prefix_len",
-        "a prefix is no longer than its tensor",
-        text="0 <= length <= keys of key_shared_prefix",
+        "actual_shared_prefix_len: 0 <= length <= keys of key_shared_prefix (a prefix is no longer than its tensor)",
         when="key_shared_prefix is not None",
         given=PREFIX,
         invalid={"actual_shared_prefix_len": [5]},
     ),
-    Rule(
+    meaning(
         "query_rope is None",
-        "key_shared_prefix",
-        "its keys have no rope part",
-        text="no rope parts beside a shared prefix",
+        "key_shared_prefix: no rope parts beside a shared prefix (its keys have no rope part)",
         when="key_shared_prefix is not None",
         needs=("query_rope",),
         given=PREFIX,
@@ -285,10 +242,8 @@ PREFIXES = (
     ),
     limit(
         "input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD') and dtype_of(query) != 'int8' and len(key) == 1",
-        "key_shared_prefix",
-        "the chip shares no prefix there",
-        text="a prefix of padded keys in one tensor, under a query of floats",
-        when="key_shared_prefix is not None",
+        "key_shared_prefix: a prefix of padded keys in one tensor, under a query of floats (the chip shares no "
+        "prefix there)",
         given=PREFIX,
         invalid={
             "input_layout": "TND",
@@ -303,18 +258,14 @@ ROPES = (
     rope_pair("query_rope", "key_rope", ROPE),
     typed(
         "dtype_of(query_rope) == dtype_of(query)",
-        "query_rope",
-        "one dtype for all rows",
-        text="the dtype of query",
+        "query_rope: the dtype of query (one dtype for all rows)",
         when="query_rope is not None and key_rope is not None and dtype_of(query) != 'int8'",
         given=ROPE,
         invalid={"query_rope": ("B S1 N1*Dr", "bfloat16"), "key_rope": ("B S2 N2*Dr", "bfloat16")},
     ),
     typed(
         "dtype_of(key_rope) == dtype_of(query_rope)",
-        "key_rope",
-        "rope parts multiply each other",
-        text="the dtype of query_rope",
+        "key_rope: the dtype of query_rope (rope parts multiply each other)",
         when="query_rope is not None and key_rope is not None",
         given=ROPE,
         invalid={"key_rope": ("B S2 N2*Dr", "bfloat16")},
@@ -322,49 +273,36 @@ ROPES = (
     replace(
         of_lengths(
             f"lies_as(key_rope, key, {CACHE}, Dr, block_table)",
-            "key_rope",
-            "it lies as key does: as many heads (expand one that all share) and tokens, in pages of its own",
-            text="the shape of key with the elements of query_rope",
+            "key_rope: the shape of key with the elements of query_rope (it lies as key does: as many heads (expand "
+            "one that all share) and tokens, in pages of its own)",
             when=f"key_rope is not None and query_rope is not None and rows_fit(key, {CACHE}, D, block_table) is True",
             given=ROPE,
             invalid={"key_rope": "B 5 N2*Dr"},
         ),
         code=INVALID,
     ),
-    limit(
-        "Dr == 64",
-        "query_rope",
-        "the chip takes no other",
-        when="query_rope is not None",
-        given=ROPE,
-        invalid={"Dr": 32},
-    ),
+    limit("Dr == 64", "query_rope (the chip takes no other)", given=ROPE, invalid={"Dr": 32}),
     limit(
         "D == Dv and D in (128, 512)",
-        "query_rope",
-        "the chip takes rope parts beside rows of 128 or 512",
-        text="rows of 128 or 512 elements beside rope parts",
-        when="query_rope is not None",
+        "query_rope: rows of 128 or 512 elements beside rope parts (the chip takes rope parts beside rows of 128 or "
+        "512)",
         given=ROPE,
         invalid={"D": 64, "Dv": 64},
     ),
     limit(
         "N2 == 1 and N1 in (1, 2, 4, 8, 16, 32, 64, 128)",
-        "query_rope",
-        "the chip takes no other heads over latents",
-        text="a power of two of query heads, at most 128, over one key head",
+        "query_rope: a power of two of query heads, at most 128, over one key head (the chip takes no other heads "
+        "over latents)",
         when="query_rope is not None and D == 512",
         given=LATENT,
         invalid={"N1": 3, "num_heads": 3},
     ),
     limit(
         "mask_kind != 'full' and (dtype_of(key) == dtype_of(query))",
-        "query_rope",
-        "the chip takes rope parts beside rows of one dtype, causal or not",
-        text="no full mask and no integer keys under a query of floats beside rope parts",
-        when="query_rope is not None",
+        "query_rope: no full mask and no integer keys under a query of floats beside rope parts (the chip takes rope "
+        "parts beside rows of one dtype, causal or not)",
         given=ROPE,
         invalid={"atten_mask": "B S1 S2"},
     ),
-    reserved("key_rope_antiquant_scale", "1"),
+    reserved("key_rope_antiquant_scale"),
 )

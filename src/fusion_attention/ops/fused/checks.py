@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fusion_attention.contract import dtype_text, members, show
+from fusion_attention.contract import dtype_text, functions_in, members, show
 from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops.fused.geometry import (
     OUT_DTYPES,
@@ -305,34 +305,4 @@ def number_fits(number: int | None, query: Tensor, rope: Tensor | None, scale: T
     return result in wanted or f"{number} ({result}), beside {' or '.join(wanted)}"
 
 
-FUNCTIONS = checks.FUNCTIONS | {
-    f.__name__: f
-    for f in (
-        *(
-            rows_fit,
-            counted,
-            of_elements,
-            neighbours,
-            pieces_fit,
-            lies_as,
-            prefix_fits,
-            ends_fit,
-            tokens_of,
-            items_fit,
-            ended,
-        ),
-        *(
-            rows_within,
-            no_more_rows,
-            mask_fits,
-            bias_fits,
-            meets,
-            hides_nothing,
-            is_causal,
-            is_triangle,
-            integers,
-            may_empty,
-        ),
-        *(joint_fits, scale_fits, scale_dtypes, one_each, row_scale_fits, out_dtypes, number_fits, of_inputs),
-    )
-}
+FUNCTIONS = checks.FUNCTIONS | functions_in(globals()) | {"is_triangle": is_triangle, "of_inputs": of_inputs}

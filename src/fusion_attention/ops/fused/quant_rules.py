@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusion_attention.contract import Rule
 from fusion_attention.ops.fused.rules import LATENT, PAGES, ROPE
 from fusion_attention.ops.inference.rules import NARROW, SCALED_OUTPUT, beside_its_scale
 from fusion_attention.ops.shared.params import FLOATS
-from fusion_attention.ops.shared.rules import doubt, group, invalid, limit, refused, reserved, typed
+from fusion_attention.ops.shared.rules import doubt, invalid, limit, meaning, refused, reserved, typed
 
 ELSEWHERE = "fp8, hifloat8 and mx formats exist on Ascend 950 alone: this library computes int8 and int4"
 ROWS: dict[str, Any] = {"S1": 1, "key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")}
@@ -56,32 +55,28 @@ APART_GIVEN = "key_antiquant_scale is not None"
 FUSED_ONLY = ("block_table",)
 
 QUERIES = (
-    Rule(
+    meaning(
         f"one_each(({', '.join(SCALES)}))",
-        "dequant_scale1",
-        "scores = integers * dequant_scale1, weights = round(quant_scale1 * exp(..)), out = integers * dequant_scale2",
-        text="dequant_scale1, quant_scale1 and dequant_scale2 of one element each beside an int8 query",
+        "dequant_scale1: dequant_scale1, quant_scale1 and dequant_scale2 of one element each beside an int8 query "
+        "(scores = integers * dequant_scale1, weights = round(quant_scale1 * exp(..)), out = integers * "
+        "dequant_scale2)",
         when="dtype_of(query) == 'int8' and query_rope is None",
         given=QUERY,
         invalid={"dequant_scale2": None},
     ),
     *(
-        Rule(
+        meaning(
             f"{name} is None",
-            name,
-            "it belongs to an int8 query without rope parts",
-            text=f"no {name}",
+            f"{name}: no {name} (it belongs to an int8 query without rope parts)",
             when="dtype_of(query) != 'int8' or query_rope is not None",
-            invalid={name: ("1", "float32")},
         )
         for name in SCALES
     ),
     *(
         doubt(
             f"{name} is None",
-            name,
-            "it is not read: dequant_scale1 and dequant_scale2 are the scales",
-            text=f"no {name} beside scales of an int8 query",
+            f"{name}: no {name} beside scales of an int8 query (it is not read: dequant_scale1 and dequant_scale2 "
+            "are the scales)",
             when="dtype_of(query) == 'int8' and dequant_scale1 is not None",
             needs=("dequant_scale1",),
             given=QUERY,
@@ -94,9 +89,8 @@ QUERIES = (
     ),
     limit(
         "not one_token and S1 > 1 and T1 is None and query_rope is None",
-        "query",
-        "the chip takes int8 queries in padded prompts only",
-        text="several padded rows beside scales of an int8 query",
+        "query: several padded rows beside scales of an int8 query (the chip takes int8 queries in padded prompts "
+        "only)",
         when="dtype_of(query) == 'int8' and query_rope is None",
         needs=("dequant_scale1",),
         given=QUERY,
@@ -107,9 +101,7 @@ QUERIES = (
 NO_INTEGERS = (
     typed(
         "dtype_of(query) != 'int8'",
-        "query",
-        "this version takes no scales for it",
-        text="no int8 query",
+        "query: no int8 query (this version takes no scales for it)",
         invalid={name: (words, "int8") for name, words in (("query", "B S1 N1*D"), ("key", "B S2 N2*D"))}
         | {"value": ("B S2 N2*D", "int8")},
     ),
@@ -118,9 +110,8 @@ NO_INTEGERS = (
 NO_INTEGER_LATENTS = (
     typed(
         "dtype_of(query) != 'int8' or query_rope is None",
-        "query",
-        "it needs a scale per row, which FusedInferAttentionScoreV4 and npu_fused_infer_attention_score_v2 take",
-        text="no int8 query beside rope parts",
+        "query: no int8 query beside rope parts (it needs a scale per row, which FusedInferAttentionScoreV4 and "
+        "npu_fused_infer_attention_score_v2 take)",
         needs=("query_rope",),
         given=ROPE,
         invalid={
@@ -135,9 +126,8 @@ NO_INTEGER_LATENTS = (
 INTEGERS_WITH_ROPE = (
     typed(
         "dtype_of(query) != 'int8' or query_rope is not None",
-        "query",
-        "this version has no dequant_scale1, quant_scale1 and dequant_scale2: npu_fused_infer_attention_score has",
-        text="no int8 query without rope parts",
+        "query: no int8 query without rope parts (this version has no dequant_scale1, quant_scale1 and "
+        "dequant_scale2: npu_fused_infer_attention_score has)",
         given=LATENTS,
         invalid=dict.fromkeys(("query_rope", "key_rope")),
     ),
@@ -145,27 +135,22 @@ INTEGERS_WITH_ROPE = (
 CACHES = (
     typed(
         "dtype_of(key) == 'int8' if dtype_of(query) == 'int8' else dtype_of(key) in ('int8', 'int32', dtype_of(query))",
-        "key",
-        f"int32 holds eight integers of four bits; {ELSEWHERE}",
-        text="the dtype of query, int8 or int32",
+        f"key: the dtype of query, int8 or int32 (int32 holds eight integers of four bits; {ELSEWHERE})",
         needs=FUSED_ONLY,
         invalid={"key": ("B S2 N2*D", "bfloat16"), "value": ("B S2 N2*D", "bfloat16")},
     ),
-    Rule(
+    meaning(
         "(antiquant_scale is not None or key_antiquant_scale is not None) == (dtype_of(key) in ('int8', 'int32'))",
-        "key",
-        "value = (stored + offset) * scale, of keys and of values",
-        text="scales exactly for integer keys and values",
+        "key: scales exactly for integer keys and values (value = (stored + offset) * scale, of keys and of values)",
         when="dtype_of(query) != 'int8'",
         needs=FUSED_ONLY,
         given=EITHER,
         invalid=dict.fromkeys(("antiquant_scale", "key_antiquant_scale", "value_antiquant_scale")),
     ),
-    Rule(
+    meaning(
         "joint_fits(antiquant_scale, antiquant_mode, N2, D, Dv, B, columns)",
-        "antiquant_scale",
-        "keys at index 0, values at index 1",
-        text="shape [2], [2, N2, 1, D], [2, N2, D] or [2, N2*D], per token [2, B, keys]",
+        "antiquant_scale: shape [2], [2, N2, 1, D], [2, N2, D] or [2, N2*D], per token [2, B, keys] (keys at index "
+        "0, values at index 1)",
         when="antiquant_scale is not None and key_antiquant_scale is None",
         given=JOINT | dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale")),
         invalid={"antiquant_scale": "2 3"},
@@ -173,9 +158,7 @@ CACHES = (
     beside_its_scale("antiquant_offset", "antiquant_scale", {**EITHER, "antiquant_offset": "2 N2*D"}, "2 3"),
     refused(
         "dtype_of(antiquant_scale) == ('float32' if antiquant_mode == 1 else dtype_of(query))",
-        "antiquant_scale",
-        "the chip takes no other",
-        text="the dtype of query, per token float32",
+        "antiquant_scale: the dtype of query, per token float32 (the chip takes no other)",
         when="antiquant_scale is not None and key_antiquant_scale is None",
         given=JOINT | dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale")),
         invalid={"antiquant_scale": ("2 N2*D", "float32")},
@@ -183,33 +166,25 @@ CACHES = (
 )
 SIDES = (
     *(
-        typed(
-            f"{name} {granularity}",
-            name,
-            ELSEWHERE,
-            text="a mode of integers",
-            invalid={name: 6},
-        )
+        typed(f"{name} {granularity}", f"{name}: a mode of integers ({ELSEWHERE})", invalid={name: 6})
         for name, granularity in (
             ("key_antiquant_mode", "not in (6, 7, 8)"),
             ("value_antiquant_mode", "not in (6, 7, 8)"),
             ("query_quant_mode", "!= 6"),
         )
     ),
-    Rule(
+    meaning(
         "(key_antiquant_scale is None) == (value_antiquant_scale is None)",
-        "key_antiquant_scale",
-        "keys and values are integers together",
-        text="key_antiquant_scale and value_antiquant_scale, or neither",
+        "key_antiquant_scale: key_antiquant_scale and value_antiquant_scale, or neither (keys and values are "
+        "integers together)",
         given=APART,
         invalid={"value_antiquant_scale": None},
         stage="presence",
     ),
-    Rule(
+    meaning(
         "(key_antiquant_offset is None) == (value_antiquant_offset is None)",
-        "key_antiquant_offset",
-        "keys and values have offsets together",
-        text="key_antiquant_offset and value_antiquant_offset, or neither",
+        "key_antiquant_offset: key_antiquant_offset and value_antiquant_offset, or neither (keys and values have "
+        "offsets together)",
         given={**APART, "key_antiquant_offset": "N2*D", "value_antiquant_offset": "N2*D"},
         invalid={"value_antiquant_offset": None},
         stage="presence",
@@ -223,20 +198,16 @@ SIDES = (
         )
         for side in ("key", "value")
     ),
-    Rule(
+    meaning(
         "key_antiquant_mode == value_antiquant_mode or (key_antiquant_mode == 0 and value_antiquant_mode == 1)",
-        "value_antiquant_mode",
-        "keys per channel may stand beside values per token",
-        text="the mode of keys, or 1 beside 0",
+        "value_antiquant_mode: the mode of keys, or 1 beside 0 (keys per channel may stand beside values per token)",
         when=APART_GIVEN,
         given=TOKENS,
         invalid={"value_antiquant_mode": 3, "value_antiquant_scale": ("B N2 S2", "float32")},
     ),
-    Rule(
+    meaning(
         "key_antiquant_mode < 4 or block_table is not None",
-        "key_antiquant_mode",
-        "scales lie in pages where keys do",
-        text="pages beside modes 4 and 5",
+        "key_antiquant_mode: pages beside modes 4 and 5 (scales lie in pages where keys do)",
         when=APART_GIVEN,
         given=TOKENS,
         invalid={
@@ -245,12 +216,10 @@ SIDES = (
         },
     ),
     *(
-        Rule(
+        meaning(
             f"scale_fits({side}_antiquant_scale, {side}_antiquant_mode, N2, {dim}, B, columns - common, blocks, page)",
-            f"{side}_antiquant_scale",
-            "0: one number or one per head and element, 1: [B, keys], 2: [N2], 3: [B, N2, keys], 4: [blocks, slots], "
-            "5: [blocks, N2, slots]",
-            text=f"a shape that {side}_antiquant_mode takes",
+            f"{side}_antiquant_scale: a shape that {side}_antiquant_mode takes (0: one number or one per head and "
+            "element, 1: [B, keys], 2: [N2], 3: [B, N2, keys], 4: [blocks, slots], 5: [blocks, N2, slots])",
             when=f"{side}_antiquant_scale is not None and ({side}_antiquant_mode < 4 or block_table is not None)",
             given=APART,
             invalid={f"{side}_antiquant_scale": "3"},
@@ -260,20 +229,17 @@ SIDES = (
     *(
         refused(
             f"dtype_of({side}_antiquant_scale) in scale_dtypes({side}_antiquant_mode, query)",
-            f"{side}_antiquant_scale",
-            "the chip takes no other",
-            text="the dtype of query, of scales per token float32",
+            f"{side}_antiquant_scale: the dtype of query, of scales per token float32 (the chip takes no other)",
             when=f"{side}_antiquant_scale is not None and dtype_of(query) != 'int8'",
             given=APART,
             invalid={f"{side}_antiquant_scale": ("N2*D", "float32")},
         )
         for side in ("key", "value")
     ),
-    Rule(
+    meaning(
         "key_antiquant_mode == value_antiquant_mode == 0 or key_antiquant_mode == value_antiquant_mode == 2",
-        "key_shared_prefix",
-        "a scale per token has no place for the tokens of a prefix",
-        text="scales per channel or one number beside a prefix of integers",
+        "key_shared_prefix: scales per channel or one number beside a prefix of integers (a scale per token has no "
+        "place for the tokens of a prefix)",
         when=f"key_shared_prefix is not None and {APART_GIVEN}",
         given={
             **{k: v for k, v in APART.items() if "antiquant" not in k},
@@ -284,9 +250,8 @@ SIDES = (
     ),
     limit(
         "key_antiquant_mode in (0, 1) and value_antiquant_mode in (0, 1)",
-        "key_antiquant_mode",
-        "the chip takes the other modes for one-token queries",
-        text="mode 0 or 1 over several query rows",
+        "key_antiquant_mode: mode 0 or 1 over several query rows (the chip takes the other modes for one-token "
+        "queries)",
         when=f"{APART_GIVEN} and not one_token and dtype_of(query) != 'int8'",
         given={**APART, "query": ("B S1 N1*D", "bfloat16"), "S1": 3}
         | dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale"), ("N2*D", "bfloat16")),
@@ -299,9 +264,7 @@ SIDES = (
 CACHE_LIMITS = (
     limit(
         "S1 <= 16 and dtype_of(key) == 'int8'",
-        "key",
-        "the chip takes integer keys under few query rows",
-        text="int8, and at most 16 query rows",
+        "key: int8, and at most 16 query rows (the chip takes integer keys under few query rows)",
         when="integers(key) and not one_token and dtype_of(query) != 'int8'",
         needs=FUSED_ONLY,
         given=SEVERAL,
@@ -309,9 +272,7 @@ CACHE_LIMITS = (
     ),
     limit(
         "dtype_of(query) == 'bfloat16'",
-        "query",
-        "the chip takes integer keys under several rows of bfloat16",
-        text="bfloat16 over integer keys",
+        "query: bfloat16 over integer keys (the chip takes integer keys under several rows of bfloat16)",
         when="integers(key) and not one_token and dtype_of(query) != 'int8'",
         needs=("key_antiquant_scale",),
         given=SEVERAL,
@@ -319,9 +280,7 @@ CACHE_LIMITS = (
     ),
     limit(
         "block_table is None",
-        "key",
-        "the chip takes no pages of int4",
-        text="int8 in pages",
+        "key: int8 in pages (the chip takes no pages of int4)",
         when="dtype_of(key) == 'int32'",
         needs=FUSED_ONLY,
         given={
@@ -339,46 +298,38 @@ _OF_ROPE = ("query_rope", "key_rope", "quant_scale2")
 LATENT_QUERIES = (
     typed(
         f"dtype_of(query_rope) in {tuple(FLOATS.split())}",
-        "query_rope",
-        "only query, key and value are integers",
-        text="floats beside an int8 query",
+        "query_rope: floats beside an int8 query (only query, key and value are integers)",
         when="query_rope is not None and key_rope is not None and dtype_of(query) == 'int8'",
         needs=("query_quant_mode",),
         given=LATENTS,
         invalid=dict(zip(_OF_ROPE, (("B S1 N1*Dr", "int8"), ("8 1 2 128 32", "int8"), ("1", "float32")), strict=True)),
     ),
-    Rule(
+    meaning(
         "(query_quant_mode == 3) == (dtype_of(query) == 'int8' and query_rope is not None)",
-        "query_quant_mode",
-        "an int8 query has a scale per row and head, and rope parts in floats",
-        text="3 exactly for an int8 query with rope parts",
+        "query_quant_mode: 3 exactly for an int8 query with rope parts (an int8 query has a scale per row and head, "
+        "and rope parts in floats)",
         given=LATENTS,
         invalid={"query_quant_mode": 0},
     ),
-    Rule(
+    meaning(
         "(dequant_scale_query is not None) == (query_quant_mode == 3)",
-        "dequant_scale_query",
-        "scores are the integers' and the rope parts' products times both scales",
-        text="a scale per row and head exactly in query_quant_mode 3",
+        "dequant_scale_query: a scale per row and head exactly in query_quant_mode 3 (scores are the integers' and "
+        "the rope parts' products times both scales)",
         when="(query_quant_mode == 3) == (dtype_of(query) == 'int8' and query_rope is not None)",
         given=LATENTS,
         invalid={"dequant_scale_query": None},
     ),
-    Rule(
+    meaning(
         "row_scale_fits(dequant_scale_query, query, input_layout, N1)",
-        "dequant_scale_query",
-        "one per row and head",
-        text="the shape of query without its elements; BSH: [B, S1, N1]",
-        when="dequant_scale_query is not None",
+        "dequant_scale_query: the shape of query without its elements; BSH: [B, S1, N1] (one per row and head)",
         given=LATENTS,
         invalid={"dequant_scale_query": ("B S1 3", "float32")},
     ),
-    Rule(
+    meaning(
         "one_each((key_antiquant_scale, value_antiquant_scale)) is True and key_antiquant_offset is None and "
         "key_antiquant_mode == value_antiquant_mode == 0",
-        "key_antiquant_scale",
-        "query_rope comes divided by dequant_scale_query and the key's scale, which multiply both products",
-        text="one scale of keys and one of values beside an int8 query, without offsets",
+        "key_antiquant_scale: one scale of keys and one of values beside an int8 query, without offsets (query_rope "
+        "comes divided by dequant_scale_query and the key's scale, which multiply both products)",
         when="query_quant_mode == 3 and dtype_of(query) == 'int8'",
         needs=("query_quant_mode",),
         given=LATENTS,
@@ -387,30 +338,25 @@ LATENT_QUERIES = (
 )
 OUTPUTS = (
     *SCALED_OUTPUT,
-    Rule(
+    meaning(
         "quant_scale2.numel() in (1, N1 * Dv)",
-        "quant_scale2",
-        "one number, or one per query head and element",
-        text="1 or N1 * Dv elements",
-        when="quant_scale2 is not None",
+        "quant_scale2: 1 or N1 * Dv elements (one number, or one per query head and element)",
         given={"quant_scale2": "1"},
         invalid={"quant_scale2": "3"},
     ),
     limit(
         "quant_scale2.numel() == 1 or (Dv % 32 == 0 and not softmax_lse_flag and query_padding_size is None and "
         "kv_padding_size is None)",
-        "quant_scale2",
-        "the chip takes one number there",
-        text="one scale, where value rows are no multiple of 32, or beside softmax_lse or left padding",
+        "quant_scale2: one scale, where value rows are no multiple of 32, or beside softmax_lse or left padding (the "
+        "chip takes one number there)",
         when="quant_scale2 is not None",
         given={**NARROW, "quant_scale2": "N1*Dv"},
         invalid={"D": 48, "Dv": 48},
     ),
     limit(
         "query_rope is None and dtype_of(key) != 'int32' and not (mode == 4 and (pre < 0 or next < 0))",
-        "quant_scale2",
-        "the chip writes no int8 there",
-        text="no int8 output beside rope parts, int4 or a window that misses the diagonal",
+        "quant_scale2: no int8 output beside rope parts, int4 or a window that misses the diagonal (the chip writes "
+        "no int8 there)",
         when="quant_scale2 is not None",
         needs=("sparse_mode",),
         given={**NARROW, "atten_mask": "2048 2048", "sparse_mode": 4, "pre_tokens": 3},
@@ -418,9 +364,8 @@ OUTPUTS = (
     ),
     limit(
         "not may_empty(mode, mask_kind, pre, next, q_used, common + kv_used)",
-        "quant_offset2",
-        "the chip refuses an offset where a row may see no key",
-        text="no offset where some row may see no key",
+        "quant_offset2: no offset where some row may see no key (the chip refuses an offset where a row may see no "
+        "key)",
         when="quant_offset2 is not None and quant_scale2 is not None and not (mode == 4 and (pre < 0 or next < 0))",
         needs=("sparse_mode",),
         given={**NARROW, "quant_offset2": "1", "atten_mask": "2048 2048", "sparse_mode": 3},
@@ -428,18 +373,15 @@ OUTPUTS = (
     ),
     typed(
         "attention_out is None or dtype_of(attention_out) in out_dtypes(query, query_rope, quant_scale2)",
-        "attention_out",
-        "int8 beside quant_scale2; else the query's dtype, and beside an int8 query that of its rope part or float16",
-        text="the dtype of the output",
+        "attention_out: the dtype of the output (int8 beside quant_scale2; else the query's dtype, and beside an "
+        "int8 query that of its rope part or float16)",
         when="(quant_scale2 is not None) == (dtype_of(attention_out) == 'int8')",
         given={"attention_out": ("B S1 N1*Dv", "float16")},
         invalid={"attention_out": ("B S1 N1*Dv", "bfloat16")},
     ),
     invalid(
         "attention_out is None or tuple(attention_out.shape) == shape_out",
-        "attention_out",
-        "rows as long as value's",
-        text="the shape of the output",
+        "attention_out: the shape of the output (rows as long as value's)",
         needs=FUSED_ONLY,
         invalid={"attention_out": ("B S1 N1*32", "float16")},
     ),
@@ -447,18 +389,14 @@ OUTPUTS = (
 LOGARITHMS = (
     typed(
         "softmax_lse is None or dtype_of(softmax_lse) == 'float32'",
-        "softmax_lse",
-        "sums are kept in float32",
-        text="float32",
+        "softmax_lse: float32 (sums are kept in float32)",
         when="softmax_lse_flag",
         given={"softmax_lse_flag": True},
         invalid={"softmax_lse": ("B N1 S1 1", "float16")},
     ),
     invalid(
         "softmax_lse is None or softmax_lse.shape[-1] == 1",
-        "softmax_lse",
-        "[B, N1, S1, 1], packed [T1, N1, 1]",
-        text="a last axis of 1",
+        "softmax_lse: a last axis of 1 ([B, N1, S1, 1], packed [T1, N1, 1])",
         when="softmax_lse_flag",
         given={"softmax_lse_flag": True},
         invalid={"softmax_lse": ("B N1 S1 8", "float32")},
@@ -468,30 +406,22 @@ LOGARITHMS = (
 LAST = (
     typed(
         "antiquant_scale is None or key_antiquant_scale is not None",
-        "antiquant_scale",
-        "this version takes key_antiquant_scale and value_antiquant_scale",
-        text="no antiquant_scale",
+        "antiquant_scale: no antiquant_scale (this version takes key_antiquant_scale and value_antiquant_scale)",
         given=APART,
         invalid={**dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale")), "antiquant_scale": "2 N2*D"},
     ),
 )
-RESERVED = group(
-    reserved("quant_scale_p", "1"),
-    *(
-        reserved(name, 5)
-        for name in (
-            *("query_dtype", "key_dtype", "value_dtype", "query_rope_dtype", "key_rope_dtype"),
-            *("key_shared_prefix_dtype", "value_shared_prefix_dtype", "dequant_scale_query_dtype"),
-            *("dequant_scale_key_dtype", "dequant_scale_value_dtype", "dequant_scale_key_rope_dtype"),
-        )
-    ),
+RESERVED_DTYPES = (
+    *("query_dtype", "key_dtype", "value_dtype", "query_rope_dtype", "key_rope_dtype", "key_shared_prefix_dtype"),
+    *("value_shared_prefix_dtype", "dequant_scale_query_dtype", "dequant_scale_key_dtype"),
+    *("dequant_scale_value_dtype", "dequant_scale_key_rope_dtype"),
 )
+RESERVED = tuple(reserved(name) for name in ("quant_scale_p", *RESERVED_DTYPES))
 OWN_DTYPE = (
     typed(
         "number_fits(out_dtype, query, query_rope, quant_scale2)",
-        "out_dtype",
-        "1 is int8, 5 float16, 15 bfloat16; beside an int8 query the output has the dtype of its rope part",
-        text="torch's number of the output's dtype",
+        "out_dtype: torch's number of the output's dtype (1 is int8, 5 float16, 15 bfloat16; beside an int8 query "
+        "the output has the dtype of its rope part)",
         invalid={"out_dtype": 6},
     ),
 )

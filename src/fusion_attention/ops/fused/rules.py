@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Rule
 from fusion_attention.ops.fused.geometry import PACKED
 from fusion_attention.ops.inference.rules import EVEN_HEADS, MOST_HEADS, NO_FLOAT32
 from fusion_attention.ops.shared.rules import (
@@ -19,6 +18,7 @@ from fusion_attention.ops.shared.rules import (
     finite_scale,
     invalid,
     limit,
+    meaning,
     of_lengths,
     own_scale,
     refused,
@@ -48,71 +48,60 @@ GAPS = torch.zeros(2, 3, 512, dtype=torch.float16)[..., ::2]
 # -------------------------------------------------------------------------------------------------------------- lengths
 
 LENGTHS = (
-    Rule(
+    meaning(
         "actual_seq_lengths is not None",
-        "actual_seq_lengths",
-        "packed rows do not show where an item ends",
-        text="the ends of packed rows",
+        "actual_seq_lengths: the ends of packed rows (packed rows do not show where an item ends)",
         only=PACKED,
         stage="presence",
         invalid={"actual_seq_lengths": None},
     ),
-    Rule(
+    meaning(
         "actual_seq_lengths_kv is not None",
-        "actual_seq_lengths_kv",
-        "packed rows do not show where an item ends",
-        text="the ends of packed keys, or the lengths of paged ones",
+        "actual_seq_lengths_kv: the ends of packed keys, or the lengths of paged ones (packed rows do not show where "
+        "an item ends)",
         only=PACKED,
         stage="presence",
         invalid={"actual_seq_lengths_kv": None},
     ),
     of_lengths(
         "ends_fit(actual_seq_lengths, T1)",
-        "actual_seq_lengths",
-        "packed lengths are cumulative: [3, 8] is 3 and 5 rows",
-        text="ends that never fall, the last of them inside query",
+        "actual_seq_lengths: ends that never fall, the last of them inside query (packed lengths are cumulative: [3, "
+        "8] is 3 and 5 rows)",
         only=PACKED,
         invalid={"actual_seq_lengths": [3, 9]},
     ),
     of_lengths(
         f"ends_fit(actual_seq_lengths_kv, tokens_of(key, {CACHE}))",
-        "actual_seq_lengths_kv",
-        "packed lengths are cumulative: [3, 8] is 3 and 5 keys; paged ones are not",
-        text="ends that never fall, the last of them inside key",
+        "actual_seq_lengths_kv: ends that never fall, the last of them inside key (packed lengths are cumulative: "
+        "[3, 8] is 3 and 5 keys; paged ones are not)",
         when="block_table is None",
         only=PACKED,
         invalid={"actual_seq_lengths_kv": [5, 13]},
     ),
     of_lengths(
         "len(actual_seq_lengths) == len(actual_seq_lengths_kv)",
-        "actual_seq_lengths_kv",
-        "one per item in both lists",
-        text="as many lengths of keys as of query rows",
+        "actual_seq_lengths_kv: as many lengths of keys as of query rows (one per item in both lists)",
         only=PACKED,
         invalid={"actual_seq_lengths_kv": [12]},
     ),
     of_lengths(
         "actual_seq_lengths is None or (sum(actual_seq_lengths) == T1 and min(actual_seq_lengths) >= 0)",
-        "actual_seq_lengths",
-        "layout SH packs rows, and says the length of every item",
-        text="lengths that add up to the rows of query",
+        "actual_seq_lengths: lengths that add up to the rows of query (layout SH packs rows, and says the length of "
+        "every item)",
         only=("SH",),
         invalid={"actual_seq_lengths": [3, 4]},
     ),
     of_lengths(
         "T1 == T2 and (actual_seq_lengths_kv is None or sum(actual_seq_lengths_kv) == T2)",
-        "key",
-        "layout SH has items of as many keys as query rows",
-        text="as many rows as query",
+        "key: as many rows as query (layout SH has items of as many keys as query rows)",
         only=("SH",),
         invalid={"T2": 9},
     ),
     *(
-        Rule(
+        meaning(
             f"items_fit({name}, B)",
-            name,
-            f"one length serves all items; input_layout says which axis counts them{besides}",
-            text="a length per item, or one",
+            f"{name}: a length per item, or one (one length serves all items; input_layout says which axis counts "
+            f"them{besides})",
             when=f"{name} is not None and {unless}input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD', 'SH')",
             given={"B": 3},
             invalid={name: [2, 2]},
@@ -122,26 +111,20 @@ LENGTHS = (
             ("actual_seq_lengths_kv", "", " (beside pages: of query)"),
         )
     ),
-    Rule(
+    meaning(
         "rows_within(q_len, S1)",
-        "actual_seq_lengths",
-        "query rows of every item",
-        text="0 <= length <= rows of query",
+        "actual_seq_lengths: 0 <= length <= rows of query (query rows of every item)",
         invalid={"actual_seq_lengths": [2, 4]},
     ),
-    Rule(
+    meaning(
         "lengths_within(kv_len, capacity)",
-        "actual_seq_lengths_kv",
-        "keys of every item, those of this step included",
-        text="0 <= length <= keys that there are",
+        "actual_seq_lengths_kv: 0 <= length <= keys that there are (keys of every item, those of this step included)",
         invalid={"actual_seq_lengths_kv": [3, 7]},
     ),
     *(
         limit(
             check,
-            name,
-            "drop the padding rows, or append an item",
-            text=f"packed lengths that end with {what}",
+            f"{name}: packed lengths that end with {what} (drop the padding rows, or append an item)",
             when=when,
             only=PACKED,
             invalid={name: short},
@@ -153,9 +136,7 @@ LENGTHS = (
     ),
     limit(
         "1 <= len(actual_seq_lengths) <= 4096",
-        "actual_seq_lengths",
-        "the chip takes no other count",
-        text="1 to 4096 items",
+        "actual_seq_lengths: 1 to 4096 items (the chip takes no other count)",
         only=PACKED,
         invalid={"actual_seq_lengths": [8] * 4097, "actual_seq_lengths_kv": [12] * 4097},
     ),
@@ -166,7 +147,7 @@ LENGTHS = (
 TENSORS = (
     elements("D", "query"),
     invalid(
-        "1 <= Dv <= 768", "value", "elements per head", given={"key": "B S2 N2*D"}, invalid={"value": "B S2 N2*769"}
+        "1 <= Dv <= 768", "value (elements per head)", given={"key": "B S2 N2*D"}, invalid={"value": "B S2 N2*769"}
     ),
     finite_scale("scale_value", 1e39, optional=False),
     EVEN_HEADS,
@@ -174,9 +155,7 @@ TENSORS = (
 PROMPT_CACHE = (
     of_lengths(
         "N2 == (num_key_value_heads or N1)",
-        "key",
-        "num_key_value_heads counts its heads; 0: as many as num_heads",
-        text="heads of num_key_value_heads",
+        "key: heads of num_key_value_heads (num_key_value_heads counts its heads; 0: as many as num_heads)",
         when="heads_fit(num_key_value_heads, N1)",
         invalid={"N2": 4},
     ),
@@ -185,31 +164,26 @@ PROMPT_CACHE = (
 
 LIMITS = (
     NO_FLOAT32,
-    limit("D <= 512", "query", "the chip takes no wider rows", invalid={"D": 528, "Dv": 528}),
+    limit("D <= 512", "query (the chip takes no wider rows)", invalid={"D": 528, "Dv": 528}),
     limit(
         "D % (64 if dtype_of(key) == 'int32' else 32 if dtype_of(key) == 'int8' else 16) == 0",
-        "query",
-        "the chip reads 32 bytes at a time",
-        text="elements that fill 32 bytes: a multiple of 16, with int8 of 32, with int4 of 64",
+        "query: elements that fill 32 bytes: a multiple of 16, with int8 of 32, with int4 of 64 (the chip reads 32 "
+        "bytes at a time)",
         invalid={"D": 24, "Dv": 24},
     ),
-    refused("Dv <= D", "value", "the chip takes no longer values", invalid={"Dv": 80}),
+    refused("Dv <= D", "value (the chip takes no longer values)", invalid={"Dv": 80}),
     MOST_HEADS,
     limit(
         "N1 <= 64 * N2 or D == 512",
-        "num_key_value_heads",
-        "the chip lets no more query heads share a key head",
-        text="N1 <= 64 * N2",
+        "num_key_value_heads: N1 <= 64 * N2 (the chip lets no more query heads share a key head)",
         invalid={"N1": 65, "num_heads": 65, "num_key_value_heads": 1, "N2": 1},
     ),
     limit(
-        "B <= 65536", "query", "the chip takes no more items", invalid={"B": 65537, "S1": 1, "S2": 1, "D": 16, "Dv": 16}
+        "B <= 65536", "query (the chip takes no more items)", invalid={"B": 65537, "S1": 1, "S2": 1, "D": 16, "Dv": 16}
     ),
     limit(
         "S1 <= 20971520 and (S1 > 1 or S2 <= 262144 or block_table is not None)",
-        "key",
-        "the chip takes no longer ones",
-        text="at most 262144 keys of one-token queries, and 20971520 query rows",
+        "key: at most 262144 keys of one-token queries, and 20971520 query rows (the chip takes no longer ones)",
         invalid={
             "B": 1,
             "S1": 1,
@@ -221,9 +195,8 @@ LIMITS = (
     ),
     refused(
         "(D, Dv) in ((64, 64), (128, 128), (192, 128), (192, 192)) or (query_rope is not None and D in (128, 512))",
-        "query",
-        "the chip takes no other rows in packed layouts",
-        text="D and Dv of 64, 128, 192 or 192 and 128; with rope parts 128 or 512",
+        "query: D and Dv of 64, 128, 192 or 192 and 128; with rope parts 128 or 512 (the chip takes no other rows in "
+        "packed layouts)",
         only=PACKED,
         invalid={"D": 256, "Dv": 256},
     ),
@@ -232,17 +205,15 @@ FUSED_LIMITS = (
     limit(
         "input_layout not in ('TND_NTD', 'BSH_NBSD', 'BSND_NBSD', 'BNSD_NBSD') or (query_rope is not None "
         "and D == 512)",
-        "input_layout",
-        "the chip turns such rows for latents (D 512) alone",
-        text="a layout without _NBSD or _NTD but beside latents",
+        "input_layout: a layout without _NBSD or _NTD but beside latents (the chip turns such rows for latents (D "
+        "512) alone)",
         needs=("query_rope",),
         invalid={"input_layout": "BSND_NBSD", **ROPELESS},
     ),
     limit(
         "input_layout not in ('BSH_BNSD', 'BSND_BNSD') or (query_rope is not None and D == 128)",
-        "input_layout",
-        "the chip turns such rows beside rope parts and D 128 alone",
-        text="BSH_BNSD or BSND_BNSD beside rope parts only",
+        "input_layout: BSH_BNSD or BSND_BNSD beside rope parts only (the chip turns such rows beside rope parts and "
+        "D 128 alone)",
         needs=("query_rope",),
         invalid={"input_layout": "BSND_BNSD", **ROPELESS},
     ),
@@ -250,10 +221,10 @@ FUSED_LIMITS = (
 
 # ------------------------------------------------------------------------------------------------------ torch_npu's own
 
-TRAINED = partial(untrained, UNTRAINED, kind=Rule)
+TRAINED = partial(untrained, UNTRAINED, kind=meaning)
 TORCH = (
     own_scale("scale_value"),
-    reserved("padding_mask", "S1 S2"),
+    reserved("padding_mask"),
     *TRAINED(query=(2, 3, 256), key=(2, 6, 128), value=(2, 6, 128)),
     *TRAINED({"S1": 3}, pse_shift=(2, 4, 3, 6)),
 )

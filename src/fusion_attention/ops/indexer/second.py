@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from fusion_attention.contract import Array, Attr, Op, Rule, Tensor
+from fusion_attention.contract import Array, Attr, Declared, Op, Tensor
 from fusion_attention.ops.indexer.call import RESULTS, fresh
-from fusion_attention.ops.indexer.lower import lower
-from fusion_attention.ops.indexer.records import (
+from fusion_attention.ops.indexer.definitions import (
     CHOSEN,
     COUNT,
     FORMULA,
@@ -27,13 +26,15 @@ from fusion_attention.ops.indexer.records import (
     VALUES,
     WEIGHTS,
 )
+from fusion_attention.ops.indexer.lower import lower
 from fusion_attention.ops.shared import cumulative
 from fusion_attention.ops.shared.params import spelled
-from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import (
     PACKED,
     group,
     limit,
+    meaning,
     needed,
     no_float32,
     note,
@@ -43,7 +44,7 @@ from fusion_attention.ops.shared.rules import (
     typed,
 )
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED
-from fusion_attention.ops.sparse.records import LAYOUT, LAYOUTS, MODE, QUERY, TABLE
+from fusion_attention.ops.sparse.definitions import LAYOUT, LAYOUTS, MODE, QUERY, TABLE
 from fusion_attention.ops.sparse.rules import TABLE_LIMITS, TABLES
 
 PAGES = "PA_BBND"  # these operators' name of the layout sparse.checks.PAGED
@@ -83,10 +84,10 @@ OFFSET = Tensor(
 PAGE_TABLE = replace(TABLE, text=f"The pages of every sequence, for keys in layout {PAGES}.")
 METADATA = Tensor("metadata", "Without effect: work is not divided before a call.", True)
 LONGEST = Attr("max_seqlen_q", "Without effect.", default=-1)
-RATIO = Attr("ratio", "Tokens that a key stands for.", default=1, domain="1 <= ratio <= 1048576", bad=0,
+RATIO = Attr("ratio", "Tokens that a key stands for.", default=1, domain="1 <= ratio <= 1048576",
              spelled="cmp_ratio")  # fmt: skip
 RETURN_VALUES = Attr("return_values", "1: return the scores of the chosen keys.", default=0,
-                     domain="return_values in (0, 1)", bad=2, spelled="return_value")  # fmt: skip
+                     domain="return_values in (0, 1)", spelled="return_value")  # fmt: skip
 PARAMS = (
     spelled(QUERY, "q"),
     spelled(KEY, "k", form=_key_layout),
@@ -114,9 +115,7 @@ LENGTHS = (
     *cumulative.rules_of("k", "T2", "layout_kv", PACKED_SAMPLE),
     of_lengths(
         "cu_seqlens_q is None or cu_seqlens_k is None or len(cu_seqlens_q) == len(cu_seqlens_k)",
-        "cu_seqlens_k",
-        "one end per sequence in both, and a 0 before them",
-        text="as many ends as cu_seqlens_q has",
+        "cu_seqlens_k: as many ends as cu_seqlens_q has (one end per sequence in both, and a 0 before them)",
         only=PACKED,
         given=PACKED_SAMPLE,
         invalid={"cu_seqlens_k": [0, 12]},
@@ -132,26 +131,19 @@ LENGTHS = (
 FORMS = (
     typed(
         f"layout_kv in (layout, '{PAGES}')",
-        "layout_kv",
-        "keys lie as queries do, or in pages",
-        text=f"what the queries have, or {PAGES}",
+        f"layout_kv: what the queries have, or {PAGES} (keys lie as queries do, or in pages)",
         when="layout in ('BSND', 'TND')",
         invalid={"layout_kv": "BNSD"},
     ),
     presence(
         f"(block_table is not None) == (layout_kv == '{PAGES}')",
-        "block_table",
-        "it says which pages a sequence has",
-        text=f"a table where keys are {PAGES}, and nowhere else",
+        f"block_table: a table where keys are {PAGES}, and nowhere else (it says which pages a sequence has)",
         given=IN_PAGES,
         invalid={"block_table": None},
     ),
-    Rule(
+    meaning(
         "index_offset.dim() > 1 or len(index_offset) == len(q_len)",
-        "index_offset",
-        "or one for every row: [B, S1, 1], packed [T1, 1]",
-        text="one number for every sequence",
-        when="index_offset is not None",
+        "index_offset: one number for every sequence (or one for every row: [B, S1, 1], packed [T1, 1])",
         given={"index_offset": "2"},
         invalid={"index_offset": "3"},
     ),
@@ -159,50 +151,42 @@ FORMS = (
 RESIDUALS = (
     presence(
         "residual is not None or ratio <= 1 or sparse_mode != 3",
-        "residual",
-        "the tokens of every sequence % cmp_ratio",
-        text="a number for every sequence, for cmp_ratio above 1 in mask_mode 3",
+        "residual: a number for every sequence, for cmp_ratio above 1 in mask_mode 3 (the tokens of every sequence % "
+        "cmp_ratio)",
         given=COMPRESSED,
         invalid={"residual": None},
     ),
     presence(
         "residual is None or ratio > 1 and sparse_mode == 3",
-        "residual",
-        "elsewhere no row depends on it",
-        text="None where cmp_ratio is 1 or mask_mode 0",
+        "residual: None where cmp_ratio is 1 or mask_mode 0 (elsewhere no row depends on it)",
         invalid={"residual": [0, 0]},
     ),
     of_lengths(
         "one_each(residual, B, cu_seqlens_q)",
-        "residual",
-        "one for each sequence",
-        text="a number for every sequence",
+        "residual: a number for every sequence (one for each sequence)",
         given=COMPRESSED,
         invalid={"residual": [0, 0, 0]},
     ),
     of_lengths(
         "residual is None or all(0 <= n < ratio for n in residual)",
-        "residual",
-        "more tokens would close one more: tokens % cmp_ratio",
-        text="numbers from 0 to cmp_ratio - 1",
+        "residual: numbers from 0 to cmp_ratio - 1 (more tokens would close one more: tokens % cmp_ratio)",
         given=COMPRESSED,
         invalid={"residual": [0, 3]},
     ),
     note(
         "residual is None or tokens_fit(q_len, kv_len, ratio, residual)",
-        "residual",
-        "it is the tokens of a sequence % cmp_ratio, not its keys % cmp_ratio: rows would see tokens behind their own",
-        text="as many tokens as there are rows",
+        "residual: as many tokens as there are rows (it is the tokens of a sequence % cmp_ratio, not its keys % "
+        "cmp_ratio: rows would see tokens behind their own)",
         given=COMPRESSED,
         invalid={"S1": 19},
     ),
 )
 LIMITS = (
     no_float32("query"),
-    limit("N1 <= 64", "query", "the chip takes no more heads", invalid={"N1": 65}),
+    limit("N1 <= 64", "query (the chip takes no more heads)", invalid={"N1": 65}),
     only_dim("D", 128, "query"),
-    limit("sparse_count <= 8192", "sparse_count", "the chip takes no more", invalid={"sparse_count": 8193}),
-    limit("ratio <= 128", "ratio", "the chip takes no more", given=COMPRESSED, invalid={"ratio": 129}),
+    limit("sparse_count <= 8192", "sparse_count (the chip takes no more)"),
+    limit("ratio <= 128", "ratio (the chip takes no more)", given=COMPRESSED),
 )
 
 
@@ -263,6 +247,7 @@ V2 = of_cann(
     lower=lower,
     results=RESULTS,
     fresh=partial(fresh, wide=True),
+    c=Declared(on_device=ON_DEVICE),
     repeats=True,
     sizes=INDEXER_SIZES,
     samples={"BSND": {"sparse_count": 8}, "TND": {"sparse_count": 8, **PACKED_SAMPLE}},

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import dtype_text, show, trained
+from fusion_attention.contract import dtype_text, functions_in, show, trained
 from fusion_attention.ops.shared.checks import int32, pages_exist
 
 Tensor = torch.Tensor
@@ -122,21 +122,4 @@ def dtype_of(value: Any) -> str:
     return " and ".join(sorted({dtype_text(t) for t in flat}))
 
 
-FUNCTIONS = {
-    f.__name__: f
-    for f in (
-        heads_fit,
-        cache_fits,
-        same_shapes,
-        lengths_within,
-        table_holds,
-        pages_exist,
-        int32,
-        columns_fit,
-        scale_fits,
-        beside,
-        is_contiguous,
-        dtype_of,
-        trained,
-    )
-}
+FUNCTIONS = functions_in(globals()) | {f.__name__: f for f in (pages_exist, int32, trained)}

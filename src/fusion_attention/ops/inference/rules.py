@@ -16,6 +16,7 @@ from fusion_attention.ops.shared.rules import (
     finite_scale,
     invalid,
     limit,
+    meaning,
     note,
     of_lengths,
     own_page_ids,
@@ -41,33 +42,24 @@ _LISTED = [torch.zeros(1, 6, 32, dtype=torch.float16)] * 257
 def beside_its_scale(offset: str, scale: str, given: Settings, wrong: str) -> Rule:
     """Rule: an offset has the shape and dtype of its scale; wrong: an invalid shape."""
     check, advice, text = f"beside({offset}, {scale})", "an offset goes with its scale", f"shape and dtype of {scale}"
-    return Rule(check, offset, advice, text, stage="dtype", given=given, invalid={offset: wrong})
+    return meaning(check, f"{offset}: {text} ({advice})", stage="dtype", given=given, invalid={offset: wrong})
 
 
 # These rules also apply to fused inference attention.
-SIZED_PAGES = Rule(
-    "block_size > 0",
-    "block_size",
-    "tokens of a page",
-    when="block_table is not None",
-    stage="presence",
-    given=PAGES,
-    invalid={"block_size": 0},
+SIZED_PAGES = meaning(
+    "block_size > 0", "block_size (tokens of a page)", when="block_table is not None", stage="presence", given=PAGES
 )
 EVEN_HEADS = of_lengths(
     "heads_fit(num_key_value_heads, N1)",
-    "num_key_value_heads",
-    "every key head serves the same number of query heads; 0: as many as num_heads",
-    text="a divisor of num_heads, or 0",
+    "num_key_value_heads: a divisor of num_heads, or 0 (every key head serves the same number of query heads; 0: as "
+    "many as num_heads)",
     invalid={"num_key_value_heads": 3},
 )
 INPUTS = (
     SIZED_PAGES,
-    Rule(
+    meaning(
         "actual_seq_lengths is not None",
-        "actual_seq_lengths",
-        "a paged cache has no length of its own",
-        text="lengths beside a block table",
+        "actual_seq_lengths: lengths beside a block table (a paged cache has no length of its own)",
         when="block_table is not None",
         needs=("block_table",),
         stage="presence",
@@ -77,59 +69,42 @@ INPUTS = (
     EVEN_HEADS,
     of_lengths(
         "cache_fits(key, input_layout, B, num_key_value_heads or N1, D, block_table, block_size)",
-        "key",
-        "num_key_value_heads counts its heads",
-        text="one tensor of the batch, one tensor per item, or (with a block table) pages",
+        "key: one tensor of the batch, one tensor per item, or (with a block table) pages (num_key_value_heads "
+        "counts its heads)",
         when="heads_fit(num_key_value_heads, N1)",
         invalid={"key": "B S2 7", "value": "B S2 7"},
     ),
     of_lengths(
         "len(actual_seq_lengths) == 1 or len(actual_seq_lengths) >= B",
-        "actual_seq_lengths",
-        "one length serves all items",
-        text="a length per item, or one",
-        when="actual_seq_lengths is not None",
+        "actual_seq_lengths: a length per item, or one (one length serves all items)",
         given={"B": 3},
         invalid={"actual_seq_lengths": [6, 6]},
     ),
     of_lengths(
         "len(kv_padding_size) == 1",
-        "kv_padding_size",
-        "unused slots on the right of every item",
-        text="one number",
-        when="kv_padding_size is not None",
+        "kv_padding_size: one number (unused slots on the right of every item)",
         given={"actual_seq_lengths": [4, 5]},
         invalid={"kv_padding_size": [1, 1]},
     ),
     elements("D", "query"),
     finite_scale("scale_value", 1e39, optional=False),
     invalid(
-        "same_shapes(value, key)",
-        "value",
-        "values lie as keys do",
-        text="the shapes of key",
-        invalid={"value": "B 5 N2*D"},
+        "same_shapes(value, key)", "value: the shapes of key (values lie as keys do)", invalid={"value": "B 5 N2*D"}
     ),
     cached("actual_seq_lengths"),
     *paged("block_size", "block_size", "an item", PAGES, {"actual_seq_lengths": [20, 33]}, [[0, 1], [2, 8]]),
 )
 
 MATRICES = (
-    Rule(
+    meaning(
         "columns_fit(atten_mask, B, N1, S1, columns, ('B', 'B1', 'B1s'))",
-        "atten_mask",
-        "1 removes a token; columns count the cache's slots",
-        text="shape [B, S], [B, 1, S] or [B, 1, 1, S]",
-        when="atten_mask is not None",
+        "atten_mask: shape [B, S], [B, 1, S] or [B, 1, 1, S] (1 removes a token; columns count the cache's slots)",
         given={"atten_mask": "B S2"},
         invalid={"atten_mask": "1 S2"},
     ),
-    Rule(
+    meaning(
         "columns_fit(pse_shift, B, N1, S1, columns, ('bNs',))",
-        "pse_shift",
-        "added to the scaled scores; columns count the cache's slots",
-        text="shape [B or 1, N1, 1, S]",
-        when="pse_shift is not None",
+        "pse_shift: shape [B or 1, N1, 1, S] (added to the scaled scores; columns count the cache's slots)",
         needs=("block_table",),
         given={"pse_shift": "B N1 1 S2"},
         invalid={"pse_shift": "B N1 1 3"},
@@ -137,9 +112,7 @@ MATRICES = (
     *(
         limit(
             f"{name} is None or {name}.shape[-1] >= block_table.shape[1] * block_size",
-            name,
-            "the chip reads whole pages",
-            text="columns for every page of the table",
+            f"{name}: columns for every page of the table (the chip reads whole pages)",
             when="block_table is not None",
             needs=("block_table",),
             given={**PAGES, name: fitting},
@@ -152,46 +125,36 @@ MATRICES = (
 INTEGER_CACHE = (
     typed(
         "dtype_of(key) in ('int8', dtype_of(query))",
-        "key",
-        "convert it, or quantise it to int8",
-        text="int8 or the dtype of query",
+        "key: int8 or the dtype of query (convert it, or quantise it to int8)",
         invalid={"key": ("B S2 N2*D", "bfloat16"), "value": ("B S2 N2*D", "bfloat16")},
     ),
-    Rule(
+    meaning(
         "(antiquant_scale is not None) == (dtype_of(key) == 'int8')",
-        "antiquant_scale",
-        "value = (int8 + offset) * scale, keys at index 0 and values at index 1",
-        text="scales exactly for an int8 cache",
+        "antiquant_scale: scales exactly for an int8 cache (value = (int8 + offset) * scale, keys at index 0 and "
+        "values at index 1)",
         stage="dtype",
         given=INTEGERS,
         invalid={"antiquant_scale": None},
     ),
-    Rule(
+    meaning(
         "scale_fits(antiquant_scale, N2, D)",
-        "antiquant_scale",
-        "keys at index 0, values at index 1",
-        text="shape [2], [2, N2, 1, D], [2, N2, D] or [2, N2*D]",
-        when="antiquant_scale is not None",
+        "antiquant_scale: shape [2], [2, N2, 1, D], [2, N2, D] or [2, N2*D] (keys at index 0, values at index 1)",
         given=INTEGERS,
         invalid={"antiquant_scale": "2 3"},
     ),
     beside_its_scale("antiquant_offset", "antiquant_scale", {**INTEGERS, "antiquant_offset": "2 N2*D"}, "2 3"),
     refused(
         "antiquant_scale is None or dtype_of(antiquant_scale) == dtype_of(query)",
-        "antiquant_scale",
-        "the chip takes no other",
-        text="the dtype of query",
+        "antiquant_scale: the dtype of query (the chip takes no other)",
         given=INTEGERS,
         invalid={"antiquant_scale": ("2 N2*D", "float32")},
     ),
 )
 
 SCALED_OUTPUT = (
-    Rule(
+    meaning(
         "attention_out is None or (quant_scale2 is not None) == (dtype_of(attention_out) == 'int8')",
-        "quant_scale2",
-        "out = round(x * quant_scale2 + quant_offset2)",
-        text="a scale exactly for int8 output",
+        "quant_scale2: a scale exactly for int8 output (out = round(x * quant_scale2 + quant_offset2))",
         stage="dtype",
         given=NARROW,
         invalid={"quant_scale2": None},
@@ -199,57 +162,42 @@ SCALED_OUTPUT = (
     beside_its_scale("quant_offset2", "quant_scale2", {"quant_scale2": "1", "quant_offset2": "1"}, "3"),
     refused(
         "dtype_of(quant_scale2) in ('', 'float32') or dtype_of(quant_scale2) == dtype_of(query) == 'bfloat16'",
-        "quant_scale2",
-        "the chip takes bfloat16 beside a bfloat16 query only",
-        text="float32, or bfloat16 as query",
+        "quant_scale2: float32, or bfloat16 as query (the chip takes bfloat16 beside a bfloat16 query only)",
         given={"quant_scale2": "1"},
         invalid={"quant_scale2": ("1", "bfloat16")},
     ),
 )
 INTEGER_OUTPUT = (
     *SCALED_OUTPUT,
-    Rule(
+    meaning(
         "quant_scale2.numel() in (1, N1 * D)",
-        "quant_scale2",
-        "one number, or one per query head and element",
-        text="1 or N1 * D elements",
-        when="quant_scale2 is not None",
+        "quant_scale2: 1 or N1 * D elements (one number, or one per query head and element)",
         given={"quant_scale2": "1"},
         invalid={"quant_scale2": "3"},
     ),
     typed(
         "attention_out is None or dtype_of(attention_out) in ('int8', dtype_of(query))",
-        "attention_out",
-        "the output lies as the query does",
-        text="int8 or the dtype of query",
+        "attention_out: int8 or the dtype of query (the output lies as the query does)",
         given={"attention_out": ("B S1 N1*D", "float16")},
         invalid={"attention_out": ("B S1 N1*D", "bfloat16")},
     ),
     *(
-        limit(
-            f"{name} is None",
-            name,
-            "it belongs to an int8 query, which this operator does not take",
-            invalid={name: ("1", "float32")},
-        )
+        limit(f"{name} is None", f"{name} (it belongs to an int8 query, which this operator does not take)")
         for name in ("dequant_scale1", "quant_scale1", "dequant_scale2")
     ),
 )
 
 NO_FLOAT32 = refused(
     "dtype_of(query) != 'float32'",
-    "query",
-    "the chip takes float16 and bfloat16",
-    text="float16 or bfloat16",
+    "query: float16 or bfloat16 (the chip takes float16 and bfloat16)",
     invalid={name: (words, "float32") for name, words in (("query", "B S1 N1*D"), ("key", "B S2 N2*D"))}
     | {"value": ("B S2 N2*D", "float32")},
 )
 POOLS = (
     limit(
         "N2 * D <= 65536 or key[0].dim() >= 4",
-        "key",
-        "the chip reads no longer lines; pages [blocks, N2, block_size, D] may be as large",
-        text="pages of at most 65536 elements per token",
+        "key: pages of at most 65536 elements per token (the chip reads no longer lines; pages [blocks, N2, "
+        "block_size, D] may be as large)",
         when="block_table is not None",
         needs=("block_table",),
         given=PAGES,
@@ -257,9 +205,7 @@ POOLS = (
     ),
     limit(
         "sum(-(-kv_len // block_size)) <= blocks",
-        "key",
-        "the chip wants a page of its own for every item",
-        text="as many pages as all items fill",
+        "key: as many pages as all items fill (the chip wants a page of its own for every item)",
         when="block_table is not None",
         needs=("block_table",),
         given=PAGES,
@@ -268,46 +214,37 @@ POOLS = (
 )
 MOST_HEADS = limit(
     "N1 <= 256",
-    "query",
-    "the chip takes no more heads",
+    "query (the chip takes no more heads)",
     invalid={"N1": 258, "num_heads": 258, "num_key_value_heads": 129, "N2": 129},
 )
 SHORT_LIST = limit(
     "len(key) <= 256",
-    "key",
-    "the chip takes no longer list",
-    text="at most 256 tensors",
+    "key: at most 256 tensors (the chip takes no longer list)",
     invalid={"B": 257, "key": _LISTED, "value": _LISTED},
 )
 
 LIMITS = (
-    limit("S1 == 1", "query", "the chip decodes one token per item", invalid={"S1": 2}),
-    limit("D <= 512 or D > 768", "query", "the chip takes no wider rows", text="D <= 512", invalid={"D": 528}),
-    limit("B <= 65536", "query", "the chip takes no more items", invalid={"B": 65537, "S2": 1}),
+    limit("S1 == 1", "query (the chip decodes one token per item)", invalid={"S1": 2}),
+    limit("D <= 512 or D > 768", "query: D <= 512 (the chip takes no wider rows)", invalid={"D": 528}),
+    limit("B <= 65536", "query (the chip takes no more items)", invalid={"B": 65537, "S2": 1}),
     SHORT_LIST,
     MOST_HEADS,
     limit(
         "N1 <= 64 * N2",
-        "num_key_value_heads",
-        "the chip lets no more query heads share a key head",
+        "num_key_value_heads (the chip lets no more query heads share a key head)",
         invalid={"N1": 65, "num_heads": 65, "num_key_value_heads": 1, "N2": 1},
     ),
     NO_FLOAT32,
     limit(
         "is_contiguous(query, key, value)",
-        "query",
-        "the chip takes no strides here",
-        text="query, key and value without gaps",
+        "query: query, key and value without gaps (the chip takes no strides here)",
         invalid={"query": torch.zeros(2, 1, 128, dtype=torch.float16)[..., ::2]},
     ),
     own_page_ids(PAGES, torch.tensor([[0, 1], [2, 3]])),
     *(
         limit(
             f"is_contiguous({name})",
-            name,
-            "the chip takes no strides here",
-            text=f"{what} without gaps",
-            when=f"{name} is not None",
+            f"{name}: {what} without gaps (the chip takes no strides here)",
             needs=needs,
             given=given,
             invalid={name: gaps},
@@ -329,22 +266,18 @@ LIMITS = (
             ("quant_offset2", "an offset", (), {**NARROW, "quant_scale2": "N1*D"}, torch.ones(128)[::2]),
         )
     ),
-    limit("inner_precise in (0, 1)", "inner_precise", "it has no effect", invalid={"inner_precise": 2}),
-    reserved("padding_mask", "S1 S2"),
+    limit("inner_precise in (0, 1)", "inner_precise (it has no effect)"),
+    reserved("padding_mask"),
     limit(
         "block_size <= 512 and block_size % (32 if dtype_of(key) == 'int8' else 16) == 0",
-        "block_size",
-        "the chip's pages",
-        text="at most 512, a multiple of 16 (int8: 32)",
+        "block_size: at most 512, a multiple of 16 (int8: 32) (the chip's pages)",
         when="block_table is not None",
         given=PAGES,
         invalid={"block_size": 24, "key": "8 24 N2*D", "value": "8 24 N2*D"},
     ),
     limit(
         "input_layout == 'BNSD' or key[0].dim() == 3",
-        "key",
-        "the chip takes pages of heads beside a BNSD query only",
-        text="pages [blocks, block_size, N2*D]",
+        "key: pages [blocks, block_size, N2*D] (the chip takes pages of heads beside a BNSD query only)",
         when="block_table is not None",
         needs=("block_table",),
         given=PAGES,
@@ -353,9 +286,8 @@ LIMITS = (
     *POOLS,
     note(
         "kv_padding_size is None or pads_left",
-        "kv_padding_size",
-        "it is ignored without lengths, and beside pages or a list of tensors",
-        text="left padding beside lengths, in one tensor",
+        "kv_padding_size: left padding beside lengths, in one tensor (it is ignored without lengths, and beside "
+        "pages or a list of tensors)",
         invalid={"kv_padding_size": [1]},
     ),
 )
@@ -364,18 +296,10 @@ LIMITS = (
 EARLY = (
     typed(
         "dtype_of(key) != 'int8'",
-        "key",
-        "this version takes no scales for it",
-        text="no int8 cache",
+        "key: no int8 cache (this version takes no scales for it)",
         invalid={"key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")},
     ),
-    limit(
-        "pse_shift is None",
-        "pse_shift",
-        "this version ignores it",
-        text="no pse_shift",
-        invalid={"pse_shift": "B N1 1 S2"},
-    ),
+    limit("pse_shift is None", "pse_shift: no pse_shift (this version ignores it)"),
 )
 
 RULES = INPUTS + MATRICES + INTEGER_CACHE + INTEGER_OUTPUT + LIMITS

@@ -10,7 +10,7 @@ import numpy as np
 
 from fusion_attention.contract import Array, Rule
 from fusion_attention.ops.shared.checks import Outcome
-from fusion_attention.ops.shared.rules import PACKED, needed, of_lengths, presence
+from fusion_attention.ops.shared.rules import PACKED, meaning, needed, of_lengths, presence
 
 
 def ends_param(side: str, of: str) -> Array:
@@ -80,34 +80,25 @@ def rules_of(side: str, axis: str, layout: str, packed: Mapping[str, Any]) -> tu
         ),
         presence(
             f"{ends} is None or {layout} == 'TND'",
-            ends,
-            f"{used} says how much of a padded sequence counts",
-            text="None, as rows are not packed",
+            f"{ends}: None, as rows are not packed ({used} says how much of a padded sequence counts)",
             only=("BSND",),
             invalid={ends: [0, 4, 8]},
         ),
         of_lengths(
             f"ends_fit({ends}, {axis})",
-            ends,
-            "a 0, then the end of every sequence",
-            text="cumulative lengths of all rows of the tensor",
+            f"{ends}: cumulative lengths of all rows of the tensor (a 0, then the end of every sequence)",
             only=PACKED,
             given=packed,
             invalid={ends: wrong},
         ),
         of_lengths(
             f"one_each({used}, B, cu_seqlens_q)",
-            used,
-            "one for each sequence",
-            text="a length for every sequence",
+            f"{used}: a length for every sequence (one for each sequence)",
             invalid={used: [1, 1, 1]},
         ),
-        Rule(
+        meaning(
             f"within({used}, {side}_room)",
-            used,
-            "no more tokens than there is memory for",
-            text="lengths from 0 to those of the sequences",
-            when=f"{used} is not None",
+            f"{used}: lengths from 0 to those of the sequences (no more tokens than there is memory for)",
             given={used: [1, 1]},
             invalid={used: [1, 99]},
         ),

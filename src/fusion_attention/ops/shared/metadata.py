@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import Attr, Bound, Op, Param
+from fusion_attention.contract import Attr, Bound, Declared, Op, Param
 from fusion_attention.ir.call import Filled
 from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.params import output
-from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 
 OUT = "meta_data"
 _NONE = np.zeros(0, np.int64)
@@ -47,7 +47,13 @@ class Metadata:
         return Filled((), (outputs[OUT],), (outputs[OUT],), (outputs[OUT],))
 
 
-def metadata(of: str, lengths: tuple[Param, ...], numbers: str, elements: int = 1024) -> Op:
+def metadata(
+    of: str,
+    lengths: tuple[Param, ...],
+    numbers: str,
+    elements: int = 1024,
+    c: Declared = Declared(on_device=ON_DEVICE).of_page(),  # noqa: B008 - immutable
+) -> Op:
     """The definition of an operator's metadata function.
 
     Args:
@@ -55,6 +61,7 @@ def metadata(of: str, lengths: tuple[Param, ...], numbers: str, elements: int = 
         lengths: its length parameters, those of the operator.
         numbers: its attributes, as "name" (required) or "name=default".
         elements: size of the result.
+        c: spellings of its C declaration.
     """
 
     def lower(bound: Bound) -> Metadata:
@@ -79,6 +86,7 @@ def metadata(of: str, lengths: tuple[Param, ...], numbers: str, elements: int = 
         layout_attr="layout_q",
         neutral=dict.fromkeys(("B", "S1", "S2", "N1"), 0),
         lower=lower,
+        c=c,
         results=(OUT,),
         fresh=lambda n: {OUT: empty(torch.empty(0), (elements,), torch.int32)},
         samples={"BSND": {}, "TND": {}},

@@ -59,7 +59,6 @@ SOFTCAP = Attr(
     type=float,
     default=0.0,
     domain="softcap == 0 or 1e-30 <= softcap <= 1e30",
-    bad=-1.0,
 )
 PAGE_IDS = "int32 int64"
 

@@ -18,17 +18,31 @@ PADDED, PACKED = ("BSND", "BSH", "SBH", "BNSD"), ("TND",)
 OF_950 = "this form (950 only) is not computed here"
 ROPE = {"query_rope": True, "key_rope": True}
 
+
+def meaning(check: str, message: str, **fields: Any) -> Rule:
+    """A rule from its expression and the text of its error.
+
+    message: "PARAMETER: EXPECTED (ADVICE)"; "PARAMETER (ADVICE)" if the error shows the expression.
+    """
+    start, depth = len(message) - 1, 1  # the parenthesis that opens the advice
+    while depth:
+        start -= 1
+        depth += {")": 1, "(": -1}.get(message[start], 0)
+    param, _, text = message[:start].partition(":")
+    return Rule(check, param.strip(), message[start + 1 : -1], text.strip(), **fields)
+
+
 # Rules on required parameters, dtypes and lengths, and limits of the chip.
-presence = partial(Rule, stage="presence", code=NULL_POINTER)
-typed = partial(Rule, stage="dtype", code=INVALID)
-of_lengths = partial(Rule, stage="lengths")
-limit = partial(Rule, level="limit")
+presence = partial(meaning, stage="presence", code=NULL_POINTER)
+typed = partial(meaning, stage="dtype", code=INVALID)
+of_lengths = partial(meaning, stage="lengths")
+limit = partial(meaning, level="limit")
 # Rules and limits whose code is that of an invalid parameter.
-invalid = partial(Rule, code=INVALID)
+invalid = partial(meaning, code=INVALID)
 refused = partial(limit, code=INVALID)
 # Warnings, and rules on tensor content that are checked on request.
-note = partial(Rule, level="note")
-content = partial(Rule, level="content")
+note = partial(meaning, level="note")
+content = partial(meaning, level="content")
 
 
 def group(*rules: Rule, **common: Any) -> tuple[Rule, ...]:
@@ -41,31 +55,31 @@ def group(*rules: Rule, **common: Any) -> tuple[Rule, ...]:
 
 def needed(param: str, advice: str, text: str = "", **more: Any) -> Rule:
     """Rule: a parameter is required."""
-    return presence(f"{param} is not None", param, advice, text, invalid={param: None}, **more)
+    return presence(f"{param} is not None", f"{param}: {text} ({advice})", invalid={param: None}, **more)
 
 
-def absent(param: str, sample: Any, advice: str = OF_950) -> Rule:
-    """Rule: a parameter is None; sample: an invalid one."""
-    return presence(f"{param} is None", param, advice, text="None", invalid={param: sample})
+def absent(param: str, advice: str = OF_950) -> Rule:
+    """Rule: a parameter is None."""
+    return presence(f"{param} is None", f"{param}: None ({advice})")
 
 
 def elements(axis: str, param: str, bad: int = 769, *, optional: bool = False, **more: Any) -> Rule:
     """Rule: a head has between 1 and 768 elements on an axis; optional: the tensor may be absent."""
     bounds = f"1 <= {axis} <= 768"
     check, text = (f"{axis} is None or {bounds}", bounds) if optional else (bounds, "")
-    return invalid(check, param, "elements per head", text, invalid={axis: bad}, **more)
+    return invalid(check, f"{param}: {text} (elements per head)", invalid={axis: bad}, **more)
 
 
 def groups_of_heads(key: str, *others: str) -> Rule:
     """Rule: the number of query heads is a multiple of that of key heads; others: further advice."""
     advice = "; ".join(("every key head serves the same number of query heads", *others))
-    return Rule("N1 > 0 and N2 > 0 and N1 % N2 == 0", key, advice, invalid={"N2": 3})
+    return meaning("N1 > 0 and N2 > 0 and N1 % N2 == 0", f"{key} ({advice})", invalid={"N2": 3})
 
 
 def rope_pair(query_rope: str, key_rope: str, given: Settings) -> Rule:
     """Rule: rope tensors of query and key are both given, or neither."""
     text, check = f"{query_rope} and {key_rope}, or neither", f"({query_rope} is None) == ({key_rope} is None)"
-    return presence(check, query_rope, "rope parts come in pairs", text, given=given, invalid={key_rope: None})
+    return presence(check, f"{query_rope}: {text} (rope parts come in pairs)", given=given, invalid={key_rope: None})
 
 
 def finite_scale(scale: str, bad: float = float("inf"), *, optional: bool = True) -> Rule:
@@ -73,25 +87,22 @@ def finite_scale(scale: str, bad: float = float("inf"), *, optional: bool = True
     check = f"abs({scale}) < 3.4e38"
     if optional:
         check = f"{scale} is None or {check}"
-    return Rule(check, scale, "of float32", "a finite scale", invalid={scale: bad})
+    return meaning(check, f"{scale}: a finite scale (of float32)", invalid={scale: bad})
 
 
 def one_length_each(q_len: str, kv_len: str) -> Rule:
     """Rule: packed queries and keys have the same number of sequences."""
     both = f"{q_len} is not None and {kv_len} is not None"
     check, advice = f"len({q_len}) == len({kv_len})", "one length per sequence in both"
-    return of_lengths(check, kv_len, advice, when=both, only=PACKED, invalid={kv_len: [12]})
+    return of_lengths(check, f"{kv_len} ({advice})", when=both, only=PACKED, invalid={kv_len: [12]})
 
 
 def broadcasting(columns: str, text: str) -> tuple[Rule, ...]:
     """Rules: `blocked` and `bias` broadcast to [B, N1, S1, columns]."""
     return tuple(
-        Rule(
+        meaning(
             f"broadcasts({name}, B, N1, S1, {columns})",
-            name,
-            advice,
-            text,
-            when=f"{name} is not None",
+            f"{name}: {text} ({advice})",
             given={name: fitting},
             invalid={name: wrong},
         )
@@ -105,7 +116,7 @@ def broadcasting(columns: str, text: str) -> tuple[Rule, ...]:
 def cached(kv_len: str) -> Rule:
     """Rule: lengths are within the capacity of the cache."""
     advice, text = "tokens in the cache, those of this step included", "0 <= length <= tokens of the cache"
-    return Rule("lengths_within(kv_len, capacity)", kv_len, advice, text, invalid={kv_len: [3, 7]})
+    return meaning("lengths_within(kv_len, capacity)", f"{kv_len}: {text} ({advice})", invalid={kv_len: [3, 7]})
 
 
 def paged(
@@ -117,18 +128,14 @@ def paged(
         numbers.
     """
     return group(
-        Rule(
+        meaning(
             f"table_holds(block_table, kv_len, {size})",
-            "block_table",
-            f"it needs ceil(length / {size_text}) columns",
-            text="a page for every token",
+            f"block_table: a page for every token (it needs ceil(length / {size_text}) columns)",
             invalid=too_long,
         ),
-        Rule(
+        meaning(
             f"pages_exist(block_table, kv_len, {size}, blocks)",
-            "block_table",
-            f"entries behind {owner}'s last token are not read",
-            text="ids of pages that exist",
+            f"block_table: ids of pages that exist (entries behind {owner}'s last token are not read)",
             reads=True,
             invalid={"block_table": torch.tensor(unknown, dtype=torch.int32)},
         ),
@@ -140,21 +147,21 @@ def paged(
 # -------------------------------------------------------------------------------------------------------------- limits
 
 
-def reserved(name: str, sample: Any) -> Rule:
+def reserved(name: str, **more: Any) -> Rule:
     """Limit: a parameter is reserved and must be None."""
-    return limit(f"{name} is None", name, "reserved: leave it out", invalid={name: sample})
+    return limit(f"{name} is None", f"{name} (reserved: leave it out)", **more)
 
 
 def own_page_ids(given: Settings, ids: Any) -> Rule:
     """Limit: page numbers are int32; ids: an invalid sample call."""
     check, advice = "int32(block_table)", "the chip reads 32 bits"
     when = "block_table is not None"
-    return refused(check, "block_table", advice, "int32", when=when, given=given, invalid={"block_table": ids})
+    return refused(check, f"block_table: int32 ({advice})", when=when, given=given, invalid={"block_table": ids})
 
 
 # ------------------------------------------------------------------------------------------------------------- doubts
 
-doubt = partial(Rule, level="doubt")
+doubt = partial(meaning, level="doubt")
 
 
 def covered(q_len: str, kv_len: str, advice: str, short: Settings) -> tuple[Rule, ...]:
@@ -165,9 +172,7 @@ def covered(q_len: str, kv_len: str, advice: str, short: Settings) -> tuple[Rule
     return tuple(
         doubt(
             f"{axis} is None or sum({side}_len) == {axis}",
-            name,
-            f"the rows behind them {fate}: {advice}",
-            f"sequences that take up all {axis} rows of the tensor",
+            f"{name}: sequences that take up all {axis} rows of the tensor (the rows behind them {fate}: {advice})",
             only=PACKED,
             invalid={name: short[name]},
         )
@@ -189,7 +194,7 @@ def untrained(
     wanting = {name: torch.zeros(shape, dtype=torch.float16, requires_grad=True) for name, shape in shapes.items()}
     text = "a tensor that waits for no gradient"
     return tuple(
-        kind(f"not trained({name})", name, advice, text, given=given or {}, invalid={name: tensor})
+        kind(f"not trained({name})", f"{name}: {text} ({advice})", given=given or {}, invalid={name: tensor})
         for name, tensor in wanting.items()
     )
 
@@ -197,17 +202,17 @@ def untrained(
 def own_scale(scale: str) -> Rule:
     """Note: the scale is passed, because torch_npu's default, 1.0, is seldom intended."""
     advice = "the default is 1.0, not 1 / sqrt(D): say 1.0 where queries are scaled already"
-    return note(f"'{scale}' not in missing or D < 32", scale, advice, f"a {scale}", invalid={scale: None, "D": 64})
+    return note(f"'{scale}' not in missing or D < 32", f"{scale}: a {scale} ({advice})", invalid={scale: None, "D": 64})
 
 
 def no_float32(query: str, weights: str = "") -> Rule:
     """Limit: the query is float16 or bfloat16; weights: sample shape of the weights, if there are any."""
     invalid = {query: ("B S1 N1 D", "float32")} | ({"weights": (weights, "float32")} if weights else {})
     advice, text = "the chip computes no float32 here", "float16 or bfloat16"
-    return refused(f"not float32({query})", query, advice, text, invalid=invalid)
+    return refused(f"not float32({query})", f"{query}: {text} ({advice})", invalid=invalid)
 
 
 def only_dim(axis: str, size: int, param: str, bad: int = 64, *, beside: str = "", **more: Any) -> Rule:
     """Limit: an axis of elements has a fixed size; beside: prefix of the condition."""
     when, advice = f"{beside}1 <= {axis} <= 768", "the chip takes no other dim"
-    return refused(f"{axis} == {size}", param, advice, when=when, invalid={axis: bad}, **more)
+    return refused(f"{axis} == {size}", f"{param} ({advice})", when=when, invalid={axis: bad}, **more)

@@ -6,12 +6,13 @@ The checks are pure functions of lengths, lists of selected blocks and page tabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from fusion_attention.contract import functions_in
 from fusion_attention.ops.shared.checks import Outcome, float32, int32, lengths_fit, pages_exist, stays_unread
 from fusion_attention.ops.shared.lengths import last_end, lengths_of
 
@@ -131,14 +132,12 @@ def in_the_past(
     return True
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f.__name__: f
-    for f in (
-        *(keys_in, queries_fit, keys_fit, pages_exist, entries_fit, unbroken, few_enough, in_the_past),
-        *(last_end, float32, int32),
-    )
-} | {
-    "same_dtype": lambda a, b: a.dtype == b.dtype,
-    "floating": lambda t: t.dtype.is_floating_point,
-    "power_of_two": lambda n: n > 0 and n & (n - 1) == 0,
-}
+FUNCTIONS = (
+    functions_in(globals())
+    | {f.__name__: f for f in (pages_exist, last_end, float32, int32)}
+    | {
+        "same_dtype": lambda a, b: a.dtype == b.dtype,
+        "floating": lambda t: t.dtype.is_floating_point,
+        "power_of_two": lambda n: n > 0 and n & (n - 1) == 0,
+    }
+)

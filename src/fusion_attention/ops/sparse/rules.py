@@ -21,6 +21,7 @@ from fusion_attention.ops.shared.rules import (
     groups_of_heads,
     invalid,
     limit,
+    meaning,
     needed,
     of_lengths,
     one_length_each,
@@ -61,16 +62,14 @@ LENGTHS = (
     ),
     of_lengths(
         "queries_fit(actual_seq_qlen, layout, cumulative, B, S1, T1)",
-        "actual_seq_qlen",
-        "one for each sequence; CANN's packed lengths are cumulative ends: [3, 8] is 3 and 5 tokens",
-        text="the lengths of the sequences in the query tensor",
+        "actual_seq_qlen: the lengths of the sequences in the query tensor (one for each sequence; CANN's packed "
+        "lengths are cumulative ends: [3, 8] is 3 and 5 tokens)",
         invalid={"actual_seq_qlen": [3, 9]},
     ),
     of_lengths(
         f"keys_fit(actual_seq_kvlen, {KEYS}, cumulative, B, S2, T2, block_table, Ps)",
-        "actual_seq_kvlen",
-        "one for each sequence; CANN's packed lengths are cumulative ends: [3, 8] is 3 and 5 tokens",
-        text="the lengths of the sequences in the key tensor",
+        "actual_seq_kvlen: the lengths of the sequences in the key tensor (one for each sequence; CANN's packed "
+        "lengths are cumulative ends: [3, 8] is 3 and 5 tokens)",
         invalid={"actual_seq_kvlen": [5, 13]},
     ),
     one_length_each("actual_seq_qlen", "actual_seq_kvlen"),
@@ -89,35 +88,26 @@ NEEDS_KEY_LENGTHS = (
 PAGES = (
     typed(
         f"layout_kv in (layout, '{PAGED}')",
-        "layout_kv",
-        "keys lie as queries do, or in pages",
-        text=f"what the queries have, or {PAGED}",
+        f"layout_kv: what the queries have, or {PAGED} (keys lie as queries do, or in pages)",
         when="layout in ('BSND', 'TND')",
         invalid={"layout_kv": "BNSD"},
     ),
     presence(
         f"(block_table is not None) == (layout_kv == '{PAGED}')",
-        "block_table",
-        "it says which pages a sequence has",
-        text=f"a table where keys are {PAGED}, and nowhere else",
+        f"block_table: a table where keys are {PAGED}, and nowhere else (it says which pages a sequence has)",
         given=IN_PAGES,
         invalid={"block_table": None},
     ),
 )
 TABLES = group(
-    Rule(
+    meaning(
         "len(block_table) == len(q_len) == len(kv_len)",
-        "block_table",
-        "a row of pages for each",
-        text="one row, and one length of queries and keys, per sequence",
-        when="block_table is not None",
+        "block_table: one row, and one length of queries and keys, per sequence (a row of pages for each)",
         invalid={"block_table": "3 M"},
     ),
-    Rule(
+    meaning(
         "pages_exist(block_table, kv_len, Ps, P)",
-        "block_table",
-        "entries behind a sequence's last page are not read",
-        text="numbers of pages",
+        "block_table: numbers of pages (entries behind a sequence's last page are not read)",
         when="block_table is not None and len(block_table) == len(q_len) == len(kv_len)",
         reads=True,
         invalid={"P": 0},
@@ -126,13 +116,7 @@ TABLES = group(
 )
 TABLE_LIMITS = group(
     own_page_ids(IN_PAGES, torch.zeros(2, 1, dtype=torch.int64)),
-    limit(
-        "Ps % 16 == 0 and Ps <= 1024",
-        "block_table",
-        "the chip takes no other pages",
-        when="block_table is not None",
-        invalid={"Ps": 8},
-    ),
+    limit("Ps % 16 == 0 and Ps <= 1024", "block_table (the chip takes no other pages)", invalid={"Ps": 8}),
     given=IN_PAGES,
 )
 SHAPES = (
@@ -145,41 +129,33 @@ SHAPES = (
 )
 SOME_ENTRIES = invalid(
     "K >= 1",
-    "sparse_indices",
-    "a row selects at least one block, or lists -1",
-    text="lists of at least one entry",
+    "sparse_indices: lists of at least one entry (a row selects at least one block, or lists -1)",
     invalid={"K": 0},
 )
 SELECTION = (
-    Rule(
+    meaning(
         f"entries_fit({LISTS})",
-        "sparse_indices",
-        "positions count from the sequence's own first key; -1 ends a list",
-        text="-1 or the number of a block of the row's own sequence",
+        "sparse_indices: -1 or the number of a block of the row's own sequence (positions count from the sequence's "
+        "own first key; -1 ends a list)",
         reads=True,
         invalid={"sparse_indices": lists(0, 90)},
     ),
     doubt(
         "unbroken(sparse_indices)",
-        "sparse_indices",
-        "a list ends at its first -1: fusion_attention.pack_lists closes holes",
-        text="no entry behind a -1",
+        "sparse_indices: no entry behind a -1 (a list ends at its first -1: fusion_attention.pack_lists closes holes)",
         reads=True,
         invalid={"sparse_indices": lists(0, -1, 0)},
     ),
     content(
         f"few_enough({LISTS}, sparse_mode)",
-        "sparse_indices",
-        "a list is read no further than its row sees blocks",
-        text="no more entries than blocks that the row sees",
+        "sparse_indices: no more entries than blocks that the row sees (a list is read no further than its row sees "
+        "blocks)",
         given={"sparse_mode": 0, "causal": False},
         invalid={"sparse_indices": lists(0, 1, 2, 3, 4, 5, 0)},
     ),
     content(
         f"in_the_past({LISTS}, sparse_mode)",
-        "sparse_indices",
-        "what lies in the future of its row is dropped",
-        text="blocks of which the row sees a key",
+        "sparse_indices: blocks of which the row sees a key (what lies in the future of its row is dropped)",
         given={"sparse_mode": 3},
         invalid={"sparse_indices": lists(0, 5)},
     ),
@@ -194,22 +170,16 @@ def most_tokens(**keys: tuple[int, int]) -> Rule:
     }
     return limit(
         "S1 <= 131072 and S2 <= 131072",
-        "query",
-        "the chip takes no longer ones",
-        text="at most 131072 tokens in a sequence",
+        "query: at most 131072 tokens in a sequence (the chip takes no longer ones)",
         invalid={"B": 1, "S1": 1, "S2": beyond, **rows},
     )
 
 
-MOST_SEQUENCES = limit(
-    "B <= 256", "query", "the chip takes no more", text="up to 256 sequences", invalid={"B": 257, "S1": 1}
-)
+MOST_SEQUENCES = limit("B <= 256", "query: up to 256 sequences (the chip takes no more)", invalid={"B": 257, "S1": 1})
 WITH_VALUE = needed("value", "the chip takes no call without one", text="value rows", level="limit")
 LISTS_OF_2048 = limit(
     "K == 2048",
-    "sparse_indices",
-    "the chip takes lists of no other length",
-    "lists of 2048 entries",
+    "sparse_indices: lists of 2048 entries (the chip takes lists of no other length)",
     when="K >= 1",
     invalid={"K": 64},
 )
@@ -217,7 +187,7 @@ LISTS_OF_2048 = limit(
 
 def some_heads(query: str, heads: str) -> Rule:
     """Rule: an indexer has a head; query, heads: names of its query and of its axis of heads."""
-    return Rule(f"{heads} >= 1", query, "a score is a sum over heads", text="at least one head", invalid={heads: 0})
+    return meaning(f"{heads} >= 1", f"{query}: at least one head (a score is a sum over heads)", invalid={heads: 0})
 
 
 def scores(query: str, heads: str, dim: str, like: str = "", like_shape: str = "") -> tuple[Rule, ...]:
@@ -229,17 +199,13 @@ def scores(query: str, heads: str, dim: str, like: str = "", like_shape: str = "
     return (
         typed(
             f"same_dtype(weights, {like}) or float32(weights)",
-            "weights",
-            f"convert them with .to({like}.dtype)",
-            text=f"the dtype of {like}, or float32",
+            f"weights: the dtype of {like}, or float32 (convert them with .to({like}.dtype))",
             when="floating(weights)",
             invalid={"weights": (f"B S1 {heads}", "bfloat16"), like: (like_shape, "float16")},
         ),
         typed(
             f"weights.shape[-1] == {query}.shape[-2]",
-            "weights",
-            "a score is a sum over heads",
-            text=f"one weight for every head of {query}",
+            f"weights: one weight for every head of {query} (a score is a sum over heads)",
             when=f"weights.dim() == {query}.dim() - 1 and weights.dim() >= 2",
             invalid={"weights": "B S1 7"},
         ),

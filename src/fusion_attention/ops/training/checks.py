@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import dtype_text, trained
+from fusion_attention.contract import dtype_text, functions_in, trained
 from fusion_attention.ir.bias import TABLE_ROWS
 from fusion_attention.ir.mask import INFINITE, NONE_BLOCKED, TILE, tokens
 from fusion_attention.ops.shared.checks import float32, stays_unread
@@ -214,25 +214,9 @@ def is_shifted(table: torch.Tensor) -> bool:
     return torch.equal(table[..., 1:, 1:].tril(), table[..., :-1, :-1].tril())
 
 
-FUNCTIONS = {
-    f.__name__: f
-    for f in (
-        rising,
-        last_end,
-        dense_window,
-        packed_window,
-        prefix_fits,
-        prefixes_differ,
-        table_reaches,
-        known_form,
-        positions,
-        replays,
-        countable,
-        is_compressed_mask,
-        window_holds_mask,
-        is_shifted,
-        trained,
-        statistics_in_order,
-        float32,
-    )
-} | {"has_dtype": lambda t, words: dtype_text(t) in words.split()}
+def has_dtype(tensor: torch.Tensor, words: str) -> bool:
+    """True if a tensor has one of several dtypes."""
+    return dtype_text(tensor) in words.split()
+
+
+FUNCTIONS = functions_in(globals()) | {f.__name__: f for f in (rising, last_end, trained, statistics_in_order, float32)}

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from fusion_attention.contract import INVALID, Rule, Settings
+from fusion_attention.contract import INVALID, Settings
 from fusion_attention.ops.shared.params import FLOATS
 from fusion_attention.ops.shared.rules import (
     ENDS,
@@ -22,6 +22,7 @@ from fusion_attention.ops.shared.rules import (
     group,
     invalid,
     limit,
+    meaning,
     needed,
     note,
     of_lengths,
@@ -38,25 +39,21 @@ INPUTS = (
     ),
     note(
         "actual_seq_qlen is None and actual_seq_kvlen is None",
-        "actual_seq_qlen",
-        "only layout TND reads lengths; they are ignored here",
-        text="no lengths in a padded layout",
+        "actual_seq_qlen: no lengths in a padded layout (only layout TND reads lengths; they are ignored here)",
         only=PADDED,
         invalid={"actual_seq_qlen": [4, 8]},
     ),
     of_lengths(
         "len(actual_seq_qlen) == len(actual_seq_kvlen) and len(actual_seq_qlen) > 0",
-        "actual_seq_qlen",
-        "one end per sequence in both; an empty tensor has the ends [0]",
+        "actual_seq_qlen (one end per sequence in both; an empty tensor has the ends [0])",
         only=PACKED,
         invalid={"actual_seq_qlen": [8]},
     ),
     *(
         of_lengths(
             f"rising({ends})",
-            ends,
-            "inclusive cumulative ends: [3, 8] is lengths 3 and 5; strip the leading 0 of cu_seqlens",
-            text="ends that never fall, or only to a tail of zeros",
+            f"{ends}: ends that never fall, or only to a tail of zeros (inclusive cumulative ends: [3, 8] is lengths "
+            "3 and 5; strip the leading 0 of cu_seqlens)",
             only=PACKED,
             invalid={ends: falling},
         )
@@ -65,9 +62,7 @@ INPUTS = (
     *(
         of_lengths(
             f"last_end({ends}) <= {axis}",
-            ends,
-            "ends are cumulative: the last one counts all tokens",
-            text=f"ends within the {axis} tokens of {side}",
+            f"{ends}: ends within the {axis} tokens of {side} (ends are cumulative: the last one counts all tokens)",
             only=PACKED,
             invalid={ends: beyond},
         )
@@ -77,98 +72,78 @@ INPUTS = (
         )
     ),
     *covered("actual_seq_qlen", "actual_seq_kvlen", ENDS, {"actual_seq_qlen": [3, 7], "actual_seq_kvlen": [5, 11]}),
-    Rule("N2 > 0 and N1 % N2 == 0", "key", "every key head serves the same number of query heads", invalid={"N2": 3}),
+    meaning("N2 > 0 and N1 % N2 == 0", "key (every key head serves the same number of query heads)", invalid={"N2": 3}),
     elements("D", "query"),
     elements("Dv", "value", 0),
-    refused("Dv <= D", "value", "the chip takes no wider value rows", invalid={"Dv": 16}),
-    limit("N1 <= 256", "query", "the chip takes no more heads", invalid={"N1": 258}),
+    refused("Dv <= D", "value (the chip takes no wider value rows)", invalid={"Dv": 16}),
+    limit("N1 <= 256", "query (the chip takes no more heads)", invalid={"N1": 258}),
     finite_scale("scale", optional=False),
-    reserved("padding_mask", ("S1 S2", "uint8")),
-    reserved("softmax_in", ("B N1 S1 8", "float32")),
+    reserved("padding_mask", invalid={"padding_mask": ("S1 S2", "uint8")}),
+    reserved("softmax_in"),
     *(
         limit(
             f"{name} is None or has_dtype({name}, '{dtypes}')",
-            name,
-            "reserved: leave it out",
-            text=dtypes.replace(" ", " or "),
+            f"{name}: {dtypes.replace(' ', ' or ')} (reserved: leave it out)",
             stage="dtype",
             code=INVALID,
             invalid={name: (words, "int16")},
         )
         for name, words, dtypes in (("padding_mask", "S1 S2", "uint8 bool"), ("softmax_in", "B N1 S1 8", FLOATS))
     ),
-    refused(
-        "softmax_layout == ''",
-        "softmax_layout",
-        "padded statistics have one order",
-        only=PADDED,
-        invalid={"softmax_layout": "TND"},
-    ),
+    refused("softmax_layout == ''", "softmax_layout (padded statistics have one order)", only=PADDED),
     invalid(
         "dpse is None or pse is None or (dpse.shape == pse.shape and dpse.dtype == pse.dtype)",
-        "dpse",
-        "the gradient lies as the bias does",
-        text="shape and dtype of pse",
+        "dpse: shape and dtype of pse (the gradient lies as the bias does)",
         given={"pse": "B N1 S1 S2", "TND": {"pse": "1 N1 1024 S2"}},
         invalid={"dpse": "B N1 S1 3"},
     ),
-    Rule("0 <= sparse_mode <= 6", "sparse_mode", "7 and 8 need layout TND", only=PADDED, invalid={"sparse_mode": 7}),
-    Rule(
+    meaning("0 <= sparse_mode <= 6", "sparse_mode (7 and 8 need layout TND)", only=PADDED),
+    meaning(
         "sparse_mode in (0, 1, 2, 3, 4, 6, 7, 8)",
-        "sparse_mode",
-        "packed sequences have prefix only as mode 6",
+        "sparse_mode (packed sequences have prefix only as mode 6)",
         only=PACKED,
-        invalid={"sparse_mode": 5},
     ),
 )
 
 DROPPED = {"drop_mask": "1024", "keep_prob": 0.5}
 DROPOUT = (
-    Rule(
+    meaning(
         "drop_mask.numel() * 8 >= N1 * sum(q_len * kv_len)",
-        "drop_mask",
-        "one bit per score, row-major over [B, N1, S1, S2], least significant bit first",
-        text="a bit for each of N1 * sum(q_len * kv_len) scores",
-        when="drop_mask is not None",
+        "drop_mask: a bit for each of N1 * sum(q_len * kv_len) scores (one bit per score, row-major over [B, N1, S1, "
+        "S2], least significant bit first)",
         given=DROPPED,
         invalid={"drop_mask": "4"},
     ),
 )
 GIVEN_DROPOUT = (
-    Rule(
+    meaning(
         "(drop_mask is None) == (keep_prob == 1)",
-        "drop_mask",
-        "a mask needs keep_prob < 1, and keep_prob < 1 needs a mask",
-        text="a drop mask exactly when keep_prob is below 1",
+        "drop_mask: a drop mask exactly when keep_prob is below 1 (a mask needs keep_prob < 1, and keep_prob < 1 "
+        "needs a mask)",
         given=DROPPED,
         invalid={"keep_prob": 1.0},
     ),
 )
 DRAWN_DROPOUT = (
-    Rule(
+    meaning(
         "drop_mask is None or keep_prob < 1",
-        "drop_mask",
-        "a mask needs keep_prob < 1",
-        text="no mask with keep_prob 1",
+        "drop_mask: no mask with keep_prob 1 (a mask needs keep_prob < 1)",
         given=DROPPED,
         invalid={"keep_prob": 1.0},
     ),
-    Rule(
+    meaning(
         "replays(seed, offset)",
-        "seed",
-        "pass the seed and offset that the forward returned; a mask that was given to it is known to autograd alone",
-        text="the forward's seed and offset beside keep_prob < 1",
+        "seed: the forward's seed and offset beside keep_prob < 1 (pass the seed and offset that the forward "
+        "returned; a mask that was given to it is known to autograd alone)",
         when="keep_prob < 1",
         needs=("dy",),
         invalid={"keep_prob": 0.5},
     ),
 )
 GIVEN_OFFSET = (
-    Rule(
+    meaning(
         "countable(offset)",
-        "offset",
-        "offsets are counted in 32 bits",
-        text="0 <= offset < 2**32",
+        "offset: 0 <= offset < 2**32 (offsets are counted in 32 bits)",
         when="keep_prob < 1",
         reads=True,
         given={"keep_prob": 0.5, "seed": torch.tensor([3], device="cpu"), "offset": torch.tensor([0], device="cpu")},
@@ -180,9 +155,7 @@ ROPES = (
     rope_pair("query_rope", "key_rope", MASKED_ROPE),
     refused(
         "query_rope is None",
-        "query_rope",
-        "the chip takes rope only in layout TND",
-        text="no rope in a padded layout",
+        "query_rope: no rope in a padded layout (the chip takes rope only in layout TND)",
         only=PADDED,
         invalid=MASKED_ROPE,
     ),
@@ -203,36 +176,31 @@ def ends(count: int) -> Settings:
 SIZES = (
     limit(
         "S1 <= 1048576 and S2 <= 1048576",
-        "query",
-        "the chip takes no longer sequences",
-        text="at most 1048576 tokens in a sequence",
+        "query: at most 1048576 tokens in a sequence (the chip takes no longer sequences)",
         only=PADDED,
         invalid={"B": 1, "S1": 1, "S2": 1048577, **TINY, "D": 1, "Dv": 1},
     ),
     limit(
         "T1 <= 1048576 and T2 <= 1048576",
-        "query",
-        "the chip takes no more tokens",
-        text="at most 1048576 tokens in all sequences",
+        "query: at most 1048576 tokens in all sequences (the chip takes no more tokens)",
         only=PACKED,
         invalid={"T2": 1048577, "actual_seq_kvlen": [5, 1048577], **TINY},
     ),
     limit(
-        "B <= 2097152", "query", MANY, only=PADDED, invalid={"B": 2097153, "S1": 1, "S2": 1, **TINY, "D": 1, "Dv": 1}
+        "B <= 2097152",
+        f"query ({MANY})",
+        only=PADDED,
+        invalid={"B": 2097153, "S1": 1, "S2": 1, **TINY, "D": 1, "Dv": 1},
     ),
     limit(
         "len(actual_seq_qlen) <= 2048",
-        "actual_seq_qlen",
-        MANY,
-        text="at most 2048 sequences",
+        f"actual_seq_qlen: at most 2048 sequences ({MANY})",
         only=PACKED,
         invalid=ends(2049),
     ),
     limit(
         "len(actual_seq_qlen) <= 1024",
-        "prefix",
-        MANY,
-        text="at most 1024 packed sequences with prefixes",
+        f"prefix: at most 1024 packed sequences with prefixes ({MANY})",
         when=f"{PREFIXES} and len(actual_seq_qlen) <= 2048",
         only=PACKED,
         given=PREFIXED,
@@ -240,9 +208,7 @@ SIZES = (
     ),
     limit(
         "B <= 2048",
-        "prefix",
-        MANY,
-        text="at most 2048 sequences with prefixes",
+        f"prefix: at most 2048 sequences with prefixes ({MANY})",
         when=PREFIXES,
         only=PADDED,
         given=PREFIXED,
@@ -252,23 +218,15 @@ SIZES = (
 
 # --------------------------------------------------------------------------------------- rules of some versions
 
-PRECISION = (
-    limit("inner_precise in (0, 1, 2)", "inner_precise", "only 2 has an effect", invalid={"inner_precise": 3}),
-)
+PRECISION = (limit("inner_precise in (0, 1, 2)", "inner_precise (only 2 has an effect)"),)
 # Versions without sinks; those with sinks accept 768 elements.
 NARROW = (
-    refused(
-        "D <= 512 or D > 768", "query", "the chip takes no wider rows", text="D <= 512", invalid={"D": 520, "Dv": 520}
-    ),
+    refused("D <= 512 or D > 768", "query: D <= 512 (the chip takes no wider rows)", invalid={"D": 520, "Dv": 520}),
 )
 # The first two versions; later ones accept shorter value rows.
 ALIKE = (
     refused(
-        "Dv >= D",
-        "value",
-        "this version takes no shorter ones",
-        text="value rows as long as those of key",
-        invalid={"Dv": 4},
+        "Dv >= D", "value: value rows as long as those of key (this version takes no shorter ones)", invalid={"Dv": 4}
     ),
 )
 MASKED = needed(
@@ -286,14 +244,12 @@ BESIDE_ROPE = (
     *group(
         limit(
             "Dr <= D and Dr % 8 == 0 and D % 8 == 0",
-            "query_rope",
-            "the chip takes no other sizes beside rope",
+            "query_rope (the chip takes no other sizes beside rope)",
             invalid={"Dr": 4},
         ),
         limit(
             "pse is None and drop_mask is None and keep_prob == 1",
-            "query_rope",
-            "the chip takes neither pse nor dropout beside rope",
+            "query_rope (the chip takes neither pse nor dropout beside rope)",
             invalid={"pse": "1 N1 1024 S2"},
         ),
         when="query_rope is not None",
@@ -306,23 +262,19 @@ BESIDE_ROPE = (
 FOR_ROPE = (
     replace(MASKED, when="", text="a mask", advice="this version takes no call without one"),
     *group(
-        limit("D % 8 == 0", "query", "the chip takes no other sizes here", when="D <= 768", invalid={"D": 12}),
+        limit("D % 8 == 0", "query (the chip takes no other sizes here)", when="D <= 768", invalid={"D": 12}),
         limit(
             "Dr <= D and Dr % 8 == 0",
-            "query_rope",
-            "the chip takes no other sizes beside rope",
-            when="query_rope is not None",
+            "query_rope (the chip takes no other sizes beside rope)",
             given=MASKED_ROPE,
             invalid={"Dr": 4},
         ),
         limit(
             "pse is None",
-            "pse",
-            "this version takes none: pse_type is 0 or 1, which are one without it",
-            text="no pse",
+            "pse: no pse (this version takes none: pse_type is 0 or 1, which are one without it)",
             invalid={"pse": "1 N1 1024 S2"},
         ),
-        limit("drop_mask is None and keep_prob == 1", "drop_mask", "this version drops nothing", invalid=DROPPED),
+        limit("drop_mask is None and keep_prob == 1", "drop_mask (this version drops nothing)", invalid=DROPPED),
         code=INVALID,
     ),
 )
@@ -347,9 +299,8 @@ STATISTICS = (
     content(
         "statistics_in_order((softmax_max, softmax_sum), softmax_layout, (query, query_rope), (key, key_rope), scale, "
         "atten_mask, (sparse_mode, pre_tokens, next_tokens, prefix), q_len, kv_len)",
-        "softmax_max",
-        "pass on what the forward returned, with its softmax_layout; their shape does not show the order",
-        text="statistics with each sequence's heads end to end, token-major only where softmax_layout says so",
+        "softmax_max: statistics with each sequence's heads end to end, token-major only where softmax_layout says "
+        "so (pass on what the forward returned, with its softmax_layout; their shape does not show the order)",
         when="pse is None and N1 > 1",
         only=PACKED,
         needs=("dy",),

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from fusion_attention.contract import Attr, Op, Param, Tensor
 from fusion_attention.ops.shared.rules import PACKED, PADDED, absent, limit, refused
+from fusion_attention.ops.training.definitions import SEED, UNPADDING_V5, VARLEN_V5, C
 from fusion_attention.ops.training.mask_rules import PSE_BESIDE_0
-from fusion_attention.ops.training.records import SEED, UNPADDING_V5, VARLEN_V5
 from fusion_attention.ops.training.rules import ALL, DRAWN_DROPOUT, PRECISION, ROPES
 
 SCALES = tuple(
@@ -18,7 +18,7 @@ OUT_DTYPE = Attr("out_dtype", "Without effect: it is of fp8 tensors.", default=0
 NEW = {
     "out_dtype": OUT_DTYPE,
     "seed": replace(SEED, text="Seed of drawn dropout, where keep_prob is below 1 and there is no mask; 0 is a seed."),
-    "offset": Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32", bad=1 << 32),
+    "offset": Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32"),
     **{p.name: p for p in SCALES},
 }
 
@@ -28,31 +28,20 @@ def _params(of: Op, names: str) -> tuple[Param, ...]:
     return tuple(NEW[name] if name in NEW else of.by_name[name] for name in names.split())
 
 
-# This operator spells token-major statistics otherwise than torch_npu does.
-COMMON = tuple(
-    replace(rule, invalid={"softmax_layout": "same_as_input"}) if rule.param == "softmax_layout" else rule
-    for rule in (*ALL, PSE_BESIDE_0)
-    if rule is not ROPES[1]
-)
 RULES = (
-    *COMMON,
+    *(rule for rule in (*ALL, PSE_BESIDE_0) if rule is not ROPES[1]),
     DRAWN_DROPOUT[0],
-    *(absent(p.name, "1") for p in SCALES),
+    *(absent(p.name) for p in SCALES),
     refused(
         "(D, Dr) == (128, 64)",
-        "query_rope",
-        "the chip takes no other dims beside rope",
-        text="D 128 and 64 elements of rope",
+        "query_rope: D 128 and 64 elements of rope (the chip takes no other dims beside rope)",
         when="query_rope is not None and D <= 768",
         given={"query_rope": True, "key_rope": True, "D": 128, "Dv": 128, "Dr": 64},
         invalid={"Dr": 32},
     ),
     limit(
         "not float32(query)",
-        "sink",
-        "the chip takes no float32 beside it",
-        text="none with float32",
-        when="sink is not None",
+        "sink: none with float32 (the chip takes no float32 beside it)",
         given={"sink": True},
         invalid={
             **dict.fromkeys(("query", "dy", "attention_in"), ("B S1 N1 D", "float32")),
@@ -73,6 +62,7 @@ SCORE_V4 = VARLEN_V5.version(
     rules=(*RULES, *PRECISION),
     rulings=(*VARLEN_V5.rulings, 47),
     layouts=(*PADDED, *PACKED),
+    c=replace(C, optional="", output=""),
 )
 GRAD_V4 = UNPADDING_V5.version(
     "aclnnFlashAttentionScoreGradV4",
@@ -87,5 +77,6 @@ GRAD_V4 = UNPADDING_V5.version(
     rules=RULES,
     rulings=(*UNPADDING_V5.rulings, 47),
     layouts=(*PADDED, *PACKED),
+    c=replace(C, optional="", output="").but(pse="pseShift", sink="sinkIn", softmax_layout="softmaxInLayout"),
 )
 RECORDS = (SCORE_V4, GRAD_V4)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor, dtype_text, trained
+from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Tensor, dtype_text, trained
 from fusion_attention.ir.mask import NONE_BLOCKED, TILE, UNLIMITED, Band
 from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.ops.shared.checks import band_fits, broadcasts, lengths_fit
@@ -28,6 +28,7 @@ from fusion_attention.ops.shared.rules import (
     finite_scale,
     group,
     groups_of_heads,
+    meaning,
     of_lengths,
     one_length_each,
     presence,
@@ -37,7 +38,7 @@ from fusion_attention.ops.shared.rules import (
 from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.checks import positions, tiles_exist, tiles_fit
-from fusion_attention.ops.training.records import SIZES, rows
+from fusion_attention.ops.training.definitions import SIZES, rows
 from fusion_attention.ops.training.run import RESULTS, DenseForward, fresh_forward
 
 Lengths = Sequence[int] | torch.Tensor | None
@@ -50,13 +51,11 @@ HEADS_FIRST = 'heads before tokens are layout="BNSD"'
 
 RULES = (
     presence(
-        "heads > 0", "heads", "the last axis holds heads * dim elements", only=("BSH", "SBH"), invalid={"heads": None}
+        "heads > 0", "heads (the last axis holds heads * dim elements)", only=("BSH", "SBH"), invalid={"heads": None}
     ),
     presence(
         "q_len is not None",
-        "q_len",
-        "tokens of every packed sequence, e.g. q_len=[100, 150, 50]",
-        text="the lengths of packed sequences",
+        "q_len: the lengths of packed sequences (tokens of every packed sequence, e.g. q_len=[100, 150, 50])",
         only=PACKED,
         invalid={"q_len": None, "kv_len": None},
     ),
@@ -64,9 +63,8 @@ RULES = (
     *(
         of_lengths(
             f"lengths_fit({name}, False, B, S{axis}, T{axis})",
-            name,
-            "tokens of every sequence, not cumulative ends",
-            text=f"lengths of the sequences that the {side} tensor holds",
+            f"{name}: lengths of the sequences that the {side} tensor holds (tokens of every sequence, not "
+            "cumulative ends)",
             invalid={name: too_long},
         )
         for name, axis, side, too_long in (("q_len", 1, "query", [3, 6]), ("kv_len", 2, "key", [5, 8]))
@@ -74,9 +72,7 @@ RULES = (
     one_length_each("q_len", "kv_len"),
     of_lengths(
         "kv_len is not None or sum(q_len) <= T2",
-        "kv_len",
-        "without kv_len the query's lengths serve keys too",
-        text="kv_len, or as many key tokens as q_len adds up to",
+        "kv_len: kv_len, or as many key tokens as q_len adds up to (without kv_len the query's lengths serve keys too)",
         when="q_len is not None",
         only=PACKED,
         given={"T2": 8, "kv_len": None},
@@ -86,99 +82,77 @@ RULES = (
     groups_of_heads("k", HEADS_FIRST),
     doubt(
         "S1 == 1 or N1 <= max(S1, 256)",
-        "q",
-        HEADS_FIRST,
-        "no more heads than rows, or 256",
+        f"q: no more heads than rows, or 256 ({HEADS_FIRST})",
         only=("BSND",),
         invalid={"N1": 258},
     ),
     elements("D", "q"),
     elements("Dv", "v"),
     elements("Dr", "q_rope", optional=True, given=OWN_ROPE),
-    Rule(
+    meaning(
         "band is None or sparse_mode is None",
-        "band",
-        "two ways to say one thing",
+        "band (two ways to say one thing)",
         given={"band": Band()},
         invalid={"sparse_mode": 3},
     ),
-    Rule(
+    meaning(
         "band_fits(band, len(q_len))",
-        "band",
-        "make it with Band.causal(), Band.window() or Band.prefix_causal()",
-        text="a band of whole numbers, its prefix empty or one per sequence",
+        "band: a band of whole numbers, its prefix empty or one per sequence (make it with Band.causal(), "
+        "Band.window() or Band.prefix_causal())",
         given={"band": Band.prefix_causal([1, 2])},
         invalid={"band": Band.prefix_causal([1, 2, 3])},
     ),
-    Rule(
+    meaning(
         "sparse_mode is None or 0 <= sparse_mode <= 8 and sparse_mode not in (5, 6)",
-        "sparse_mode",
-        "prefixes: band=Band.prefix_causal(...)",
-        text="one of 0, 1, 2, 3, 4, 7, 8",
-        invalid={"sparse_mode": 6},
+        "sparse_mode: one of 0, 1, 2, 3, 4, 7, 8 (prefixes: band=Band.prefix_causal(...))",
     ),
-    Rule(
+    meaning(
         "sparse_mode is not None or pre_tokens == next_tokens == 2147483647",
-        "pre_tokens",
-        "without a mode use band=Band.window(pre_tokens, next_tokens)",
-        text="pre_tokens and next_tokens only beside a sparse_mode",
+        "pre_tokens: pre_tokens and next_tokens only beside a sparse_mode (without a mode use "
+        "band=Band.window(pre_tokens, next_tokens))",
         invalid={"pre_tokens": 2},
     ),
     *broadcasting("S2", "[B or 1, N1 or 1, S1 or 1, S2 or 1], leading axes may be left out"),
-    Rule(
+    meaning(
         "bias is None or alibi_slopes is None",
-        "bias",
-        "add the distances to the bias",
-        text="a bias or alibi_slopes",
+        "bias: a bias or alibi_slopes (add the distances to the bias)",
         given={"bias": "S1 S2"},
         invalid={"alibi_slopes": ("N1", "float32")},
     ),
-    Rule(
+    meaning(
         "fits(alibi_slopes, 'N1 | B N1 | 1 N1')",
-        "alibi_slopes",
-        "one slope per head",
-        when="alibi_slopes is not None",
+        "alibi_slopes (one slope per head)",
         given={"alibi_slopes": ("N1", "float32")},
         invalid={"alibi_slopes": ("3", "float32")},
     ),
     *untrained("slopes get no gradient: pass the distances as bias", alibi_slopes=(4,)),
-    Rule(
+    meaning(
         "len(alibi_start) == 2 and positions(alibi_start)",
-        "alibi_start",
-        "of the first query row and of the first key",
-        text="two positions below 2**40",
-        when="alibi_start is not None",
+        "alibi_start: two positions below 2**40 (of the first query row and of the first key)",
         given={"alibi_slopes": ("N1", "float32"), "alibi_start": [0, 0]},
         invalid={"alibi_start": [0]},
     ),
-    Rule(
+    meaning(
         "alibi_start is None",
-        "alibi_start",
-        "distances need slopes",
-        text="alibi_start only beside alibi_slopes",
+        "alibi_start: alibi_start only beside alibi_slopes (distances need slopes)",
         when="alibi_slopes is None",
-        invalid={"alibi_start": [0, 0]},
     ),
     *group(
-        Rule(
+        meaning(
             "drop_bits.numel() * 8 >= N1 * drop_rows",
-            "drop_bits",
-            "one bit per score, row-major over [B, N1, S1, S2], least significant bit first",
-            text="a bit for every score",
+            "drop_bits: a bit for every score (one bit per score, row-major over [B, N1, S1, S2], least significant "
+            "bit first)",
             invalid={"drop_bits": "4"},
         ),
-        Rule(
+        meaning(
             "keep_prob < 1",
-            "drop_bits",
-            "bits drop with keep_prob < 1",
-            text="drop_bits only with keep_prob < 1",
+            "drop_bits: drop_bits only with keep_prob < 1 (bits drop with keep_prob < 1)",
             invalid={"keep_prob": 1.0},
         ),
-        Rule(
+        meaning(
             "seed is None",
-            "drop_bits",
-            "the bits say what is kept, here and in the gradient: a seed would have no use",
-            text="drop_bits or a seed, not both",
+            "drop_bits: drop_bits or a seed, not both (the bits say what is kept, here and in the gradient: a seed "
+            "would have no use)",
             invalid={"seed": 3},
         ),
         when="drop_bits is not None",
@@ -186,29 +160,25 @@ RULES = (
     ),
     finite_scale("scale"),
     *group(
-        Rule(
+        meaning(
             "tiles_fit(blocked_tiles, B, N1, S1, S2)",
-            "blocked_tiles",
-            "one number per tile of 128 rows by 128 keys",
-            text="shape [B or 1, N1 or 1, ceil(S1 / 128), ceil(S2 / 128)]",
+            "blocked_tiles: shape [B or 1, N1 or 1, ceil(S1 / 128), ceil(S2 / 128)] (one number per tile of 128 rows "
+            "by 128 keys)",
             invalid={"blocked_tiles": "1 1 1 2"},
         ),
-        Rule(
+        meaning(
             "tiles_exist(blocked_tiles, bit_tiles or 0)",
-            "blocked_tiles",
-            "-1 removes a whole tile, -2 nothing of it",
-            text="-1, -2, or the number of a tile in blocked_bits",
+            "blocked_tiles: -1, -2, or the number of a tile in blocked_bits (-1 removes a whole tile, -2 nothing of "
+            "it)",
             reads=True,
             invalid={"blocked_tiles": torch.zeros(1, 1, 1, 1, dtype=torch.int32)},
         ),
         when="blocked_tiles is not None",
         given=ONE_TILE,
     ),
-    Rule(
+    meaning(
         "blocked_tiles is not None",
-        "blocked_bits",
-        "the tiles say where which bits belong",
-        text="blocked_bits only beside blocked_tiles",
+        "blocked_bits: blocked_bits only beside blocked_tiles (the tiles say where which bits belong)",
         when="blocked_bits is not None",
         given={**ONE_TILE, "blocked_bits": "3 128 16"},
         invalid={"blocked_tiles": None},
@@ -325,9 +295,7 @@ RECORD = Op(
         Tensor("alibi_slopes", "Bias -slope * |distance to the diagonal|.", True, dtypes=OWN_FLOATS),
         Array("alibi_start", "Positions of the first query row and the first key; None: the last ones meet.", True),
         OWN_SINK,
-        Attr(
-            "keep_prob", "Share of probabilities kept.", type=float, default=1.0, domain="0 < keep_prob <= 1", bad=0.0
-        ),
+        Attr("keep_prob", "Share of probabilities kept.", type=float, default=1.0, domain="0 < keep_prob <= 1"),
         Tensor(
             "drop_bits",
             "One bit per score, 1 = kept.",
@@ -336,14 +304,13 @@ RECORD = Op(
             make=lambda s: torch.ones(s, dtype=torch.uint8),
         ),
         Attr("seed", "Seed of drawn dropout; None draws one.", default=None, unsigned=True),
-        Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32", bad=1 << 32),
+        Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32"),
         Attr(
             "empty_rows",
             "What rows without a key return.",
             type=str,
             default="zero",
             domain="empty_rows in ('zero', 'mean')",
-            bad="nan",
         ),
         SOFTCAP,
         Tensor(

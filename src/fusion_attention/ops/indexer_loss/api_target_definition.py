@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion_attention.contract import Tensor
-from fusion_attention.ops.indexer.records import RATIO, RESIDUAL, RESIDUALS
-from fusion_attention.ops.indexer_loss import checks, fa_record
+from fusion_attention.ops.indexer.definitions import RATIO, RESIDUAL, RESIDUALS
+from fusion_attention.ops.indexer_loss import api_definition, checks
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, RESULTS, fresh_target
+from fusion_attention.ops.indexer_loss.definitions import INDICES, LSE_SCORES, NEUTRAL, V1, of_index
 from fusion_attention.ops.indexer_loss.lower import lower_target
-from fusion_attention.ops.indexer_loss.records import INDICES, LSE_SCORES, NEUTRAL, V1, of_index
-from fusion_attention.ops.indexer_loss.target_records import LISTS
+from fusion_attention.ops.indexer_loss.target_definitions import LISTS
 from fusion_attention.ops.shared.params import OWN_FLOATS, output, spelled
 from fusion_attention.ops.shared.rules import invalid
-from fusion_attention.ops.sparse import fa_record as sparse
+from fusion_attention.ops.sparse import api_definition as sparse
 from fusion_attention.ops.sparse.checks import FUNCTIONS
-from fusion_attention.ops.sparse.records import LAYOUT
+from fusion_attention.ops.sparse.definitions import LAYOUT
 from fusion_attention.ops.sparse.rules import LENGTHS, SIZES, SOME_ENTRIES
 
 QUERY_INDEX, KEY_INDEX, WEIGHTS = of_index("N1", "D", OWN_FLOATS, "query_index")
@@ -31,9 +31,8 @@ dw_h &= \sum_j dI_j \max(0, S_{hj}), \quad dS_{hj} = dI_j\, w_h\, [S_{hj} > 0],
 # A target has an element for every entry of a list, or for every key.
 WIDTH = invalid(
     "Pk == (S2 if sparse_indices is None else K) or layout == 'TND' and sparse_indices is None and Pk >= S2",
-    "target",
-    "an element for every entry of a list; without lists for every key (TND: of the longest sequence, at least)",
-    text="as many elements as a row has entries, or keys",
+    "target: as many elements as a row has entries, or keys (an element for every entry of a list; without lists for "
+    "every key (TND: of the longest sequence, at least))",
     when="sparse_indices is None or K >= 1",
     invalid={"Pk": 5},
 )
@@ -83,7 +82,7 @@ RECORD = V1.version(
     results=RESULTS,
     fresh=lambda n: fresh_target(n, RESULTS),
     trains={"loss": DIFFERENTIABLE},
-    sizes={**fa_record.RECORD.sizes, "N1": 8, "D": 128, "Pk": 6},
+    sizes={**api_definition.RECORD.sizes, "N1": 8, "D": 128, "Pk": 6},
     samples={"TND": {**sparse.SAMPLE, "Pk": 7}},
 )
 RECORDS = (RECORD,)

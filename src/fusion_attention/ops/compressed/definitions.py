@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import Array, Attr, Bound, Tensor
+from fusion_attention.contract import Array, Attr, Bound, Declared, Tensor
 from fusion_attention.ir.mask import UNLIMITED, Band
 from fusion_attention.memory import empty
+from fusion_attention.ops.compressed.api_definition import COMPRESSED_TABLE, KEY_COMPRESSED, LISTS, layout_of
 from fusion_attention.ops.compressed.call import LSE, NORM, OUT, FlashMla, FlashMlaBackward, replace_statistics
 from fusion_attention.ops.compressed.checks import FUNCTIONS
-from fusion_attention.ops.compressed.fa_record import COMPRESSED_TABLE, KEY_COMPRESSED, LISTS, layout_of
 from fusion_attention.ops.compressed.lower import call_of
 from fusion_attention.ops.compressed.rules import (
     COMPRESSED,
@@ -35,8 +35,8 @@ from fusion_attention.ops.compressed.rules import (
 )
 from fusion_attention.ops.shared.metadata import metadata
 from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
-from fusion_attention.ops.shared.prototypes import of_cann
-from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
+from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.ops.sparse.call import fresh, fresh_gradients
 from fusion_attention.ops.sparse.checks import keys_in
 
@@ -57,7 +57,7 @@ def _used(side: str, of: str) -> Array:
 
 
 def _mode(side: str, modes: str, bad: int) -> Attr:
-    return Attr(f"{side}_mask_mode", modes, default=0, bad=bad)
+    return Attr(f"{side}_mask_mode", modes, default=0)
 
 
 CUMULATIVE = tuple(_ends(*side[:2]) for side in SIDES)
@@ -78,12 +78,10 @@ TOPK = tuple(
     for side in ("ori", "cmp")
 )
 SCALE = Attr("scale_value", "Factor on q . key; 1 unless it is said.", type=float, default=1.0, spelled="softmax_scale")
-RATIO = Attr("ratio", "Tokens that a compressed key stands for.", default=1, domain="ratio >= 1", bad=0,
+RATIO = Attr("ratio", "Tokens that a compressed key stands for.", default=1, domain="ratio >= 1",
              spelled="cmp_ratio")  # fmt: skip
 MODES = (
-    Attr(
-        "ori_mask_mode", "0: all keys; 3: causal; 4: a window.", default=0, domain="ori_mask_mode in (0, 3, 4)", bad=1
-    ),
+    Attr("ori_mask_mode", "0: all keys; 3: causal; 4: a window.", default=0, domain="ori_mask_mode in (0, 3, 4)"),
     Attr("cmp_mask_mode", "3: the compressed keys of closed groups, (position + 1) // cmp_ratio.", default=0),
     Attr("ori_win_left", "Keys before the row's own, in mode 4; -1: all.", default=-1),
     Attr("ori_win_right", "Keys behind the row's own, in mode 4; -1: all.", default=-1),
@@ -92,7 +90,7 @@ LAYOUTS_OF = (
     spelled(sparse.LAYOUT, "layout_q"),
     Attr("layout_kv", f"Axis order of key rows: as the queries', or {PAGES}.", type=str, default="BSND"),
 )
-VALUE_MODE = Attr("topk_value_mode", "1: lists hold positions.", default=1, domain="topk_value_mode == 1", bad=0)
+VALUE_MODE = Attr("topk_value_mode", "1: lists hold positions.", default=1, domain="topk_value_mode == 1")
 RETURN_LSE = Attr("return_softmax_lse", "Return softmax_lse.", type=bool, default=False)
 TENSORS = (
     spelled(sparse.QUERY, "q"),
@@ -204,6 +202,7 @@ NEUTRAL: dict[str, Any] = {
     "ratio": 1,
 }
 FLAGS = dict.fromkeys((OUT, LSE), INPUTS)
+C = Declared(on_device=ON_DEVICE).of_page()
 V1 = of_cann(
     "aclnnSparseFlashMla",
     "Attention to a window of keys and to compressed keys in one softmax; keys are values.",
@@ -223,6 +222,7 @@ V1 = of_cann(
     derive=derive_forward,
     functions=FUNCTIONS,
     lower=lower,
+    c=C.but(softmax_lse="softmaxLseOut"),
     results=(OUT, LSE),
     fresh=_fresh,
     trains=FLAGS,
@@ -257,6 +257,7 @@ GRAD = V1.version(
     rules=(*FORMS, LAYOUT_OF_GRADIENT, *LENGTHS, *COMPRESSED, *LIMITS, SAVED),
     formula=GRAD_FORMULA,
     tex=GRAD_TEX,
+    c=C.but(dout="dOut", dquery="dQuery", dkey="dOriKv", dkey_compressed="dCmpKv", dsinks="dSinks"),
     neutral={**NEUTRAL, "return_softmax_lse": True},
     derive=derive,
     results=tuple(p.name for p in GRADIENTS),

@@ -1,4 +1,4 @@
-"""The records of auxiliary operators, and all records by name; loaded on first use."""
+"""The definitions of auxiliary operators, and all definitions by name; loaded on first use."""
 
 from __future__ import annotations
 

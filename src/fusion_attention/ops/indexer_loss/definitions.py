@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import REQUIRED, Op, Tensor
+from fusion_attention.contract import REQUIRED, Declared, Op, Tensor
 from fusion_attention.ops.indexer_loss.call import RESULTS, STATISTICS, fresh, fresh_statistics
 from fusion_attention.ops.indexer_loss.lower import lower
 from fusion_attention.ops.shared.params import FLOATS, or_none, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import ROPE, limit, no_float32, only_dim, refused
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
-from fusion_attention.ops.sparse.records import (
+from fusion_attention.ops.sparse.definitions import (
     DETERMINISTIC,
     INDEX_ENDS,
     KEY,
@@ -113,43 +113,37 @@ WINDOW = (MODE, PRE, NEXT)
 
 
 NO_OTHERS = "the chip takes no other head counts"
-MODE_3 = limit("sparse_mode == 3", "sparse_mode", "the chip knows no other", invalid={"sparse_mode": 0})
+MODE_3 = limit("sparse_mode == 3", "sparse_mode (the chip knows no other)")
 NO_FLOAT32 = no_float32("query", weights="B S1 Ni")
 ROWS_AND_KEYS = (
     MOST_SEQUENCES,
     limit(
         "all(q_len <= kv_len)",
-        "query",
-        "the chip takes no row without keys",
-        text="no more rows than keys in a sequence",
+        "query: no more rows than keys in a sequence (the chip takes no row without keys)",
         only=("BSND",),
         invalid={"S1": 7, "sparse_indices": torch.full((2, 7, 1, 2048), -1, dtype=torch.int32)},
     ),
     limit(
         "all(actual_seq_qlen <= actual_seq_kvlen)",
-        "actual_seq_qlen",
-        "the chip takes no row without keys",
-        text="no end of rows behind the end of the keys",
+        "actual_seq_qlen: no end of rows behind the end of the keys (the chip takes no row without keys)",
         only=("TND",),
         invalid={"actual_seq_kvlen": [2, 12], "sparse_indices": torch.full((8, 1, 2048), -1, dtype=torch.int32)},
     ),
 )
 INDEX_LIMITS = (
-    limit("Ni in (8, 16, 32, 64)", "query_index", NO_OTHERS, when="Ni >= 1", invalid={"Ni": 4}),
+    limit("Ni in (8, 16, 32, 64)", f"query_index ({NO_OTHERS})", when="Ni >= 1", invalid={"Ni": 4}),
     only_dim("Di", 128, "query_index"),
     only_dim("Dr", 64, "query_rope", 32, beside="query_rope is not None and ", given=ROPE),
 )
 LIMITS = (
     *(NO_FLOAT32, MODE_3, *ROWS_AND_KEYS, *INDEX_LIMITS),
-    limit("N2 == 1", "key", "the chip takes one key head", when="N2 > 0 and N1 % N2 == 0", invalid={"N2": 2, "G": 4}),
-    limit("N1 in (8, 16, 32, 64, 128)", "query", NO_OTHERS, invalid={"N1": 4, "G": 4}),
+    limit("N2 == 1", "key (the chip takes one key head)", when="N2 > 0 and N1 % N2 == 0", invalid={"N2": 2, "G": 4}),
+    limit("N1 in (8, 16, 32, 64, 128)", f"query ({NO_OTHERS})", invalid={"N1": 4, "G": 4}),
     only_dim("D", 512, "query"),
     *(LISTS_OF_2048, most_tokens(key=(1, 512), key_index=(1, 128))),
     refused(
         "not float32(weights)",
-        "weights",
-        "the chip computes no float32 here",
-        text="float16 or bfloat16",
+        "weights: float16 or bfloat16 (the chip computes no float32 here)",
         when="not float32(query)",
         invalid={"weights": ("B S1 Ni", "float32")},
     ),
@@ -158,12 +152,11 @@ DENSE_LIMITS = (
     *(NO_FLOAT32, MODE_3, *ROWS_AND_KEYS, *INDEX_LIMITS),
     limit(
         "N2 == N1",
-        "key",
-        "the chip takes a key head for every query head",
+        "key (the chip takes a key head for every query head)",
         when="N2 > 0 and N1 % N2 == 0",
         invalid={"N2": 16, "G": 2},
     ),
-    limit("N1 in (32, 64, 128)", "query", NO_OTHERS, invalid={"N1": 16, "N2": 16}),
+    limit("N1 in (32, 64, 128)", f"query ({NO_OTHERS})", invalid={"N1": 16, "N2": 16}),
     only_dim("D", 128, "query"),
     most_tokens(key=(32, 128), key_index=(1, 128)),
 )
@@ -174,7 +167,7 @@ LSE_LIMITS = (
         replace(rule, param="query_index") if rule.param == "query" else rule
         for rule in (*ROWS_AND_KEYS, most_tokens(key_index=(1, 128)))
     ),
-    limit("N1 in (8, 16, 32, 64)", "query_index", NO_OTHERS, when="N1 >= 1", invalid={"N1": 4}),
+    limit("N1 in (8, 16, 32, 64)", f"query_index ({NO_OTHERS})", when="N1 >= 1", invalid={"N1": 4}),
     only_dim("D", 128, "query_index"),
 )
 HEADS, SCORES = some_heads("query_index", "Ni"), scores("query_index", "Ni", "Di", like="query", like_shape="B S1 N1 D")
@@ -210,6 +203,7 @@ NEUTRAL: dict[str, Any] = {
 OF_ATTENTION = (QUERY, replace(KEY, form=None))
 OF_INDEX = (QUERY_INDEX, KEY_INDEX, WEIGHTS)
 
+OF_GRADIENTS = {"dquery_index": "dQueryIndex", "dkey_index": "dKeyIndex", "dweights": "dWeights"}
 V1 = of_cann(
     "aclnnSparseLightningIndexerGradKLLoss",
     "How far the indexer's distribution over the selected keys is from the attention's, and the gradients.",
@@ -227,6 +221,7 @@ V1 = of_cann(
     derive=lengths,
     functions=FUNCTIONS,
     lower=lower,
+    c=Declared(names={**OF_GRADIENTS, "pre_tokens": "pre_tokens", "next_tokens": "next_tokens"}).of_page(),
     results=RESULTS,
     fresh=fresh,
     sizes=SPARSE_SIZES,
@@ -241,6 +236,9 @@ DENSE_V1 = V1.version(
     ),
     rules=(*MEANING, *DENSE_LIMITS),
     rulings=(6, 14, 17, 20, 23, 24),
+    c=Declared(
+        "Optional", "Out", {**OF_GRADIENTS, "weights": "weight", "dweights": "dWeight", "layout": "layoutOptional"}
+    ),
     sizes=DENSE_SIZES,
 )
 LSE_QUERY, LSE_KEY, LSE_WEIGHTS = of_index("N1", "D", FLOATS, "query_index")
@@ -258,6 +256,7 @@ I_j &= \sum_h w_h \max(0,\; q^{index}_h \cdot k^{index}_j) \qquad j \text{ over 
 \max &= \max_j I_j, \qquad sum = \sum_j e^{I_j - \max}
 \end{aligned}""",
     rulings=(6, 17, 20, 23),
+    c=Declared("Optional", "Out", {"layout": "layoutOptional"}),
     results=STATISTICS,
     fresh=fresh_statistics,
     sizes={**SIZES, "N1": 8, "D": 128},

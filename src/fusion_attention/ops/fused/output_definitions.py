@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fusion_attention.contract import Op
-from fusion_attention.ops.fused.records import TORCH_V1, TORCH_V2
+from fusion_attention.ops.fused.definitions import TORCH_V1, TORCH_V2
 
 
 def _room(op: Op, *names: str, **more: Any) -> Op:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fusion_attention.contract import Tensor
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE
-from fusion_attention.ops.indexer_loss.records import (
+from fusion_attention.ops.indexer_loss.definitions import (
     HEADS,
     INDICES,
     KEY_INDEX,
@@ -17,8 +17,8 @@ from fusion_attention.ops.indexer_loss.records import (
     WEIGHTS,
 )
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
-from fusion_attention.ops.sparse import fa_record as sparse
-from fusion_attention.ops.sparse.records import KEY, KEY_ROPE, LAYOUT, QUERY, QUERY_ROPE, SINKS
+from fusion_attention.ops.sparse import api_definition as sparse
+from fusion_attention.ops.sparse.definitions import KEY, KEY_ROPE, LAYOUT, QUERY, QUERY_ROPE, SINKS
 from fusion_attention.ops.sparse.rules import LENGTHS, SELECTION, SHAPES, SOME_ENTRIES
 
 RECORD = V1.version(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fusion_attention.ops.indexer.records import (
+from fusion_attention.ops.indexer.definitions import (
     COUNT,
     HEADS,
     KEY,
@@ -19,8 +19,8 @@ from fusion_attention.ops.indexer.records import (
 )
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
 from fusion_attention.ops.shared.rules import doubt
-from fusion_attention.ops.sparse import fa_record as sparse
-from fusion_attention.ops.sparse.records import LAYOUT, QUERY, TABLE
+from fusion_attention.ops.sparse import api_definition as sparse
+from fusion_attention.ops.sparse.definitions import LAYOUT, QUERY, TABLE
 from fusion_attention.ops.sparse.rules import LENGTHS, TABLES
 
 
@@ -46,9 +46,8 @@ RECORD = V1.version(
         *RESIDUALS,
         doubt(
             "sparse_count <= max(S2, 8192)",
-            "sparse_count",
-            "lists are as long as it says, -1 behind the keys that there are",
-            "no more than the keys, or 8192",
+            "sparse_count: no more than the keys, or 8192 (lists are as long as it says, -1 behind the keys that "
+            "there are)",
             invalid={"sparse_count": 8193},
         ),
     ),

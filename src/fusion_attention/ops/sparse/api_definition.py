@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusion_attention.contract import Array, Attr, Rule
+from fusion_attention.contract import Array, Attr
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
-from fusion_attention.ops.shared.rules import PACKED, WHOLE, covered, needed, of_lengths
+from fusion_attention.ops.shared.rules import PACKED, WHOLE, covered, meaning, needed, of_lengths
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE
 from fusion_attention.ops.sparse.checks import lengths
-from fusion_attention.ops.sparse.records import (
+from fusion_attention.ops.sparse.definitions import (
     BLOCK,
     INDICES,
     KEY,
@@ -41,9 +41,8 @@ PAGED_KEYS = needed(
 )
 PACKED_KEYS = of_lengths(
     "actual_seq_kvlen is not None or T2 is None or sum(actual_seq_qlen) <= T2",
-    "actual_seq_kvlen",
-    "without them the query's lengths serve keys too",
-    text="lengths of keys, or as many keys as the query's lengths add up to",
+    "actual_seq_kvlen: lengths of keys, or as many keys as the query's lengths add up to (without them the query's "
+    "lengths serve keys too)",
     when="actual_seq_qlen is not None",
     only=PACKED,
     given={"T2": 8, "actual_seq_kvlen": None},
@@ -80,11 +79,9 @@ RECORD = V1.version(
     ),
     rules=(
         *(*LENGTHS, PAGED_KEYS, PACKED_KEYS, *COVERED, *TABLES, *SHAPES, *SELECTION),
-        Rule(
+        meaning(
             "0 <= dim_v <= D and (dim_v == 0 or value is None)",
-            "dim_v",
-            "a v has a last axis of its own",
-            text="at most the key's elements, and only without v",
+            "dim_v: at most the key's elements, and only without v (a v has a last axis of its own)",
             invalid={"dim_v": 4},
         ),
     ),

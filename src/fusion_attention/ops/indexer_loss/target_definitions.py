@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Attr, Tensor
+from fusion_attention.contract import Attr, Declared, Tensor
 from fusion_attention.ops.indexer.second import (
     COMPRESSED,
     ENDS,
@@ -25,15 +25,15 @@ from fusion_attention.ops.indexer.second import (
 )
 from fusion_attention.ops.indexer_loss import checks
 from fusion_attention.ops.indexer_loss.call import TARGET_RESULTS, fresh_lse, fresh_target
+from fusion_attention.ops.indexer_loss.definitions import INDEX_STATISTICS, INDICES, LSE_SCORES, NEUTRAL, of_index
 from fusion_attention.ops.indexer_loss.lower import lower_lse, lower_target
-from fusion_attention.ops.indexer_loss.records import INDEX_STATISTICS, INDICES, LSE_SCORES, NEUTRAL, of_index
 from fusion_attention.ops.shared import cumulative
 from fusion_attention.ops.shared.metadata import metadata
 from fusion_attention.ops.shared.params import FLOATS, TENSOR_FIRST, output, spelled
-from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import content, invalid, limit, no_float32, only_dim, typed
 from fusion_attention.ops.sparse.checks import FUNCTIONS
-from fusion_attention.ops.sparse.records import LAYOUT, LAYOUTS, MODE
+from fusion_attention.ops.sparse.definitions import LAYOUT, LAYOUTS, MODE
 from fusion_attention.ops.sparse.rules import SELECTION, SIZES, SOME_ENTRIES, lists
 
 # ------------------------------------------------------------------------------------------------------- parameters
@@ -89,9 +89,7 @@ RULES = (
     *(rule for rule in LENGTHS if PAGES not in rule.when),
     typed(
         "layout_kv == layout",
-        "layout_kv",
-        "keys lie as queries do",
-        text="what layout_q is",
+        "layout_kv: what layout_q is (keys lie as queries do)",
         when="layout in ('BSND', 'TND')",
         invalid={"layout_kv": "BNSD"},
     ),
@@ -103,39 +101,33 @@ LISTS = (
     SELECTION[1],
     content(
         "keys_read(sparse_indices, layout, q_len, q_room, kv_len, sparse_mode, ratio, residual)",
-        "sparse_indices",
-        "a list is read no further than its row sees keys, and later keys are dropped",
-        text="entries that their rows read",
+        "sparse_indices: entries that their rows read (a list is read no further than its row sees keys, and later "
+        "keys are dropped)",
         given={"sparse_mode": 3},
         invalid={"sparse_indices": lists(0, 5)},
     ),
 )
 WIDTH = invalid(
     "Pk == K",
-    "target",
-    "an element for every entry of a list",
-    text="as many elements as a row has entries",
+    "target: as many elements as a row has entries (an element for every entry of a list)",
     when="K >= 1",
     invalid={"Pk": 5},
 )
 DENSE_WIDTH = invalid(
     "Pk == S2 or layout == 'TND' and Pk >= S2",
-    "target",
-    "an element for every key; TND: of the longest sequence, at least",
-    text="as many elements as a row has keys",
+    "target: as many elements as a row has keys (an element for every key; TND: of the longest sequence, at least)",
     invalid={"Pk": 5},
 )
 LIMITS = (
     no_float32("query_index"),
-    limit("N1 <= 128", "query_index", "the chip takes no more", text="up to 128 heads", invalid={"N1": 129}),
+    limit("N1 <= 128", "query_index: up to 128 heads (the chip takes no more)", invalid={"N1": 129}),
     only_dim("D", 128, "query_index"),
-    limit("ratio <= 128", "ratio", "the chip takes no more", given=COMPRESSED, invalid={"ratio": 129}),
+    limit("ratio <= 128", "ratio (the chip takes no more)", given=COMPRESSED),
 )  # fmt: skip
 LIST_LIMITS = (
     limit(
         "K in (512, 1024, 2048, 4096, 8192)",
-        "sparse_indices",
-        "the chip takes lists of no other length",
+        "sparse_indices (the chip takes lists of no other length)",
         when="K >= 1",
         invalid={"K": 64, "Pk": 64},
     ),
@@ -156,6 +148,15 @@ LENGTHS_AS_TENSORS = dict.fromkeys([p.name for p in (*ENDS, *USED, RESIDUAL)], T
 HERE = {**NEUTRAL, **dict.fromkeys(("target", "softmax_lse", "Pk"))}
 PADDED_SAMPLE = {"layout_kv": "BSND"}
 
+C = Declared(
+    "Optional",
+    names={
+        f"{kind}_{side}": f"{name}{side.upper()}"
+        for kind, name in (("cu_seqlens", "cuSeqLens"), ("seqused", "seqUsed"), ("max_seqlen", "maxSeqLen"))
+        for side in "qk"
+    },
+    on_device=ON_DEVICE,
+).of_page(meta_data="metadata")
 V1 = of_cann(
     "aclnnSparseLightningIndexerKLLossGrad",
     "The gradients that bring the indexer's distribution over selected keys nearer to a given target.",
@@ -170,6 +171,7 @@ V1 = of_cann(
     derive=derive,
     functions={**FUNCTIONS, **cumulative.FUNCTIONS, **checks.FUNCTIONS, "tokens_fit": tokens_fit},
     lower=lower_target,
+    c=C,
     results=TARGET_RESULTS,
     fresh=fresh_target,
     sizes={**SIZES, "N1": 8, "D": 128, "Pk": SIZES["K"]},
@@ -258,6 +260,7 @@ OPAQUE = tuple(
         f"batch_size=0 max_seqlen_q=0 max_seqlen_k=0 num_heads_q num_heads_k head_dim {topk}"
         "layout_q=BSND layout_k=BSND mask_mode=0 cmp_ratio=1",
         64,
+        C,
     )
     for op, topk in ((V1, "topk=0 "), (DENSE_V1, ""), (LSE_V2, ""))
 )

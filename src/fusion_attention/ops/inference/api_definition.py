@@ -35,6 +35,7 @@ from fusion_attention.ops.shared.rules import (
     cached,
     elements,
     finite_scale,
+    meaning,
     of_lengths,
     paged,
     typed,
@@ -121,37 +122,29 @@ def rows_within(q_len: np.ndarray, rows: int) -> bool | str:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(
+    meaning(
         "kv_len is not None",
-        "kv_len",
-        "pages have no length of their own",
-        text="lengths beside a block table",
+        "kv_len: lengths beside a block table (pages have no length of their own)",
         when="block_table is not None",
         stage="presence",
         given=PAGES,
         invalid={"kv_len": None},
     ),
-    Rule(
+    meaning(
         "(v is None) == (dim_v > 0)",
-        "dim_v",
-        "without v, values are the first dim_v elements of the keys",
-        text="v, or dim_v",
+        "dim_v: v, or dim_v (without v, values are the first dim_v elements of the keys)",
         stage="presence",
         invalid={"dim_v": 4},
     ),
     typed(
         "dtype_of(k) in ('int8', 'uint8', dtype_of(q))",
-        "k",
-        "uint8 holds two integers of four bits, the even element in the low half",
-        text="int8, uint8 or the dtype of q",
+        "k: int8, uint8 or the dtype of q (uint8 holds two integers of four bits, the even element in the low half)",
         invalid={"k": ("B S2 N2 D", "complex64"), "v": ("B S2 N2 D", "complex64")},
     ),
     *(
-        Rule(
+        meaning(
             f"{unless}({side}_scale is not None) == (dtype_of(k) in ('int8', 'uint8'))",
-            f"{side}_scale",
-            f"{what} = (stored + {side}_offset) * {side}_scale",
-            text="a scale exactly for stored integers",
+            f"{side}_scale: a scale exactly for stored integers ({what} = (stored + {side}_offset) * {side}_scale)",
             stage="dtype",
             given=STORED,
             invalid={f"{side}_scale": None},
@@ -160,49 +153,40 @@ RULES: tuple[Rule, ...] = (
     ),
     of_lengths(
         "groups(k, cache_layout, N1)",
-        "k",
-        "every key head serves the same number of query heads",
-        text="a divisor of N1 heads",
+        "k: a divisor of N1 heads (every key head serves the same number of query heads)",
         invalid={"N2": 3},
     ),
     *(
         of_lengths(
             f"{name} is None or len({name}) == B",
-            name,
-            f"{what} of every sequence",
-            text="a length per sequence",
+            f"{name}: a length per sequence ({what} of every sequence)",
             invalid={name: [length]},
         )
         for name, what, length in (("kv_len", "tokens", 4), ("q_len", "query rows", 1))
     ),
-    Rule(
+    meaning(
         "stored_fits(k, cache_layout, N2, D, B, block_table is not None)",
-        "k",
-        "cache_layout says where its axes are; pages count where the batch does",
-        text="one tensor of the batch, one per sequence, or pages",
+        "k: one tensor of the batch, one per sequence, or pages (cache_layout says where its axes are; pages count "
+        "where the batch does)",
         invalid={"k": "B S2 N2 3", "v": "B S2 N2 D"},
     ),
-    Rule(
+    meaning(
         "values_fit(v, k, cache_layout, N2, Dv)",
-        "v",
-        "values lie as keys do",
-        text="as k, with rows of their own length",
-        when="v is not None",
+        "v: as k, with rows of their own length (values lie as keys do)",
         invalid={"v": "3 S2 N2 D"},
     ),
     elements("D", "q"),
-    Rule(
-        "0 <= dim_v <= D", "dim_v", "values are a part of the keys", given={"v": None, "dim_v": 4}, invalid={"dim_v": 9}
+    meaning(
+        "0 <= dim_v <= D", "dim_v (values are a part of the keys)", given={"v": None, "dim_v": 4}, invalid={"dim_v": 9}
     ),
     cached("kv_len"),
-    Rule("rows_within(q_len, S1)", "q_len", "rows of q", text="0 <= length <= S1", invalid={"q_len": [0, 2]}),
+    meaning("rows_within(q_len, S1)", "q_len: 0 <= length <= S1 (rows of q)", invalid={"q_len": [0, 2]}),
     *paged("page_size", "page size", "a sequence", PAGES, {"kv_len": [5, 9]}, [[0, 1], [2, -1]]),
     *(
-        Rule(
+        meaning(
             f"scales_fit({side}_scale, {side}_offset, {side}, N2, {dim})",
-            f"{side}_scale",
-            "one number, one per head, per head and element, or per token and head",
-            text=f"shape [1], [N2], [N2, {dim}] or {side}'s without its last axis, and {side}_offset as it",
+            f"{side}_scale: shape [1], [N2], [N2, {dim}] or {side}'s without its last axis, and {side}_offset as it "
+            "(one number, one per head, per head and element, or per token and head)",
             when=f"{side} is not None",
             given=STORED,
             invalid={f"{side}_scale": "3"},
@@ -210,28 +194,21 @@ RULES: tuple[Rule, ...] = (
         for side, dim in (("k", "D"), ("v", "Dv"))
     ),
     *broadcasting("columns", "a shape that broadcasts to [B, N1, S1, S2]"),
-    Rule(
+    meaning(
         "band_fits(band, B)",
-        "band",
-        "Band.window(511, 0) sees the last 512 tokens",
-        text="integer edges, and a prefix per sequence or none",
+        "band: integer edges, and a prefix per sequence or none (Band.window(511, 0) sees the last 512 tokens)",
         given={"band": Band.causal()},
         invalid={"band": Band.prefix_causal([1])},
     ),
-    Rule(
+    meaning(
         "out_scale.numel() in (1, N1 * Dv) and beside(out_offset, out_scale) is True",
-        "out_scale",
-        "out = round(x * out_scale + out_offset) as int8",
-        text="1 or N1 * Dv elements, and out_offset as it",
-        when="out_scale is not None",
+        "out_scale: 1 or N1 * Dv elements, and out_offset as it (out = round(x * out_scale + out_offset) as int8)",
         given={"out_scale": "1"},
         invalid={"out_scale": "3"},
     ),
-    Rule(
+    meaning(
         "out_offset is None or out_scale is not None",
-        "out_offset",
-        "an offset goes with its scale",
-        text="out_offset only beside out_scale",
+        "out_offset: out_offset only beside out_scale (an offset goes with its scale)",
         stage="dtype",
         invalid={"out_offset": "1"},
     ),
@@ -368,7 +345,6 @@ RECORD = Op(
             type=str,
             default="BSND",
             domain="cache_layout in ('BSND', 'BNSD')",
-            bad="BSH",
             code=INVALID,
         ),
         Array("q_len", "Query rows of every sequence; None: all.", True),

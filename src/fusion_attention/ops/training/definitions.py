@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Tensor
+from fusion_attention.contract import INVALID, Array, Attr, Declared, Tensor
 from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops.shared.params import FLOATS, SINK, TENSOR_FIRST, keeps_or_adds, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
@@ -119,12 +119,7 @@ Q_START = Array("q_start_idx", "Position of the first query row in its sequence 
 KV_START = Array("kv_start_idx", "Position of the first key in its sequence (element 0 is read); None: 0.", True)
 SCALE = Attr("scale", "Factor on query . key; 1.0 unless said, not 1 / sqrt(D).", type=float, default=1.0)
 KEEP_PROB = Attr(
-    "keep_prob",
-    "Share of probabilities that dropout keeps.",
-    type=float,
-    default=1.0,
-    domain="0 < keep_prob <= 1",
-    bad=1.5,
+    "keep_prob", "Share of probabilities that dropout keeps.", type=float, default=1.0, domain="0 < keep_prob <= 1"
 )
 PRE = Attr("pre_tokens", "Window to the left, in tokens (modes 0 and 4).", default=UNLIMITED)
 NEXT = Attr("next_tokens", "Window to the right, in tokens (modes 0, 4, 7, 8).", default=UNLIMITED)
@@ -138,7 +133,6 @@ PSE_TYPE = Attr(
     "sqrt(distance), is subtracted, with distance = |key + kv_start_idx - row - q_start_idx|.",
     default=1,
     domain="0 <= pse_type <= 3",
-    bad=4,
 )
 STATS_LAYOUT = Attr(
     "softmax_layout",
@@ -146,17 +140,16 @@ STATS_LAYOUT = Attr(
     type=str,
     default="",
     domain="softmax_layout in ('', 'same_as_input')",
-    bad="TND",
     code=INVALID,
 )
-TORCH_STATS_LAYOUT = replace(STATS_LAYOUT, domain="softmax_layout in ('', 'TND')", bad="BSND")
+TORCH_STATS_LAYOUT = replace(STATS_LAYOUT, domain="softmax_layout in ('', 'TND')")
 SEED = Attr(
     "seed",
     "Seed of drawn dropout; 0 with offset 0 draws one from torch's default generator. Beside a mask: handed back.",
     default=0,
     unsigned=True,
 )
-OFFSET = Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32", bad=1 << 32)
+OFFSET = Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32")
 NUMELS = Attr("numels", "Number of scores; only for the call's form.", default=0)
 GEN_MASK_PARALLEL = Attr("gen_mask_parallel", "Accepted; there is one stream.", type=bool, default=True)
 SYNC = Attr("sync", "Accepted; there is one stream.", type=bool, default=False)
@@ -204,6 +197,31 @@ STARTS = (Q_START, KV_START)
 ROPES = {"query": (QUERY_ROPE,), "key": (KEY_ROPE,)}
 ROPE_GRADIENTS = {"dq": (DQ_ROPE,), "dk": (DK_ROPE,)}
 
+# CANN's spellings.
+C = Declared(
+    "Optional",
+    "Out",
+    {
+        "pse": "realShift",
+        "scale": "scaleValue",
+        "actual_seq_qlen": "actualSeqQLen",
+        "actual_seq_kvlen": "actualSeqKvLen",
+        "softmax_layout": "softmaxOutLayout",
+        "query_rope": "queryRope!",
+        "key_rope": "keyRope!",
+    },
+)
+C_GRAD = C.but(
+    key="keyIn",
+    pse="pseShift",
+    sink="sinkIn",
+    key_rope="keyInRope!",
+    softmax_layout="softmaxInLayout",
+    softmax_max="softmaxMaxOptional",
+    softmax_sum="softmaxSumOptional",
+    attention_in="attentionInOptional",
+)
+
 SCORE_V1 = of_cann(
     "aclnnFlashAttentionScore",
     "Attention for training, forward, padded layouts.",
@@ -221,6 +239,7 @@ SCORE_V1 = of_cann(
     derive=lengths,
     functions=FUNCTIONS,
     lower=lower,
+    c=C,
     sizes=SIZES,
     samples=SAMPLES,
 )
@@ -229,18 +248,28 @@ SCORE_V2 = SCORE_V1.version(
     "FlashAttentionScore with pse_type and start indices.",
     after={"prefix": STARTS, "sparse_mode": (PSE_TYPE,)},
     rulings=(*RULINGS, *OF_SLOPES),
+    c=C.of_page(
+        scale="scaleValueOptional",
+        keep_prob="keepProbOptional",
+        pre_tokens="preTokensOptional",
+        next_tokens="nextTokensOptional",
+        inner_precise="innerPreciseOptional",
+        sparse_mode="sparseModeOptional",
+        pse_type="pseTypeOptional",
+    ),
 )
 SCORE_V3 = SCORE_V2.version(
-    "aclnnFlashAttentionScoreV3", "FlashAttentionScoreV2 with sinks.", after={"atten_mask": (SINK,)}, rules=ANY_SHAPE
+    "aclnnFlashAttentionScoreV3",
+    "FlashAttentionScoreV2 with sinks.",
+    after={"atten_mask": (SINK,)},
+    rules=ANY_SHAPE,
+    c=C,
 )
 VARLEN_V1 = SCORE_V1.version(
     "aclnnFlashAttentionVarLenScore",
     "Attention for training, forward, packed sequences.",
-    params=(
-        *(QUERY, KEY, VALUE, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK, PREFIX, Q_ENDS, KV_ENDS),
-        *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE),
-        *(PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT, OUT),
-    ),
+    after={"prefix": (Q_ENDS, KV_ENDS)},
+    instead=(PACKED_MAX_OUT, PACKED_SUM_OUT),
     rulings=RULINGS_PACKED,
     layouts=PACKED,
 )
@@ -266,12 +295,7 @@ VARLEN_V4 = VARLEN_V1.version(
 VARLEN_V5 = VARLEN_V2.version(
     "aclnnFlashAttentionVarLenScoreV5",
     "VarLenScoreV3 with sinks and a choice of the statistics' order.",
-    params=(
-        *(QUERY, QUERY_ROPE, KEY, KEY_ROPE, VALUE, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK, SINK),
-        *(PREFIX, Q_ENDS, KV_ENDS, Q_START, KV_START),
-        *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE, PSE_TYPE, STATS_LAYOUT),
-        *(PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT, OUT),
-    ),
+    after={**ROPES, "atten_mask": (SINK,), "pse_type": (STATS_LAYOUT,)},
     rules=ANY_SHAPE,
 )
 GRAD_V1 = SCORE_V1.version(
@@ -285,6 +309,7 @@ GRAD_V1 = SCORE_V1.version(
     ),
     formula=BACKWARD_FORMULA,
     tex=BACKWARD_TEX,
+    c=C_GRAD,
 )
 GRAD_V2 = GRAD_V1.version(
     "aclnnFlashAttentionScoreGradV2",
@@ -301,12 +326,8 @@ GRAD_V3 = GRAD_V2.version(
 UNPADDING_V1 = GRAD_V1.version(
     "aclnnFlashAttentionUnpaddingScoreGrad",
     "Gradients of FlashAttentionVarLenScore.",
-    params=(
-        *(QUERY, KEY, VALUE, DY, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK),
-        *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN, PREFIX, Q_ENDS, KV_ENDS),
-        *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE),
-        *(DQ, DK, DV, DPSE),
-    ),
+    after={"prefix": (Q_ENDS, KV_ENDS)},
+    instead=(PACKED_MAX_IN, PACKED_SUM_IN),
     rulings=RULINGS_PACKED,
     layouts=PACKED,
 )
@@ -322,6 +343,7 @@ UNPADDING_V3 = UNPADDING_V2.version(
     after={**ROPES, **ROPE_GRADIENTS},
     rules=UNREAD_ROPE,
     samples=MASKED_SAMPLES,
+    c=C_GRAD.of_page(),
 )
 UNPADDING_V4 = UNPADDING_V1.version(
     "aclnnFlashAttentionUnpaddingScoreGradV4",
@@ -332,12 +354,7 @@ UNPADDING_V4 = UNPADDING_V1.version(
 UNPADDING_V5 = UNPADDING_V2.version(
     "aclnnFlashAttentionUnpaddingScoreGradV5",
     "UnpaddingScoreGradV3 with sinks and a choice of the statistics' order.",
-    params=(
-        *(QUERY, QUERY_ROPE, KEY, KEY_ROPE, VALUE, DY, PSE, DROP_MASK, PADDING_MASK, ATTEN_MASK),
-        *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN, SINK, PREFIX, Q_ENDS, KV_ENDS, Q_START, KV_START),
-        *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE, PSE_TYPE, STATS_LAYOUT),
-        *(DQ, DQ_ROPE, DK, DK_ROPE, DV, DPSE, DSINK),
-    ),
+    after=ROPES | ROPE_GRADIENTS | {"attention_in": (SINK,), "pse_type": (STATS_LAYOUT,), "dpse": (DSINK,)},
     rules=UNREAD,
 )
 
@@ -389,20 +406,14 @@ TORCH_V2 = TORCH_V1.version(
 >>> out, *_ = npu_fusion_attention_v2(q, q, q, 2, "BSND", pse=slopes, pse_type=2, scale=0.125)
 >>> list(out.shape)
 [1, 16, 2, 64]""",
-    params=(
-        *(QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK, QUERY_ROPE, KEY_ROPE),
-        *(SCALE, KEEP_PROB, PRE, NEXT, INNER_PRECISE, PREFIX, Q_ENDS, KV_ENDS),
-        *(SPARSE_MODE, GEN_MASK_PARALLEL, SYNC, PSE_TYPE, Q_START, KV_START),
-        *(TORCH_STATS_LAYOUT, SINK, DROPOUT_MASK, SEED, OFFSET),
-        *(OUT, PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT),
-    ),
+    after={"atten_mask": (QUERY_ROPE, KEY_ROPE), "sync": (PSE_TYPE, *STARTS)},
+    instead=(PRE, NEXT),
     rules=(
         *TORCH_V1.rules,
         doubt(
             "not trained(pse)",
-            "pse",
-            "slopes get no gradient: pass the biases themselves, with pse_type 0",
-            "slopes that wait for no gradient",
+            "pse: slopes that wait for no gradient (slopes get no gradient: pass the biases themselves, with "
+            "pse_type 0)",
             when="pse_type in (2, 3)",
             given={"pse_type": 2} | SLOPES,
             invalid={"pse": torch.ones(4, requires_grad=True)},
@@ -422,12 +433,7 @@ TORCH_V3 = TORCH_V1.version(
 >>> out, *_ = npu_fusion_attention_v3(q, q, q, 2, "TND", scale=0.125, **lengths)
 >>> list(out.shape)
 [16, 2, 64]""",
-    params=(
-        *(QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
-        *(SCALE, KEEP_PROB, PRE_TOCKENS, NEXT_TOCKENS, INNER_PRECISE, PREFIX, Q_ENDS, KV_ENDS),
-        *(SPARSE_MODE, GEN_MASK_PARALLEL, SYNC, TORCH_STATS_LAYOUT, SINK),
-        *(OUT, PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT),
-    ),
+    without=("drop_mask", "seed", "offset"),
 )
 TORCH_GRAD_V1 = TORCH_V1.version(
     "npu_fusion_attention_grad",
@@ -462,13 +468,12 @@ TORCH_GRAD_V2 = TORCH_GRAD_V1.version(
     "Gradients of npu_fusion_attention_v2, from its statistics and its output.",
     returns="(dq, dk, dv, dpse, dq_rope, dk_rope, dsink); absent ones are empty, and slopes get zeros.",
     example=TORCH_GRAD_V1.example.replace("attention(", "attention_v2(").replace("_grad(", "_grad_v2("),
-    params=(
-        *(QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
-        *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN, QUERY_ROPE, KEY_ROPE),
-        *(SCALE_VALUE, KEEP_PROB, PRE, NEXT, INNER_PRECISE, SEED_AGAIN, OFFSET_AGAIN, NUMELS),
-        *(PREFIX, Q_ENDS, KV_ENDS, SPARSE_MODE, GEN_MASK_PARALLEL, SYNC, PSE_TYPE, Q_START, KV_START),
-        *(TORCH_STATS_LAYOUT, SINK, DQ, DK, DV, DPSE, DQ_ROPE, DK_ROPE, DSINK),
-    ),
+    after={
+        "attention_in": (QUERY_ROPE, KEY_ROPE),
+        "sync": (PSE_TYPE, *STARTS),
+        "dpse": (DQ_ROPE, DK_ROPE),
+    },
+    instead=(PRE, NEXT),
     rulings=TORCH_V2.rulings,
 )
 TORCH_GRAD_V3 = TORCH_GRAD_V1.version(
@@ -482,13 +487,8 @@ TORCH_GRAD_V3 = TORCH_GRAD_V1.version(
 >>> dq, *_ = npu_fusion_attention_grad_v3(q, q, q, out, 2, "BSND", **saved, scale_value=0.125)
 >>> list(dq.shape)
 [1, 16, 2, 64]""",
-    params=(
-        *(QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
-        *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN),
-        *(SCALE_VALUE, KEEP_PROB, PRE_TOCKENS, NEXT_TOCKENS, INNER_PRECISE, SEED_TENSOR, OFFSET_TENSOR),
-        *(PREFIX, Q_ENDS, KV_ENDS, SPARSE_MODE, GEN_MASK_PARALLEL, SYNC, TORCH_STATS_LAYOUT, SINK),
-        *(DQ, DK, DV, DPSE, DSINK),
-    ),
+    instead=(SEED_TENSOR, OFFSET_TENSOR),
+    without=("numels",),
     rules=RULES + DRAWN_DROPOUT + GIVEN_OFFSET,
 )
 

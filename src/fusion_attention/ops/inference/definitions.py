@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Tensor, Tensors
+from fusion_attention.contract import INVALID, Array, Attr, Declared, Tensor, Tensors
 from fusion_attention.ops.inference.checks import FUNCTIONS
 from fusion_attention.ops.inference.lower import RESULTS, fresh, geometry, lower
 from fusion_attention.ops.inference.rules import EARLY, RULES
@@ -131,6 +131,7 @@ V1 = of_cann(
     derive=geometry,
     functions=FUNCTIONS,
     lower=lower,
+    c=Declared(names={"block_table": "blocktable"}),
     repeats=True,
     results=RESULTS,
     fresh=fresh,
@@ -152,7 +153,10 @@ V3 = V2.version(
     neutral=NEUTRAL,
 )
 V4 = V3.version(
-    "aclnnIncreFlashAttentionV4", "IncreFlashAttentionV3 with left padding.", after={"block_table": (PADDING_SIZE,)}
+    "aclnnIncreFlashAttentionV4",
+    "IncreFlashAttentionV3 with left padding.",
+    after={"block_table": (PADDING_SIZE,)},
+    c=V3.c.of_page(),
 )
 TORCH = V4.version(
     "npu_incre_flash_attention",

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Op, Tensor
+from fusion_attention.contract import INVALID, Array, Attr, Declared, Op, Tensor
 from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, SINK, TENSOR_FIRST, or_none, output, spelled
-from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
 from fusion_attention.ops.shared.rules import ROPE, invalid, limit, no_float32, only_dim
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in, lengths
@@ -99,7 +99,7 @@ KEY_ROPE = Tensor(
 )
 SINKS = replace(SINK, name="sinks")
 SCALE = Attr("scale_value", "Factor on query . key.", type=float)
-BLOCK = Attr("sparse_block_size", "Tokens of a selected block.", domain="1 <= sparse_block_size <= 128", bad=129)
+BLOCK = Attr("sparse_block_size", "Tokens of a selected block.", domain="1 <= sparse_block_size <= 128")
 LAYOUT = Attr("layout", "Axis order of query rows.", type=str, default="BSND", code=INVALID)
 LAYOUT_KV = Attr("layout_kv", f"Axis order of key rows: as the queries', or {PAGED}.", type=str, default="BSND")
 MODE = Attr(
@@ -107,7 +107,6 @@ MODE = Attr(
     "0: rows see all keys; 3: causal, the last row sees the last key.",
     default=3,
     domain="sparse_mode in (0, 3)",
-    bad=2,
 )
 PRE = Attr("pre_tokens", "Without effect.", default=LARGEST_INT64)
 NEXT = Attr("next_tokens", "Without effect.", default=LARGEST_INT64)
@@ -116,7 +115,6 @@ ATTENTION_MODE = Attr(
     "2: value is the key's first part, as everywhere here; the chip takes no other.",
     default=0,
     domain="attention_mode in (0, 1, 2)",
-    bad=3,
 )
 RETURN_STATS = Attr("return_softmax_lse", "Return row maxima and sums.", type=bool, default=False)
 DETERMINISTIC = Attr("deterministic", "Accepted; results are always reproducible on the CPU.", type=bool, default=False)
@@ -136,12 +134,10 @@ GRADIENTS = (
 LIMITS = (
     no_float32("query"),
     WITH_VALUE,
-    limit("N2 == 1", "key", "the chip takes one key head", when="N2 > 0 and N1 % N2 == 0", invalid={"N2": 2, "G": 2}),
+    limit("N2 == 1", "key (the chip takes one key head)", when="N2 > 0 and N1 % N2 == 0", invalid={"N2": 2, "G": 2}),
     limit(
         "N1 <= 128 and power_of_two(N1)",
-        "query",
-        "the chip takes no other head counts",
-        text="1, 2, 4, ... 128 heads",
+        "query: 1, 2, 4, ... 128 heads (the chip takes no other head counts)",
         invalid={"N1": 3, "G": 3},
     ),
     only_dim("D", 512, "query"),
@@ -151,36 +147,28 @@ LIMITS = (
 FORWARD_LIMITS = (
     limit(
         "power_of_two(sparse_block_size)",
-        "sparse_block_size",
-        "the chip takes no other blocks",
-        text="a power of two",
+        "sparse_block_size: a power of two (the chip takes no other blocks)",
         invalid={"sparse_block_size": 3},
     ),
     limit(
         "Ps % sparse_block_size == 0",
-        "sparse_block_size",
-        "the chip takes no block that lies in two pages",
-        text="a block size that divides the page size",
+        "sparse_block_size: a block size that divides the page size (the chip takes no block that lies in two pages)",
         when="block_table is not None and power_of_two(sparse_block_size)",
         given=IN_PAGES,
         invalid={"sparse_block_size": 32},
     ),
-    limit("attention_mode == 2", "attention_mode", "the chip knows no other", invalid={"attention_mode": 0}),
+    limit("attention_mode == 2", "attention_mode (the chip knows no other)"),
 )
 FORWARD = (
     invalid(
         "value is not None or Dv in (None, D)",
-        "attention_out",
-        "without a value its rows are the key's",
-        text="rows as long as the key's",
+        "attention_out: rows as long as the key's (without a value its rows are the key's)",
         given={"value": None},
         invalid={"attention_out": "B S1 N1 G"},
     ),
     invalid(
         "softmax_max is None or softmax_max.shape[-1] * N2 == N1",
-        "softmax_max",
-        "statistics have the query heads of a key head on their last axis",
-        text="a last axis of N1 / N2",
+        "softmax_max: a last axis of N1 / N2 (statistics have the query heads of a key head on their last axis)",
         when="return_softmax_lse",
         given={"return_softmax_lse": True},
         invalid={"softmax_max": "B N2 S1 3"},
@@ -188,9 +176,7 @@ FORWARD = (
 )
 SAVED = invalid(
     "N2 * G == N1",
-    "softmax_max",
-    "statistics have the query heads of a key head on their last axis",
-    text="a last axis of N1 / N2",
+    "softmax_max: a last axis of N1 / N2 (statistics have the query heads of a key head on their last axis)",
     when="N2 > 0 and N1 % N2 == 0",
     invalid={"G": 3},
 )
@@ -198,26 +184,17 @@ BACKWARD = (
     SAVED,
     invalid(
         "value is not None or Dv == D",
-        "dy",
-        "without a value its rows are the key's",
-        text="rows as long as the key's",
+        "dy: rows as long as the key's (without a value its rows are the key's)",
         given={"value": None},
         invalid={"Dv": 256},
     ),
-    limit(
-        "sparse_block_size in (1, 8, 16, 32, 64)",
-        "sparse_block_size",
-        "the chip takes no other blocks",
-        invalid={"sparse_block_size": 4},
-    ),
+    limit("sparse_block_size in (1, 8, 16, 32, 64)", "sparse_block_size (the chip takes no other blocks)"),
     LISTS_OF_2048,
     *(MOST_SEQUENCES, most_tokens(key=(1, 512), value=(1, 512))),
     *(
         limit(
             f"{name} in (2147483647, 9223372036854775807)",
-            name,
-            "it has no effect, and the chip takes no other value",
-            text="no limit: 2147483647, or the largest int64",
+            f"{name}: no limit: 2147483647, or the largest int64 (it has no effect, and the chip takes no other value)",
             invalid={name: 65536},
         )
         for name in ("pre_tokens", "next_tokens")
@@ -276,6 +253,16 @@ def derive_forward(names: dict[str, Any]) -> dict[str, Any]:
     return derive(names) | {"G": group}
 
 
+C = Declared(
+    "Optional",
+    names={
+        "layout": "layoutQueryOptional",
+        "layout_kv": "layoutKvOptional",
+        "sparse_block_size": "sparseBlockSizeOptional",
+        "value": "value!",
+    },
+    on_device=ON_DEVICE,
+)
 V1 = of_cann(
     "aclnnSparseFlashAttention",
     "Attention over the blocks of keys that every row selects.",
@@ -294,6 +281,7 @@ V1 = of_cann(
     derive=derive_forward,
     functions=FUNCTIONS,
     lower=lower,
+    c=C,
     results=RESULTS,
     fresh=fresh,
     trains=TRAINS,
@@ -316,6 +304,16 @@ GRAD_V1 = V1.version(
     fresh=fresh_gradients,
     trains={},
     samples=BACKWARD_SAMPLES,
+    c=replace(C, output="Out").of_page(
+        layout="layoutOptional",
+        sparse_block_size="sparseBlockSize",
+        actual_seq_kvlen="actualSeqLengthskv",
+        dquery="dQuery",
+        dkey="dKey",
+        dvalue="dValue",
+        dquery_rope="dQueryRopeOutOptional!",
+        dkey_rope="dKeyRopeOutOptional!",
+    ),
 )
 TENSORS = dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen"), TENSOR_FIRST)
 TORCH = V1.version(

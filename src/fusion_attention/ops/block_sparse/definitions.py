@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Tensor
+from fusion_attention.contract import INVALID, Array, Attr, Declared, Tensor
 from fusion_attention.ir.mask import TILE, UNLIMITED
 from fusion_attention.memory import empty
 from fusion_attention.ops.block_sparse.call import LSE, MASK, OUT, lower
@@ -30,7 +30,7 @@ from fusion_attention.ops.block_sparse.rules import (
 )
 from fusion_attention.ops.shared.params import FLOATS, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
-from fusion_attention.ops.training.records import rows
+from fusion_attention.ops.training.definitions import rows
 from fusion_attention.ops.training.run import GRADIENTS
 
 INPUTS = ("query", "key", "value")
@@ -74,7 +74,7 @@ WINDOW = (
     Attr("pre_tokens", "Without effect: no window is defined beside the blocks.", default=UNLIMITED),
     Attr("next_tokens", "Without effect: no window is defined beside the blocks.", default=UNLIMITED),
 )
-FLAG = Attr("softmax_lse_flag", "1: return softmax_lse.", default=0, domain="softmax_lse_flag in (0, 1)", bad=2)
+FLAG = Attr("softmax_lse_flag", "1: return softmax_lse.", default=0, domain="softmax_lse_flag in (0, 1)")
 QUANT = (
     Attr("quant_mode", "0: floats. 1 to 3, fp8 and fp4 (950 only), are not computed here.", default=0),
     Attr("dst_type_max", "Without effect: it is of fp4.", type=float, default=0.0),
@@ -142,6 +142,7 @@ SAMPLE: dict[str, Any] = {
 }  # fmt: skip
 PACKED_SAMPLE = {"actual_seq_lengths": [3, 5], "actual_seq_lengths_kv": [130, 7]}
 
+C = Declared("Optional")
 V1 = of_cann(
     "aclnnBlockSparseAttention",
     "Attention to the blocks of keys that a mask leaves to each block of query rows.",
@@ -159,6 +160,7 @@ V1 = of_cann(
     derive=derive,
     functions=FUNCTIONS,
     lower=lower,
+    c=C.of_page(softmax_lse="softmaxLseOptional"),
     results=(OUT, LSE),
     fresh=_fresh,
     trains=dict.fromkeys((OUT, LSE), INPUTS),
@@ -171,11 +173,15 @@ V2 = V1.version(
     "BlockSparseAttention with scales of fp8 tensors, in one layout more.",
     after={"block_table": SCALES},
     layouts=LAYOUTS,
+    c=V1.c.but(
+        **{name: f"{name[0]}DequantScale!" for name in ("q_dequant_scale", "k_dequant_scale", "v_dequant_scale")}
+    ),
 )
 V3 = V2.version(
     "aclnnBlockSparseAttentionV3",
     "BlockSparseAttentionV2 with kinds of quantisation.",
     after={"v_dequant_scale": (P_SCALE,), "softmax_lse_flag": QUANT},
+    c=C.but(softmax_lse="softmaxLseOptional"),
 )
 GRAD = V1.version(
     "aclnnBlockSparseAttentionGrad",
@@ -203,6 +209,7 @@ GRAD = V1.version(
     results=GRADIENTS[:3],
     fresh=_fresh_gradients,
     trains={},
+    c=C.of_page(),
     samples={layout: {**sample, LSE: f"{_LSE[layout]} 1"} for layout, sample in V1.samples.items()},
 )
 TORCH_SCALE = replace(SCALE, default=0.0, text="Factor on query . key; 0, the default, weighs all keys alike.")

@@ -8,16 +8,25 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Array, Attr, Rule, Tensor
+from fusion_attention.contract import Array, Attr, Tensor
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops.compressed.lower import lower
 from fusion_attention.ops.shared.checks import band_fits
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
-from fusion_attention.ops.shared.rules import doubt, group, invalid, needed, of_lengths, one_length_each, presence
-from fusion_attention.ops.sparse import fa_record as sparse
+from fusion_attention.ops.shared.rules import (
+    doubt,
+    group,
+    invalid,
+    meaning,
+    needed,
+    of_lengths,
+    one_length_each,
+    presence,
+)
+from fusion_attention.ops.sparse import api_definition as sparse
 from fusion_attention.ops.sparse.call import COMPRESSED, DIFFERENTIABLE
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in
-from fusion_attention.ops.sparse.records import INDICES, KEY, LAYOUT, NEUTRAL, QUERY, SINKS, TABLE, V1, VALUE
+from fusion_attention.ops.sparse.definitions import INDICES, KEY, LAYOUT, NEUTRAL, QUERY, SINKS, TABLE, V1, VALUE
 from fusion_attention.ops.sparse.rules import LENGTHS, SHAPES, TABLES
 
 IN_PAGES = {"compressed_table": "2 Mc", "compressed_len": [2, 3], "actual_seq_kvlen": [6, 6]}
@@ -55,7 +64,7 @@ LISTS = replace(
     optional=True,
     spelled="indices",
 )
-RATIO = Attr("ratio", "Tokens that a compressed key stands for.", domain="ratio >= 1", bad=0)
+RATIO = Attr("ratio", "Tokens that a compressed key stands for.", domain="ratio >= 1")
 BAND = Attr("band", "The interval of k's keys that each row sees; None: Band.causal().", type=Band, default=None)
 LENGTHS_COMPRESSED = Array("compressed_len", "Compressed keys of every sequence (TND, pages: needed).", True)
 RESIDUAL = Array(
@@ -76,9 +85,8 @@ COMPRESSED_KEYS = "keys_in(layout, None, compressed_table)"
 RULES = (
     of_lengths(
         f"keys_fit(compressed_len, {COMPRESSED_KEYS}, False, B, S3, T3, compressed_table, Pcs)",
-        "compressed_len",
-        "one for each sequence: the tokens of its keys // ratio",
-        text="the lengths of the sequences in the tensor of compressed keys",
+        "compressed_len: the lengths of the sequences in the tensor of compressed keys (one for each sequence: the "
+        "tokens of its keys // ratio)",
         invalid={"compressed_len": [2, 13]},
     ),
     needed(
@@ -91,73 +99,56 @@ RULES = (
     replace(one_length_each("actual_seq_qlen", "compressed_len"), invalid={"compressed_len": [3]}),
     of_lengths(
         "residual is None or len(residual) == B",
-        "residual",
-        "one for each sequence",
-        text="as many numbers as there are sequences",
+        "residual: as many numbers as there are sequences (one for each sequence)",
         only=("BSND",),
         invalid={"residual": [0, 0, 0]},
     ),
     replace(one_length_each("actual_seq_qlen", "residual"), invalid={"residual": [0]}),
     invalid(
         "residual is None or all(0 <= n < ratio for n in residual)",
-        "residual",
-        "more tokens would close another compressed key",
-        text="numbers from 0 to ratio - 1",
+        "residual: numbers from 0 to ratio - 1 (more tokens would close another compressed key)",
         given={"residual": [0, 1]},
         invalid={"residual": [0, 3]},
     ),
     presence(
         "(value is None) == (value_compressed is None)",
-        "value_compressed",
-        "values lie in the key rows of both sources, or in rows of their own",
-        text="compressed values beside v, and nowhere else",
+        "value_compressed: compressed values beside v, and nowhere else (values lie in the key rows of both sources, "
+        "or in rows of their own)",
         given={"value": True, "value_compressed": True},
         invalid={"value_compressed": None},
     ),
-    Rule(
+    meaning(
         "band is None or band_fits(band, len(q_len))",
-        "band",
-        "one prefix for each sequence",
-        text="a band of whole numbers, its prefix empty or one per sequence",
+        "band: a band of whole numbers, its prefix empty or one per sequence (one prefix for each sequence)",
         invalid={"band": Band.prefix_causal([1, 2, 3])},
     ),
-    Rule(
+    meaning(
         "sparse_indices is None or entries_fit(sparse_indices, layout, q_len, c_len, 1)",
-        "sparse_indices",
-        "positions count from the sequence's own first compressed key; -1 ends a list",
-        text="-1 or the number of a compressed key of the row's own sequence",
+        "sparse_indices: -1 or the number of a compressed key of the row's own sequence (positions count from the "
+        "sequence's own first compressed key; -1 ends a list)",
         reads=True,
         invalid={"sparse_indices": torch.full((2, 4, 1, 2048), 90, dtype=torch.int32)},
     ),
     doubt(
         "sparse_indices is None or unbroken(sparse_indices)",
-        "sparse_indices",
-        "a list ends at its first -1: fusion_attention.pack_lists closes holes",
-        text="no entry behind a -1",
+        "sparse_indices: no entry behind a -1 (a list ends at its first -1: fusion_attention.pack_lists closes holes)",
         reads=True,
         invalid={"sparse_indices": torch.tensor([0, -1, 0], dtype=torch.int32).expand(2, 4, 1, 3)},
     ),
     doubt(
         "residual is not None or keys_closed(c_len, kv_len, ratio)",
-        "compressed_len",
-        "a compressed key is there from its last token on",
-        text="the tokens of the keys // ratio",
+        "compressed_len: the tokens of the keys // ratio (a compressed key is there from its last token on)",
         invalid={"ratio": 1},
     ),
     *group(
-        Rule(
+        meaning(
             "len(compressed_table) == len(q_len)",
-            "compressed_table",
-            "a row of pages for each",
-            text="one row per sequence",
-            when="compressed_table is not None",
+            "compressed_table: one row per sequence (a row of pages for each)",
             invalid={"compressed_table": "3 Mc"},
         ),
-        Rule(
+        meaning(
             "pages_exist(compressed_table, c_len, Pcs, Pc)",
-            "compressed_table",
-            "entries behind a sequence's last page are not read",
-            text="numbers of pages",
+            "compressed_table: numbers of pages (entries behind a sequence's last page are not read)",
             when="compressed_table is not None and len(compressed_table) == len(q_len)",
             reads=True,
             invalid={"Pc": 0},

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Op, Rule, Tensor
+from fusion_attention.contract import INVALID, Array, Attr, Declared, Op, Tensor
 from fusion_attention.ops.indexer.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
 from fusion_attention.ops.indexer.call import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.indexer.lower import lower
 from fusion_attention.ops.shared.params import FLOATS, or_none, output, spelled
-from fusion_attention.ops.shared.prototypes import of_cann
-from fusion_attention.ops.shared.rules import invalid, limit, no_float32, of_lengths, only_dim
+from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
+from fusion_attention.ops.shared.rules import invalid, limit, meaning, no_float32, of_lengths, only_dim
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
-from fusion_attention.ops.sparse.records import (
+from fusion_attention.ops.sparse.definitions import (
     DETERMINISTIC,
     INDEX_ENDS,
     LAYOUT,
@@ -62,7 +62,7 @@ WEIGHTS = Tensor(
     dtypes=FLOATS,
     shape={"BSND": "B S1 N1", "TND": "T1 N1"},
 )
-COUNT = Attr("sparse_count", "Keys that a row chooses.", domain="1 <= sparse_count <= 1048576", bad=0)
+COUNT = Attr("sparse_count", "Keys that a row chooses.", domain="1 <= sparse_count <= 1048576")
 LISTS = {**rows("1", "1", "K"), "BSND without heads": "B S1 K", "TND without heads": "T1 K"}
 
 
@@ -94,7 +94,6 @@ RATIO = Attr(
     "Tokens that a key stands for: a row sees the keys whose last token is not behind its own.",
     default=1,
     domain="1 <= ratio <= 1048576",
-    bad=0,
 )
 RESIDUAL = Array("residual", "Tokens behind those of the last key, of every sequence: its tokens % ratio.", True)
 HEAD_NUM = Attr("head_num", "Query heads.", axis="N1", code=INVALID)
@@ -109,47 +108,37 @@ GRADIENTS = (
 HEADS, SCORES = some_heads("query", "N1"), scores("query", "N1", "D")
 LIMITS = (
     no_float32("query", weights="B S1 N1"),
-    limit("N1 <= 64", "query", "the chip takes no more heads", invalid={"N1": 65}),
+    limit("N1 <= 64", "query (the chip takes no more heads)", invalid={"N1": 65}),
     only_dim("D", 128, "query"),
     limit(
         "sparse_count <= 2048 or sparse_count <= 8192 and sparse_count % 1024 == 0",
-        "sparse_count",
-        "the chip takes no other counts",
-        text="1 to 2048, 3072, 4096, ... 8192",
-        invalid={"sparse_count": 2049},
+        "sparse_count: 1 to 2048, 3072, 4096, ... 8192 (the chip takes no other counts)",
     ),
     limit(
         "not (return_values and block_table is not None)",
-        "return_values",
-        "values serve training, and pages inference",
-        text="no values of paged keys",
+        "return_values: no values of paged keys (values serve training, and pages inference)",
         given=IN_PAGES,
         invalid={"return_values": True},
     ),
     LISTS_OF_2048,
 )
 RESIDUALS = (
-    Rule(
+    meaning(
         "residual is None or len(residual) == len(q_len)",
-        "residual",
-        "one for each sequence",
-        text="as many numbers as there are sequences",
+        "residual: as many numbers as there are sequences (one for each sequence)",
         given={"ratio": 3, "residual": [0, 0]},
         invalid={"residual": [0, 0, 0]},
     ),
-    Rule(
+    meaning(
         "ratio == 1 or sparse_mode != 3 or residual is not None or all(kv_len == q_len // ratio)",
-        "residual",
-        "rows that are not all tokens of their sequences do not show where the last one stands: its tokens % ratio",
-        text="a residual, or q_len // ratio keys",
+        "residual: a residual, or q_len // ratio keys (rows that are not all tokens of their sequences do not show "
+        "where the last one stands: its tokens % ratio)",
         given={"ratio": 3, "residual": [0, 0]},
         invalid={"residual": None},
     ),
     of_lengths(
         "residual is None or all(0 <= n < ratio for n in residual)",
-        "residual",
-        "more tokens would close another key",
-        text="numbers from 0 to ratio - 1",
+        "residual: numbers from 0 to ratio - 1 (more tokens would close another key)",
         given={"ratio": 3, "residual": [0, 2]},
         invalid={"residual": [0, 3]},
     ),
@@ -157,18 +146,14 @@ RESIDUALS = (
 FORWARD = (
     invalid(
         "sparse_values_out is None or sparse_values_out.shape[-1] == sparse_count",
-        "sparse_values_out",
-        "one value for every index",
-        text="as many values as sparse_count says",
+        "sparse_values_out: as many values as sparse_count says (one value for every index)",
         when="return_values",
         given={"return_values": True},
         invalid={"sparse_values_out": "B S1 1 7"},
     ),
     invalid(
         "sparse_indices_out is None or sparse_indices_out.shape[-1] == sparse_count",
-        "sparse_indices_out",
-        "as many as are chosen",
-        text="as many indices as sparse_count says",
+        "sparse_indices_out: as many indices as sparse_count says (as many as are chosen)",
         invalid={"sparse_indices_out": "B S1 1 7"},
     ),
 )
@@ -209,6 +194,7 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
     return lengths(names) | {"K": count, "Kv": count if names["return_values"] else None}
 
 
+C = Declared("Optional", names={"layout": "layoutQueryOptional", "layout_kv": "layoutKeyOptional"}, on_device=ON_DEVICE)
 V1 = of_cann(
     "aclnnLightningIndexer",
     "Scores of keys by ReLU-weighted heads, and per row the keys that score highest.",
@@ -230,6 +216,7 @@ V1 = of_cann(
     results=RESULTS,
     fresh=fresh,
     trains=TRAINS,
+    c=C,
     repeats=True,
     sizes=INDEXER_SIZES,
     samples={"BSND": {"sparse_count": 8}, "TND": {"sparse_count": 8, "layout_kv": "TND", **PACKED_SAMPLE}},
@@ -251,6 +238,13 @@ GRAD_V1 = V1.version(
     trains={},
     repeats=False,
     samples={"TND": PACKED_SAMPLE},
+    c=replace(C, output="Out").but(
+        actual_seq_qlen="actualSeqQLen",
+        actual_seq_kvlen="actualSeqKvLen",
+        layout="inputLayout",
+        dquery="dq",
+        dkey="dk",
+    ),
 )
 TORCH = V1.version(
     "npu_lightning_indexer",

@@ -2,7 +2,7 @@
 torch_npu's three functions.
 
 A version is a difference from an earlier one; parameters that IncreFlashAttention also has are imported from
-ops/inference/records.py. Rules are in rules.py, lowering in lower.py.
+ops/inference/definitions.py. Rules are in rules.py, lowering in lower.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Tensor, Tensors
+from fusion_attention.contract import INVALID, Array, Attr, Declared, Tensor, Tensors
 from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops.fused.cache_rules import CACHE_LIMITS, CACHES, PADDING, PREFIXES
 from fusion_attention.ops.fused.cache_rules import ROPES as ROPE_RULES
@@ -51,9 +51,10 @@ from fusion_attention.ops.fused.quant_rules import (
     OUTPUTS,
     OWN_DTYPE,
     RESERVED,
+    RESERVED_DTYPES,
 )
 from fusion_attention.ops.fused.rules import FUSED_LIMITS, INPUTS, PROMPT_CACHE, TORCH, TORCH_FUSED
-from fusion_attention.ops.inference.records import (
+from fusion_attention.ops.inference.definitions import (
     ANTI_OFFSET,
     ANTI_SCALE,
     BLOCK_SIZE,
@@ -68,7 +69,7 @@ from fusion_attention.ops.inference.records import (
     QUANT_2,
     SCALE,
 )
-from fusion_attention.ops.inference.records import ATTEN_MASK as PLAIN_MASK
+from fusion_attention.ops.inference.definitions import ATTEN_MASK as PLAIN_MASK
 from fusion_attention.ops.shared.params import FLOATS, TENSOR_FIRST, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 
@@ -179,7 +180,6 @@ SPARSE_MODE = Attr(
     "9 tree. One-token queries outside packed layouts see every key that the mask leaves.",
     default=0,
     domain="0 <= sparse_mode <= 4 or sparse_mode == 9",
-    bad=5,
 )
 PROMPT_MODE = replace(
     SPARSE_MODE, text=SPARSE_MODE.text.replace(", 9 tree", "").partition(" One")[0], domain="0 <= sparse_mode <= 4"
@@ -189,14 +189,12 @@ PRECISE = Attr(
     "Bit 1: rows that a mask empties are zeros, not the mean of the values. Bit 0 has no effect.",
     default=1,
     domain="0 <= inner_precise <= 3",
-    bad=4,
 )
 ANTI_MODE = Attr(
     "antiquant_mode",
     "Of antiquant_scale: 0 per channel or one number, 1 per token.",
     default=0,
     domain="antiquant_mode in (0, 1)",
-    bad=2,
 )
 SIDE_MODE = "0 per channel or one number, 1 per token, 2 per head, 3 per token and head, 4 and 5 as 1 and 3 in pages."
 KEY_MODE, VALUE_MODE = (
@@ -205,7 +203,6 @@ KEY_MODE, VALUE_MODE = (
         f"Of {side}_antiquant_scale: {SIDE_MODE}",
         default=0,
         domain=f"0 <= {side}_antiquant_mode <= 8",
-        bad=9,
     )
     for side in ("key", "value")
 )
@@ -214,9 +211,8 @@ QUERY_MODE = Attr(
     "3: an int8 query with a scale per row and head (rope parts beside it); else 0.",
     default=0,
     domain="query_quant_mode in (0, 3, 6)",
-    bad=1,
 )
-PSE_TYPE = Attr("pse_type", "0: pse_shift is added to the scaled scores.", default=0, domain="pse_type == 0", bad=2)
+PSE_TYPE = Attr("pse_type", "0: pse_shift is added to the scaled scores.", default=0, domain="pse_type == 0")
 LSE_FLAG = Attr("softmax_lse_flag", "Whether softmax_lse is written.", type=bool, default=False)
 OUT = output(
     "attention_out",
@@ -316,6 +312,7 @@ WITH_ROPE = ROPE_RULES + FUSED_LIMITS
 FUSED = INPUTS + CACHES + CACHE_LIMITS + PADDING + PREFIXES + MASKS + BIASES + PRECISION + INTEGERS + OUTPUTS
 RULINGS = (2, 5, 6, 10, 15, 16, 20, 23, 29, 30, 32, 35, 36, 37, 38)
 
+C = Declared(names={"dequant_scale1": "deqScale1", "dequant_scale2": "deqScale2"})
 PROMPT_V1 = of_cann(
     "aclnnPromptFlashAttention",
     "Attention of prompts.",
@@ -332,6 +329,7 @@ PROMPT_V1 = of_cann(
     derive=geometry,
     functions=FUNCTIONS,
     lower=lower,
+    c=C,
     repeats=True,
     results=PROMPT_RESULTS,
     fresh=fresh,
@@ -350,7 +348,7 @@ PROMPT_V2 = PROMPT_V1.version(
 PROMPT_V3 = PROMPT_V2.version(
     "aclnnPromptFlashAttentionV3",
     "PromptFlashAttentionV2 with pse_shift, inner_precise and packed rows.",
-    after={"sparse_mode": (replace(PRECISE, domain="", bad=None),)},
+    after={"sparse_mode": (replace(PRECISE, domain=""),)},
     rules=PROMPTS + BIASES + PROMPT_PRECISION + INTEGERS + OUTPUTS,
     layouts=PROMPT_PACKED,
     neutral={**PROMPT_V1.neutral, "pse_reserved": False},
@@ -375,6 +373,7 @@ FUSED_V2 = FUSED_V1.version(
     "aclnnFusedInferAttentionScoreV2",
     "FusedInferAttentionScore with scales of keys and values apart, and a shared prefix.",
     after={"kv_padding_size": (*SEPARATE, *SHARED_PREFIX), "softmax_lse_flag": (KEY_MODE, VALUE_MODE)},
+    c=replace(C, optional="Optional"),
 )
 FUSED_V3 = FUSED_V2.version(
     "aclnnFusedInferAttentionScoreV3",
@@ -448,11 +447,6 @@ TORCH_V1 = FUSED_V3.version(
     ),
     rules=FUSED_V3.rules + TORCH + TORCH_FUSED,
 )
-DTYPES = (
-    *("query_dtype", "key_dtype", "value_dtype", "query_rope_dtype", "key_rope_dtype", "key_shared_prefix_dtype"),
-    *("value_shared_prefix_dtype", "dequant_scale_query_dtype", "dequant_scale_key_dtype"),
-    *("dequant_scale_value_dtype", "dequant_scale_key_rope_dtype"),
-)
 TORCH_V2 = FUSED_V4.version(
     "npu_fused_infer_attention_score_v2",
     "npu_fused_infer_attention_score with sinks and a scale per query row; other names, and a few parameters fewer.",
@@ -477,7 +471,7 @@ TORCH_V2 = FUSED_V4.version(
         *(spelled(TORCH_HEADS, "num_query_heads"), KV_HEADS, spelled(SCALE, "softmax_scale"), PRE, NEXT, LAYOUT),
         *(SPARSE_MODE, BLOCK_SIZE, QUERY_MODE, spelled(KEY_MODE, "key_quant_mode")),
         *(spelled(VALUE_MODE, "value_quant_mode"), TORCH_PRECISE, spelled(LSE_FLAG, "return_softmax_lse")),
-        *(Attr(name, "Reserved.", default=None) for name in DTYPES),
+        *(Attr(name, "Reserved.", default=None) for name in RESERVED_DTYPES),
         Attr(
             "out_dtype",
             "Of the output beside int8 rows or quant_scale_out: torch.int8, float16, bfloat16, or its number.",
