@@ -48,6 +48,7 @@ def drawn(seed: int) -> Call:
     dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
     tile = rng.choice([16, 32, 64, 128])
     keys = rng.randint(2 * tile + 3, 4 * tile + 40)
+    keys += keys % tile == 0  # the last tile is partial
     rows = keys if rng.random() < 0.5 else rng.randint(40, 150)
     group, dim = rng.choice([1, 2, 4]), rng.choice([32, 64, 80])
 

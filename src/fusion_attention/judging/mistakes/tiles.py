@@ -104,7 +104,8 @@ def _by(case: Case, detail: str, program: Program, weights: Callable[[Loop], Ten
         if weights is None:
             return grown(variance, before, after, x, grade)
         loop = _loop(x, formulas.GOLDEN)
-        mine, right = (w.square().sum(-1, keepdim=True) for w in (weights(loop), loop.scores.softmax(-1)))
+        squares = loop.values.square()
+        mine, right = (w.square() @ squares for w in (weights(loop), loop.scores.softmax(-1)))
         return variance * (mine / right).nan_to_num(1.0).clamp_min(1.0)
 
     return Try(detail, returning(case.setting, change, errors))
