@@ -147,4 +147,6 @@ def _searched(
 ) -> tuple[tuple[Explanation, ...], bool]:
     names = dict(call.bound().names)
     layout = getattr(lowered, "out_layout", "") or getattr(lowered, "layout", "") or lowered.call.form.layout
-    return diagnosed(Case(setting, tuple(outputs), names, layout), base)
+    wrong = {name: map_.wrong for name, map_ in base.maps.items()}
+    marks = {name: [m.golden for m in tally.marks] for name, tally in base.tallies.items()}
+    return diagnosed(Case(setting, tuple(outputs), names, layout, wrong, marks), base)

@@ -219,13 +219,17 @@ def _values(
     softmax = formulas.softmax(narrow)
     raw = formulas.forward(block, precision, softmax)
     keyless = setting.extents.all_keys(unit.b) == 0
-    values = {o.name: _as_returned(o, raw, block, precision, keyless=keyless) for o in outputs}
+    values = before = {o.name: _as_returned(o, raw, block, precision, keyless=keyless) for o in outputs}
     for change in setting.returns:
         values = {o.name: change(o.kind, values[o.name], raw, block, precision) for o in outputs}
     if grade is None:
         return {name: Wanted(value, value) for name, value in values.items()}
     statistics = any(o.kind != "out" for o in outputs)
     variances = expected_error.forward(block, softmax, raw.get("unscaled", raw["out"]), grade, statistics=statistics)
+    for o in outputs:
+        if o.kind == "out":
+            for errors in setting.errors:
+                variances["out"] = errors(variances["out"], before[o.name], values[o.name], block, grade)
     dtypes = {o.name: _dtype(o, setting.problem) for o in outputs}
     return {
         o.name: Wanted(values[o.name], grade.stored(values[o.name], variances[o.kind], dtypes[o.name])) for o in outputs

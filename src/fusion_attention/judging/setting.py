@@ -80,13 +80,15 @@ class Setting:
     """A call with all parameters that a mistake may change.
 
     Attributes:
-        kv_heads: the key head of each query head.
+        kv_heads: the key head of each query head. v_heads: that of its values, if it is another one.
         edits: functions applied to every block.
         offset_outside: dequantise as stored * scale + offset, in place of (stored + offset) * scale.
         high_first: the even element of an int4 pair is in the high half.
         drop_msb: dropout bits begin with the most significant one.
         returns: functions applied to every result: (kind, value, the intermediate representation's results, block,
             precision) -> value.
+        errors: functions applied to the variance of the output rows' error: (variance, values before and after
+            `returns`, block, grade) -> variance.
         of_group: reduction of a group's query heads to a key head's gradient: "sum", "first", "last" or "mean".
     """
 
@@ -96,11 +98,13 @@ class Setting:
     operands: Operands
     grads: Grads | None = None
     kv_heads: np.ndarray | None = None
+    v_heads: np.ndarray | None = None
     edits: tuple[Edit, ...] = ()
     offset_outside: bool = False
     high_first: bool = False
     drop_msb: bool = False
     returns: tuple[Callable[..., Tensor], ...] = ()
+    errors: tuple[Callable[..., Tensor], ...] = ()
     of_group: str = "sum"
     cached: dict[Any, Any] = field(default_factory=dict)
     deltas: dict[Any, Tensor] = field(default_factory=dict)  # cached variances of delta
@@ -153,7 +157,8 @@ class Setting:
         by: Any = p.scale
         if o.row_scale is not None:
             by = by * _rows(o.row_scale, b, p.heads_q, int(e.q_len[b]), heads, rows)
-        k, v = self._keys_of(b, "k", kv, keys), self._keys_of(b, "v", kv, keys)
+        of_values = kv if self.v_heads is None else self.v_heads[heads]
+        k, v = self._keys_of(b, "k", kv, keys), self._keys_of(b, "v", of_values, keys)
         result = Block(
             p,
             b,

@@ -41,6 +41,11 @@ class Marks(NamedTuple):
     golden: Tensor
 
 
+def marked(rows: Tensor) -> Tensor:
+    """Returns the products of rows with fixed numbers, which differ where rows do."""
+    return rows @ torch.arange(rows.shape[-1], dtype=torch.float64).cos()
+
+
 _MARKS = (torch.bool, torch.bool, torch.bool, torch.float64)
 
 
@@ -52,7 +57,7 @@ class Tally:
         errors: ratios to the expected sizes. worst: sequence, head, row, element, ours, golden and expected error at
             the largest ratio.
         strange: count of values that are finite in only one of output and golden.
-        marks: rows with NaN, infinities or only zeros where golden has none, and a hash of golden's rows.
+        marks: rows with NaN, infinities or only zeros where golden has none, and marked() of golden's rows.
     """
 
     dtype: torch.dtype
@@ -97,12 +102,11 @@ class Tally:
     def _mark(self, b: int, heads: slice, rows: slice, mine: Tensor, value: Tensor) -> None:
         if not self.marks:
             self.marks = [Marks(*(torch.zeros(p.shape, dtype=d) for d in _MARKS)) for p in self.errors.peaks]
-        far = torch.arange(value.shape[-1], dtype=torch.float64).cos()
         results = (
             (mine.isnan() & ~value.isnan()).any(-1),
             (mine.isinf() & (mine != value)).any(-1),
             (mine == 0).all(-1) & (value != 0).any(-1),
-            value.nan_to_num(0.0, 0.0, 0.0) @ far,
+            marked(value.nan_to_num(0.0, 0.0, 0.0)),
         )
         for mark, new in zip(self.marks[b], results, strict=True):
             mark[heads, rows] = new

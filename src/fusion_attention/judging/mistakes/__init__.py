@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusion_attention.judging.mistakes import compressed, masks, memory, results, scores
+from fusion_attention.judging.mistakes import compressed, masks, memory, results, scores, stored, tiles
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
 
 MISTAKES: tuple[Mistake, ...] = (
@@ -11,6 +11,8 @@ MISTAKES: tuple[Mistake, ...] = (
     *scores.MISTAKES,
     *memory.MISTAKES,
     *results.MISTAKES,
+    *tiles.MISTAKES,
+    *stored.MISTAKES,
 )
 
 __all__ = ["MISTAKES", "Case", "Mistake", "Try"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from fusion_attention.ir.mask import INFINITE
+from fusion_attention.judging.expected_error import Grade
 from fusion_attention.judging.outputs import Output
-from fusion_attention.judging.setting import Setting
+from fusion_attention.judging.setting import Block, Setting
+
+Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,12 +23,24 @@ class Case:
 
     Attributes:
         setting: the correct setting. outputs: the captured outputs. names: values of the bound call. layout: of rows.
+        wrong: the wrong rows of each output, bool [heads, rows] per sequence.
+        marks: marked() of golden's rows, likewise.
     """
 
     setting: Setting
     outputs: tuple[Output, ...]
     names: dict[str, Any]
     layout: str
+    wrong: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    marks: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+
+    def wrong_places(self, output: Output, count: int) -> list[tuple[int, int, int]]:
+        """Returns up to `count` wrong (sequence, head, row) of an output, evenly spaced."""
+        places = [
+            (b, head, row) for b, w in enumerate(self.wrong.get(output.name, ())) for head, row in w.nonzero().tolist()
+        ]
+        step = max((len(places) - 1) / max(count - 1, 1), 1.0)
+        return [places[round(i * step)] for i in range(min(count, len(places)))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +65,49 @@ class Mistake:
     means: str
     fix: str
     tries: Callable[[Case], Iterable[Try]]
+
+
+def out_of(case: Case) -> Output | None:
+    """Returns the call's output rows if some of them are wrong, else None."""
+    return next((o for o in case.outputs if o.kind == "out" and any(w.any() for w in case.wrong.get(o.name, ()))), None)
+
+
+def wrong_rows(case: Case) -> Callable[[Block], Tensor]:
+    """Returns a function that marks the output rows of a block that may be wrong: bool [heads, rows, 1].
+
+    Single rows between wrong ones may be right by chance, so ranges and heads that are wrong for the most part count.
+    """
+    o = out_of(case)
+    wrong = () if o is None else case.wrong[o.name]
+    areas = [_heads(w.any(1))[:, None] & _filled(w.any(0)) for w in wrong]
+    return lambda x: areas[x.b][x.heads, x.rows, None]
+
+
+def _heads(wrong: Tensor) -> Tensor:
+    """Marks all heads if most of them are marked."""
+    return wrong | torch.tensor(2 * int(wrong.sum()) > len(wrong))
+
+
+def _filled(wrong: Tensor) -> Tensor:
+    """Marks everything from the first to the last mark if half of it is marked."""
+    at = wrong.nonzero().flatten()
+    if len(at) and 2 * len(at) > int(at[-1] - at[0]) + 1:
+        wrong = wrong.clone()
+        wrong[at[0] : at[-1] + 1] = True
+    return wrong
+
+
+def returning(setting: Setting, change: Callable[..., Tensor], errors: Callable[..., Tensor] | None = None) -> Setting:
+    """Returns a setting with one more function on results, and on the variance of their errors."""
+    added = () if errors is None else (errors,)
+    return setting.changed(returns=(*setting.returns, change), errors=(*setting.errors, *added))
+
+
+def grown(variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
+    """Errors that grow as the rows do."""
+    sizes = (t.double().square().sum(-1, keepdim=True) for t in (after, before))
+    growth = torch.div(*sizes).nan_to_num(1.0, 1.0, 1.0).clamp_min(1.0)
+    return variance * growth
 
 
 def finite(edge: np.ndarray) -> np.ndarray:

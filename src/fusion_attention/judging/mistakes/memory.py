@@ -29,6 +29,45 @@ def group_order(case: Case) -> Iterator[Try]:
         yield Try("in the other direction", s.changed(kv_heads=(heads // p.group)[::-1].copy()))
 
 
+@partial(
+    Mistake, "head-offset", "Keys or values are those of a neighbouring key head.",
+    "Look at the stride and the offset of heads where tiles of keys and values are read.",
+)  # fmt: skip
+def head_offset(case: Case) -> Iterator[Try]:
+    s, p = case.setting, case.setting.problem
+    if p.heads_kv == 1 or s.grads is not None:
+        return
+    right = np.arange(p.heads_q) // p.group
+    for word, by in (("next", 1), ("previous", -1)):
+        other = (right + by) % p.heads_kv
+        yield Try(f"values of the {word} head", s.changed(v_heads=other))
+        yield Try(f"keys of the {word} head", s.changed(kv_heads=other, v_heads=right))
+        yield Try(f"keys and values of the {word} head", s.changed(kv_heads=other))
+
+
+@partial(
+    Mistake, "sequence-offset", "Keys or values are those of another sequence, or begin a token too early or too late.",
+    "Look at the stride of sequences, or at the cumulative lengths, where keys and values are read.",
+)  # fmt: skip
+def sequence_offset(case: Case) -> Iterator[Try]:
+    s, o = case.setting, case.setting.operands
+    if s.grads is not None or not isinstance(o.k, RowView) or not isinstance(o.v, RowView):
+        return
+
+    def moved(view: RowView, sequences: int, tokens: int) -> RowView:
+        address = np.roll(view.address, -sequences)
+        return replace(view, address=address + tokens * view.stride_token)
+
+    equal = len(s.extents) > 1 and bool((s.extents.kv_len == s.extents.kv_len[0]).all())
+    ways = [("next sequence", 1, 0), ("previous sequence", -1, 0)] if equal else []
+    ways += [("one token late", 0, 1), ("one token early", 0, -1)]
+    for detail, sequences, tokens in ways:
+        k, v = (moved(view, sequences, tokens) for view in (o.k, o.v))
+        yield Try(f"values: {detail}", s.of_operands(v=v))
+        yield Try(f"keys: {detail}", s.of_operands(k=k))
+        yield Try(f"keys and values: {detail}", s.of_operands(k=k, v=v))
+
+
 @partial(Mistake, "kv-confused", "Keys and values are confused.", "Look at the order of key and value in the call.")
 def values_confused(case: Case) -> Iterator[Try]:
     s, p, o = case.setting, case.setting.problem, case.setting.operands
@@ -178,4 +217,7 @@ def dequantisation(case: Case) -> Iterator[Try]:
         yield Try("the even element in the high half of a byte", s.changed(high_first=True))
 
 
-MISTAKES = (group_order, values_confused, page_table, lengths_cumulative, lengths_ignored, dequantisation)
+MISTAKES = (
+    group_order, head_offset, sequence_offset, values_confused, page_table, lengths_cumulative, lengths_ignored,
+    dequantisation,
+)  # fmt: skip

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +13,9 @@ import torch
 from fusion_attention.ir.kv import RowView
 from fusion_attention.judging import formulas
 from fusion_attention.judging.formulas import Precision
-from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, returning
 from fusion_attention.judging.outputs import Output
-from fusion_attention.judging.setting import Block, Setting
+from fusion_attention.judging.setting import Block
 
 Tensor = torch.Tensor
 Raw = dict[str, Tensor]
@@ -25,10 +24,6 @@ _PAIR = ("max", "sum")
 
 def _kinds(case: Case) -> set[str]:
     return {o.kind for o in case.outputs}
-
-
-def _returning(s: Setting, change: Any) -> Setting:
-    return s.changed(returns=(*s.returns, change))
 
 
 @partial(
@@ -42,7 +37,7 @@ def base_two(case: Case) -> Iterator[Try]:
         return value * log2e if kind in ("lse", "max") else value
 
     if _kinds(case) & {"lse", "max"}:
-        yield Try("", _returning(case.setting, change))
+        yield Try("", returning(case.setting, change))
 
 
 @partial(
@@ -62,9 +57,9 @@ def unscaled(case: Case) -> Iterator[Try]:
     def only_max(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         return value / x.scores_by if kind == "max" else value
 
-    yield Try("", _returning(case.setting, change))
+    yield Try("", returning(case.setting, change))
     if "max" in _kinds(case):
-        yield Try("the maximum alone", _returning(case.setting, only_max))
+        yield Try("the maximum alone", returning(case.setting, only_max))
 
 
 @partial(
@@ -95,14 +90,14 @@ def lse_parts(case: Case) -> Iterator[Try]:
         return 1 / raw["sum"] if kind == "sum" else value
 
     if "lse" in kinds:
-        yield Try("log(sum) without the maximum", _returning(s, without_max))
-        yield Try("the maximum alone", _returning(s, max_alone))
+        yield Try("log(sum) without the maximum", returning(s, without_max))
+        yield Try("the maximum alone", returning(s, max_alone))
     if "sum" in kinds:
-        yield Try("log(sum) for the sum", _returning(s, logarithm))
-        yield Try("the sum of exp(score), with no maximum", _returning(s, unshifted))
-        yield Try("1 / sum for the sum", _returning(s, inverse))
+        yield Try("log(sum) for the sum", returning(s, logarithm))
+        yield Try("the sum of exp(score), with no maximum", returning(s, unshifted))
+        yield Try("1 / sum for the sum", returning(s, inverse))
     if {*_PAIR} <= kinds:
-        yield Try("max + log(sum) in both", _returning(s, both))
+        yield Try("max + log(sum) in both", returning(s, both))
 
 
 @partial(
@@ -124,9 +119,9 @@ def without_sink(case: Case) -> Iterator[Try]:
         return value - (x.sink[:, None, None] - raw["max"]).exp()
 
     if s.problem.has_sink and _kinds(case) & {"lse", *_PAIR}:
-        yield Try("", _returning(s, change))
+        yield Try("", returning(s, change))
         if "sum" in _kinds(case):
-            yield Try("the sum alone", _returning(s, only_sum))
+            yield Try("the sum alone", returning(s, only_sum))
 
 
 @partial(Mistake, "statistics-swapped", "Maximum and sum are in each other's place.", "softmax_max comes first.")
@@ -221,7 +216,7 @@ def unnormalised(case: Case) -> Iterator[Try]:
         return value.to(raw["sum"].dtype) * raw["sum"] if kind == "out" else value
 
     if case.setting.grads is None and case.setting.problem.out_quant == "none":
-        yield Try("", _returning(case.setting, change))
+        yield Try("", returning(case.setting, change))
 
 
 @partial(
@@ -233,7 +228,7 @@ def unwritten(case: Case) -> Iterator[Try]:
         return torch.zeros_like(value) if kind == "out" else value
 
     if case.setting.grads is None and any(o.kind == "out" and not o.tensor.any() for o in case.outputs):
-        yield Try("", _returning(case.setting, change))
+        yield Try("", returning(case.setting, change))
 
 
 @partial(

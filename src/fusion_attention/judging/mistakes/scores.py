@@ -70,6 +70,12 @@ def bias_missing(case: Case) -> Iterator[Try]:
         yield Try("", case.setting.of_problem(bias="none"))
 
 
+@partial(Mistake, "pse-sign", "The bias is subtracted.", "Scores are scale * q . k + bias.")
+def bias_sign(case: Case) -> Iterator[Try]:
+    if case.setting.problem.bias in ("matrix", "table"):
+        yield Try("", case.setting.changed(lambda x: replace(x, bias=None if x.bias is None else -x.bias)))
+
+
 @partial(
     Mistake, "alibi-distance", "Biases of distances are computed otherwise.",
     "pse_type 2 is -slope * |distance|, 3 its root; q_start_idx and kv_start_idx move the origin.",
@@ -187,6 +193,7 @@ MISTAKES = (
     scale_other,
     bias_order,
     bias_missing,
+    bias_sign,
     slopes_wrong,
     softcap_missing,
     softcap_order,

@@ -1,0 +1,219 @@
+"""Mistakes in stored output rows: multiples of them, unwritten ones, rows and columns of another place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from fusion_attention.judging import expected_error, formulas
+from fusion_attention.judging.expected_error import Grade
+from fusion_attention.judging.formulas import Precision
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, grown, out_of, returning, wrong_rows
+from fusion_attention.judging.outputs import Output
+from fusion_attention.judging.setting import Block, Setting
+from fusion_attention.judging.standards import marked
+
+Tensor = torch.Tensor
+_SAMPLES = 12
+_LEFT = 0.25  # of a row's error, at most, under a candidate
+
+
+def _suits(case: Case) -> Output | None:
+    s = case.setting
+    return out_of(case) if s.grads is None and s.problem.out_quant == "none" else None
+
+
+def _golden(s: Setting, b: int, head: int, row: int) -> Tensor:
+    block = s.block(b, slice(head, head + 1), slice(row, row + 1))
+    return formulas.forward(block)["out"][0, 0]
+
+
+def _samples(case: Case, o: Output) -> list[tuple[Tensor, Tensor]]:
+    """Returns (the output's row, golden's) of some wrong rows."""
+    s = case.setting
+    return [
+        (o.rows(s, b, slice(h, h + 1), slice(r, r + 1))[0, 0].double(), _golden(s, b, h, r))
+        for b, h, r in case.wrong_places(o, _SAMPLES)
+    ]
+
+
+def _changed(
+    case: Case, detail: str, change: Callable[[Tensor, Block], Tensor], errors: Callable[..., Tensor] = grown
+) -> Try:
+    """A way that changes the wrong output rows; errors: the variance of their errors, as in Setting."""
+    wrong = wrong_rows(case)
+
+    def result(kind: str, value: Tensor, raw: dict[str, Tensor], x: Block, p: Precision) -> Tensor:
+        return change(value, x).to(value.dtype).where(wrong(x), value) if kind == "out" else value
+
+    def of_errors(variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
+        return errors(variance, before, after, x, grade).where(wrong(x), variance)
+
+    return Try(detail, returning(case.setting, result, of_errors))
+
+
+@partial(
+    Mistake, "output-factor", "Output rows are a multiple of the right ones.",
+    "Look at the last step of the row, and at factors that only some heads or tiles take.",
+)  # fmt: skip
+def multiplied(case: Case) -> Iterator[Try]:
+    o = _suits(case)
+    pairs = [] if o is None else [(a, b) for a, b in _samples(case, o) if a.isfinite().all() and b.any()]
+    if not pairs:
+        return
+    mine, right = (torch.cat(rows) for rows in zip(*pairs, strict=True))
+    factor = float(mine @ right / (right @ right))
+    if (mine - factor * right).norm() < _LEFT * (mine - right).norm() and factor:
+        short = float(f"{factor:.2g}")
+        factor = short if abs(short - factor) < 2e-3 * abs(factor) else factor
+        yield _changed(case, f"{factor:.4g} times", lambda value, x: factor * value)
+
+
+@partial(
+    Mistake, "rows-unwritten", "Some output rows, or columns of them, are zeros.",
+    "Look at the bounds of the last store: rows or columns behind a tile's edge are not written.",
+)  # fmt: skip
+def unwritten(case: Case) -> Iterator[Try]:
+    o = _suits(case)
+    if o is None or not o.tensor.any():
+        return
+    pairs = _samples(case, o)
+    zeros = torch.stack([(mine == 0) & (right != 0) for mine, right in pairs]).all(0)
+    if not zeros.any():
+        return
+    columns = zeros.nonzero().flatten()
+    first, last = int(columns[0]), int(columns[-1])
+    detail = "" if zeros.all() else f"columns {first} to {last}"
+    yield _changed(case, detail, lambda value, x: value.masked_fill(zeros, 0))
+
+
+def _orders(dim: int) -> dict[str, Tensor]:
+    """Orders of columns that kernels confuse."""
+    columns = torch.arange(dim)
+    results: dict[str, Tensor] = {}
+    for by in (1, 2, 4, 8, 16, 32, 64, 128):
+        if 2 * by < dim:
+            results |= {f"columns rolled by {by}": columns.roll(by), f"columns rolled by -{by}": columns.roll(-by)}
+    if dim % 2 == 0:
+        results["halves exchanged"] = columns.roll(dim // 2)
+        results["halves interleaved"] = columns.view(2, -1).T.reshape(-1)
+        results["even columns before odd ones"] = columns.view(-1, 2).T.reshape(-1)
+        results["pairs exchanged"] = columns.view(-1, 2).flip(1).reshape(-1)
+    return results | {"columns reversed": columns.flip(0)}
+
+
+@partial(
+    Mistake, "columns-order", "Columns of output rows lie in another order.",
+    "Look at how a tile's registers map to columns where they are stored.",
+)  # fmt: skip
+def columns_moved(case: Case) -> Iterator[Try]:
+    o = _suits(case)
+    pairs = [] if o is None else _samples(case, o)
+    if not pairs:
+        return
+    mine, right = (torch.stack(rows) for rows in zip(*pairs, strict=True))
+    error = (mine - right).norm()
+    for detail, order in _orders(right.shape[-1]).items():
+        if (mine - right[:, order]).norm() < _LEFT * error:
+            yield _ordered(case, detail, order)
+
+
+def _ordered(case: Case, detail: str, order: Tensor) -> Try:
+    return _changed(case, detail, lambda value, x: value[..., order], lambda variance, *_: variance[..., order])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Another place of each output row, modulo the numbers of sequences, heads and rows.
+
+    sequence: added to the sequence. heads, rows: (sign, number), for sign * head + number.
+    """
+
+    sequence: int
+    heads: tuple[int, int]
+    rows: tuple[int, int]
+
+    def __str__(self) -> str:
+        names = ("head", "row"), (self.heads, self.rows)
+        words = [
+            f"{name} {'-' if sign < 0 else ''}{name[0]}{f' {number:+d}'.replace('+', '+ ').replace('-', '- ')}"
+            for name, (sign, number) in zip(*names, strict=True)
+            if (sign, number) != (1, 0)
+        ]
+        if self.sequence:
+            words.insert(0, f"sequence b {'+' if self.sequence > 0 else '-'} {abs(self.sequence)}")
+        return ", ".join(words)
+
+    def of(self, setting: Setting, x: Block, grade: Grade | None = None) -> Tensor:
+        """Returns golden's rows of the other place [heads, rows, elements], or the variance of their error."""
+        e, p = setting.extents, setting.problem
+        b = (x.b + self.sequence) % len(e)
+        heads, rows = (
+            (sign * torch.arange(at.start, at.stop) + number) % end
+            for (sign, number), at, end in ((self.heads, x.heads, p.heads_q), (self.rows, x.rows, int(e.q_len[b])))
+        )
+        (h0, h1), (r0, r1) = ((int(n.min()), int(n.max()) + 1) for n in (heads, rows))
+        block = setting.block(b, slice(h0, h1), slice(r0, r1))
+        softmax = formulas.softmax(block)
+        every = formulas.forward(block, s=softmax)["out"]
+        if grade is not None:
+            every = expected_error.forward(block, softmax, every, grade, statistics=False)["out"]
+        return every[(heads - h0)[:, None], rows - r0]
+
+
+def _short(number: int, end: int) -> int:
+    """Returns the number of least size that is the same modulo `end`."""
+    number %= end
+    return number if 2 * number <= end else number - end
+
+
+def _places(case: Case, o: Output) -> list[Place]:
+    """Returns places that hold most of some wrong rows, by a product of golden's rows with fixed numbers."""
+    votes: Counter[Place] = Counter()
+    direct: set[Place] = set()  # without a modulus
+    wrong = case.wrong_places(o, _SAMPLES)
+    precision = 2.0**-6 if o.tensor.element_size() == 2 else 1e-4
+    for b, head, row in wrong:
+        mine = o.rows(case.setting, b, slice(head, head + 1), slice(row, row + 1))[0, 0].double()
+        if not mine.any() or not mine.isfinite().all():
+            continue
+        for other, marks in enumerate(case.marks[o.name]):
+            near = (marks - marked(mine)).abs() < precision * float(mine.norm())
+            for h, r in near.nonzero().tolist():
+                if (other, h, r) != (b, head, row):
+                    heads, length = marks.shape
+                    sequence = _short(other - b, len(case.marks[o.name]))
+                    direct.add(Place(sequence, (1, h - head), (1, r - row)))
+                    votes.update({
+                        Place(sequence, by_head, by_row)
+                        for by_head in ((1, h - head), (1, _short(h - head, heads)), (-1, (h + head) % heads))
+                        for by_row in ((1, r - row), (1, _short(r - row, length)), (-1, (r + row) % length))
+                    })  # fmt: skip
+    simple = sorted(votes, key=lambda p: (-votes[p], p.heads[0] + p.rows[0] < 2, p not in direct))
+    return [p for p in simple[:4] if votes[p] >= max(0.7 * len(wrong), min(2, len(wrong)))]
+
+
+@partial(
+    Mistake, "rows-moved", "Output rows are those of other rows, heads or sequences.",
+    "Look at the offset of a tile of rows, and at the strides of heads and sequences, where rows are read or stored.",
+)  # fmt: skip
+def rows_moved(case: Case) -> Iterator[Try]:
+    o = _suits(case)
+    if o is None or not case.marks.get(o.name):
+        return
+    for place in _places(case, o):
+        yield _moved(case, place)
+
+
+def _moved(case: Case, place: Place) -> Try:
+    def errors(variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
+        return place.of(case.setting, x, grade)
+
+    return _changed(case, f"those of {place}", lambda value, x: place.of(case.setting, x), errors)
+
+
+MISTAKES = (multiplied, unwritten, columns_moved, rows_moved)

@@ -1,0 +1,350 @@
+"""Mistakes of loops over tiles of keys: tiles left out, counted twice or stale, and the online softmax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from fusion_attention.judging import formulas
+from fusion_attention.judging.expected_error import Grade
+from fusion_attention.judging.formulas import Precision
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, grown, out_of, returning, wrong_rows
+from fusion_attention.judging.setting import Block
+
+Tensor = torch.Tensor
+SIZES = (16, 32, 64, 128, 256)
+# A candidate explains a row if at most this fraction of its error remains.
+_LEFT = 0.25
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """Scores [heads, rows, keys], -inf for invisible keys, and values [heads or 1, keys, elements] of a block."""
+
+    scores: Tensor
+    values: Tensor
+    first: int  # position of the first key
+    length: int  # keys of the sequence
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of the keys in their sequence."""
+        return torch.arange(self.first, self.first + self.scores.shape[-1])
+
+    def tiles(self, size: int) -> Iterator[slice]:
+        """Yields the tiles of keys that begin at multiples of a size."""
+        end = self.first + self.scores.shape[-1]
+        for start in range(self.first // size * size, end, size):
+            yield slice(max(start - self.first, 0), min(start + size, end) - self.first)
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """The result of a loop: weighted sums of values, maxima and sums of weights."""
+
+    values: Tensor
+    top: Tensor
+    total: Tensor
+
+    def result(self, kind: str) -> Tensor:
+        """Returns an output of the call by its kind."""
+        if kind == "out":
+            return self.values / self.total
+        return {"max": self.top, "sum": self.total, "lse": self.top + self.total.log()}[kind]
+
+
+Program = Callable[[Loop], Sums]
+
+
+def exponentials(scores: Tensor) -> Tensor:
+    """Returns exp(score - maximum of the row)."""
+    top = scores.amax(-1, keepdim=True)
+    return (scores - top.masked_fill(top == -math.inf, 0)).exp()
+
+
+def summed(scores: Tensor, values: Tensor, times: Tensor | float = 1.0) -> Sums:
+    """A softmax over all keys; times: the multiplicity of each key."""
+    weights = exponentials(scores) * times
+    return Sums(weights @ values, scores.amax(-1, keepdim=True), weights.sum(-1, keepdim=True))
+
+
+def _suits(case: Case) -> bool:
+    """True if a block's weights follow from its scores alone."""
+    p, s = case.setting.problem, case.setting
+    return (
+        s.grads is None and p.dropout == "none" and not p.selects and not p.compressed_ratio and not p.has_sink
+        and p.out_quant == "none" and not p.has_weight_scale and out_of(case) is not None
+    )  # fmt: skip
+
+
+def _loop(x: Block, p: Precision) -> Loop:
+    x = formulas.narrowed(x, p)
+    return Loop(formulas.scores_of(x)[0], x.v, x.keys.start, x.kv_len)
+
+
+def _by(case: Case, detail: str, program: Program, weights: Callable[[Loop], Tensor] | None = None) -> Try:
+    """A way whose wrong rows come from another program; weights: those of its keys, where larger than golden's."""
+    wrong, o = wrong_rows(case), out_of(case)
+    nan = o is not None and bool(o.tensor.isnan().any())  # of rows without a key that counts
+
+    def change(kind: str, value: Tensor, raw: dict[str, Tensor], x: Block, p: Precision) -> Tensor:
+        changed = wrong(x) & ~(raw["max"] == -math.inf)
+        if not changed.any():
+            return value
+        result = program(_loop(x, p)).result(kind)
+        if kind == "out" and not nan:
+            result = result.nan_to_num(0.0)
+        return result.to(value.dtype).where(changed, value)
+
+    def errors(variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
+        if weights is None:
+            return grown(variance, before, after, x, grade)
+        loop = _loop(x, formulas.GOLDEN)
+        squares = loop.values.square()
+        mine, right = (w.square() @ squares for w in (weights(loop), loop.scores.softmax(-1)))
+        return variance * (mine / right).nan_to_num(1.0).clamp_min(1.0)
+
+    return Try(detail, returning(case.setting, change, errors))
+
+
+def _sizes(case: Case) -> list[int]:
+    return [size for size in SIZES if size < int(case.setting.extents.kv_len.max(initial=0))]
+
+
+# ------------------------------------------------------------------------------------------------------- online softmax
+
+
+def online(loop: Loop, size: int, rescaled: Mapping[str, bool]) -> Sums:
+    """A softmax tile by tile, in which a risen maximum rescales the sums so far, or not."""
+    shape = (*loop.scores.shape[:-1], 1)
+    top, total = loop.scores.new_full(shape, -math.inf), loop.scores.new_zeros(shape)
+    values = loop.scores.new_zeros((*shape[:-1], loop.values.shape[-1]))
+    for tile in loop.tiles(size):
+        new = torch.maximum(top, loop.scores[..., tile].amax(-1, keepdim=True))
+        shift = new.masked_fill(new == -math.inf, 0)
+        fade, weights = (top - shift).exp(), (loop.scores[..., tile] - shift).exp()
+        total = total * (fade if rescaled["sum"] else 1) + weights.sum(-1, keepdim=True)
+        values = values * (fade if rescaled["values"] else 1) + weights @ loop.values[:, tile]
+        top = new
+    return Sums(values, top, total)
+
+
+def _online_weights(loop: Loop, size: int, rescaled: Mapping[str, bool]) -> Tensor:
+    """The weights of keys in the sums of `online`."""
+    weights, top = [], loop.scores.new_full((*loop.scores.shape[:-1], 1), -math.inf)
+    for tile in loop.tiles(size):
+        top = torch.maximum(top, loop.scores[..., tile].amax(-1, keepdim=True))
+        weights.append((loop.scores[..., tile] - top.masked_fill(top == -math.inf, 0)).exp())
+    if rescaled["values"]:
+        weights = [exponentials(loop.scores)]
+    return torch.cat(weights, -1) / online(loop, size, rescaled).total
+
+
+@partial(
+    Mistake, "rescale-missing", "Sums over tiles of keys are not rescaled when the maximum rises.",
+    "Both the accumulator and the sum of weights take the factor exp(old maximum - new maximum).",
+)  # fmt: skip
+def rescale_missing(case: Case) -> Iterator[Try]:
+    if not _suits(case):
+        return
+    for size in _sizes(case):
+        for what, values, total in (("accumulator", False, True), ("sum of weights", True, False),
+                                    ("accumulator and sum of weights", False, False)):  # fmt: skip
+            rescaled = {"values": values, "sum": total}
+            yield _by(
+                case, f"{what}, key tiles of {size}",
+                partial(online, size=size, rescaled=rescaled), partial(_online_weights, size=size, rescaled=rescaled),
+            )  # fmt: skip
+
+
+def separate(loop: Loop, size: int, *, mean: bool) -> Sums:
+    """Sums or means of softmaxes of tiles."""
+    each = [summed(loop.scores[..., tile], loop.values[:, tile]) for tile in loop.tiles(size)]
+    one = summed(loop.scores, loop.values)
+    visible = sum((t.total > 0).to(one.total) for t in each)
+    results = (t.result("out").where(t.total > 0, 0.0) for t in each)
+    out = sum(results, start=torch.zeros_like(one.values))
+    return replace(one, values=(out / visible if mean else out) * one.total)
+
+
+def _separate_weights(loop: Loop, size: int, *, mean: bool) -> Tensor:
+    each = torch.cat([loop.scores[..., tile].softmax(-1).nan_to_num(0.0) for tile in loop.tiles(size)], -1)
+    return each / each.sum(-1, keepdim=True).clamp_min(1.0) if mean else each
+
+
+@partial(
+    Mistake, "tile-softmax", "Every tile of keys has a softmax alone, and their results are added without weights.",
+    "Partial results merge with the weights exp(lse of the part - lse of all).",
+)  # fmt: skip
+def tile_softmax(case: Case) -> Iterator[Try]:
+    if not _suits(case):
+        return
+    longest = int(case.setting.extents.kv_len.max(initial=0))
+    splits = {-(-longest // n): f"{n} splits of the keys" for n in (2, 3, 4, 8) if longest >= 2 * n}
+    for size, what in ({size: f"key tiles of {size}" for size in _sizes(case)} | splits).items():
+        for word in ("mean", "sum"):
+            mean = word == "mean"
+            yield _by(
+                case, f"{word} of {what}",
+                partial(separate, size=size, mean=mean), partial(_separate_weights, size=size, mean=mean),
+            )  # fmt: skip
+
+
+def padded(loop: Loop, size: int) -> Sums:
+    """A softmax whose last tile is filled with scores of zero and values of zero."""
+    one = summed(loop.scores, loop.values)
+    count = -loop.length % size
+    top = one.top.clamp_min(0.0)
+    fade = (one.top - top).exp()
+    return Sums(one.values * fade, top, one.total * fade + count * (-top).exp())
+
+
+@partial(
+    Mistake, "padding-weighed", "Missing keys of the last tile count as scores of zero.",
+    "Set scores behind the last key to -inf before the maximum and the exponentials.",
+)  # fmt: skip
+def padding_weighed(case: Case) -> Iterator[Try]:
+    lengths = case.setting.extents.kv_len
+    if _suits(case):
+        for size in (8, *SIZES):
+            if (lengths % size).any():
+                yield _by(case, f"key tiles of {size}", partial(padded, size=size))
+
+
+def _multiplied(loop: Loop, factor: float) -> Sums:
+    return summed(loop.scores * factor, loop.values)
+
+
+@partial(
+    Mistake, "exponent-base", "Exponentials have another base than the scores are prepared for.",
+    "exp2 needs scores times log2(e), exp needs them without.",
+)  # fmt: skip
+def exponent_base(case: Case) -> Iterator[Try]:
+    for detail, factor in (("2^s for e^s", math.log(2)), ("e^(s log2 e) for e^s", 1 / math.log(2))):
+        if _suits(case):
+            yield _by(case, detail, partial(_multiplied, factor=factor))
+
+
+# ----------------------------------------------------------------------------------------------------- tiles and keys
+
+
+def _skip(loop: Loop, at: Tensor, by: int) -> Sums:
+    return summed(loop.scores.masked_fill(at, -math.inf), loop.values)
+
+
+def _twice(loop: Loop, at: Tensor, by: int) -> Sums:
+    return summed(loop.scores, loop.values, 1.0 + at.double())
+
+
+def _unadded(loop: Loop, at: Tensor, by: int) -> Sums:
+    return replace(summed(loop.scores, loop.values), values=summed(loop.scores, loop.values, 1.0 - at.double()).values)
+
+
+def _uncounted(loop: Loop, at: Tensor, by: int) -> Sums:
+    return replace(summed(loop.scores, loop.values), total=summed(loop.scores, loop.values, 1.0 - at.double()).total)
+
+
+def _stale_values(loop: Loop, at: Tensor, by: int) -> Sums:
+    return summed(loop.scores, loop.values.roll(by, -2).where(at[:, None], loop.values))
+
+
+def _stale_keys(loop: Loop, at: Tensor, by: int) -> Sums:
+    scores = loop.scores.roll(by, -1).where(at & (loop.scores != -math.inf), loop.scores)
+    return summed(scores, loop.values)
+
+
+def _stale(loop: Loop, at: Tensor, by: int) -> Sums:
+    scores = loop.scores.roll(by, -1).where(at & (loop.scores != -math.inf), loop.scores)
+    return summed(scores, loop.values.roll(by, -2).where(at[:, None], loop.values))
+
+
+_KINDS: dict[str, tuple[str, Callable[[Loop, Tensor, int], Sums]]] = {
+    "left out": ("tile-left-out", _skip),
+    "counted twice": ("tile-twice", _twice),
+    "left out of the product with V": ("tile-left-out", _unadded),
+    "left out of the sum of weights": ("tile-left-out", _uncounted),
+    "with the values of the tile before": ("tile-stale", _stale_values),
+    "with the keys of the tile before": ("tile-stale", _stale_keys),
+    "with keys and values of the tile before": ("tile-stale", _stale),
+    "with the values of the tile behind": ("tile-stale", _stale_values),
+    "with the keys of the tile behind": ("tile-stale", _stale_keys),
+    "with keys and values of the tile behind": ("tile-stale", _stale),
+}
+
+
+_Key = tuple[str, int, int]  # kind, size and number of a tile
+
+
+def _candidates(case: Case, mistake: str) -> list[_Key]:
+    """Returns the tiles of a mistake that explain some wrong rows, by their remaining error."""
+    o = out_of(case)
+    left: dict[_Key, float] = {}
+    possible: set[_Key] | None = None
+    for b, head, row in [] if o is None else case.wrong_places(o, 8):
+        assert o is not None
+        at = b, slice(head, head + 1), slice(row, row + 1)
+        loop, mine = _loop(case.setting.block(*at), formulas.GOLDEN), o.rows(case.setting, *at).double()
+        error = float((summed(loop.scores, loop.values).result("out") - mine).norm())
+        if not 0 < error < math.inf:  # NaN of a row without a key that counts
+            continue
+        results = {key: value / error for key, value in _without(loop, mine, mistake, possible)}
+        possible = {key for key, value in results.items() if not value >= _LEFT}
+        left = {key: left.get(key, 0.0) + (0.0 if math.isnan(results[key]) else results[key]) for key in possible}
+    return sorted((key for key in left if left[key]), key=lambda key: (left[key], -key[1]))[:4]
+
+
+def _without(loop: Loop, mine: Tensor, mistake: str, possible: set[_Key] | None) -> Iterator[tuple[_Key, float]]:
+    """Yields the error of a row that remains under each way of a mistake; NaN if no key of the row is left."""
+    visible = loop.scores[0, 0] != -math.inf
+    for kind, (name, program) in _KINDS.items():
+        if name != mistake:
+            continue
+        for size in SIZES if "tile" in kind else (1, *SIZES):
+            for tile in loop.tiles(size):
+                key = kind, size, (loop.first + tile.start) // size
+                if possible is not None and key not in possible:
+                    continue
+                marks = torch.zeros_like(visible)
+                marks[tile] = True
+                if (visible & ~marks).any():
+                    result = program(loop, marks, size if "before" in kind else -size).result("out")
+                    yield key, float((result - mine).norm())
+                else:
+                    yield key, math.nan
+
+
+def _at(loop: Loop, kind: str, size: int, tile: int) -> Sums:
+    return _KINDS[kind][1](loop, loop.positions // size == tile, size if "before" in kind else -size)
+
+
+def _tile_mistake(name: str, means: str, fix: str) -> Mistake:
+    def tries(case: Case) -> Iterator[Try]:
+        for kind, size, tile in _candidates(case, name) if _suits(case) else []:
+            first = tile * size
+            keys = f"key {first}" if size == 1 else f"keys {first} to {first + size - 1}, tile {tile} of {size}"
+            yield _by(case, f"{keys}, {kind}", partial(_at, kind=kind, size=size, tile=tile))
+
+    return Mistake(name, means, fix, tries)
+
+
+MISTAKES = (
+    rescale_missing,
+    tile_softmax,
+    padding_weighed,
+    exponent_base,
+    _tile_mistake(
+        "tile-left-out", "A tile of keys, or one key, is left out.",
+        "Look at the bounds of the loop over tiles of keys.",
+    ),
+    _tile_mistake(
+        "tile-twice", "A tile of keys, or one key, is counted twice.", "Look at the step of the loop over tiles."
+    ),
+    _tile_mistake(
+        "tile-stale", "A tile of keys meets the keys or values of its neighbour.",
+        "Look at the buffers of the pipeline: a barrier between the copy and the product is missing.",
+    ),
+)  # fmt: skip
