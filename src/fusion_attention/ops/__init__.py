@@ -7,6 +7,7 @@ from fusion_attention.ops.block_sparse import records as block_sparse
 from fusion_attention.ops.compressed import compressor
 from fusion_attention.ops.compressed import fa_record as compressed_attention
 from fusion_attention.ops.compressed import l1_norm as compressed_l1_norm
+from fusion_attention.ops.compressed import pooling as compress
 from fusion_attention.ops.compressed import records as compressed
 from fusion_attention.ops.fused import records as fused_inference
 from fusion_attention.ops.indexer import fa_record as lightning_indexer
@@ -27,7 +28,7 @@ from fusion_attention.ops.training import score_v4
 FAMILIES = (
     *(attention, decode_attention, training, score_v4, block_sparse, inference, fused_inference),
     *(indexer, indexer_of_ratio, lightning_indexer),
-    *(sparse, sparse_attention, compressed, compressed_l1_norm, compressed_attention, compressor),
+    *(sparse, sparse_attention, compressed, compressed_l1_norm, compressed_attention, compressor, compress),
     *(indexer_loss, own_indexer_loss, target_loss, own_target_loss),
 )
 RECORDS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
