@@ -160,8 +160,6 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: st
     against = against_device(where)
     if isinstance(p, IndexerProblem | IndexerLossProblem):
         against += refused((("dtype", p.dtype, DTYPES), ("weights_dtype", p.weights_dtype, DTYPES)))
-        if isinstance(p, IndexerLossProblem) and p.has_target:
-            return [*against, "the triton back end computes no loss of an indexer against a given target."]
         return against + against_family(p, where, op_kind)
     if isinstance(p, PoolingProblem):
         return against + refused((("dtype", p.dtype, DTYPES),))
@@ -318,8 +316,7 @@ def indexer_loss(
     if not len(extents):
         operands.loss.zero_()
         return
-    assert operands.q is not None  # reasons_against() refuses a given target
-    with layout_table.on(layout_table.tensor_of(operands.q).device):
+    with layout_table.on(layout_table.tensor_of(operands.index.q).device):
         launch_loss.run_loss(problem, extents, schedule, operands, grads)
 
 
