@@ -76,6 +76,26 @@ def _pooled(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, d, RATIO: tl.
     return acc
 
 
+@triton.jit
+def _delta(q, k, bias, at_x, step_x, at_z, step_z, top, total, upstream, acc, w, d, RATIO: tl.constexpr,
+           HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr,
+           BD: tl.constexpr):  # fmt: skip
+    """The sum of weights times gradients of weights: upstream * acc, and term by term where upstream is infinite."""
+    infinite = tl.abs(upstream) == INFINITE
+    delta = upstream * acc
+    if tl.max(infinite.to(tl.int32), 0) > 0:
+        terms = tl.zeros([BD], tl.float32)
+        for half in tl.static_range(HALVES):
+            for r0 in tl.range(0, RATIO, BR):
+                position, row, column, there = _rows(w, r0, half, d, RATIO, HALVES, DIM, BR)
+                z = _gates(k, bias, at_z, step_z, position, row, column, there, RATIO, HALVES, DIM, HAS_BIAS)
+                x = tl.load(q + at_x + row[:, None] * step_x + column[None, :], mask=there, other=0.0).to(tl.float32)
+                weights = tl.exp(z - top[None, :]) / total[None, :]
+                terms += tl.sum(tl.where(there, weights * (upstream[None, :] * x), 0.0), 0)
+        delta = tl.where(infinite, terms, delta)
+    return delta
+
+
 @triton.jit(do_not_specialize=["count"])
 def pool(q, k, bias, out, strides, lengths, tokens, count: tl.int32, RATIO: tl.constexpr, HALVES: tl.constexpr,
          DIM: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGN: tl.constexpr, BR: tl.constexpr,
@@ -96,7 +116,7 @@ def pool_gradient(q, k, bias, dout, dq, dk, notes, strides, lengths, tokens, cou
                   RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr,
                   ALIGN: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     """Writes the gradients of BD channels of the rows and gates of one window, and with a bias the window's maxima,
-    sums and results to notes, three planes [results, heads, DIM]; grid as pool()."""
+    sums and deltas to notes, three planes [results, heads, DIM]; grid as pool()."""
     n, h, d = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BD + tl.arange(0, BD)
     b, of_result, w = _window(tokens, lengths, count, n)
     at_x, step_x = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
@@ -105,11 +125,13 @@ def pool_gradient(q, k, bias, dout, dq, dk, notes, strides, lengths, tokens, cou
     acc = _pooled(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, d, RATIO, HALVES, DIM, HAS_BIAS, BR, BD)
     at, step = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
     upstream = tl.load(dout + at + of_result * step + d, mask=d < DIM, other=0.0).to(tl.float32)
+    delta = _delta(q, k, bias, at_x, step_x, at_z, step_z, top, total, upstream, acc, w, d, RATIO, HALVES, DIM,
+                   HAS_BIAS, BR, BD)  # fmt: skip
     if HAS_BIAS:
         of_notes = notes + (n.to(tl.int64) * tl.num_programs(1) + h) * DIM + d
         tl.store(of_notes, top, mask=d < DIM)
         tl.store(of_notes + plane, total, mask=d < DIM)
-        tl.store(of_notes + 2 * plane, acc, mask=d < DIM)
+        tl.store(of_notes + 2 * plane, delta, mask=d < DIM)
     at_dx, step_dx = rows_at(strides, count, b, h, layout_index.DQ, ALIGN)
     at_dz, step_dz = rows_at(strides, count, b, h, layout_index.DK, ALIGN)
     for half in tl.static_range(HALVES):
@@ -117,8 +139,8 @@ def pool_gradient(q, k, bias, dout, dq, dk, notes, strides, lengths, tokens, cou
             position, row, column, there = _rows(w, r0, half, d, RATIO, HALVES, DIM, BR)
             z = _gates(k, bias, at_z, step_z, position, row, column, there, RATIO, HALVES, DIM, HAS_BIAS)
             x = tl.load(q + at_x + row[:, None] * step_x + column[None, :], mask=there, other=0.0).to(tl.float32)
-            dx = tl.exp(z - top[None, :]) / total[None, :] * upstream[None, :]
-            dz = dx * (x - acc[None, :])
+            weights = tl.exp(z - top[None, :]) / total[None, :]
+            dx, dz = weights * upstream[None, :], weights * (upstream[None, :] * x - delta[None, :])
             tl.store(dq + at_dx + row[:, None] * step_dx + column[None, :], dx.to(dq.dtype.element_ty), mask=there)
             tl.store(dk + at_dz + row[:, None] * step_dz + column[None, :], dz.to(dk.dtype.element_ty), mask=there)
 
@@ -145,10 +167,10 @@ def pool_bias(q, k, bias, dout, notes, added, strides, lengths, tokens, count: t
             at, step = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
             of_notes = notes + (n.to(tl.int64) * heads + h) * DIM + d
             top, total = tl.load(of_notes, mask=here, other=0.0), tl.load(of_notes + plane, mask=here, other=1.0)
-            mean = tl.load(of_notes + 2 * plane, mask=here, other=0.0)
+            delta = tl.load(of_notes + 2 * plane, mask=here, other=0.0)
             z = tl.load(k + at_z + row * step_z + column, mask=here, other=-INFINITE).to(tl.float32) + z_bias
             x = tl.load(q + at_x + row * step_x + column, mask=here, other=0.0).to(tl.float32)
             upstream = tl.load(dout + at + of_result * step + d, mask=here, other=0.0).to(tl.float32)
-            acc += tl.where(here, tl.exp(z - top) / total * upstream * (x - mean), 0.0)
+            acc += tl.where(here, tl.exp(z - top) / total * (upstream * x - delta), 0.0)
     at_added = added + (part.to(tl.int64) * RATIO + position) * (HALVES * DIM) + column
     tl.store(at_added, acc, mask=there)
