@@ -164,7 +164,7 @@ RECORD = Op(
         of_lengths("lengths_fit(kv_len, False, B, S, None)", "kv_len", "one for each sequence",
                    text="the lengths of the sequences in kv", only=("BSND",), invalid={"kv_len": [1, 10]}),
         of_lengths("lengths_add_up(kv_len, T)", "kv_len", "one for each sequence, in all the rows of kv",
-                   text="the lengths of the sequences in kv", when="kv_len is not None", only=("TND",),
+                   text="the lengths of all sequences in kv", when="kv_len is not None", only=("TND",),
                    invalid={"kv_len": [9, 9]}),
         invalid("N2 >= 1 and C >= 1", "kv", "rows without elements have no keys", text="heads with elements",
                 invalid={"C": 0}),
