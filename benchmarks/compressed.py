@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -56,8 +57,8 @@ class Layer:
     def ours(self) -> torch.Tensor:
         """All rows."""
         q, k, compressed, sink = self.leaves
-        words = {"ratio": self.ratio, "band": fa.Band.window(WINDOW - 1), "scale": SCALE, "sink": sink}
-        out = fa.compressed_attention(q, k, compressed, self.lists, **words)  # type: ignore[call-overload]
+        words: Any = {"ratio": self.ratio, "band": fa.Band.window(WINDOW - 1), "scale": SCALE, "sink": sink}
+        out = fa.compressed_attention(q, k, compressed, self.lists, **words)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -99,7 +100,7 @@ def layers(quick: bool) -> Iterator[Pair]:
         both = (torch.no_grad()(layer.ours), torch.no_grad()(layer.eager)), backward
         for way, calls, products, share in zip(("forward", "backward"), both, (2, 5), shares, strict=True):
             flops, peer_flops = (2 * products * HEADS * DIM * layer.pairs(rows) for rows in (tokens, FEW))
-            goals = {} if quick else {"goal": EAGER, "share_goal": share if native else OTHERS}
+            goals: Any = {} if quick else {"goal": EAGER, "share_goal": share if native else OTHERS}
             yield Pair(
                 GROUP, f"{way}, {name}", f"eager, {FEW} rows", *calls, flops, peak, peer_flops=peer_flops, **goals
             )

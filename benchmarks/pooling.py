@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -34,7 +35,8 @@ def keys(quick: bool) -> Iterator[Pair]:
             bias = torch.randn(ratio, channels)
             dout = torch.randn(1, count // ratio, 1, DIM).to(dtype)
             windows = Windows(ratio, overlap)
-            words = {"ratio": ratio, "position_bias": bias, "overlap": overlap}
+            words: Any = {"ratio": ratio, "position_bias": bias, "overlap": overlap}
+            assert RECORD.lower is not None
             backward = PoolingBackward(RECORD.lower(bind(RECORD, {"kv": rows, "gate": gates, **words, **PLAIN})), dout)
             read = 2 * rows.numel() * rows.element_size()
             name, memory = f"{label}, {layer}", reader(True)

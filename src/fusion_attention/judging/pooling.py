@@ -32,7 +32,7 @@ OUT, BIAS = "out", "dposition_bias"
 PAIRS = 1 << 21
 _LEFT = 0.25
 # (name, description, advice, changed fields)
-MISTAKES: tuple[tuple[str, str, str, dict[str, bool]], ...] = (
+MISTAKES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("compressor-halves", "The halves of overlapping windows are exchanged.",
      "The first channels are those of the window before; the last, of the window's rows.", {"swapped": True}),
     ("compressor-first-window", "The first window pools rows before the sequence.",

@@ -65,7 +65,7 @@ def run_loss(
     stats = o.stats or index.stats  # of a loss without heads note() reads none
     views: dict[str, layout_table.View | None] = {
         "q": o.q or index.q, "k": o.k, "target": o.target, "values": index.values,
-        "max": stats and stats.max, "sum": stats and stats.sum,
+        "max": None if stats is None else stats.max, "sum": None if stats is None else stats.sum,
         "q_rope": o.q_rope if p.dim_rope else None,
         "k_rope": o.k_rope if p.dim_rope else None,
         "index_q": index.q, "index_k": index.k, "weights": index.weights,

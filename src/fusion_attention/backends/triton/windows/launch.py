@@ -51,7 +51,7 @@ def run_backward(p: PoolingProblem, extents: Extents, schedule: Schedule, o: Poo
     """Writes the gradients of all rows and gates, and of the bias."""
     for view in (g.dkv, g.dgate):
         view.keep[0].zero_()  # rows that no window pools
-    views = {"q": o.kv, "k": o.gate, "dout": g.dout, "dq": g.dkv, "dk": g.dgate}
+    views: dict[str, layout_table.View | None] = {"q": o.kv, "k": o.gate, "dout": g.dout, "dq": g.dkv, "dk": g.dgate}
     kernels = ("pool_gradient", "pool_bias") if g.dbias is not None else ("pool_gradient",)
     given = _ready(p, schedule, views, {"bias": o.bias}, kernels)
     if g.dbias is not None:
