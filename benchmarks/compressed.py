@@ -39,11 +39,11 @@ class Layer:
         torch.manual_seed(0)
         shapes = (1, tokens, HEADS, DIM), (1, tokens, 1, DIM), (1, tokens // ratio, 1, DIM)
         rows = tuple(torch.randn(shape).bfloat16().requires_grad_() for shape in shapes)
-        seen = visible(tokens, ratio)
+        shown = visible(tokens, ratio)
         lists = None
         if count:
             count = min(count, tokens // ratio)
-            best = torch.rand(seen.shape).masked_fill(~seen, -1).topk(count)
+            best = torch.rand(shown.shape).masked_fill(~shown, -1).topk(count)
             lists = best.indices.masked_fill(best.values < 0, -1).int()[None, :, None]
         return cls((*rows, torch.randn(HEADS, requires_grad=True)), ratio, lists)
 
@@ -98,9 +98,9 @@ def layers(quick: bool) -> Iterator[Pair]:
         dout = torch.randn_like(out)
         backward = _gradient(out, layer.leaves, dout), _gradient(few, layer.leaves, dout[:, -FEW:])
         both = (torch.no_grad()(layer.ours), torch.no_grad()(layer.eager)), backward
-        for way, calls, products, share in zip(("forward", "backward"), both, (2, 5), shares, strict=True):
+        for way, calls, products, fraction in zip(("forward", "backward"), both, (2, 5), shares, strict=True):
             flops, peer_flops = (2 * products * HEADS * DIM * layer.pairs(rows) for rows in (tokens, FEW))
-            goals: Any = {} if quick else {"goal": EAGER, "share_goal": share if native else OTHERS}
+            goals: Any = {} if quick else {"goal": EAGER, "share_goal": fraction if native else OTHERS}
             yield Pair(
                 GROUP, f"{way}, {name}", f"eager, {FEW} rows", *calls, flops, peak, peer_flops=peer_flops, **goals
             )
@@ -153,8 +153,8 @@ def indexing(quick: bool) -> Iterator[Pair]:
     def ours() -> object:
         return fa.lightning_indexer(q, k, weights, 512, ratio=4, residual=[0])
 
-    def plain() -> object:
+    def single() -> object:
         return fa.lightning_indexer(q, k, weights, 512)
 
     flops = 2 * rows * INDEX_HEADS * INDEX_DIM * keys
-    yield Pair(INDEXER, "ratio 4", "ratio 1", ours, plain, flops, "bfloat16", goal=0.0 if quick else 1.0)
+    yield Pair(INDEXER, "ratio 4", "ratio 1", ours, single, flops, "bfloat16", goal=0.0 if quick else 1.0)

@@ -20,7 +20,7 @@ from fusion_attention.torch_ops.eager import run
 GROUP, DIM = "pooling, GB/s", 512
 # Name: rows of a window, overlap. The sizes of DeepSeek-V4's layers.
 LAYERS = {"4 rows, overlap": (4, True), "128 rows": (128, False)}
-PLAIN = {"layout": "BSND", "before": False}
+DEFAULTS = {"layout": "BSND", "before": False}
 FORWARD, BACKWARD = 0.5, 0.4  # of the rate of reading memory, bfloat16
 
 
@@ -37,7 +37,9 @@ def keys(quick: bool) -> Iterator[Pair]:
             windows = Windows(ratio, overlap)
             words: Any = {"ratio": ratio, "position_bias": bias, "overlap": overlap}
             assert RECORD.lower is not None
-            backward = PoolingBackward(RECORD.lower(bind(RECORD, {"kv": rows, "gate": gates, **words, **PLAIN})), dout)
+            backward = PoolingBackward(
+                RECORD.lower(bind(RECORD, {"kv": rows, "gate": gates, **words, **DEFAULTS})), dout
+            )
             read = 2 * rows.numel() * rows.element_size()
             name, memory = f"{label}, {layer}", reader(True)
             goals = (0.0, 0.0) if quick or label != "bf16" else (FORWARD, BACKWARD)

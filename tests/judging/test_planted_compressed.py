@@ -124,8 +124,8 @@ def pooled(args: dict[str, Any], wrong: str = "") -> torch.Tensor:
     first, last = (slice(dim), slice(-dim, None))[:: -1 if wrong == "compressor-halves" else 1]
     results = []
     for w in range(kv.shape[1] // ratio):
-        own = slice(w * ratio, (w + 1) * ratio)
-        x, scores = kv[:, own, :, last], z[:, own, :, last]
+        here = slice(w * ratio, (w + 1) * ratio)
+        x, scores = kv[:, here, :, last], z[:, here, :, last]
         if args["overlap"] and w:
             before = slice((w - 1) * ratio, w * ratio)
             x, scores = torch.cat((kv[:, before, :, first], x), 1), torch.cat((z[:, before, :, first], scores), 1)

@@ -39,8 +39,8 @@ def lowered(
     kv, gate = (t[..., 1:, 2:-1] for t in memory)
     for t in (kv, gate):
         for b, n in enumerate(lengths):
-            part = t[sum(lengths[:b]) :][:n] if packed else t[b, :n]
-            part.copy_(torch.randn(part.shape, generator=generator))
+            sequence = t[sum(lengths[:b]) :][:n] if packed else t[b, :n]
+            sequence.copy_(torch.randn(sequence.shape, generator=generator))
     bias = torch.randn(ratio, channels, generator=generator) if biased else None
     args = {
         "kv": kv, "gate": gate, "position_bias": bias, "ratio": ratio, "overlap": overlap, "before": before,
@@ -60,8 +60,8 @@ def in_float64(call: Pooling) -> Pooling:
     args = {"ratio": call.problem.ratio, "overlap": call.problem.overlap, "before": bool(call.extents.lo.any())}
     lengths = call.extents.kv_len.tolist() if call.layout == "TND" else None
     args |= {"layout": call.layout, "kv_len": lengths, "windows": call.windows if lengths else 0}
-    wide: Pooling = RECORD.lower(bind(RECORD, {**tensors, **args}))
-    return wide
+    exact: Pooling = RECORD.lower(bind(RECORD, {**tensors, **args}))
+    return exact
 
 
 def upstream(call: Pooling) -> Tensor:
@@ -74,11 +74,11 @@ def test_results_and_gradients(case: Case) -> None:
     call = lowered(**case)
     dout = upstream(call)
     got = results(call, dout, "triton")
-    wide = in_float64(call)
+    exact = in_float64(call)
     if case.get("kv_len") and not case.get("packed"):
-        wide = RECORD.lower(bind(RECORD, {**wide.tensors, "ratio": 4, "overlap": True, "layout": "BSND",
+        exact = RECORD.lower(bind(RECORD, {**exact.tensors, "ratio": 4, "overlap": True, "layout": "BSND",
                                           "kv_len": case["kv_len"], "before": False}))  # fmt: skip
-    compare_with(str(case), got, lambda: results(wide, dout.double(), "golden"))
+    compare_with(str(case), got, lambda: results(exact, dout.double(), "golden"))
 
 
 def test_ranges_of_results_do_not_depend_on_what_else_is_computed() -> None:

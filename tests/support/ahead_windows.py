@@ -16,9 +16,9 @@ TABLES = pointers("i64", "strides", "lengths") | pointers("i32", "tokens") | poi
 
 def config(kernel: Any, problem: PoolingProblem, align: int = 0) -> Config:
     """A kernel of a problem; align: of rows, 0: to 16 bytes."""
-    wide = align or (4 if problem.dtype == "float32" else 8)
+    aligned = align or (4 if problem.dtype == "float32" else 8)
     types = TABLES | pointers(problem.dtype, *ROWS) | (pointers("float32", "bias") if problem.has_bias else {})
-    constants = launch.constants_of(problem, wide)[kernel.__name__]
+    constants = launch.constants_of(problem, aligned)[kernel.__name__]
     return lambda chip: Compiled(kernel, constants, types, launch.TILE, False)
 
 

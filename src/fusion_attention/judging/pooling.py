@@ -47,7 +47,7 @@ class Windows:
 
     Args:
         dout: the gradients of results of a sequence, [heads, windows, dim]; None: a forward.
-        swapped: a window pools the last channels of the window before, and the first of its own.
+        swapped: a window pools the last channels of the window before, and the first of its current.
         wrapped: the first window pools rows of zeros before it, which have gates of 0.
         unbiased: gates lack the bias.
     """
@@ -95,9 +95,9 @@ class Windows:
         windows = rows.unflatten(1, (-1, p.ratio))
         if p.overlap:
             halves = windows.unflatten(-1, (2, p.dim))[..., channels].unbind(-2)
-            before, own = halves[::-1] if self.swapped else halves
+            before, current = halves[::-1] if self.swapped else halves
             before = torch.cat((torch.zeros_like(before[:, :1]), before[:, :-1]), 1)
-            windows = torch.cat((before, own), 2)[:, first:]
+            windows = torch.cat((before, current), 2)[:, first:]
         else:
             windows = windows[..., channels]
         return windows.transpose(2, 3).flatten(0, 2).unsqueeze(1)
@@ -213,14 +213,14 @@ def measured(
             tallies[who][name].add((b, slice(0, len(ours)), slice(0, ours.shape[1])), ours, wanted)
 
     for b in range(len(e)):
-        expected, plain = x.sequence(b, grade), x.sequence(b, None) if with_baseline else {}
+        expected, program = x.sequence(b, grade), x.sequence(b, None) if with_baseline else {}
         for name, (value, variance) in expected.items():
             if name in captured:
                 dtype = _dtype(captured[name], p)
-                baseline = plain[name][0].to(dtype) if plain else None
+                baseline = program[name][0].to(dtype) if program else None
                 add(name, b, Wanted(value, grade.stored(value, variance, dtype), baseline))
         if BIAS in captured:
-            for total, t in zip(sums, (*expected["dgate"], plain.get("dgate", expected["dgate"])[0]), strict=True):
+            for total, t in zip(sums, (*expected["dgate"], program.get("dgate", expected["dgate"])[0]), strict=True):
                 total.index_add_(0, torch.arange(t.shape[1]) % p.ratio, t.double().sum(0))
     if BIAS in captured:
         value, variance, baseline = (t[None] for t in sums)
@@ -250,7 +250,7 @@ def _explained(x: Windows, of: Any, captured: Mapping[str, Tensor], base: Result
             continue
         result = measured(replace(x, **fields), of, captured, PROGRAM)
         left = (result.tallies[n].rms / base.tallies[n].rms for n in failing if base.tallies[n].rms)
-        if result.passes and all(part <= _LEFT for part in left):
+        if result.passes and all(fraction <= _LEFT for fraction in left):
             error = max(result.tallies[n].z for n in failing)
             results.append(Explanation(name, "", means, fix, tuple(failing), error, True))
     return tuple(sorted(results, key=lambda e: e.error))

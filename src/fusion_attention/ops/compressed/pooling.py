@@ -106,7 +106,7 @@ def _lower(bound: Bound) -> Pooling:
     n = bound.names
     kv = n["kv"]
 
-    def plain(names: dict[str, Any]) -> tuple[PoolingProblem, Extents]:
+    def described(names: dict[str, Any]) -> tuple[PoolingProblem, Extents]:
         memory = names["kv_len"] if names["layout"] == "TND" else np.full(names["B"], names["S"], np.int64)
         used = memory if names["kv_len"] is None else names["kv_len"]
         results = np.maximum(used // names["ratio"] - names["before"], 0)
@@ -118,7 +118,7 @@ def _lower(bound: Bound) -> Pooling:
         )
         return problem, Extents(results, memory, (results > 0) * int(names["before"]), none, none, none)
 
-    problem, extents = bound.once(plain)
+    problem, extents = bound.once(described)
     return Pooling(extents, n["layout"], {name: n[name] for name in DIFFERENTIABLE}, problem, _windows(n))
 
 

@@ -152,12 +152,12 @@ def pool_bias(q, k, bias, dout, notes, added, strides, lengths, tokens, count: t
     """Writes BD channels of the sum of a position's gradients over `per` results; grid (positions of all halves,
     blocks of channels, ranges of results)."""
     position, half = tl.program_id(0) % RATIO, tl.program_id(0) // RATIO
-    d, part = tl.program_id(1) * BD + tl.arange(0, BD), tl.program_id(2)
+    d, split = tl.program_id(1) * BD + tl.arange(0, BD), tl.program_id(2)
     column, there = half * DIM + d, d < DIM
     z_bias = tl.load(bias + position * (HALVES * DIM) + column, mask=there, other=0.0)
     acc = tl.zeros([BD], tl.float32)
-    for i in tl.range(0, tl.minimum(per, results - part * per)):
-        n = part * per + i
+    for i in tl.range(0, tl.minimum(per, results - split * per)):
+        n = split * per + i
         b, of_result, w = _window(tokens, lengths, count, n)
         row = (w - (HALVES - 1 - half)) * RATIO + position
         here = there & (row >= 0)
@@ -172,5 +172,5 @@ def pool_bias(q, k, bias, dout, notes, added, strides, lengths, tokens, count: t
             x = tl.load(q + at_x + row * step_x + column, mask=here, other=0.0).to(tl.float32)
             upstream = tl.load(dout + at + of_result * step + d, mask=here, other=0.0).to(tl.float32)
             acc += tl.where(here, tl.exp(z - top) / total * (upstream * x - delta), 0.0)
-    at_added = added + (part.to(tl.int64) * RATIO + position) * (HALVES * DIM) + column
+    at_added = added + (split.to(tl.int64) * RATIO + position) * (HALVES * DIM) + column
     tl.store(at_added, acc, mask=there)
