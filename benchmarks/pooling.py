@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
 from benchmarks.decode import READ_BYTES, reader
 from benchmarks.dense import DTYPES
-from fusion_attention.backends.cpu.pooling import Pooling
+from fusion_attention.api.compress import compress
 from fusion_attention.bench.pair import Pair
+from fusion_attention.contract import bind
+from fusion_attention.ops.compressed.pooling import RECORD, PoolingBackward
 from fusion_attention.ops.shared.pooling import Windows, pooled
+from fusion_attention.torch_ops.eager import run
 
 GROUP, DIM = "pooling, GB/s", 512
 # Name: rows of a window, overlap. The sizes of DeepSeek-V4's layers.
 LAYERS = {"4 rows, overlap": (4, True), "128 rows": (128, False)}
+DEFAULTS = {"layout": "BSND", "before": False}
 FORWARD, BACKWARD = 0.5, 0.4  # of the rate of reading memory, bfloat16
 
 
@@ -29,11 +34,16 @@ def keys(quick: bool) -> Iterator[Pair]:
             rows, gates = (torch.randn(1, count, 1, channels).to(dtype) for _ in range(2))
             bias = torch.randn(ratio, channels)
             dout = torch.randn(1, count // ratio, 1, DIM).to(dtype)
-            pooling, windows = Pooling(ratio, overlap, (count,), False, count), Windows(ratio, overlap)
+            windows = Windows(ratio, overlap)
+            words: Any = {"ratio": ratio, "position_bias": bias, "overlap": overlap}
+            assert RECORD.lower is not None
+            backward = PoolingBackward(
+                RECORD.lower(bind(RECORD, {"kv": rows, "gate": gates, **words, **DEFAULTS})), dout
+            )
             read = 2 * rows.numel() * rows.element_size()
             name, memory = f"{label}, {layer}", reader(True)
             goals = (0.0, 0.0) if quick or label != "bf16" else (FORWARD, BACKWARD)
-            ours = partial(pooling.forward, rows, gates, bias), partial(pooling.backward, rows, gates, bias, dout, True)
+            ours = partial(compress, rows, gates, **words), partial(run, backward)
             torch_way = partial(pooled, rows, gates, bias, windows), _autograd(rows, gates, bias, windows, dout)
             for i, way in enumerate(("forward", "backward")):
                 case, moved = f"{way}, {name}", read * (1 + i)

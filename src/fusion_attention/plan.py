@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fusion_attention.backends import Backend, choose, load
-from fusion_attention.ir.call import Lowered
+from fusion_attention.ir.call import Lowered, tensors_in
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import AnyProblem, Extents
 from fusion_attention.settings import chosen
@@ -80,9 +80,8 @@ class Plan:
         """Runs the operation on its memory (attention_forward: Operands; attention_backward: Operands and Grads)."""
         compute = getattr(self.module, self.op_kind)
         if torch._C._is_any_autocast_enabled():
-            # Autocast would round float32 products inside back ends. A loss with a given target has no q of its own.
-            rows = operands[0].q or operands[0].index.q
-            with torch.autocast(rows.keep[0].device.type, enabled=False):
+            # Autocast would round float32 products inside back ends.
+            with torch.autocast(next(tensors_in(operands)).device.type, enabled=False):
                 compute(self.problem, self.extents, self.schedule, *operands)
         else:
             compute(self.problem, self.extents, self.schedule, *operands)
@@ -137,8 +136,8 @@ def plan(
         extents: lengths and bands of the sequences.
         device: device of the operands.
         backend: "auto", or a name in BACKENDS.
-        op_kind: "attention_forward", "attention_backward", "indexer_topk", "indexer_backward", "indexer_lse" or
-            "indexer_loss".
+        op_kind: "attention_forward", "attention_backward", "indexer_topk", "indexer_backward", "indexer_lse",
+            "indexer_loss", "pooling" or "pooling_backward".
         updatable: a new plan that is not cached and whose key lengths Plan.update changes; extents are its capacity.
 
     Raises:

@@ -2,6 +2,7 @@
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_every_call_of_the_example_is_right(captures: Captures) -> None:
     """Forward and backward; probabilities of compressed keys have no formula of the judge."""
     judgeable = {
         "attention", "attention-backward", "compressed_attention", "compressed_attention-backward", "lightning_indexer",
-        "indexer_target_loss",
+        "indexer_target_loss", "compress", "compress-backward",
     }  # fmt: skip
     assert judgeable <= captures.keys()
     for name in judgeable:
@@ -111,3 +112,35 @@ def test_mistakes_of_the_chips_function(wrong: str, captures: Captures) -> None:
     assert result.verdict == ("wrong" if wrong else "right"), result
     assert [m.name for m in result.mistakes][:1] == ([wrong.partition(":")[0]] if wrong else []), result
     assert {*result.outputs} == {*outputs}
+
+
+def pooled(args: dict[str, Any], wrong: str = "") -> torch.Tensor:
+    """The compressed keys of whole sequences, window by window, in float64."""
+    kv, gate, bias, ratio = (args[name] for name in ("kv", "gate", "position_bias", "ratio"))
+    kv, z = kv.double(), gate.double()
+    if bias is not None and wrong != "position-bias-missing":
+        z = z + bias.double()[torch.arange(kv.shape[1]) % ratio][:, None]
+    dim = kv.shape[-1] // 2 if args["overlap"] else kv.shape[-1]
+    first, last = (slice(dim), slice(-dim, None))[:: -1 if wrong == "compressor-halves" else 1]
+    results = []
+    for w in range(kv.shape[1] // ratio):
+        here = slice(w * ratio, (w + 1) * ratio)
+        x, scores = kv[:, here, :, last], z[:, here, :, last]
+        if args["overlap"] and w:
+            before = slice((w - 1) * ratio, w * ratio)
+            x, scores = torch.cat((kv[:, before, :, first], x), 1), torch.cat((z[:, before, :, first], scores), 1)
+        elif args["overlap"] and wrong == "compressor-first-window":
+            x, scores = (torch.cat((torch.zeros_like(t), t), 1) for t in (x, scores))
+        results.append((scores.softmax(1) * x).sum(1))
+    return torch.stack(results, 1).to(args["kv"].dtype)
+
+
+@pytest.mark.parametrize("wrong", ["", "compressor-halves", "compressor-first-window", "position-bias-missing"])
+def test_mistakes_of_the_compressor(wrong: str, captures: Captures) -> None:
+    calls = [recording(captures, "compress", n) for n in range(len(captures["compress"]))]
+    call = next(c for c in calls if c.args["overlap"])
+    bias = call.args["position_bias"]
+    bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(1)))  # 0 before the first step
+    result = explained(call, {"out": pooled(call.args, wrong)})
+    assert result.verdict == ("wrong" if wrong else "right"), result
+    assert [m.name for m in result.mistakes][:1] == ([wrong] if wrong else []), result

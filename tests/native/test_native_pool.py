@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,9 @@ import torch
 from support.bits import same_bits, same_where_not_finite
 from support.native_dense import VARIANTS
 
-from fusion_attention.backends.cpu.pooling import Pooling
+from fusion_attention.backends import cpu
+from fusion_attention.contract import bind
+from fusion_attention.ops.compressed.pooling import OUT, RECORD, Pooling, PoolingBackward
 from fusion_attention.ops.shared.pooling import Windows, pooled
 from fusion_attention.testing.compare import compare
 from fusion_attention.testing.drawn import compare_with, expected_of
@@ -64,9 +66,15 @@ class Case:
         generator = torch.Generator().manual_seed(9)
         return torch.randn(self.ratio, self.channels, generator=generator) if self.biased else None
 
-    def pooling(self, variant: str | None) -> Pooling:
-        size = None if self.packed else self.size
-        return Pooling(self.ratio, self.overlap, self.lengths, self.before, size, variant)
+    def lowered(self, rows: Tensor, gates: Tensor, bias: Tensor | None) -> Pooling:
+        counts = [max(n // self.ratio - self.before, 0) for n in self.lengths]
+        args = {
+            "kv": rows, "gate": gates, "position_bias": bias, "ratio": self.ratio, "overlap": self.overlap,
+            "layout": "TND" if self.packed else "BSND", "kv_len": list(self.lengths), "before": self.before,
+            "windows": sum(counts) if self.packed else 0,
+        }  # fmt: skip
+        call: Pooling = RECORD.lower(bind(RECORD, args))
+        return call
 
     def upstream(self, dtype: torch.dtype) -> Tensor:
         """Gradients of padded results, NaN behind the last one."""
@@ -77,14 +85,27 @@ class Case:
         return dout.to(dtype)
 
 
+def computed(call: Any, variant: str | None) -> dict[str, Tensor]:
+    """The results of a lowered call by a variant of the core."""
+    results = call.results()
+    filled = call.fill(results)
+    filled.begin()
+    plan: Any = cpu.schedule(call.problem, call.extents, call.op_kind, variant)
+    getattr(cpu, call.op_kind)(call.problem, call.extents, plan, *filled.operands)
+    filled.finish()
+    return results
+
+
+def both(call: Pooling, dout: Tensor, variant: str | None) -> tuple[Tensor, ...]:
+    """out, dkv, dgate, and dbias if there is a bias."""
+    return *computed(call, variant).values(), *computed(PoolingBackward(call, dout), variant).values()
+
+
 def run(case: Case, dtype: torch.dtype, variant: str | None) -> tuple[Tensor, ...]:
     """out, dkv, dgate, and dbias if there is a bias."""
     rows, gates = (case.pack(case.rows(seed, dtype)) for seed in (1, 2))
     dout = case.pack(case.upstream(dtype), windows=True)
-    pooling, table = case.pooling(variant), case.table()
-    out = pooling.forward(rows, gates, table)
-    gradients = pooling.backward(rows, gates, table, dout, True)
-    return out, *(t for t in gradients if t is not None)
+    return both(case.lowered(rows, gates, case.table()), dout, variant)
 
 
 def witness(rows: Tensor, gates: Tensor, table: Tensor, case: Case) -> Tensor:
@@ -183,12 +204,12 @@ def test_large_results_are_the_same_bits_past_the_caches() -> None:
         at, windows = slice(3000 * b, 3000 * (b + 1)), slice(750 * b, 750 * (b + 1))
         for first in range(0, 3000, 1000):  # a window before the first result of a later call, and its gradients differ
             lead = 4 if first else 0
-            one = Pooling(4, True, [1000 + lead], bool(lead), None)
+            one = replace(case, lengths=(1000 + lead,), before=bool(lead))
             part = slice(at.start + first - lead, at.start + first + 1000)
-            out = one.forward(rows[part], gates[part], case.table())
-            same_bits(out, whole[0][windows][first // 4 : (first + 1000) // 4], "results")
             places = slice(windows.start + first // 4, windows.start + (first + 1000) // 4)
-            dkv, dgate, _ = one.backward(rows[part], gates[part], case.table(), dout[places], False)
+            call = one.lowered(rows[part], gates[part], case.table())
+            out, dkv, dgate, _ = both(call, dout[places], None)
+            same_bits(out, whole[0][places], "results")
             for got, want in ((dkv, whole[1]), (dgate, whole[2])):
                 same_bits(got[lead:-4, :, 512:], want[part][lead:-4, :, 512:], "gradients of the last half")
 
@@ -212,11 +233,8 @@ def test_what_is_not_finite_reaches_what_it_reaches_in_float64(case: Case, fill:
     given["gates"][0, 7:, 0, 4] = -torch.inf if name == "gates" else 0.0
     if name == "rows":
         given[name][0, 6, 0, 15:19] = value
-    table, pooling = case.table(), case.pooling(variant)
-    got = (
-        pooling.forward(given["rows"], given["gates"], table),
-        *pooling.backward(given["rows"], given["gates"], table, given["dout"], True),
-    )
+    table = case.table()
+    got = both(case.lowered(given["rows"], given["gates"], table), given["dout"], variant)
     leaves = [given[n].double() for n in ("rows", "gates")]
     assert table is not None
     leaves = [t.requires_grad_() for t in (*leaves, table.double())]
@@ -240,14 +258,14 @@ def test_large_values_and_gates_overflow_nothing(variant: str, overlap: bool) ->
         def program(z: Tensor = z) -> tuple[Tensor, ...]:
             return (pooled(rows.double(), z.double(), None, Windows(4, overlap)),)
 
-        got = case.pooling(variant).forward(rows, z, None)
+        got = computed(case.lowered(rows, z, None), variant)[OUT]
         assert wide.isfinite().all()
         compare_with("large", (got,), program)
 
 
 def test_bad_arguments_of_the_core_are_refused() -> None:
     case = Case()
-    pooling: Any = case.pooling(None)
-    pooling.results = pooling.results + 4
+    call = case.lowered(case.rows(1, torch.float32), case.rows(2, torch.float32), None)
+    more = replace(call, extents=replace(call.extents, q_len=call.extents.q_len + 4))
     with pytest.raises(ValueError, match="a sequence has fewer rows than its windows"):
-        pooling.forward(case.rows(1, torch.float32), case.rows(2, torch.float32), None)
+        computed(more, None)

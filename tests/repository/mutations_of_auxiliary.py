@@ -41,7 +41,7 @@ AUXILIARY = [
     package("rows before the first window weigh as zeros do", "ops/shared/pooling.py",
           "_with_previous(z, -torch.inf)", "_with_previous(z, 0.0)",
           "native/test_native_pool.py::test_large_values_and_gates_overflow_nothing"),
-    package("the first window in memory is pooled again", "backends/cpu/pooling.py",
-          "np.where(self.results > 0, int(before), 0)", "np.zeros_like(used)",
+    package("the first window in memory is pooled again", "ops/compressed/pooling.py",
+          "(results > 0) * int(names[\"before\"])", "none",
           "native/test_native_pool.py::test_results_and_gradients"),
 ]  # fmt: skip

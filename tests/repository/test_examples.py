@@ -16,7 +16,7 @@ from support.sources import ROOT, modules
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.cli import op_pages
-from fusion_attention.ops.auxiliary.records import CONTRACTS
+from fusion_attention.ops.auxiliary.definitions import CONTRACTS
 
 # The everyday suite trains for a moment only, and generates a few tokens where the weights are installed.
 ARGUMENTS = {

@@ -81,18 +81,15 @@ def test_compressed_keys_are_those_that_attention_takes() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"layout": "SBH"}, 'compress: layout: expected "BSND" or "TND", got SBH'),
-        ({"kv": None}, "compress: kv: expected a tensor of rows, got None"),
-        ({"kv": torch.zeros(())}, "compress: kv: expected a tensor of rows"),
-        ({"ratio": 2.5}, "compress: ratio: expected an int, got 2.5"),
-        ({"kv_len": 8}, "compress: kv_len: expected one number for each sequence, got 8"),
-        ({"gate": torch.zeros(1, 8, 1, 6, dtype=torch.int32)}, "gate: expected the dtype of kv, torch.float32"),
-        ({"kv": torch.zeros(2, 3)}, "compress: kv: expected floats [B, S, N2, C], got torch.float32 [2, 3]"),
-        ({"gate": torch.zeros(1, 8, 1, 5)}, "compress: gate: expected the shape of kv, [1, 8, 1, 6]"),
-        ({"ratio": 0}, "compress: ratio: expected at least 1, got 0"),
+        ({"layout": "SBH"}, "compress: layout: expected one of BSND, TND, got 'SBH'"),
+        ({"kv_len": 8}, "compress: kv_len: expected integers (list, tuple or tensor), got 8"),
+        ({"kv": torch.zeros(2, 3)}, "compress: kv: expected 4 dimensions [B, S, N2, C]"),
+        ({"gate": torch.zeros(1, 8, 1, 5)}, "compress: gate: expected axis 3 to be C=6 as in kv, got 5"),
+        ({"ratio": 0}, "compress: ratio: expected ratio > 0, got 0"),
         (dict.fromkeys(("kv", "gate"), torch.zeros(1, 8, 1, 5)) | {"overlap": True}, "an even number of channels"),
-        ({"position_bias": torch.zeros(3, 6)}, "compress: position_bias: expected [ratio, C] = [4, 6], got [3, 6]"),
-        ({"kv_len": [9]}, "compress: kv_len: expected lengths of sequences within 8 tokens, got [9]"),
+        ({"position_bias": torch.zeros(3, 6)}, "position_bias: expected axis 0 to be R=4 as in ratio, got 3"),
+        ({"kv_len": [9]}, "kv_len: expected the lengths of the sequences in kv, got length 9 of sequence 0"),
+        ({"layout": "TND"}, "compress: kv_len: expected the lengths of packed sequences, got None"),
         ({"kv_len": [1, 2]}, "compress: kv_len:"),
         ({"kv_len": [4], "state": fa.CompressionState()}, "compress: state: expected None beside kv_len"),
     ],
@@ -102,6 +99,13 @@ def test_what_is_refused(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(ContractError) as error:
         fa.compress(**{**given, **changed})
     assert words in str(error.value)
+
+
+def test_a_window_that_no_sequence_fills_gives_no_result() -> None:
+    rows = drawn(2, 8, 1, 6).requires_grad_()
+    out = fa.compress(rows, rows, ratio=1 << 62)
+    assert out.shape == (2, 0, 1, 6)
+    assert not torch.autograd.grad(out.sum(), rows)[0].any()
 
 
 def test_a_state_of_other_rows_is_refused() -> None:

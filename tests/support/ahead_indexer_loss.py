@@ -48,6 +48,7 @@ def types(problem: IndexerLossProblem | IndexerProblem) -> dict[str, str]:
         result |= pointers(low, "rows")
         result |= pointers("i32", "keys") if problem.select_count else {}
         result |= pointers("float32", "sink") if problem.has_sink else {}
+        result |= pointers("float32", "target", "values") if problem.has_target else {}
         if not problem.dim_rope:
             del result["q_rope"], result["k_rope"]
     return result
@@ -178,6 +179,10 @@ def configs() -> dict[str, Config]:
     results["clean_keys"] = warm(loss_parts.clean_keys, problem())
     results["finish_keys"] = warm(loss_parts.finish_keys, problem(**FLOAT16))
     results["compare"] = selected(selected_loss.compare, problem(**LATENT))
+    given = {"heads_q": 0, "heads_kv": 0, "dim_rope": 0}
+    results["compare given"] = selected(selected_loss.compare, problem(**LATENT | given))
+    results["warm_given"] = warm(dense_kl_loss.warm_given, problem(**given))
+    results["warm_difference given"] = warm(dense_kl_loss.warm_difference, problem(**given), ahead=1)
     return results
 
 

@@ -14,7 +14,8 @@ from fusion_attention.ops.auxiliary.definitions import AUXILIARY
 INTERFACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
 INTERFACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}
 INTERFACES |= {name: function for name, function in cann_ops.FROM_RECORDS.items() if name in RECORDS}
-del INTERFACES["decode_attention"]  # its cache stands for several of the record's parameters
+# A cache, and a state, stand for several of the record's parameters.
+del INTERFACES["decode_attention"], INTERFACES["compress"]
 AUXILIARY_INTERFACES: dict[str, Callable[..., Any]] = {
     name: cann_ops.FROM_RECORDS.get(name) or getattr(npu, name) for name in AUXILIARY
 }

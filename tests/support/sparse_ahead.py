@@ -15,7 +15,7 @@ import triton
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support import ahead_indexer, ahead_indexer_loss, ahead_sparse_backward, ahead_sparse_forward
+from support import ahead_indexer, ahead_indexer_loss, ahead_sparse_backward, ahead_sparse_forward, ahead_windows
 from support.ahead_run import Compiled
 from support.triton_ahead import CHIPS, Figures, of_types, taken, workers
 
@@ -24,6 +24,7 @@ AREAS = {
     "sparse_backward": ahead_sparse_backward,
     "indexer": ahead_indexer,
     "indexer_loss": ahead_indexer_loss,
+    "windows": ahead_windows,
 }
 RUNS = {
     f"{name} sm_{chip}": (area, name, chip)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
-from fusion_attention.contract import ContractError, Failure
-from fusion_attention.torch_ops.pooling import Windows, pooled
+from fusion_attention.backends import BackendName
+from fusion_attention.contract import ContractError
+from fusion_attention.ops.compressed.pooling import RECORD
+from fusion_attention.torch_ops import dispatch
 
 __all__ = ["CompressionState", "compress"]
 
@@ -30,20 +31,38 @@ class CompressionState:
         self._rows: tuple[Tensor, Tensor] | None = None
         self._windows: tuple[int, bool] | None = None  # ratio and overlap of the calls
 
-    def continued(self, rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
-        """Pools the windows that these rows complete, and keeps the rows of the unfinished window, and with overlap
-        those of the window before it."""
-        ratio, tokens = windows.ratio, rows.shape[1]
-        before = windows.overlap and self.tokens >= ratio
+    def continued(self, args: dict[str, Any], backend: str) -> Tensor:
+        """Pools the windows that the rows of a call complete, and keeps the rows of the unfinished window, and with
+        overlap those of the window before it."""
+        self._check(args)
+        kv, gate, ratio, overlap = (args[name] for name in ("kv", "gate", "ratio", "overlap"))
+        before = overlap and self.tokens >= ratio
         if self._rows is not None:
-            rows, gates = (torch.cat(pair, 1) for pair in zip(self._rows, (rows, gates), strict=True))
-        result = pooled(rows, gates, bias, replace(windows, before=before))
-        self.tokens += tokens
-        self._windows = ratio, windows.overlap
+            kv, gate = (torch.cat(pair, 1) for pair in zip(self._rows, (kv, gate), strict=True))
+        result = dispatch.results(RECORD, {**args, "kv": kv, "gate": gate, "before": before}, backend)["out"]
+        self.tokens += args["kv"].shape[1]
+        self._windows = ratio, overlap
         self.residual = self.tokens % ratio
-        first = rows.shape[1] - self.residual - (ratio if windows.overlap and self.tokens >= ratio else 0)
-        self._rows = rows[:, first:].detach().clone(), gates[:, first:].detach().clone()
+        first = kv.shape[1] - self.residual - (ratio if overlap and self.tokens >= ratio else 0)
+        self._rows = kv[:, first:].detach().clone(), gate[:, first:].detach().clone()
         return result
+
+    def _check(self, args: dict[str, Any]) -> None:
+        """Raises ContractError if this is the state of other rows or windows."""
+        windows = args["ratio"], args["overlap"]
+        if args["layout"] != "BSND" or args["kv_len"] is not None:
+            raise _refused("None beside kv_len or packed rows", "a state", "its sequences have one length")
+        if self._windows not in (None, windows):
+            raise _refused(f"a state of windows of {windows}", str(self._windows), "start a new CompressionState")
+        if self._rows is not None:
+            old = self._rows[0]
+            for name in ("kv", "gate"):
+                new = args[name]
+                alike = isinstance(new, Tensor) and (new.dtype, new.dim(), new.shape[:1], new.shape[2:]) == (
+                    old.dtype, old.dim(), old.shape[:1], old.shape[2:]
+                )  # fmt: skip
+                if not alike:
+                    raise _refused(f"the state of rows like {name}", _shown(old), "start a new CompressionState")
 
 
 def compress(
@@ -56,6 +75,7 @@ def compress(
     layout: Literal["BSND", "TND"] = "BSND",
     kv_len: Sequence[int] | Tensor | None = None,
     state: CompressionState | None = None,
+    backend: BackendName = "auto",
 ) -> Tensor:
     """Pools every window of `ratio` rows to one, with a softmax per channel over the rows of the window.
 
@@ -65,11 +85,10 @@ def compress(
     With overlap, rows have 2 D channels, and a window pools two sets of rows: channels 0 to D - 1 of the window before
     it (none before window 0), and channels D to 2 D - 1 of its own. These are the compressed keys of
     compressed_attention(). A sequence's unfinished last window gives none. Differentiable in kv, gate and
-    position_bias. Computed in float32, or in float64 for float64 rows: on a CPU by the native core, elsewhere and for
-    float64 by torch's operators.
+    position_bias. Computed in float32.
 
     Args:
-        kv: rows [B, S, N2, C], C = D or, with overlap, 2 D; float16, bfloat16, float32 or float64.
+        kv: rows [B, S, N2, C], C = D or, with overlap, 2 D; float16, bfloat16 or float32 (float64: backend="golden").
         gate: as kv.
         ratio: rows of a window.
         position_bias: [ratio, C], added to the gates by the position of a row in its window; None: none.
@@ -78,13 +97,15 @@ def compress(
         kv_len: tokens of every sequence; packed: needed.
         state: of earlier calls, whose unfinished windows go on here; this call's rows join it. Rows of earlier
             calls receive no gradient. "BSND" without kv_len only.
+        backend: "auto", "cpu", "triton" or "golden".
 
     Returns:
         [B, S // ratio, N2, D], with zeros behind the kv_len // ratio windows of a sequence; packed, [sum(kv_len //
         ratio), N2, D]. With a state, the windows that this call completes.
 
     Raises:
-        ContractError: shapes, lengths or a state that do not go together, named by parameter.
+        ContractError: a call that `fusion-attention ops compress` does not allow, or the state of other rows.
+        BackendError: no back end computes it, and why.
 
     Source: this library; the pooling of CANN's compressor, whose projections are the caller's.
 
@@ -93,70 +114,27 @@ def compress(
         >>> compress(kv, gate, ratio=4).shape
         torch.Size([1, 2, 1, 16])
     """
-    lengths = _checked(kv, gate, ratio, position_bias, overlap, layout, kv_len, state)
+    args: dict[str, Any] = {
+        "kv": kv, "gate": gate, "ratio": ratio, "position_bias": position_bias, "overlap": overlap, "layout": layout,
+        "kv_len": kv_len, "before": False,
+    }  # fmt: skip
     if state is not None:
-        return state.continued(kv, gate, position_bias, Windows(ratio, overlap))
-    used = None if kv_len is None else tuple(lengths)
-    return pooled(kv, gate, position_bias, Windows(ratio, overlap, used, layout == "TND"))
+        return state.continued(args, backend)
+    if layout == "TND":
+        args["windows"] = _windows(kv_len, ratio)
+    return dispatch.results(RECORD, args, backend)["out"]
 
 
-def _checked(
-    kv: Tensor, gate: Tensor, ratio: int, bias: Tensor | None, overlap: bool, layout: str,
-    kv_len: Sequence[int] | Tensor | None, state: CompressionState | None,
-) -> list[int]:  # fmt: skip
-    """Checks a call, and returns its lengths.
-
-    Raises:
-        ContractError: for the first invalid parameter.
-    """
-    for name, tensor in (("kv", kv), ("gate", gate)):
-        if not isinstance(tensor, Tensor) or tensor.dim() == 0:
-            raise _failure(name, "a tensor of rows", tensor, "one row for each token and head")
-    if not isinstance(ratio, int) or isinstance(ratio, bool):
-        raise _failure("ratio", "an int", ratio, "rows of a window")
-    if kv_len is not None and (isinstance(kv_len, int) or (isinstance(kv_len, Tensor) and kv_len.dim() != 1)):
-        raise _failure("kv_len", "one number for each sequence", kv_len, "a list, or a tensor with one axis")
-    lengths = [] if kv_len is None else [int(n) for n in kv_len]
-    rows, axes = ("[B, S, N2, C]", 4) if layout == "BSND" else ("[T, N2, C]", 3)
-    tokens = kv.shape[1] if layout == "BSND" and kv.dim() == 4 else kv.shape[0]
-    within = len(lengths) == len(kv) and max(lengths, default=0) <= tokens
-    fit = within if layout == "BSND" else sum(lengths) == tokens
-    before = None if state is None or state._rows is None else state._rows[0]
-    windows = None if state is None else state._windows
-    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    table: tuple[tuple[bool, str, str, Any, str], ...] = (
-        (layout in ("BSND", "TND"), "layout", '"BSND" or "TND"', layout, "transpose the rows"),
-        (kv.dim() == axes and kv.dtype in floats, "kv", f"floats {rows}", _shown(kv),
-         "one row for each token and head"),
-        (gate.shape == kv.shape, "gate", f"the shape of kv, {list(kv.shape)}", list(gate.shape),
-         "one for each channel"),
-        (gate.dtype == kv.dtype, "gate", f"the dtype of kv, {kv.dtype}", gate.dtype, "convert it"),
-        (ratio >= 1, "ratio", "at least 1", ratio, "rows of a window"),
-        (not (overlap and kv.shape[-1] % 2), "kv", "an even number of channels with overlap",
-         list(kv.shape), "they are two sets"),
-        (bias is None or list(bias.shape) == [ratio, kv.shape[-1]], "position_bias",
-         f"[ratio, C] = {[ratio, kv.shape[-1]]}", None if bias is None else list(bias.shape),
-         "a row for each position in a window"),
-        (layout == "BSND" or kv_len is not None, "kv_len", "the tokens of every sequence", None,
-         "packed rows do not show where a sequence ends"),
-        (kv_len is None or (fit and min(lengths, default=0) >= 0), "kv_len",
-         f"lengths of sequences within {tokens} tokens", lengths, "one for each sequence; packed, their sum is T"),
-        (state is None or (layout == "BSND" and kv_len is None), "state", "None beside kv_len or packed rows",
-         "a state", "sequences of a state have one length: call without kv_len"),
-        (before is None or (before.shape[0] == kv.shape[0] and before.shape[2:] == kv.shape[2:]), "state",
-         f"the state of {len(kv)} sequences of rows {list(kv.shape[2:])}",
-         None if before is None else list(before.shape), "start a new CompressionState"),
-        (windows in (None, (ratio, overlap)), "state", f"a state of windows of {(ratio, overlap)}", windows,
-         "(ratio, overlap) of its first call; or start a new CompressionState"),
-    )  # fmt: skip
-    for holds, param, expected, got, advice in table:
-        if not holds:
-            raise _failure(param, expected, got, advice)
-    return lengths
+def _windows(kv_len: Any, ratio: Any) -> int:
+    """The number of results of packed sequences, which the results' shape needs; 0 for a call that is refused."""
+    try:
+        return sum(max(int(n), 0) // ratio for n in kv_len)
+    except (TypeError, ValueError, ZeroDivisionError):
+        return 0
 
 
-def _failure(param: str, expected: str, got: Any, advice: str) -> ContractError:
-    return ContractError([Failure("compress", param, expected, str(got), advice)])
+def _refused(expected: str, got: str, advice: str) -> ContractError:
+    return ContractError([RECORD.failure("state", expected, got, advice)])
 
 
 def _shown(tensor: Tensor) -> str:

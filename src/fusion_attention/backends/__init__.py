@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fusion_attention.contract import BackendError
+from fusion_attention.ir.pooling import PoolingGrads, PoolingOperands, PoolingProblem
 from fusion_attention.ir.problem import (
     AnyProblem,
     Extents,
@@ -86,7 +87,7 @@ class Backend(Protocol):
 
 
 class IndexerBackend(Backend, Protocol):
-    """A back end that also computes the indexer and its loss, as all of them do."""
+    """A back end that also computes the indexer, its loss and pooling, as all of them do."""
 
     @property
     def indexer_topk(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands], None]:
@@ -106,6 +107,16 @@ class IndexerBackend(Backend, Protocol):
     @property
     def indexer_loss(self) -> Callable[[IndexerLossProblem, Extents, Any, IndexerLossOperands, IndexerGrads], None]:
         """Writes the loss, summed over all rows, and its gradients dq, dk and dweights."""
+        ...
+
+    @property
+    def pooling(self) -> Callable[[PoolingProblem, Extents, Any, PoolingOperands], None]:
+        """Writes out for every window of every sequence."""
+        ...
+
+    @property
+    def pooling_backward(self) -> Callable[[PoolingProblem, Extents, Any, PoolingOperands, PoolingGrads], None]:
+        """Writes the gradients of all rows and gates, and of the bias if it is wanted."""
         ...
 
 

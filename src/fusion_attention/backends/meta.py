@@ -28,3 +28,4 @@ def nothing(*_: Any) -> None:
 schedule = reschedule = prepare = keep = nothing
 attention_forward = attention_backward = nothing
 indexer_topk = indexer_backward = indexer_lse = indexer_loss = nothing
+pooling = pooling_backward = nothing

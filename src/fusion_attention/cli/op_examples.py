@@ -259,6 +259,11 @@ fours = latent.unflatten(1, (32, 4)).mean(2)  # a compressed key for every four 
 out, lse = fa.compressed_attention(q, latent, fours, ratio=4, band=fa.Band.window(15), return_lse=True)
 out.sum().backward()
 """,
+    "compress": """
+rows, gate = torch.randn(2, 128, 1, 64, requires_grad=True), torch.randn(2, 128, 1, 64)
+keys = fa.compress(rows, gate, ratio=4)  # a compressed key for every four tokens
+keys.sum().backward()
+""",
     "indexer_loss": """
 rows, keys = torch.randn(2, 128, 4, 32, requires_grad=True), torch.randn(2, 128, 1, 32)
 weights = torch.rand(2, 128, 4)

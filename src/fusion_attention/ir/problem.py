@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from fusion_attention.ir.kv import Dequant, MatrixView, PagedView, RowView
+from fusion_attention.ir.pooling import PoolingProblem
 
 EXTENT_ROWS = ("q_len", "kv_len", "lo", "hi", "prefix", "shift")
 # A sequence that is split at multiples of so many tokens gives the same bits as the unsplit sequence.
@@ -494,4 +495,4 @@ class IndexerLossOperands:
     sink: torch.Tensor | None = None  # float32 [heads_q]
 
 
-AnyProblem = Problem | IndexerProblem | IndexerLossProblem
+AnyProblem = Problem | IndexerProblem | IndexerLossProblem | PoolingProblem

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.judging import indexer
+from fusion_attention.judging import indexer, pooling
 from fusion_attention.judging.calls import BACKENDS, JudgeError, Recorded, recorded
 from fusion_attention.judging.diagnosis import diagnosed
 from fusion_attention.judging.error_location import looks_like, most
@@ -89,8 +89,9 @@ def judged(call: Recorded, *, search: bool, backends: bool = True, standard: str
     captured = call.judgeable(lowered)
     if lowered.extents is NO_SEQUENCE:
         raise JudgeError(f"{call.op.name}: the judge has no formula for it")
-    if indexer.serves(lowered):
-        return indexer.judged(call, lowered, search=search, backends=backends, standard=standard)
+    for others in (indexer, pooling):
+        if others.serves(lowered):
+            return others.judged(call, lowered, search=search, backends=backends, standard=standard)
     setting, outputs = setting_of(lowered, captured)
     theirs, reasons = _beside(call, lowered, captured) if backends else ({}, {})
 

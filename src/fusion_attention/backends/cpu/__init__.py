@@ -27,7 +27,9 @@ from fusion_attention.backends.cpu.indexer import (
 )
 from fusion_attention.backends.cpu.mean_rows import add_mean_gradients, add_means
 from fusion_attention.backends.cpu.native import KeptOperands, plan_backward, prepare_forward, run_backward, run_forward
+from fusion_attention.backends.cpu.pooling import PoolingPlan, plan_pooling, run_pooling, run_pooling_backward
 from fusion_attention.backends.cpu.sparse import plan_sparse, run_sparse_backward, run_sparse_forward
+from fusion_attention.ir.pooling import PoolingGrads, PoolingOperands, PoolingProblem
 from fusion_attention.ir.problem import (
     PLAIN_SELECTION,
     AnyProblem,
@@ -46,7 +48,7 @@ NAME = "cpu"
 DEVICES = ("cpu",)
 DTYPES = ("float32", "float16", "bfloat16")
 
-Schedule = ForwardPlan | BackwardPlan | SparsePlan | IndexerPlan | decode.Schedule | full_int8.Schedule
+Schedule = ForwardPlan | BackwardPlan | SparsePlan | IndexerPlan | decode.Schedule | full_int8.Schedule | PoolingPlan
 
 
 def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: str = "") -> list[str]:
@@ -55,9 +57,9 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: st
         ("device", torch.device(device).type, DEVICES),
         ("dtype", problem.dtype, DTYPES),
     ]
-    if not isinstance(problem, Problem):
+    if isinstance(problem, IndexerProblem | IndexerLossProblem):
         table.append(("weights_dtype", problem.weights_dtype, DTYPES))
-    elif problem.selects:
+    elif isinstance(problem, Problem) and problem.selects:
         table += [
             (f"{name} with select_count", getattr(problem, name), (value,)) for name, value in PLAIN_SELECTION.items()
         ]
@@ -82,6 +84,8 @@ def schedule(problem: AnyProblem, extents: Extents, op_kind: str, variant: str |
     backward = op_kind.endswith("_backward")
     if isinstance(problem, IndexerLossProblem):
         return plan_indexer_loss(problem, extents, variant)
+    if isinstance(problem, PoolingProblem):
+        return plan_pooling(problem, extents, op_kind, variant)
     if isinstance(problem, IndexerProblem):
         return plan_indexer(problem, extents, op_kind, variant)
     if problem.selects:
@@ -195,3 +199,15 @@ def indexer_loss(
         run_indexer_loss(schedule, problem, operands, grads)
     else:
         operands.loss.zero_()
+
+
+def pooling(problem: PoolingProblem, extents: Extents, schedule: PoolingPlan, operands: PoolingOperands) -> None:
+    """Writes operands.out for every window of every sequence."""
+    run_pooling(schedule, operands)
+
+
+def pooling_backward(
+    problem: PoolingProblem, extents: Extents, schedule: PoolingPlan, operands: PoolingOperands, grads: PoolingGrads
+) -> None:
+    """Writes the gradients of all rows and gates, and of the bias if it is wanted."""
+    run_pooling_backward(schedule, operands, grads)

@@ -2,88 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 
 import fusion_attention._native as _native
-from fusion_attention.backends.cpu.native import DTYPES
-from fusion_attention.memory import empty
-
-Tensor = torch.Tensor
-_Rows = tuple[int, np.ndarray, np.ndarray, int, int]
+from fusion_attention.backends.cpu.native import DTYPES, rows_of
+from fusion_attention.ir.pooling import PoolingGrads, PoolingOperands, PoolingProblem
+from fusion_attention.ir.problem import Extents
 
 
-def reads(*tensors: Tensor | None) -> bool:
-    """True if the core can read these rows."""
-    return all(t is None or (t.is_cpu and t.dtype in DTYPES and t.numel() > 0) for t in tensors)
-
-
-class Pooling:
-    """A division of rows into windows; sequences of rows [B, S, N, C], or packed [T, N, C].
+@dataclass(frozen=True, eq=False)
+class PoolingPlan:
+    """The core's arguments for the lengths of a call.
 
     Args:
-        lengths: rows of every sequence. before: as in the operator.
-        size: rows of every sequence in memory; None: packed rows.
+        sums: partial sums of the gradient of a bias, at most; 0: there is none.
         variant: an instruction set that runs here, None: the fastest.
     """
 
-    def __init__(
-        self,
-        ratio: int,
-        overlap: bool,
-        lengths: Sequence[int],
-        before: bool,
-        size: int | None,
-        variant: str | None = None,
-    ) -> None:
-        self.ratio, self.overlap, self.size, self.variant = ratio, overlap, size, variant
-        used = np.asarray(lengths, np.int64)
-        self.count = len(used)
-        self.results = np.maximum(used // ratio - before, 0)
-        self.room = self.results if size is None else np.full_like(used, max(size // ratio - before, 0))
-        self.rows = used if size is None else np.full_like(used, size)
-        self.before = np.where(self.results > 0, int(before), 0)
+    problem: tuple[Any, ...]
+    lengths: tuple[Any, ...]
+    dtype: torch.dtype
+    sums: int
+    variant: str | None
 
-    def forward(self, kv: Tensor, gate: Tensor, bias: Tensor | None) -> Tensor:
-        """Results of all windows; bias: float32."""
-        heads, channels = kv.shape[-2:]
-        shape = (int(self.room.sum()),) if self.size is None else (self.count, int(self.room[0]))
-        out = empty(kv, (*shape, heads, channels // (1 + self.overlap)))
-        table = None if bias is None else bias.contiguous()
-        rows, results = (self._view(t, n) for t, n in ((kv, self.rows), (out, self.room)))
-        operands = rows, self._view(gate, self.rows), _place(table), results, None, None, 0
-        _native.pool(torch.get_num_threads(), self._problem(kv), self._lengths(), operands, self.variant)
-        return out
-
-    def backward(
-        self, kv: Tensor, gate: Tensor, bias: Tensor | None, dout: Tensor, wants_dbias: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of kv, gate and (float32) bias."""
-        table = None if bias is None else bias.contiguous()
-        dkv, dgate = empty(kv, kv.shape), empty(gate, gate.shape)
-        dbias = None if table is None or not wants_dbias else empty(table, table.shape)
-        views = (self._view(t, self.rows) for t in (dkv, dgate))
-        rows = self._view(kv, self.rows), self._view(gate, self.rows)
-        operands = *rows, _place(table), self._view(dout, self.room), *views, _place(dbias)
-        _native.pool_gradients(torch.get_num_threads(), self._problem(kv), self._lengths(), operands, self.variant)
-        return dkv, dgate, dbias
-
-    def _problem(self, kv: Tensor) -> tuple[int, int, int, bool, int]:
-        heads, channels = kv.shape[-2:]
-        return heads, channels // (1 + self.overlap), self.ratio, self.overlap, DTYPES[kv.dtype]
-
-    def _lengths(self) -> tuple[np.ndarray, ...]:
-        return self.rows, self.results, self.before, self.room
-
-    def _view(self, tensor: Tensor, rows: np.ndarray) -> _Rows:
-        """Rows of all sequences; the caller keeps the tensor."""
-        *_, stride_token, stride_head, _ = tensor.stride()
-        first = np.cumsum(rows) - rows if self.size is None else np.arange(self.count)
-        address = first * (stride_token if self.size is None else tensor.stride(0))
-        return tensor.data_ptr(), address, np.full(self.count, stride_head), stride_token, tensor.shape[-1]
+    def workspace_bytes(self, threads: int) -> int:
+        """Bytes that a run allocates, at most."""
+        _, dim, ratio, overlap, _ = self.problem
+        padded = -(-dim // 16) * 16
+        return 4 * padded * (4 * threads + ratio * (1 + overlap) * self.sums)
 
 
-def _place(tensor: Tensor | None) -> int:
+def plan_pooling(p: PoolingProblem, extents: Extents, op_kind: str, variant: str | None) -> PoolingPlan:
+    """The core's plan of pooling or of its gradients."""
+    dtype = getattr(torch, p.dtype)
+    # Products of the sizes of a window that no sequence fills might exceed 64 bits; a bias has them in memory.
+    ratio = p.ratio if p.has_bias else min(p.ratio, int(extents.kv_len.max(initial=0)) + 1)
+    lengths = extents.kv_len, extents.q_len, extents.lo, extents.q_len
+    sums = max(64, -(-int(extents.q_len.sum()) * p.heads // 256)) if p.has_bias and op_kind != "pooling" else 0
+    return PoolingPlan((p.heads, p.dim, ratio, p.overlap, DTYPES[dtype]), lengths, dtype, sums, variant)
+
+
+def run_pooling(plan: PoolingPlan, o: PoolingOperands) -> None:
+    """Writes the result of every window."""
+    kv, gate, out = (rows_of(view, plan.dtype) for view in (o.kv, o.gate, o.out))
+    operands = kv, gate, _place(o.bias), out, None, None, 0
+    _native.pool(torch.get_num_threads(), plan.problem, plan.lengths, operands, plan.variant)
+
+
+def run_pooling_backward(plan: PoolingPlan, o: PoolingOperands, g: PoolingGrads) -> None:
+    """Writes the gradients of all rows and gates, and of the bias if it is wanted."""
+    kv, gate, dout, dkv, dgate = (rows_of(view, plan.dtype) for view in (o.kv, o.gate, g.dout, g.dkv, g.dgate))
+    operands = kv, gate, _place(o.bias), dout, dkv, dgate, _place(g.dbias)
+    _native.pool_gradients(torch.get_num_threads(), plan.problem, plan.lengths, operands, plan.variant)
+
+
+def _place(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()

@@ -13,6 +13,8 @@ import torch
 from fusion_attention.backends.golden.attention import attention_backward, attention_forward
 from fusion_attention.backends.golden.indexer import indexer_backward, indexer_topk
 from fusion_attention.backends.golden.indexer_loss import indexer_loss, indexer_lse
+from fusion_attention.backends.golden.pooling import pooling, pooling_backward
+from fusion_attention.ir.pooling import PoolingProblem
 from fusion_attention.ir.problem import AnyProblem, Extents, IndexerLossProblem, IndexerProblem
 
 __all__ = [
@@ -24,6 +26,8 @@ __all__ = [
     "indexer_lse",
     "indexer_topk",
     "keep",
+    "pooling",
+    "pooling_backward",
     "prepare",
     "reasons_against",
     "reschedule",
@@ -40,6 +44,8 @@ _BUFFERS = {
     "indexer_backward": 6,
     "indexer_lse": 4,
     "indexer_loss": 8,
+    "pooling": 6,
+    "pooling_backward": 12,
 }
 
 
@@ -50,6 +56,9 @@ def reasons_against(problem: AnyProblem, device: torch.device, op_kind: str = ""
 
 def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
     """Estimated bytes of the score matrices of the largest sequence."""
+    if isinstance(problem, PoolingProblem):
+        rows = int(extents.kv_len.max(initial=0))
+        return 8 * problem.heads * problem.channels * rows * _BUFFERS[op_kind]
     pairs = int((extents.q_len * extents.kv_len).max()) if len(extents) else 0
     if isinstance(problem, IndexerProblem):
         heads = problem.heads

@@ -10,6 +10,7 @@ import torch
 
 from fusion_attention.backends.triton.common import shapes
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
+from fusion_attention.ir.pooling import PoolingGrads, PoolingOperands, PoolingProblem
 from fusion_attention.ir.problem import (
     PLAIN_SELECTION,
     AnyProblem,
@@ -159,9 +160,9 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: st
     against = against_device(where)
     if isinstance(p, IndexerProblem | IndexerLossProblem):
         against += refused((("dtype", p.dtype, DTYPES), ("weights_dtype", p.weights_dtype, DTYPES)))
-        if isinstance(p, IndexerLossProblem) and p.has_target:
-            return [*against, "the triton back end computes no loss of an indexer against a given target."]
         return against + against_family(p, where, op_kind)
+    if isinstance(p, PoolingProblem):
+        return against + refused((("dtype", p.dtype, DTYPES),))
     if p.selects:
         return against + against_selection(p) + against_family(p, where, op_kind)
     return against + against_dense(p) + against_shape(p, where, op_kind) + against_cache(p)
@@ -180,6 +181,10 @@ def schedule(problem: AnyProblem, extents: Extents, op_kind: str) -> Schedule:
 def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
     """The most bytes that an operation allocates besides operands and results."""
     planned = schedule(problem, extents, op_kind)
+    if isinstance(problem, PoolingProblem):
+        from fusion_attention.backends.triton.windows import launch as launch_pooling
+
+        return launch_pooling.workspace_bytes(problem, planned)
     if isinstance(problem, IndexerLossProblem) or (isinstance(problem, IndexerProblem) and op_kind == "indexer_lse"):
         from fusion_attention.backends.triton.indexer import launch_loss
 
@@ -311,6 +316,27 @@ def indexer_loss(
     if not len(extents):
         operands.loss.zero_()
         return
-    assert operands.q is not None  # reasons_against() refuses a given target
-    with layout_table.on(layout_table.tensor_of(operands.q).device):
+    with layout_table.on(layout_table.tensor_of(operands.index.q).device):
         launch_loss.run_loss(problem, extents, schedule, operands, grads)
+
+
+def pooling(problem: PoolingProblem, extents: Extents, schedule: Schedule, operands: PoolingOperands) -> None:
+    """Writes operands.out for every window of every sequence."""
+    from fusion_attention.backends.triton.common import layout_table
+    from fusion_attention.backends.triton.windows import launch as launch_pooling
+
+    if len(extents):
+        with layout_table.on(layout_table.tensor_of(operands.kv).device):
+            launch_pooling.run(problem, extents, schedule, operands)
+
+
+def pooling_backward(
+    problem: PoolingProblem, extents: Extents, schedule: Schedule, operands: PoolingOperands, grads: PoolingGrads
+) -> None:
+    """Writes the gradients of all rows and gates, and of the bias if it is wanted; the same bits in every run."""
+    from fusion_attention.backends.triton.common import layout_table
+    from fusion_attention.backends.triton.windows import launch as launch_pooling
+
+    if len(extents):
+        with layout_table.on(layout_table.tensor_of(operands.kv).device):
+            launch_pooling.run_backward(problem, extents, schedule, operands, grads)

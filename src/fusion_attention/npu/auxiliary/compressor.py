@@ -8,7 +8,9 @@ import torch
 from fusion_attention.npu.auxiliary.call import as_given, computed
 from fusion_attention.ops.auxiliary.compressed_rows import Sequences, compressed
 from fusion_attention.ops.auxiliary.compressor import COMPRESSOR
-from fusion_attention.torch_ops.pooling import pooled
+from fusion_attention.ops.compressed.pooling import RECORD
+from fusion_attention.ops.shared.pooling import Windows
+from fusion_attention.torch_ops import dispatch
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | None
@@ -22,4 +24,13 @@ def compressor(
 ) -> Tensor:  # fmt: skip
     with as_given(x):
         sequences = Sequences.of(x, cmp_ratio, coff, cu_seqlens, seqused, start_pos)
-        return compressed(x, wkv, wgate, state_cache, ape, state_block_table, cache_mode, sequences, pooled)
+        return compressed(x, wkv, wgate, state_cache, ape, state_block_table, cache_mode, sequences, _pooled)
+
+
+def _pooled(kv: Tensor, gate: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
+    """Pools padded rows as fa.compress; float64 is golden's."""
+    args = {
+        "kv": kv, "gate": gate, "ratio": windows.ratio, "position_bias": bias, "overlap": windows.overlap,
+        "layout": "BSND", "before": windows.before,
+    }  # fmt: skip
+    return dispatch.results(RECORD, args, "golden" if kv.dtype == torch.float64 else "auto")["out"]

@@ -36,6 +36,7 @@ from fusion_attention.ops.compressed.rules import (
 from fusion_attention.ops.shared.metadata import metadata
 from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
+from fusion_attention.ops.shared.rules import own_scale
 from fusion_attention.ops.sparse import definitions as sparse
 from fusion_attention.ops.sparse.call import fresh, fresh_gradients
 from fusion_attention.ops.sparse.checks import keys_in
@@ -272,6 +273,7 @@ TORCH = V1.version(
     "cann_ops_transformer.sparse_flash_mla",
     V1.summary,
     **PACKAGE,
+    rules=(*V1.rules, own_scale("scale_value")),
     returns="(attn_out, softmax_lse); softmax_lse is a 0 unless it is asked for.",
     example="""\
 >>> q, kv, compressed = torch.randn(1, 6, 4, 16), torch.randn(1, 6, 1, 16), torch.randn(1, 3, 1, 16)

@@ -25,7 +25,7 @@ from fusion_attention.ops.shared.layouts import row_view
 from fusion_attention.ops.shared.metadata import NO_SEQUENCE, metadata
 from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
 from fusion_attention.ops.shared.prototypes import ON_DEVICE, of_cann
-from fusion_attention.ops.shared.rules import invalid, limit, meaning, of_lengths, typed
+from fusion_attention.ops.shared.rules import invalid, limit, meaning, of_lengths, own_scale, typed
 from fusion_attention.ops.sparse import definitions as sparse
 
 OUT = "l1_norm"
@@ -258,6 +258,7 @@ j < \left\lfloor \frac{i + L - S_1 + 1}{ratio} \right\rfloor \text{, all or thos
 TORCH = V1.version(
     "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm",
     V1.summary,
+    rules=(*V1.rules, own_scale("scale_value")),
     source="CANN's cann_ops_transformer",
     keywords="sparse_indices",
     declared=dict.fromkeys([p.name for p in LENGTHS], TENSOR_FIRST),

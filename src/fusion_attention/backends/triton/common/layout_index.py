@@ -14,7 +14,7 @@ SCALE_K, OFFSET_K = tl.constexpr(AT["scale_k"]), tl.constexpr(AT["offset_k"])
 SCALE_V, OFFSET_V = tl.constexpr(AT["scale_v"]), tl.constexpr(AT["offset_v"])
 IDS = tl.constexpr(AT["ids"])
 INDICES, WEIGHTS, VALUES = (tl.constexpr(AT[name]) for name in ("indices", "weights", "values"))
-DVALUES, DWEIGHTS = tl.constexpr(AT["dvalues"]), tl.constexpr(AT["dweights"])
+DVALUES, DWEIGHTS, TARGET = (tl.constexpr(AT[name]) for name in ("dvalues", "dweights", "target"))
 INDEX_Q, INDEX_K, INDEX_MAX, INDEX_SUM = (
     tl.constexpr(AT[name]) for name in ("index_q", "index_k", "index_max", "index_sum")
 )

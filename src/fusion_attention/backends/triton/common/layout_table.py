@@ -28,7 +28,7 @@ VIEWS = (
     *("scale_k", "offset_k", "scale_v", "offset_v"),
     "ids",
     # Lists, the indexer and its loss; index_q and index_k are used if attention's q and k are present too.
-    *("indices", "weights", "values", "dvalues", "dweights"),
+    *("indices", "weights", "values", "dvalues", "dweights", "target"),
     *("index_q", "index_k", "index_max", "index_sum"),
     # A second source of keys.
     *("k_compressed", "v_compressed", "dk_compressed", "dv_compressed", "ids_compressed"),

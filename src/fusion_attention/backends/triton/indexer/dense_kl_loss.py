@@ -28,6 +28,7 @@ from fusion_attention.backends.triton.indexer.loss_parts import (
     difference,
     finite_rows,
     finite_weights,
+    given_difference,
     steps,
     unit_of,
 )
@@ -185,10 +186,10 @@ def warm_target(q, k, q_rope, k_rope, notes, differences, strides, lengths, tile
 @triton.jit(do_not_specialize=["count", "first_tile", "first_block", "heads_index"])
 def warm_difference(index_q, index_k, weights, index_max, index_sum, differences, losses, strides, lengths, tiles,
                     count: tl.int32, first_tile: tl.int32, first_block: tl.int32, heads_index: tl.int32,
-                    E: tl.constexpr, DIM_INDEX: tl.constexpr, RATIO: tl.constexpr, ALIGN: tl.constexpr,
-                    BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+                    GIVEN: tl.constexpr, E: tl.constexpr, DIM_INDEX: tl.constexpr, RATIO: tl.constexpr,
+                    ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Overwrites p of one tile of rows and one tile of keys by y - p, and writes their contribution to the loss; grid
-    (tiles of keys, tiles of rows)."""
+    (tiles of keys, tiles of rows). GIVEN: writes y alone, from which warm_given() goes on."""
     tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * PER_TILE
     turn = tl.program_id(0)
     if turn >= tl.load(tile + 4):
@@ -206,9 +207,50 @@ def warm_difference(index_q, index_k, weights, index_max, index_sum, differences
     at, line = block_at(differences, tile, turn, BM, BN)
     at += (tl.arange(0, BM) * line)[:, None] + tl.arange(0, BN)[None, :]
     visible = sees(row, key, extents, RATIO) & valid[:, None]
-    gap, loss = difference(tl.load(at), x, top[:, None], total[:, None], visible, False)
-    tl.store(losses + first_block + tl.load(tile + 5) + turn, tl.sum(loss))
-    tl.store(at, gap)
+    if GIVEN:
+        y = tl.exp2((x - top[:, None]) * LOG2E) / total[:, None]
+        tl.store(at, tl.where(visible, y, 0.0))
+    else:
+        gap, loss = difference(tl.load(at), x, top[:, None], total[:, None], visible, False)
+        tl.store(losses + first_block + tl.load(tile + 5) + turn, tl.sum(loss))
+        tl.store(at, gap)
+
+
+@triton.jit(do_not_specialize=["count", "first_tile", "first_block"])
+def warm_given(target, values, differences, losses, strides, lengths, tiles, count: tl.int32, first_tile: tl.int32,
+               first_block: tl.int32, RATIO: tl.constexpr, UNIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+               BK: tl.constexpr):  # fmt: skip
+    """Overwrites y of one tile of rows by y sum(p) - p for a given target p (UNIT: sum(p) is taken as 1), writes y to
+    `values` if there are any, and the tile's contribution to the loss; grid (tiles)."""
+    tile = tiles + (first_tile + tl.program_id(0)).to(tl.int64) * PER_TILE
+    b, row0, row1, begin = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    turns = tl.load(tile + 4) * (BN // BK)
+    if turns == 0:
+        return
+    row, extents = row0 + tl.arange(0, BM), lengths_at(lengths, count, b)
+    at_p, stride_p = rows_at(strides, count, b, 0, layout_index.TARGET, 1)
+    of_p = target + at_p + row.to(tl.int64) * stride_p
+    valid, mass, lost = row < row1, tl.full([BM], UNIT, tl.float32), tl.zeros([BM], tl.float32)
+    if not UNIT:
+        for turn in tl.range(0, turns):
+            key = begin + turn * BK + tl.arange(0, BK)
+            visible = sees(row, key, extents, RATIO) & valid[:, None]
+            mass += tl.sum(tl.load(of_p[:, None] + key[None, :], mask=visible, other=0.0), 1)
+    at, line = block_at(differences, tile, 0, BM, BN)
+    for turn in tl.range(0, turns):
+        column = turn * BK + tl.arange(0, BK)
+        key = begin + column
+        visible = sees(row, key, extents, RATIO) & valid[:, None]
+        p = tl.load(of_p[:, None] + key[None, :], mask=visible, other=0.0)
+        of_gap = at + (tl.arange(0, BM) * line)[:, None] + column[None, :]
+        y = tl.load(of_gap)
+        if values is not None:
+            at_y, stride_y = rows_at(strides, count, b, 0, layout_index.VALUES, 1)
+            tl.store((values + at_y + row.to(tl.int64) * stride_y)[:, None] + key[None, :], y, mask=visible)
+        gap, loss = given_difference(p, mass[:, None], y, visible)
+        lost += tl.sum(loss, 1)
+        tl.store(of_gap, gap)
+    tl.store(losses + first_block + tl.load(tile + 5), tl.sum(lost, 0))
 
 
 @triton.jit(do_not_specialize=["count", "first_tile", "tiles_of_chunk"])

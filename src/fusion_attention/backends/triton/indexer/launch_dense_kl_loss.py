@@ -31,8 +31,9 @@ NOTE = shapes.Tile(0, 0, 4, 1)  # warps and stages of kernels without products, 
 Buffers = dict[str, tuple[int, torch.dtype, bool]]  # scratch: elements, dtype, true if filled with zeros
 ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum": "sum_"}
 FAMILY = Family(
-    dense_kl_loss.warm_lse, dense_kl_loss.join_lse, dense_kl_loss.warm_target, dense_kl_loss.warm_difference,
-    dense_kl_loss.warm_query, dense_kl_loss.warm_key, loss_parts.note, loss_parts.clean_keys, loss_parts.finish_keys,
+    dense_kl_loss.warm_lse, dense_kl_loss.join_lse, dense_kl_loss.warm_target, dense_kl_loss.warm_given,
+    dense_kl_loss.warm_difference, dense_kl_loss.warm_query, dense_kl_loss.warm_key, loss_parts.note,
+    loss_parts.clean_keys, loss_parts.finish_keys,
 )  # fmt: skip
 
 
@@ -248,9 +249,11 @@ def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> di
     return {
         "note": {"BM": tile["BM"]},
         "clean_keys": index | {"ALIGN": align, "BN": tile["BN"]},
-        "warm_difference": index | tile | {"RATIO": p.ratio, "ALIGN": align},
+        "warm_given": tile | {"RATIO": p.ratio, "UNIT": float(p.unit_target), "BK": 16},
+        "warm_difference": index | tile | {"RATIO": p.ratio, "ALIGN": align, "GIVEN": p.has_target},
         "warm_target": tile | {
-            "GROUP": p.heads_q // p.heads_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "BC": t.columns, "ALIGN": align,
+            "GROUP": p.heads_q // max(p.heads_kv, 1), "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "BC": t.columns,
+            "ALIGN": align,
         },
         "warm_query": index | tile | {
             "UNIT": loss_parts.UNIT.value if p.dtype == "float16" else 1.0, "ALIGN": align, "BK": t.query.BN,
@@ -284,7 +287,7 @@ def ready_warm(
     numbers = {"count": len(e), "heads_q": p.heads_q, "heads_index": p.heads_index}
     fixed = numbers | plane | {
         "strides": strides, "lengths": lengths, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
-        **{name: None for name in ("q_rope", "k_rope", "sink", "largest") if name not in given},
+        **{name: None for name in ("q_rope", "k_rope", "sink", "largest", "target", "values") if name not in given},
     }  # fmt: skip
     added = {"plane": work.padded_keys * width}
     buffers = buffers_of(p, work, t.target, width, rows)
@@ -296,15 +299,18 @@ def ready_warm(
     def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> None:
         launches.append(FAMILY.launch(kernel, grid, fixed | more, names, constexprs[kernel.__name__], tile))
 
-    if len(of_rows):
+    if len(of_rows) and (not p.has_target or "largest" in buffers):
         launch(loss_parts.note, (len(of_rows),), NOTE)
     if len(of_keys):
         launch(loss_parts.clean_keys, (len(of_keys),), NOTE, tiles=of_keys)
     for c in work.chunks:
         chunk = {"first_tile": c.first_tile, "tiles_of_chunk": c.tiles, "first_block": c.first_block}
         if c.turns:
-            launch(dense_kl_loss.warm_target, (c.turns, c.tiles), t.target, **chunk)
+            if not p.has_target:
+                launch(dense_kl_loss.warm_target, (c.turns, c.tiles), t.target, **chunk)
             launch(dense_kl_loss.warm_difference, (c.turns, c.tiles), t.difference, **chunk)
+            if p.has_target:
+                launch(dense_kl_loss.warm_given, (c.tiles,), NOTE, **chunk)
         launch(dense_kl_loss.warm_query, (c.tiles, p.heads_index), t.query, **chunk)
         if len(of_keys):
             launch(dense_kl_loss.warm_key, (len(of_keys), SPLITS), t.key, key_tiles=of_keys, **chunk, **added)

@@ -62,9 +62,10 @@ def run_loss(
 ) -> None:
     """Writes the loss and its gradients."""
     p, index = problem, o.index
-    assert o.stats is not None
+    stats = o.stats or index.stats  # of a loss without heads note() reads none
     views: dict[str, layout_table.View | None] = {
-        "q": o.q, "k": o.k, "max": o.stats.max, "sum": o.stats.sum,
+        "q": o.q or index.q, "k": o.k, "target": o.target, "values": index.values,
+        "max": None if stats is None else stats.max, "sum": None if stats is None else stats.sum,
         "q_rope": o.q_rope if p.dim_rope else None,
         "k_rope": o.k_rope if p.dim_rope else None,
         "index_q": index.q, "index_k": index.k, "weights": index.weights,
@@ -120,7 +121,7 @@ def row_table(e: Extents) -> np.ndarray:
 def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: int) -> dict[str, Constants]:
     """The compile-time arguments of each kernel of a loss over selected keys."""
     index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index, "ALIGN": align}
-    group, slots = p.heads_q // p.heads_kv, min(SLOTS, shapes.power(p.select_count))
+    group, slots = p.heads_q // max(p.heads_kv, 1), min(SLOTS, shapes.power(p.select_count))
     heads = shapes.power(p.heads_index)
     return {
         "note": {"BM": ROWS},
@@ -130,7 +131,7 @@ def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: in
             "BH": min(shapes.power(group), t.target.BN), "BK": t.target.BM, "BC": t.columns,
         },
         "score": index | {"HI": heads, "PADDED": heads != p.heads_index, "BK": t.score.BM},
-        "compare": {"BK": slots},
+        "compare": {"BK": slots, "GIVEN": p.has_target},
     }  # fmt: skip
 
 
@@ -167,7 +168,7 @@ def ready_selected(
     )
     strides, lengths, tokens, of_rows, to_write = (each.tensor for each in tables)
     buffers, rows = buffers_of(p, e), int(e.q_len.sum())
-    absent = {"q_rope", "k_rope", "sink"} - given.keys()
+    absent = {"q_rope", "k_rope", "sink", "target", "values"} - given.keys()
     fixed = dict.fromkeys(absent) | {
         "largest": None, "count": len(e), "heads_q": p.heads_q, "heads_kv": p.heads_kv, "heads_index": p.heads_index,
         "step_head": 1, "step_row": p.heads_q + 1, "slots": p.select_count, "strides": strides, "lengths": lengths,
@@ -179,13 +180,17 @@ def ready_selected(
     def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> Launch:
         return FAMILY.launch(kernel, grid, fixed | more, names, constexprs[kernel.__name__], tile)
 
-    first = [launch(loss_parts.note, (len(of_rows),), NOTE)] if len(of_rows) else []
+    first = [launch(loss_parts.note, (len(of_rows),), NOTE)] if len(of_rows) and not p.has_target else []
     chunks = []
     for at in range(0, rows, rows_of_chunk(p)):
         count, here = min(rows - at, rows_of_chunk(p)), {"first": at}
         launches = [
             launch(read_lists, (count, 1), LISTS, **here),
-            launch(selected_loss.target, (-(-p.select_count // t.target.BM), count), t.target, **here),
+            *(
+                []
+                if p.has_target
+                else [launch(selected_loss.target, (-(-p.select_count // t.target.BM), count), t.target, **here)]
+            ),
             launch(selected_loss.score, (count,), t.score, **here),
             launch(selected_loss.compare, (count,), NOTE, **here),
         ]

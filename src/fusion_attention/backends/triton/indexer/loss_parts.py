@@ -76,6 +76,13 @@ def difference(p, x, top, total, visible, SELECTED: tl.constexpr):
     return tl.where(visible, y - p, 0.0), tl.where(visible, loss, 0.0)
 
 
+@triton.jit
+def given_difference(p, mass, y, visible):
+    """(y * mass - p, terms of the loss) for a target p that sums to `mass`; 0 for hidden keys."""
+    loss = p * (tl.log(at_least(p, LEAST)) - tl.log(at_least(y, LEAST)))
+    return tl.where(visible, y * mass - p, 0.0), tl.where(visible, loss, 0.0)
+
+
 @triton.constexpr_function
 def steps(dim, columns):
     """ceil(dim / columns), the number of column blocks of a row."""

@@ -2,7 +2,7 @@
 
 selection.read_lists() marks the valid entries of a list; target() computes the attention's probabilities p of its keys,
 and score() the indexer's scores; compare() computes the loss and dI = y - p, from which gradient.py continues. Invalid
-entries load zeros and have key -1.
+entries load zeros and have key -1. If the caller passes p, target() does not run.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,8 +12,14 @@ import triton
 import triton.language as tl
 
 from fusion_attention.backends.triton.common import layout_index
-from fusion_attention.backends.triton.common.kernels import heads_at, load_part, rows_at
-from fusion_attention.backends.triton.indexer.loss_parts import at_least, columns_at, difference, steps
+from fusion_attention.backends.triton.common.kernels import LOG2E, heads_at, load_part, rows_at
+from fusion_attention.backends.triton.indexer.loss_parts import (
+    at_least,
+    columns_at,
+    difference,
+    given_difference,
+    steps,
+)
 from fusion_attention.backends.triton.selected.selection import token_at
 
 
@@ -100,29 +106,52 @@ def score(index_q, index_k, weights, keys, scores, strides, tokens, count: tl.in
         tl.store(out + k, tl.sum(each, 1), mask=k < slots)
 
 
-@triton.jit(do_not_specialize=["first", "slots"])
-def compare(keys, scores, dscores, losses, first: tl.int64, slots: tl.int32, BK: tl.constexpr):
-    """Overwrites p of a token's list by dI = y - p with y = softmax(I), and writes its loss; grid (tokens)."""
+@triton.jit(do_not_specialize=["count", "first", "slots"])
+def compare(keys, scores, dscores, losses, target, values, strides, tokens, count: tl.int32, first: tl.int64,
+            slots: tl.int32, GIVEN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """Overwrites p of a token's list by dI = y - p with y = softmax(I), and writes its loss; grid (tokens).
+
+    GIVEN: p is a row of `target`, dI = y sum(p) - p, and y is written to `values`, if there are any.
+    """
     at_token = tl.program_id(0).to(tl.int64)
-    of_keys, of_scores, of_p = keys + at_token * slots, scores + at_token * slots, dscores + at_token * slots
+    of_keys, of_scores, of_gap = keys + at_token * slots, scores + at_token * slots, dscores + at_token * slots
+    of_p, of_y = of_gap, of_gap
+    if GIVEN:
+        b, row = token_at(tokens, first + at_token)
+        at_p, stride_p = rows_at(strides, count, b, 0, layout_index.TARGET, 1)
+        of_p = target + at_p + row * stride_p
+        if values is not None:
+            at_y, stride_y = rows_at(strides, count, b, 0, layout_index.VALUES, 1)
+            of_y = values + at_y + row * stride_y
     top = tl.full([BK], -float("inf"), tl.float32)
     for k0 in tl.range(0, slots, BK):
         k = k0 + tl.arange(0, BK)
         x = tl.load(of_scores + k, mask=k < slots, other=0.0)
         top = tl.maximum(top, tl.where(listed(of_keys, k, slots) >= 0, x, -float("inf")))
     most = tl.max(top, 0)
-    total = tl.zeros([BK], tl.float32)
+    total, mass = tl.zeros([BK], tl.float32), tl.zeros([BK], tl.float32)
     for k0 in tl.range(0, slots, BK):
         k = k0 + tl.arange(0, BK)
         x = tl.load(of_scores + k, mask=k < slots, other=0.0)
-        total += tl.where(listed(of_keys, k, slots) >= 0, tl.exp(x - most), 0.0)
+        valid = listed(of_keys, k, slots) >= 0
+        total += tl.where(valid, tl.exp(x - most), 0.0)
+        if GIVEN:
+            mass += tl.load(of_p + k, mask=valid, other=0.0)
     normaliser = tl.sum(total, 0)
     lost = tl.zeros([BK], tl.float32)
     for k0 in tl.range(0, slots, BK):
         k = k0 + tl.arange(0, BK)
         x = tl.load(of_scores + k, mask=k < slots, other=0.0)
-        p = tl.load(of_p + k, mask=k < slots, other=0.0)
-        gap, loss = difference(p, x, most, normaliser, listed(of_keys, k, slots) >= 0, True)
+        valid = listed(of_keys, k, slots) >= 0
+        if GIVEN:
+            p = tl.load(of_p + k, mask=valid, other=0.0)
+            y = tl.exp2((x - most) * LOG2E) / normaliser
+            gap, loss = given_difference(p, tl.sum(mass, 0), y, valid)
+            if values is not None:
+                tl.store(of_y + k, y, mask=valid)
+        else:
+            p = tl.load(of_p + k, mask=k < slots, other=0.0)
+            gap, loss = difference(p, x, most, normaliser, valid, True)
         lost += loss
-        tl.store(of_p + k, gap, mask=k < slots)
+        tl.store(of_gap + k, gap, mask=k < slots)
     tl.store(losses + first + at_token, tl.sum(lost, 0))

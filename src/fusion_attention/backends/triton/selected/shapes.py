@@ -223,7 +223,7 @@ def op_kinds_of(problem: AnyProblem) -> tuple[str, ...]:
 
 def sizes_of(problem: AnyProblem) -> str:
     """The sizes of a problem as text for an error message."""
-    p = problem
+    p: Any = problem
     if isinstance(p, IndexerProblem):
         return f"{p.heads} indexer heads of {p.dim} elements, top_k {p.top_k}"
     sizes = f"dim_qk {p.dim_qk}, dim_rope {p.dim_rope}"

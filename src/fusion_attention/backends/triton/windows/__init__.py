@@ -1,0 +1,1 @@
+"""Kernels that pool windows of rows."""

@@ -1,0 +1,176 @@
+"""Kernels that pool windows of rows, forward and backward: a program has some channels of one window.
+
+A window with overlap has two halves: the first channels of the rows of the window before, and the last of its own. A
+row's half belongs to one window, so no two programs write to the same element. The gradient of a bias is a sum over
+windows: programs add up fixed ranges of them, in order.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.kernels import rows_at
+from fusion_attention.backends.triton.selected.selection import token_at
+
+INFINITE = tl.constexpr(float("inf"))
+LEAST = tl.constexpr(-745.0)  # the logarithm of float64's least number
+
+
+@triton.jit
+def _window(tokens, lengths, count, n):
+    """int64 (sequence, row in its results, window) of result n of all sequences."""
+    b, row = token_at(tokens, n)
+    return b, row, row + tl.load(lengths + 2 * count + b)
+
+
+@triton.jit
+def _rows(w, r0, half, d, RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.constexpr, BR: tl.constexpr):
+    """(positions in the window, rows in memory, columns, mask) of BR rows of a half."""
+    position = r0 + tl.arange(0, BR)
+    row = (w - (HALVES - 1 - half)) * RATIO + position
+    return position, row, half * DIM + d, ((position < RATIO) & (row >= 0))[:, None] & (d < DIM)[None, :]
+
+
+@triton.jit
+def _gates(k, bias, at, step, position, row, column, there, RATIO: tl.constexpr, HALVES: tl.constexpr,
+           DIM: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
+    """Gates of rows with the bias in float32; -inf outside of the mask."""
+    z = tl.load(k + at + row[:, None] * step + column[None, :], mask=there, other=-INFINITE).to(tl.float32)
+    if HAS_BIAS:
+        z += tl.load(bias + position[:, None] * (HALVES * DIM) + column[None, :], mask=there, other=0.0)
+    return z
+
+
+@triton.jit
+def _softmax(k, bias, at, step, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.constexpr,
+             HAS_BIAS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """(maximum of the gates, or 0 where all are -inf; sum of exp(gate - maximum)) of BD channels of a window."""
+    top, total = tl.full([BD], -INFINITE, tl.float32), tl.zeros([BD], tl.float32)
+    for half in tl.static_range(HALVES):
+        for r0 in tl.range(0, RATIO, BR):
+            position, row, column, there = _rows(w, r0, half, d, RATIO, HALVES, DIM, BR)
+            z = _gates(k, bias, at, step, position, row, column, there, RATIO, HALVES, DIM, HAS_BIAS)
+            new = tl.maximum(top, tl.max(z, 0))  # NaN reaches the sum
+            base = tl.where(new == -INFINITE, 0.0, new)
+            total = total * tl.exp(top - base) + tl.sum(tl.exp(z - base[None, :]), 0)
+            top = new
+    return tl.where(top == -INFINITE, 0.0, top), total
+
+
+@triton.jit
+def _pooled(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr,
+            DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """The result of BD channels of a window in float32. An infinite value has a weight as long as float64 has one."""
+    acc = tl.zeros([BD], tl.float32)
+    for half in tl.static_range(HALVES):
+        for r0 in tl.range(0, RATIO, BR):
+            position, row, column, there = _rows(w, r0, half, d, RATIO, HALVES, DIM, BR)
+            z = _gates(k, bias, at_z, step_z, position, row, column, there, RATIO, HALVES, DIM, HAS_BIAS)
+            x = tl.load(q + at_x + row[:, None] * step_x + column[None, :], mask=there, other=0.0).to(tl.float32)
+            weights = tl.exp(z - top[None, :]) / total[None, :]
+            lasting = (tl.abs(x) == INFINITE) & (z - top[None, :] > LEAST)
+            acc += tl.sum(tl.where(there, tl.where(lasting, x, weights * x), 0.0), 0)
+    return acc
+
+
+@triton.jit
+def _delta(q, k, bias, at_x, step_x, at_z, step_z, top, total, upstream, acc, w, d, RATIO: tl.constexpr,
+           HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr,
+           BD: tl.constexpr):  # fmt: skip
+    """The sum of weights times gradients of weights: upstream * acc, and term by term where upstream is infinite."""
+    infinite = tl.abs(upstream) == INFINITE
+    delta = upstream * acc
+    if tl.max(infinite.to(tl.int32), 0) > 0:
+        terms = tl.zeros([BD], tl.float32)
+        for half in tl.static_range(HALVES):
+            for r0 in tl.range(0, RATIO, BR):
+                position, row, column, there = _rows(w, r0, half, d, RATIO, HALVES, DIM, BR)
+                z = _gates(k, bias, at_z, step_z, position, row, column, there, RATIO, HALVES, DIM, HAS_BIAS)
+                x = tl.load(q + at_x + row[:, None] * step_x + column[None, :], mask=there, other=0.0).to(tl.float32)
+                weights = tl.exp(z - top[None, :]) / total[None, :]
+                terms += tl.sum(tl.where(there, weights * (upstream[None, :] * x), 0.0), 0)
+        delta = tl.where(infinite, terms, delta)
+    return delta
+
+
+@triton.jit(do_not_specialize=["count"])
+def pool(q, k, bias, out, strides, lengths, tokens, count: tl.int32, RATIO: tl.constexpr, HALVES: tl.constexpr,
+         DIM: tl.constexpr, HAS_BIAS: tl.constexpr, ALIGN: tl.constexpr, BR: tl.constexpr,
+         BD: tl.constexpr):  # fmt: skip
+    """Writes BD channels of one result; grid (results, heads, blocks of channels)."""
+    h, d = tl.program_id(1).to(tl.int64), tl.program_id(2) * BD + tl.arange(0, BD)
+    b, row, w = _window(tokens, lengths, count, tl.program_id(0))
+    at_x, step_x = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
+    at_z, step_z = rows_at(strides, count, b, h, layout_index.K, ALIGN)
+    top, total = _softmax(k, bias, at_z, step_z, w, d, RATIO, HALVES, DIM, HAS_BIAS, BR, BD)
+    acc = _pooled(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, d, RATIO, HALVES, DIM, HAS_BIAS, BR, BD)
+    at, step = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
+    tl.store(out + at + row * step + d, acc.to(out.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit(do_not_specialize=["count", "plane"])
+def pool_gradient(q, k, bias, dout, dq, dk, notes, strides, lengths, tokens, count: tl.int32, plane: tl.int64,
+                  RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr,
+                  ALIGN: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """Writes the gradients of BD channels of the rows and gates of one window, and with a bias the window's maxima,
+    sums and deltas to notes, three planes [results, heads, DIM]; grid as pool()."""
+    n, h, d = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BD + tl.arange(0, BD)
+    b, of_result, w = _window(tokens, lengths, count, n)
+    at_x, step_x = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
+    at_z, step_z = rows_at(strides, count, b, h, layout_index.K, ALIGN)
+    top, total = _softmax(k, bias, at_z, step_z, w, d, RATIO, HALVES, DIM, HAS_BIAS, BR, BD)
+    acc = _pooled(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, d, RATIO, HALVES, DIM, HAS_BIAS, BR, BD)
+    at, step = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
+    upstream = tl.load(dout + at + of_result * step + d, mask=d < DIM, other=0.0).to(tl.float32)
+    delta = _delta(q, k, bias, at_x, step_x, at_z, step_z, top, total, upstream, acc, w, d, RATIO, HALVES, DIM,
+                   HAS_BIAS, BR, BD)  # fmt: skip
+    if HAS_BIAS:
+        of_notes = notes + (n.to(tl.int64) * tl.num_programs(1) + h) * DIM + d
+        tl.store(of_notes, top, mask=d < DIM)
+        tl.store(of_notes + plane, total, mask=d < DIM)
+        tl.store(of_notes + 2 * plane, delta, mask=d < DIM)
+    at_dx, step_dx = rows_at(strides, count, b, h, layout_index.DQ, ALIGN)
+    at_dz, step_dz = rows_at(strides, count, b, h, layout_index.DK, ALIGN)
+    for half in tl.static_range(HALVES):
+        for r0 in tl.range(0, RATIO, BR):
+            position, row, column, there = _rows(w, r0, half, d, RATIO, HALVES, DIM, BR)
+            z = _gates(k, bias, at_z, step_z, position, row, column, there, RATIO, HALVES, DIM, HAS_BIAS)
+            x = tl.load(q + at_x + row[:, None] * step_x + column[None, :], mask=there, other=0.0).to(tl.float32)
+            weights = tl.exp(z - top[None, :]) / total[None, :]
+            dx, dz = weights * upstream[None, :], weights * (upstream[None, :] * x - delta[None, :])
+            tl.store(dq + at_dx + row[:, None] * step_dx + column[None, :], dx.to(dq.dtype.element_ty), mask=there)
+            tl.store(dk + at_dz + row[:, None] * step_dz + column[None, :], dz.to(dk.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["count", "plane", "results", "per", "heads"])
+def pool_bias(q, k, bias, dout, notes, added, strides, lengths, tokens, count: tl.int32, plane: tl.int64,
+              results: tl.int32, per: tl.int32, heads: tl.int32, RATIO: tl.constexpr, HALVES: tl.constexpr,
+              DIM: tl.constexpr, ALIGN: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """Writes BD channels of the sum of a position's gradients over `per` results; grid (positions of all halves,
+    blocks of channels, ranges of results)."""
+    position, half = tl.program_id(0) % RATIO, tl.program_id(0) // RATIO
+    d, split = tl.program_id(1) * BD + tl.arange(0, BD), tl.program_id(2)
+    column, there = half * DIM + d, d < DIM
+    z_bias = tl.load(bias + position * (HALVES * DIM) + column, mask=there, other=0.0)
+    acc = tl.zeros([BD], tl.float32)
+    for i in tl.range(0, tl.minimum(per, results - split * per)):
+        n = split * per + i
+        b, of_result, w = _window(tokens, lengths, count, n)
+        row = (w - (HALVES - 1 - half)) * RATIO + position
+        here = there & (row >= 0)
+        for h in tl.range(0, heads):
+            at_x, step_x = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
+            at_z, step_z = rows_at(strides, count, b, h, layout_index.K, ALIGN)
+            at, step = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
+            of_notes = notes + (n.to(tl.int64) * heads + h) * DIM + d
+            top, total = tl.load(of_notes, mask=here, other=0.0), tl.load(of_notes + plane, mask=here, other=1.0)
+            delta = tl.load(of_notes + 2 * plane, mask=here, other=0.0)
+            z = tl.load(k + at_z + row * step_z + column, mask=here, other=-INFINITE).to(tl.float32) + z_bias
+            x = tl.load(q + at_x + row * step_x + column, mask=here, other=0.0).to(tl.float32)
+            upstream = tl.load(dout + at + of_result * step + d, mask=here, other=0.0).to(tl.float32)
+            acc += tl.where(here, tl.exp(z - top) / total * (upstream * x - delta), 0.0)
+    at_added = added + (split.to(tl.int64) * RATIO + position) * (HALVES * DIM) + column
+    tl.store(at_added, acc, mask=there)

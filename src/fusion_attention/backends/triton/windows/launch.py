@@ -1,0 +1,111 @@
+"""Launches of the kernels that pool windows of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusion_attention.backends.triton.common import layout_table, shapes
+from fusion_attention.backends.triton.common.launching import Constants, Family, Ready, Schedule
+from fusion_attention.backends.triton.selected.launch import tokens
+from fusion_attention.backends.triton.windows.kernel import pool, pool_bias, pool_gradient
+from fusion_attention.ir.pooling import PoolingGrads, PoolingOperands, PoolingProblem
+from fusion_attention.ir.problem import Extents
+
+FAMILY = Family(pool, pool_gradient, pool_bias)
+TILE = shapes.Tile(16, 128, 4, 1)  # rows and channels of a program
+RANGES = 64  # of results, whose gradients of a bias are added up by different programs
+
+
+def constants_of(p: PoolingProblem, align: int) -> dict[str, Constants]:
+    """The compile-time arguments of each kernel."""
+    channels = {"BD": min(TILE.BN, shapes.power(p.dim)), "ALIGN": align if p.dim % align == 0 else 1}
+    window = {"RATIO": p.ratio, "HALVES": 1 + p.overlap, "DIM": p.dim}
+    rows = {"BR": min(TILE.BM, 1 << (p.ratio - 1).bit_length()), "HAS_BIAS": p.has_bias}
+    return {"pool": channels | window | rows, "pool_gradient": channels | window | rows, "pool_bias": channels | window}
+
+
+def buffers_of(p: PoolingProblem, e: Extents) -> dict[str, tuple[int, ...]]:
+    """The float32 scratch of a backward with a bias."""
+    results = int(e.q_len.sum())
+    return {"notes": (3, results, p.heads, p.dim), "added": (RANGES, p.ratio, p.channels)}
+
+
+def workspace_bytes(p: PoolingProblem, schedule: Schedule) -> int:
+    """The most bytes of scratch."""
+    if schedule.op_kind == "pooling" or not p.has_bias:
+        return 0
+    elements = 0
+    for first, *others in buffers_of(p, schedule.device_tables.capacity).values():
+        elements += first * torch.Size(others).numel()
+    return 4 * elements
+
+
+def run(p: PoolingProblem, extents: Extents, schedule: Schedule, o: PoolingOperands) -> None:
+    """Writes the result of every window."""
+    _ready(p, schedule, {"q": o.kv, "k": o.gate, "out": o.out}, {"bias": o.bias}, ("pool",))
+
+
+def run_backward(p: PoolingProblem, extents: Extents, schedule: Schedule, o: PoolingOperands, g: PoolingGrads) -> None:
+    """Writes the gradients of all rows and gates, and of the bias."""
+    for view in (g.dkv, g.dgate):
+        view.keep[0].zero_()  # rows that no window pools
+    views: dict[str, layout_table.View | None] = {"q": o.kv, "k": o.gate, "dout": g.dout, "dq": g.dkv, "dk": g.dgate}
+    kernels = ("pool_gradient", "pool_bias") if g.dbias is not None else ("pool_gradient",)
+    given = _ready(p, schedule, views, {"bias": o.bias}, kernels)
+    if g.dbias is not None:
+        torch.sum(given["added"], 0, out=g.dbias)
+
+
+def _ready(
+    p: PoolingProblem,
+    schedule: Schedule,
+    views: dict[str, layout_table.View | None],
+    more: dict[str, Any],
+    kernels: tuple[str, ...],
+) -> dict[str, Any]:
+    """Runs kernels on these views; returns their arguments, with scratch."""
+    given = {name: layout_table.tensor_of(view) for name, view in views.items() if view is not None} | more
+    key = kernels, layout_table.layout(views, given)
+    ready = schedule.once(key, lambda: _launches(p, schedule, views, given, kernels))
+    ready.run(given)
+    return given
+
+
+def _launches(
+    p: PoolingProblem,
+    schedule: Schedule,
+    views: dict[str, layout_table.View | None],
+    given: dict[str, Any],
+    kernels: tuple[str, ...],
+) -> Ready:
+    e = schedule.device_tables.capacity
+    device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
+    constexprs = constants_of(p, layout_table.alignment(views, table))
+    tables = (
+        layout_table.Copied.of(table, device),
+        schedule.device_tables.on(device, "lengths", layout_table.lengths),
+        schedule.device_tables.on(device, "tokens", tokens),
+    )
+    strides, lengths, of_results = (each.tensor for each in tables)
+    results = int(e.q_len.sum())
+    fixed = {
+        "strides": strides, "lengths": lengths, "tokens": of_results, "count": len(e), "heads": p.heads,
+        "plane": results * p.heads * p.dim, "results": results, "per": -(-results // RANGES),
+    }  # fmt: skip
+    scratch = buffers_of(p, e) if "pool_gradient" in kernels and p.has_bias else {}
+    if not scratch and "pool_gradient" in kernels:
+        fixed["notes"] = None
+    blocks = -(-p.dim // constexprs["pool"]["BD"])
+    grids = {
+        "pool": (results, p.heads, blocks),
+        "pool_gradient": (results, p.heads, blocks),
+        "pool_bias": (p.ratio * (1 + p.overlap), blocks, RANGES),
+    }
+    launches = [
+        FAMILY.launch(kernel, grids[name], fixed, [*given, *scratch], constexprs[name], TILE)
+        for kernel in (pool, pool_gradient, pool_bias)
+        if (name := kernel.__name__) in kernels and (results or name == "pool_bias")
+    ]
+    return Ready(launches, tables, scratch)

@@ -1,0 +1,256 @@
+"""Judges calls that pool windows of rows, and their gradients.
+
+The formulas are those of attention: for a channel of a window, a query with one element and without products, whose
+keys are the window's rows, and whose scores are their gates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fusion_attention.ir.pooling import PoolingOperands, PoolingProblem
+from fusion_attention.ir.problem import Extents, Problem
+from fusion_attention.judging import expected_error, formulas
+from fusion_attention.judging.calls import BACKENDS, Recorded
+from fusion_attention.judging.error_bound import Errors
+from fusion_attention.judging.error_location import Map, looks_like
+from fusion_attention.judging.evaluate import Result, graded
+from fusion_attention.judging.expected_error import KERNEL, PROGRAM, Grade
+from fusion_attention.judging.formulas import Precision
+from fusion_attention.judging.outputs import Wanted
+from fusion_attention.judging.setting import Block
+from fusion_attention.judging.standards import Tally
+from fusion_attention.judging.verdict import Explanation, Judgement, judgement, opinion
+
+Tensor = torch.Tensor
+OUT, BIAS = "out", "dposition_bias"
+PAIRS = 1 << 21
+_LEFT = 0.25
+# (name, description, advice, changed fields)
+MISTAKES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("compressor-halves", "The halves of overlapping windows are exchanged.",
+     "The first channels are those of the window before; the last, of the window's rows.", {"swapped": True}),
+    ("compressor-first-window", "The first window pools rows before the sequence.",
+     "They count nothing: their gates are -inf, not 0.", {"wrapped": True}),
+    ("position-bias-missing", "Gates lack their bias by position.", "Is position_bias passed?", {"unbiased": True}),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """A call with what a mistake may change.
+
+    Args:
+        dout: the gradients of results of a sequence, [heads, windows, dim]; None: a forward.
+        swapped: a window pools the last channels of the window before, and the first of its current.
+        wrapped: the first window pools rows of zeros before it, which have gates of 0.
+        unbiased: gates lack the bias.
+    """
+
+    problem: PoolingProblem
+    extents: Extents
+    operands: PoolingOperands
+    dout: Callable[[int], Tensor] | None
+    swapped: bool = False
+    wrapped: bool = False
+    unbiased: bool = False
+
+    def parts(self, b: int) -> Iterator[slice]:
+        """Ranges of channels of about PAIRS elements of a sequence."""
+        p = self.problem
+        step = max(1, PAIRS // max(p.heads * int(self.extents.kv_len[b]), 1))
+        return (slice(first, min(first + step, p.dim)) for first in range(0, p.dim, step))
+
+    def block(self, b: int, channels: slice) -> Block:
+        """Channels of results as heads of a block, each with one row and the keys of its window."""
+        p, o, first = self.problem, self.operands, int(self.extents.lo[b])
+        end = (first + int(self.extents.q_len[b])) * p.ratio
+        x, z = (view.sequence(b, p.heads, end).double() for view in (o.kv, o.gate))
+        if o.bias is not None and not self.unbiased:
+            z = z + o.bias.double()[torch.arange(end) % p.ratio]
+        values, scores = (self._keys(t, first, channels) for t in (x, z))
+        visible = torch.ones_like(scores, dtype=torch.bool)
+        if p.overlap and first == 0 and not self.wrapped:
+            visible.unflatten(0, (p.heads, -1, channels.stop - channels.start))[:, 0, :, :, : p.ratio] = False
+        heads, keys = len(scores), scores.shape[-1]
+        none = torch.zeros(heads, 1, 1, dtype=torch.float64)
+        block = Block(
+            Problem(heads, heads, 1, 1, dtype=p.dtype, bias="matrix"), b, slice(0, heads), slice(0, 1), slice(0, keys),
+            keys, none, none.expand(-1, keys, -1), values.mT, None, None, 1.0, 0.0, scores, visible,
+            torch.ones(1, dtype=torch.bool), q_len=1,
+        )  # fmt: skip
+        if self.dout is None:
+            return block
+        dout, right = self.dout(b)[..., channels].double().reshape(-1, 1, 1), formulas.forward(block)
+        return replace(block, saved=(dout, right["out"], right["max"], right["sum"]))
+
+    def _keys(self, rows: Tensor, first: int, channels: slice) -> Tensor:
+        """[heads * windows * channels, 1, keys] of a sequence's rows."""
+        p = self.problem
+        windows = rows.unflatten(1, (-1, p.ratio))
+        if p.overlap:
+            halves = windows.unflatten(-1, (2, p.dim))[..., channels].unbind(-2)
+            before, current = halves[::-1] if self.swapped else halves
+            before = torch.cat((torch.zeros_like(before[:, :1]), before[:, :-1]), 1)
+            windows = torch.cat((before, current), 2)[:, first:]
+        else:
+            windows = windows[..., channels]
+        return windows.transpose(2, 3).flatten(0, 2).unsqueeze(1)
+
+    def _rows(self, keys: Tensor, b: int, channels: int) -> Tensor:
+        """The inverse of _keys(): [heads, rows in memory, 1 or 2, channels] of keys; 0 where no window pools a row."""
+        p, first, count = self.problem, int(self.extents.lo[b]), int(self.extents.q_len[b])
+        windows = keys.reshape(p.heads, count, channels, -1).transpose(2, 3)
+        memory = -(-int(self.extents.kv_len[b]) // p.ratio)
+        result = keys.new_zeros(p.heads, memory + 1, p.ratio, 1 + p.overlap, channels)  # behind a window of zeros
+        result[:, first + 1 : first + 1 + count, :, int(p.overlap and not self.swapped)] = windows[:, :, -p.ratio :]
+        if p.overlap:
+            result[:, first : first + count, :, int(self.swapped)] = windows[:, :, : p.ratio]
+        return result[:, 1:].flatten(1, 2)[:, : int(self.extents.kv_len[b])]
+
+    def sequence(self, b: int, grade: Grade | None) -> dict[str, tuple[Tensor, Tensor]]:
+        """(values, variances) of a sequence by output, [heads, windows or rows, elements]."""
+        p, e = self.problem, self.extents
+        parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for channels in self.parts(b) if int(e.q_len[b]) else ():
+            width = channels.stop - channels.start
+            for name, both in self.wanted(self.block(b, channels), grade).items():
+                shown = [
+                    t.reshape(p.heads, -1, 1, width) if name == OUT else self._rows(t.double(), b, width) for t in both
+                ]
+                parts.setdefault(name, []).append((shown[0], shown[1]))
+        if not parts:
+            names = {OUT: (0, p.dim)} if self.dout is None else dict.fromkeys(("dkv", "dgate"), (int(e.kv_len[b]), -1))
+            none = {n: torch.zeros(p.heads, rows, p.dim if n == OUT else p.channels) for n, (rows, _) in names.items()}
+            return {n: (t.double(), t.double()) for n, t in none.items()}
+        return {
+            name: (torch.cat([v for v, _ in each], -1).flatten(2), torch.cat([v for _, v in each], -1).flatten(2))
+            for name, each in parts.items()
+        }
+
+    def wanted(self, block: Block, grade: Grade | None) -> dict[str, tuple[Tensor, Tensor]]:
+        """(values, variances) of a block by output, [heads, 1, 1 or keys]; grade None: of a float32 program."""
+        precision = formulas.GOLDEN if grade is not None else Precision(torch.float32)
+        if grade is KERNEL and self.problem.dtype != "float64":  # which rounds no weight
+            block = replace(block, problem=replace(block.problem, dtype="float32"))
+        block = formulas.narrowed(block, precision)
+        if self.dout is None:
+            soft = formulas.softmax(block)
+            value = formulas.forward(block, precision, soft)["out"]
+            return {OUT: (value, value if grade is None else expected_error.forward(
+                block, soft, value, grade, statistics=False)["out"])}  # fmt: skip
+        scored = formulas.scored(block, precision)
+        values = {"dkv": formulas.gradients(block, precision, scored)["dv"].mT, "dgate": scored.dscores}
+        if grade is None:
+            return {name: (value, value) for name, value in values.items()}
+        delta = expected_error.delta(block, scored, grade)
+        variances = {
+            "dkv": expected_error.gradients(block, scored, delta, grade)["dv"].mT,
+            "dgate": expected_error.scored(block, scored, delta, grade),
+        }
+        return {name: (value, variances[name]) for name, value in values.items()}
+
+
+def serves(lowered: Any) -> bool:
+    """True if a call pools windows, or is of the gradients."""
+    return str(lowered.op_kind).startswith("pooling")
+
+
+def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standard: str = "error-bound") -> Judgement:
+    """Judges a call, like judge.judged()."""
+    of = getattr(lowered, "call", lowered)
+    operands = lowered.fill(lowered.results()).operands[0]
+    dout = None
+    if of is not lowered:
+        view = of.rows(lowered.dout.to(of.given("kv").dtype), of.problem.heads)
+        dout = lambda b: view.sequence(b, of.problem.heads, int(of.extents.q_len[b]))  # noqa: E731
+    x = Windows(of.problem, of.extents, operands, dout)
+    captured = call.judgeable(lowered)
+    theirs: dict[str, Any] = {who: call.computed(who, captured) for who in BACKENDS} if backends else {}
+    others = {who: t for who, t in theirs.items() if not isinstance(t, str)}
+
+    def measure(names: Sequence[str] | None, grade: Grade) -> Result:
+        chosen = captured if names is None else {n: captured[n] for n in names}
+        return measured(x, of, chosen, grade, standard == "cann-double", others if names is None else {})
+
+    result, grades = graded(measure)
+    mistakes = _explained(x, of, captured, result) if search and not result.passes else ()
+    opinions = {
+        n: opinion(n, tally, grades[n], standard, result.maps[n], [] if tally.passes else looks_like(tally))
+        for n, tally in result.tallies.items()
+    }
+    errors = {who: {n: t.z for n, t in tallies.items()} for who, tallies in result.beside.items()}
+    return judgement(call, opinions, theirs | errors, captured, standard, search, mistakes, False)
+
+
+def measured(
+    x: Windows, of: Any, captured: Mapping[str, Tensor], grade: Grade, with_baseline: bool = False,
+    beside: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
+) -> Result:  # fmt: skip
+    """Measures the outputs to judge, and results of other back ends beside them, against golden's."""
+    p, e = x.problem, x.extents
+    given: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}
+    shapes = {OUT: (p.heads, e.q_len.tolist(), p.dim), BIAS: (1, [p.ratio], p.channels)}
+    tallies = {
+        who: {n: _tally(t[n], *shapes.get(n, (p.heads, e.kv_len.tolist(), p.channels)), p) for n in captured}
+        for who, t in given.items()
+    }
+    # Of the bias: values, variances, and values of a float32 program.
+    sums = [torch.zeros(p.ratio, p.channels, dtype=torch.float64) for _ in range(3)]
+
+    def add(name: str, b: int, wanted: Wanted) -> None:
+        for who, t in given.items():
+            if name == BIAS:
+                ours = t[name][None]
+            else:
+                view = of.rows(t[name], p.heads) if name == OUT else of.memory_rows(t[name])
+                ours = view.sequence(b, p.heads, wanted.value.shape[1])
+            tallies[who][name].add((b, slice(0, len(ours)), slice(0, ours.shape[1])), ours, wanted)
+
+    for b in range(len(e)):
+        expected, program = x.sequence(b, grade), x.sequence(b, None) if with_baseline else {}
+        for name, (value, variance) in expected.items():
+            if name in captured:
+                dtype = _dtype(captured[name], p)
+                baseline = program[name][0].to(dtype) if program else None
+                add(name, b, Wanted(value, grade.stored(value, variance, dtype), baseline))
+        if BIAS in captured:
+            for total, t in zip(sums, (*expected["dgate"], program.get("dgate", expected["dgate"])[0]), strict=True):
+                total.index_add_(0, torch.arange(t.shape[1]) % p.ratio, t.double().sum(0))
+    if BIAS in captured:
+        value, variance, baseline = (t[None] for t in sums)
+        dtype, terms = _dtype(captured[BIAS], p, "float32"), int(e.q_len.sum()) * p.heads
+        variance = variance + expected_error.summed(value, terms, getattr(torch, p.dtype), grade)
+        add(BIAS, 0, Wanted(value, grade.stored(value, variance, dtype), baseline if with_baseline else None))
+    errors = tallies.pop("")
+    return Result(errors, {n: Map(tally, "rows") for n, tally in errors.items()}, tallies)
+
+
+def _dtype(tensor: Tensor, p: PoolingProblem, name: str = "") -> torch.dtype:
+    """The dtype to which an output is rounded; golden's results are judged in the call's dtype."""
+    dtype: torch.dtype = tensor.dtype
+    return dtype if dtype != torch.float64 else getattr(torch, name or p.dtype)
+
+
+def _tally(tensor: Tensor, heads: int, lengths: list[int], columns: int, p: PoolingProblem) -> Tally:
+    return Tally(tensor.dtype, Errors(lengths, heads, columns), p.ratio * (1 + p.overlap))
+
+
+def _explained(x: Windows, of: Any, captured: Mapping[str, Tensor], base: Result) -> tuple[Explanation, ...]:
+    """The mistakes whose results are the captured ones."""
+    results, failing = [], base.failing
+    for name, means, fix, fields in MISTAKES:
+        of_bias = "unbiased" in fields
+        if x.operands.bias is None if of_bias else not x.problem.overlap:
+            continue
+        result = measured(replace(x, **fields), of, captured, PROGRAM)
+        left = (result.tallies[n].rms / base.tallies[n].rms for n in failing if base.tallies[n].rms)
+        if result.passes and all(fraction <= _LEFT for fraction in left):
+            error = max(result.tallies[n].z for n in failing)
+            results.append(Explanation(name, "", means, fix, tuple(failing), error, True))
+    return tuple(sorted(results, key=lambda e: e.error))

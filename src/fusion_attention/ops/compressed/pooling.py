@@ -1,0 +1,192 @@
+"""The definition of `fusion_attention.compress` and its lowered calls, which pool windows of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import Array, Attr, Bound, Op, Tensor
+from fusion_attention.ir.call import Filled, buffer
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.pooling import PoolingGrads, PoolingOperands, PoolingProblem
+from fusion_attention.ir.problem import Extents
+from fusion_attention.memory import empty
+from fusion_attention.ops.shared.call import OfCall, Results, Run, TensorCall
+from fusion_attention.ops.shared.checks import Outcome, lengths_fit
+from fusion_attention.ops.shared.layouts import row_view, wide
+from fusion_attention.ops.shared.params import OWN_FLOATS, output
+from fusion_attention.ops.shared.rules import invalid, meaning, needed, of_lengths
+from fusion_attention.ops.sparse.definitions import LAYOUT
+
+OUT = "out"
+DIFFERENTIABLE = ("kv", "gate", "position_bias")
+
+
+@dataclass(frozen=True, eq=False)
+class Pooling(TensorCall):
+    """A lowered call; results have the layout of its rows.
+
+    Args:
+        windows: results of a padded sequence in memory, or of all packed sequences.
+    """
+
+    problem: PoolingProblem
+    windows: int
+    op_kind = "pooling"
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Allocates the results."""
+        kv = self.given("kv")
+        return {OUT: empty(kv, (*kv.shape[:-3], self.windows, self.problem.heads, self.problem.dim))}
+
+    def memory_rows(self, tensor: torch.Tensor) -> RowView:
+        """View of the rows of a tensor like kv."""
+        return row_view(tensor, self.layout, self.problem.heads, self.extents, "kv")
+
+    def operands(self, out: torch.Tensor | None) -> PoolingOperands:
+        """Views of the call's tensors, and of `out`."""
+        bias = wide(self.tensors["position_bias"], self.given("kv"))
+        rows = None if out is None else self.rows(out, self.problem.heads)
+        kv, gate = (self.memory_rows(self.given(name)) for name in ("kv", "gate"))
+        # Back ends read a contiguous bias.
+        return PoolingOperands(kv, gate, rows, None if bias is None else bias.contiguous())
+
+    def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
+        """A run on views of the call's tensors and of `outputs`."""
+        out = buffer(outputs[OUT])
+        clears = () if self.covers(out) else (out,)
+        return Filled((self.operands(out),), (out,), (outputs[OUT],), clears)
+
+    def backward(self, results: Results, upstream: Results) -> PoolingBackward:
+        """The call of the gradients."""
+        return PoolingBackward(self, upstream[OUT])
+
+    def gradients(
+        self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The gradients of the inputs, as ir.call.Differentiable."""
+        result = run(PoolingBackward(self, upstream[OUT], wanted is None or "position_bias" in wanted))
+        return {name: result[f"d{name}"] for name in DIFFERENTIABLE if f"d{name}" in result}
+
+
+class PoolingBackward(OfCall):
+    """A lowered call of the gradients; of_bias: that of a bias is wanted."""
+
+    call: Pooling
+    op_kind = "pooling_backward"
+
+    def __init__(self, call: Pooling, dout: torch.Tensor, of_bias: bool = True) -> None:
+        super().__init__(call)
+        self.dout, bias = dout, call.tensors["position_bias"]
+        self.bias = bias if of_bias else None
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Allocates the gradients."""
+        like = {"dkv": self.call.given("kv"), "dgate": self.call.given("gate")}
+        like |= {} if self.bias is None else {"dposition_bias": self.bias}
+        return {name: empty(t, t.shape) for name, t in like.items()}
+
+    def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
+        """A run on views of the call's tensors and of the gradients."""
+        call, result = self.call, tuple(outputs.values())
+        dkv, dgate, *dbias = (buffer(tensor) for tensor in result)
+        # Back ends write the gradient of a bias in the precision of its sums.
+        dbias = [empty(t, t.shape, torch.promote_types(call.given("kv").dtype, torch.float32)) for t in dbias]
+        dout = call.rows(self.dout.to(dkv.dtype), call.problem.heads)
+        grads = PoolingGrads(dout, call.memory_rows(dkv), call.memory_rows(dgate), *dbias)
+        nothing = () if len(call.extents) else tuple(dbias)  # Then no back end runs.
+        return Filled((call.operands(None), grads), (dkv, dgate, *dbias), result, nothing)
+
+
+def _lower(bound: Bound) -> Pooling:
+    n = bound.names
+    kv = n["kv"]
+
+    def described(names: dict[str, Any]) -> tuple[PoolingProblem, Extents]:
+        memory = names["kv_len"] if names["layout"] == "TND" else np.full(names["B"], names["S"], np.int64)
+        used = memory if names["kv_len"] is None else names["kv_len"]
+        results = np.maximum(used // names["ratio"] - names["before"], 0)
+        none = np.zeros_like(results)
+        dtype = str(kv.dtype).removeprefix("torch.")
+        dim = names["C"] // (1 + names["overlap"])
+        problem = PoolingProblem(
+            names["N2"], dim, names["ratio"], bool(names["overlap"]), dtype, names["position_bias"] is not None
+        )
+        return problem, Extents(results, memory, (results > 0) * int(names["before"]), none, none, none)
+
+    problem, extents = bound.once(described)
+    return Pooling(extents, n["layout"], {name: n[name] for name in DIFFERENTIABLE}, problem, _windows(n))
+
+
+def _windows(n: Mapping[str, Any]) -> Any:
+    """Results of a padded sequence in memory, or of all packed sequences; an int, or a torch.SymInt in a trace."""
+    return n["windows"] if n["layout"] == "TND" else torch.sym_max(n["kv"].shape[1] // n["ratio"] - n["before"], 0)
+
+
+def _fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    *rows, heads, channels = n["kv"].shape
+    return {OUT: empty(n["kv"], (*rows[:-1], _windows(n), heads, channels // (1 + n["overlap"])))}
+
+
+def lengths_add_up(given: np.ndarray, tokens: int) -> Outcome:
+    """True if lengths are those of all packed rows."""
+    total = int(given.sum())
+    return bool((given >= 0).all() and total == tokens) or f"{given.tolist()}, {tokens} rows in the tensor"
+
+
+_SHAPE = {"BSND": "B S N2 C", "TND": "T N2 C"}
+_LENGTHS = {"layout": "TND", "kv_len": [9, 8], "windows": 4}
+RECORD = Op(
+    "compress",
+    "Pools every window of rows to one, with a softmax per channel over the rows of the window.",
+    params=(
+        Tensor("kv", "Rows; with overlap, those of the next window, then those of their own.", dtypes=OWN_FLOATS,
+               shape=_SHAPE),
+        Tensor("gate", "The logits of the rows.", dtypes="=kv", shape=_SHAPE),
+        Attr("ratio", "Rows of a window.", axis="R"),
+        Tensor("position_bias", "Added to the gates by the position of a row in its window.", True, dtypes=OWN_FLOATS,
+               shape="R C"),
+        Attr("overlap", "Windows also pool the rows of the window before, and rows have 2 D elements.", type=bool,
+             default=False),
+        LAYOUT,
+        Array("kv_len", "Rows of every sequence (TND: needed).", True),
+        Attr("before", "The first window in memory is the one before the first result.", type=bool, default=False),
+        Attr("windows", "Results of all packed sequences.", default=0),
+        output(OUT, "A row for every complete window.", {"BSND": "B W N2 D", "TND": "W N2 D"}, "=kv"),
+    ),
+    rules=(
+        needed("kv_len", "packed rows do not show where a sequence ends", text="the lengths of packed sequences",
+               only=("TND",)),
+        of_lengths("lengths_fit(kv_len, False, B, S, None)",
+                   "kv_len: the lengths of the sequences in kv (one for each sequence)", only=("BSND",),
+                   invalid={"kv_len": [1, 10]}),
+        of_lengths("lengths_add_up(kv_len, T)",
+                   "kv_len: the lengths of all sequences in kv (one for each sequence, in all the rows of kv)",
+                   only=("TND",), invalid={"kv_len": [9, 9]}),
+        invalid("N2 >= 1 and C >= 1", "kv: heads with elements (rows without elements have no keys)",
+                invalid={"C": 0}),
+        invalid("not overlap or C % 2 == 0", "kv: an even number of channels with overlap (they are two sets)",
+                invalid={"overlap": True, "C": 5}),
+        meaning("windows == sum((kv_len // ratio - before).clip(0))",
+                "windows: the complete windows of the sequences (pass kv_len as a list of integers)", only=("TND",),
+                invalid={"windows": 3}),
+    ),
+    formula="z_p = gate_p + position_bias[p % ratio],  out_w = sum_p softmax_p(z_p) * kv_p,  p in window w",
+    tex=r"z_p = gate_p + bias_{p \bmod r} \qquad out_w = \sum_{p=wr}^{wr+r-1} "
+        r"\operatorname{softmax}_p(z_p) \odot kv_p",
+    layouts=("BSND", "TND"),
+    layout_attr="layout",
+    neutral={"overlap": False, "before": False, "windows": 0, **dict.fromkeys(("kv_len", "B", "S", "T", "W", "D"))},
+    functions={one.__name__: one for one in (lengths_fit, lengths_add_up)},
+    lower=_lower,
+    results=(OUT,),
+    fresh=_fresh,
+    trains={OUT: DIFFERENTIABLE},
+    sizes={"B": 2, "S": 9, "T": 17, "N2": 1, "C": 8, "R": 4},
+    samples={"BSND": {"ratio": 4}, "TND": {"ratio": 4, **_LENGTHS}},
+)  # fmt: skip
+RECORDS = (RECORD,)
