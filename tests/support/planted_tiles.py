@@ -110,11 +110,11 @@ def kernel(
             new = here if apart else torch.maximum(top, here)
             shift = new.masked_fill(new == -math.inf, 0)
             weights, fade = (scores - shift).exp(), (top - shift).exp()
-            part, added = weights.to(x.q.dtype).float() @ values, weights.sum(-1, keepdim=True)
-            partial.append((part, added))
+            product, added = weights.to(x.q.dtype).float() @ values, weights.sum(-1, keepdim=True)
+            partial.append((product, added))
             if padded and b - a < x.tile:
                 added = added + (x.tile - (b - a)) * (-shift).exp()
-            out = out * (1 if "out" in unscaled else fade) + part
+            out = out * (1 if "out" in unscaled else fade) + product
             total = total * (1 if "sum" in unscaled else fade) + added
             top = new
     result = out / total.where(total != 0, 1.0)  # rows without a key are zeros

@@ -34,13 +34,13 @@ class Case:
     wrong: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     marks: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
-    def wrong_places(self, output: Output, count: int) -> list[tuple[int, int, int]]:
+    def wrong_rows_of(self, output: Output, count: int) -> list[tuple[int, int, int]]:
         """Returns up to `count` wrong (sequence, head, row) of an output, evenly spaced."""
-        places = [
+        rows = [
             (b, head, row) for b, w in enumerate(self.wrong.get(output.name, ())) for head, row in w.nonzero().tolist()
         ]
-        step = max((len(places) - 1) / max(count - 1, 1), 1.0)
-        return [places[round(i * step)] for i in range(min(count, len(places)))]
+        step = max((len(rows) - 1) / max(count - 1, 1), 1.0)
+        return [rows[round(i * step)] for i in range(min(count, len(rows)))]
 
 
 @dataclass(frozen=True, eq=False)

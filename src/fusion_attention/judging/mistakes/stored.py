@@ -37,7 +37,7 @@ def _samples(case: Case, o: Output) -> list[tuple[Tensor, Tensor]]:
     s = case.setting
     return [
         (o.rows(s, b, slice(h, h + 1), slice(r, r + 1))[0, 0].double(), _golden(s, b, h, r))
-        for b, h, r in case.wrong_places(o, _SAMPLES)
+        for b, h, r in case.wrong_rows_of(o, _SAMPLES)
     ]
 
 
@@ -171,11 +171,11 @@ def _short(number: int, end: int) -> int:
     return number if 2 * number <= end else number - end
 
 
-def _places(case: Case, o: Output) -> list[Place]:
+def _other_places(case: Case, o: Output) -> list[Place]:
     """Returns places that hold most of some wrong rows, by a product of golden's rows with fixed numbers."""
     votes: Counter[Place] = Counter()
     direct: set[Place] = set()  # without a modulus
-    wrong = case.wrong_places(o, _SAMPLES)
+    wrong = case.wrong_rows_of(o, _SAMPLES)
     precision = 2.0**-6 if o.tensor.element_size() == 2 else 1e-4
     for b, head, row in wrong:
         mine = o.rows(case.setting, b, slice(head, head + 1), slice(row, row + 1))[0, 0].double()
@@ -205,7 +205,7 @@ def rows_moved(case: Case) -> Iterator[Try]:
     o = _suits(case)
     if o is None or not case.marks.get(o.name):
         return
-    for place in _places(case, o):
+    for place in _other_places(case, o):
         yield _moved(case, place)
 
 

@@ -284,7 +284,7 @@ def _candidates(case: Case, mistake: str) -> list[_Key]:
     o = out_of(case)
     left: dict[_Key, float] = {}
     possible: set[_Key] | None = None
-    for b, head, row in [] if o is None else case.wrong_places(o, 8):
+    for b, head, row in [] if o is None else case.wrong_rows_of(o, 8):
         assert o is not None
         at = b, slice(head, head + 1), slice(row, row + 1)
         loop, mine = _loop(case.setting.block(*at), formulas.GOLDEN), o.rows(case.setting, *at).double()
