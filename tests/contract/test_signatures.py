@@ -494,6 +494,6 @@ def test_aclnn_parameter_order(name: str) -> None:
 
 
 def test_every_record_is_compared() -> None:
-    assert set(ACLNN) | set(TORCH_NPU) | {"decode_attention", *INTERFACES} | set(CANN_OPS) == set(RECORDS)
+    assert set(ACLNN) | set(TORCH_NPU) | {"decode_attention", "compress", *INTERFACES} | set(CANN_OPS) == set(RECORDS)
     assert set(CANN_OPS) == {name for name in RECORDS if name.startswith(f"{cann_ops.NAME}.")}
     assert set(TORCH_NPU) == {name for name in RECORDS if name.startswith("npu_")}
