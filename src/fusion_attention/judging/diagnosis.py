@@ -90,7 +90,7 @@ def _confirmed(case: Case, matches: list[Match], failing: tuple[str, ...]) -> tu
     e = case.setting.extents
     left = _CONFIRMED if case.setting.problem.heads_q * int(e.q_len @ e.kv_len) < _LARGE else 1
     named: dict[str, Explanation] = {}
-    for f in sorted(matches, key=lambda f: f.result.z):
+    for f in sorted(matches, key=lambda f: (f.mistake.general, f.result.z)):
         name = f.mistake.name
         if name in named:
             continue

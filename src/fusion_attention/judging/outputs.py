@@ -227,9 +227,8 @@ def _values(
     statistics = any(o.kind != "out" for o in outputs)
     variances = expected_error.forward(block, softmax, raw.get("unscaled", raw["out"]), grade, statistics=statistics)
     for o in outputs:
-        if o.kind == "out":
-            for errors in setting.errors:
-                variances["out"] = errors(variances["out"], before[o.name], values[o.name], block, grade)
+        for errors in setting.errors:
+            variances[o.kind] = errors(o.kind, variances[o.kind], before[o.name], values[o.name], block, grade)
     dtypes = {o.name: _dtype(o, setting.problem) for o in outputs}
     return {
         o.name: Wanted(values[o.name], grade.stored(values[o.name], variances[o.kind], dtypes[o.name])) for o in outputs

@@ -87,7 +87,7 @@ class Setting:
         drop_msb: dropout bits begin with the most significant one.
         returns: functions applied to every result: (kind, value, the intermediate representation's results, block,
             precision) -> value.
-        errors: functions applied to the variance of the output rows' error: (variance, values before and after
+        errors: functions applied to the variance of every result's error: (kind, variance, values before and after
             `returns`, block, grade) -> variance.
         of_group: reduction of a group's query heads to a key head's gradient: "sum", "first", "last" or "mean".
     """

@@ -59,12 +59,14 @@ class Mistake:
     Args:
         name: its name in reports. means: what the kernel does, in a sentence. fix: advice.
         tries: yields the ways to make the mistake in a case; none if that is impossible.
+        general: others that explain the result as well are named first.
     """
 
     name: str
     means: str
     fix: str
     tries: Callable[[Case], Iterable[Try]]
+    general: bool = False
 
 
 def out_of(case: Case) -> Output | None:
@@ -103,8 +105,10 @@ def returning(setting: Setting, change: Callable[..., Tensor], errors: Callable[
     return setting.changed(returns=(*setting.returns, change), errors=(*setting.errors, *added))
 
 
-def grown(variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
-    """Errors that grow as the rows do."""
+def grown(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
+    """Errors of output rows that grow as the rows do."""
+    if kind != "out":
+        return variance
     sizes = (t.double().square().sum(-1, keepdim=True) for t in (after, before))
     growth = torch.div(*sizes).nan_to_num(1.0, 1.0, 1.0).clamp_min(1.0)
     return variance * growth

@@ -12,8 +12,9 @@ import torch
 
 from fusion_attention.ir.kv import RowView
 from fusion_attention.judging import formulas
+from fusion_attention.judging.expected_error import Grade
 from fusion_attention.judging.formulas import Precision
-from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, returning
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, grown, returning
 from fusion_attention.judging.outputs import Output
 from fusion_attention.judging.setting import Block
 
@@ -57,7 +58,10 @@ def unscaled(case: Case) -> Iterator[Try]:
     def only_max(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         return value / x.scores_by if kind == "max" else value
 
-    yield Try("", returning(case.setting, change))
+    def errors(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
+        return variance if kind == "out" else variance / x.scores_by**2
+
+    yield Try("", returning(case.setting, change, errors))
     if "max" in _kinds(case):
         yield Try("the maximum alone", returning(case.setting, only_max))
 
@@ -216,7 +220,7 @@ def unnormalised(case: Case) -> Iterator[Try]:
         return value.to(raw["sum"].dtype) * raw["sum"] if kind == "out" else value
 
     if case.setting.grads is None and case.setting.problem.out_quant == "none":
-        yield Try("", returning(case.setting, change))
+        yield Try("", returning(case.setting, change, grown))
 
 
 @partial(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -50,8 +50,10 @@ def _changed(
     def result(kind: str, value: Tensor, raw: dict[str, Tensor], x: Block, p: Precision) -> Tensor:
         return change(value, x).to(value.dtype).where(wrong(x), value) if kind == "out" else value
 
-    def of_errors(variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
-        return errors(variance, before, after, x, grade).where(wrong(x), variance)
+    def of_errors(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
+        if kind != "out":
+            return variance
+        return errors(kind, variance, before, after, x, grade).where(wrong(x), variance)
 
     return Try(detail, returning(case.setting, result, of_errors))
 
@@ -123,7 +125,7 @@ def columns_moved(case: Case) -> Iterator[Try]:
 
 
 def _ordered(case: Case, detail: str, order: Tensor) -> Try:
-    return _changed(case, detail, lambda value, x: value[..., order], lambda variance, *_: variance[..., order])
+    return _changed(case, detail, lambda value, x: value[..., order], lambda kind, variance, *_: variance[..., order])
 
 
 @dataclass(frozen=True)
@@ -210,10 +212,10 @@ def rows_moved(case: Case) -> Iterator[Try]:
 
 
 def _moved(case: Case, place: Place) -> Try:
-    def errors(variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
+    def errors(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
         return place.of(case.setting, x, grade)
 
     return _changed(case, f"those of {place}", lambda value, x: place.of(case.setting, x), errors)
 
 
-MISTAKES = (multiplied, unwritten, columns_moved, rows_moved)
+MISTAKES = tuple(replace(mistake, general=True) for mistake in (multiplied, unwritten, columns_moved, rows_moved))

@@ -100,9 +100,9 @@ def _by(case: Case, detail: str, program: Program, weights: Callable[[Loop], Ten
             result = result.nan_to_num(0.0)
         return result.to(value.dtype).where(changed, value)
 
-    def errors(variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
-        if weights is None:
-            return grown(variance, before, after, x, grade)
+    def errors(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
+        if weights is None or kind != "out":
+            return grown(kind, variance, before, after, x, grade)
         loop = _loop(x, formulas.GOLDEN)
         squares = loop.values.square()
         mine, right = (w.square() @ squares for w in (weights(loop), loop.scores.softmax(-1)))
@@ -308,6 +308,8 @@ def _without(loop: Loop, mine: Tensor, mistake: str, possible: set[_Key] | None)
                 key = kind, size, (loop.first + tile.start) // size
                 if possible is not None and key not in possible:
                     continue
+                if kind == "left out" and size > 1 and (key[2] + 1) * size >= loop.length:
+                    continue  # named tile-skipped
                 marks = torch.zeros_like(visible)
                 marks[tile] = True
                 if (visible & ~marks).any():
