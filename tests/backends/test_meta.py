@@ -39,6 +39,8 @@ def test_functions_give_the_shapes_of_their_results(name: str) -> None:
         given = {p.shown: args[p.name] for p in op.params if p.name in args and not getattr(p, "output", False)}
         if name == "decode_attention":
             given["cache"] = given.pop("k"), given.pop("v")
+        if name == "compress":
+            given = {key: value for key, value in given.items() if key not in ("before", "windows")}
         want = interface(**given)
         for _ in range(2):  # a signature that is known, too
             result = interface(**{key: moved(value, META) for key, value in given.items()})

@@ -11,6 +11,7 @@ from fusion_attention.backends import BackendName
 from fusion_attention.contract import ContractError
 from fusion_attention.ops.compressed.pooling import RECORD
 from fusion_attention.torch_ops import dispatch
+from fusion_attention.torch_ops.aliases import aliased
 
 __all__ = ["CompressionState", "compress"]
 
@@ -65,6 +66,7 @@ class CompressionState:
                     raise _refused(f"the state of rows like {name}", _shown(old), "start a new CompressionState")
 
 
+@aliased
 def compress(
     kv: Tensor,
     gate: Tensor,

@@ -11,6 +11,7 @@ from fusion_attention.ops.auxiliary.compressor import COMPRESSOR
 from fusion_attention.ops.compressed.pooling import RECORD
 from fusion_attention.ops.shared.pooling import Windows
 from fusion_attention.torch_ops import dispatch
+from fusion_attention.torch_ops.aliases import crossing
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | None
@@ -27,6 +28,7 @@ def compressor(
         return compressed(x, wkv, wgate, state_cache, ape, state_block_table, cache_mode, sequences, _pooled)
 
 
+@crossing
 def _pooled(kv: Tensor, gate: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
     """Pools padded rows as fa.compress; float64 is golden's."""
     args = {
