@@ -3,7 +3,9 @@
 1. A run-time bound of a loop is an array of one element, which range() wants as an integer.
 2. tl.dot of bfloat16 multiplies the raw bits: operands are widened first.
 3. float32 to bfloat16 cuts bits off: a GPU rounds to the nearest, halves to even. Integers go by float32.
-4. Every call of a kernel's function exchanges the whole language, and puts it back: half of all time. Here it stays.
+4. numpy rounds the product of a row and a column by the place of the column: tl.dot is rounded from float64, so that
+   equal columns have equal products, as on a GPU.
+5. Every call of a kernel's function exchanges the whole language, and puts it back: half of all time. Here it stays.
 """
 
 from __future__ import annotations
@@ -30,8 +32,12 @@ def _widened(x: Any) -> Any:
     return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
-def _dot_of_widened(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-    return _dot(self, _widened(a), _widened(b), *rest)
+def _dot_of_widened(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+    a, b = _widened(a), _widened(b)
+    if not (a.dtype.scalar.is_floating() and d.dtype.scalar == tl.float32):
+        return _dot(self, a, b, d, *rest)
+    product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
+    return interpreter.TensorHandle(product.astype(np.float32) + d.data, tl.float32)
 
 
 def _cast_rounding(self: Any, source: Any, to: Any) -> Any:
