@@ -61,17 +61,25 @@ def _softmax(k, bias, at, step, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr,
 
 
 @triton.jit
+def _weighed(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, r0, half, d, RATIO: tl.constexpr,
+             HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr):  # fmt: skip
+    """(numbers of rows and columns, mask, gates less their maximum, values, weights) of BR rows of a window."""
+    position, row, column, there = _rows(w, r0, half, d, RATIO, HALVES, DIM, BR)
+    gap = _gates(k, bias, at_z, step_z, position, row, column, there, RATIO, HALVES, DIM, HAS_BIAS) - top[None, :]
+    x = tl.load(q + at_x + row[:, None] * step_x + column[None, :], mask=there, other=0.0).to(tl.float32)
+    return row, column, there, gap, x, tl.exp(gap) / total[None, :]
+
+
+@triton.jit
 def _pooled(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr,
             DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     """The result of BD channels of a window in float32. An infinite value has a weight as long as float64 has one."""
     acc = tl.zeros([BD], tl.float32)
     for half in tl.static_range(HALVES):
         for r0 in tl.range(0, RATIO, BR):
-            position, row, column, there = _rows(w, r0, half, d, RATIO, HALVES, DIM, BR)
-            z = _gates(k, bias, at_z, step_z, position, row, column, there, RATIO, HALVES, DIM, HAS_BIAS)
-            x = tl.load(q + at_x + row[:, None] * step_x + column[None, :], mask=there, other=0.0).to(tl.float32)
-            weights = tl.exp(z - top[None, :]) / total[None, :]
-            lasting = (tl.abs(x) == INFINITE) & (z - top[None, :] > LEAST)
+            _, _, there, gap, x, weights = _weighed(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, r0, half, d,
+                                                    RATIO, HALVES, DIM, HAS_BIAS, BR)  # fmt: skip
+            lasting = (tl.abs(x) == INFINITE) & (gap > LEAST)
             acc += tl.sum(tl.where(there, tl.where(lasting, x, weights * x), 0.0), 0)
     return acc
 
@@ -87,10 +95,8 @@ def _delta(q, k, bias, at_x, step_x, at_z, step_z, top, total, upstream, acc, w,
         terms = tl.zeros([BD], tl.float32)
         for half in tl.static_range(HALVES):
             for r0 in tl.range(0, RATIO, BR):
-                position, row, column, there = _rows(w, r0, half, d, RATIO, HALVES, DIM, BR)
-                z = _gates(k, bias, at_z, step_z, position, row, column, there, RATIO, HALVES, DIM, HAS_BIAS)
-                x = tl.load(q + at_x + row[:, None] * step_x + column[None, :], mask=there, other=0.0).to(tl.float32)
-                weights = tl.exp(z - top[None, :]) / total[None, :]
+                _, _, there, _, x, weights = _weighed(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, r0, half,
+                                                      d, RATIO, HALVES, DIM, HAS_BIAS, BR)  # fmt: skip
                 terms += tl.sum(tl.where(there, weights * (upstream[None, :] * x), 0.0), 0)
         delta = tl.where(infinite, terms, delta)
     return delta
@@ -136,10 +142,8 @@ def pool_gradient(q, k, bias, dout, dq, dk, notes, strides, lengths, tokens, cou
     at_dz, step_dz = rows_at(strides, count, b, h, layout_index.DK, ALIGN)
     for half in tl.static_range(HALVES):
         for r0 in tl.range(0, RATIO, BR):
-            position, row, column, there = _rows(w, r0, half, d, RATIO, HALVES, DIM, BR)
-            z = _gates(k, bias, at_z, step_z, position, row, column, there, RATIO, HALVES, DIM, HAS_BIAS)
-            x = tl.load(q + at_x + row[:, None] * step_x + column[None, :], mask=there, other=0.0).to(tl.float32)
-            weights = tl.exp(z - top[None, :]) / total[None, :]
+            row, column, there, _, x, weights = _weighed(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, r0,
+                                                         half, d, RATIO, HALVES, DIM, HAS_BIAS, BR)  # fmt: skip
             dx, dz = weights * upstream[None, :], weights * (upstream[None, :] * x - delta[None, :])
             tl.store(dq + at_dx + row[:, None] * step_dx + column[None, :], dx.to(dq.dtype.element_ty), mask=there)
             tl.store(dk + at_dz + row[:, None] * step_dz + column[None, :], dz.to(dk.dtype.element_ty), mask=there)
