@@ -19,6 +19,9 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 
+# Tests start hundreds of processes, which import the same files: bytecode is written and read.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all test-variants test-amx test-asan test-core test-tsan test-aarch64 test-gpu wheels lint bench bench-gpu docs clean

@@ -35,13 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 MOST = 24  # cases of one test that run every day
+TURN = "FUSION_SLOW_TURN"  # "3/40": every fortieth slow test runs too, drawn by name; another number, other ones
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks cases as slow: of a test with `sampled(n)` all but one in n, drawn by name, of others all but MOST.
 
-    Cases that are slow anyway do not count, nor do tests on a GPU.
+    Cases that are slow anyway do not count, nor do tests on a GPU. Those whose turn it is are slow no longer.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -54,6 +55,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
             for item in cases[everyday:]:
                 item.add_marker(pytest.mark.slow)
+    turn, _, turns = os.environ.get(TURN, "0/1").partition("/")
+    for item in items:
+        if int(turns) > 1 and zlib.crc32(item.nodeid.encode()) % int(turns) == int(turn) % int(turns):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
 
 
 def pytest_report_header() -> str:

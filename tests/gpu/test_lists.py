@@ -142,7 +142,7 @@ def test_a_layer_captured_by_no_graph_learns_as_one_written_plainly(stage: str) 
         out, loss = plain(layer64, x[0].double(), 16)
         return trained(layer64, out[None], loss / 200)
 
-    compare_with(stage, got, program, draws=16)
+    compare_with(stage, got, program)
 
 
 def test_a_run_does_not_wait_for_the_gpu() -> None:

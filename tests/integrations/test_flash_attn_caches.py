@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
-from support.drawn_together import check, expected_together
 from support.flash_attn import WORDS, ends, formula, of_sequence, packed_call
 
 from fusion_attention.integrations import flash_attn as integration
@@ -14,7 +13,6 @@ from fusion_attention.integrations.flash_attn import bert_padding, rotary
 from fusion_attention.testing.drawn import compare_with
 
 Tensor = torch.Tensor
-DRAWS = 12
 CACHES = ("rows", "pages", "cache_batch_idx", "cache_leftpad")
 
 
@@ -62,22 +60,17 @@ def test_caches(name: str, kind: str, rows: int) -> None:
     stored = caches if block_table is None else [c[block_table.long()].flatten(1, 2) for c in caches]
     same_bits(stored, want)
 
-    def golden(copies: int) -> dict[str, Tensor]:
-        """Copies are further heads."""
+    def golden() -> tuple[Tensor, Tensor]:
         outs, lses = [], []
         for b, length in enumerate(before):
             visible = slice(0 if pad is None else int(pad[b]), length + new)
             row, words = b if batch_idx is None else int(batch_idx[b]), of_sequence(how, b)
-            if "alibi_slopes" in words:
-                words["alibi_slopes"] = words["alibi_slopes"].repeat(copies)
-            o, x = formula(
-                *(t.double().repeat(1, copies, 1) for t in (q[b], *(t[row, visible] for t in want))), **words
-            )
-            outs.append(o.unflatten(1, (copies, -1)).movedim(1, 0))
-            lses.append(x.unflatten(0, (copies, -1)))
-        return {"out": torch.stack(outs, 1), "lse": torch.stack(lses, 1)}
+            o, x = formula(*(t.double() for t in (q[b], *(t[row, visible] for t in want))), **words)
+            outs.append(o)
+            lses.append(x)
+        return torch.stack(outs), torch.stack(lses)
 
-    check({"out": out, "lse": lse}, expected_together(golden, q.dtype))
+    compare_with("(out, lse)", (out, lse), golden)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -102,7 +95,7 @@ def test_rotary_of_a_cache(how: dict[str, Any], interleaved: bool) -> None:
             results.append(formula(turned_q[b], keys[b, : n + 3], values[b, : n + 3], **how)[0])
         return torch.stack(results), keys, values
 
-    compare_with("(out, keys, values)", (out, *caches), golden, draws=DRAWS)
+    compare_with("(out, keys, values)", (out, *caches), golden)
 
 
 def by_complex_numbers(
@@ -134,7 +127,7 @@ def test_packed_rows_over_pages(alibi: bool) -> None:
     )
     sides = [torch.cat([t[b, :n] for b, n in enumerate(lengths[1])]) for t in caches]
     call = packed_call(how, lengths)
-    compare_with("(out, lse)", (out[:8], lse[:, :8]), lambda: call(*(t.double() for t in (q[:8], *sides))), draws=DRAWS)
+    compare_with("(out, lse)", (out[:8], lse[:, :8]), lambda: call(*(t.double() for t in (q[:8], *sides))))
     assert not out[8:].any()
     assert (lse[:, 8:] == -math.inf).all()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,13 +16,12 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from support.drawn_together import check, expected_together
-from support.hf_drawn import in_float64, parameters_together, together
-from support.hf_models import COLUMNS, FAMILIES, VOCABULARY, Family
+from support.hf_models import COLUMNS, FAMILIES, VOCABULARY, Family, in_float64
 from transformers import EncoderDecoderCache
 
 from fusion_attention.integrations import transformers as integration
 from fusion_attention.integrations.transformers_cache import PagedCache
+from fusion_attention.testing import check, drawn
 
 LENGTHS = 13, 6, 9
 NEW = 5
@@ -99,35 +99,17 @@ def output_of(result: Any) -> Tensor:
     return result.logits_per_text[None] if "logits_per_text" in result else result.logits
 
 
-def sum_of(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is differentiated; of copies [copies, ..] together."""
-    factors = torch.linspace(-1, 1, out[0].numel(), dtype=torch.float64).sin().view_as(out[0])
-    return (out * factors.to(dtype).to(out.dtype)).sum()
-
-
-def trained(model: Any, calls: Batches) -> dict[str, Tensor]:
-    """Outputs where they count, and the gradients of all parameters."""
+def trained(model: Any, calls: Batches, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Outputs of tokens that are no padding, and the gradients of all parameters from numbers of a dtype."""
     model.zero_grad()
     outputs = []
     for batch, keep in calls:
         out = output_of(model(**batch))
         outputs.append(out[keep] if out.dim() == 3 else out)
     out = torch.cat(outputs)
-    sum_of(out[None], out.dtype).backward()
+    out.backward(torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view_as(out).to(dtype).to(out.dtype))
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"out": out.detach()} | grads
-
-
-def trained_together(model: Any, calls: Batches, count: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """trained() of many copies of a model in float64, [copies, ..]."""
-    of_items, outputs = parameters_together(model, count), []
-    for batch, keep in calls:
-        out = together(model, of_items, batch, output_of)
-        outputs.append(out[:, keep] if out.dim() == 4 else out)
-    out = torch.cat(outputs, 1)
-    grads = torch.autograd.grad(sum_of(out, dtype), [*of_items.values()], allow_unused=True)
-    results = {name: grad for name, grad in zip(of_items, grads, strict=True) if grad is not None}
-    return {"out": out.detach()} | results
 
 
 GENERATED = {"generate": {}, "static cache": {"cache_implementation": "static"}, "paged cache": {}}
@@ -148,29 +130,16 @@ def generated(model: Any, calls: Batches, column: str) -> dict[str, Tensor]:
     return {"logits": torch.stack(result.logits)}
 
 
-def generated_together(model: Any, calls: Batches, count: int) -> dict[str, Tensor]:
-    """generated() of many copies, [copies, ..]: of a batch that holds itself many times."""
-    ((batch, keep),) = calls
-    many = {n: t.repeat(count, *[1] * (t.dim() - 1)) for n, t in batch.items()}
-    logits = generated(model, [(many, keep)], "generate")["logits"]
-    return {"logits": logits.unflatten(1, (count, -1)).transpose(0, 1)}
-
-
 def expected_of(family: Family, model: Any, calls: Batches, column: str, dtype: torch.dtype) -> Mapping[str, Any]:
-    """What eager attention in float64 gives, with the sizes of errors in the dtype."""
+    """Results of eager attention in float64, with the sizes of errors in the dtype."""
     exact = copy.deepcopy(model).double()
     exact.set_attn_implementation("eager")
-    if family.has_experts:
-        exact.set_experts_implementation("batched_mm")  # eager's loop over experts asks for numbers of one model
     calls = rounded(rounded(calls, dtype), torch.float64)
-
-    def program(count: int) -> dict[str, Tensor]:
-        if column in GENERATED:
-            return generated_together(exact, calls, count)
-        return trained_together(exact, calls, count, dtype)
-
+    run = partial(generated, column="generate") if column in GENERATED else partial(trained, dtype=dtype)
     with in_float64(family):
-        return expected_together(program, dtype)
+        stored = {name: t.to(dtype) for name, t in run(exact, calls).items()}
+        expected: Mapping[str, Any] = drawn.expected_of(lambda: run(exact, calls), stored)
+        return expected
 
 
 LAYER_NORM = torch.nn.functional.layer_norm
@@ -250,6 +219,6 @@ def test_as_eager(
             model.set_experts_implementation("batched_mm")  # eager's loop over experts is no graph
         model.compile(fullgraph=True, backend="aot_eager")
     mine = rounded(mine, dtype)
-    ours = generated(model, mine, column) if column in GENERATED else trained(model, mine)
-    check(ours, expectations[shared])
+    ours = generated(model, mine, column) if column in GENERATED else trained(model, mine, dtype)
+    check(name, ours, expectations[shared])
     assert column == "torch.compile" or len(calls) >= 2  # one per layer

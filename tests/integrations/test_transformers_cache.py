@@ -13,9 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from support.drawn_together import check, expected_together
-from support.hf_drawn import in_float64
-from support.hf_models import FAMILIES, GROUPED, VOCABULARY, Family
+from support.hf_models import FAMILIES, GROUPED, VOCABULARY, Family, in_float64
 from transformers import DynamicCache, EncoderDecoderCache
 
 from fusion_attention.integrations import transformers as integration
@@ -26,7 +24,6 @@ BY_NAME = {family.name: family for family in FAMILIES}
 DECODERS = "Llama", "Gemma 2", "GPT-OSS", "DeepSeek-V3.2", "T5", "Whisper"  # others: test_transformers.py
 WINDOWED = ["Mistral", "Gemma 3", "GPT-OSS"]
 LENGTHS = 13, 6, 9
-DRAWS = 8
 Models = Callable[[str], Any]
 
 
@@ -73,16 +70,10 @@ def exact(model: Any, family: Family) -> Iterator[Any]:
         yield twin
 
 
-def near(results: Mapping[str, Tensor], model: Any, family: Family, run: Callable[[Any, int], Tensor]) -> None:
-    """Logits beside those of float64; run(model, copies): with transformers' cache, [copies, ..]."""
+def near(results: Mapping[str, Tensor], model: Any, family: Family, run: Callable[[Any], Tensor]) -> None:
+    """Compares logits with those of float64; run(model): with transformers' cache."""
     with exact(model, family) as twin:
-        expected = expected_together(lambda count: {"": run(twin, count)}, torch.float32)
-    for logits in results.values():
-        check({"": logits}, expected)
-
-
-def many(batch: dict[str, Tensor], count: int) -> dict[str, Tensor]:
-    return {key: t.repeat(count, *[1] * (t.dim() - 1)) for key, t in batch.items()}
+        compare_with("logits", dict(results), lambda: dict.fromkeys(results, run(twin)))
 
 
 def paged_layers(cache: PagedCache) -> list[PagedLayer]:
@@ -118,11 +109,7 @@ def test_any_attention_gets_the_rows(models: Models, name: str, attention: str) 
     assert torch.equal(result.sequences, want.sequences)
     logits = {"pages": torch.stack(result.logits), "rows": torch.stack(want.logits)}
 
-    def run(model: Any, count: int) -> Tensor:
-        rows = torch.stack(generated(model, many(batch, count), output_logits=True).logits)
-        return rows.unflatten(1, (count, -1)).transpose(0, 1)
-
-    near(logits, model, BY_NAME[name], run)
+    near(logits, model, BY_NAME[name], lambda model: torch.stack(generated(model, batch, output_logits=True).logits))
 
 
 @pytest.mark.parametrize("name", ["Llama", *WINDOWED])
@@ -258,9 +245,7 @@ def test_a_mask_that_hides_more_than_before_is_obeyed(models: Models) -> None:
 
     results = call(model, paged(model)), call(model, DynamicCache(config=model.config))
     with exact(model, BY_NAME["Llama"]) as twin:
-        compare_with(
-            "(pages, rows)", results, lambda: (call(twin, DynamicCache(config=model.config)),) * 2, draws=DRAWS
-        )
+        compare_with("(pages, rows)", results, lambda: (call(twin, DynamicCache(config=model.config)),) * 2)
 
 
 @pytest.mark.parametrize("change", ["select", "repeat"])
@@ -282,9 +267,7 @@ def test_sequences_are_chosen_and_repeated(models: Models, change: str) -> None:
 
     results = call(model, paged(model)), call(model, DynamicCache(config=model.config))
     with exact(model, BY_NAME["Mistral"]) as twin:
-        compare_with(
-            "(pages, rows)", results, lambda: (call(twin, DynamicCache(config=model.config)),) * 2, draws=DRAWS
-        )
+        compare_with("(pages, rows)", results, lambda: (call(twin, DynamicCache(config=model.config)),) * 2)
 
 
 def test_what_pages_cannot_do_is_said(models: Models) -> None:
@@ -326,12 +309,8 @@ def test_a_window_counts_padding_between_turns(name: str, models: Models) -> Non
 def parts_are_near(model: Any, family: Family, ids: Tensor, mask: Tensor, first: int) -> None:
     """Tokens one by one, over pages and over transformers' rows."""
     caches = {"pages": PagedCache(model.config), "rows": DynamicCache()}
-
-    def run(model: Any, count: int) -> Tensor:
-        logits = in_parts(model, DynamicCache(), ids.repeat(count, 1), mask.repeat(count, 1), first)
-        return logits.unflatten(0, (count, -1))
-
-    near({who: in_parts(model, cache, ids, mask, first) for who, cache in caches.items()}, model, family, run)
+    logits = {name: in_parts(model, cache, ids, mask, first) for name, cache in caches.items()}
+    near(logits, model, family, lambda model: in_parts(model, DynamicCache(), ids, mask, first))
 
 
 def test_values_that_a_model_changes_are_the_ones_that_count() -> None:

@@ -50,7 +50,7 @@ def test_layers(form: str, stage: str) -> None:
         out, loss = plain(layer64, x[0].double())
         return trained(layer64, out[None], loss / LENGTH)
 
-    compare_with(f"{form} {stage}", got, program, draws=16)
+    compare_with(f"{form} {stage}", got, program)
 
 
 def rows(*shape: int, seed: int) -> torch.Tensor:

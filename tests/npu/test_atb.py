@@ -21,7 +21,6 @@ Q, K = torch.randn(T, N1, D, generator=GENERATOR), torch.randn(T, N2, D, generat
 V = torch.randn(T, N2, DV, generator=GENERATOR)
 PAGES, VALUES = (torch.randn(8, SLOTS, N2, n, generator=GENERATOR) for n in (D, DV))
 SCALE = 0.3
-DRAWS = 8
 Visible = Callable[[int, int, int], torch.Tensor]  # of (sequence, row, keys): which keys a row sees
 
 
@@ -57,7 +56,7 @@ def packed(rows: torch.Tensor) -> list[torch.Tensor]:
 
 
 def judge(out: torch.Tensor, keys: Any, values: Any, rows: torch.Tensor, visible: Visible, q: torch.Tensor = Q) -> None:
-    compare_with("out", out, lambda: loop(q.double(), keys, values, rows, visible), draws=DRAWS)
+    compare_with("out", out, lambda: loop(q.double(), keys, values, rows, visible))
 
 
 def buffer(rows: int = T, dim: int = DV) -> torch.Tensor:

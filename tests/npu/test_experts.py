@@ -10,7 +10,6 @@ from fusion_attention import npu
 from fusion_attention.testing.drawn import compare_with
 
 T, K, E, H = 7, 2, 5, 4
-DRAWS = 12
 
 
 def routes() -> torch.Tensor:
@@ -48,7 +47,7 @@ def test_permute_and_back(retained: int | None, dtype: torch.dtype) -> None:
         return [want, dx, dp, dx, dp]
 
     names = "[out, dtokens, dprobs, dtokens again, dprobs again]"
-    compare_with(names, [out, dtokens, dprobs, other, again], golden, draws=DRAWS)
+    compare_with(names, [out, dtokens, dprobs, other, again], golden)
 
 
 def test_float32_weights_of_bfloat16_rows_keep_their_gradient() -> None:
@@ -93,7 +92,7 @@ def test_with_a_map(pads: bool) -> None:
         zero = torch.zeros(H, dtype=torch.float64)
         return torch.stack([sum((x[t] * p[t, e] for e, u in pairs if u == t), zero) for t in range(T)])
 
-    compare_with("back", back, golden, draws=DRAWS)
+    compare_with("back", back, golden)
     (dtokens,) = torch.autograd.grad(rows.sum(), tokens)
     assert dtokens[:, 0].tolist() == [sum(t == u for _, u in pairs) for t in range(T)]
 
@@ -117,14 +116,14 @@ def test_gating_by_groups() -> None:
         picked = scores.gather(1, torch.tensor(chosen))
         return 2.5 * picked / picked.sum(1, keepdim=True), scores
 
-    compare_with("(y, out)", (y, out), golden, draws=DRAWS)
+    compare_with("(y, out)", (y, out), golden)
 
 
 def test_gating_by_softmax_marks_finished_tokens() -> None:
     x, finished = torch.randn(2, T, E), torch.rand(2, T) < 0.5
     y, expert, row = npu.npu_moe_gating_top_k_softmax(x, finished, 2)
     index = x.topk(2).indices
-    compare_with("y", y, lambda: x.double().softmax(-1).gather(-1, index), draws=DRAWS)
+    compare_with("y", y, lambda: x.double().softmax(-1).gather(-1, index))
     assert torch.equal(expert, torch.where(finished.unsqueeze(-1), E, index).int())
     assert row.reshape(-1, 2)[:, 1].tolist() == list(range(2 * T, 4 * T))
 
@@ -159,7 +158,7 @@ def test_init_routing_and_finalize(bounds: tuple[int, ...], kind: int) -> None:
             given = x.double().unsqueeze(1) * there + bias.double()[ids.long()]
             return skip.double() + (scales.double().unsqueeze(2) * given).sum(1)
 
-        compare_with("out", out, golden, draws=DRAWS)
+        compare_with("out", out, golden)
 
 
 def test_init_routing_quantises_rows() -> None:

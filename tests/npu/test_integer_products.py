@@ -14,7 +14,6 @@ from fusion_attention.ops.auxiliary.products import GROUPED
 from fusion_attention.testing.drawn import compare_with
 
 M, K, N, E = 9, 16, 6, 3
-DRAWS = 12
 
 
 @pytest.mark.parametrize("mode", ["pertoken", "perchannel", "pertensor"])
@@ -134,7 +133,6 @@ def test_rows_of_eight_bits_meet_blocks_of_four() -> None:
         "out",
         out,
         lambda: ((high * 16 + low).double() @ (x2 * truncated) + offset.double()) * rows.double(),
-        draws=DRAWS,
     )
     with pytest.raises(ContractError, match="group_sizes: expected"):
         npu.npu_quant_matmul(x1, packed, by, **call)
@@ -212,7 +210,7 @@ def test_groups_of_rows(kind: int, transposed: bool) -> None:
         return [full, *torch.autograd.grad(full, inputs64, dy.double()), want]
 
     ours = [y, *torch.autograd.grad(y, (x, weight), dy), parts]
-    compare_with("[y, dx, dweight, parts]", ours, golden, draws=DRAWS)
+    compare_with("[y, dx, dweight, parts]", ours, golden)
     listed = npu.npu_grouped_matmul([x], [weight], group_list=ends, split_item=2)
     same_bits(listed[0], y)
 
@@ -221,14 +219,10 @@ def test_groups_of_sums_and_lists() -> None:
     x, dy, ends = torch.randn(M, K), torch.randn(M, N), [4, 4, 9]
     (result,) = npu.npu_grouped_matmul([x.T], [dy], group_list=torch.tensor(ends), group_type=2, split_item=2)
     x64, dwide = x.double(), dy.double()
-    compare_with(
-        "sums", result, lambda: torch.stack([x64[a:b].T @ dwide[a:b] for a, b in of_groups(ends)]), draws=DRAWS
-    )
+    compare_with("sums", result, lambda: torch.stack([x64[a:b].T @ dwide[a:b] for a, b in of_groups(ends)]))
     xs, weights = [torch.randn(2, 3, K), torch.randn(1, 5, 4)], [torch.randn(K, N), torch.randn(4, 2)]
     listed = npu.npu_grouped_matmul(xs, weights, group_type=-1)
-    compare_with(
-        "list", listed, lambda: [a.double() @ b.double() for a, b in zip(xs, weights, strict=True)], draws=DRAWS
-    )
+    compare_with("list", listed, lambda: [a.double() @ b.double() for a, b in zip(xs, weights, strict=True)])
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
@@ -246,7 +240,7 @@ def test_integers_in_groups(act: int) -> None:
         result: torch.Tensor = ACTIVATIONS[act](torch.cat(rows))
         return result
 
-    compare_with("y", y, golden, draws=DRAWS)
+    compare_with("y", y, golden)
     rows, per_token = torch.randint(-127, 128, (M, K)).to(torch.int8), torch.rand(M)
     (y,) = npu.npu_grouped_matmul(
         [rows], [weight], scale=[scale], per_token_scale=[per_token], output_dtype=torch.bfloat16, **call
@@ -276,7 +270,7 @@ def test_weights_of_blocks_are_rounded_to_the_rows(dtype: torch.dtype, packed: s
         rows = [x[a:b].double() @ weight64[i] for i, (a, b) in enumerate(of_groups([3, 5, M]))]
         return [torch.cat(rows), rows]
 
-    compare_with("[y, parts]", [y, parts], golden, draws=DRAWS)
+    compare_with("[y, parts]", [y, parts], golden)
 
 
 def test_integers_without_scale_and_of_four_bits() -> None:
@@ -292,7 +286,7 @@ def test_integers_without_scale_and_of_four_bits() -> None:
     (y,) = npu.npu_grouped_matmul([x], [nibbles(weight)], bias=[make_up], **call)
     weight64 = weight.double() * scale.double().repeat_interleave(K // 2, 1)
     want = [(x[a:b].double() - 8) @ weight64[i] + make_up[i].double() for i, (a, b) in enumerate(of_groups(ends))]
-    compare_with("y", y, lambda: torch.cat(want) * rows.double().unsqueeze(1), draws=DRAWS)
+    compare_with("y", y, lambda: torch.cat(want) * rows.double().unsqueeze(1))
 
 
 def test_pairs_name_groups_and_empty_lists_are_absent() -> None:
@@ -301,9 +295,7 @@ def test_pairs_name_groups_and_empty_lists_are_absent() -> None:
     call: dict[str, Any] = {"group_list_type": 2, "group_type": 0, "split_item": 2, **empty}
     (y,) = npu.npu_grouped_matmul([x], [weight], group_list=torch.tensor([[2, 3], [0, 5], [0, 0]]), **call)
     x64, by = x.double(), weight.double()
-    compare_with(
-        "y", y, lambda: torch.cat((x64[:3] @ by[2], x64[3:8] @ by[0], torch.zeros(1, N).double())), draws=DRAWS
-    )
+    compare_with("y", y, lambda: torch.cat((x64[:3] @ by[2], x64[3:8] @ by[0], torch.zeros(1, N).double())))
     for pairs in ([[3, 1]], [[-1, 1]], [[0, M + 1]], [[0, -1]]):
         with pytest.raises(ContractError, match="group_list: expected"):
             npu.npu_grouped_matmul([x], [weight], group_list=torch.tensor(pairs), **call)
@@ -328,7 +320,6 @@ def test_a_trace_meets_all_matrices(kind: int) -> None:
         "(compiled, eager)",
         (compiled(x, weight, ends), grouped(x, weight, ends)),
         lambda: (torch.cat((first @ weight64[0], last @ weight64[2], torch.zeros(2, N).double())),) * 2,
-        draws=DRAWS,
     )
 
 

@@ -16,7 +16,6 @@ from fusion_attention.testing.drawn import compare_with, expected_of
 deepseek = pytest.importorskip("transformers.models.deepseek_v32.modeling_deepseek_v32")
 
 TOP_K = 6
-DRAWS = 16
 SIZES = {
     "hidden_size": 48,
     "num_attention_heads": 4,
@@ -151,7 +150,7 @@ def test_selection_and_attention(model: Any, golden: Callable[..., Any]) -> None
                 assert (mine[seen:] == -1).all()
         with torch.no_grad():
             program = golden(layer.self_attn, **given | {"past_key_values": None})
-            compare_with("attention", own(hidden, rope=rope)[0], program, draws=DRAWS)
+            compare_with("attention", own(hidden, rope=rope)[0], program)
 
 
 def test_the_whole_model(model: Any, golden: Callable[..., Any]) -> None:
@@ -171,7 +170,7 @@ def test_the_whole_model(model: Any, golden: Callable[..., Any]) -> None:
         layer.self_attn = Ours(layer.self_attn).eval()
     got = run(model)
     assert not any("indexer" in name for name in got)
-    want = expected_of(program, got, DRAWS)
+    want = expected_of(program, got)
     check("", got, want)
     set_stage(model, "dense")
     with pytest.raises(AssertionError, match=r"out: the error of"):  # the choice of keys matters here
@@ -208,4 +207,4 @@ def test_bare_operators(model: Any, golden: Callable[..., Any]) -> None:
             absorbed, attention.kv_a_layernorm(latent), None, indices, scale=(nope + rope) ** -0.5, **ropes
         )
         out = attention.o_proj(torch.einsum("bshr,hdr->bshd", mixed, up_v).flatten(2))
-        compare_with("attention", out, program, draws=DRAWS)
+        compare_with("attention", out, program)

@@ -24,7 +24,6 @@ from fusion_attention.testing import check
 from fusion_attention.testing.drawn import compare_with, expected_of
 
 LENGTHS = [19, 12]
-DRAWS = 16
 
 
 def run(layer: Any, x: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
@@ -100,9 +99,7 @@ def drawn() -> list[Tensor]:
 @cache
 def expected(form: str, stage: str, names: tuple[str, ...]) -> dict[str, Expected]:
     """What a layer should give of drawn(), padded or packed, by name."""
-    result: dict[str, Expected] = expected_of(
-        program(make(form, stage), drawn()), dict.fromkeys(names, torch.empty(0)), DRAWS
-    )
+    result: dict[str, Expected] = expected_of(program(make(form, stage), drawn()), dict.fromkeys(names, torch.empty(0)))
     return result
 
 
@@ -242,7 +239,7 @@ def test_bfloat16(stage: str) -> None:
         result = [plain(wide, x.bfloat16().double()) for x in batch]
         return 3 * [torch.stack([out for out, _ in result]), torch.stack([loss for _, loss in result]) / 16]
 
-    compare_with(stage, ours, written_plainly, dtype=torch.bfloat16, draws=DRAWS)
+    compare_with(stage, ours, written_plainly, dtype=torch.bfloat16)
 
 
 def test_wrong_calls() -> None:
@@ -301,4 +298,4 @@ def test_two_processes(tmp_path: Path) -> None:
     for stage in STAGES:
         first, second = (torch.load(tmp_path / f"{stage}{rank}") for rank in (0, 1))
         same_bits(second, first)
-        compare_with(stage, first, program(make("latent", stage), list(batch()), gradients_alone=True), draws=DRAWS)
+        compare_with(stage, first, program(make("latent", stage), list(batch()), gradients_alone=True))

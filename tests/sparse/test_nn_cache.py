@@ -19,7 +19,6 @@ FORMS, STAGES = ("latent", "heads", "grouped"), dsa.STAGES
 LENGTHS = [19, 12]
 # Tokens that every call appends to the two sequences: prompts, pieces, one token, none.
 CALLS = [[11, 5], [3, 4], [1, 0], *[[1, 1]] * 3, [1, 0]]
-DRAWS = 16
 
 
 def rope_of(layer: Any, at: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +76,7 @@ def expected(form: str, stage: dsa.Stage, dtype: torch.dtype) -> dict[str, Expec
         with torch.no_grad():
             return {"out": torch.cat([plain(layer, x)[0] for x in sequences])}
 
-    found: dict[str, Expected] = expected_of(program, {"out": torch.empty(0, dtype=dtype)}, DRAWS)
+    found: dict[str, Expected] = expected_of(program, {"out": torch.empty(0, dtype=dtype)})
     return found
 
 
@@ -138,7 +137,7 @@ def test_projections_of_ones_own() -> None:
             return {"out": attended(layer, x, given)}
 
         got = {"out": torch.cat([out for out, _ in parts], 1)}
-        check(stage, got, expected_of(program, got, DRAWS))
+        check(stage, got, expected_of(program, got))
 
 
 def attended(layer: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
@@ -177,7 +176,7 @@ def test_under_autocast(stage: dsa.Stage) -> None:
         with torch.no_grad():
             return {"out": torch.cat([plain(wide, one)[0] for one in sequences])}
 
-    check(stage, {"out": got}, expected_of(program, {"out": got}, DRAWS))
+    check(stage, {"out": got}, expected_of(program, {"out": got}))
     rows = torch.randn(2, 19, 4, 8)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer.attend(x, rows, rows[:, :, :1], query=torch.randn(2, 19, 20))[0].dtype == torch.bfloat16

@@ -5,11 +5,14 @@ python tests/support/hf_models.py          writes the page's table anew
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "with_transformers.md"
@@ -137,6 +140,23 @@ NOT_SERVED = {
     "Bloom": "its attention is code of its own that asks no attention interface: an error says so, eager computes it",
     "MPT": "as Bloom",
 }
+
+
+class Float64Torch:
+    """torch, in which what is called float32 is float64: their modules go through float32 in any dtype."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def in_float64(family: Family) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(family.module, "torch", Float64Torch())
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
 
 
 def table() -> str:

@@ -50,7 +50,7 @@ def judge(
         result = results(program, given, torch.float64, parts)
         return dict.fromkeys(got, result)
 
-    compare_with(name, got, both, draws=16)
+    compare_with(name, got, both)
 
 
 def formula(

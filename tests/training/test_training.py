@@ -149,7 +149,7 @@ def test_statistics_of_packed_rows_in_both_orders() -> None:
                 for i in range(rows):
                     assert flat[(4 * first + n * rows + i) * 8] == other[first + i, n, 0]
             at = slice(first, first + rows)
-            compare_with(name, other[at, :, 0], partial(statistic, args, at, keys, name), draws=16)
+            compare_with(name, other[at, :, 0], partial(statistic, args, at, keys, name))
 
 
 def statistic(args: dict[str, Any], rows: slice, keys: slice, name: str) -> torch.Tensor:
@@ -188,7 +188,7 @@ def test_rows_without_keys(case: Case, expected: tuple[float, float]) -> None:
         if mean:
             v = part(case, args["value"], "kv", case.heads_kv, b).double().repeat_interleave(2, 0)
             shape = -1, case.q_len[b], -1
-            compare_with("mean", rows, lambda v=v, s=shape, e=empty: v.mean(1, keepdim=True).expand(s)[e], draws=16)
+            compare_with("mean", rows, lambda v=v, s=shape, e=empty: v.mean(1, keepdim=True).expand(s)[e])
         else:
             assert not rows.any()
         assert not part(case, grads["dq"], "q", case.heads_q, b)[empty].any()

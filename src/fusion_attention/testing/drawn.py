@@ -20,15 +20,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.testing.compare import compare
-from fusion_attention.testing.roundings import Roundings, quantum
+from fusion_attention.testing.roundings import Copies, Noise, Roundings, quantum
 
 __all__ = ["attend", "compare_with", "drawn", "expected_of"]
 
 Tensor = torch.Tensor
+_TOGETHER = 2**20  # numbers of the copies of one tensor, which should stay in the cache
 Structure = Any  # a tensor, or a tuple, list or dict of structures
 
 
-def drawn(program: Callable[[], Structure], dtype: torch.dtype, draws: int = 48, seed: int = 0) -> Structure:
+def drawn(program: Callable[[], Structure], dtype: torch.dtype, draws: int = 24, seed: int = 0) -> Structure:
     """Returns the results of a program and the size of its errors in a dtype.
 
         size = root mean square over draws of (result with an error at every rounding - result)
@@ -41,19 +42,24 @@ def drawn(program: Callable[[], Structure], dtype: torch.dtype, draws: int = 48,
     Returns:
         The structure of the program's result, with an Expected for every tensor.
     """
-    generator, noise = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.float64)
+    noise = Noise(seed)
     with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):  # makes SDPA's operations visible
         state = torch.get_rng_state()
         result = program()
         values = {name: t.detach().double().clone() for name, t in _leaves(result)}
         squares = {name: torch.zeros_like(value) for name, value in values.items()}
-        for _ in range(draws):
+        left, together = draws, 1
+        while left:
             torch.set_rng_state(state)
-            with Roundings(dtype, generator, noise):
-                moved = program()
-            for name, t in _leaves(moved):
-                value = values[name]
-                squares[name] += (t.detach().double() - value).masked_fill(~value.isfinite(), 0).square()
+            copies = Copies(together)
+            with Roundings(dtype, copies, noise):
+                again = program()
+            left -= together
+            together = min(left, max(1, _TOGETHER // copies.largest))
+            for name, t in _leaves(again):
+                moved, value = copies.of(t.detach()), values[name]
+                moved = t.detach()[None] if moved is None else moved
+                squares[name] += (moved.double() - value).masked_fill(~value.isfinite(), 0).square().sum(0)
     return _rebuilt(
         result, {name: Expected(value, (squares[name] / draws).sqrt(), draws) for name, value in values.items()}
     )
@@ -62,7 +68,7 @@ def drawn(program: Callable[[], Structure], dtype: torch.dtype, draws: int = 48,
 def expected_of(
     program: Callable[[], Structure],
     ours: Structure,
-    draws: int = 48,
+    draws: int = 24,
     seed: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Structure:

@@ -11,15 +11,20 @@ comparisons, products with a power of two, and results that the dtype represents
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["Roundings", "quantum"]
+__all__ = ["Copies", "Noise", "Roundings", "quantum"]
 
 Tensor = torch.Tensor
 
@@ -28,10 +33,13 @@ _ROUNDED = frozenset([
     "add", "sub", "rsub", "mul", "div", "exp", "exp2", "expm1", "log", "log2", "log1p", "tanh", "sqrt", "rsqrt",
     "reciprocal", "pow", "sigmoid", "erf", "erfc", "sin", "cos", "polar", "square",
 ])  # fmt: skip
+_ERF = 1.5e-7  # largest error of torch's float32 polynomial (Abramowitz and Stegun, 7.1.26)
 _BILINEAR = frozenset([
     "mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv", "convolution", "convolution_backward", "_grouped_mm",
 ])  # fmt: skip
-_SUMS = frozenset(["sum", "cumsum", "index_add", "scatter_add", "index_put", "embedding_dense_backward"])
+_SUMS = frozenset(
+    ["sum", "cumsum", "index_add", "scatter_add", "index_put", "embedding_dense_backward", "zeros_and_scatter"]
+)
 _EXACT = frozenset([
     "_local_scalar_dense", "_to_copy", "_unsafe_view", "floor_divide", "abs", "alias", "amax", "amin", "any", "all",
     "arange", "argmax", "argmin", "argsort", "as_strided_copy", "bernoulli", "bitwise_and", "bitwise_not", "bitwise_or",
@@ -51,18 +59,75 @@ _EXACT = frozenset([
 ])  # fmt: skip
 
 
+_NEVER = frozenset(["_unsafe_view", "_local_scalar_dense", "set_", "resize", "record_stream", "_assert_async"])
+_RANDOM = frozenset(["bernoulli", "normal", "rand", "randint", "randn", "randperm", "uniform"])
+_ELEMENTWISE = frozenset([
+    "_to_copy", "abs", "bitwise_and", "bitwise_not", "bitwise_or", "ceil", "clamp", "clamp_max", "clamp_min", "clone",
+    "copysign", "eq", "floor", "fmod", "ge", "gt", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "le",
+    "logical_and", "logical_not", "logical_or", "lt", "masked_fill", "maximum", "minimum", "nan_to_num", "ne", "neg",
+    "relu", "remainder", "round", "sgn", "sign", "signbit", "trunc", "where",
+])  # fmt: skip
+_PRODUCTS = frozenset(["mm", "bmm"])
+_VMAP_KEYS = functools.reduce(operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in (
+    "FuncTorchBatched", "FuncTorchVmapMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode",
+)))  # fmt: skip
+_LEAST_BYTES = 2**24
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+class Copies:
+    """Copies of the memory of tensors, one for each draw.
+
+    A storage gets copies when an operation with errors first writes to it. Views share the copies of their storage.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.memory: dict[int, tuple[StorageWeakRef, Tensor]] = {}
+        self.largest = 1  # elements of a tensor
+        self.bytes, self.most = 0, _LEAST_BYTES  # copies of freed storages go when there are more
+
+    def of(self, t: Tensor) -> Tensor | None:
+        """Returns the elements of every draw, [copies, *shape]; None: they are equal."""
+        entry = self.memory.get(t.untyped_storage()._cdata)
+        return None if entry is None else self._view(entry[1], t)
+
+    def writable(self, t: Tensor) -> Tensor:
+        """Returns the elements of every draw, [copies, *shape]; makes the copies if there are none."""
+        storage = t.untyped_storage()
+        if storage._cdata not in self.memory:
+            if self.bytes > self.most:
+                self.memory = {key: entry for key, entry in self.memory.items() if not entry[0].expired()}
+                self.bytes = sum(memory.numel() for _, memory in self.memory.values())
+                self.most = max(_LEAST_BYTES, 2 * self.bytes)
+            memory = torch.empty(0, dtype=torch.uint8).set_(storage).expand(self.count, -1).contiguous()
+            self.memory[storage._cdata] = (StorageWeakRef(storage), memory)
+            self.bytes += memory.numel()
+            self.largest = max(self.largest, t.numel())
+        return self._view(self.memory[storage._cdata][1], t)
+
+    def _view(self, memory: Tensor, t: Tensor) -> Tensor:
+        elements = memory.view(t.dtype)
+        return elements.as_strided((self.count, *t.shape), (elements.shape[1], *t.stride()), t.storage_offset())
+
+
 class Roundings(TorchDispatchMode):
-    """Adds to every result of float64 arithmetic a random error of a dtype's size.
+    """Computes, beside the results of float64 arithmetic, copies with random errors of a dtype's size.
+
+    Values in Python and the sizes of results are those of the program without errors: so are its branches.
 
     Args:
         dtype: the dtype whose roundings are simulated.
-        generator: of the errors. noise: random numbers already drawn from it, shared by nested modes.
+        copies: of the program's memory, with errors.
+        noise: the source of the errors.
     """
 
-    def __init__(self, dtype: torch.dtype, generator: torch.Generator, noise: Tensor | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, copies: Copies, noise: Noise) -> None:
         super().__init__()
-        self.dtype, self.generator = dtype, generator
-        self.noise = torch.empty(0, dtype=torch.float64) if noise is None else noise
+        self.dtype, self.copies, self.noise = dtype, copies, noise
         self.info = torch.finfo(dtype)
         # Sums, and steps within one operation of torch, are at least float32.
         self.inner = torch.float64 if dtype == torch.float64 else torch.float32
@@ -71,34 +136,47 @@ class Roundings(TorchDispatchMode):
         kwargs = kwargs or {}
         base = func.overloadpacket.__name__
         base = base[:-1] if base.endswith("_") and not base.endswith("__") else base
-        if func.is_view or base in _EXACT or not _floats((args, kwargs)):
+        if func.is_view or base in _NEVER:
             return func(*args, **kwargs)
-        if not func._schema.is_mutable:
-            return self._result(func, base, args, kwargs)
-        function = getattr(torch.ops.aten, base)
+        if func._schema.is_mutable:
+            return self._written(func, base, args, kwargs)
+        if not self._has_copies((args, kwargs)) and (base in _EXACT or not _floats((args, kwargs))):
+            return func(*args, **kwargs)
+        return self._result(func, base, args, kwargs)
+
+    def _written(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
+        """Runs an operation that writes to an argument; its copies get results of the one that returns them."""
+        target = kwargs["out"] if "out" in kwargs else args[0]
+        if base in _RANDOM or (not self._has_copies((args, kwargs)) and (base in _EXACT or not _is_float(target))):
+            result = func(*args, **kwargs)
+            if self._has_copies(target):
+                self.copies.writable(target).copy_(target)
+            return result
         if "out" in kwargs:
-            kwargs = dict(kwargs)
-            target = kwargs.pop("out")
+            returned = {name: x for name, x in kwargs.items() if name != "out"}
+            value = self._result(getattr(torch.ops.aten, base), base, args, returned)
+        elif base == "copy":
+            value = args[1]
         else:
-            target, args = args[0], (args[0].clone(), *args[1:])
-        return target.copy_(self._result(function, base, args, kwargs))
+            value = self._result(getattr(torch.ops.aten, base), base, args, kwargs)
+        moved = self.copies.of(value)
+        self.copies.writable(target).copy_(value if moved is None else _aligned(moved, target.dim()))
+        return target.copy_(value)
 
     def _result(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """Returns the result of an operation with its errors."""
+        """Returns the result of an operation without errors, and gives its copies theirs."""
+        if base in _EXACT:
+            return self._exact(func, base, args, kwargs)
         if base in _ROUNDED:
             result = func(*args, **kwargs)
-            return self._rounded(result, _exact(base, result, args))
-        if base in _BILINEAR or base in _SUMS:
-            result = func(*args, **kwargs)
-            squares = func(
-                *_mapped(args, torch.square), **{n: x * x if _is_factor(n) else x for n, x in kwargs.items()}
+            exact = _exact(base, result, self._moved(args, result.dim()))
+            self.copies.writable(result).copy_(
+                self._rounded(self._each(func, base, args, kwargs), exact, _ERF * (base == "erf"))
             )
-            terms = _terms(func, base, args, kwargs, result)
-            several = isinstance(result, tuple)
-            three = zip(*(x if several else (x,) for x in (result, squares, terms)), strict=True)
-            added = tuple(self._added(total, q, n, base in _BILINEAR) for total, q, n in three)
-            return added if several else added[0]
-        with Roundings(self.inner, self.generator, self.noise):
+            return result
+        if base in _BILINEAR or base in _SUMS:
+            return self._sum(func, base, args, kwargs)
+        with Roundings(self.inner, self.copies, self.noise):
             overload = getattr(func, "default", func)
             if overload == torch.ops.prims.var.default:
                 result = _variance(*args, **kwargs)
@@ -108,34 +186,135 @@ class Roundings(TorchDispatchMode):
                 result = overload.decompose(*args, **kwargs)
         if result is NotImplemented:
             raise NotImplementedError(f"drawn: expected operations whose roundings are known, got {func}")
-        if self.inner == self.dtype:  # already rounded by its last step
+        if self.inner != self.dtype:  # else already rounded by its last step
+            for x in result if isinstance(result, tuple | list) else (result,):
+                if _is_float(x):
+                    moved = self.copies.writable(x)
+                    moved.copy_(self._rounded(moved))
+        return result
+
+    def _sum(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
+        """Returns sums of products or of terms."""
+        result = func(*args, **kwargs)
+        terms = _terms(func, base, args, kwargs, result)
+        moved = self._each(func, base, args, kwargs)
+        factors = {name: x * x if _is_factor(name) else x for name, x in kwargs.items()}
+        squares = self._each(func, base, args, factors, torch.square)
+        several = isinstance(result, tuple)
+        sums = zip(*(x if several else (x,) for x in (result, moved, squares, terms)), strict=True)
+        for one, total, its_squares, count in sums:
+            if isinstance(one, Tensor):
+                self.copies.writable(one).copy_(self._added(total, its_squares, count, base in _BILINEAR))
+        return result
+
+    def _exact(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
+        """Returns the result of an operation without errors of its own."""
+        result = func(*args, **kwargs)
+        several = isinstance(result, tuple | list)
+        if not any(isinstance(x, Tensor) for x in (result if several else (result,))):
             return result
-        return tuple(map(self._rounded, result)) if isinstance(result, tuple | list) else self._rounded(result)
+        moved = self._each(func, base, args, kwargs)
+        for one, copies in zip(result, moved, strict=True) if several else ((result, moved),):
+            if isinstance(one, Tensor):
+                self.copies.writable(one).copy_(copies)
+        return result
+
+    def _each(
+        self, func: Any, base: str, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor] = _unchanged
+    ) -> Any:
+        """Returns the results of an operation for the copies of its arguments, [copies, *shape].
+
+        Args:
+            change: applied to the float64 arguments.
+        """
+        if not self._has_copies((args, kwargs)):
+            return self._expanded(func(*_mapped(args, change), **kwargs))
+        if base in _PRODUCTS:
+            return torch.matmul(*_mapped(self._moved(args), change))
+        if base in ("addmm", "baddbmm"):
+            x, *factors = _mapped(self._moved(args, args[1].dim()), change)
+            return x * kwargs.get("beta", 1) + torch.matmul(*factors) * kwargs.get("alpha", 1)
+        if base in _ROUNDED or base in _ELEMENTWISE:
+            rank = max(x.dim() for x in args if isinstance(x, Tensor))
+            return func(*_mapped(self._moved(args, rank), change), **kwargs)
+        if base == "sum":
+            (x,), dims = _mapped(self._moved(args[:1]), change), args[1] if len(args) > 1 else ()
+            return x.sum(
+                [d - args[0].dim() if d >= 0 else d for d in dims or range(args[0].dim())], *args[2:], **kwargs
+            )
+        with contextlib.suppress(RuntimeError):  # results of unequal sizes, of unequal masks, or an index in Python
+            return self._vmapped(func, args, kwargs, change, lambda x: True)
+        return self._vmapped(func, args, kwargs, change, _is_float)
+
+    def _vmapped(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        change: Callable[[Tensor], Tensor],
+        differs: Callable[[Tensor], bool],
+    ) -> Any:
+        """Returns the results of an operation for the copies of those arguments that differ between copies."""
+        flat, spec = tree_flatten((args, kwargs))
+        moved = [self.copies.of(x) if isinstance(x, Tensor) and differs(x) else None for x in flat]
+        values = _mapped([x if m is None else m for x, m in zip(flat, moved, strict=True)], change)
+        batched = [v for v, m in zip(values, moved, strict=True) if m is not None]
+
+        def one(*items: Tensor) -> Any:
+            rest = iter(items)
+            flat = [v if m is None else next(rest) for v, m in zip(values, moved, strict=True)]
+            args, kwargs = tree_unflatten(flat, spec)
+            result = func(*args, **kwargs)
+            if isinstance(result, tuple | list):  # None for a gradient that is not asked for: vmap refuses it
+                return tuple(torch.zeros(()) if x is None else x for x in result)
+            return result
+
+        if not batched:
+            return self._expanded(one())
+        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        with torch._C._ForceDispatchKeyGuard(included, excluded - _VMAP_KEYS):  # autograd stays excluded
+            return torch.vmap(one)(*batched)
+
+    def _expanded(self, result: Any) -> Any:
+        """Returns results that are equal in all copies, [copies, *shape]."""
+        if isinstance(result, tuple | list):
+            return [self._expanded(x) for x in result]
+        return result.expand(self.copies.count, *result.shape) if isinstance(result, Tensor) else result
+
+    def _has_copies(self, x: Any) -> bool:
+        if isinstance(x, dict):
+            x = list(x.values())
+        if isinstance(x, tuple | list):
+            return any(map(self._has_copies, x))
+        return isinstance(x, Tensor) and self.copies.of(x) is not None
+
+    def _moved(self, args: Any, rank: int = 0) -> list[Any]:
+        """Returns arguments with copies in place of tensors that have some, aligned with a result of some rank."""
+        copies = [self.copies.of(x) if isinstance(x, Tensor) else None for x in args]
+        return [x if c is None else _aligned(c, rank) for x, c in zip(args, copies, strict=True)]
 
     def _error(self, size: Tensor) -> Tensor:
         """Returns size * uniform(-1, 1), in place."""
-        count = size.numel()
-        if 2 * count > len(self.noise):  # drawing is slow: numbers are reused at random offsets
-            self.noise.resize_(4 * count + 4096).uniform_(-1, 1, generator=self.generator)
-        start = int(torch.randint(len(self.noise) - count + 1, (), generator=self.generator))
-        return size.mul_(self.noise[start : start + count].view(size.shape))
+        return size.mul_(self.noise(size.numel()).view(size.shape))
 
-    def _rounded(self, result: Any, exact: Any = None) -> Any:
-        """Adds one rounding error, except to exact results."""
-        if not isinstance(result, Tensor) or result.dtype not in (torch.float64, torch.complex128):
-            return result
-        size = result.abs().mul_(self.info.eps / 2)
-        if result.is_complex():  # each part is a sum of two products, with errors relative to the absolute value
-            return result + torch.complex(self._error(size.clone()), self._error(size))
-        error = self._error(size.add_(quantum(self.dtype) / 2)).masked_fill_(self._is_exact(result), 0)
-        return result + (error if exact is None else error.masked_fill_(exact, 0))
+    def _rounded(self, moved: Tensor, exact: Tensor | None = None, added: float = 0.0) -> Tensor:
+        """Adds one rounding error, and an absolute one, except to exact results."""
+        if moved.dtype not in (torch.float64, torch.complex128):
+            return moved
+        size = moved.abs().mul_(self.info.eps / 2)
+        if moved.is_complex():  # each part is a sum of two products, with errors relative to the absolute value
+            return moved + torch.complex(self._error(size.clone()), self._error(size))
+        is_exact = self._is_exact(moved) if exact is None else self._is_exact(moved).logical_or_(exact)
+        if added or self.dtype == torch.float16:  # numbers of other dtypes do not reach their smallest spacing
+            size.add_(added + quantum(self.dtype) / 2)
+        return self._error(size).masked_fill_(is_exact, 0).add_(moved)
 
-    def _added(self, total: Any, squares: Any, terms: Any, products: bool) -> Any:
+    def _added(self, total: Tensor, squares: Tensor, terms: Any, products: bool) -> Tensor:
         """Adds the errors of a sum in any order, rounded once.
 
         variance of the sum = (2 ** -24) ** 2 / 3 * (terms * (total ** 2 / 3 + squares) + squares, of products)
         """
-        if not isinstance(total, Tensor) or total.dtype != torch.float64:
+        if total.dtype != torch.float64:
             return total
         size = total.square().div_(3).add_(squares).mul_(terms).add_(squares, alpha=float(products))
         error = self._error(size.sqrt_().mul_(torch.finfo(self.inner).eps / 2))
@@ -151,7 +330,22 @@ class Roundings(TorchDispatchMode):
         Models fill masks with float64's least number, which would become -inf with an error.
         """
         rounded = values.to(torch.float32 if self.dtype == torch.float64 else self.dtype)
-        return (rounded == values) | rounded.isinf()
+        return (rounded == values).logical_or_(rounded.isinf())
+
+
+class Noise:
+    """Numbers between -1 and 1. Drawing is slow: they are reused, from random offsets."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.numbers = torch.empty(0, dtype=torch.float64)
+
+    def __call__(self, count: int) -> Tensor:
+        """Returns `count` numbers."""
+        if 2 * count > len(self.numbers):
+            self.numbers.resize_(4 * count + 4096).uniform_(-1, 1, generator=self.generator)
+        start = int(torch.randint(len(self.numbers) - count + 1, (), generator=self.generator))
+        return self.numbers[start : start + count]
 
 
 def _variance(x: Tensor, dims: list[int], correction: float = 1, **_: Any) -> Tensor:
@@ -174,6 +368,11 @@ def _floats(x: Any) -> bool:
     if isinstance(x, dict):
         x = list(x.values())
     return any(map(_floats, x)) if isinstance(x, tuple | list) else _is_float(x)
+
+
+def _aligned(copies: Tensor, rank: int) -> Tensor:
+    """Returns copies of a tensor with axes of length 1 in front of its own, up to a rank."""
+    return copies.view(copies.shape[0], *(1,) * (rank + 1 - copies.dim()), *copies.shape[1:])
 
 
 def _mapped(args: Any, change: Callable[[Tensor], Tensor]) -> list[Any]:
