@@ -65,7 +65,8 @@ def base(
 
     Args:
         rows, tokens: of queries and of keys of every sequence; BSND: all alike.
-        kind: "window", without compressed keys; "all" that a row sees; "chosen", by a list.
+        kind: "window", without compressed keys; "all" that a row sees; "chosen", by a list; "keys" that lists name,
+            without compressed ones, in mode 0.
         mode, window: of the keys; window: before and behind a row, in mode 4.
         lse: whether softmaxLseOut is asked for.
     """
@@ -76,13 +77,17 @@ def base(
         t = draw(sum(lengths[side]), heads, D, d=dtype)
         return t if layout == "TND" else t.unflatten(0, (len(rows), -1))
 
-    has, total, packed = kind != "window", sum(rows), layout == "TND"
+    has, total, packed = kind not in ("window", "keys"), sum(rows), layout == "TND"
+    mode = 0 if kind == "keys" else mode
     query, chosen = drawn_rows(0, N), torch.full((total, 1, ENTRIES), -1, dtype=I32)
     starts = list(accumulate(rows, initial=0))
     for b, count in enumerate(rows):
         for i in range(count):
             entries = torch.randperm(bound(i, count, tokens[b], compressed[b], ratio), generator=GENERATOR)[:3]
             chosen[starts[b] + i, 0, : len(entries)] = entries.to(I32)
+    named = torch.cat([torch.randint(0, n, (count, 1, ENTRIES), generator=GENERATOR)
+                       for n, count in zip(tokens, rows, strict=True)]).to(I32)  # fmt: skip
+    counts = torch.randint(0, ENTRIES + 1, (total, 1), generator=GENERATOR).to(I32)
     ends = {f"cuSeqlens{side}": [*accumulate(n, initial=0)] for side, n in zip(SIDES, lengths, strict=True)}
     if not has:
         ends.pop("cuSeqlensCmpKv")
@@ -92,7 +97,14 @@ def base(
         q=query,
         oriKv=drawn_rows(1, 1),
         cmpKv=drawn_rows(2, 1) if has else None,
-        cmpSparseIndices=(chosen if packed else chosen.unflatten(0, (len(rows), -1))) if kind == "chosen" else None,
+        **{
+            name: None if kind != of else t if packed else t.unflatten(0, (len(rows), -1))
+            for name, of, t in (
+                ("cmpSparseIndices", "chosen", chosen),
+                ("oriSparseIndices", "keys", named),
+                ("oriTopkLength", "keys", counts),
+            )
+        },
         **{name: torch.tensor(values, dtype=I32) for name, values in ends.items() if packed},
         cmpResidualKv=torch.tensor([n % ratio for n in tokens], dtype=I32) if has else None,
         sinks=draw(N),
@@ -141,7 +153,11 @@ def window_of(args: Args, row: int, rows: int, keys: int) -> tuple[int, int]:
 
 def row_keys(args: Args, b: int, row: int, sides: list[list[tuple[int, int]]]) -> torch.Tensor:
     """The keys that a row of sequence b reads, [keys, D]."""
-    (_, rows), (key, keys) = sides[0][b], sides[1][b]
+    (start, rows), (key, keys) = sides[0][b], sides[1][b]
+    if args["oriSparseIndices"] is not None:
+        counts = args["oriTopkLength"].flatten()
+        named = args["oriSparseIndices"].flatten(0, -2)[start + row, : int(counts[start + row])].tolist()
+        return flat(args["oriKv"])[[key + n for n in (named[: named.index(-1)] if -1 in named else named)], 0]
     first, end = window_of(args, row, rows, keys)
     read = [flat(args["oriKv"])[key + first : key + max(end, first), 0]]
     if args["cmpKv"] is not None:
@@ -151,7 +167,7 @@ def row_keys(args: Args, b: int, row: int, sides: list[list[tuple[int, int]]]) -
         visible = bound(row, rows, tokens, count, ratio)
         slots = list(range(visible))
         if args["cmpSparseIndices"] is not None:
-            lists = flat(args["cmpSparseIndices"])[sides[0][b][0] + row, 0, :visible].tolist()
+            lists = flat(args["cmpSparseIndices"])[start + row, 0, :visible].tolist()
             slots = lists[: lists.index(-1)] if -1 in lists else lists
         read.append(flat(args["cmpKv"])[[entry + n for n in slots if n < visible], 0])
     return torch.cat(read)

@@ -1,5 +1,5 @@
-"""Probabilities of compressed keys in a softmax over both sources, averaged over heads: the target of an indexer's
-loss."""
+"""Probabilities of the keys that lists are of, in a softmax over all sources, averaged over heads: the target of an
+indexer's loss."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ PAIRS = 1 << 22  # products per step: rows * keys * heads
 
 
 @dataclass(frozen=True, eq=False)
-class CompressedRows:
-    """Query rows and their visible compressed keys.
+class ListedRows:
+    """Query rows and their visible keys of one source.
 
     Args:
         call: the call with the layout of query rows. scale: factor of q . k. query: rows with all heads. lengths: query
             rows of every sequence.
-        keys: rows of compressed keys. keys_of: their number in every sequence. ends: per sequence and row, the number
+        keys: rows of the source. keys_of: their number in every sequence. ends: per sequence and row, the number
             of visible ones.
-        lse: log of the softmax's sum over both sources and the sink, in the layout of CANN's statistics.
+        lse: log of the softmax's sum over all sources and the sink, in the layout of CANN's statistics.
         lists: selected keys per row, ended by -1; None: all visible ones.
         counts: per row, the number of valid entries of its list; None: all.
     """
@@ -44,11 +44,11 @@ class CompressedRows:
     counts: Tensor | None = None
 
 
-def write_probabilities(rows: CompressedRows, out: Tensor) -> None:
+def write_probabilities(rows: ListedRows, out: Tensor) -> None:
     """Writes mean_h exp(scale * q_h . k - lse_h) of the keys that are read, and 0 elsewhere.
 
     Args:
-        out: [B, S1, 1, W] or [T1, 1, W]: a column for each entry of a list, or for each compressed key.
+        out: [B, S1, 1, W] or [T1, 1, W]: a column for each entry of a list, or for each key.
     """
     out.zero_()
     heads = rows.query.shape[-2]
@@ -73,7 +73,7 @@ def write_probabilities(rows: CompressedRows, out: Tensor) -> None:
             target[at, :width] = scores.exp().mean(1).where(read[at, :width], 0).to(out.dtype)
 
 
-def _entries(rows: CompressedRows, b: int, count: int, width: int, keys: int) -> tuple[Tensor, Tensor]:
+def _entries(rows: ListedRows, b: int, count: int, width: int, keys: int) -> tuple[Tensor, Tensor]:
     """Two tensors [count, width] for a sequence: the key of each column, and true if the row reads it."""
     device = rows.query.device
     visible = torch.from_numpy(rows.ends[b]).to(device)[:, None]
