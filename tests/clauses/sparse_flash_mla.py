@@ -64,8 +64,8 @@ CLAUSES = (
     clause(
         "lse",
         "softmaxLseOut is written where returnSoftmaxLse says so.",
-        computes(lse=False, returnSoftmaxLse=False),
-        computes(lse=False, **BSND),
+        computes(saves=False, returnSoftmaxLse=False),
+        computes(saves=False, **BSND),
     ),
     clause(
         "metadata",

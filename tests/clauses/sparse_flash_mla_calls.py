@@ -59,7 +59,7 @@ def base(
     dtype: torch.dtype = H,
     mode: int = 4,
     window: tuple[int, int] = (5, 0),
-    lse: bool = True,
+    saves: bool = True,
 ) -> Args:
     """Attention to a window and to compressed keys.
 
@@ -68,7 +68,7 @@ def base(
         kind: "window", without compressed keys; "all" that a row sees; "chosen", by a list; "keys" that lists name,
             without compressed ones, in mode 0.
         mode, window: of the keys; window: before and behind a row, in mode 4.
-        lse: whether softmaxLseOut is asked for.
+        saves: whether softmaxLseOut is asked for.
     """
     compressed = [n // ratio for n in tokens]
     lengths = (rows, tokens, compressed)
@@ -117,10 +117,10 @@ def base(
         layoutQ=layout,
         layoutKv=layout,
         topkValueMode=1,
-        returnSoftmaxLse=lse,
+        returnSoftmaxLse=saves,
         attnOut=torch.empty_like(query),
         softmaxLseOut=torch.empty((1, total, N) if packed else (len(rows), 1, rows[0], N))
-        if lse
+        if saves
         else torch.empty(0, dtype=F32),
     )
 
@@ -151,15 +151,18 @@ def window_of(args: Args, row: int, rows: int, keys: int) -> tuple[int, int]:
     return max(first, 0), min(max(end, 0), keys)
 
 
-def row_keys(args: Args, b: int, row: int, sides: list[list[tuple[int, int]]]) -> torch.Tensor:
-    """The keys that a row of sequence b reads, [keys, D]."""
+Entry = tuple[int, int, int]
+
+
+def row_entries(args: Args, b: int, row: int, sides: list[list[tuple[int, int]]]) -> list[Entry]:
+    """(source, row of its tensor, slot of its list) of all keys that a row of sequence b reads; source 0: oriKv."""
     (start, rows), (key, keys) = sides[0][b], sides[1][b]
     if args["oriSparseIndices"] is not None:
-        counts = args["oriTopkLength"].flatten()
-        named = args["oriSparseIndices"].flatten(0, -2)[start + row, : int(counts[start + row])].tolist()
-        return flat(args["oriKv"])[[key + n for n in (named[: named.index(-1)] if -1 in named else named)], 0]
-    first, end = window_of(args, row, rows, keys)
-    read = [flat(args["oriKv"])[key + first : key + max(end, first), 0]]
+        count = int(args["oriTopkLength"].flatten()[start + row])
+        named = args["oriSparseIndices"].flatten(0, -2)[start + row, :count].tolist()
+        named = named[: named.index(-1)] if -1 in named else named
+        return [(0, key + n, slot) for slot, n in enumerate(named)]
+    read: list[Entry] = [(0, key + n, 0) for n in range(*window_of(args, row, rows, keys))]
     if args["cmpKv"] is not None:
         entry, count = sides[2][b]
         ratio, given = args["cmpRatio"], args["cmpResidualKv"]
@@ -169,8 +172,14 @@ def row_keys(args: Args, b: int, row: int, sides: list[list[tuple[int, int]]]) -
         if args["cmpSparseIndices"] is not None:
             lists = flat(args["cmpSparseIndices"])[start + row, 0, :visible].tolist()
             slots = lists[: lists.index(-1)] if -1 in lists else lists
-        read.append(flat(args["cmpKv"])[[entry + n for n in slots if n < visible], 0])
-    return torch.cat(read)
+        read += [(1, entry + n, slot) for slot, n in enumerate(slots) if n < visible]
+    return read
+
+
+def keys_of(args: Args, read: Sequence[Entry]) -> torch.Tensor:
+    """The rows of keys, [keys, D]."""
+    sources = [flat(args["oriKv"]), args["cmpKv"] if args["cmpKv"] is None else flat(args["cmpKv"])]
+    return torch.stack([sources[source][at, 0] for source, at, _ in read])
 
 
 def flat(t: torch.Tensor) -> torch.Tensor:
@@ -186,9 +195,10 @@ def formula(args: Args) -> dict[str, Near]:
     outs, lses = [zero] * len(query), [near(torch.zeros(query.shape[1], 1))] * len(query)
     for b, (first, count) in enumerate(sides[0]):
         for i in range(count):
-            keys = row_keys(args, b, i, sides)
-            if not len(keys):
+            read = row_entries(args, b, i, sides)
+            if not read:
                 continue
+            keys = keys_of(args, read)
             scores = (near(query[first + i]) @ near(keys).T) * args["softmaxScale"]
             all_scores = cat([scores, sink], 1)
             p, top, total = softmax(all_scores, torch.ones_like(all_scores.value, dtype=torch.bool))

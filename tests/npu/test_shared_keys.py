@@ -375,10 +375,12 @@ def test_packed_sequences_with_padding_rows(listed: bool, cann: Any) -> None:
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("listed", [True, False])
 def test_the_norm_as_an_operator(listed: bool, packed: bool, device: str, cann: Any) -> None:
-    """Against the formula: what a row does not read is 0, and a row sums to less than 1."""
+    """Against the formula: probabilities of keys that a row does not read are 0, and a row sums to less than 1."""
     tokens, heads, dim, scale = 14, 4, 16, 0.3
     q, x, c, sinks = rows(tokens, heads, dim)
     chosen = lists(tokens) if listed else None
+    if chosen is not None:
+        chosen[:, 5, 0, :2] = torch.tensor([2, 0])  # an entry that the row does not see, and one behind its slots
     words: dict[str, Any] = {"sinks": sinks, "softmax_scale": scale, "cmp_residual_kv": residual(tokens), **BOTH}
     _, lse = cann.sparse_flash_mla(q, x, c, None, chosen, **words, return_softmax_lse=True)
     args: dict[str, Any] = {"softmax_scale": scale, "cmp_ratio": RATIO, "mask_mode": 3, "sparse_indices": chosen}

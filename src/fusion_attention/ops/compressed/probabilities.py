@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fusion_attention.ir.call import buffer
 from fusion_attention.ir.kv import RowView
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.call import TensorCall
@@ -50,19 +51,19 @@ def write_probabilities(rows: ListedRows, out: Tensor) -> None:
     Args:
         out: [B, S1, 1, W] or [T1, 1, W]: a column for each entry of a list, or for each key.
     """
-    out.zero_()
+    written = buffer(out).zero_()
     heads = rows.query.shape[-2]
     dtype = torch.float64 if rows.query.dtype == torch.float64 else torch.float32
     saved = empty(rows.query, rows.query.shape[:-1], dtype)
     grouped(saved, 1, rows.call.layout).copy_(rows.lse)
     queries, statistics = rows.call.rows(rows.query, heads), rows.call.rows(saved.unsqueeze(-1), heads)
-    written = rows.call.rows(out)
+    targets = rows.call.rows(written)
     for b, count in enumerate(rows.lengths):
         k = rows.keys.sequence(b, 1, int(rows.keys_of[b]))[0].to(dtype)
         if not count or not len(k):
             continue
         entry, read = _entries(rows, b, count, out.shape[-1], len(k))
-        target = written.sequence(b, 1, count)[0]
+        target = targets.sequence(b, 1, count)[0]
         q, lse = queries.sequence(b, heads, count).transpose(0, 1), statistics.sequence(b, heads, count).transpose(0, 1)
         width = min(out.shape[-1], len(k)) if rows.lists is None else out.shape[-1]
         step = max(1, PAIRS // max(heads * width, 1))
@@ -71,6 +72,8 @@ def write_probabilities(rows: ListedRows, out: Tensor) -> None:
             listed = k[:width] if rows.lists is None else k[entry[at].clamp(0, len(k) - 1)]
             scores = rows.scale * (q[at].to(dtype) @ listed.mT) - lse[at]
             target[at, :width] = scores.exp().mean(1).where(read[at, :width], 0).to(out.dtype)
+    if written is not out:
+        out.copy_(written)
 
 
 def _entries(rows: ListedRows, b: int, count: int, width: int, keys: int) -> tuple[Tensor, Tensor]:
