@@ -34,7 +34,8 @@ def base(
     """Probabilities of a call whose softmax has more keys than these.
 
     Args:
-        rows, keys, ratio, residual, mode: as of the loss against a target. K: entries of a list; chosen: there are lists.
+        rows, keys, ratio, residual, mode: as of the loss against a target. K: entries of a list.
+        chosen: there are lists.
     """
     packed, total, columns = layout == "TND", sum(rows), K if chosen else max(keys) + 1
 
@@ -101,7 +102,8 @@ def formula(args: Args) -> dict[str, Near]:
 CLAUSES = (
     *of_parameters(
         "q k softmaxLse out", "q k", "softmaxLse out", " ".join(("sparseIndices", *ENDS)),
-        {"maskMode": (1, 4), "cmpRatio": (0, 129), "layoutQ": ("BNSD",), "layoutK": ("BSND",)}, "q k softmaxLse out", workspace=False,
+        {"maskMode": (1, 4), "cmpRatio": (0, 129), "layoutQ": ("BNSD",), "layoutK": ("BSND",)}, "q k softmaxLse out",
+        workspace=False,
     ),
     clause(
         "lists",

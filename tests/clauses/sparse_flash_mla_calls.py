@@ -85,7 +85,7 @@ def base(
         for i in range(count):
             entries = torch.randperm(bound(i, count, tokens[b], compressed[b], ratio), generator=GENERATOR)[:3]
             chosen[starts[b] + i, 0, : len(entries)] = entries.to(I32)
-    named = torch.cat([torch.randint(0, n, (count, 1, ENTRIES), generator=GENERATOR)
+    named = torch.cat([torch.randint(0, max(n, 1), (count, 1, ENTRIES), generator=GENERATOR)
                        for n, count in zip(tokens, rows, strict=True)]).to(I32)  # fmt: skip
     counts = torch.randint(0, ENTRIES + 1, (total, 1), generator=GENERATOR).to(I32)
     ends = {f"cuSeqlens{side}": [*accumulate(n, initial=0)] for side, n in zip(SIDES, lengths, strict=True)}

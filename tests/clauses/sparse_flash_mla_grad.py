@@ -60,7 +60,7 @@ def finish(args: Args, changed: frozenset[str]) -> None:
 
 
 def formula(args: Args) -> dict[str, Near]:
-    """dS = P (dO x - D), D = rowsum(dO * O): dQ = scale dS x, dx = scale dS^T Q + P^T dO, dSink = - exp(sink - lse) D."""
+    """dS = P (dO x - D), D = rowsum(dO * O): dQ = scale dS x, dx = scale dS^T Q + P^T dO."""
     query, d_out, out = (flat(args[name]) for name in ("query", "dOut", "out"))
     of_forward, dtype, heads = {**args, "q": args["query"]}, query.dtype, query.shape[1]
     lse, sinks = args["lse"].reshape(len(query), heads), args["sinks"]

@@ -45,7 +45,6 @@ class Both:
 
     def ours(self, module: Any, query: Any, key: Any, mask: Any, scaling: float) -> torch.Tensor:
         q, every = query.transpose(1, 2), key.transpose(1, 2)
-        rows = q.shape[1]
         compressed = 0 if module.compressor is None else self.tokens // self.ratio
         k, c = every.split([every.shape[1] - compressed, compressed], 1)
         lists = None

@@ -12,7 +12,7 @@ RIGHT = "judging/test_planted_compressed.py::test_every_call_of_the_example_is_r
 CHIP, LISTED = "npu/test_shared_keys.py", "npu/test_listed_keys.py"
 STATE = "sparse/test_pooling.py::test_several_calls_of_the_compressor_go_on_from_its_state"
 POOLING = [
-    package("Triton: halves of a window are exchanged", KERNEL, 
+    package("Triton: halves of a window are exchanged", KERNEL,
           "half * DIM + d, ((position", "(HALVES - 1 - half) * DIM + d, ((position", CASES),
     package("Triton: rows before a sequence are pooled", KERNEL,
           "((position < RATIO) & (row >= 0))", "((position < RATIO) & (row >= -RATIO))", CASES),
@@ -25,9 +25,11 @@ POOLING = [
     package("the judge pools rows before a sequence", "judging/pooling.py",
           "and first == 0 and not self.wrapped", "and first == 0 and self.wrapped", RIGHT, PLANTED),
     package("the judge sums a bias's gradient over one head", "judging/pooling.py",
-          "t.double().sum(0))", "t.double()[0])", RIGHT),
+          "t.double().sum(0))", "t.double()[0])",
+          "judging/test_planted_compressed.py::test_the_gradient_of_a_bias_is_a_sum_over_heads"),
     package("any wrong result of pooling is explained", "judging/pooling.py",
-          "if result.passes and all(", "if all(", PLANTED),
+          "if result.passes and all(", "if all(",
+          "judging/test_planted_compressed.py::test_a_mistake_that_does_not_explain_all_errors_is_not_named"),
     package("compressed keys are visible a token late", "ops/compressed/lower.py",
           "tokens - q_len + 1", "tokens - q_len", "sparse/test_compressed.py::test_golden_against_autograd"),
     package("positions count from the keys that are left", "ops/compressed/lower.py",
