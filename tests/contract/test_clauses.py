@@ -15,6 +15,8 @@ from clauses import (
     indexer_grad_kl_loss,
     indexer_kl_loss_grad,
     indexer_v2,
+    score_grad_v4,
+    score_v4,
     softmax_l1_norm,
     sparse_flash_attention_grad,
     sparse_flash_mla,
@@ -46,11 +48,14 @@ PAGES: dict[Page, int] = {
     compressor.GRAD_PAGE: 102,
     block_sparse_attention.PAGE: 85,
     block_sparse_attention.GRAD_PAGE: 101,
+    score_v4.PAGE: 379,
+    score_grad_v4.PAGE: 290,
 }
-DERIVED = [*PAGES][7:]  # most of whose clauses follow from their parameters
+# Pages most of whose clauses follow from their parameters or are another page's: one in so many runs every day.
+DAILY = dict.fromkeys([*PAGES][7:], 4) | dict.fromkeys((score_v4.PAGE, score_grad_v4.PAGE), 100)
 ROWS = [
     pytest.param(page, clause, id=f"{page.operator.removeprefix('aclnn')}-{clause.id}",
-                 marks=pytest.mark.slow if page in DERIVED and n % 4 else ())
+                 marks=pytest.mark.slow if n % DAILY.get(page, 1) else ())
     for page in PAGES
     for n, clause in enumerate(page.clauses)
 ]  # fmt: skip
