@@ -16,7 +16,7 @@ from clauses.table import NULL, Args, Page, clause, computes, filled, forbids, r
 from clauses.values import draw, ints, longer, widened
 
 FORWARD = listed("""
-    aclTensor x wkv wgate stateCacheRef ape stateBlockTable cuSeqlens seqused startPos
+    aclTensor x wkv wgate stateCacheRef=state_cache ape stateBlockTable cuSeqlens seqused startPos
     int64_t   cmpRatio coff cacheMode stateCacheStrideDim0
     bool      gradEnabled
     aclTensor cmpKv softmaxScore kv

@@ -14,9 +14,9 @@ from clauses.values import deeper, fractal, gapped, to
 
 
 def listed(text: str) -> tuple[Parameter, ...]:
-    """A prototype of lines "kind name name ...", in the page's order."""
+    """A prototype of lines "kind name name=record's name ...", in the page's order."""
     lines = (line.split() for line in text.strip().splitlines())
-    return prototype("\n".join(f"{kind} {name}" for kind, *names in lines for name in names))
+    return prototype("\n".join(f"{kind} {name.replace('=', ' = ')}" for kind, *names in lines for name in names))
 
 
 def of_parameters(

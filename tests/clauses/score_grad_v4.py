@@ -14,12 +14,12 @@ from clauses.table import NULL, Args, Check, Page, clause, computes, filled, for
 from clauses.values import zeros
 
 PROTOTYPE = listed("""
-    aclTensor   query key value dy pseShift dropMask paddingMask attenMask softmaxMax softmaxSum softmaxIn attentionIn
-    aclTensor   sinkIn queryRope keyRope dScaleQ dScaleK dScaleV dScaleDy dScaleO
+    aclTensor   query key value dy pseShift=pse dropMask paddingMask attenMask softmaxMax softmaxSum
+    aclTensor   softmaxIn attentionIn sinkIn queryRope keyRope dScaleQ dScaleK dScaleV dScaleDy dScaleO
     aclIntArray prefix actualSeqQLen actualSeqKvLen qStartIdx kvStartIdx
-    double      scaleValue keepProb
+    double      scaleValue=scale keepProb
     int64_t     preTokens nextTokens headNum
-    char        inputLayout softmaxInLayout
+    char        inputLayout softmaxInLayout=softmax_layout
     int64_t     innerPrecise sparseMode pseType seed offset outDtype
     aclTensor   dq dk dv dqRope dkRope dpse dsink
 """)

@@ -17,13 +17,14 @@ from clauses.table import NULL, Args, Check, Page, clause, computes, filled, for
 from clauses.values import drawn, zeros
 
 PROTOTYPE = listed("""
-    aclTensor   query key value realShift dropMask paddingMask attenMask queryRope keyRope dScaleQ dScaleK dScaleV sink
+    aclTensor   query key value realShift=pse dropMask paddingMask attenMask queryRope keyRope
+    aclTensor   dScaleQ dScaleK dScaleV sink
     aclIntArray prefix actualSeqQLen actualSeqKvLen qStartIdx kvStartIdx
-    double      scaleValue keepProb
+    double      scaleValue=scale keepProb
     int64_t     preTokens nextTokens headNum
     char        inputLayout
     int64_t     innerPrecise sparseMode outDtype pseType
-    char        softmaxOutLayout
+    char        softmaxOutLayout=softmax_layout
     int64_t     seed offset
     aclTensor   softmaxMax softmaxSum softmaxOut attentionOut
 """)
