@@ -79,15 +79,7 @@ def base(
 
     has, total, packed = kind not in ("window", "keys"), sum(rows), layout == "TND"
     mode = 0 if kind == "keys" else mode
-    query, chosen = drawn_rows(0, N), torch.full((total, 1, ENTRIES), -1, dtype=I32)
-    starts = list(accumulate(rows, initial=0))
-    for b, count in enumerate(rows):
-        for i in range(count):
-            entries = torch.randperm(bound(i, count, tokens[b], compressed[b], ratio), generator=GENERATOR)[:3]
-            chosen[starts[b] + i, 0, : len(entries)] = entries.to(I32)
-    named = torch.cat([torch.randint(0, max(n, 1), (count, 1, ENTRIES), generator=GENERATOR)
-                       for n, count in zip(tokens, rows, strict=True)]).to(I32)  # fmt: skip
-    counts = torch.randint(0, ENTRIES + 1, (total, 1), generator=GENERATOR).to(I32)
+    query, (chosen, named, counts) = drawn_rows(0, N), lists_of(rows, tokens, compressed, ratio)
     ends = {f"cuSeqlens{side}": [*accumulate(n, initial=0)] for side, n in zip(SIDES, lengths, strict=True)}
     if not has:
         ends.pop("cuSeqlensCmpKv")
@@ -123,6 +115,22 @@ def base(
         if saves
         else torch.empty(0, dtype=F32),
     )
+
+
+def lists_of(
+    rows: Sequence[int], tokens: Sequence[int], compressed: Sequence[int], ratio: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Lists of compressed keys that rows see; lists of keys, and their lengths."""
+    total, chosen = sum(rows), torch.full((sum(rows), 1, ENTRIES), -1, dtype=I32)
+    starts = list(accumulate(rows, initial=0))
+    for b, count in enumerate(rows):
+        for i in range(count):
+            entries = torch.randperm(bound(i, count, tokens[b], compressed[b], ratio), generator=GENERATOR)[:3]
+            chosen[starts[b] + i, 0, : len(entries)] = entries.to(I32)
+    named = torch.cat([torch.randint(0, max(n, 1), (count, 1, ENTRIES), generator=GENERATOR)
+                       for n, count in zip(tokens, rows, strict=True)]).to(I32)  # fmt: skip
+    counts = torch.randint(0, ENTRIES + 1, (total, 1), generator=GENERATOR).to(I32)
+    return chosen, named, counts
 
 
 def bound(row: int, rows: int, tokens: int, compressed: int, ratio: int) -> int:
