@@ -35,16 +35,16 @@ def base(
     ratio: int = 4, mode: int = 1, saves: bool = True, width: int = 1024, D: int = 128, dtype: torch.dtype = H,
 ) -> Args:  # fmt: skip
     """Rows of two sequences. width: elements of x's rows; saves: the gradient's tensors are asked for."""
-    total, items, wide = sum(rows), len(rows), coff * D
+    total, items, channels_of_all = sum(rows), len(rows), coff * D
     x = draw(total, width, d=dtype) / 16
     windows = (min(total, total // ratio + items),) if packed else (items, -(-rows[0] // ratio))
     return filled(
         FORWARD,
         x=x if packed else x.unflatten(0, (items, -1)),
-        wkv=draw(wide, width, d=dtype) / 16,
-        wgate=draw(wide, width, d=dtype) / 16,
-        stateCacheRef=draw(2 * items + 1, 64 if mode == 2 else SIZE, 2 * wide),
-        ape=draw(ratio, wide),
+        wkv=draw(channels_of_all, width, d=dtype) / 16,
+        wgate=draw(channels_of_all, width, d=dtype) / 16,
+        stateCacheRef=draw(2 * items + 1, 64 if mode == 2 else SIZE, 2 * channels_of_all),
+        ape=draw(ratio, channels_of_all),
         stateBlockTable=torch.arange(1, 2 * items + 1, dtype=I32)[: items if mode == 2 else None].view(
             (items,) if mode == 2 else (items, 2)
         ),

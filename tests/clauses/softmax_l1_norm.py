@@ -86,9 +86,9 @@ def formula(args: Args) -> dict[str, Near]:
             visible = bound(i, rows, keys, args["cmpRatio"], residual, args["maskMode"])
             entries = list(range(visible))
             if lists is not None:
-                own = lists.view(len(q), columns)[first + i, : min(visible, columns)].tolist()
-                own = own if counts is None else own[: int(counts[first + i])]
-                entries = own[: own.index(-1)] if -1 in own else own
+                row_list = lists.view(len(q), columns)[first + i, : min(visible, columns)].tolist()
+                row_list = row_list if counts is None else row_list[: int(counts[first + i])]
+                entries = row_list[: row_list.index(-1)] if -1 in row_list else row_list
             slots = [n for n, entry in enumerate(entries) if entry < visible]
             if not slots:
                 continue

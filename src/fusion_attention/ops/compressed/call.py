@@ -105,7 +105,7 @@ class FlashMla(Sparse):
         return ListedRows(self, self.problem.scale, q, lengths, keys, keys_of, ends, lse, self.lists())
 
     def _listed_end(self, b: int, row: np.ndarray) -> np.ndarray:
-        """How many keys of the source that lists are of each row sees."""
+        """The number of keys, of the source that lists are of, that each row sees."""
         if self.second is None:
             return np.full(len(row), self.extents.kv_len[b])
         return self.extents.compressed_end(b, row, self.problem.compressed_ratio)
