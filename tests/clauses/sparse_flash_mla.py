@@ -1,4 +1,4 @@
-"""The page of aclnnSparseFlashMla, clause by clause: the forms that A2 and A3 have."""
+"""The page of aclnnSparseFlashMla, clause by clause: the forms that A2 and A3 have, and lists of keys."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ KINDS = ("window", "all", "chosen")
 ENDS = tuple(f"cuSeqlens{side}" for side in SIDES)
 USED = tuple(f"seqused{side}" for side in SIDES)
 ROWS = ("q", "oriKv", "cmpKv")
-OF_950 = {
-    "oriSparseIndices": zeros(8, 1, 4, d=I32),
-    "oriTopkLength": zeros(8, 1, d=I32),
-    "cmpTopkLength": zeros(8, 1, d=I32),
-}
 
 
 def first_entry(value: int) -> object:
@@ -69,8 +64,8 @@ CLAUSES = (
     clause(
         "lse",
         "softmaxLseOut is written where returnSoftmaxLse says so.",
-        computes(lse=False, returnSoftmaxLse=False),
-        computes(lse=False, **BSND),
+        computes(saves=False, returnSoftmaxLse=False),
+        computes(saves=False, **BSND),
     ),
     clause(
         "metadata",
@@ -114,8 +109,14 @@ CLAUSES = (
     clause("positions", "topkValueMode is 1.", *(forbids("topkValueMode", topkValueMode=n) for n in (0, 2))),
     clause(
         "forms-of-950",
-        "Lists of oriKv and lengths of lists are another chip's.",
-        *(refuses(NULL, name, **{name: value}) for name, value in OF_950.items()),
+        "Another chip takes lists of oriKv, with their lengths, in oriMaskMode 0; those of both sources are refused.",
+        *(computes(kind="keys", **over) for over in ({}, BSND, {"rows": (0, 5)}, {"dtype": BF})),
+        computes(kind="keys", oriSparseIndices=lambda old: torch.full_like(old, -1)),
+        refuses(TILING, "oriTopkLength", kind="keys", oriTopkLength=None),
+        *(forbids("oriSparseIndices", kind="keys", oriSparseIndices=first_entry(n)) for n in (9, -2, 2**30)),
+        *(forbids("oriMaskMode", kind="keys", oriMaskMode=n) for n in (3, 4)),
+        refuses(NULL, "oriSparseIndices", oriSparseIndices=zeros(8, 1, 4, d=I32)),
+        *(refuses(NULL, name, **{name: zeros(8, 1, d=I32)}) for name in ("oriTopkLength", "cmpTopkLength")),
         ruling=42,
     ),
     # ---------------------------------------------------------------------------------------------------------- shapes

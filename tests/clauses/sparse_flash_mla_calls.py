@@ -59,15 +59,16 @@ def base(
     dtype: torch.dtype = H,
     mode: int = 4,
     window: tuple[int, int] = (5, 0),
-    lse: bool = True,
+    saves: bool = True,
 ) -> Args:
     """Attention to a window and to compressed keys.
 
     Args:
         rows, tokens: of queries and of keys of every sequence; BSND: all alike.
-        kind: "window", without compressed keys; "all" that a row sees; "chosen", by a list.
+        kind: "window", without compressed keys; "all" that a row sees; "chosen", by a list; "keys" that lists name,
+            without compressed ones, in mode 0.
         mode, window: of the keys; window: before and behind a row, in mode 4.
-        lse: whether softmaxLseOut is asked for.
+        saves: whether softmaxLseOut is asked for.
     """
     compressed = [n // ratio for n in tokens]
     lengths = (rows, tokens, compressed)
@@ -76,13 +77,9 @@ def base(
         t = draw(sum(lengths[side]), heads, D, d=dtype)
         return t if layout == "TND" else t.unflatten(0, (len(rows), -1))
 
-    has, total, packed = kind != "window", sum(rows), layout == "TND"
-    query, chosen = drawn_rows(0, N), torch.full((total, 1, ENTRIES), -1, dtype=I32)
-    starts = list(accumulate(rows, initial=0))
-    for b, count in enumerate(rows):
-        for i in range(count):
-            entries = torch.randperm(bound(i, count, tokens[b], compressed[b], ratio), generator=GENERATOR)[:3]
-            chosen[starts[b] + i, 0, : len(entries)] = entries.to(I32)
+    has, total, packed = kind not in ("window", "keys"), sum(rows), layout == "TND"
+    mode = 0 if kind == "keys" else mode
+    query, (chosen, named, counts) = drawn_rows(0, N), lists_of(rows, tokens, compressed, ratio)
     ends = {f"cuSeqlens{side}": [*accumulate(n, initial=0)] for side, n in zip(SIDES, lengths, strict=True)}
     if not has:
         ends.pop("cuSeqlensCmpKv")
@@ -92,7 +89,14 @@ def base(
         q=query,
         oriKv=drawn_rows(1, 1),
         cmpKv=drawn_rows(2, 1) if has else None,
-        cmpSparseIndices=(chosen if packed else chosen.unflatten(0, (len(rows), -1))) if kind == "chosen" else None,
+        **{
+            name: None if kind != of else t if packed else t.unflatten(0, (len(rows), -1))
+            for name, of, t in (
+                ("cmpSparseIndices", "chosen", chosen),
+                ("oriSparseIndices", "keys", named),
+                ("oriTopkLength", "keys", counts),
+            )
+        },
         **{name: torch.tensor(values, dtype=I32) for name, values in ends.items() if packed},
         cmpResidualKv=torch.tensor([n % ratio for n in tokens], dtype=I32) if has else None,
         sinks=draw(N),
@@ -105,12 +109,28 @@ def base(
         layoutQ=layout,
         layoutKv=layout,
         topkValueMode=1,
-        returnSoftmaxLse=lse,
+        returnSoftmaxLse=saves,
         attnOut=torch.empty_like(query),
         softmaxLseOut=torch.empty((1, total, N) if packed else (len(rows), 1, rows[0], N))
-        if lse
+        if saves
         else torch.empty(0, dtype=F32),
     )
+
+
+def lists_of(
+    rows: Sequence[int], tokens: Sequence[int], compressed: Sequence[int], ratio: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Lists of compressed keys that rows see; lists of keys, and their lengths."""
+    total, chosen = sum(rows), torch.full((sum(rows), 1, ENTRIES), -1, dtype=I32)
+    starts = list(accumulate(rows, initial=0))
+    for b, count in enumerate(rows):
+        for i in range(count):
+            entries = torch.randperm(bound(i, count, tokens[b], compressed[b], ratio), generator=GENERATOR)[:3]
+            chosen[starts[b] + i, 0, : len(entries)] = entries.to(I32)
+    named = torch.cat([torch.randint(0, max(n, 1), (count, 1, ENTRIES), generator=GENERATOR)
+                       for n, count in zip(tokens, rows, strict=True)]).to(I32)  # fmt: skip
+    counts = torch.randint(0, ENTRIES + 1, (total, 1), generator=GENERATOR).to(I32)
+    return chosen, named, counts
 
 
 def bound(row: int, rows: int, tokens: int, compressed: int, ratio: int) -> int:
@@ -139,11 +159,18 @@ def window_of(args: Args, row: int, rows: int, keys: int) -> tuple[int, int]:
     return max(first, 0), min(max(end, 0), keys)
 
 
-def row_keys(args: Args, b: int, row: int, sides: list[list[tuple[int, int]]]) -> torch.Tensor:
-    """The keys that a row of sequence b reads, [keys, D]."""
-    (_, rows), (key, keys) = sides[0][b], sides[1][b]
-    first, end = window_of(args, row, rows, keys)
-    read = [flat(args["oriKv"])[key + first : key + max(end, first), 0]]
+Entry = tuple[int, int, int]
+
+
+def row_entries(args: Args, b: int, row: int, sides: list[list[tuple[int, int]]]) -> list[Entry]:
+    """(source, row of its tensor, slot of its list) of all keys that a row of sequence b reads; source 0: oriKv."""
+    (start, rows), (key, keys) = sides[0][b], sides[1][b]
+    if args["oriSparseIndices"] is not None:
+        count = int(args["oriTopkLength"].flatten()[start + row])
+        named = args["oriSparseIndices"].flatten(0, -2)[start + row, :count].tolist()
+        named = named[: named.index(-1)] if -1 in named else named
+        return [(0, key + n, slot) for slot, n in enumerate(named)]
+    read: list[Entry] = [(0, key + n, 0) for n in range(*window_of(args, row, rows, keys))]
     if args["cmpKv"] is not None:
         entry, count = sides[2][b]
         ratio, given = args["cmpRatio"], args["cmpResidualKv"]
@@ -151,10 +178,16 @@ def row_keys(args: Args, b: int, row: int, sides: list[list[tuple[int, int]]]) -
         visible = bound(row, rows, tokens, count, ratio)
         slots = list(range(visible))
         if args["cmpSparseIndices"] is not None:
-            lists = flat(args["cmpSparseIndices"])[sides[0][b][0] + row, 0, :visible].tolist()
+            lists = flat(args["cmpSparseIndices"])[start + row, 0, :visible].tolist()
             slots = lists[: lists.index(-1)] if -1 in lists else lists
-        read.append(flat(args["cmpKv"])[[entry + n for n in slots if n < visible], 0])
-    return torch.cat(read)
+        read += [(1, entry + n, slot) for slot, n in enumerate(slots) if n < visible]
+    return read
+
+
+def keys_of(args: Args, read: Sequence[Entry]) -> torch.Tensor:
+    """The rows of keys, [keys, D]."""
+    sources = [flat(args["oriKv"]), args["cmpKv"] if args["cmpKv"] is None else flat(args["cmpKv"])]
+    return torch.stack([sources[source][at, 0] for source, at, _ in read])
 
 
 def flat(t: torch.Tensor) -> torch.Tensor:
@@ -170,9 +203,10 @@ def formula(args: Args) -> dict[str, Near]:
     outs, lses = [zero] * len(query), [near(torch.zeros(query.shape[1], 1))] * len(query)
     for b, (first, count) in enumerate(sides[0]):
         for i in range(count):
-            keys = row_keys(args, b, i, sides)
-            if not len(keys):
+            read = row_entries(args, b, i, sides)
+            if not read:
                 continue
+            keys = keys_of(args, read)
             scores = (near(query[first + i]) @ near(keys).T) * args["softmaxScale"]
             all_scores = cat([scores, sink], 1)
             p, top, total = softmax(all_scores, torch.ones_like(all_scores.value, dtype=torch.bool))

@@ -290,7 +290,7 @@ def not_computed(page: Page, args: Args) -> str:
         if got.shape != right.value.shape:
             return f"{name}: shape {list(got.shape)}, by the formula {list(right.value.shape)}"
         # Not `>`: a NaN is wrong.
-        bad = ~((got.double() - right.value).abs() <= right.slack)
+        bad = ~(((got.double() - right.value).abs() <= right.slack) | (got.double() == right.value))
         if bool(bad.any()):
             at = tuple(int(i) for i in bad.nonzero()[0])
             off, may = (got.double() - right.value).abs()[at], right.slack[at]

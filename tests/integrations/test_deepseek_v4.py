@@ -21,7 +21,7 @@ def layer(kind: str) -> tuple[Any, Any]:
     """An attention layer in float64, with sinks that matter."""
     config = DeepseekV4Config(
         hidden_size=32, num_attention_heads=4, head_dim=16, q_lora_rank=24, o_groups=2, o_lora_rank=8,
-        index_n_heads=2, index_head_dim=16, index_topk=3, sliding_window=WINDOW, compress_rates=RATES,
+        index_n_heads=64, index_head_dim=16, index_topk=3, sliding_window=WINDOW, compress_rates=RATES,
         num_hidden_layers=1, layer_types=[kind], mlp_layer_types=["moe"], attn_implementation="eager",
     )  # fmt: skip
     module = modeling.DeepseekV4Attention(config, 0).double().eval()
@@ -45,12 +45,11 @@ class Both:
 
     def ours(self, module: Any, query: Any, key: Any, mask: Any, scaling: float) -> torch.Tensor:
         q, every = query.transpose(1, 2), key.transpose(1, 2)
-        rows = q.shape[1]
         compressed = 0 if module.compressor is None else self.tokens // self.ratio
         k, c = every.split([every.shape[1] - compressed, compressed], 1)
         lists = None
         if module.layer_type == CSA:
-            shown = (mask[:, 0, :, k.shape[1] :] == 0) if mask is not None else torch.ones(len(q), rows, compressed) > 0
+            shown = mask[:, 0, :, k.shape[1] :] == 0
             order = torch.arange(compressed).expand_as(shown)
             lists = fa.pack_lists(order.masked_fill(~shown, -1))[:, :, None] if compressed else None
         residual = [self.tokens % self.ratio] * len(q)
@@ -74,10 +73,9 @@ def run(config: Any, module: Any, hidden: torch.Tensor, first: int = 0, cache: A
     position = torch.arange(first, first + rows)[None]
     rotary = modeling.DeepseekV4RotaryEmbedding(config)
     turned = {name: rotary(hidden, position_ids=position, layer_type=name) for name in ("main", "compress")}
-    mask = None
-    if rows > 1:
-        visible = torch.ones(rows, rows).tril().triu(1 - WINDOW) > 0
-        mask = torch.zeros(len(hidden), 1, rows, rows, dtype=torch.float64).masked_fill(~visible, -torch.inf)
+    keys = rows if rows > 1 else min(first + 1, WINDOW)  # without a mask a row would see keys that are not chosen
+    visible = torch.ones(rows, keys).tril(keys - rows).triu(1 - WINDOW) > 0
+    mask = torch.zeros(len(hidden), 1, rows, keys, dtype=torch.float64).masked_fill(~visible, -torch.inf)
     result: torch.Tensor = module(hidden, turned, position, mask, past_key_values=cache)[0]
     return result
 
@@ -104,7 +102,7 @@ def test_a_layer_and_its_gradients(both: Both, kind: str, rows: int) -> None:
 
 @pytest.mark.parametrize(("both", "kind"), [(kind, kind) for kind in (SLIDING, CSA, HCA)], indirect=["both"])
 def test_steps_of_a_decode(both: Both, kind: str) -> None:
-    """Every residual is met; the cache holds the window's keys alone."""
+    """Every residual is met; the cache holds the window's keys alone. Steps give the rows of a run of all tokens."""
     config, module = layer(kind)
     hidden = torch.randn(1, 26, 32, dtype=torch.float64)
     cache = DynamicCache(config=config)
@@ -112,9 +110,12 @@ def test_steps_of_a_decode(both: Both, kind: str) -> None:
         for first, end in [(0, 9), *((n, n + 1) for n in range(9, 26))]:
             both.tokens = end
             run(config, module, hidden[:, first:end], first, cache)
-    assert len(both.pairs) == 18
-    for ours, theirs in both.pairs:
+        run(config, module, hidden)
+    *steps, (_, every) = both.pairs
+    assert len(steps) == 18
+    for ours, theirs in steps:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat([ours for ours, _ in steps], 1), every, rtol=0, atol=1e-12)
 
 
 # --------------------------------------------------------------------------------------------------------- the indexer

@@ -144,3 +144,23 @@ def test_mistakes_of_the_compressor(wrong: str, captures: Captures) -> None:
     result = explained(call, {"out": pooled(call.args, wrong)})
     assert result.verdict == ("wrong" if wrong else "right"), result
     assert [m.name for m in result.mistakes][:1] == ([wrong] if wrong else []), result
+
+
+def test_a_mistake_that_does_not_explain_all_errors_is_not_named(captures: Captures) -> None:
+    calls = [recording(captures, "compress", n) for n in range(len(captures["compress"]))]
+    call = next(c for c in calls if c.args["overlap"])
+    out = pooled(call.args, "compressor-halves")
+    out[0, -1, 0, 0] += 1
+    result = explained(call, {"out": out})
+    assert result.verdict == "wrong", result
+    assert not result.mistakes, result
+
+
+def test_the_gradient_of_a_bias_is_a_sum_over_heads(tmp_path: Path) -> None:
+    kv, gate, bias = (torch.randn(*shape, requires_grad=True) for shape in ((1, 8, 3, 4), (1, 8, 3, 4), (4, 4)))
+    with fa.capture(tmp_path) as recorded:
+        fa.compress(kv, gate, ratio=4, position_bias=bias).square().sum().backward()
+    calls = [from_recording(read(file, torch.device("cpu"))) for file in recorded.files]
+    results = [judged(call, search=False, backends=False) for call in calls]
+    assert [result.verdict for result in results] == ["right", "right"], results
+    assert "dposition_bias" in results[1].outputs

@@ -327,6 +327,7 @@ int main(int count, char **arguments) {
     test_dense(report);
     test_quantised_decode(report);
     test_caches(report);
+    test_pooling(report);
     test_sparse(report);
     test_teams(report);
     test_tiles(report);

@@ -8,6 +8,7 @@ namespace check {
 
 void test_quantised_decode(Report &report);  // decode_test.cpp
 void test_caches(Report &report);            // cache_test.cpp
+void test_pooling(Report &report);           // pool_test.cpp
 void test_sparse(Report &report);            // sparse_test.cpp
 void test_teams(Report &report);             // team_test.cpp
 void test_tiles(Report &report);             // tiles_test.cpp

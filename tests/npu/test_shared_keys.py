@@ -1,6 +1,7 @@
 """cann_ops_transformer's sparse_flash_mla and its gradient: what compressed_attention() computes, in CANN's terms."""
 
 from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -208,11 +209,8 @@ def test_the_indexer_chooses_closed_compressed_keys(tokens: int, cann: Any) -> N
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ori_kv": None}, r"ori_kv: expected rows of keys"),
-    (
-        {"ori_sparse_indices": torch.zeros(2, 8, 1, 2, dtype=torch.int32)},
-        r"ori_sparse_indices: expected None, .*\(this form \(950 only\) is not computed here\)",
-    ),
-    ({"ori_topk_length": torch.ones(2, 8, 1, dtype=torch.int32)}, r"ori_topk_length: expected None, .*950 only"),
+    ({"ori_sparse_indices": torch.zeros(2, 8, 1, 2).int()}, r"ori_sparse_indices: expected None beside cmp_kv"),
+    ({"ori_topk_length": torch.ones(2, 8, 1).int()}, r"ori_topk_length: expected None without ori_sparse_indices"),
     ({"cmp_topk_length": torch.ones(2, 8, 1, dtype=torch.int32)}, r"cmp_topk_length: expected None, .*950 only"),
     ({"cmp_kv": None, "cmp_residual_kv": None}, r"cmp_mask_mode: expected 0 without cmp_kv"),
     ({"cu_seqlens_q": torch.tensor([0, 8, 16])}, r"cu_seqlens_q: expected None but of packed rows"),
@@ -312,8 +310,9 @@ def columns(mean: torch.Tensor, lists: torch.Tensor | None) -> torch.Tensor:
     return mean if lists is None else mean.gather(1, lists.clamp(min=0).long()).where(lists >= 0, 0)
 
 
-ROOM, USED = [(9, 12, 5), (7, 7, 4)], [(6, 11, 3), (0, 7, 2)]  # rows, keys and compressed keys of two sequences
-REST = [2, 1]
+# Rows, keys and compressed keys of three sequences.
+ROOM, USED = [(9, 12, 5), (7, 7, 4), (3, 5, 2)], [(6, 11, 3), (0, 7, 2), (2, 3, 1)]
+REST = [2, 1, 0]
 
 
 @pytest.mark.parametrize("listed", [True, False])
@@ -322,19 +321,19 @@ def test_packed_sequences_with_padding_rows(listed: bool, cann: Any) -> None:
     heads, dim, ratio, scale = 4, 16, 3, 0.25
     q, x, c = (torch.randn(sum(n[side] for n in ROOM), h, dim) for side, h in enumerate((heads, 1, 1)))
     sinks, names = torch.randn(heads), ("q", "ori_kv", "cmp_kv")
-    ends = [[0, ROOM[0][side], ROOM[0][side] + ROOM[1][side]] for side in range(3)]
+    ends = [[0, *accumulate(n[side] for n in ROOM)] for side in range(3)]
     for tensor, end, side in ((q, ends[0], 0), (x, ends[1], 1), (c, ends[2], 2)):
-        for b in range(2):
+        for b in range(3):
             tensor[end[b] + USED[b][side] : end[b + 1]] = torch.nan
     lists = torch.full((len(q), 1, 3), -1, dtype=torch.int32)
-    lists[:9, 0, :2] = torch.tensor([2, 0])
+    lists[:9, 0, :2], lists[16:, 0, 0] = torch.tensor([2, 0]), 0
     words: dict[str, Any] = {f"cu_seqlens_{n}": torch.tensor(e) for n, e in zip(names, ends, strict=True)}
     words |= {f"seqused_{n}": torch.tensor([u[side] for u in USED]) for side, n in enumerate(names)}
     words |= {"layout_q": "TND", "layout_kv": "TND", "cmp_residual_kv": torch.tensor(REST), "sinks": sinks}
     words |= {**BOTH, "cmp_ratio": ratio, "softmax_scale": scale, "cmp_sparse_indices": lists if listed else None}
     leaves = [t.clone().requires_grad_() for t in (q, x, c)]
     out, lse = cann.sparse_flash_mla(*leaves, **words, return_softmax_lse=True)
-    used = [slice(ends[0][b], ends[0][b] + USED[b][0]) for b in range(2)]
+    used = [slice(ends[0][b], ends[0][b] + USED[b][0]) for b in range(3)]
     keep = torch.zeros(len(q), dtype=torch.bool)
     for rows_of in used:
         keep[rows_of] = True
@@ -352,7 +351,7 @@ def test_packed_sequences_with_padding_rows(listed: bool, cann: Any) -> None:
     grads = torch.autograd.grad(out, leaves, dy)
     with torch.no_grad():
         norms = cann.sparse_flash_mla_grad(q, dy, out, lse, x, c, **words)[5]
-    for b in (0, 1):  # the bits of the sequence alone
+    for b in range(3):  # the bits of the sequence alone
         spans = [slice(ends[side][b], ends[side][b] + USED[b][side]) for side in range(3)]
         for mine, span, side in zip(grads, spans, range(3), strict=True):
             assert not mine[span.stop : ends[side][b + 1]].any()
@@ -378,10 +377,12 @@ def test_packed_sequences_with_padding_rows(listed: bool, cann: Any) -> None:
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("listed", [True, False])
 def test_the_norm_as_an_operator(listed: bool, packed: bool, device: str, cann: Any) -> None:
-    """Against the formula: what a row does not read is 0, and a row sums to less than 1."""
+    """Against the formula: probabilities of keys that a row does not read are 0, and a row sums to less than 1."""
     tokens, heads, dim, scale = 14, 4, 16, 0.3
     q, x, c, sinks = rows(tokens, heads, dim)
     chosen = lists(tokens) if listed else None
+    if chosen is not None:
+        chosen[:, 5, 0, :2] = torch.tensor([2, 0])  # an entry that the row does not see, and one behind its slots
     words: dict[str, Any] = {"sinks": sinks, "softmax_scale": scale, "cmp_residual_kv": residual(tokens), **BOTH}
     _, lse = cann.sparse_flash_mla(q, x, c, None, chosen, **words, return_softmax_lse=True)
     args: dict[str, Any] = {"softmax_scale": scale, "cmp_ratio": RATIO, "mask_mode": 3, "sparse_indices": chosen}

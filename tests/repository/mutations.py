@@ -21,6 +21,7 @@ from mutations_of_indexer import INDEXER
 from mutations_of_lists import LISTS
 from mutations_of_long_calls import LONG_CALLS
 from mutations_of_npu_kernels import NPU_KERNELS
+from mutations_of_pooling import POOLING
 from mutations_of_ranks import PIECES, RANKS
 from mutations_of_runtime import RUNTIME
 from mutations_of_sparse_backward import SPARSE_BACKWARD
@@ -490,5 +491,5 @@ MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *INTERFACES, *CALLERS, *TRITON, *NATIVE),
     *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS),
     *(*C_API, *ENTRY, *RUNTIME, *EXPERTS, *ATB, *AUXILIARY, *SURFACE, *DEVICE, *FORWARD, *BACKWARD, *GPUS),
-    *(*LISTS, *SPARSE_BACKWARD, *INDEXER, *NPU_KERNELS, *LONG_CALLS),
+    *(*LISTS, *SPARSE_BACKWARD, *INDEXER, *NPU_KERNELS, *LONG_CALLS, *POOLING),
 )

@@ -27,7 +27,7 @@ from fusion_attention.ops.sparse import api_definition as sparse
 from fusion_attention.ops.sparse.call import COMPRESSED, DIFFERENTIABLE
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in
 from fusion_attention.ops.sparse.definitions import INDICES, KEY, LAYOUT, NEUTRAL, QUERY, SINKS, TABLE, V1, VALUE
-from fusion_attention.ops.sparse.rules import LENGTHS, SHAPES, TABLES
+from fusion_attention.ops.sparse.rules import LENGTHS, SHAPES, TABLES, packed_lists
 
 IN_PAGES = {"compressed_table": "2 Mc", "compressed_len": [2, 3], "actual_seq_kvlen": [6, 6]}
 
@@ -129,12 +129,7 @@ RULES = (
         reads=True,
         invalid={"sparse_indices": torch.full((2, 4, 1, 2048), 90, dtype=torch.int32)},
     ),
-    doubt(
-        "sparse_indices is None or unbroken(sparse_indices)",
-        "sparse_indices: no entry behind a -1 (a list ends at its first -1: fusion_attention.pack_lists closes holes)",
-        reads=True,
-        invalid={"sparse_indices": torch.tensor([0, -1, 0], dtype=torch.int32).expand(2, 4, 1, 3)},
-    ),
+    packed_lists("sparse_indices"),
     doubt(
         "residual is not None or keys_closed(c_len, kv_len, ratio)",
         "compressed_len: the tokens of the keys // ratio (a compressed key is there from its last token on)",

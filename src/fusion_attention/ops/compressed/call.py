@@ -12,12 +12,13 @@ from fusion_attention.ir.call import Filled
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Extents
 from fusion_attention.memory import empty
-from fusion_attention.ops.compressed.probabilities import CompressedRows, write_probabilities
+from fusion_attention.ops.compressed.probabilities import ListedRows, write_probabilities
 from fusion_attention.ops.shared.call import Results
 from fusion_attention.ops.sparse.call import RESULTS, BackwardRun, Sparse, SparseBackward, SparseForward, statistics
 
 Tensor = torch.Tensor
-OUT, LSE, NORM = "attention_out", "softmax_lse", "cmp_softmax_l1_norm"
+OUT, LSE, NORM, NORM_OF_KEYS = "attention_out", "softmax_lse", "cmp_softmax_l1_norm", "ori_softmax_l1_norm"
+COUNTS = "topk_length"
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +52,18 @@ def placed(extents: Extents, q_start: np.ndarray, kv_start: np.ndarray) -> Place
 
 class FlashMla(Sparse):
     """A lowered forward call. softmax_lse is log(sum(exp(s))) over both sources and the sink, in the layout of CANN's
-    statistics; out and softmax_lse of a row without keys are 0, also with a sink."""
+    statistics; out and softmax_lse of a row without keys are 0, also with a sink.
+
+    Without a second source of keys, lists are of the first: the tensor COUNTS limits the entries of each.
+    """
+
+    def lists(self) -> Tensor | None:
+        """The lists of selected keys, ended by -1."""
+        lists, counts = self.tensors["sparse_indices"], self.tensors.get(COUNTS)
+        if lists is None or counts is None:
+            return lists
+        slots = torch.arange(lists.shape[-1], device=lists.device)
+        return lists.where(slots < counts[..., None], -1)  # Kernels read lists to their first -1.
 
     def results(self) -> dict[str, Tensor]:
         """Allocates the results."""
@@ -78,18 +90,25 @@ class FlashMla(Sparse):
         result.entries = entries
         return result
 
-    def compressed_rows(self, lse: Tensor) -> CompressedRows:
-        """The call's query rows, their visible compressed keys, and softmax_lse."""
-        assert self.second is not None
-        _, second = self.second
-        keys = self.compressed(self.given("key_compressed"))
+    def listed_rows(self, lse: Tensor) -> ListedRows:
+        """The call's query rows, the visible keys of the source that lists are of, and softmax_lse."""
+        if self.second is None:
+            keys, keys_of = self.keys(self.given("key")), self.extents.kv_len
+        else:
+            view, keys_of = self.compressed(self.given("key_compressed")), self.second[1].kv_len
+            assert view is not None
+            keys = view
         assert isinstance(keys, RowView)
-        ends = [
-            self.extents.compressed_end(b, np.arange(count), self.problem.compressed_ratio)
-            for b, count in enumerate(self.extents.q_len.tolist())
-        ]
-        q, lists, lengths = self.given("query"), self.tensors["sparse_indices"], self.extents.q_len.tolist()
-        return CompressedRows(self, self.problem.scale, q, lengths, keys, second.kv_len, ends, lse, lists)
+        lengths = self.extents.q_len.tolist()
+        ends = [self._listed_end(b, np.arange(count)) for b, count in enumerate(lengths)]
+        q = self.given("query")
+        return ListedRows(self, self.problem.scale, q, lengths, keys, keys_of, ends, lse, self.lists())
+
+    def _listed_end(self, b: int, row: np.ndarray) -> np.ndarray:
+        """The number of keys, of the source that lists are of, that each row sees."""
+        if self.second is None:
+            return np.full(len(row), self.extents.kv_len[b])
+        return self.extents.compressed_end(b, row, self.problem.compressed_ratio)
 
     def divisors(self, lse: Tensor) -> Tensor:
         """Sums of weights that belong to softmax_lse as the maximum: 1, or 0 for rows without keys."""
@@ -103,13 +122,13 @@ class FlashMla(Sparse):
         """Sets statistics [.., N1] of rows without keys to 0."""
         p, e = self.problem, self.extents
         heads, view = p.heads_q, self.rows(rows.unsqueeze(-1), p.heads_q)
-        lists = self.tensors["sparse_indices"]
+        lists = self.lists()
         listed = None if lists is None else self.rows(lists, p.heads_kv)
         for b, count in enumerate(e.q_len.tolist()):
             row = np.arange(count)
             first, end = e.row_interval(b, row)
-            closed = e.compressed_end(b, row, p.compressed_ratio)
-            reads = torch.from_numpy(end > first).to(rows.device)
+            closed = self._listed_end(b, row)
+            reads = torch.from_numpy((end > first) & (self.second is not None)).to(rows.device)
             visible = torch.from_numpy(closed).to(rows.device)[:, None]
             if listed is None:
                 reads = reads | (visible[:, 0] > 0)
@@ -134,16 +153,23 @@ class FlashMlaBackward(SparseBackward):
     call: FlashMla
     entries: int | None = None
 
+    @property
+    def norm(self) -> str:
+        """The name of the probabilities among the results."""
+        return NORM_OF_KEYS if self.call.second is None else NORM
+
     def results(self) -> dict[str, Tensor]:
         """Allocates the results."""
         q = self.call.given("query")
         shape = (*q.shape[:-2], 1, self.entries or 0)
-        return super().results() | ({} if self.entries is None else {NORM: empty(q, shape, torch.float32)})
+        return super().results() | ({} if self.entries is None else {self.norm: empty(q, shape, torch.float32)})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """A run on views of the call's tensors, the saved results, and `outputs`."""
-        gradients = {name: tensor for name, tensor in outputs.items() if name != NORM}
-        return _GradientRun(self, gradients, outputs.get(NORM))
+        gradients = {name: tensor for name, tensor in outputs.items() if name != self.norm}
+        if self.call.second is not None:  # a call without compressed keys has an empty tensor of them
+            gradients.setdefault("dkey_compressed", torch.empty_like(self.call.given("key_compressed")))
+        return _GradientRun(self, gradients, outputs.get(self.norm))
 
 
 class _GradientRun(BackwardRun):
@@ -157,7 +183,7 @@ class _GradientRun(BackwardRun):
         super().finish()
         if self.norm is not None and self.norm.numel():
             assert isinstance(self.call, FlashMla)
-            write_probabilities(self.call.compressed_rows(self.lse), self.norm)
+            write_probabilities(self.call.listed_rows(self.lse), self.norm)
 
 
 class _Run(SparseForward):

@@ -16,10 +16,19 @@ from fusion_attention.contract import Array, Attr, Bound, Declared, Tensor
 from fusion_attention.ir.mask import UNLIMITED, Band
 from fusion_attention.memory import empty
 from fusion_attention.ops.compressed.api_definition import COMPRESSED_TABLE, KEY_COMPRESSED, LISTS, layout_of
-from fusion_attention.ops.compressed.call import LSE, NORM, OUT, FlashMla, FlashMlaBackward, replace_statistics
+from fusion_attention.ops.compressed.call import (
+    LSE,
+    NORM,
+    NORM_OF_KEYS,
+    OUT,
+    FlashMla,
+    FlashMlaBackward,
+    replace_statistics,
+)
 from fusion_attention.ops.compressed.checks import FUNCTIONS
-from fusion_attention.ops.compressed.lower import call_of
+from fusion_attention.ops.compressed.lower import call_of, chosen_keys
 from fusion_attention.ops.compressed.rules import (
+    CHOSEN,
     COMPRESSED,
     FORMS,
     LAYOUT,
@@ -71,12 +80,18 @@ ORI_LISTS = replace(
     LISTS,
     name="ori_sparse_indices",
     spelled="",
-    text="Lists of keys (950 only): not computed here.",
+    text="Per row the keys that it reads, packed to the front; -1 ends a list. Without cmp_kv alone (950 only).",
     shape=LISTS_OF_KEYS,
 )
-TOPK = tuple(
-    Tensor(f"{side}_topk_length", "Entries of every row's list (950 only): not computed here.", True, dtypes="int32")
-    for side in ("ori", "cmp")
+TOPK = (
+    Tensor(
+        "ori_topk_length",
+        "Entries of every row's list in ori_sparse_indices; None: up to its first -1.",
+        True,
+        dtypes="int32",
+        shape={"BSND": "B S1 N2", "TND": "T1 N2"},
+    ),
+    Tensor("cmp_topk_length", "Entries of every row's list (950 only): not computed here.", True, dtypes="int32"),
 )
 SCALE = Attr("scale_value", "Factor on q . key; 1 unless it is said.", type=float, default=1.0, spelled="softmax_scale")
 RATIO = Attr("ratio", "Tokens that a compressed key stands for.", default=1, domain="ratio >= 1",
@@ -147,10 +162,13 @@ def derive_forward(n: dict[str, Any]) -> dict[str, Any]:
 
 def lower(bound: Bound) -> FlashMla | FlashMlaBackward:
     """Lowers a bound call of the forward or the gradient."""
-    call = call_of(bound, FlashMla)
+    n = bound.names
+    chosen = n["ori_sparse_indices"] is not None
+    call = chosen_keys(bound) if chosen else call_of(bound, FlashMla)
     if "dout" not in bound.op.by_name:
         return call
-    return call.complete().gradient(bound["attention_in"], bound[LSE], bound["dout"], bound.names["K"])
+    entries = n["Ko"] if chosen else n["K"]
+    return call.complete().gradient(bound["attention_in"], bound[LSE], bound["dout"], entries)
 
 
 def _fresh(n: Any) -> dict[str, torch.Tensor]:
@@ -159,15 +177,16 @@ def _fresh(n: Any) -> dict[str, torch.Tensor]:
 
 
 def _fresh_gradients(n: Any) -> dict[str, torch.Tensor]:
-    lists = n["sparse_indices"]
-    norm = {} if lists is None else {NORM: empty(lists, lists.shape, torch.float32)}
-    return fresh_gradients(n) | norm
+    lists = {NORM_OF_KEYS: n["ori_sparse_indices"], NORM: n["sparse_indices"]}
+    norms = {name: empty(t, t.shape, torch.float32) for name, t in lists.items() if t is not None}
+    return fresh_gradients(n) | norms
 
 
 # -------------------------------------------------------------------------------------------------------------- records
 
 LENGTHS = lengths_of(SIDES, "cmp_residual_kv", paged=True)
-FORMULA = """s_j = softmax_scale * q . x_j     over the rows x of ori_kv in the band, and of cmp_kv that the row sees
+FORMULA = """s_j = softmax_scale * q . x_j     over the rows x of ori_kv in the band, and of cmp_kv that the row sees,
+                                  or over the rows of ori_kv that ori_sparse_indices lists
 out = sum_j exp(s_j - lse) x_j,  lse = log(sum_j exp(s_j) + exp(sink))"""
 TEX = r"""\begin{aligned}
 s_j &= scale\; q \cdot x_j \qquad j \text{ over the rows of } ori\_kv \text{ in the band and of } cmp\_kv
@@ -176,7 +195,7 @@ out &= \sum_j e^{s_j - lse}\, x_j, \qquad lse = \ln\Bigl(\sum_j e^{s_j} + e^{sin
 \end{aligned}"""
 GRAD_FORMULA = """P_j = exp(s_j - lse),  dS_j = P_j * (dout . x_j - dout . out)
 dq = scale * sum_j dS_j x_j,  dx_j += scale * dS_j q + P_j dout,  dsink = -sum exp(sink - lse) * dout . out
-cmp_softmax_l1_norm = sum_h P_(h, listed) / N1"""
+cmp_softmax_l1_norm, ori_softmax_l1_norm = sum_h P_(h, listed) / N1"""
 GRAD_TEX = r"""\begin{aligned}
 P_j &= e^{s_j - lse}, \qquad dS_j = P_j\,(dout \cdot x_j - dout \cdot out) \\
 dq &= scale \sum_j dS_j\, x_j, \qquad dx_j \mathrel{+}= scale\; dS_j\, q + P_j\, dout, \qquad
@@ -213,7 +232,7 @@ V1 = of_cann(
         output(OUT, "The output rows.", {"BSND": "B S1 N1 D", "TND": "T1 N1 D"}, spelled="attn_out"),
         LSE_OUT,
     ),
-    (*FORMS, *LAYOUT, *LENGTHS, *OF_TABLES, *COMPRESSED, *LIMITS, RETURNED),
+    (*FORMS, *LAYOUT, *LENGTHS, *OF_TABLES, *CHOSEN, *COMPRESSED, *LIMITS, RETURNED),
     formula=FORMULA,
     tex=TEX,
     rulings=(12, 42),
@@ -227,7 +246,7 @@ V1 = of_cann(
     results=(OUT, LSE),
     fresh=_fresh,
     trains=FLAGS,
-    sizes={**sparse.V1.sizes, "S3": 2, "T3": 3, "Pc": 3, "Pcs": 16, "Mc": 1},
+    sizes={**sparse.V1.sizes, "S3": 2, "T3": 3, "Pc": 3, "Pcs": 16, "Mc": 1, "Ko": 4},
     samples={"BSND": SAMPLE, "TND": {**SAMPLE, **PACKED}},
 )
 ROWS = {"BSND": "B S1 N1 D", "TND": "T1 N1 D"}
@@ -239,12 +258,14 @@ GRADIENTS = (
     output("dkey", "Gradient of ori_kv, as keys and as values.", sparse.KEY.shape, form=_key_layout, spelled="dori_kv"),
     output("dkey_compressed", "Gradient of cmp_kv.", KEY_COMPRESSED.shape, form=layout_of, spelled="dcmp_kv"),
     output("dsinks", "Gradient of sinks.", "N1", "float32"),
-    output("ori_softmax_l1_norm", "Empty: of lists of keys (950 only).", LISTS_OF_KEYS, "float32"),
-    output(
-        NORM,
-        "Mean over heads of the probabilities of cmp_sparse_indices' entries; 0 of those that are not read.",
-        LISTS.shape,
-        "float32",
+    *(
+        output(
+            name,
+            f"Mean over heads of the probabilities of {side}_sparse_indices' entries; 0 of those that are not read.",
+            shape,
+            "float32",
+        )
+        for name, side, shape in ((NORM_OF_KEYS, "ori", LISTS_OF_KEYS), (NORM, "cmp", LISTS.shape))
     ),
 )
 GRAD = V1.version(
@@ -255,7 +276,7 @@ GRAD = V1.version(
         *(*CUMULATIVE, *USED, RESIDUAL, *TOPK, SINKS, METADATA, spelled(SCALE, ""), RATIO, *MODES, *LAYOUTS_OF),
         *(spelled(GRADIENTS[0], ""), *GRADIENTS[1:]),
     ),
-    rules=(*FORMS, LAYOUT_OF_GRADIENT, *LENGTHS, *COMPRESSED, *LIMITS, SAVED),
+    rules=(*FORMS, LAYOUT_OF_GRADIENT, *LENGTHS, *CHOSEN, *COMPRESSED, *LIMITS, SAVED),
     formula=GRAD_FORMULA,
     tex=GRAD_TEX,
     c=C.but(dout="dOut", dquery="dQuery", dkey="dOriKv", dkey_compressed="dCmpKv", dsinks="dSinks"),

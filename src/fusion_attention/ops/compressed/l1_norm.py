@@ -18,7 +18,7 @@ from fusion_attention.ops.compressed import definitions as forward
 from fusion_attention.ops.compressed.api_definition import LISTS
 from fusion_attention.ops.compressed.call import LSE, Placed
 from fusion_attention.ops.compressed.checks import FUNCTIONS
-from fusion_attention.ops.compressed.probabilities import CompressedRows, write_probabilities
+from fusion_attention.ops.compressed.probabilities import ListedRows, write_probabilities
 from fusion_attention.ops.compressed.rules import LIMITS_OF_ROWS, ROWS, SAVED, Side, lengths_of
 from fusion_attention.ops.shared.call import TensorCall
 from fusion_attention.ops.shared.layouts import row_view
@@ -74,7 +74,7 @@ class _Run(Filled):
         keys = row_view(c.given("key"), c.layout, 1, c.placed, "kv")
         lengths, lse = c.placed.q_len.tolist(), c.given(LSE)
         lists, counts = c.tensors["sparse_indices"], c.tensors["topk_length"]
-        rows = CompressedRows(c, c.problem.scale, q, lengths, keys, c.placed.kv_len, c.ends, lse, lists, counts)
+        rows = ListedRows(c, c.problem.scale, q, lengths, keys, c.placed.kv_len, c.ends, lse, lists, counts)
         write_probabilities(rows, self.out)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Compressed, Extents, Problem
-from fusion_attention.ops.compressed.call import placed
+from fusion_attention.ops.compressed.call import COUNTS, FlashMla, placed
 from fusion_attention.ops.shared.layouts import wide
 from fusion_attention.ops.shared.params import scale_of
 from fusion_attention.ops.sparse.call import COMPRESSED, DIFFERENTIABLE, OTHERS, Sparse, page_table
@@ -42,6 +42,27 @@ def call_of(bound: Bound, kind: type[Call]) -> Call:
     layouts = (keys_in(n["layout"], None, n[table]) for table in ("block_table", "compressed_table"))
     form, compressed = layouts
     return kind(extents, n["layout"], tensors, problem, form, n["return_softmax_lse"], (compressed, second))
+
+
+def chosen_keys(bound: Bound) -> FlashMla:
+    """Lowers a bound call with lists of keys, which have one source: to a selection without a bound by position."""
+    n = bound.names
+    problem, extents = bound.once(lambda n: (_problem_of_chosen(n), _extents_of_chosen(n)))
+    tensors = {name: n[name] for name in (*DIFFERENTIABLE, *COMPRESSED)} | {COUNTS: n["ori_topk_length"]}
+    tensors |= {"sparse_indices": n["ori_sparse_indices"], "sinks": wide(n["sinks"], n["query"])}
+    tensors["block_table"] = page_table(n["block_table"])
+    form = keys_in(n["layout"], None, n["block_table"])
+    return FlashMla(extents, n["layout"], tensors, problem, form, n["return_softmax_lse"])
+
+
+def _extents_of_chosen(n: Mapping[str, Any]) -> Extents:
+    q_len, kv_len = n["q_len"], n["kv_len"]
+    extents = Extents(q_len, kv_len, *Band.full().resolve(q_len, kv_len), np.zeros_like(q_len))
+    return placed(extents, n["q_start"], n["kv_start"])
+
+
+def _problem_of_chosen(n: Mapping[str, Any]) -> Problem:
+    return replace(_problem(n), select_count=n["Ko"], compressed_ratio=0)
 
 
 def _extents(n: Mapping[str, Any]) -> tuple[Extents, Extents]:

@@ -1,5 +1,5 @@
-"""Probabilities of compressed keys in a softmax over both sources, averaged over heads: the target of an indexer's
-loss."""
+"""Probabilities of the keys that lists are of, in a softmax over all sources, averaged over heads: the target of an
+indexer's loss."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fusion_attention.ir.call import buffer
 from fusion_attention.ir.kv import RowView
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.call import TensorCall
@@ -19,15 +20,15 @@ PAIRS = 1 << 22  # products per step: rows * keys * heads
 
 
 @dataclass(frozen=True, eq=False)
-class CompressedRows:
-    """Query rows and their visible compressed keys.
+class ListedRows:
+    """Query rows and their visible keys of one source.
 
     Args:
         call: the call with the layout of query rows. scale: factor of q . k. query: rows with all heads. lengths: query
             rows of every sequence.
-        keys: rows of compressed keys. keys_of: their number in every sequence. ends: per sequence and row, the number
+        keys: rows of the source. keys_of: their number in every sequence. ends: per sequence and row, the number
             of visible ones.
-        lse: log of the softmax's sum over both sources and the sink, in the layout of CANN's statistics.
+        lse: log of the softmax's sum over all sources and the sink, in the layout of CANN's statistics.
         lists: selected keys per row, ended by -1; None: all visible ones.
         counts: per row, the number of valid entries of its list; None: all.
     """
@@ -44,25 +45,25 @@ class CompressedRows:
     counts: Tensor | None = None
 
 
-def write_probabilities(rows: CompressedRows, out: Tensor) -> None:
+def write_probabilities(rows: ListedRows, out: Tensor) -> None:
     """Writes mean_h exp(scale * q_h . k - lse_h) of the keys that are read, and 0 elsewhere.
 
     Args:
-        out: [B, S1, 1, W] or [T1, 1, W]: a column for each entry of a list, or for each compressed key.
+        out: [B, S1, 1, W] or [T1, 1, W]: a column for each entry of a list, or for each key.
     """
-    out.zero_()
+    written = buffer(out).zero_()
     heads = rows.query.shape[-2]
     dtype = torch.float64 if rows.query.dtype == torch.float64 else torch.float32
     saved = empty(rows.query, rows.query.shape[:-1], dtype)
     grouped(saved, 1, rows.call.layout).copy_(rows.lse)
     queries, statistics = rows.call.rows(rows.query, heads), rows.call.rows(saved.unsqueeze(-1), heads)
-    written = rows.call.rows(out)
+    targets = rows.call.rows(written)
     for b, count in enumerate(rows.lengths):
         k = rows.keys.sequence(b, 1, int(rows.keys_of[b]))[0].to(dtype)
         if not count or not len(k):
             continue
         entry, read = _entries(rows, b, count, out.shape[-1], len(k))
-        target = written.sequence(b, 1, count)[0]
+        target = targets.sequence(b, 1, count)[0]
         q, lse = queries.sequence(b, heads, count).transpose(0, 1), statistics.sequence(b, heads, count).transpose(0, 1)
         width = min(out.shape[-1], len(k)) if rows.lists is None else out.shape[-1]
         step = max(1, PAIRS // max(heads * width, 1))
@@ -71,9 +72,11 @@ def write_probabilities(rows: CompressedRows, out: Tensor) -> None:
             listed = k[:width] if rows.lists is None else k[entry[at].clamp(0, len(k) - 1)]
             scores = rows.scale * (q[at].to(dtype) @ listed.mT) - lse[at]
             target[at, :width] = scores.exp().mean(1).where(read[at, :width], 0).to(out.dtype)
+    if written is not out:
+        out.copy_(written)
 
 
-def _entries(rows: CompressedRows, b: int, count: int, width: int, keys: int) -> tuple[Tensor, Tensor]:
+def _entries(rows: ListedRows, b: int, count: int, width: int, keys: int) -> tuple[Tensor, Tensor]:
     """Two tensors [count, width] for a sequence: the key of each column, and true if the row reads it."""
     device = rows.query.device
     visible = torch.from_numpy(rows.ends[b]).to(device)[:, None]

@@ -26,6 +26,7 @@ from fusion_attention.ops.shared.rules import (
     presence,
     typed,
 )
+from fusion_attention.ops.sparse.rules import packed_lists
 
 PAGES = "PA_BBND"
 # (name of a side's lengths, its tensor, its rows, its packed rows, its page table, the tokens of a page)
@@ -53,9 +54,7 @@ PACKED: dict[str, Any] = {
     "cmp_residual_kv": [2, 1],
 }
 SAMPLE_TOKENS = {"T2": 12, "T3": 3}
-# Invalid lists of padded samples, whose last rows have two visible compressed keys and all others one.
-HOLE = torch.full((2, 4, 1, 2), -1, dtype=torch.int32)
-HOLE[:, 3, :, 1] = 0
+# Invalid lists of padded samples.
 PAST = torch.ones(2, 4, 1, 1, dtype=torch.int32)
 
 
@@ -222,7 +221,7 @@ ROWS = (
 )
 FORMS = (
     needed("key", "attention to compressed keys alone is sparse_attention", text="rows of keys"),
-    *(absent(name) for name in ("ori_sparse_indices", "ori_topk_length", "cmp_topk_length")),
+    absent("cmp_topk_length"),
     presence(
         "sparse_indices is None or key_compressed is not None",
         "sparse_indices: lists beside cmp_kv alone (a list names compressed keys)",
@@ -245,6 +244,46 @@ FORMS = (
         invalid={"ori_mask_mode": 3, "ori_win_left": 4},
     ),
     *ROWS,
+)
+# Lists of keys, without compressed keys.
+CHOSEN = group(
+    presence(
+        "key_compressed is None",
+        "ori_sparse_indices: None beside cmp_kv (lists of both sources, which 950 has, are not computed here)",
+        when="ori_sparse_indices is not None",
+        invalid={"key_compressed": True, "ratio": 3, "cmp_mask_mode": 3},
+    ),
+    presence(
+        "ori_topk_length is None or ori_sparse_indices is not None",
+        "ori_topk_length: None without ori_sparse_indices (it counts the entries of its lists)",
+        invalid={"ori_sparse_indices": None, "ori_topk_length": "B S1 1"},
+    ),
+    meaning(
+        "ori_mask_mode == 0",
+        "ori_mask_mode: 0 beside ori_sparse_indices (a row reads the keys that it lists, whatever their positions)",
+        when="ori_sparse_indices is not None",
+        invalid={"ori_mask_mode": 3},
+    ),
+    meaning(
+        "names_entries(ori_sparse_indices, layout, q_len, q_start, kv_len)",
+        "ori_sparse_indices: -1 or the number of a key of the row's own sequence (positions count from the "
+        "sequence's own first key; -1 ends a list)",
+        reads=True,
+        invalid={"ori_sparse_indices": torch.full((2, 4, 1, 4), 90, dtype=torch.int32)},
+    ),
+    packed_lists("ori_sparse_indices"),
+    limit(
+        "ori_sparse_indices is None or ori_topk_length is not None",
+        "ori_topk_length: the entries of every list (without it a list ends at its first -1)",
+        invalid={"ori_topk_length": None},
+    ),
+    given={
+        **dict.fromkeys(("ori_sparse_indices", "ori_topk_length"), True),
+        **dict.fromkeys(("key_compressed", "cmp_residual_kv")),
+        **dict.fromkeys(("cmp_mask_mode", "ori_mask_mode"), 0),
+        **dict.fromkeys(("ori_win_left", "ori_win_right"), -1),
+        "ratio": 1,
+    },
 )
 COMPRESSED = (
     meaning(
@@ -275,12 +314,7 @@ COMPRESSED = (
         reads=True,
         invalid={"sparse_indices": torch.full((2, 4, 1, 2048), 90, dtype=torch.int32)},
     ),
-    doubt(
-        "sparse_indices is None or unbroken(sparse_indices)",
-        "sparse_indices: no entry behind a -1 (a list ends at its first -1: fusion_attention.pack_lists closes holes)",
-        reads=True,
-        invalid={"sparse_indices": HOLE},
-    ),
+    packed_lists("sparse_indices"),
     content(
         "sees_entries(sparse_indices, layout, q_len, q_start, c_len, tokens, ratio)",
         "sparse_indices: entries that their rows see (row i reads the first (i + tokens - rows + 1) // cmp_ratio "

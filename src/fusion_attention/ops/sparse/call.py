@@ -58,6 +58,10 @@ class Sparse(TensorCall):
         view = key_view(tensor, layout, self.problem.heads_kv, extents, self.tensors["compressed_table"])
         return replace(view, dim=dim) if dim else view
 
+    def lists(self) -> Tensor | None:
+        """The lists of selected keys, ended by -1."""
+        return self.tensors["sparse_indices"]
+
     def covers(self, tensor: Tensor, side: str = "q") -> bool:
         """As TensorCall.covers(); side "compressed": keys of the second source."""
         if side == "compressed" and self.second is not None:
@@ -67,8 +71,9 @@ class Sparse(TensorCall):
     def operands(self, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
         """Views of the call's tensors, its output, and its statistics [.., N1] in the kernels' order."""
         p, t = self.problem, self.tensors
-        k, v, indices, q_rope, k_rope = (t[n] for n in ("key", "value", "sparse_indices", "query_rope", "key_rope"))
+        k, v, q_rope, k_rope = (t[n] for n in ("key", "value", "query_rope", "key_rope"))
         assert k is not None
+        indices = self.lists()
         k_compressed, v_compressed = (t.get(name) for name in COMPRESSED)
         shares = v_compressed is None
         return Operands(

@@ -53,6 +53,21 @@ def first_block(shape: tuple[int, ...]) -> torch.Tensor:
     return made
 
 
+# Sample lists with one entry, the second of their last row, behind a -1.
+BROKEN = lists()
+BROKEN[:, -1, :, 1] = 0
+
+
+def packed_lists(param: str) -> Rule:
+    """Doubt: no list has an entry behind a -1."""
+    return doubt(
+        f"unbroken({param})",
+        f"{param}: no entry behind a -1 (a list ends at its first -1: fusion_attention.pack_lists closes holes)",
+        reads=True,
+        invalid={param: BROKEN},
+    )
+
+
 LENGTHS = (
     needed(
         "actual_seq_qlen",
@@ -140,12 +155,7 @@ SELECTION = (
         reads=True,
         invalid={"sparse_indices": lists(0, 90)},
     ),
-    doubt(
-        "unbroken(sparse_indices)",
-        "sparse_indices: no entry behind a -1 (a list ends at its first -1: fusion_attention.pack_lists closes holes)",
-        reads=True,
-        invalid={"sparse_indices": lists(0, -1, 0)},
-    ),
+    packed_lists("sparse_indices"),
     content(
         f"few_enough({LISTS}, sparse_mode)",
         "sparse_indices: no more entries than blocks that the row sees (a list is read no further than its row sees "

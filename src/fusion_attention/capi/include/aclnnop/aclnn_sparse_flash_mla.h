@@ -12,7 +12,8 @@ extern "C" {
  *   q: Query rows.
  *   oriKv: Key rows, also values; needed. Null: absent.
  *   cmpKv: Compressed key rows: row e stands for the tokens e * ratio to e * ratio + ratio - 1. Null: absent.
- *   oriSparseIndices: Lists of keys (950 only): not computed here. Null: absent.
+ *   oriSparseIndices: Per row the keys that it reads, packed to the front; -1 ends a list. Without cmp_kv alone
+ *       (950 only). Null: absent.
  *   cmpSparseIndices: Per row and key head the compressed keys that it reads, packed to the front; -1 ends a list.
  *       None: all that it sees. Null: absent.
  *   oriBlockTable: The pages of every sequence, for keys in layout PA_BSND. Null: absent.
@@ -26,7 +27,7 @@ extern "C" {
  *   sequsedOriKv: Lengths of key rows; pages: needed. Null: absent.
  *   sequsedCmpKv: Lengths of key_compressed rows; pages: needed. Null: absent.
  *   cmpResidualKv: Tokens behind those of the last compressed key, of every sequence. Null: absent.
- *   oriTopkLength: Entries of every row's list (950 only): not computed here. Null: absent.
+ *   oriTopkLength: Entries of every row's list in ori_sparse_indices; None: up to its first -1. Null: absent.
  *   cmpTopkLength: Entries of every row's list (950 only): not computed here. Null: absent.
  *   sinks: One more logit per query head in every denominator. Null: absent.
  *   metadata: Without effect: no work is divided before a call. Null: absent.

@@ -18,7 +18,7 @@ extern "C" {
  *   sequsedOriKv: Lengths of key rows; pages: needed. Null: absent.
  *   sequsedCmpKv: Lengths of key_compressed rows; pages: needed. Null: absent.
  *   cmpResidualKv: Tokens behind those of the last compressed key, of every sequence. Null: absent.
- *   oriTopkLength: Entries of every row's list (950 only): not computed here. Null: absent.
+ *   oriTopkLength: Entries of every row's list in ori_sparse_indices; None: up to its first -1. Null: absent.
  *   cmpTopkLength: Entries of every row's list (950 only): not computed here. Null: absent.
  *   numHeadsQ: Without effect.
  *   numHeadsKv: Without effect.

@@ -1,0 +1,142 @@
+"""The page of aclnnLightningIndexerV2, clause by clause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from clauses.derived import listed, of_parameters
+from clauses.dtypes import BF, F32, I32, H
+from clauses.indexer_kl_loss_grad_calls import bound, has_bound, sequences
+from clauses.near import Near, near
+from clauses.table import NULL, Args, Page, clause, computes, filled, forbids, refuses
+from clauses.values import draw, ints, longer, widened, zeros
+
+PROTOTYPE = listed("""
+    aclTensor q k w cuSeqlensQ cuSeqlensK sequsedQ sequsedK cmpResidualK blockTable outputIdxOffset metadata
+    int64_t   topk maxSeqlenQ
+    char      layoutQ layoutK
+    int64_t   maskMode cmpRatio returnValue
+    aclTensor sparseIndices sparseValues
+""")
+ENDS, USED = ("cuSeqlensQ", "cuSeqlensK"), ("sequsedQ", "sequsedK")
+BSND: dict[str, Any] = {"layout": "BSND", "rows": (6, 6), "keys": (4, 4), "residual": (0, 3)}
+FULL: dict[str, Any] = {"rows": (3, 2), "keys": (8, 9), "topk": 4}  # every row sees as many keys as it chooses
+
+
+def base(
+    layout: str = "TND", rows: Sequence[int] = (7, 5), keys: Sequence[int] = (5, 4), N: int = 64, D: int = 128,
+    topk: int = 3, ratio: int = 4, residual: Sequence[int] = (1, 0), mode: int = 3, dtype: torch.dtype = H,
+    values: bool = False,
+) -> Args:  # fmt: skip
+    """A choice of keys; rows, keys, ratio, residual, mode: as of the loss against a target."""
+    packed, total = layout == "TND", sum(rows)
+
+    def shaped(t: torch.Tensor) -> torch.Tensor:
+        return t if packed else t.unflatten(0, (len(rows), -1))
+
+    chosen = shaped(torch.empty(total, 1, topk))
+    return filled(
+        PROTOTYPE,
+        q=shaped(draw(total, N, D, d=dtype)),
+        k=shaped(draw(sum(keys), 1, D, d=dtype)),
+        w=shaped(draw(total, N)),
+        **{
+            name: torch.tensor([*accumulate(n, initial=0)], dtype=I32)
+            for name, n in zip(ENDS, (rows, keys), strict=True)
+            if packed
+        },
+        cmpResidualK=torch.tensor(residual, dtype=I32) if has_bound(ratio, mode) else None,
+        topk=topk,
+        maxSeqlenQ=-1,
+        layoutQ=layout,
+        layoutK=layout,
+        maskMode=mode,
+        cmpRatio=ratio,
+        returnValue=int(values),
+        sparseIndices=chosen.to(I32),
+        sparseValues=chosen if values else torch.empty(0),
+    )
+
+
+def formula(args: Args) -> dict[str, Near]:
+    """The keys of the largest sums of w * max(0, q k), in their order, and these sums."""
+    q, k = (args[name] if args[name].dim() == 3 else args[name].flatten(0, 1) for name in ("q", "k"))
+    w, topk, offset = args["w"].flatten(0, -2), args["topk"], args["outputIdxOffset"]
+    indices, values = torch.full((len(q), topk), -1), near(torch.full((len(q), topk), -torch.inf))
+    sides = zip(sequences(args, "q", ENDS[0], USED[0]), sequences(args, "k", ENDS[1], USED[1]), strict=True)
+    for b, ((first, rows), (key, keys)) in enumerate(sides):
+        residual = 0 if args["cmpResidualK"] is None else int(args["cmpResidualK"][b])
+        for i in range(rows):
+            visible = bound(i, rows, keys, args["cmpRatio"], residual, args["maskMode"])
+            products = near(q[first + i]) @ near(k[key : key + visible, 0]).T
+            scores = (near(w[first + i])[:, None] * products.relu()).sum(0)[0]
+            order = scores.value.sort(descending=True, stable=True).indices[:topk]
+            added = 0 if offset is None else int(offset.flatten()[first + i if offset.dim() > 1 else b])
+            indices[first + i, : len(order)] = order + added
+            values.prepare(slice(first + i, first + i + 1), Near(
+                torch.cat((scores.value[order], values.value[first + i, len(order) :])),
+                torch.cat((scores.slack[order], values.slack[first + i, len(order) :])),
+            ))  # fmt: skip
+    results = {"sparseIndices": near(indices)} | ({"sparseValues": values} if args["returnValue"] else {})
+    return {name: t.reshape(tuple(args[name].shape)) for name, t in results.items()}
+
+
+CLAUSES = (
+    *of_parameters(
+        "q k w sparseIndices", "q k", "w", " ".join(ENDS),
+        {"cmpRatio": (129,), "returnValue": (2,), "layoutQ": ("BNSD",),
+         "layoutK": ("BSND",)}, "q k w sparseIndices",
+    ),
+    clause(
+        "choice",
+        "The largest scores of the keys that a row sees, -1 behind them.",
+        *(computes(mode=m, ratio=r, **over) for m in (0, 3) for r in (1, 4) for over in ({}, BSND)),
+        *(computes(dtype=d, values=True, **FULL) for d in (H, BF)),
+        *(computes(topk=n, values=True) for n in (1, 8, 2048)),
+        computes(rows=(30, 5)),
+        ruling=43,
+    ),
+    clause(
+        "offset",
+        "outputIdxOffset is added to numbers of keys, of a row or of a sequence.",
+        computes(outputIdxOffset=ints(100, 200, d=I32)),
+        computes(outputIdxOffset=lambda old: torch.arange(12)[:, None].int()),
+        forbids("outputIdxOffset", outputIdxOffset=zeros(3, d=I32)),
+        ruling=43,
+    ),
+    clause(
+        "shapes",
+        "Rows, keys, heads and results agree; keys in pages have a table.",
+        *(forbids(name, **{name: widened}) for name in ("k", "w", "sparseIndices")),
+        forbids("sparseValues", values=True, sparseValues=widened),
+        *(forbids(name, **{name: longer}) for name in ("w", "sparseIndices")),
+        forbids("topk", topk=0),
+        *(forbids("maskMode", ratio=1, maskMode=n) for n in (1, 4)),
+        forbids("cmpRatio", ratio=1, cmpRatio=0),
+        forbids("q", D=64),
+        refuses(NULL, "blockTable", blockTable=zeros(2, 1, d=I32)),
+    ),
+    clause(
+        "lengths",
+        "Ends, used lengths and residuals.",
+        computes(sequsedQ=ints(4, 0, d=I32)),
+        *(forbids(name, **{name: ints(*n, d=I32)}) for name in ENDS for n in ((1, 3, 12), (0, 3))),
+        *(forbids(name, **{name: ints(1, 99, d=I32)}) for name in USED),
+        forbids("cmpResidualK", cmpResidualK=ints(4, 0, d=I32)),
+        refuses(NULL, "cmpResidualK", cmpResidualK=None),
+        refuses(NULL, "cmpResidualK", ratio=1, cmpResidualK=ints(0, 0, d=I32)),
+        ruling=43,
+    ),
+    clause(
+        "unread",
+        "maxSeqlenQ and metadata change nothing.",
+        computes(maxSeqlenQ=3),
+        computes(metadata=zeros(1024, d=F32)),
+        ruling=43,
+    ),
+)  # fmt: skip
+PAGE = Page("aclnnLightningIndexerV2", PROTOTYPE, base, formula, CLAUSES)

@@ -1,0 +1,93 @@
+"""The page of aclnnFlashAttentionScoreGradV4, clause by clause: packed rows by those of UnpaddingScoreGradV3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+from clauses import unpadding_score_grad_v3 as v3
+from clauses import unpadding_score_grad_v3_calls as calls
+from clauses.derived import listed
+from clauses.near import Near
+from clauses.table import NULL, Args, Check, Page, clause, computes, filled, forbids, refuses
+from clauses.values import zeros
+
+PROTOTYPE = listed("""
+    aclTensor   query key value dy pseShift=pse dropMask paddingMask attenMask softmaxMax softmaxSum
+    aclTensor   softmaxIn attentionIn sinkIn queryRope keyRope dScaleQ dScaleK dScaleV dScaleDy dScaleO
+    aclIntArray prefix actualSeqQLen actualSeqKvLen qStartIdx kvStartIdx
+    double      scaleValue=scale keepProb
+    int64_t     preTokens nextTokens headNum
+    char        inputLayout softmaxInLayout=softmax_layout
+    int64_t     innerPrecise sparseMode pseType seed offset outDtype
+    aclTensor   dq dk dv dqRope dkRope dpse dsink
+""")
+OTHERS = {"keyIn": "key", "keyInRope": "keyRope"}
+NAMES = {
+    p.name: OTHERS.get(p.name) or p.name.removesuffix("Optional" if p.name.endswith("Optional") else "Out")
+    for p in calls.PROTOTYPE
+}
+
+
+@wraps(calls.base)
+def base(**over: Any) -> Args:
+    given = {NAMES[name]: value for name, value in calls.base(**{"rope": False, **over}).items()}
+    return filled(PROTOTYPE, **given, softmaxInLayout="", seed=0, offset=0, outDtype=0)
+
+
+def of_v3(args: Args) -> Args:
+    return {name: args[new] for name, new in NAMES.items()}
+
+
+def formula(args: Args) -> dict[str, Near]:
+    return {NAMES[name]: t for name, t in calls.formula(of_v3(args)).items()}
+
+
+def finish(args: Args, changed: frozenset[str]) -> None:
+    """The forward's results."""
+    given = of_v3(args)
+    calls.finish(given, frozenset(name for name, new in NAMES.items() if new in changed))
+    args.update({NAMES[name]: value for name, value in given.items()})
+
+
+def of_v4(check: Check) -> Check:
+    """A check of V3, by V4's names."""
+    over = {NAMES.get(name, name): value for name, value in check.over.items()}
+    return replace(check, over=over, names=tuple(NAMES.get(name, name) for name in check.names))
+
+
+def holds(check: Check) -> bool:
+    """False for what is about rope parts, which are beside 128 elements here, or about what V4 takes: wide rows, no
+    mask, padded rows; pseType 0 is for a bias."""
+    named, over = {*check.over, *check.names}, check.over
+    taken = ({*over} == {"attenMaskOptional"} and NULL in check.codes) or over.get("inputLayout") in ("BSH", "SBH")
+    rope = any("rope" in name.lower() or name == "Dr" for name in named)
+    return not (rope or taken or over.get("D", 0) > 512 or over == {"pseType": 0})
+
+
+ROPE: dict[str, Any] = {"rope": True, "D": 128, "Dr": 64}
+CLAUSES = (
+    clause(
+        "new",
+        "Rope parts beside 128 elements; a sink and its gradient; fp8's parameters are refused.",
+        computes(**ROPE),
+        computes(outDtype=1, seed=7, offset=9),
+        refuses(NULL, "queryRope", **{**ROPE, "keyRope": None}),
+        forbids("queryRope", rope=True),
+        forbids("sinkIn", sinkIn=zeros(3), dsink=zeros(3)),
+        refuses(NULL, "dsink", sinkIn=zeros(4)),
+        *(refuses(NULL, f"dScale{of}", **{f"dScale{of}": zeros(2, 4, 1, 1)}) for of in ("Q", "K", "V", "Dy", "O")),
+        forbids("keepProb", keepProb=1.5),
+        forbids("softmaxInLayout", softmaxInLayout="TND"),
+        forbids("dqRope", **ROPE, dqRope=zeros(11, 4, 32)),
+        forbids("dkRope", **ROPE, dkRope=zeros(16, 2, 32)),
+        ruling=47,
+    ),
+    *(
+        replace(c, checks=checks)
+        for c in v3.CLAUSES
+        if (checks := tuple(of_v4(check) for check in c.checks if holds(check)))
+    ),
+)
+PAGE = Page("aclnnFlashAttentionScoreGradV4", PROTOTYPE, base, formula, CLAUSES, finish)

@@ -1,0 +1,95 @@
+"""The page of aclnnFlashAttentionScoreV4, clause by clause: what V2's page says too, by the clauses of V2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+
+from clauses import flash_attention_score_v2 as v2
+from clauses import flash_attention_score_v2_calls as calls
+from clauses.derived import listed
+from clauses.dtypes import H
+from clauses.near import Near
+from clauses.table import NULL, Args, Check, Page, clause, computes, filled, forbids, refuses
+from clauses.values import drawn, zeros
+
+PROTOTYPE = listed("""
+    aclTensor   query key value realShift=pse dropMask paddingMask attenMask queryRope keyRope
+    aclTensor   dScaleQ dScaleK dScaleV sink
+    aclIntArray prefix actualSeqQLen actualSeqKvLen qStartIdx kvStartIdx
+    double      scaleValue=scale keepProb
+    int64_t     preTokens nextTokens headNum
+    char        inputLayout
+    int64_t     innerPrecise sparseMode outDtype pseType
+    char        softmaxOutLayout=softmax_layout
+    int64_t     seed offset
+    aclTensor   softmaxMax softmaxSum softmaxOut attentionOut
+""")
+KEYWORDS = ("layout", "B", "S1", "S2", "N", "N2", "D", "Dv", "dtype")
+
+
+def renamed(name: str) -> str:
+    """A parameter of V2 as V4 spells it."""
+    return name.removesuffix("Optional") if name.endswith("Optional") else name.removesuffix("Out") or name
+
+
+NAMES = {p.name: renamed(p.name) for p in calls.PROTOTYPE}
+
+
+@wraps(calls.base)
+def base(**over: Any) -> Args:
+    given = {NAMES[name]: value for name, value in calls.base(**over).items()}
+    return filled(PROTOTYPE, **given, outDtype=0, softmaxOutLayout="", seed=0, offset=0)
+
+
+def formula(args: Args) -> dict[str, Near]:
+    """V2's, of rows and their rope parts end to end."""
+    of_v2 = {name: args[new] for name, new in NAMES.items()}
+    for name, rope in (("query", "queryRope"), ("key", "keyRope")):
+        if args[rope] is not None:
+            of_v2[name] = torch.cat((args[name], args[rope]), -1)
+    return {NAMES[name]: t for name, t in calls.formula(of_v2).items()}
+
+
+def of_v4(check: Check) -> Check:
+    """A check of V2, by V4's names."""
+    over = {NAMES.get(name, name): value for name, value in check.over.items()}
+    return replace(check, over=over, names=tuple(NAMES.get(name, name) for name in check.names))
+
+
+def holds(check: Check) -> bool:
+    """False for what V2 refuses and V4 takes: packed rows, values of other elements, wide rows, drawn dropout."""
+    over = check.over
+    at_random = {*over} == {"keepProbOptional"} and over["keepProbOptional"] == 0.5
+    taken = over.get("inputLayout") == "TND" or "Dv" in over or over.get("D", 0) > 512 or at_random
+    return not (check.codes and taken)
+
+
+ROPE: dict[str, Any] = {"D": 128, "queryRope": drawn(2, 5, 4, 64, d=H), "keyRope": drawn(2, 7, 2, 64, d=H)}
+SCALES = ("dScaleQ", "dScaleK", "dScaleV")
+CLAUSES = (
+    clause(
+        "new",
+        "Rope parts beside 128 elements; a sink; packed rows with their ends; fp8's parameters are refused.",
+        computes(**ROPE),
+        computes(Dv=8),
+        computes(sink=lambda old: torch.full((4,), -1e4)),
+        computes(outDtype=1, seed=7, offset=9),
+        refuses(NULL, "queryRope", **{**ROPE, "keyRope": None}),
+        forbids("queryRope", **{**ROPE, "queryRope": drawn(2, 5, 4, 32, d=H), "keyRope": drawn(2, 7, 2, 32, d=H)}),
+        forbids("sink", sink=zeros(3)),
+        *(refuses(NULL, name, **{name: zeros(2, 4, 1, 1)}) for name in SCALES),
+        refuses(NULL, "actualSeqQLen actualSeqKvLen", inputLayout="TND"),
+        forbids("softmaxOutLayout", softmaxOutLayout="TND"),
+        ruling=47,
+    ),
+    *(
+        replace(c, checks=checks)
+        for c in v2.CLAUSES
+        if (checks := tuple(of_v4(check) for check in c.checks if holds(check)))
+    ),
+)
+PAGE = Page("aclnnFlashAttentionScoreV4", PROTOTYPE, base, formula, CLAUSES)

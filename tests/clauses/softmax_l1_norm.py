@@ -1,0 +1,144 @@
+"""The page of aclnnSparseFlashMlaSoftmaxL1Norm, clause by clause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from clauses.derived import listed, of_parameters
+from clauses.dtypes import BF, F32, I32, H
+from clauses.indexer_kl_loss_grad_calls import bound, sequences
+from clauses.near import Near, near
+from clauses.table import NULL, Args, Page, clause, computes, filled, forbids, refuses
+from clauses.values import GENERATOR, draw, ints, longer, widened, zeros
+
+PROTOTYPE = listed("""
+    aclTensor q k softmaxLse sparseIndices cuSeqlensQ cuSeqlensK sequsedQ sequsedK cmpResidualK topkLength metadata
+    double    softmaxScale
+    int64_t   maxSeqlenK cmpRatio maskMode
+    char      layoutQ layoutK
+    aclTensor out
+""")
+ENDS, USED = ("cuSeqlensQ", "cuSeqlensK"), ("sequsedQ", "sequsedK")
+BSND: dict[str, Any] = {"layout": "BSND", "rows": (6, 6), "keys": (2, 2), "residual": (0, 3)}
+
+
+def base(
+    layout: str = "TND", rows: Sequence[int] = (7, 5), keys: Sequence[int] = (3, 2), N: int = 4, D: int = 512,
+    K: int = 8, ratio: int = 4, residual: Sequence[int] = (1, 0), mode: int = 3, dtype: torch.dtype = H,
+    chosen: bool = True,
+) -> Args:  # fmt: skip
+    """Probabilities of a call whose softmax has more keys than these.
+
+    Args:
+        rows, keys, ratio, residual, mode: as of the loss against a target. K: entries of a list.
+        chosen: there are lists.
+    """
+    packed, total, columns = layout == "TND", sum(rows), K if chosen else max(keys) + 1
+
+    def shaped(t: torch.Tensor) -> torch.Tensor:
+        return t if packed else t.unflatten(0, (len(rows), -1))
+
+    lists = torch.full((total, 1, K), -1, dtype=I32)
+    for b, (start, count) in enumerate(zip(accumulate(rows, initial=0), rows, strict=False)):
+        for i in range(count):
+            visible = bound(i, count, keys[b], ratio, residual[b] if mode else 0, mode)
+            entries = torch.randperm(visible, generator=GENERATOR)[:3]
+            lists[start + i, 0, : len(entries)] = entries.to(I32)
+    out = shaped(torch.empty(total, 1, columns if packed or chosen else keys[0]))
+    return filled(
+        PROTOTYPE,
+        q=shaped(draw(total, N, D, d=dtype)),
+        k=shaped(draw(sum(keys), 1, D, d=dtype)),
+        softmaxLse=(draw(1, total, N) if packed else draw(len(rows), 1, rows[0], N)) + 5,
+        sparseIndices=shaped(lists) if chosen else None,
+        **{
+            name: torch.tensor([*accumulate(n, initial=0)], dtype=I32)
+            for name, n in zip(ENDS, (rows, keys), strict=True)
+            if packed
+        },
+        cmpResidualK=torch.tensor(residual, dtype=I32) if mode and ratio > 1 else None,
+        softmaxScale=0.04,
+        maxSeqlenK=columns if packed and not chosen else 0,
+        cmpRatio=ratio,
+        maskMode=mode,
+        layoutQ=layout,
+        layoutK=layout,
+        out=out,
+    )
+
+
+def formula(args: Args) -> dict[str, Near]:
+    """The mean over heads of exp(scale q k - lse), in the columns of keys that a row reads."""
+    q, k = (args[name] if args[name].dim() == 3 else args[name].flatten(0, 1) for name in ("q", "k"))
+    lse, columns = args["softmaxLse"].reshape(len(q), -1), args["out"].shape[-1]
+    out = near(torch.zeros(len(q), columns))
+    lists, counts = (
+        args[name] if args[name] is None else args[name].flatten() for name in ("sparseIndices", "topkLength")
+    )
+    sides = zip(sequences(args, "q", ENDS[0], USED[0]), sequences(args, "k", ENDS[1], USED[1]), strict=True)
+    for b, ((first, rows), (key, keys)) in enumerate(sides):
+        residual = 0 if args["cmpResidualK"] is None else int(args["cmpResidualK"][b])
+        for i in range(rows):
+            visible = bound(i, rows, keys, args["cmpRatio"], residual, args["maskMode"])
+            entries = list(range(visible))
+            if lists is not None:
+                row_list = lists.view(len(q), columns)[first + i, : min(visible, columns)].tolist()
+                row_list = row_list if counts is None else row_list[: int(counts[first + i])]
+                entries = row_list[: row_list.index(-1)] if -1 in row_list else row_list
+            slots = [n for n, entry in enumerate(entries) if entry < visible]
+            if not slots:
+                continue
+            x = near(k[[key + entries[n] for n in slots], 0])
+            p = ((near(q[first + i]) @ x.T) * args["softmaxScale"] - near(lse[first + i][:, None])).exp()
+            mean = p.sum(0) * (1 / q.shape[1])
+            out.prepare(slice(first + i, first + i + 1), mean @ near(torch.eye(columns)[slots]))
+    return {"out": out.reshape(tuple(args["out"].shape))}
+
+
+CLAUSES = (
+    *of_parameters(
+        "q k softmaxLse out", "q k", "softmaxLse out", " ".join(("sparseIndices", *ENDS)),
+        {"maskMode": (1, 4), "cmpRatio": (0, 129), "layoutQ": ("BNSD",), "layoutK": ("BSND",)}, "q k softmaxLse out",
+        workspace=False,
+    ),
+    clause(
+        "lists",
+        "Of the entries of lists, or of all keys; mode 0 shows all keys.",
+        *(computes(chosen=c, mode=m, **over) for c in (True, False) for m in (0, 3) for over in ({}, BSND)),
+        *(computes(dtype=d) for d in (H, BF)),
+        computes(sparseIndices=torch.zeros_like),
+        computes(topkLength=lambda old: torch.arange(12)[:, None].int() % 3),
+        computes(N=1),
+        ruling=42,
+    ),
+    clause(
+        "shapes",
+        "Columns are those of lists, or maxSeqlenK; heads and elements agree.",
+        *(forbids(name, **{name: widened}) for name in ("k", "softmaxLse", "out")),
+        *(forbids(name, **{name: longer}) for name in ("sparseIndices", "out")),
+        forbids("maxSeqlenK", chosen=False, maxSeqlenK=1),
+        forbids("q", N=129),
+        forbids("q", D=256),
+    ),
+    clause(
+        "lengths",
+        "Ends, used lengths and residuals.",
+        computes(sequsedQ=ints(4, 0, d=I32)),
+        computes(rows=(30, 5)),
+        *(forbids(name, **{name: ints(*n, d=I32)}) for name in ENDS for n in ((1, 3, 12), (0, 3))),
+        *(forbids(name, **{name: ints(1, 99, d=I32)}) for name in USED),
+        forbids("cmpResidualK", cmpResidualK=ints(4, 0, d=I32)),
+        refuses(NULL, " ".join(ENDS), **{ENDS[0]: None}),
+    ),
+    clause(
+        "numbers",
+        "Any scale; metadata of any content.",
+        *(computes(softmaxScale=s) for s in (0.0, -0.1)),
+        computes(metadata=zeros(64, d=F32)),
+    ),
+)  # fmt: skip
+PAGE = Page("aclnnSparseFlashMlaSoftmaxL1Norm", PROTOTYPE, base, formula, CLAUSES)

@@ -1,0 +1,22 @@
+"""sparse_flash_mla with lists of keys under Triton's interpreter, against the witness."""
+
+from importlib import import_module
+
+import torch
+from support.listed_keys import computed, packed, witness
+
+import fusion_attention as fa
+from fusion_attention import npu
+from fusion_attention.testing.drawn import compare_with
+
+
+def test_lists_of_keys_and_their_gradients() -> None:
+    args = packed()
+    dout = torch.randn_like(args["q"])
+    npu.install()
+    try:
+        with fa.use_backend("triton"):
+            got = computed(import_module("cann_ops_transformer"), args, dout)
+    finally:
+        npu.uninstall()
+    compare_with("triton", got, lambda: witness(args, dout))

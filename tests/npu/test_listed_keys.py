@@ -1,0 +1,76 @@
+"""sparse_flash_mla with lists of keys (ori_sparse_indices): forward, gradient, pages, what is refused."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.listed_keys import KEYS, ROWS, computed, packed, witness
+
+import fusion_attention as fa
+from fusion_attention.testing.drawn import compare_with
+
+
+@pytest.fixture
+def cann(torch_npu: Any) -> Any:
+    return import_module("cann_ops_transformer")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "golden"])
+def test_lists_of_keys_and_their_gradients(backend: str, cann: Any) -> None:
+    """Repeated entries, entries behind a count, empty lists, keys that no list names; rows without keys are 0."""
+    args = packed()
+    dout = torch.randn_like(args["q"])
+    with fa.use_backend(backend):
+        got = computed(cann, args, dout)
+    compare_with(backend, got, lambda: witness(args, dout))
+    for rows in (got[0], got[1][0], got[2]):
+        assert not rows[3:5].any()
+
+
+def test_padded_and_paged_keys_have_the_bits_of_packed_ones(cann: Any) -> None:
+    args = packed()
+    args["ori_kv"] = args["ori_kv"].nan_to_num()
+    want, _ = cann.sparse_flash_mla(**args)
+    first = torch.tensor([0, *KEYS]).cumsum(0)
+    room, used = max(KEYS), {"seqused_ori_kv": torch.tensor(KEYS)}
+    kv = torch.full((3, room, 1, 16), torch.nan)
+    pages, table = torch.full((7, 4, 1, 16), torch.nan), torch.tensor([[6, 1, 0], [2, 4, 0], [5, 0, 3]]).int()
+    for b, keys in enumerate(KEYS):
+        kv[b, :keys] = args["ori_kv"][first[b] : first[b + 1]]
+        for token in range(keys):
+            pages[table[b, token // 4], token % 4] = kv[b, token]
+    paged = {**args, "ori_kv": pages, "ori_block_table": table, "layout_kv": "PA_BBND", "cu_seqlens_ori_kv": None}
+    same_bits(cann.sparse_flash_mla(**paged, **used)[0], want, "pages")
+    start = torch.tensor([0, *ROWS]).cumsum(0)
+    padded = {"sinks": args["sinks"], "softmax_scale": args["softmax_scale"], "ori_kv": kv, **used}
+    for name in ("q", "ori_sparse_indices", "ori_topk_length"):
+        t = args[name]
+        padded[name] = torch.stack([torch.cat((t[s : s + n], t[:1].expand(4 - n, *t.shape[1:])))
+                                    for s, n in zip(start, ROWS, strict=False)])  # fmt: skip
+    out, _ = cann.sparse_flash_mla(**padded, seqused_q=torch.tensor(ROWS))
+    same_bits(torch.cat([out[b, :n] for b, n in enumerate(ROWS)]), want, "padded")
+
+
+def test_lists_without_counts_end_at_their_first_hole(cann: Any) -> None:
+    args = packed()
+    slot = torch.arange(6)
+    lists = args["ori_sparse_indices"].masked_fill(slot >= args["ori_topk_length"][..., None], -1)
+    without = {**args, "ori_sparse_indices": lists.long(), "ori_topk_length": None}
+    same_bits(cann.sparse_flash_mla(**without)[0], cann.sparse_flash_mla(**args)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ori_mask_mode": 3}, r"ori_mask_mode: expected 0 beside ori_sparse_indices"),
+        ({"ori_topk_length": torch.ones(7, 2).int()}, r"ori_topk_length: expected axis 1 to be N2=1"),
+        ({"ori_sparse_indices": torch.full((7, 1, 6), 7).int()}, r"got 7 at batch 0, row 0, slot 0, outside \[-1, 7\)"),
+        ({"cmp_topk_length": torch.ones(7, 1).int()}, r"cmp_topk_length: expected None, .*950 only"),
+        ({"cmp_mask_mode": 3}, r"cmp_mask_mode: expected 0 without cmp_kv"),
+    ],
+)
+def test_a_wrong_call_says_what_is_wrong(change: dict[str, Any], message: str, cann: Any) -> None:
+    with pytest.raises(fa.ContractError, match=message):
+        cann.sparse_flash_mla(**{**packed(), **change})
