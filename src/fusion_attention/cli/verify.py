@@ -11,7 +11,7 @@ import typer
 from fusion_attention.cli.output import refuse
 
 if TYPE_CHECKING:
-    from fusion_attention.judging.loaders import Reading
+    from fusion_attention.judging.naming import Reading
     from fusion_attention.judging.verdict import Judgement
 
 COMMAND = "verify"
@@ -50,7 +50,7 @@ def verify(
     if standard not in _STANDARDS:
         refuse(COMMAND, f"--standard: expected one of {', '.join(_STANDARDS)}, got {standard!r}")
     from fusion_attention.judging.calls import JudgeError
-    from fusion_attention.judging.loaders import Reading
+    from fusion_attention.judging.naming import Reading
 
     try:
         how = Reading(op, _names(names), _values(values), seed, unsafe_pickle, pick, dtype)
@@ -132,7 +132,7 @@ def _names(given: list[str]) -> dict[str, str]:
 
 def _values(given: list[str]) -> dict[str, Any]:
     from fusion_attention.judging.calls import JudgeError
-    from fusion_attention.judging.loaders import values_from
+    from fusion_attention.judging.naming import values_from
 
     results = {}
     for text in given:

@@ -42,7 +42,8 @@ class Output:
             formulas.
         view: its rows; None for a sum over all sequences.
         tensor: its memory; form: the operators whose values for empty rows it has ("training", "sparse",
-            "shared", "own": ours).
+            "shared", "own": ours, "log": lse of this library's functions, -inf of a row without keys; +inf is read so
+            too, as flash-attn writes it).
         second: its keys are those of the second source.
     """
 
@@ -121,6 +122,8 @@ def _forward(call: Any, shown: Any, captured: Mapping[str, Tensor]) -> Iterator[
             yield Output(name, "lse", tensor, _over(shown, flat.squeeze(0).mT if call.lse_by_batch else flat))
         elif name == SHARED_LSE and isinstance(call, FlashMla):
             yield Output(name, "lse", tensor, _over(shown, _by_token(call, tensor)), "shared")
+        elif name == "lse" and isinstance(call, (DenseForward, InferenceCall)):
+            yield Output(name, "lse", tensor, _over(shown, tensor.masked_fill(tensor == math.inf, -math.inf)), "log")
         elif name in ("softmax_max", "softmax_sum", "max", "sum"):
             kind = name.removeprefix("softmax_")
             if isinstance(call, DenseForward) and call.lanes:
@@ -248,7 +251,9 @@ def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *,
         return raw["out"]
     top, total = raw["max"], raw["sum"]
     result = top if o.kind == "max" else total
-    if o.form == "shared":  # 0 of a row without keys, with a sink too
+    if o.form == "log":
+        result = top + total.log()
+    elif o.form == "shared":  # 0 of a row without keys, with a sink too
         result = (top + total.log()).where(block.visible.any(-1, keepdim=True), 0)
     elif o.kind == "lse":
         lowest = torch.finfo(torch.float32).min
