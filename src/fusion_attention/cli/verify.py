@@ -73,26 +73,25 @@ def _judged(
     files: list[Path], how: Reading, *, search: bool, backends: bool, standard: str, bar: bool
 ) -> list[Judgement]:
     from rich.console import Console
-    from rich.progress import Progress
 
     from fusion_attention.judging.calls import JudgeError
     from fusion_attention.judging.judge import judged
     from fusion_attention.judging.loaders import read_calls
+    from fusion_attention.judging.progress import Bar
 
     results = []
-    with Progress(console=Console(stderr=True), transient=True, disable=not bar) as progress:
-        task = progress.add_task("verifying", total=None)
-        for file in files:
-            for call in read_calls(file, how):
-                progress.update(task, description=f"verifying {call.source}")
-                try:
-                    results.append(judged(call, search=search, backends=backends, standard=standard))
-                except JudgeError as error:
-                    raise JudgeError(f"{call.source}: {error}") from None
-                except (ArithmeticError, IndexError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-                    # Invalid files may cause errors that no rule detects.
-                    why = " ".join(str(error).split())[:160]
-                    raise JudgeError(f"{call.source}: cannot be judged ({type(error).__name__}: {why})") from None
+    console = Console(stderr=True, quiet=not bar)
+    for file in files:
+        for call in read_calls(file, how):
+            try:
+                with Bar(call.source, console) as watch:
+                    results.append(judged(call, search=search, backends=backends, standard=standard, watch=watch))
+            except JudgeError as error:
+                raise JudgeError(f"{call.source}: {error}") from None
+            except (ArithmeticError, IndexError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+                # Invalid files may cause errors that no rule detects.
+                why = " ".join(str(error).split())[:160]
+                raise JudgeError(f"{call.source}: cannot be judged ({type(error).__name__}: {why})") from None
     return results
 
 

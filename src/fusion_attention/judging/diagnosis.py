@@ -13,6 +13,7 @@ from fusion_attention.judging.evaluate import Result, drawn, measured
 from fusion_attention.judging.expected_error import POOR, PROGRAM
 from fusion_attention.judging.mistakes import MISTAKES, Case, Mistake, Try
 from fusion_attention.judging.outputs import Unit, units
+from fusion_attention.judging.progress import Watch, over, silent
 from fusion_attention.judging.verdict import Explanation
 
 # A mistake explains an error only if at most this fraction of the error remains, even within the error bound.
@@ -39,12 +40,12 @@ class Match:
         return Explanation(m.name, self.way.detail, m.means, m.fix, outputs, error, confirmed, noisy)
 
 
-def diagnosed(case: Case, base: Result, seed: int = 0) -> tuple[tuple[Explanation, ...], bool]:
+def diagnosed(case: Case, base: Result, seed: int = 0, watch: Watch = silent) -> tuple[tuple[Explanation, ...], bool]:
     """Returns (explanations of the outputs, best first; True if the outputs are only noisy)."""
     generator = torch.Generator().manual_seed(seed)
     pieces = drawn(base.maps, case.outputs, case.setting, generator)
     sample = measured(case.setting, case.outputs, pieces, grade=PROGRAM)
-    tried = [Match(m, way, result) for m, way, result in _tried(case, pieces, sample)]
+    tried = [Match(m, way, result) for m, way, result in _tried(case, pieces, sample, watch)]
     failing = tuple(name for name in base.failing if name in sample.tallies)
     full = [f for f in tried if f.result.passes and _left(f.result, sample, failing) <= LEFT]
     confirmed = _confirmed(case, full, failing)
@@ -55,11 +56,13 @@ def diagnosed(case: Case, base: Result, seed: int = 0) -> tuple[tuple[Explanatio
     return _lesser(case, tried, pieces, sample, failing), False
 
 
-def _tried(case: Case, pieces: Sequence[Unit], sample: Result) -> list[tuple[Mistake, Try, Result]]:
+def _tried(
+    case: Case, pieces: Sequence[Unit], sample: Result, watch: Watch
+) -> list[tuple[Mistake, Try, Result]]:
     """Measures every way of every mistake on sampled rows; drops mistakes that are impossible or explain too little."""
     results = []
     quick = [p for p in pieces if not p.by_keys][:1] + [p for p in pieces if p.by_keys][:1]
-    for mistake in MISTAKES:
+    for mistake in over(watch, "mistakes tried", MISTAKES):
         for way in mistake.tries(case):
             outputs = case.outputs if way.outputs is None else way.outputs
             try:
