@@ -12,14 +12,12 @@ from fusion_attention.contract import ContractError
 from fusion_attention.judging.evaluate import Result, drawn, measured
 from fusion_attention.judging.expected_error import POOR, PROGRAM
 from fusion_attention.judging.mistakes import MISTAKES, Case, Mistake, Try
-from fusion_attention.judging.outputs import Unit, units
+from fusion_attention.judging.outputs import Unit, of_heads, units
 from fusion_attention.judging.progress import Watch, over, silent
 from fusion_attention.judging.verdict import Explanation
 
 # A mistake explains an error only if at most this fraction of the error remains, even within the error bound.
 LEFT = 0.25
-# A mistake with a larger error (in expected sizes) on the first sample is not measured on the others.
-HOPELESS = 60.0
 _CONFIRMED = 6  # explanations tried on the complete call; for a large call, only the best
 _LARGE = 1 << 28  # pairs of rows and keys, of all heads
 _IMPOSSIBLE = (RuntimeError, IndexError, ValueError, ContractError)
@@ -45,8 +43,8 @@ def diagnosed(case: Case, base: Result, seed: int = 0, watch: Watch = silent) ->
     generator = torch.Generator().manual_seed(seed)
     pieces = drawn(base.maps, case.outputs, case.setting, generator)
     sample = measured(case.setting, case.outputs, pieces, grade=PROGRAM)
-    tried = [Match(m, way, result) for m, way, result in _tried(case, pieces, sample, watch)]
     failing = tuple(name for name in base.failing if name in sample.tallies)
+    tried = [Match(m, way, result) for m, way, result in _tried(case, pieces, failing, watch)]
     full = [f for f in tried if f.result.passes and _left(f.result, sample, failing) <= LEFT]
     confirmed = _confirmed(case, full, failing)
     if confirmed:
@@ -57,23 +55,41 @@ def diagnosed(case: Case, base: Result, seed: int = 0, watch: Watch = silent) ->
 
 
 def _tried(
-    case: Case, pieces: Sequence[Unit], sample: Result, watch: Watch
+    case: Case, pieces: Sequence[Unit], failing: tuple[str, ...], watch: Watch
 ) -> list[tuple[Mistake, Try, Result]]:
-    """Measures every way of every mistake on sampled rows; drops mistakes that are impossible or explain too little."""
+    """Measures every way of every mistake on sampled rows; drops mistakes that are impossible or explain too little.
+
+    A way is measured on all sampled rows only if it explains an output where the first of them are wrong.
+    """
     results = []
-    quick = [p for p in pieces if not p.by_keys][:1] + [p for p in pieces if p.by_keys][:1]
+    quick = _first_wrong(case, pieces)
+    before = measured(case.setting, case.outputs, quick, grade=PROGRAM)
+    wrong = [name for name in failing if not before.tallies[name].passes]
     for mistake in over(watch, "mistakes tried", MISTAKES):
         for way in mistake.tries(case):
             outputs = case.outputs if way.outputs is None else way.outputs
             try:
                 first = measured(way.setting, outputs, quick, grade=PROGRAM)
-                best = min((t.z for t in first.tallies.values() if t.count), default=0.0)
-                if best > HOPELESS and first.z > HOPELESS:
+                explained = (first.tallies[n].passes or _left(first, before, [n]) <= LEFT for n in wrong)
+                if wrong and not any(explained):
                     continue
                 results.append((mistake, way, measured(way.setting, outputs, pieces, grade=PROGRAM)))
             except _IMPOSSIBLE:
                 continue  # the mistake is impossible with this memory
     return results
+
+
+def _first_wrong(case: Case, pieces: Sequence[Unit]) -> list[Unit]:
+    """Returns the first piece of rows and the first of keys, with an error if there is one."""
+
+    def errors(piece: Unit) -> bool:
+        heads, before = of_heads(case.setting, piece), int(case.setting.extents.kv_len[piece.b]) if piece.second else 0
+        rows = slice(piece.rows.start - before, piece.rows.stop - before)
+        marks = (case.wrong[o.name][piece.b] for o in case.outputs if o.of_unit(piece) and o.name in case.wrong)
+        return any(bool(wrong[heads, rows].any()) for wrong in marks)
+
+    kinds = ([p for p in pieces if p.by_keys == by_keys] for by_keys in (False, True))
+    return [max(kind, key=errors) for kind in kinds if kind]
 
 
 def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:

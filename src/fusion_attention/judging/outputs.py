@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from fusion_attention.ir.problem import Extents
 from fusion_attention.judging import expected_error, formulas
 from fusion_attention.judging.expected_error import KERNEL, Grade
 from fusion_attention.judging.formulas import Precision
-from fusion_attention.judging.setting import Setting
+from fusion_attention.judging.setting import Block, Setting
 from fusion_attention.ops.compressed.call import LSE as SHARED_LSE
 from fusion_attention.ops.compressed.call import FlashMla
 from fusion_attention.ops.inference.call import LSE, InferenceCall
@@ -25,8 +26,8 @@ from fusion_attention.ops.training.run import DenseBackward, DenseForward
 Tensor = torch.Tensor
 FLT_MAX = torch.finfo(torch.float32).max
 # Scores of one block; a few tensors of this size are in memory.
-PAIRS = 1 << 21
-_KEYS = ("dk", "dv", "dk_rope")
+PAIRS = 1 << 19
+_KEYS = {"dk", "dv", "dk_rope"}
 TOTALS = ("dsink", "dpse")  # sums over all sequences
 _GRADS = {"dquery": "dq", "dkey": "dk", "dvalue": "dv", "dquery_rope": "dq_rope", "dkey_rope": "dk_rope",
           "dsinks": "dsink", "dkey_compressed": "dk_compressed", "dvalue_compressed": "dv_compressed"}  # fmt: skip
@@ -167,16 +168,16 @@ def units(setting: Setting, outputs: list[Output]) -> Iterator[Unit]:
     kinds = {(o.by_keys, o.second) for o in outputs}
     for b in range(len(e)):
         q_len, kv_len = int(e.q_len[b]), e.all_keys(b)
-        for by_keys, second in sorted(kinds):
+        heads = min(p.heads_q, max(p.group, PAIRS // max(q_len * kv_len, 1) // p.group * p.group))
+        # Rows before keys: sums over keys' rows are made on the way.
+        for head, (by_keys, second) in itertools.product(range(0, p.heads_q, heads), sorted(kinds)):
             before = int(e.kv_len[b]) if second else 0
             end = kv_len if second or not by_keys else int(e.kv_len[b])
             length, other = (end - before, q_len) if by_keys else (q_len, kv_len)
-            heads = min(p.heads_q, max(p.group, PAIRS // max(length * other, 1) // p.group * p.group))
             step = min(max(length, 1), max(1, PAIRS // max(heads * other, 1)))
-            for head in range(0, p.heads_q, heads):
-                for first in range(0, length, step):
-                    rows = slice(before + first, before + min(first + step, length))
-                    yield Unit(b, slice(head, min(head + heads, p.heads_q)), rows, by_keys, second)
+            for first in range(0, length, step):
+                rows = slice(before + first, before + min(first + step, length))
+                yield Unit(b, slice(head, min(head + heads, p.heads_q)), rows, by_keys, second)
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,19 +276,13 @@ def _gradient(
     """Returns gradients of rows, or of keys: a sum over all rows, some rows at a time."""
     problem, length = setting.problem, int(setting.extents.q_len[unit.b])
     wanted = [o for o in outputs if o.of_unit(unit)]
+    by_keys = any(o.by_keys for o in outputs)
     if not unit.by_keys:
-        values, variances = _of_block(setting, unit, unit.rows, None, grade, p, exact=True)
+        values, variances, keys = _of_block(setting, unit, unit.rows, None, grade, p, exact=True)
+        if by_keys:
+            _sum_by_keys(setting, unit, keys, values, variances, (grade, p))
     else:
-        values, variances = {}, {}
-        step = max(1, PAIRS // max((unit.rows.stop - unit.rows.start) * (unit.heads.stop - unit.heads.start), 1))
-        for first in range(0, length, step):
-            rows = slice(first, min(first + step, length))
-            for total, result in zip(
-                (values, variances), _of_block(setting, unit, rows, unit.rows, grade, p, exact=exact), strict=True
-            ):
-                for name, value in result.items():
-                    if name in _KEYS:
-                        total[name] = total[name] + value if name in total else value
+        values, variances = _of_keys(setting, unit, grade, p, exact=exact)
         if problem.shares_kv and values:
             values["dk"][..., : problem.dim_v] += values["dv"]
             if variances:
@@ -306,16 +301,66 @@ def _gradient(
     return pieces
 
 
+def _of_keys(
+    setting: Setting, unit: Unit, grade: Grade | None, p: Precision, *, exact: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns (values, variances) of gradients of keys by query head: sums over all rows."""
+    length = int(setting.extents.q_len[unit.b])
+    sums = setting.sums.get((unit.b, unit.heads.start, unit.heads.stop, grade, p))
+    if sums is not None and sums.rows == length:
+        return tuple({n: t[:, unit.rows] for n, t in total.items()} for total in (sums.values, sums.variances))  # type: ignore[return-value]
+    values: dict[str, Tensor] = {}
+    variances: dict[str, Tensor] = {}
+    step = max(1, PAIRS // max((unit.rows.stop - unit.rows.start) * (unit.heads.stop - unit.heads.start), 1))
+    for first in range(0, length, step):
+        rows = slice(first, min(first + step, length))
+        *results, _ = _of_block(setting, unit, rows, unit.rows, grade, p, exact=exact)
+        for total, result in zip((values, variances), results, strict=True):
+            for name in _KEYS & result.keys():
+                total[name] = total[name] + result[name] if name in total else result[name]
+    return values, variances
+
+
+@dataclass(eq=False)
+class KeySums:
+    """Gradients of all keys of some heads, summed over the first `rows` rows."""
+
+    values: dict[str, Tensor]
+    variances: dict[str, Tensor]
+    rows: int = 0
+
+
+def _sum_by_keys(
+    setting: Setting, unit: Unit, keys: slice, values: dict[str, Tensor], variances: dict[str, Tensor], of: tuple[Any, Any]
+) -> None:
+    """Adds what the next rows of some heads contribute to all keys; only the latest heads' sums are kept."""
+    at = (unit.b, unit.heads.start, unit.heads.stop, *of)
+    sums = setting.sums.get(at)
+    if unit.rows.start == 0 or sums is None or sums.rows != unit.rows.start:
+        setting.sums.clear()
+        if unit.rows.start:
+            return
+        sums = setting.sums[at] = KeySums({}, {})
+    for total, result in ((sums.values, values), (sums.variances, variances)):
+        for name in _KEYS & result.keys():
+            value = result[name]
+            if name not in total:
+                total[name] = value.new_zeros(value.shape[0], setting.extents.all_keys(unit.b), value.shape[2])
+            total[name][:, keys] += value
+    sums.rows = unit.rows.stop
+
+
 def _of_block(
     setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade | None, p: Precision, *, exact: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns (values, variances) of a block's contribution to gradients, by kind."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor], slice]:
+    """Returns (values, variances, keys) of a block's contribution to gradients, by kind."""
     block = setting.block(unit.b, unit.heads, rows, keys)
     if grade is None:
-        return formulas.gradients(block, p), {}
+        return formulas.gradients(block, p), {}, block.keys
     scored = formulas.scored(block)
     values = formulas.gradients(block, p, scored)
-    return values, expected_error.gradients(block, scored, _delta(setting, unit, rows, keys, grade, exact=exact), grade)
+    of_delta = _delta(setting, unit, rows, keys, grade, exact=exact, whole=(block, scored) if keys is None else None)
+    return values, expected_error.gradients(block, scored, of_delta, grade), block.keys
 
 
 def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
@@ -363,14 +408,22 @@ def _add_to_bias(setting: Setting, view: Any, unit: Unit, keys: slice, addend: T
         bias.add_matrix_gradient(view, unit.b, addend, unit.rows, keys)
 
 
-def _delta(setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade, *, exact: bool) -> Tensor:
-    """Returns [heads, rows, 1]: the variance of delta; it depends on all keys of the rows, so it is cached."""
+def _delta(
+    setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade, *, exact: bool,
+    whole: tuple[Block, formulas.Scored] | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns [heads, rows, 1]: the variance of delta; it depends on all keys of the rows, so it is cached.
+
+    whole: the rows with all their keys, if the caller has them.
+    """
     at = (unit.b, unit.heads.start, unit.heads.stop, grade.words)
     if at not in setting.deltas:
         empty = torch.full((unit.heads.stop - unit.heads.start, int(setting.extents.q_len[unit.b]), 1), math.nan)
         setting.deltas[at] = empty.double()
     delta = setting.deltas[at]
-    if bool(delta[:, rows].isnan().any()):
+    if whole is not None:
+        delta[:, rows] = expected_error.delta(*whole, grade)
+    elif bool(delta[:, rows].isnan().any()):
         step = max(1, PAIRS // max((unit.heads.stop - unit.heads.start) * setting.extents.all_keys(unit.b), 1))
         for first in range(rows.start, rows.stop, step):
             here = slice(first, min(first + step, rows.stop))

@@ -108,11 +108,12 @@ class Setting:
     of_group: str = "sum"
     cached: dict[Any, Any] = field(default_factory=dict)
     deltas: dict[Any, Tensor] = field(default_factory=dict)  # cached variances of delta
+    sums: dict[Any, Any] = field(default_factory=dict)  # cached gradients of keys, summed over rows
 
     def changed(self, edit: Edit | None = None, **fields: Any) -> Setting:
         """Returns this setting with changed fields and a further edit of its blocks."""
         edits = self.edits if edit is None else (*self.edits, edit)
-        return replace(self, edits=edits, cached={}, deltas={}, **fields)
+        return replace(self, edits=edits, cached={}, deltas={}, sums={}, **fields)
 
     def of_problem(self, **fields: Any) -> Setting:
         """Returns this setting with a changed problem."""
