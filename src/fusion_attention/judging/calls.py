@@ -116,7 +116,9 @@ class Recorded:
             want = call_results[name]
             if t.shape != want.shape or _kind(t) != _kind(want):
                 got = _described(t) if t.numel() else f"nothing ({_described(t)})"
-                raise JudgeError(f"{self.op.name}: output {name}: expected {_described(want)}, got {got}")
+                turned = t.shape != want.shape and sorted(t.shape) == sorted(want.shape)
+                advice = " (axes in another order: transpose it, or give the layout that inputs have)" if turned else ""
+                raise JudgeError(f"{self.op.name}: output {name}: expected {_described(want)}, got {got}{advice}")
             if t.is_floating_point():
                 results[name] = t.to(want.dtype)
         return results

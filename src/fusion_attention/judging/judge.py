@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from fusion_attention.judging.grid import rows_by_columns
 from fusion_attention.judging.mistakes import Case
 from fusion_attention.judging.outputs import Output, setting_of, units
 from fusion_attention.judging.progress import Bar, Watch, over, silent
+from fusion_attention.judging.screening import alien, remarks
 from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.standards import STANDARDS, Tally
 from fusion_attention.judging.verdict import Explanation, Judgement, judgement, opinion
@@ -93,6 +95,7 @@ def judged(
     """Judges the outputs of a call; watch: reports progress."""
     if standard not in STANDARDS:
         raise JudgeError(f"standard {standard!r} is not known: one of {', '.join(STANDARDS)}")
+    call = replace(call, notes=(*remarks(call), *call.notes))
     lowered = call.lowered()
     captured = call.judgeable(lowered)
     if lowered.extents is NO_SEQUENCE:
@@ -121,6 +124,8 @@ def judged(
     noisy = False
     if search and not result.passes:
         mistakes, noisy = _searched(call, lowered, setting, [o for o in outputs if o.view is not None], result, watch)
+    if not (mistakes or noisy):
+        call = replace(call, notes=(*alien(result), *call.notes))
     errors = {who: {n: t.z for n, t in tallies.items()} for who, tallies in result.beside.items()}
     return judgement(call, opinions, reasons | errors, [*opinions], standard, search, mistakes, noisy)
 

@@ -35,7 +35,8 @@ def table(judgement: Judgement) -> RenderableType:
         lines += [Text(f"  {o.name}: {line}") for line in (_figures(o),) if line]
         lines += [text(name, surface) for name, surface in judgement.drawn.items() if name == o.name]
     lines += [Text(f"  {name}: not judged: {why}") for name, why in judgement.unjudged.items()]
-    return Group(grid, *lines, *(Text(line) for line in _below(judgement)), Text(""))
+    notes = (Text(f"  note: {note}", "yellow") for note in judgement.notes)
+    return Group(grid, *notes, *lines, *(Text(line) for line in _below(judgement)), Text(""))
 
 
 def _figures(o: Opinion) -> str:
@@ -52,7 +53,7 @@ def _below(judgement: Judgement) -> list[str]:
             lines.append(f"  {name} here: {opinion}")
         else:
             lines.append(f"  {name} here: " + ", ".join(f"{n} {times(t)}" for n, t in opinion.items()) + " of expected")
-    return lines + [f"  note: {note}" for note in judgement.notes]
+    return lines
 
 
 def _reasons(judgement: Judgement) -> list[str]:
@@ -115,12 +116,13 @@ def _section(judgement: Judgement) -> str:
     ]
     names = ("output", judgement.standard, "RMS", "largest", "of expected", "worst tile", "where")
     head = "".join(f"<th>{_e(h)}</th>" for h in names)
+    notes = "".join(f"<p>note: {_e(note)}</p>" for note in judgement.notes)
     reasons = "".join(f"<p>{_e(line.strip())}</p>" for line in _below(judgement))
     pictures = "".join(map(_pictures, judgement.outputs.values()))
     return (
         f"<section><h2>{_e(judgement.source or judgement.operator)}: "
         f"<span class='{judgement.verdict}'>{judgement.verdict}</span></h2>"
-        f"<p>{_e(judgement.operator)}</p><div class='scroll'><table><tr>{head}</tr>{''.join(rows)}</table></div>"
+        f"<p>{_e(judgement.operator)}</p>{notes}<div class='scroll'><table><tr>{head}</tr>{''.join(rows)}</table></div>"
         f"{reasons}{pictures}</section>"
     )
 
