@@ -20,13 +20,15 @@ _STANDARDS = ("error-bound", "cann-0.5%", "cann-double")
 
 def verify(
     files: list[Path] = typer.Argument(
-        metavar="PATH...", help="Captures, folders of them, msprobe dumps, .npz or .safetensors files."
+        metavar="PATH...", help="Captures, folders of them, msprobe dumps, .npz, .pt or .safetensors files."
     ),
     op: str = typer.Option("", "--op", help="Of files that are no captures: the operator they are a call of."),
     names: list[str] = typer.Option(
-        [], "--map", help="PARAMETER=NAME or output.RESULT=NAME in the file; or a JSON file of such pairs."
+        [], "--map", help="PARAMETER=NAME or RESULT=NAME in the file; or a JSON file of such pairs."
     ),
-    values: list[str] = typer.Option([], "--set", help="PARAMETER=VALUE for what no file holds (JSON, or a word)."),
+    values: list[str] = typer.Option(
+        [], "--set", help="PARAMETER=VALUE for what no file holds: JSON, a word, window(63,0)."
+    ),
     pick: str = typer.Option("", "--call", help="Of a folder, only calls with this in their name."),
     seed: int = typer.Option(0, "--seed", help="Of files that are no captures: what dropout was drawn from."),
     dtype: str = typer.Option("", "--dtype", help="Of files that hold bfloat16 or float16 values as float32."),
@@ -44,6 +46,7 @@ def verify(
     fusion-attention verify calls/
     fusion-attention verify dump/step0/rank0/ --html page.html
     fusion-attention verify kernel.npz --op npu_fusion_attention --map query=Q --set head_num=8
+    fusion-attention verify kernel.pt --op attention --map out=my_out --set band=causal
 
     Exit code 0: all are right by the standard. 1: some are not. 2: a file cannot be read or judged.
     """

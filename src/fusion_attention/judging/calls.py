@@ -86,13 +86,15 @@ class Recorded:
 
     def _beside(self, call: DenseForward) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Returns the saved results and the gradients of results, in the call's shapes and dtypes."""
-        call_results = gradients.plain(call).results()
+        call_results = gradients.with_kernel_statistics(call).results()
         result: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
         for given, checked, prefix in zip((self.saved, self.upstream), result, ("", "gradient of "), strict=True):
             for name, t in given.items():
                 want = call_results[RESULTS[call.names.index(name)]]
                 if t.shape != want.shape or not t.is_floating_point():
-                    raise JudgeError(f"{self.op.name}: {prefix}{name}: expected {_described(want)}, got {_described(t)}")
+                    raise JudgeError(
+                        f"{self.op.name}: {prefix}{name}: expected {_described(want)}, got {_described(t)}"
+                    )
                 checked[name] = t.to(want.dtype).contiguous()
         return result
 
@@ -106,7 +108,10 @@ class Recorded:
         unknown = sorted(self.outputs.keys() - call_results.keys() - {p.name for p in self.op.tensors(output=True)})
         unknown = [name for name in unknown if name not in returned(self.op)]
         if unknown:
-            raise JudgeError(f"{self.op.name} has no output {', '.join(unknown)} (it has {', '.join(call_results)})")
+            backward = not self.upstream and {*unknown} <= {*gradients.gradients_of(self.op)}
+            advice = f"; gradients need {gradients.DOUT} among the inputs" if backward else ""
+            names = f"it has {', '.join(call_results)}{advice}"
+            raise JudgeError(f"{self.op.name} has no output {', '.join(unknown)} ({names})")
         results = {
             n: t for n, t in self.outputs.items() if n in call_results and (t.numel() or call_results[n].numel())
         }
@@ -205,13 +210,12 @@ def recorded(
     return Recorded(op, args, result, seed, source, (), saved, upstream)
 
 
-def _of_backward(
-    op: Op, inputs: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Tensor], Mapping[str, Any]]:
+def _of_backward(op: Op, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], Mapping[str, Any]]:
     """Returns (the forward's saved results, their gradients, other arguments); the first two are empty of a forward."""
-    upstream = {name: result for name, result in gradients.upstream_of(op).items() if inputs.get(name) is not None}
+    sources = gradients.upstream_of(op)
+    upstream = {name: result for name, result in sources.items() if inputs.get(name) is not None}
     if not upstream:
-        return {}, {}, inputs
+        return {}, {}, {name: value for name, value in inputs.items() if name not in sources}
     results = {*op.results} - {p.name for p in op.params}
     beside = {name: _in_memory(f"{op.name}: {name}", inputs[name]) for name in {*results, *upstream} & inputs.keys()}
     saved = {name: t for name, t in beside.items() if name in results}

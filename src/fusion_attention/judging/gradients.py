@@ -27,7 +27,7 @@ def gradients_of(op: Op) -> tuple[str, ...]:
     return tuple(gradient_name(op, name) for name in inputs)
 
 
-def plain(call: DenseForward) -> DenseForward:
+def with_kernel_statistics(call: DenseForward) -> DenseForward:
     """Returns a call with statistics in the kernels' format: one number per row and head."""
     return DenseForward(call.call)
 
@@ -37,7 +37,7 @@ def backward_of(call: DenseForward, saved: Mapping[str, Tensor], upstream: Mappi
 
     The output is that of the file, or else the right one in the call's dtype.
     """
-    forward = plain(call)
+    forward = with_kernel_statistics(call)
     results = {name: torch.zeros_like(t) for name, t in forward.results().items()}
     setting, outputs = setting_of(forward, results)
     for unit in units(setting, outputs):

@@ -78,8 +78,8 @@ class Grid:
     def levels(self) -> Tensor:
         """Returns [down, across]: 0 to 1 of wrong cells by the logarithm of z; 1 of one that is not finite."""
         least, most = (math.log(max(z, LEAST)) for z in self.limits())
-        share = (self.z.clamp(min=LEAST).log() - least) / max(most - least, 1e-6)
-        return share.nan_to_num(nan=1.0, posinf=1.0).clamp(0, 1) if most > least else torch.ones_like(share)
+        level = (self.z.clamp(min=LEAST).log() - least) / max(most - least, 1e-6)
+        return level.nan_to_num(nan=1.0, posinf=1.0).clamp(0, 1) if most > least else torch.ones_like(level)
 
 
 def rows_by_columns(tally: Tally, shape: Sequence[int]) -> Surface | None:

@@ -136,7 +136,9 @@ def _of_array(who: str, array: np.ndarray) -> Any:
     if array.dtype.kind in "US" and array.size == 1:
         return str(array.reshape(-1)[0])
     if array.dtype.kind == "V":
-        raise JudgeError(f"{who}: bytes without a dtype (numpy has no bfloat16: save float32, and say --dtype bfloat16)")
+        raise JudgeError(
+            f"{who}: bytes without a dtype (numpy has no bfloat16: save float32, and say --dtype bfloat16)"
+        )
     return torch.from_numpy(np.array(array))
 
 
@@ -166,7 +168,9 @@ def _within(path: Path, folder: Path, how: Reading) -> Any:
         raise
     except Exception as error:
         reader = path.suffix == ".npy" or how.unsafe_pickle
-        hint = "" if reader else "; save a dict of tensors, numbers and strings; --unsafe-pickle reads what may run code"
+        hint = (
+            "" if reader else "; save a dict of tensors, numbers and strings; --unsafe-pickle reads what may run code"
+        )
         raise JudgeError(f"{path}: not a readable {path.suffix} file ({_short(error)}){hint}") from None
 
 

@@ -69,10 +69,10 @@ class _Names:
 
     def target(self, name: str) -> str:
         """Returns a parameter's name, or a result's after "output."; "" for the name of something else."""
-        plain = name.removeprefix(OUTPUT)
-        plain = LSE if plain == FLASH_LSE and LSE in self.results else plain
-        if plain in self.results or plain in self.gradients:
-            return OUTPUT + plain
+        result = name.removeprefix(OUTPUT)
+        result = LSE if result == FLASH_LSE and LSE in self.results else result
+        if result in self.results or result in self.gradients:
+            return OUTPUT + result
         return name if name in self.inputs else ""
 
     def of(self, name: str, content: Mapping[str, Any]) -> str:
@@ -126,14 +126,22 @@ def _calls(
     upstream = {name: inputs.pop(name) for name in upstream_of(op) if name in inputs}
     if gradients and not upstream:
         needed = " or ".join(upstream_of(op))
-        raise MissingError(f"{op.name}: {listed(gradients)} cannot be judged without the gradient of a result: {needed}")
+        raise MissingError(
+            f"{op.name}: {listed(gradients)} cannot be judged without the gradient of a result: {needed}"
+        )
     if outputs or not gradients:
-        idle = (f"left alone: {listed(upstream)} (no gradient of an input to judge)",) if upstream and not gradients else ()
+        idle = (
+            (f"left alone: {listed(upstream)} (no gradient of an input to judge)",)
+            if upstream and not gradients
+            else ()
+        )
         yield of_call(op, inputs, outputs, how, f"{source}: forward" if gradients else source, (*notes, *idle))
     if gradients:
         results = {name: value for name, value in outputs.items() if name in returned(op)}
         inputs = {**inputs, **results, **upstream}
-        yield of_call(op, inputs, gradients, how, f"{source}: backward" if outputs else source, () if outputs else notes)
+        yield of_call(
+            op, inputs, gradients, how, f"{source}: backward" if outputs else source, () if outputs else notes
+        )
 
 
 def _laid(op: Op, name: str, value: Any, how: Reading) -> Any:

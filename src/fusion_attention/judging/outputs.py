@@ -331,7 +331,12 @@ class KeySums:
 
 
 def _sum_by_keys(
-    setting: Setting, unit: Unit, keys: slice, values: dict[str, Tensor], variances: dict[str, Tensor], of: tuple[Any, Any]
+    setting: Setting,
+    unit: Unit,
+    keys: slice,
+    values: dict[str, Tensor],
+    variances: dict[str, Tensor],
+    of: tuple[Any, Any],
 ) -> None:
     """Adds what the next rows of some heads contribute to all keys; only the latest heads' sums are kept."""
     at = (unit.b, unit.heads.start, unit.heads.stop, *of)
@@ -359,7 +364,7 @@ def _of_block(
         return formulas.gradients(block, p), {}, block.keys
     scored = formulas.scored(block)
     values = formulas.gradients(block, p, scored)
-    of_delta = _delta(setting, unit, rows, keys, grade, exact=exact, whole=(block, scored) if keys is None else None)
+    of_delta = _delta(setting, unit, rows, keys, grade, exact=exact, complete=(block, scored) if keys is None else None)
     return values, expected_error.gradients(block, scored, of_delta, grade), block.keys
 
 
@@ -410,19 +415,19 @@ def _add_to_bias(setting: Setting, view: Any, unit: Unit, keys: slice, addend: T
 
 def _delta(
     setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade, *, exact: bool,
-    whole: tuple[Block, formulas.Scored] | None = None,
+    complete: tuple[Block, formulas.Scored] | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns [heads, rows, 1]: the variance of delta; it depends on all keys of the rows, so it is cached.
 
-    whole: the rows with all their keys, if the caller has them.
+    complete: the rows with all their keys, if the caller has them.
     """
     at = (unit.b, unit.heads.start, unit.heads.stop, grade.words)
     if at not in setting.deltas:
         empty = torch.full((unit.heads.stop - unit.heads.start, int(setting.extents.q_len[unit.b]), 1), math.nan)
         setting.deltas[at] = empty.double()
     delta = setting.deltas[at]
-    if whole is not None:
-        delta[:, rows] = expected_error.delta(*whole, grade)
+    if complete is not None:
+        delta[:, rows] = expected_error.delta(*complete, grade)
     elif bool(delta[:, rows].isnan().any()):
         step = max(1, PAIRS // max((unit.heads.stop - unit.heads.start) * setting.extents.all_keys(unit.b), 1))
         for first in range(rows.start, rows.stop, step):
