@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import fusion_attention as fa
 from fusion_attention.cli import app
+from fusion_attention.judging import outputs
 
 CAUSAL = ("--op", "attention", "--set", "band=causal")
 
@@ -76,6 +77,15 @@ def test_a_result_alone(name: str, with_out: bool, call: dict[str, torch.Tensor]
     assert "sequence 1 of 2" in str(judgement)
 
 
+@pytest.mark.parametrize("names", [("dq", "dk", "dv"), ("dk",)])
+def test_gradients_of_keys_are_sums_over_blocks_of_rows(
+    names: tuple[str, ...], call: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "PAIRS", 500)
+    inputs = {n: call[n] for n in ("q", "k", "v", "dout")} | {"band": fa.Band.causal()}
+    assert fa.judge("attention", inputs, {n: call[n] for n in names}).passes
+
+
 def test_a_wrong_output_makes_no_gradient_wrong_that_follows_from_it(call: dict[str, torch.Tensor]) -> None:
     """delta = dout . out of the file's output."""
     inputs = {n: call[n] for n in ("q", "k", "v", "dout")} | {"band": fa.Band.causal(), "out": call["out"] * 0}
@@ -87,7 +97,7 @@ def test_rows_without_a_key(call: dict[str, torch.Tensor]) -> None:
     """Their lse is -inf, or inf as flash-attn writes it, and their gradients are zeros."""
     q, k, v, dout = (call[n] for n in ("q", "k", "v", "dout"))
     band = fa.Band(hi=-1)
-    out, lse = fa.attention(q, k, v, band=band, return_lse=True)
+    _, lse = fa.attention(q, k, v, band=band, return_lse=True)
     assert bool(lse[0, 0, :2].isinf().all())
     inputs = {"q": q, "k": k, "v": v, "band": band}
     for empty in (lse, lse.masked_fill(lse.isinf(), torch.inf)):

@@ -11,6 +11,7 @@ import typer
 from fusion_attention.cli.output import refuse
 
 if TYPE_CHECKING:
+    from fusion_attention.judging.calls import Recorded
     from fusion_attention.judging.naming import Reading
     from fusion_attention.judging.verdict import Judgement
 
@@ -82,20 +83,20 @@ def _judged(
     from fusion_attention.judging.loaders import read_calls
     from fusion_attention.judging.progress import Bar
 
-    results = []
     console = Console(stderr=True, quiet=not bar)
-    for file in files:
-        for call in read_calls(file, how):
-            try:
-                with Bar(call.source, console) as watch:
-                    results.append(judged(call, search=search, backends=backends, standard=standard, watch=watch))
-            except JudgeError as error:
-                raise JudgeError(f"{call.source}: {error}") from None
-            except (ArithmeticError, IndexError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-                # Invalid files may cause errors that no rule detects.
-                why = " ".join(str(error).split())[:160]
-                raise JudgeError(f"{call.source}: cannot be judged ({type(error).__name__}: {why})") from None
-    return results
+
+    def one(call: Recorded) -> Judgement:
+        try:
+            with Bar(call.source, console) as watch:
+                return judged(call, search=search, backends=backends, standard=standard, watch=watch)
+        except JudgeError as error:
+            raise JudgeError(f"{call.source}: {error}") from None
+        except (ArithmeticError, IndexError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+            # Invalid files may cause errors that no rule detects.
+            why = " ".join(str(error).split())[:160]
+            raise JudgeError(f"{call.source}: cannot be judged ({type(error).__name__}: {why})") from None
+
+    return [one(call) for file in files for call in read_calls(file, how)]
 
 
 def _print(judgements: list[Judgement], standard: str, *, as_json: bool) -> None:

@@ -23,10 +23,11 @@ from fusion_attention.ops import RECORDS
 
 Tensor = torch.Tensor
 LIMIT = 8 << 30  # bytes of a file's values
+UNNAMED = Reading()
 _DEEPEST = 16  # levels of nested dicts
 
 
-def read_calls(path: Path, how: Reading = Reading()) -> Iterator[Recorded]:
+def read_calls(path: Path, how: Reading = UNNAMED) -> Iterator[Recorded]:
     """Yields the calls of a file or folder.
 
     Raises:

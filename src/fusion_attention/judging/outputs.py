@@ -191,14 +191,14 @@ class Wanted:
 
 
 def computed(
-    setting: Setting, unit: Unit, outputs: list[Output], grade: Grade = KERNEL, *, with_baseline: bool = False,
+    setting: Setting, unit: Unit, outputs: list[Output], grade: Grade | None = KERNEL, *, with_baseline: bool = False,
     exact: bool = True,
 ) -> dict[str, Wanted]:  # fmt: skip
     """Returns the expected outputs of a unit, by name.
 
     Args:
-        grade: grade of the expected errors. with_baseline: also return a baseline program's results. exact: for
-            gradients of keys, compute the error of the saved output from all keys of the rows.
+        grade: of the expected errors; None: values alone. with_baseline: also return a baseline program's results.
+        exact: for gradients of keys, compute the error of the saved output from all keys of the rows.
     """
     result = _values(setting, unit, outputs, grade, exact=exact)
     if not with_baseline:
@@ -308,9 +308,11 @@ def _of_keys(
     length = int(setting.extents.q_len[unit.b])
     sums = setting.sums.get((unit.b, unit.heads.start, unit.heads.stop, grade, p))
     if sums is not None and sums.rows == length:
-        return tuple({n: t[:, unit.rows] for n, t in total.items()} for total in (sums.values, sums.variances))  # type: ignore[return-value]
-    values: dict[str, Tensor] = {}
-    variances: dict[str, Tensor] = {}
+        values, variances = (
+            {n: t[:, unit.rows].clone() for n, t in of.items()} for of in (sums.values, sums.variances)
+        )
+        return values, variances
+    values, variances = {}, {}
     step = max(1, PAIRS // max((unit.rows.stop - unit.rows.start) * (unit.heads.stop - unit.heads.start), 1))
     for first in range(0, length, step):
         rows = slice(first, min(first + step, length))

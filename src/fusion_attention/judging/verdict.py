@@ -177,7 +177,7 @@ class Judgement:
         return {name: surface for name, surface in surfaces.items() if surface.order()}
 
     def pictures(self) -> str:
-        """Returns a picture of each wrong output in block characters: heads by rows (or keys), the worst z of a cell."""
+        """Draws each wrong output in block characters: heads by rows (or keys), the worst z of every cell."""
         return "\n".join(str(text(name, surface)) for name, surface in self.drawn.items()).rstrip()
 
     def _repr_html_(self) -> str:
