@@ -82,10 +82,10 @@ def _tried(
 def _first_wrong(case: Case, pieces: Sequence[Unit]) -> list[Unit]:
     """Returns the first piece of rows and the first of keys, with an error if there is one."""
 
-    def errors(piece: Unit) -> bool:
-        heads, before = of_heads(case.setting, piece), int(case.setting.extents.kv_len[piece.b]) if piece.second else 0
-        rows = slice(piece.rows.start - before, piece.rows.stop - before)
-        marks = (case.wrong[o.name][piece.b] for o in case.outputs if o.of_unit(piece) and o.name in case.wrong)
+    def errors(unit: Unit) -> bool:
+        heads, before = of_heads(case.setting, unit), int(case.setting.extents.kv_len[unit.b]) if unit.second else 0
+        rows = slice(unit.rows.start - before, unit.rows.stop - before)
+        marks = (case.wrong[o.name][unit.b] for o in case.outputs if o.of_unit(unit) and o.name in case.wrong)
         return any(bool(wrong[heads, rows].any()) for wrong in marks)
 
     kinds = ([p for p in pieces if p.by_keys == by_keys] for by_keys in (False, True))
