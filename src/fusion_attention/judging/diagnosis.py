@@ -4,7 +4,7 @@ call."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from fusion_attention.contract import ContractError
 from fusion_attention.judging.evaluate import Result, drawn, measured
 from fusion_attention.judging.expected_error import POOR, PROGRAM
 from fusion_attention.judging.mistakes import MISTAKES, Case, Mistake, Try
-from fusion_attention.judging.outputs import Unit, units
+from fusion_attention.judging.outputs import Output, Unit, units
 from fusion_attention.judging.verdict import Explanation
 
 # A mistake explains an error only if at most this fraction of the error remains, even within the error bound.
@@ -32,6 +32,10 @@ class Match:
     way: Try
     result: Result
 
+    def outputs(self, case: Case) -> tuple[Output, ...]:
+        """Returns the outputs as the mistake reads them."""
+        return case.outputs if self.way.outputs is None else self.way.outputs
+
     def explained(self, outputs: tuple[str, ...], *, confirmed: bool = False, noisy: bool = False) -> Explanation:
         """Converts the match to an explanation for reports."""
         m = self.mistake
@@ -41,18 +45,22 @@ class Match:
 
 def diagnosed(case: Case, base: Result, seed: int = 0) -> tuple[tuple[Explanation, ...], bool]:
     """Returns (explanations of the outputs, best first; True if the outputs are only noisy)."""
+    if case.setting.grads is not None:  # kernels of different gradients have different faults
+        case = replace(case, outputs=tuple(o for o in case.outputs if o.name in base.failing))
     generator = torch.Generator().manual_seed(seed)
     pieces = drawn(base.maps, case.outputs, case.setting, generator)
     sample = measured(case.setting, case.outputs, pieces, grade=PROGRAM)
-    tried = [Match(m, way, result) for m, way, result in _tried(case, pieces, sample)]
     failing = tuple(name for name in base.failing if name in sample.tallies)
+    if not failing:  # but outputs without rows
+        return (), False
+    tried = [Match(m, way, result) for m, way, result in _tried(case, pieces, sample)]
     full = [f for f in tried if f.result.passes and _left(f.result, sample, failing) <= LEFT]
     confirmed = _confirmed(case, full, failing)
     if confirmed:
         return confirmed, False
     if measured(case.setting, case.outputs, pieces, grade=POOR).passes:
         return (), True
-    return _lesser(case, tried, pieces, sample, failing), False
+    return _noisy(case, tried, pieces, sample, failing) or _alone(case, tried, sample, failing), False
 
 
 def _tried(case: Case, pieces: Sequence[Unit], sample: Result) -> list[tuple[Mistake, Try, Result]]:
@@ -98,9 +106,9 @@ def _confirmed(case: Case, matches: list[Match], failing: tuple[str, ...]) -> tu
             named[name] = f.explained(failing)
             continue
         left -= 1
-        outputs = case.outputs if f.way.outputs is None else f.way.outputs
+        outputs = [o for o in f.outputs(case) if o.name in {o.name for o in case.outputs}]
         try:
-            result = measured(f.way.setting, outputs, units(f.way.setting, list(outputs)), grade=PROGRAM)
+            result = measured(f.way.setting, outputs, units(f.way.setting, outputs), grade=PROGRAM)
         except _IMPOSSIBLE:
             continue
         if result.passes:
@@ -116,24 +124,29 @@ def _unlike(explanations: list[Explanation]) -> list[Explanation]:
     return list(by_name.values())
 
 
-def _lesser(
+def _noisy(
     case: Case, tried: list[Match], pieces: Sequence[Unit], sample: Result, failing: tuple[str, ...]
 ) -> tuple[Explanation, ...]:
-    """Returns explanations that leave only noise; if none, explanations of some outputs."""
-    noisy = []
-    for f in tried:
-        if _left(f.result, sample, failing) <= LEFT:
-            outputs = case.outputs if f.way.outputs is None else f.way.outputs
-            if measured(f.way.setting, outputs, pieces, grade=POOR).passes:
-                noisy.append(f.explained(failing, noisy=True))
-    if noisy:
-        return tuple(_unlike(noisy))
-    partial: list[tuple[int, Explanation]] = []
-    for f in tried:
-        if not {*f.result.failing} <= {*failing}:
-            continue  # it would make correct outputs wrong
-        right = tuple(n for n in failing if f.result.tallies[n].passes and _left(f.result, sample, [n]) <= LEFT)
-        if right:
-            partial.append((len(right), f.explained(right)))
-    most = max((count for count, _ in partial), default=0)
-    return tuple(_unlike([e for count, e in partial if count == most]))
+    """Returns explanations that leave only noise."""
+    close = [f for f in tried if _left(f.result, sample, failing) <= LEFT]
+    return tuple(_unlike([
+        f.explained(failing, noisy=True)
+        for f in close
+        if measured(f.way.setting, f.outputs(case), pieces, grade=POOR).passes
+    ]))  # fmt: skip
+
+
+def _alone(case: Case, tried: list[Match], sample: Result, failing: tuple[str, ...]) -> tuple[Explanation, ...]:
+    """Returns explanations of each output by itself, none of which would make correct outputs wrong."""
+    results: dict[tuple[str, str], Explanation] = {}
+    for name in failing:
+        matches = [
+            f
+            for f in tried
+            if {*f.result.failing} <= {*failing} and f.result.tallies[name].passes and _left(f.result, sample, [name]) <= LEFT
+        ]
+        one = replace(case, outputs=tuple(o for o in case.outputs if o.name == name))
+        for e in _confirmed(one, matches, (name,)):
+            same = results.get((e.name, e.detail))
+            results[e.name, e.detail] = e if same is None else replace(e, outputs=(*same.outputs, name))
+    return tuple(results.values())

@@ -392,6 +392,11 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
     a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
     e = _of_weights(x, s, grade, error_dtype)
     each, dscores, soft, divisor = _of_scores(x, g, e, grade, error_dtype)
+    dropped_weights = g.dropped_weights.to(error_dtype)
+    if x.counted is not None:
+        counted = x.counted.to(error_dtype)
+        dscores, soft, dropped_weights = (t * counted for t in (dscores, soft, dropped_weights))
+        each = each * counted.square()
     factor = x.keep_factor if x.keep is not None else 1.0
     scale = torch.as_tensor(x.scores_by if x.gradient_scale is None else x.gradient_scale, dtype=error_dtype)
     of_row, of_key = (a * max(n, 1) for n in (x.kv_len, x.q_len * x.problem.group))
@@ -399,9 +404,7 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
     squared = dscores.square()
     by_rows = scale.square() * (each + squared * (divisor + of_key) + soft.square() * of_delta.to(error_dtype))
     each = each + squared * of_row
-    weight_errors = g.dropped_weights.to(error_dtype).nan_to_num(0.0, 0.0, 0.0).square() * (
-        e + divisor + (w + r + of_key)
-    )
+    weight_errors = dropped_weights.nan_to_num(0.0, 0.0, 0.0).square() * (e + divisor + (w + r + of_key))
     least = quantum(dtype)
     dout = _squares(x.saved[0], error_dtype)
     results = {"dv": weight_errors.mT @ dout + least * factor**2 * (s.live.to(error_dtype).mT @ dout)}

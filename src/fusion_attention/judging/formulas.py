@@ -197,6 +197,7 @@ class Scored:
 def scored(x: Block, p: Precision = GOLDEN) -> Scored:
     """Computes dS = P (dP - delta), delta = dout . out - dlse, from the saved statistics and the saved output."""
     s = saved_softmax(x)
+    s = s if x.sloped else replace(s, slope=1.0)
     dout, out = x.saved[:2]
     dropped_weights = s.weights if x.keep is None else (s.weights * x.keep_factor).masked_fill(~x.keep, 0)
     upstream = dout @ x.v.mT
@@ -204,7 +205,7 @@ def scored(x: Block, p: Precision = GOLDEN) -> Scored:
         upstream = (upstream * x.keep_factor).masked_fill(~x.keep, 0)  # 0 times NaN is NaN
     delta = (dout * out).sum(-1, keepdim=True)
     delta = delta if x.dlse is None else delta - x.dlse
-    dscores = (s.weights * (upstream if x.no_delta else upstream - delta)).masked_fill(~s.softmax, 0)
+    dscores = (s.weights * (upstream - x.delta_by * delta if x.delta_by else upstream)).masked_fill(~s.softmax, 0)
     return Scored(s, dscores, p.narrow(dscores * s.slope), upstream, delta, dropped_weights)
 
 
@@ -216,14 +217,19 @@ def gradients(x: Block, p: Precision = GOLDEN, g: Scored | None = None) -> dict[
     dout, visible = x.saved[0], g.softmax.softmax
     scale = x.scores_by if x.gradient_scale is None else x.gradient_scale
     live = g.softmax.live if x.keep is None else g.softmax.live & x.keep
-    results = {"dv": _summed(p.narrow(g.dropped_weights).mT, live.mT, dout)}
+    dropped_weights, dx = _counted(x, p.narrow(g.dropped_weights)), _counted(x, g.dx)
+    results = {"dv": _summed(dropped_weights.mT, live.mT, dout)}
     for name, q, k in (("", x.q, x.k), ("_rope", x.q_rope, x.k_rope)):
         if q is not None and k is not None:
-            results[f"dq{name}"] = scale * _summed(g.dx, visible, k)
-            results[f"dk{name}"] = _summed((scale * g.dx).mT, visible.mT, q)
+            results[f"dq{name}"] = scale * _summed(dx, visible, k)
+            results[f"dk{name}"] = _summed((scale * dx).mT, visible.mT, q)
     if x.sink is not None:
         results["dsink"] = -(g.delta * at_sink(x, g.softmax)).sum((1, 2))
     return results
+
+
+def _counted(x: Block, pairs: Tensor) -> Tensor:
+    return pairs if x.counted is None else pairs * x.counted
 
 
 def at_sink(x: Block, s: Softmax) -> Tensor:

@@ -87,6 +87,13 @@ class Output:
         return int(extents.kv_len[b]) if self.second else 0
 
 
+    def unit_of(self, setting: Setting, unit: Unit) -> Unit:
+        """Returns a unit by the output's heads and the numbers of its rows."""
+        before = self.before(setting.extents, unit.b)
+        rows = slice(unit.rows.start - before, unit.rows.stop - before)
+        return replace(unit, heads=of_heads(setting, unit), rows=rows)
+
+
 @dataclass(frozen=True)
 class Unit:
     """A part of a call that is computed at once: query heads and rows (keys if by_keys) of a sequence; second: keys of
@@ -287,15 +294,22 @@ def _gradient(
             values["dk"][..., : problem.dim_v] += values["dv"]
             if variances:
                 variances["dk"][..., : problem.dim_v] += variances["dv"]
-        values = {name: _by_key_head(value, problem.group, setting.of_group) for name, value in values.items()}
-        variances = {name: _by_key_head(value, problem.group, "sum") for name, value in variances.items()}
+        values, variances = (
+            {name: value.unflatten(0, (-1, problem.group)).sum(1) for name, value in each.items()}
+            for each in (values, variances)
+        )
     pieces: dict[str, Wanted] = {}
     terms = length * problem.group if unit.by_keys else setting.extents.all_keys(unit.b)
     for o in wanted:
         if o.kind in values:
-            value = variance = p.stored(values[o.kind])
+            value = before = variance = p.stored(values[o.kind])
+            at = o.unit_of(setting, unit)
+            for change in setting.returns:
+                value = change(o.kind, value, {}, at, p)
             if grade is not None:
-                variance = variances[o.kind] + expected_error.summed(value, terms, problem.torch_dtype, grade)
+                variance = variances[o.kind] + expected_error.summed(before, terms, problem.torch_dtype, grade)
+                for errors in setting.errors:
+                    variance = errors(o.kind, variance, before, value, at, grade)
                 variance = grade.stored(value, variance, _dtype(o, problem))
             pieces[o.name] = Wanted(value, variance)
     return pieces
@@ -376,13 +390,6 @@ def _delta(setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade:
                 block = setting.block(unit.b, unit.heads, here)
                 delta[:, here] = expected_error.delta(block, formulas.scored(block), grade)
     return delta[:, rows]
-
-
-def _by_key_head(value: Tensor, group: int, how: str) -> Tensor:
-    grouped = value.unflatten(0, (-1, group))
-    if how in ("first", "last"):
-        return grouped[:, 0 if how == "first" else -1]
-    return grouped.mean(1) if how == "mean" else grouped.sum(1)
 
 
 def of_heads(setting: Setting, unit: Unit) -> slice:

@@ -34,6 +34,8 @@ class Block:
         keep: False for dropped elements, or None; keep_factor: factor on the others.
         dropped_divisor: the divisor excludes dropped elements.
         saved: for a backward, (dout, out, max, sum) of these rows; dlse: likewise, or None.
+        delta_by: factor on delta; sloped: gradients have the cap's slope. counted: factor on the contribution of a pair
+            to gradients, [heads or 1, rows or 1, keys or 1], or None.
     """
 
     problem: Problem
@@ -60,7 +62,9 @@ class Block:
     out_scale: tuple[Tensor, Tensor | None] | None = None
     bias_capped: bool = False
     dropped_divisor: bool = False
-    no_delta: bool = False
+    delta_by: float = 1.0
+    sloped: bool = True
+    counted: Tensor | None = None
     gradient_scale: float | None = None
     saved: tuple[Tensor, ...] = ()
     dlse: Tensor | None = None
@@ -86,10 +90,9 @@ class Setting:
         high_first: the even element of an int4 pair is in the high half.
         drop_msb: dropout bits begin with the most significant one.
         returns: functions applied to every result: (kind, value, the intermediate representation's results, block,
-            precision) -> value.
+            precision) -> value; for gradients no results, and in place of a block the unit of the output's rows.
         errors: functions applied to the variance of every result's error: (kind, variance, values before and after
             `returns`, block, grade) -> variance.
-        of_group: reduction of a group's query heads to a key head's gradient: "sum", "first", "last" or "mean".
     """
 
     op_kind: str
@@ -105,7 +108,6 @@ class Setting:
     drop_msb: bool = False
     returns: tuple[Callable[..., Tensor], ...] = ()
     errors: tuple[Callable[..., Tensor], ...] = ()
-    of_group: str = "sum"
     cached: dict[Any, Any] = field(default_factory=dict)
     deltas: dict[Any, Tensor] = field(default_factory=dict)  # cached variances of delta
 

@@ -88,7 +88,8 @@ def _loop(x: Block, p: Precision) -> Loop:
 
 def _by(case: Case, detail: str, program: Program, weights: Callable[[Loop], Tensor] | None = None) -> Try:
     """A way whose wrong rows come from another program; weights: those of its keys, where larger than golden's."""
-    wrong, o = wrong_rows(case), out_of(case)
+    o = out_of(case)
+    wrong = wrong_rows(case, o)
     nan = o is not None and bool(o.tensor.isnan().any())  # of rows without a key that counts
 
     def change(kind: str, value: Tensor, raw: dict[str, Tensor], x: Block, p: Precision) -> Tensor:
