@@ -143,7 +143,9 @@ def _alone(case: Case, tried: list[Match], sample: Result, failing: tuple[str, .
         matches = [
             f
             for f in tried
-            if {*f.result.failing} <= {*failing} and f.result.tallies[name].passes and _left(f.result, sample, [name]) <= LEFT
+            if {*f.result.failing} <= {*failing}
+            and f.result.tallies[name].passes
+            and _left(f.result, sample, [name]) <= LEFT
         ]
         one = replace(case, outputs=tuple(o for o in case.outputs if o.name == name))
         for e in _confirmed(one, matches, (name,)):

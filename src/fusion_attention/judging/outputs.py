@@ -86,7 +86,6 @@ class Output:
         """Returns the number of keys that are numbered before its rows."""
         return int(extents.kv_len[b]) if self.second else 0
 
-
     def unit_of(self, setting: Setting, unit: Unit) -> Unit:
         """Returns a unit by the output's heads and the numbers of its rows."""
         before = self.before(setting.extents, unit.b)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusion_attention.judging.mistakes import compressed, masks, memory, results, scores, stored, tiles
+from fusion_attention.judging.mistakes import compressed, gradients, masks, memory, results, scores, stored, tiles
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
 
 MISTAKES: tuple[Mistake, ...] = (
@@ -12,6 +12,7 @@ MISTAKES: tuple[Mistake, ...] = (
     *memory.MISTAKES,
     *results.MISTAKES,
     *tiles.MISTAKES,
+    *gradients.MISTAKES,
     *stored.MISTAKES,
 )
 

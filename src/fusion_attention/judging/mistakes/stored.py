@@ -1,4 +1,4 @@
-"""Mistakes in stored rows of outputs and gradients: multiples of them, unwritten ones, rows and columns of another place."""
+"""Mistakes in stored rows of outputs and gradients: multiples, unwritten rows, rows and columns of other places."""
 
 from __future__ import annotations
 
@@ -133,7 +133,9 @@ def columns_moved(case: Case) -> Iterator[Try]:
 
 
 def _ordered(case: Case, o: Output, detail: str, order: Tensor) -> Try:
-    return _changed(case, o, detail, lambda value, x: value[..., order], lambda kind, variance, *_: variance[..., order])
+    return _changed(
+        case, o, detail, lambda value, x: value[..., order], lambda kind, variance, *_: variance[..., order]
+    )
 
 
 @dataclass(frozen=True)
