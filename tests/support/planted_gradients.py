@@ -9,7 +9,6 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,8 +85,7 @@ class Call:
                                   "sink": self.sink, "keep_prob": self.keep_prob}  # fmt: skip
         if self.keep is not None:
             bits = np.packbits(self.keep.numpy().reshape(-1), bitorder="little")
-            fill = -len(bits) % 16 + (0 if len(bits) % 16 else 0)
-            inputs["drop_bits"] = torch.from_numpy(np.pad(bits, (0, fill)))
+            inputs["drop_bits"] = torch.from_numpy(np.pad(bits, (0, -len(bits) % 16)))
         saved = {"out": out, "max": top[..., 0], "sum": total[..., 0]}
         return replace(recorded("attention", inputs, grads), saved=saved, upstream={"out": self.dout})
 
@@ -383,12 +381,12 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...], dict[str, Any]]] = {
     "a lost addition to dq": (_update("dq", 0.0), ("update-lost",), {"square": True}),
     "a lost addition to dk": (_update("dk", 0.0), ("update-lost",), {"square": True}),
     "an addition twice to dv": (_update("dv", 2.0), ("update-twice",), {"square": True}),
-    "dk and dv are stored, not added": (_stored("dk dv"), ("update-alone",), {}),
-    "dq is stored, not added": (_stored("dq"), ("update-alone",), {"causal": False}),
+    "dk and dv are stored, not added": (_stored("dk dv"), ("update-alone", "update-lost"), {}),
+    "dq is stored, not added": (_stored("dq"), ("update-alone", "update-lost"), {"causal": False}),
     "dq without the diagonal": (_diagonal("dq"), ("update-lost",), {"causal": True, "square": True}),
     "dk and dv without the diagonal": (_diagonal("dk dv"), ("update-lost",), {"causal": True, "square": True}),
-    "dq with stale keys": (_stale("dq"), ("tile-stale",), {"causal": False}),
-    "dv with stale rows of dout": (_stale("dv"), ("tile-stale",), {"causal": False}),
+    "dq with stale keys": (_stale("dq"), ("update-stale",), {"causal": False}),
+    "dv with stale rows of dout": (_stale("dv"), ("update-stale",), {"causal": False}),
     "the sink's gradient has the other sign": (_edited(_sink(-1.0, "sign")), ("sink-gradient",), {"sink": True}),
     "the sink's gradient times 2": (_edited(_sink(2.0, "2 times")), ("sink-gradient",), {"sink": True}),
     "dq and dk exchanged": (_edited(_exchanged("dq", "dk")), ("gradients-exchanged",), {"group": 1, "square": True}),
@@ -397,7 +395,7 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...], dict[str, Any]]] = {
     "dq of another head": (_edited(_next_head("dq")), ("rows-moved",), {}),
     "rows of dk shifted": (_edited(_shifted("dk")), ("rows-moved",), {}),
     "a head of dv times a factor": (_edited(_factor("dv")), ("output-factor",), {}),
-    "the last rows of dk are zeros": (_edited(_zero_tail("dk")), ("rows-unwritten",), {}),
+    "the last rows of dk are zeros": (_edited(_zero_tail("dk")), ("rows-unwritten", "tile-skipped"), {}),
     "columns of dk rolled": (_edited(_rolled), ("columns-order",), {}),
     "P not divided by the sum": (_fixed("not divided", total="missing"), ("probabilities-wrong",), {}),
     "P of the next head's statistics": (_fixed("next head", total="next"), ("probabilities-wrong",), {"grouped": True}),

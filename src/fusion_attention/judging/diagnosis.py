@@ -11,7 +11,7 @@ import torch
 from fusion_attention.contract import ContractError
 from fusion_attention.judging.evaluate import Result, drawn, measured
 from fusion_attention.judging.expected_error import POOR, PROGRAM
-from fusion_attention.judging.mistakes import MISTAKES, Case, Mistake, Try
+from fusion_attention.judging.mistakes import MISTAKES, Case, Mistake, Try, totals
 from fusion_attention.judging.outputs import Output, Unit, units
 from fusion_attention.judging.verdict import Explanation
 
@@ -45,6 +45,13 @@ class Match:
 
 def diagnosed(case: Case, base: Result, seed: int = 0) -> tuple[tuple[Explanation, ...], bool]:
     """Returns (explanations of the outputs, best first; True if the outputs are only noisy)."""
+    of_totals = totals.explained(case.setting, case.outputs, base.failing)
+    case = replace(case, outputs=tuple(o for o in case.outputs if o.view is not None))
+    explained, noisy = _of_rows(case, base, seed)
+    return (*explained, *of_totals), noisy and not of_totals
+
+
+def _of_rows(case: Case, base: Result, seed: int) -> tuple[tuple[Explanation, ...], bool]:
     if case.setting.grads is not None:  # kernels of different gradients have different faults
         case = replace(case, outputs=tuple(o for o in case.outputs if o.name in base.failing))
     generator = torch.Generator().manual_seed(seed)
@@ -86,7 +93,7 @@ def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:
     shares = [0.0]
     for name in names:
         before, after = sample.tallies[name], candidate.tallies[name]
-        if after.strange:
+        if after.strange or after.huge > before.huge:
             return 1.0
         if not before.strange and before.rms:
             shares.append(after.rms / before.rms)

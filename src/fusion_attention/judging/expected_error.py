@@ -406,7 +406,7 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
     each = each + squared * of_row
     weight_errors = dropped_weights.nan_to_num(0.0, 0.0, 0.0).square() * (e + divisor + (w + r + of_key))
     least = quantum(dtype)
-    dout = _squares(x.saved[0], error_dtype)
+    dout = _squares(x.summed.get("dv", x.saved[0]), error_dtype)
     results = {"dv": weight_errors.mT @ dout + least * factor**2 * (s.live.to(error_dtype).mT @ dout)}
     results["dv"] += underflow(s.live.to(error_dtype).sum(-2)[..., None]) * factor**2
     pairs = s.softmax.to(error_dtype).sum(-1, keepdim=True), s.softmax.to(error_dtype).sum(-2)[..., None]
@@ -414,11 +414,11 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
     for name, k, q in (("", x.k, x.q), ("_rope", x.k_rope, x.q_rope)):
         if q is None or k is None:
             continue
-        wild = k.to(error_dtype).nan_to_num(0.0, 0.0, 0.0)
+        wild = x.summed.get(f"dq{name}", k).to(error_dtype).nan_to_num(0.0, 0.0, 0.0)
         shared = (soft @ wild).square() * of_delta.to(error_dtype) + (dscores @ wild).square() * divisor
         dq = scale.square() * (each @ wild.square() + shared + least * (s.softmax.to(error_dtype) @ wild.square()))
         results[f"dq{name}"] = dq + of_dq
-        squares = _squares(q, error_dtype)
+        squares = _squares(x.summed.get(f"dk{name}", q), error_dtype)
         dk = by_rows.mT @ squares + least * ((scale.square() * s.softmax.to(error_dtype)).mT @ squares)
         results[f"dk{name}"] = dk + of_dk
     if x.sink is not None:

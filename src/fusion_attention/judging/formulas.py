@@ -218,11 +218,11 @@ def gradients(x: Block, p: Precision = GOLDEN, g: Scored | None = None) -> dict[
     scale = x.scores_by if x.gradient_scale is None else x.gradient_scale
     live = g.softmax.live if x.keep is None else g.softmax.live & x.keep
     dropped_weights, dx = _counted(x, p.narrow(g.dropped_weights)), _counted(x, g.dx)
-    results = {"dv": _summed(dropped_weights.mT, live.mT, dout)}
+    results = {"dv": _summed(dropped_weights.mT, live.mT, x.summed.get("dv", dout))}
     for name, q, k in (("", x.q, x.k), ("_rope", x.q_rope, x.k_rope)):
         if q is not None and k is not None:
-            results[f"dq{name}"] = scale * _summed(dx, visible, k)
-            results[f"dk{name}"] = _summed((scale * dx).mT, visible.mT, q)
+            results[f"dq{name}"] = scale * _summed(dx, visible, x.summed.get(f"dq{name}", k))
+            results[f"dk{name}"] = _summed((scale * dx).mT, visible.mT, x.summed.get(f"dk{name}", q))
     if x.sink is not None:
         results["dsink"] = -(g.delta * at_sink(x, g.softmax)).sum((1, 2))
     return results

@@ -111,7 +111,7 @@ def judged(call: Recorded, *, search: bool, backends: bool = True, standard: str
     mistakes: tuple[Explanation, ...] = ()
     noisy = False
     if search and not result.passes:
-        mistakes, noisy = _searched(call, lowered, setting, [o for o in outputs if o.view is not None], result)
+        mistakes, noisy = _searched(call, lowered, setting, outputs, result)
     errors = {who: {n: t.z for n, t in tallies.items()} for who, tallies in result.beside.items()}
     return judgement(call, opinions, reasons | errors, [*opinions], standard, search, mistakes, noisy)
 

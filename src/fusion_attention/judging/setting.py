@@ -5,7 +5,7 @@ Block and Setting read the same views as back ends do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,8 @@ class Block:
         dropped_divisor: the divisor excludes dropped elements.
         saved: for a backward, (dout, out, max, sum) of these rows; dlse: likewise, or None.
         delta_by: factor on delta; sloped: gradients have the cap's slope. counted: factor on the contribution of a pair
-            to gradients, [heads or 1, rows or 1, keys or 1], or None.
+            to gradients, [heads or 1, rows or 1, keys or 1], or None. summed: by gradient, the vectors that it sums, if
+            they are others than k, q or dout.
     """
 
     problem: Problem
@@ -65,6 +66,7 @@ class Block:
     delta_by: float = 1.0
     sloped: bool = True
     counted: Tensor | None = None
+    summed: Mapping[str, Tensor] = field(default_factory=dict)
     gradient_scale: float | None = None
     saved: tuple[Tensor, ...] = ()
     dlse: Tensor | None = None

@@ -56,7 +56,8 @@ class Tally:
     Attributes:
         errors: ratios to the expected sizes. worst: sequence, head, row, element, ours, golden and expected error at
             the largest ratio.
-        strange: count of values that are finite in only one of output and golden.
+        strange: count of values that are finite in only one of output and golden. huge: count of golden's values beyond
+            float32's range where the output's are not.
         marks: rows with NaN, infinities or only zeros where golden has none, and marked() of golden's rows.
     """
 
@@ -65,6 +66,7 @@ class Tally:
     terms: int = 1
     count: int = 0
     strange: int = 0
+    huge: int = 0
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # of errors: sum, sum of squares, largest
     # Of the baseline: sum of squared errors, and golden's largest value.
     baseline: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -113,7 +115,9 @@ class Tally:
 
     def _magnitudes(self, mine: Tensor, value: Tensor, baseline: Tensor | None) -> None:
         """Accumulates absolute errors and the counts of CANN's standards."""
-        odd = ~(value.isfinite() & mine.isfinite()) | (value.abs() >= FLT_MAX)
+        beyond = value.abs() >= FLT_MAX
+        self.huge += int((beyond & (mine.abs() < FLT_MAX)).sum())
+        odd = ~(value.isfinite() & mine.isfinite()) | beyond
         error = (mine - value).abs_()
         size = value.abs()
         if bool(odd.any()):

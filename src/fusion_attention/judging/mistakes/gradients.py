@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from fusion_attention.judging import formulas
-from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, wrong_area, wrong_outputs
-from fusion_attention.judging.outputs import Output
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
+from fusion_attention.judging.mistakes.sums import counted, ways
 from fusion_attention.judging.setting import Block
 
 Tensor = torch.Tensor
-SIZES = (16, 32, 64, 128, 256)
-_SAMPLES = 8
-# A candidate explains wrong rows if at most this fraction of their error remains.
-_LEFT = 0.25
 _LN2 = math.log(2)
-# The vectors that a gradient sums, by its kind: of keys for queries' gradients, else of rows.
-_VECTORS = {"dq": "k", "dq_rope": "k_rope", "dk": "q", "dk_rope": "q_rope", "dv": "dout"}
 
 
 @partial(
@@ -147,192 +138,12 @@ def group_sum(case: Case) -> Iterator[Try]:
     s = case.setting
     if s.grads is None or s.problem.group == 1:
         return
-    yield Try("their mean, not their sum", s.changed(lambda x: _times(x, torch.tensor(1 / s.problem.group))))
-    yield from _of_terms(case, lambda part: part.head >= 0 and part.tiles == "all")
+    yield Try("their mean, not their sum", s.changed(lambda x: counted(x, torch.tensor(1 / s.problem.group))))
+    yield from ways(case, lambda change: change.part.tiles == "all")
 
 
-# ------------------------------------------------------------------------------------------------- sums over tiles
-
-
-class Part(NamedTuple):
-    """Some contributions to the rows of a gradient.
-
-    Attributes:
-        head: the query head in its group; -1: all. tiles: "all", "tile", or "first" and "last" of each row's tiles.
-        size: of a tile. number: of the tile.
-    """
-
-    head: int = -1
-    tiles: str = "all"
-    size: int = 0
-    number: int = 0
-
-
-@dataclass(frozen=True)
-class Change:
-    """A part of a gradient's contributions whose factor is another than 1; alone: all others are missing."""
-
-    part: Part
-    word: str
-    left: float
-
-
-def _times(x: Block, factor: Tensor) -> Block:
-    return replace(x, counted=factor if x.counted is None else x.counted * factor)
-
-
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """A wrong row of a gradient and golden's, with the latter's contributions by query heads and tiles of 16
-    [heads, tiles, elements]; first, last: the first and last key (row) that contributes."""
-
-    mine: Tensor
-    right: Tensor
-    terms: Tensor
-    first: int
-    last: int
-
-    def of(self, part: Part) -> Tensor:
-        """Returns the sum of some contributions [elements]."""
-        terms = self.terms if part.head < 0 else self.terms[part.head : part.head + 1]
-        if part.tiles == "all":
-            return terms.sum((0, 1))
-        number = {"tile": part.number, "first": self.first // max(part.size, 1), "last": self.last // max(part.size, 1)}
-        step, at = part.size // 16, number[part.tiles]
-        return terms[:, at * step : (at + 1) * step].sum((0, 1))
-
-
-def _sampled(case: Case, o: Output) -> list[Sample]:
-    """Returns the contributions to some wrong rows of a gradient."""
-    s, e, results = case.setting, case.setting.extents, []
-    before = {b: o.before(e, b) for b in range(len(e))}
-    for b, head, row in case.wrong_rows_of(o, _SAMPLES):
-        at = slice(row + before[b], row + before[b] + 1)
-        mine = o.rows(s, b, slice(head, head + 1), at)[0, 0].double()
-        if o.by_keys:
-            heads = slice(head * s.group, (head + 1) * s.group)
-            x = s.block(b, heads, slice(0, int(e.q_len[b])), at)
-        else:
-            x = s.block(b, slice(head, head + 1), at, slice(0, e.all_keys(b)))
-        pairs, vectors = _contributions(x, o)
-        terms = _by_tiles(pairs, vectors)
-        some = (pairs != 0).any(0).nonzero().flatten().tolist()
-        if some and mine.isfinite().all():
-            results.append(Sample(mine, terms.sum((0, 1)), terms, some[0], some[-1]))
-    return results
-
-
-def _contributions(x: Block, o: Output) -> tuple[Tensor, Tensor]:
-    """Returns the factors [heads, n] and vectors [heads or 1, n, elements] whose products a gradient sums."""
-    g = formulas.scored(x)
-    vectors = x.saved[0] if o.kind == "dv" else getattr(x, _VECTORS[o.kind])
-    pairs = g.dropped_weights if o.kind == "dv" else x.scores_by * g.dx
-    return (pairs[..., 0] if o.by_keys else pairs[:, 0]), vectors
-
-
-def _by_tiles(pairs: Tensor, vectors: Tensor) -> Tensor:
-    """Returns sums over tiles of 16 [heads, tiles, elements]."""
-    fill = -pairs.shape[-1] % 16
-    pairs = torch.nn.functional.pad(pairs, (0, fill)).unflatten(-1, (-1, 16))
-    vectors = torch.nn.functional.pad(vectors, (0, 0, 0, fill)).unflatten(-2, (-1, 16))
-    return (pairs[..., None, :] @ vectors).squeeze(-2)
-
-
-def _parts(samples: list[Sample], group: int) -> Iterator[Part]:
-    """Yields parts by head, by tiles, and by both."""
-    heads = range(-1, group if group > 1 else 0)
-    count = max(x.terms.shape[1] for x in samples)
-    for head in heads:
-        if head >= 0:
-            yield Part(head)
-        for size in SIZES:
-            if size < 16 * count:
-                yield from (Part(head, "tile", size, n) for n in range(-(-16 * count // size)))
-                yield from (Part(head, word, size) for word in ("first", "last"))
-
-
-def _changes(case: Case, o: Output) -> list[Change]:
-    """Returns the parts that are missing, counted twice, or alone in wrong rows, by the error that remains."""
-    samples = _sampled(case, o)
-    if not samples:
-        return []
-    mine, right = (torch.cat([getattr(x, name) for x in samples]) for name in ("mine", "right"))
-    error = float((mine - right).norm())
-    found = []
-    for part in _parts(samples, case.setting.group if o.by_keys else 1):
-        terms = torch.cat([x.of(part) for x in samples])
-        for word, result in (("left out", right - terms), ("twice", right + terms), ("alone", terms)):
-            left = float((mine - result).norm())
-            if left <= _LEFT * error and float((result - right).norm()) > 0.0:
-                found.append(Change(part, word, left / error))
-    found.sort(key=lambda c: (round(c.left, 6), c.part.tiles not in ("all", "tile"), c.part.head >= 0, -c.part.size))
-    return found[:3]
-
-
-_WORDS = {"update-lost": "left out", "update-twice": "twice", "update-alone": "alone"}
-
-
-def _of_terms(case: Case, suits: Callable[[Part], bool], word: str = "") -> Iterator[Try]:
-    """Yields the changes of parts of contributions that explain a wrong gradient."""
-    if case.setting.grads is None:
-        return
-    for o in wrong_outputs(case):
-        if o.kind in _VECTORS and not o.second and not case.setting.problem.shares_kv:
-            for change in _changes(case, o):
-                if suits(change.part) and word in ("", change.word):
-                    yield Try(_detail(o, change), case.setting.changed(_counted(case, o, change)))
-
-
-def _detail(o: Output, change: Change) -> str:
-    part, of = change.part, "rows" if o.by_keys else "keys"
-    words = [] if part.head < 0 else [f"query head {part.head} of each group"]
-    if part.tiles == "tile":
-        first = part.number * part.size
-        words.append(f"{of} {first} to {first + part.size - 1}, tile {part.number} of {part.size}")
-    elif part.tiles != "all":
-        words.append(f"the {part.tiles} visible tile of {part.size} {of}")
-    return f"{', '.join(words)}, {change.word}"
-
-
-def _counted(case: Case, o: Output, change: Change) -> Callable[[Block], Block]:
-    """Returns an edit that changes the factor of some contributions to the wrong rows of a gradient."""
-    part, e, areas = change.part, case.setting.extents, wrong_area(case, o)
-    group, factor = case.setting.group, {"left out": 0.0, "twice": 2.0, "alone": 0.0}[change.word]
-
-    def edit(x: Block) -> Block:
-        heads = torch.arange(x.heads.start, x.heads.stop)
-        rows, keys = (torch.arange(at.start, at.stop) for at in (x.rows, x.keys))
-        terms, mine = (rows[:, None], keys[None]) if o.by_keys else (keys[None], rows[:, None])
-        marks = torch.ones(len(heads), 1, 1, dtype=torch.bool)
-        if part.head >= 0:
-            marks = marks & (heads % group == part.head)[:, None, None]
-        if part.tiles != "all":
-            at = part.number if part.tiles == "tile" else _edges(e, x.b, mine, o, part.tiles) // part.size
-            marks = marks & (terms // part.size == at)
-        area = areas[x.b][heads // group if o.by_keys else heads]
-        length = area.shape[1]
-        area = (area[:, mine.flatten().clamp(max=length - 1)] & (mine.flatten() < length)).unflatten(1, mine.shape)
-        chosen = ~marks if change.word == "alone" else marks
-        return _times(x, torch.where(area & chosen, factor, 1.0).double())
-
-    return edit
-
-
-def _edges(e: object, b: int, numbers: Tensor, o: Output, which: str) -> Tensor:
-    """Returns the first or last key that each row sees by its band, or the first or last row that sees each key."""
-    q_len = int(e.q_len[b])  # type: ignore[attr-defined]
-    first, end = (torch.from_numpy(edge) for edge in e.row_interval(b, np.arange(q_len)))  # type: ignore[attr-defined]
-    if not o.by_keys:
-        return (first if which == "first" else end - 1)[numbers]
-    seen = (first[:, None] <= numbers) & (numbers < end[:, None])  # [rows, keys]
-    row = torch.arange(q_len)[:, None]
-    return (
-        row.where(seen, q_len).amin(0, keepdim=True) if which == "first" else row.where(seen, -1).amax(0, keepdim=True)
-    )
-
-
-def _tile_mistake(name: str, means: str, fix: str) -> Mistake:
-    return Mistake(name, means, fix, partial(_of_terms, suits=lambda part: part.tiles != "all", word=_WORDS[name]))
+def _of_tiles(case: Case, word: str) -> Iterator[Try]:
+    yield from ways(case, lambda change: change.part.tiles != "all" and change.word.startswith(word))
 
 
 MISTAKES = (
@@ -343,16 +154,24 @@ MISTAKES = (
     softcap_slope,
     exchanged,
     group_sum,
-    _tile_mistake(
+    Mistake(
         "update-lost", "The contributions of a tile to a gradient are missing.",
         "Look at the bounds of the loop, and at sums that several blocks add to at once: they need atomic additions.",
+        partial(_of_tiles, word="left out"),
     ),
-    _tile_mistake(
+    Mistake(
         "update-twice", "The contributions of a tile to a gradient are added twice.",
         "Look at the step of the loop, and at blocks that add the same tile.",
+        partial(_of_tiles, word="twice"),
     ),
-    _tile_mistake(
+    Mistake(
         "update-alone", "A gradient has the contributions of one tile alone.",
         "Sums over tiles are added to what is there: look for a store in place of an addition.",
+        partial(_of_tiles, word="alone"),
+    ),
+    Mistake(
+        "update-stale", "A tile's contributions to a gradient are products with the vectors of its neighbour.",
+        "Look at the buffers of the pipeline: a barrier between the copy and the product is missing.",
+        partial(_of_tiles, word="with"),
     ),
 )  # fmt: skip
