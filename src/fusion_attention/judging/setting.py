@@ -89,7 +89,7 @@ class Setting:
         kv_heads: the key head of each query head. v_heads: that of its values, if it is another one.
         edits: functions applied to every block.
         offset_outside: dequantise as stored * scale + offset, in place of (stored + offset) * scale.
-        high_first: the even element of an int4 pair is in the high half.
+        high_first: the even element of an int4 pair is in the high half. unsigned: integers of 4 bits have no sign.
         drop_msb: dropout bits begin with the most significant one.
         returns: functions applied to every result: (kind, value, the intermediate representation's results, block,
             precision) -> value; for gradients no results, and in place of a block the unit of the output's rows.
@@ -107,6 +107,7 @@ class Setting:
     edits: tuple[Edit, ...] = ()
     offset_outside: bool = False
     high_first: bool = False
+    unsigned: bool = False
     drop_msb: bool = False
     returns: tuple[Callable[..., Tensor], ...] = ()
     errors: tuple[Callable[..., Tensor], ...] = ()
@@ -255,7 +256,7 @@ class Setting:
         packed = replace(view, dim=-(-view.dim // 2)).sequence(b, p.heads_kv, length).int()
         halves = (packed & 15, packed >> 4)
         both = torch.stack(halves[::-1] if self.high_first else halves, -1).flatten(-2)[..., : view.dim]
-        return (both ^ 8) - 8
+        return both if self.unsigned else (both ^ 8) - 8
 
     def _unblocked(self, visible: Tensor, b: int, heads: slice, rows: slice, keys: slice) -> Tensor:
         p, o = self.problem, self.operands

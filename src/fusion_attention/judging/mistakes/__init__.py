@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from fusion_attention.judging.mistakes import compressed, gradients, masks, memory, results, scores, stored, tiles
+from fusion_attention.judging.mistakes import (
+    caches,
+    compressed,
+    gradients,
+    masks,
+    memory,
+    results,
+    scores,
+    splits,
+    stored,
+    tiles,
+)
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
 
 MISTAKES: tuple[Mistake, ...] = (
@@ -10,8 +21,10 @@ MISTAKES: tuple[Mistake, ...] = (
     *compressed.MISTAKES,
     *scores.MISTAKES,
     *memory.MISTAKES,
+    *caches.MISTAKES,
     *results.MISTAKES,
     *tiles.MISTAKES,
+    *splits.MISTAKES,
     *gradients.MISTAKES,
     *stored.MISTAKES,
 )
