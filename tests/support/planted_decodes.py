@@ -56,7 +56,7 @@ def drawn(seed: int) -> Call:
     pool = tuple(torch.randn(blocks, page, heads, dim, generator=generator).to(dtype) for _ in range(2))
     table = torch.randperm(blocks, generator=generator)[: 3 * columns].view(3, -1).int()
     q = torch.randn(3, heads * group, dim, generator=generator).to(dtype)
-    return Call(q, pool, table, lengths, dim**-0.5 * rng.choice([1.5, 2.0]), page, rng)  # type: ignore[arg-type]
+    return Call(q, pool, table, lengths, dim**-0.5 * rng.choice([2.0, 3.0]), page, rng)  # type: ignore[arg-type]
 
 
 def attended(x: Call, q: Tensor, k: Tensor, v: Tensor, split: int = 0, merge: str = "", lost: int = -1) -> Tensor:
@@ -241,7 +241,7 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "another block for a page": (_one_page, ("page-wrong", "tile-stale")),
     "slots behind the last key": (_fixed("last page", beyond="seen"), ("padding-seen",)),
     "zeros behind the last key": (_fixed("", beyond="zeros"), ("padding-weighed",)),
-    "the new token left out": (_fixed("", shorter=1), ("tile-left-out", "window-off-by-one")),
+    "the new token left out": (_fixed("", shorter=1), ("length-off-by-one",)),
     "splits averaged": (_splits("mean", "mean"), ("tile-softmax",)),
     "splits added": (_splits("sum", "sum"), ("tile-softmax",)),
     "splits weighed by 2^lse": (_splits("2^lse", "2^lse"), ("tile-softmax",)),

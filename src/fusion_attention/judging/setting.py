@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,6 +81,15 @@ class Block:
 Edit = Callable[[Block], Block]
 
 
+class Lists(NamedTuple):
+    """Lists of selected keys or blocks: entries [heads, rows, entries], those that are read, and the number of keys or
+    blocks."""
+
+    entries: Tensor
+    read: Tensor
+    keys: int
+
+
 @dataclass(frozen=True, eq=False)
 class Setting:
     """A call with all parameters that a mistake may change.
@@ -91,6 +100,7 @@ class Setting:
         offset_outside: dequantise as stored * scale + offset, in place of (stored + offset) * scale.
         high_first: the even element of an int4 pair is in the high half. unsigned: integers of 4 bits have no sign.
         drop_msb: dropout bits begin with the most significant one.
+        lists: changes lists of keys.
         returns: functions applied to every result: (kind, value, the intermediate representation's results, block,
             precision) -> value; for gradients no results, and in place of a block the unit of the output's rows.
         errors: functions applied to the variance of every result's error: (kind, variance, values before and after
@@ -109,6 +119,7 @@ class Setting:
     high_first: bool = False
     unsigned: bool = False
     drop_msb: bool = False
+    lists: Callable[[Lists], Lists] | None = None
     returns: tuple[Callable[..., Tensor], ...] = ()
     errors: tuple[Callable[..., Tensor], ...] = ()
     cached: dict[Any, Any] = field(default_factory=dict)
@@ -279,6 +290,8 @@ class Setting:
         entries = entries[torch.from_numpy(self._kv_heads()[heads])][:, rows].long()
         end, listed = self._listed(b, rows)
         read = (torch.arange(entries.shape[2]) < -(-end // p.select_block)) & (entries >= 0).cumprod(-1).bool()
+        if self.lists is not None:
+            entries, read, _ = self.lists(Lists(entries, read, -(-listed // p.select_block)))
         times = selected_times(entries, read, listed, p.select_block)
         if p.compressed_ratio:  # all keys of the first source's band are visible
             times = torch.nn.functional.pad(times, (int(e.kv_len[b]), 0), value=1.0)

@@ -6,6 +6,7 @@ from fusion_attention.judging.mistakes import (
     caches,
     compressed,
     gradients,
+    lists,
     masks,
     memory,
     results,
@@ -27,6 +28,7 @@ MISTAKES: tuple[Mistake, ...] = (
     *splits.MISTAKES,
     *gradients.MISTAKES,
     *stored.MISTAKES,
+    *lists.MISTAKES,
 )
 
 __all__ = ["MISTAKES", "Case", "Mistake", "Try"]

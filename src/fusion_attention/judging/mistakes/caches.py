@@ -159,6 +159,11 @@ def _reread(s: Setting, view: RowView | PagedView | None, change: Callable[[Tens
     return RowView(keep, np.zeros_like(lengths), view.dim if by_token else 0, lengths * view.dim, view.dim)
 
 
+def _next(view: Any) -> Any:
+    """Returns a view of the next token's scales; scales in pages are left as they are."""
+    return replace(view, address=view.address + view.stride_token) if isinstance(view, RowView) else view
+
+
 def _transposed(rows: Tensor) -> Tensor:
     """Returns scales [heads, 1, elements] as if they were [elements, heads]."""
     return rows.reshape(rows.shape[2], rows.shape[0]).T.reshape(rows.shape) if rows.shape[1] == 1 else rows
@@ -174,7 +179,6 @@ def _scales(case: Case) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
         if p.heads_kv > 2:
             yield "the scales of the previous head", lambda t: t.roll(1, 0)
     if "token" in (p.dequant_k, p.dequant_v):
-        yield "the scales of the next token", lambda t: t.roll(-1, 1)
         yield "the scales of the previous token", lambda t: t.roll(1, 1)
         yield "the first token's scales for all tokens", lambda t: t[:, :1].expand_as(t)
     elif any(d is not None and d.scale.dim > 1 for d in (o.dequant_k, o.dequant_v)):
@@ -200,6 +204,8 @@ def dequantisation(case: Case) -> Iterator[Try]:
         for sides in of_sides:
             word = "" if len(sides) == 2 else ", of keys alone" if "k" in sides else ", of values alone"
             yield Try(f"{detail}{word}", _rescaled(s, partial(_of, s, change), sides))
+    if "token" in (p.dequant_k, p.dequant_v):
+        yield Try("the scales of the next token", _rescaled(s, lambda d: Dequant(_next(d.scale), _next(d.offset))))
     if any(d is not None and d.offset is not None for d in (o.dequant_k, o.dequant_v)):
         yield Try("stored * scale + offset, not (stored + offset) * scale", s.changed(offset_outside=True))
         yield Try("offsets left out", _rescaled(s, lambda d: Dequant(d.scale)))

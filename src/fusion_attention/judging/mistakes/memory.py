@@ -112,6 +112,17 @@ def lengths_cumulative(case: Case) -> Iterator[Try]:
 
 
 @partial(
+    Mistake, "length-off-by-one", "The number of keys is one too small or too large.",
+    "The new token's key is stored before the call, and counts.",
+)  # fmt: skip
+def length_by_one(case: Case) -> Iterator[Try]:
+    lengths, buffer = case.setting.extents.kv_len, _capacity(case)
+    yield Try("the last key is not read", case.setting.of_extents(kv_len=np.maximum(lengths - 1, 0)))
+    if buffer is not None and (buffer > lengths).any():
+        yield Try("one key behind the last is read", _longer(case, np.minimum(lengths + 1, buffer)))
+
+
+@partial(
     Mistake, "padding-seen", "Slots behind a sequence's last key are seen.",
     "Mask the last page, or the padding, by actual_seq_lengths.",
 )  # fmt: skip
@@ -130,5 +141,5 @@ def lengths_ignored(case: Case) -> Iterator[Try]:
 
 
 MISTAKES = (
-    group_order, head_offset, sequence_offset, values_confused, lengths_cumulative, lengths_ignored,
+    group_order, head_offset, sequence_offset, values_confused, lengths_cumulative, length_by_one, lengths_ignored,
 )  # fmt: skip
