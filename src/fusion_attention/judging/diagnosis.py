@@ -3,6 +3,7 @@ call."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,8 +18,6 @@ from fusion_attention.judging.verdict import Explanation
 
 # A mistake explains an error only if at most this fraction of the error remains, even within the error bound.
 LEFT = 0.25
-# A mistake with a larger error (in expected sizes) on the first sample is not measured on the others.
-HOPELESS = 60.0
 _CONFIRMED = 6  # explanations tried on the complete call; for a large call, only the best
 _LARGE = 1 << 28  # pairs of rows and keys, of all heads
 _IMPOSSIBLE = (RuntimeError, IndexError, ValueError, ContractError)
@@ -60,7 +59,7 @@ def _of_rows(case: Case, base: Result, seed: int) -> tuple[tuple[Explanation, ..
     failing = tuple(name for name in base.failing if name in sample.tallies)
     if not failing:  # but outputs without rows
         return (), False
-    tried = [Match(m, way, result) for m, way, result in _tried(case, pieces, sample)]
+    tried = [Match(m, way, result) for m, way, result in _tried(case, base, pieces, sample)]
     full = [f for f in tried if f.result.passes and _left(f.result, sample, failing) <= LEFT]
     confirmed = _confirmed(case, full, failing)
     if confirmed:
@@ -70,22 +69,38 @@ def _of_rows(case: Case, base: Result, seed: int) -> tuple[tuple[Explanation, ..
     return _noisy(case, tried, pieces, sample, failing) or _alone(case, tried, sample, failing), False
 
 
-def _tried(case: Case, pieces: Sequence[Unit], sample: Result) -> list[tuple[Mistake, Try, Result]]:
-    """Measures every way of every mistake on sampled rows; drops mistakes that are impossible or explain too little."""
+def _tried(case: Case, base: Result, pieces: Sequence[Unit], sample: Result) -> list[tuple[Mistake, Try, Result]]:
+    """Measures every way of every mistake on sampled rows; drops mistakes that are impossible or explain too little.
+
+    Before all others, the worst rows and the worst keys are measured: a mistake explains one of their outputs, or none.
+    """
     results = []
-    quick = [p for p in pieces if not p.by_keys][:1] + [p for p in pieces if p.by_keys][:1]
+    quick = [max(some, key=lambda p: _worst(case, base, p)) for some in _by_axes(pieces)]
+    here = measured(case.setting, case.outputs, quick, grade=PROGRAM)
+    failing = here.failing or [*here.tallies]
     for mistake in MISTAKES:
         for way in mistake.tries(case):
             outputs = case.outputs if way.outputs is None else way.outputs
             try:
                 first = measured(way.setting, outputs, quick, grade=PROGRAM)
-                best = min((t.z for t in first.tallies.values() if t.count), default=0.0)
-                if best > HOPELESS and first.z > HOPELESS:
+                if not any(first.tallies[name].passes or _left(first, here, [name]) <= LEFT for name in failing):
                     continue
                 results.append((mistake, way, measured(way.setting, outputs, pieces, grade=PROGRAM)))
             except _IMPOSSIBLE:
                 continue  # the mistake is impossible with this memory
     return results
+
+
+def _by_axes(pieces: Sequence[Unit]) -> list[list[Unit]]:
+    """Returns units of rows and units of keys, without empty lists."""
+    axes = ([p for p in pieces if (p.by_keys, p.second) == axis] for axis in itertools.product((False, True), repeat=2))
+    return [some for some in axes if some]
+
+
+def _worst(case: Case, base: Result, piece: Unit) -> float:
+    """Returns the largest error of a unit's rows."""
+    at = [(o, o.unit_of(case.setting, piece)) for o in case.outputs if o.of_unit(piece)]
+    return max(float(base.maps[o.name].off[u.b][u.heads, u.rows].amax()) for o, u in at)
 
 
 def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:

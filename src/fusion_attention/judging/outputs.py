@@ -277,14 +277,16 @@ def _gradient(
     problem, length = setting.problem, int(setting.extents.q_len[unit.b])
     wanted = [o for o in outputs if o.of_unit(unit)]
     if not unit.by_keys:
-        values, variances = _of_block(setting, unit, unit.rows, None, grade, p, exact=True)
+        values, variances = _of_block(setting, unit, wanted, unit.rows, None, grade, p, exact=True)
     else:
         values, variances = {}, {}
         step = max(1, PAIRS // max((unit.rows.stop - unit.rows.start) * (unit.heads.stop - unit.heads.start), 1))
         for first in range(0, length, step):
             rows = slice(first, min(first + step, length))
             for total, result in zip(
-                (values, variances), _of_block(setting, unit, rows, unit.rows, grade, p, exact=exact), strict=True
+                (values, variances),
+                _of_block(setting, unit, wanted, rows, unit.rows, grade, p, exact=exact),
+                strict=True,
             ):
                 for name, value in result.items():
                     if name in _KEYS:
@@ -315,15 +317,27 @@ def _gradient(
 
 
 def _of_block(
-    setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade | None, p: Precision, *, exact: bool
+    setting: Setting,
+    unit: Unit,
+    outputs: list[Output],
+    rows: slice,
+    keys: slice | None,
+    grade: Grade | None,
+    p: Precision,
+    *,
+    exact: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns (values, variances) of a block's contribution to gradients, by kind."""
     block = setting.block(unit.b, unit.heads, rows, keys)
+    kinds = ("dk", "dv", "dk_rope") if unit.by_keys else ("dq", "dq_rope")
+    if unit.by_keys and not setting.problem.shares_kv:
+        kinds = tuple({o.kind for o in outputs} & {*kinds})
     if grade is None:
-        return formulas.gradients(block, p), {}
+        return formulas.gradients(block, p, kinds=kinds), {}
     scored = formulas.scored(block)
-    values = formulas.gradients(block, p, scored)
-    return values, expected_error.gradients(block, scored, _delta(setting, unit, rows, keys, grade, exact=exact), grade)
+    values = formulas.gradients(block, p, scored, kinds)
+    of_delta = _delta(setting, unit, rows, keys, grade, exact=exact)
+    return values, expected_error.gradients(block, scored, of_delta, grade, kinds)
 
 
 def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
@@ -342,8 +356,10 @@ def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
         of_delta = _delta(setting, unit, unit.rows, None, grade, exact=True)
         if o.kind == "dsink":
             terms = max(terms, int(e.q_len.sum()))
-            value = _placed(value, unit.heads, formulas.gradients(block, formulas.GOLDEN, scored)["dsink"])
-            variance = _placed(variance, unit.heads, expected_error.gradients(block, scored, of_delta, grade)["dsink"])
+            value = _placed(value, unit.heads, formulas.gradients(block, formulas.GOLDEN, scored, (o.kind,))["dsink"])
+            variance = _placed(
+                variance, unit.heads, expected_error.gradients(block, scored, of_delta, grade, (o.kind,))["dsink"]
+            )
             continue
         by = p.scale if p.bias_scaled else 1.0
         results = by * scored.dscores, by * by * expected_error.scored(block, scored, of_delta, grade)

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fusion_attention.judging.error_bound import Errors, Look, ratios
@@ -93,8 +94,7 @@ class Tally:
             self._mark(*place, ours.double(), value)
         largest = float(result.amax())
         if largest > self.peak:
-            at = torch.unravel_index(result.argmax(), result.shape)
-            head, row, element = (int(n) for n in at)
+            head, row, element = (int(n) for n in np.unravel_index(int(result.argmax()), result.shape))
             b, first, start = (0, 0, 0) if place is None else (place[0], place[1].start or 0, place[2].start or 0)
             mine, golden, least = (float(t[head, row, element]) for t in (ours, value, size))
             self.peak, self.worst = largest, (b, head + first, row + start, element, mine, golden, least)
