@@ -329,7 +329,7 @@ def _of_block(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns (values, variances) of a block's contribution to gradients, by kind."""
     block = setting.block(unit.b, unit.heads, rows, keys)
-    kinds = ("dk", "dv", "dk_rope") if unit.by_keys else ("dq", "dq_rope")
+    kinds: tuple[str, ...] = _KEYS if unit.by_keys else ("dq", "dq_rope")
     if unit.by_keys and not setting.problem.shares_kv:
         kinds = tuple({o.kind for o in outputs} & {*kinds})
     if grade is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from fusion_attention.judging.outputs import Output, Unit
 from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,7 @@ class Case:
     Attributes:
         setting: the correct setting. outputs: the captured outputs. names: values of the bound call. layout: of rows.
         wrong: the wrong rows of each output, bool [heads, rows] per sequence.
-        marks: marked() of golden's rows, likewise.
+        marks: marked() of golden's rows, likewise. cached: evidence that several mistakes need.
     """
 
     setting: Setting
@@ -33,6 +34,14 @@ class Case:
     layout: str
     wrong: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     marks: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    cached: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, what: Callable[[Case, Output], Result], o: Output) -> Result:
+        """Returns what(case, o), computed once."""
+        if (what, o.name) not in self.cached:
+            self.cached[what, o.name] = what(self, o)
+        result: Result = self.cached[what, o.name]
+        return result
 
     def wrong_rows_of(self, output: Output, count: int) -> list[tuple[int, int, int]]:
         """Returns up to `count` wrong (sequence, head, row) of an output, evenly spaced."""

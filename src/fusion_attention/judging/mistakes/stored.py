@@ -70,7 +70,7 @@ def _changed(
 )  # fmt: skip
 def multiplied(case: Case) -> Iterator[Try]:
     for o in _suits(case):
-        pairs = [(a, b) for a, b in _samples(case, o) if a.isfinite().all() and b.any()]
+        pairs = [(a, b) for a, b in case.once(_samples, o) if a.isfinite().all() and b.any()]
         if pairs:
             yield from _multiplied(case, o, pairs)
 
@@ -92,7 +92,7 @@ def unwritten(case: Case) -> Iterator[Try]:
     for o in _suits(case):
         if o.kind == "out" and not o.tensor.any():
             continue  # named output-unwritten
-        zeros = torch.stack([(mine == 0) & (right != 0) for mine, right in _samples(case, o)]).all(0)
+        zeros = torch.stack([(mine == 0) & (right != 0) for mine, right in case.once(_samples, o)]).all(0)
         if zeros.any():
             columns = zeros.nonzero().flatten()
             first, last = int(columns[0]), int(columns[-1])
@@ -125,7 +125,7 @@ def _orders(dim: int) -> dict[str, Tensor]:
 )  # fmt: skip
 def columns_moved(case: Case) -> Iterator[Try]:
     for o in _suits(case):
-        mine, right = (torch.stack(rows) for rows in zip(*_samples(case, o), strict=True))
+        mine, right = (torch.stack(rows) for rows in zip(*case.once(_samples, o), strict=True))
         error = (mine - right).norm()
         for detail, order in _orders(right.shape[-1]).items():
             if (mine - right[:, order]).norm() < _LEFT * error:

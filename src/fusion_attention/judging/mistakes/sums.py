@@ -160,7 +160,7 @@ def ways(case: Case, suits: Callable[[Change], bool]) -> Iterator[Try]:
         return
     for o in wrong_outputs(case):
         if o.kind in _VECTORS and not o.second:
-            for change in filter(suits, _changes(case, o)):
+            for change in filter(suits, case.once(_changes, o)):
                 yield Try(_detail(o, change), s.changed(_edit(case, o, change)))
 
 
