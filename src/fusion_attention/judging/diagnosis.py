@@ -3,16 +3,17 @@ call."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fusion_attention.contract import ContractError
 from fusion_attention.judging.evaluate import Result, drawn, measured
 from fusion_attention.judging.expected_error import POOR, PROGRAM
-from fusion_attention.judging.mistakes import MISTAKES, Case, Mistake, Try
-from fusion_attention.judging.outputs import Unit, of_heads, units
+from fusion_attention.judging.mistakes import MISTAKES, Case, Mistake, Try, totals
+from fusion_attention.judging.outputs import Output, Unit, units
 from fusion_attention.judging.progress import Watch, over, silent
 from fusion_attention.judging.verdict import Explanation
 
@@ -31,6 +32,10 @@ class Match:
     way: Try
     result: Result
 
+    def outputs(self, case: Case) -> tuple[Output, ...]:
+        """Returns the outputs as the mistake reads them."""
+        return case.outputs if self.way.outputs is None else self.way.outputs
+
     def explained(self, outputs: tuple[str, ...], *, confirmed: bool = False, noisy: bool = False) -> Explanation:
         """Converts the match to an explanation for reports."""
         m = self.mistake
@@ -40,38 +45,46 @@ class Match:
 
 def diagnosed(case: Case, base: Result, seed: int = 0, watch: Watch = silent) -> tuple[tuple[Explanation, ...], bool]:
     """Returns (explanations of the outputs, best first; True if the outputs are only noisy)."""
+    of_totals = totals.explained(case.setting, case.outputs, base.failing)
+    case = replace(case, outputs=tuple(o for o in case.outputs if o.view is not None))
+    explained, noisy = _of_rows(case, base, seed, watch)
+    return (*explained, *of_totals), noisy and not of_totals
+
+
+def _of_rows(case: Case, base: Result, seed: int, watch: Watch) -> tuple[tuple[Explanation, ...], bool]:
+    if case.setting.grads is not None:  # kernels of different gradients have different faults
+        case = replace(case, outputs=tuple(o for o in case.outputs if o.name in base.failing))
     generator = torch.Generator().manual_seed(seed)
     pieces = drawn(base.maps, case.outputs, case.setting, generator)
     sample = measured(case.setting, case.outputs, pieces, grade=PROGRAM)
     failing = tuple(name for name in base.failing if name in sample.tallies)
-    tried = [Match(m, way, result) for m, way, result in _tried(case, pieces, failing, watch)]
+    if not failing:  # but outputs without rows
+        return (), False
+    tried = [Match(m, way, result) for m, way, result in _tried(case, base, pieces, watch)]
     full = [f for f in tried if f.result.passes and _left(f.result, sample, failing) <= LEFT]
     confirmed = _confirmed(case, full, failing)
     if confirmed:
         return confirmed, False
     if measured(case.setting, case.outputs, pieces, grade=POOR).passes:
         return (), True
-    return _lesser(case, tried, pieces, sample, failing), False
+    return _noisy(case, tried, pieces, sample, failing) or _alone(case, tried, sample, failing), False
 
 
-def _tried(
-    case: Case, pieces: Sequence[Unit], failing: tuple[str, ...], watch: Watch
-) -> list[tuple[Mistake, Try, Result]]:
+def _tried(case: Case, base: Result, pieces: Sequence[Unit], watch: Watch) -> list[tuple[Mistake, Try, Result]]:
     """Measures every way of every mistake on sampled rows; drops mistakes that are impossible or explain too little.
 
-    A way is measured on all sampled rows only if it explains an output where the first of them are wrong.
+    Before all others, the worst rows and the worst keys are measured: a mistake explains one of their outputs, or none.
     """
     results = []
-    quick = _first_wrong(case, pieces)
-    before = measured(case.setting, case.outputs, quick, grade=PROGRAM)
-    wrong = [name for name in failing if not before.tallies[name].passes]
+    quick = [max(some, key=lambda p: _worst(case, base, p)) for some in _by_axes(pieces)]
+    here = measured(case.setting, case.outputs, quick, grade=PROGRAM)
+    failing = here.failing or [*here.tallies]
     for mistake in over(watch, "mistakes tried", MISTAKES):
         for way in mistake.tries(case):
             outputs = case.outputs if way.outputs is None else way.outputs
             try:
                 first = measured(way.setting, outputs, quick, grade=PROGRAM)
-                explained = (first.tallies[n].passes or _left(first, before, [n]) <= LEFT for n in wrong)
-                if wrong and not any(explained):
+                if not any(first.tallies[name].passes or _left(first, here, [name]) <= LEFT for name in failing):
                     continue
                 results.append((mistake, way, measured(way.setting, outputs, pieces, grade=PROGRAM)))
             except _IMPOSSIBLE:
@@ -79,17 +92,16 @@ def _tried(
     return results
 
 
-def _first_wrong(case: Case, pieces: Sequence[Unit]) -> list[Unit]:
-    """Returns the first piece of rows and the first of keys, with an error if there is one."""
+def _by_axes(pieces: Sequence[Unit]) -> list[list[Unit]]:
+    """Returns units of rows and units of keys, without empty lists."""
+    axes = ([p for p in pieces if (p.by_keys, p.second) == axis] for axis in itertools.product((False, True), repeat=2))
+    return [some for some in axes if some]
 
-    def errors(unit: Unit) -> bool:
-        heads, before = of_heads(case.setting, unit), int(case.setting.extents.kv_len[unit.b]) if unit.second else 0
-        rows = slice(unit.rows.start - before, unit.rows.stop - before)
-        marks = (case.wrong[o.name][unit.b] for o in case.outputs if o.of_unit(unit) and o.name in case.wrong)
-        return any(bool(wrong[heads, rows].any()) for wrong in marks)
 
-    kinds = ([p for p in pieces if p.by_keys == by_keys] for by_keys in (False, True))
-    return [max(kind, key=errors) for kind in kinds if kind]
+def _worst(case: Case, base: Result, piece: Unit) -> float:
+    """Returns the largest error of a unit's rows."""
+    at = [(o, o.unit_of(case.setting, piece)) for o in case.outputs if o.of_unit(piece)]
+    return max(float(base.maps[o.name].off[u.b][u.heads, u.rows].amax()) for o, u in at)
 
 
 def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:
@@ -97,7 +109,7 @@ def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:
     shares = [0.0]
     for name in names:
         before, after = sample.tallies[name], candidate.tallies[name]
-        if after.strange:
+        if after.strange or after.huge > before.huge:
             return 1.0
         if not before.strange and before.rms:
             shares.append(after.rms / before.rms)
@@ -117,9 +129,9 @@ def _confirmed(case: Case, matches: list[Match], failing: tuple[str, ...]) -> tu
             named[name] = f.explained(failing)
             continue
         left -= 1
-        outputs = case.outputs if f.way.outputs is None else f.way.outputs
+        outputs = [o for o in f.outputs(case) if o.name in {o.name for o in case.outputs}]
         try:
-            result = measured(f.way.setting, outputs, units(f.way.setting, list(outputs)), grade=PROGRAM)
+            result = measured(f.way.setting, outputs, units(f.way.setting, outputs), grade=PROGRAM)
         except _IMPOSSIBLE:
             continue
         if result.passes:
@@ -135,24 +147,31 @@ def _unlike(explanations: list[Explanation]) -> list[Explanation]:
     return list(by_name.values())
 
 
-def _lesser(
+def _noisy(
     case: Case, tried: list[Match], pieces: Sequence[Unit], sample: Result, failing: tuple[str, ...]
 ) -> tuple[Explanation, ...]:
-    """Returns explanations that leave only noise; if none, explanations of some outputs."""
-    noisy = []
-    for f in tried:
-        if _left(f.result, sample, failing) <= LEFT:
-            outputs = case.outputs if f.way.outputs is None else f.way.outputs
-            if measured(f.way.setting, outputs, pieces, grade=POOR).passes:
-                noisy.append(f.explained(failing, noisy=True))
-    if noisy:
-        return tuple(_unlike(noisy))
-    partial: list[tuple[int, Explanation]] = []
-    for f in tried:
-        if not {*f.result.failing} <= {*failing}:
-            continue  # it would make correct outputs wrong
-        right = tuple(n for n in failing if f.result.tallies[n].passes and _left(f.result, sample, [n]) <= LEFT)
-        if right:
-            partial.append((len(right), f.explained(right)))
-    most = max((count for count, _ in partial), default=0)
-    return tuple(_unlike([e for count, e in partial if count == most]))
+    """Returns explanations that leave only noise."""
+    close = [f for f in tried if _left(f.result, sample, failing) <= LEFT]
+    return tuple(_unlike([
+        f.explained(failing, noisy=True)
+        for f in close
+        if measured(f.way.setting, f.outputs(case), pieces, grade=POOR).passes
+    ]))  # fmt: skip
+
+
+def _alone(case: Case, tried: list[Match], sample: Result, failing: tuple[str, ...]) -> tuple[Explanation, ...]:
+    """Returns explanations of each output by itself, none of which would make correct outputs wrong."""
+    results: dict[tuple[str, str], Explanation] = {}
+    for name in failing:
+        matches = [
+            f
+            for f in tried
+            if {*f.result.failing} <= {*failing}
+            and f.result.tallies[name].passes
+            and _left(f.result, sample, [name]) <= LEFT
+        ]
+        one = replace(case, outputs=tuple(o for o in case.outputs if o.name == name))
+        for e in _confirmed(one, matches, (name,)):
+            same = results.get((e.name, e.detail))
+            results[e.name, e.detail] = e if same is None else replace(e, outputs=(*same.outputs, name))
+    return tuple(results.values())

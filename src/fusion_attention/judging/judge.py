@@ -123,7 +123,7 @@ def judged(
     mistakes: tuple[Explanation, ...] = ()
     noisy = False
     if search and not result.passes:
-        mistakes, noisy = _searched(call, lowered, setting, [o for o in outputs if o.view is not None], result, watch)
+        mistakes, noisy = _searched(call, lowered, setting, outputs, result, watch)
     if not (mistakes or noisy):
         call = replace(call, notes=(*alien(result), *call.notes))
     errors = {who: {n: t.z for n, t in tallies.items()} for who, tallies in result.beside.items()}

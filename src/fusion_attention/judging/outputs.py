@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,6 +87,12 @@ class Output:
     def before(self, extents: Extents, b: int) -> int:
         """Returns the number of keys that are numbered before its rows."""
         return int(extents.kv_len[b]) if self.second else 0
+
+    def unit_of(self, setting: Setting, unit: Unit) -> Unit:
+        """Returns a unit by the output's heads and the numbers of its rows."""
+        before = self.before(setting.extents, unit.b)
+        rows = slice(unit.rows.start - before, unit.rows.stop - before)
+        return replace(unit, heads=of_heads(setting, unit), rows=rows)
 
 
 @dataclass(frozen=True)
@@ -276,33 +282,47 @@ def _gradient(
     """Returns gradients of rows, or of keys: a sum over all rows, some rows at a time."""
     problem, length = setting.problem, int(setting.extents.q_len[unit.b])
     wanted = [o for o in outputs if o.of_unit(unit)]
-    by_keys = any(o.by_keys for o in outputs)
     if not unit.by_keys:
-        values, variances, keys = _of_block(setting, unit, unit.rows, None, grade, p, exact=True)
-        if by_keys:
+        fused = exact and not setting.edits and any(o.by_keys for o in outputs)
+        kinds = _kinds(setting, outputs if fused else wanted)
+        values, variances, keys = _of_block(setting, unit, kinds, unit.rows, None, grade, p, exact=True)
+        if fused:
             _sum_by_keys(setting, unit, keys, values, variances, (grade, p))
     else:
-        values, variances = _of_keys(setting, unit, grade, p, exact=exact)
+        values, variances = _of_keys(setting, unit, _kinds(setting, wanted), grade, p, exact=exact)
         if problem.shares_kv and values:
             values["dk"][..., : problem.dim_v] += values["dv"]
             if variances:
                 variances["dk"][..., : problem.dim_v] += variances["dv"]
-        values = {name: _by_key_head(value, problem.group, setting.of_group) for name, value in values.items()}
-        variances = {name: _by_key_head(value, problem.group, "sum") for name, value in variances.items()}
+        values, variances = (
+            {name: value.unflatten(0, (-1, problem.group)).sum(1) for name, value in each.items()}
+            for each in (values, variances)
+        )
     pieces: dict[str, Wanted] = {}
     terms = length * problem.group if unit.by_keys else setting.extents.all_keys(unit.b)
     for o in wanted:
         if o.kind in values:
-            value = variance = p.stored(values[o.kind])
+            value = before = variance = p.stored(values[o.kind])
+            at = o.unit_of(setting, unit)
+            for change in setting.returns:
+                value = change(o.kind, value, {}, at, p)
             if grade is not None:
-                variance = variances[o.kind] + expected_error.summed(value, terms, problem.torch_dtype, grade)
+                variance = variances[o.kind] + expected_error.summed(before, terms, problem.torch_dtype, grade)
+                for errors in setting.errors:
+                    variance = errors(o.kind, variance, before, value, at, grade)
                 variance = grade.stored(value, variance, _dtype(o, problem))
             pieces[o.name] = Wanted(value, variance)
     return pieces
 
 
+def _kinds(setting: Setting, outputs: list[Output]) -> Set[str]:
+    """Returns the gradients that outputs need; those of keys that are values, too, need both."""
+    kinds = {o.kind for o in outputs}
+    return kinds | _KEYS if setting.problem.shares_kv and kinds & _KEYS else kinds
+
+
 def _of_keys(
-    setting: Setting, unit: Unit, grade: Grade | None, p: Precision, *, exact: bool
+    setting: Setting, unit: Unit, kinds: Set[str], grade: Grade | None, p: Precision, *, exact: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns (values, variances) of gradients of keys by query head: sums over all rows."""
     length = int(setting.extents.q_len[unit.b])
@@ -316,7 +336,7 @@ def _of_keys(
     step = max(1, PAIRS // max((unit.rows.stop - unit.rows.start) * (unit.heads.stop - unit.heads.start), 1))
     for first in range(0, length, step):
         rows = slice(first, min(first + step, length))
-        *results, _ = _of_block(setting, unit, rows, unit.rows, grade, p, exact=exact)
+        *results, _ = _of_block(setting, unit, kinds, rows, unit.rows, grade, p, exact=exact)
         for total, result in zip((values, variances), results, strict=True):
             for name in _KEYS & result.keys():
                 total[name] = total[name] + result[name] if name in total else result[name]
@@ -358,16 +378,24 @@ def _sum_by_keys(
 
 
 def _of_block(
-    setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade | None, p: Precision, *, exact: bool
+    setting: Setting,
+    unit: Unit,
+    kinds: Set[str],
+    rows: slice,
+    keys: slice | None,
+    grade: Grade | None,
+    p: Precision,
+    *,
+    exact: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], slice]:
     """Returns (values, variances, keys) of a block's contribution to gradients, by kind."""
     block = setting.block(unit.b, unit.heads, rows, keys)
     if grade is None:
-        return formulas.gradients(block, p), {}, block.keys
+        return formulas.gradients(block, p, kinds=kinds), {}, block.keys
     scored = formulas.scored(block)
-    values = formulas.gradients(block, p, scored)
+    values = formulas.gradients(block, p, scored, kinds)
     of_delta = _delta(setting, unit, rows, keys, grade, exact=exact, complete=(block, scored) if keys is None else None)
-    return values, expected_error.gradients(block, scored, of_delta, grade), block.keys
+    return values, expected_error.gradients(block, scored, of_delta, grade, kinds), block.keys
 
 
 def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
@@ -386,8 +414,10 @@ def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
         of_delta = _delta(setting, unit, unit.rows, None, grade, exact=True)
         if o.kind == "dsink":
             terms = max(terms, int(e.q_len.sum()))
-            value = _placed(value, unit.heads, formulas.gradients(block, formulas.GOLDEN, scored)["dsink"])
-            variance = _placed(variance, unit.heads, expected_error.gradients(block, scored, of_delta, grade)["dsink"])
+            value = _placed(value, unit.heads, formulas.gradients(block, formulas.GOLDEN, scored, (o.kind,))["dsink"])
+            variance = _placed(
+                variance, unit.heads, expected_error.gradients(block, scored, of_delta, grade, (o.kind,))["dsink"]
+            )
             continue
         by = p.scale if p.bias_scaled else 1.0
         results = by * scored.dscores, by * by * expected_error.scored(block, scored, of_delta, grade)
@@ -441,13 +471,6 @@ def _delta(
                 block = setting.block(unit.b, unit.heads, here)
                 delta[:, here] = expected_error.delta(block, formulas.scored(block), grade)
     return delta[:, rows]
-
-
-def _by_key_head(value: Tensor, group: int, how: str) -> Tensor:
-    grouped = value.unflatten(0, (-1, group))
-    if how in ("first", "last"):
-        return grouped[:, 0 if how == "first" else -1]
-    return grouped.mean(1) if how == "mean" else grouped.sum(1)
 
 
 def of_heads(setting: Setting, unit: Unit) -> slice:

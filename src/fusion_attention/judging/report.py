@@ -63,7 +63,8 @@ def _reasons(judgement: Judgement) -> list[str]:
         return ["  no known mistake explains it"]
     lines = []
     for rank, m in enumerate(judgement.mistakes):
-        word = "explained by" if not rank else "or equally by"
+        before = any(m.outputs == other.outputs for other in judgement.mistakes[:rank])
+        word = "or equally by" if before else "explained by"
         outputs_named = "" if set(m.outputs) == set(judgement.failing()) else f" [{', '.join(m.outputs)} alone]"
         left = "but for noise" if m.noisy else f"leaves {times(m.error)} of what is expected"
         lines += [f"  {word} {m}", f"    {left}{outputs_named}; {m.fix}"]

@@ -158,7 +158,7 @@ class Judgement:
         where = "; ".join(worst.where) if worst is not None and worst.where else "nowhere" if not bad else "throughout"
         why = "not looked for (fusion_attention.diagnose)" if bad and not self.searched else "nothing to explain"
         if self.searched and bad:
-            why = " or ".join(map(str, self.mistakes)) or "no known mistake explains it"
+            why = self._why(bad)
             why = "rounding: as exact as sums in 16 bits" if self.verdict == NOISY else why
         by = "" if self.standard == "error-bound" else f" by {self.standard}"
         suffix = f" ({', '.join(bad)})" if bad else f": {self.grade}" if not by and self.outputs else ""
@@ -169,6 +169,18 @@ class Judgement:
             f"where    {where}",
             f"why      {why}",
         ]
+
+    def _why(self, bad: list[str]) -> str:
+        """Joins the explanations of the same outputs; names the outputs if they have different ones."""
+        unknown = "no known mistake explains it"
+        by_outputs: dict[tuple[str, ...], list[str]] = {}
+        for m in self.mistakes:
+            by_outputs.setdefault(m.outputs, []).append(str(m))
+        explained = {name for outputs in by_outputs for name in outputs}
+        if len(by_outputs) <= 1 and (not explained or explained >= {*bad}):
+            return " or ".join(map(str, self.mistakes)) or unknown
+        sentences = [f"{', '.join(outputs)}: {' or '.join(texts)}" for outputs, texts in by_outputs.items()]
+        return "; ".join([*sentences, *(f"{name}: {unknown}" for name in bad if name not in explained)])
 
     @property
     def drawn(self) -> dict[str, Surface]:
