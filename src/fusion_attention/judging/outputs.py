@@ -276,10 +276,9 @@ def _gradient(
     """Returns gradients of rows, or of keys: a sum over all rows, some rows at a time."""
     problem, length = setting.problem, int(setting.extents.q_len[unit.b])
     wanted = [o for o in outputs if o.of_unit(unit)]
-    by_keys = any(o.by_keys for o in outputs)
     if not unit.by_keys:
         values, variances, keys = _of_block(setting, unit, unit.rows, None, grade, p, exact=True)
-        if by_keys:
+        if exact and not setting.edits and any(o.by_keys for o in outputs):
             _sum_by_keys(setting, unit, keys, values, variances, (grade, p))
     else:
         values, variances = _of_keys(setting, unit, grade, p, exact=exact)
