@@ -45,8 +45,10 @@ WEIGHTS = """p = tl.exp2(s * exponent - (base * exponent)[:, None])
     # The difference comes first: with a fused multiply-add of two products earlier weights would drift every iteration.
     fade = tl.exp2("""
 EDITS = (
-    Edit("accumulator not rescaled", forward, "acc0 = acc0 * fade[:, None]", "acc0 = acc0", ("rescale-missing",), keys=64),
-    Edit("sum not rescaled", forward, "now, l * fade + tl.sum(p, 1)", "now, l + tl.sum(p, 1)", ("rescale-missing",), keys=64),
+    Edit("accumulator not rescaled", forward, "acc0 = acc0 * fade[:, None]", "acc0 = acc0", ("rescale-missing",),
+         keys=64),
+    Edit("sum not rescaled", forward, "now, l * fade + tl.sum(p, 1)", "now, l + tl.sum(p, 1)", ("rescale-missing",),
+         keys=64),
     Edit("natural exponentials", forward, WEIGHTS, WEIGHTS.replace("exp2", "exp"), ("exponent-base",)),
     Edit("key heads in turns", forward, "h // GROUP, layout_index", "h % (heads_q // GROUP), layout_index",
          ("gqa-order",), count=3),
