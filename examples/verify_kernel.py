@@ -44,11 +44,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder) / "dump.npz"
         np.savez(dump, **{n: t.float().numpy() for n, t in (("Q", q), ("K", k), ("V", v), ("O", out))})
-        names = [f"--map={name}" for name in ("q=Q", "k=K", "v=V", "output.out=O")]
-        words = ["--op=attention", "--dtype=bfloat16", "--set=scale=0.125", "--set=sparse_mode=2"]
+        names = [f"--map={name}" for name in ("q=Q", "k=K", "v=V", "out=O")]
+        words = ["--op=attention", "--dtype=bfloat16", "--set=scale=0.125", "--set=band=causal(align='start')"]
         command = [sys.executable, "-m", "fusion_attention", "verify", str(dump), *names, *words]
         code = subprocess.run(command, check=False).returncode
-    print(f"\nas sparse_mode=2, which counts from the upper left corner, verify exits with {code}")
+    print(f"\nwith a diagonal that starts in the upper left corner, verify exits with {code}")
 
 
 if __name__ == "__main__":

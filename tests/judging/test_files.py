@@ -151,7 +151,11 @@ def test_plain_files_with_a_mapping(name: str, tmp_path: Path) -> None:
     pairs.write_text(json.dumps({"query": "a", "output.attention_out": "o"}))
     assert verify(tmp_path / name, *OPTIONS, "--map", pairs, "--map", "value=c")[0] == 0
     assert verify(tmp_path / name, *OPTIONS, "--map", pairs, "--map", "value=c", "--set", "scale=0.9")[0] == 1
-    refused(tmp_path / name, *OPTIONS, what="map it (--map NAME=a)")
+    refused(
+        tmp_path / name,
+        *OPTIONS,
+        what="lacks query, value; no output to judge (results: attention_out, softmax_max, softmax_sum); the file has",
+    )
     refused(tmp_path / name, *OPTIONS, "--map", "query=b", what="has no tensor 'b'")
     refused(tmp_path / name, *OPTIONS, "--map", "qery=a", what="no parameter qery")
     refused(tmp_path / name, what="say which operator")

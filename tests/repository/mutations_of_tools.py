@@ -22,13 +22,14 @@ EXPLORER = [
           "sum(lengths[: b + 1])", "lengths[b]", SEEN_TEST),
 ]  # fmt: skip
 
-FILES = "judging/test_files.py"
+FILES, NAMED = "judging/test_files.py", "judging/test_named_files.py"
 JUDGING = [
     package("the judge's formulas forget the sink", "judging/formulas.py",
           "divided.sum(-1, keepdim=True) + tail", "divided.sum(-1, keepdim=True)",
           "judging/test_formulas.py::test_training"),
     package("the judge takes the gradient of one head of a group", "judging/outputs.py",
-          "else grouped.sum(1)", "else grouped[:, 0]", "judging/test_formulas.py::test_training"),
+          "value.unflatten(0, (-1, problem.group)).sum(1)", "value.unflatten(0, (-1, problem.group))[:, 0]",
+          "judging/test_formulas.py::test_training"),
     package("the error bound looks at no tile", "judging/error_bound.py",
           'yield b, _look("tile", tiles,', 'yield b, _look("tile", tiles * 0,',
           "judging/test_error_bound.py::test_a_fault_is_seen_where_it_is"),
@@ -52,6 +53,15 @@ JUDGING = [
     package("verify follows a path out of a dump's folder", "judging/loaders.py",
           "if not path.resolve().is_relative_to(folder.resolve()):", "if folder is None:",
           f"{FILES}::test_paths_that_leave_the_folder"),
+    package("gradients of keys are those of the last rows alone", "judging/outputs.py",
+          "total[name][:, keys] += value", "total[name][:, keys] = value",
+          f"{NAMED}::test_gradients_of_keys_are_sums_over_blocks_of_rows"),
+    package("the output of a file is ignored in its backward", "judging/gradients.py",
+          'if given["out"] is None else given["out"]', 'if given["out"] is None else results["out"]',
+          f"{NAMED}::test_a_wrong_output_makes_no_gradient_wrong_that_follows_from_it"),
+    package("a cell of a picture shows its first row", "judging/grid.py",
+          "(-1, by_across)).amax(-1)", "(-1, by_across))[..., 0]",
+          "judging/test_pictures.py::test_every_error_is_in_its_cell"),
     package("bits of a recorded mask in the other order", "captures/reader.py",
           'mask.reshape(-1).numpy(), bitorder="little"', 'mask.reshape(-1).numpy(), bitorder="big"',
           f"{FILES}::test_a_capture_and_a_broken_one"),

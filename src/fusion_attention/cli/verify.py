@@ -11,7 +11,8 @@ import typer
 from fusion_attention.cli.output import refuse
 
 if TYPE_CHECKING:
-    from fusion_attention.judging.loaders import Reading
+    from fusion_attention.judging.calls import Recorded
+    from fusion_attention.judging.naming import Reading
     from fusion_attention.judging.verdict import Judgement
 
 COMMAND = "verify"
@@ -20,13 +21,15 @@ _STANDARDS = ("error-bound", "cann-0.5%", "cann-double")
 
 def verify(
     files: list[Path] = typer.Argument(
-        metavar="PATH...", help="Captures, folders of them, msprobe dumps, .npz or .safetensors files."
+        metavar="PATH...", help="Captures, folders of them, msprobe dumps, .npz, .pt or .safetensors files."
     ),
     op: str = typer.Option("", "--op", help="Of files that are no captures: the operator they are a call of."),
     names: list[str] = typer.Option(
-        [], "--map", help="PARAMETER=NAME or output.RESULT=NAME in the file; or a JSON file of such pairs."
+        [], "--map", help="PARAMETER=NAME or RESULT=NAME in the file; or a JSON file of such pairs."
     ),
-    values: list[str] = typer.Option([], "--set", help="PARAMETER=VALUE for what no file holds (JSON, or a word)."),
+    values: list[str] = typer.Option(
+        [], "--set", help="PARAMETER=VALUE for what no file holds: JSON, a word, window(63,0)."
+    ),
     pick: str = typer.Option("", "--call", help="Of a folder, only calls with this in their name."),
     seed: int = typer.Option(0, "--seed", help="Of files that are no captures: what dropout was drawn from."),
     dtype: str = typer.Option("", "--dtype", help="Of files that hold bfloat16 or float16 values as float32."),
@@ -44,13 +47,14 @@ def verify(
     fusion-attention verify calls/
     fusion-attention verify dump/step0/rank0/ --html page.html
     fusion-attention verify kernel.npz --op npu_fusion_attention --map query=Q --set head_num=8
+    fusion-attention verify kernel.pt --op attention --map out=my_out --set band=causal
 
     Exit code 0: all are right by the standard. 1: some are not. 2: a file cannot be read or judged.
     """
     if standard not in _STANDARDS:
         refuse(COMMAND, f"--standard: expected one of {', '.join(_STANDARDS)}, got {standard!r}")
     from fusion_attention.judging.calls import JudgeError
-    from fusion_attention.judging.loaders import Reading
+    from fusion_attention.judging.naming import Reading
 
     try:
         how = Reading(op, _names(names), _values(values), seed, unsafe_pickle, pick, dtype)
@@ -73,27 +77,26 @@ def _judged(
     files: list[Path], how: Reading, *, search: bool, backends: bool, standard: str, bar: bool
 ) -> list[Judgement]:
     from rich.console import Console
-    from rich.progress import Progress
 
     from fusion_attention.judging.calls import JudgeError
     from fusion_attention.judging.judge import judged
     from fusion_attention.judging.loaders import read_calls
+    from fusion_attention.judging.progress import Bar
 
-    results = []
-    with Progress(console=Console(stderr=True), transient=True, disable=not bar) as progress:
-        task = progress.add_task("verifying", total=None)
-        for file in files:
-            for call in read_calls(file, how):
-                progress.update(task, description=f"verifying {call.source}")
-                try:
-                    results.append(judged(call, search=search, backends=backends, standard=standard))
-                except JudgeError as error:
-                    raise JudgeError(f"{call.source}: {error}") from None
-                except (ArithmeticError, IndexError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-                    # Invalid files may cause errors that no rule detects.
-                    why = " ".join(str(error).split())[:160]
-                    raise JudgeError(f"{call.source}: cannot be judged ({type(error).__name__}: {why})") from None
-    return results
+    console = Console(stderr=True, quiet=not bar)
+
+    def one(call: Recorded) -> Judgement:
+        try:
+            with Bar(call.source, console) as watch:
+                return judged(call, search=search, backends=backends, standard=standard, watch=watch)
+        except JudgeError as error:
+            raise JudgeError(f"{call.source}: {error}") from None
+        except (ArithmeticError, IndexError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+            # Invalid files may cause errors that no rule detects.
+            why = " ".join(str(error).split())[:160]
+            raise JudgeError(f"{call.source}: cannot be judged ({type(error).__name__}: {why})") from None
+
+    return [one(call) for file in files for call in read_calls(file, how)]
 
 
 def _print(judgements: list[Judgement], standard: str, *, as_json: bool) -> None:
@@ -132,7 +135,7 @@ def _names(given: list[str]) -> dict[str, str]:
 
 def _values(given: list[str]) -> dict[str, Any]:
     from fusion_attention.judging.calls import JudgeError
-    from fusion_attention.judging.loaders import values_from
+    from fusion_attention.judging.naming import values_from
 
     results = {}
     for text in given:

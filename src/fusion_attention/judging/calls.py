@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from fusion_attention.backends import load
-from fusion_attention.captures.gradients import backward_of
+from fusion_attention.captures import gradients as captured
 from fusion_attention.captures.reader import Recording
 from fusion_attention.captures.results import returned
 from fusion_attention.contract import Array, Attr, BackendError, ContractError, ContractWarning, Op, Tensors, bind
+from fusion_attention.judging import gradients
 from fusion_attention.ops import RECORDS
+from fusion_attention.ops.training.run import RESULTS, DenseForward
 from fusion_attention.plan import compute
 
 Tensor = torch.Tensor
@@ -28,13 +30,17 @@ class JudgeError(ValueError):
     """A call that cannot be judged: it is invalid, or its outputs are not those of the operator."""
 
 
+class MissingError(JudgeError):
+    """A call without an argument that it needs, or without outputs."""
+
+
 @dataclass(frozen=True, eq=False)
 class Recorded:
     """A call with its results.
 
     Attributes:
         op: its operator definition. args, outputs: by canonical name. seed: of dropout.
-        saved, upstream: for a backward, the forward's results and their gradients.
+        saved, upstream: for a backward, the forward's results (statistics may be absent) and their gradients.
         notes: remarks for the report.
     """
 
@@ -69,10 +75,28 @@ class Recorded:
         call = call.complete() if self.op.trains else call
         if not self.upstream:
             return call
-        backward = backward_of(call, self.saved, self.upstream)
+        if isinstance(call, DenseForward) and not {*call.names} <= self.saved.keys():
+            if "backward" not in self.cached:
+                self.cached["backward"] = gradients.backward_of(call, *self._beside(call))
+            return self.cached["backward"]
+        backward = captured.backward_of(call, self.saved, self.upstream)
         if backward is None:
             raise JudgeError(f"{self.op.name}: a backward that cannot be judged from what was recorded")
         return backward
+
+    def _beside(self, call: DenseForward) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Returns the saved results and the gradients of results, in the call's shapes and dtypes."""
+        call_results = gradients.with_kernel_statistics(call).results()
+        result: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+        for given, checked, prefix in zip((self.saved, self.upstream), result, ("", "gradient of "), strict=True):
+            for name, t in given.items():
+                want = call_results[RESULTS[call.names.index(name)]]
+                if t.shape != want.shape or not t.is_floating_point():
+                    raise JudgeError(
+                        f"{self.op.name}: {prefix}{name}: expected {_described(want)}, got {_described(t)}"
+                    )
+                checked[name] = t.to(want.dtype).contiguous()
+        return result
 
     def judgeable(self, lowered: Any) -> dict[str, Tensor]:
         """Returns the outputs that the call has, in the call's dtypes.
@@ -80,11 +104,14 @@ class Recorded:
         Raises:
             JudgeError: an output has the wrong shape or kind, or the operator has no output of its name.
         """
-        call_results = lowered.results()
+        call_results = with_lse(lowered.results())
         unknown = sorted(self.outputs.keys() - call_results.keys() - {p.name for p in self.op.tensors(output=True)})
         unknown = [name for name in unknown if name not in returned(self.op)]
         if unknown:
-            raise JudgeError(f"{self.op.name} has no output {', '.join(unknown)} (it has {', '.join(call_results)})")
+            backward = not self.upstream and {*unknown} <= {*gradients.gradients_of(self.op)}
+            advice = f"; gradients need {gradients.DOUT} among the inputs" if backward else ""
+            names = f"it has {', '.join(call_results)}{advice}"
+            raise JudgeError(f"{self.op.name} has no output {', '.join(unknown)} ({names})")
         results = {
             n: t for n, t in self.outputs.items() if n in call_results and (t.numel() or call_results[n].numel())
         }
@@ -93,9 +120,10 @@ class Recorded:
         for name, t in results.items():
             want = call_results[name]
             if t.shape != want.shape or _kind(t) != _kind(want):
-                expected, got = (f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (want, t))
-                got = got if t.numel() else f"nothing ({got})"
-                raise JudgeError(f"{self.op.name}: output {name}: expected {expected}, got {got}")
+                got = _described(t) if t.numel() else f"nothing ({_described(t)})"
+                turned = t.shape != want.shape and sorted(t.shape) == sorted(want.shape)
+                advice = " (axes in another order: transpose it, or give the layout that inputs have)" if turned else ""
+                raise JudgeError(f"{self.op.name}: output {name}: expected {_described(want)}, got {got}{advice}")
             if t.is_floating_point():
                 results[name] = t.to(want.dtype)
         return results
@@ -133,7 +161,7 @@ class Recorded:
             compute(call, results, backend)
         except (BackendError, ImportError, MemoryError) as error:
             return str(error).splitlines()[0]
-        return {name: t for name, t in results.items() if name in names}
+        return {name: t for name, t in with_lse(results).items() if name in names}
 
 
 def from_recording(recording: Recording, source: str = "") -> Recorded:
@@ -163,6 +191,7 @@ def recorded(
     for what, given in (("inputs", inputs), ("outputs", outputs)):
         if not isinstance(given, Mapping):
             raise JudgeError(f"{operator}: {what}: expected tensors by name, got {type(given).__name__}")
+    saved, upstream, inputs = _of_backward(op, inputs)
     shown = {p.shown: p.name for p in op.params} | {p.name: p.name for p in op.params}
     unknown = sorted(set(inputs) - shown.keys())
     if unknown:
@@ -172,12 +201,26 @@ def recorded(
     args = {shown[name]: _value(op, shown[name], value) for name, value in inputs.items() if value is not None}
     results = {name: torch.empty(0) if t is None else t for name, t in outputs.items()}
     result = {name: _in_memory(f"{operator}: output {name}", t).contiguous() for name, t in results.items()}
-    if not any(t.numel() for t in result.values()):
-        raise JudgeError(f"{operator}: no output to judge")
     missing = [p.shown for p in op.params if not p.optional and p.name not in args and _needed(p)]
-    if missing:
-        raise JudgeError(f"{operator}: the call lacks {', '.join(missing)}")
-    return Recorded(op, args, result, seed, source)
+    lacks = [f"the call lacks {', '.join(missing)}"] if missing else []
+    if not any(t.numel() for t in result.values()):
+        lacks.append(f"no output to judge (results: {', '.join(op.results)})")
+    if lacks:
+        raise MissingError(f"{operator}: {'; '.join(lacks)}")
+    return Recorded(op, args, result, seed, source, (), saved, upstream)
+
+
+def _of_backward(op: Op, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], Mapping[str, Any]]:
+    """Returns (the forward's saved results, their gradients, other arguments); the first two are empty of a forward."""
+    sources = gradients.upstream_of(op)
+    upstream = {name: result for name, result in sources.items() if inputs.get(name) is not None}
+    if not upstream:
+        return {}, {}, {name: value for name, value in inputs.items() if name not in sources}
+    results = {*op.results} - {p.name for p in op.params}
+    beside = {name: _in_memory(f"{op.name}: {name}", inputs[name]) for name in {*results, *upstream} & inputs.keys()}
+    saved = {name: t for name, t in beside.items() if name in results}
+    others = {name: value for name, value in inputs.items() if name not in beside}
+    return saved, {result: beside[name] for name, result in upstream.items()}, others
 
 
 def _needed(p: Any) -> bool:
@@ -205,6 +248,17 @@ def _in_memory(who: str, value: Any) -> Tensor:
         what = f"of {value.dtype}" if value.is_quantized else what
         raise JudgeError(f"{who}: expected a dense tensor that holds its numbers, got one {what}")
     return value.detach().cpu()
+
+
+def with_lse(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns results with lse = max + log(sum), if maximum and sum are among them as this library has them."""
+    if not {"max", "sum"} <= results.keys():
+        return results
+    return results | {gradients.LSE: results["max"] + results["sum"].log()}
+
+
+def _described(t: Tensor) -> str:
+    return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
 
 
 def _kind(t: Tensor) -> str:

@@ -3,22 +3,22 @@ call."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fusion_attention.contract import ContractError
 from fusion_attention.judging.evaluate import Result, drawn, measured
 from fusion_attention.judging.expected_error import POOR, PROGRAM
-from fusion_attention.judging.mistakes import MISTAKES, Case, Mistake, Try
-from fusion_attention.judging.outputs import Unit, units
+from fusion_attention.judging.mistakes import MISTAKES, Case, Mistake, Try, totals
+from fusion_attention.judging.outputs import Output, Unit, units
+from fusion_attention.judging.progress import Watch, over, silent
 from fusion_attention.judging.verdict import Explanation
 
 # A mistake explains an error only if at most this fraction of the error remains, even within the error bound.
 LEFT = 0.25
-# A mistake with a larger error (in expected sizes) on the first sample is not measured on the others.
-HOPELESS = 60.0
 _CONFIRMED = 6  # explanations tried on the complete call; for a large call, only the best
 _LARGE = 1 << 28  # pairs of rows and keys, of all heads
 _IMPOSSIBLE = (RuntimeError, IndexError, ValueError, ContractError)
@@ -32,6 +32,10 @@ class Match:
     way: Try
     result: Result
 
+    def outputs(self, case: Case) -> tuple[Output, ...]:
+        """Returns the outputs as the mistake reads them."""
+        return case.outputs if self.way.outputs is None else self.way.outputs
+
     def explained(self, outputs: tuple[str, ...], *, confirmed: bool = False, noisy: bool = False) -> Explanation:
         """Converts the match to an explanation for reports."""
         m = self.mistake
@@ -39,33 +43,48 @@ class Match:
         return Explanation(m.name, self.way.detail, m.means, m.fix, outputs, error, confirmed, noisy)
 
 
-def diagnosed(case: Case, base: Result, seed: int = 0) -> tuple[tuple[Explanation, ...], bool]:
+def diagnosed(case: Case, base: Result, seed: int = 0, watch: Watch = silent) -> tuple[tuple[Explanation, ...], bool]:
     """Returns (explanations of the outputs, best first; True if the outputs are only noisy)."""
+    of_totals = totals.explained(case.setting, case.outputs, base.failing)
+    case = replace(case, outputs=tuple(o for o in case.outputs if o.view is not None))
+    explained, noisy = _of_rows(case, base, seed, watch)
+    return (*explained, *of_totals), noisy and not of_totals
+
+
+def _of_rows(case: Case, base: Result, seed: int, watch: Watch) -> tuple[tuple[Explanation, ...], bool]:
+    if case.setting.grads is not None:  # kernels of different gradients have different faults
+        case = replace(case, outputs=tuple(o for o in case.outputs if o.name in base.failing))
     generator = torch.Generator().manual_seed(seed)
     pieces = drawn(base.maps, case.outputs, case.setting, generator)
     sample = measured(case.setting, case.outputs, pieces, grade=PROGRAM)
-    tried = [Match(m, way, result) for m, way, result in _tried(case, pieces, sample)]
     failing = tuple(name for name in base.failing if name in sample.tallies)
+    if not failing:  # but outputs without rows
+        return (), False
+    tried = [Match(m, way, result) for m, way, result in _tried(case, base, pieces, watch)]
     full = [f for f in tried if f.result.passes and _left(f.result, sample, failing) <= LEFT]
     confirmed = _confirmed(case, full, failing)
     if confirmed:
         return confirmed, False
     if measured(case.setting, case.outputs, pieces, grade=POOR).passes:
         return (), True
-    return _lesser(case, tried, pieces, sample, failing), False
+    return _noisy(case, tried, pieces, sample, failing) or _alone(case, tried, sample, failing), False
 
 
-def _tried(case: Case, pieces: Sequence[Unit], sample: Result) -> list[tuple[Mistake, Try, Result]]:
-    """Measures every way of every mistake on sampled rows; drops mistakes that are impossible or explain too little."""
+def _tried(case: Case, base: Result, pieces: Sequence[Unit], watch: Watch) -> list[tuple[Mistake, Try, Result]]:
+    """Measures every way of every mistake on sampled rows; drops mistakes that are impossible or explain too little.
+
+    Before all others, the worst rows and the worst keys are measured: a mistake explains one of their outputs, or none.
+    """
     results = []
-    quick = [p for p in pieces if not p.by_keys][:1] + [p for p in pieces if p.by_keys][:1]
-    for mistake in MISTAKES:
+    quick = [max(some, key=lambda p: _worst(case, base, p)) for some in _by_axes(pieces)]
+    here = measured(case.setting, case.outputs, quick, grade=PROGRAM)
+    failing = here.failing or [*here.tallies]
+    for mistake in over(watch, "mistakes tried", MISTAKES):
         for way in mistake.tries(case):
             outputs = case.outputs if way.outputs is None else way.outputs
             try:
                 first = measured(way.setting, outputs, quick, grade=PROGRAM)
-                best = min((t.z for t in first.tallies.values() if t.count), default=0.0)
-                if best > HOPELESS and first.z > HOPELESS:
+                if not any(first.tallies[name].passes or _left(first, here, [name]) <= LEFT for name in failing):
                     continue
                 results.append((mistake, way, measured(way.setting, outputs, pieces, grade=PROGRAM)))
             except _IMPOSSIBLE:
@@ -73,12 +92,24 @@ def _tried(case: Case, pieces: Sequence[Unit], sample: Result) -> list[tuple[Mis
     return results
 
 
+def _by_axes(pieces: Sequence[Unit]) -> list[list[Unit]]:
+    """Returns units of rows and units of keys, without empty lists."""
+    axes = ([p for p in pieces if (p.by_keys, p.second) == axis] for axis in itertools.product((False, True), repeat=2))
+    return [some for some in axes if some]
+
+
+def _worst(case: Case, base: Result, piece: Unit) -> float:
+    """Returns the largest error of a unit's rows."""
+    at = [(o, o.unit_of(case.setting, piece)) for o in case.outputs if o.of_unit(piece)]
+    return max(float(base.maps[o.name].off[u.b][u.heads, u.rows].amax()) for o, u in at)
+
+
 def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:
     """Returns the largest fraction of an output's error that remains under a mistake."""
     shares = [0.0]
     for name in names:
         before, after = sample.tallies[name], candidate.tallies[name]
-        if after.strange:
+        if after.strange or after.huge > before.huge:
             return 1.0
         if not before.strange and before.rms:
             shares.append(after.rms / before.rms)
@@ -98,9 +129,9 @@ def _confirmed(case: Case, matches: list[Match], failing: tuple[str, ...]) -> tu
             named[name] = f.explained(failing)
             continue
         left -= 1
-        outputs = case.outputs if f.way.outputs is None else f.way.outputs
+        outputs = [o for o in f.outputs(case) if o.name in {o.name for o in case.outputs}]
         try:
-            result = measured(f.way.setting, outputs, units(f.way.setting, list(outputs)), grade=PROGRAM)
+            result = measured(f.way.setting, outputs, units(f.way.setting, outputs), grade=PROGRAM)
         except _IMPOSSIBLE:
             continue
         if result.passes:
@@ -116,24 +147,31 @@ def _unlike(explanations: list[Explanation]) -> list[Explanation]:
     return list(by_name.values())
 
 
-def _lesser(
+def _noisy(
     case: Case, tried: list[Match], pieces: Sequence[Unit], sample: Result, failing: tuple[str, ...]
 ) -> tuple[Explanation, ...]:
-    """Returns explanations that leave only noise; if none, explanations of some outputs."""
-    noisy = []
-    for f in tried:
-        if _left(f.result, sample, failing) <= LEFT:
-            outputs = case.outputs if f.way.outputs is None else f.way.outputs
-            if measured(f.way.setting, outputs, pieces, grade=POOR).passes:
-                noisy.append(f.explained(failing, noisy=True))
-    if noisy:
-        return tuple(_unlike(noisy))
-    partial: list[tuple[int, Explanation]] = []
-    for f in tried:
-        if not {*f.result.failing} <= {*failing}:
-            continue  # it would make correct outputs wrong
-        right = tuple(n for n in failing if f.result.tallies[n].passes and _left(f.result, sample, [n]) <= LEFT)
-        if right:
-            partial.append((len(right), f.explained(right)))
-    most = max((count for count, _ in partial), default=0)
-    return tuple(_unlike([e for count, e in partial if count == most]))
+    """Returns explanations that leave only noise."""
+    close = [f for f in tried if _left(f.result, sample, failing) <= LEFT]
+    return tuple(_unlike([
+        f.explained(failing, noisy=True)
+        for f in close
+        if measured(f.way.setting, f.outputs(case), pieces, grade=POOR).passes
+    ]))  # fmt: skip
+
+
+def _alone(case: Case, tried: list[Match], sample: Result, failing: tuple[str, ...]) -> tuple[Explanation, ...]:
+    """Returns explanations of each output by itself, none of which would make correct outputs wrong."""
+    results: dict[tuple[str, str], Explanation] = {}
+    for name in failing:
+        matches = [
+            f
+            for f in tried
+            if {*f.result.failing} <= {*failing}
+            and f.result.tallies[name].passes
+            and _left(f.result, sample, [name]) <= LEFT
+        ]
+        one = replace(case, outputs=tuple(o for o in case.outputs if o.name == name))
+        for e in _confirmed(one, matches, (name,)):
+            same = results.get((e.name, e.detail))
+            results[e.name, e.detail] = e if same is None else replace(e, outputs=(*same.outputs, name))
+    return tuple(results.values())

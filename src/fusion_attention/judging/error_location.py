@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fusion_attention.judging.error_bound import LEAST
+from fusion_attention.judging.grid import Surface
 from fusion_attention.judging.standards import Tally
 
 Tensor = torch.Tensor
 TILES = (16, 32, 64, 128, 256, 512)
-_PICTURE = 96  # heads and rows of a heat map, at most
 
 
 class Map:
@@ -59,14 +59,9 @@ class Map:
             results[-1] = f"the last {self.word.removesuffix('s')} alone"
         return results
 
-    def picture(self, b: int) -> Tensor:
-        """Returns `off` of a sequence, reduced by maxima to at most 96 heads by 96 rows."""
-        off = self.off[b]
-        if not off.numel():
-            return off
-        finite = off.nan_to_num(nan=torch.inf)[None, None]
-        size = (min(off.shape[0], _PICTURE), min(off.shape[1], _PICTURE))
-        return torch.nn.functional.adaptive_max_pool2d(finite, size)[0, 0]
+    def surface(self) -> Surface:
+        """Returns the errors as heads by rows, to be drawn."""
+        return Surface([off * LEAST for off in self.off], self.wrong, "heads", self.word)
 
 
 def looks_like(tally: Tally, word: str = "row", rows: Callable[[int], Tensor] | None = None) -> list[str]:

@@ -109,6 +109,13 @@ def _tally(setting: Setting, o: Output, *, complete: bool) -> Tally:
     return Tally(o.tensor.dtype, Errors(o.lengths(e) if complete else [], heads, o.view.dim), terms)
 
 
+def of_total(setting: Setting, o: Output, wanted: Wanted) -> Tally:
+    """Measures the errors of an output without rows."""
+    tally = _tally(setting, o, complete=True)
+    tally.add((0, slice(0, 1), slice(None)), *_of_total(o, wanted))
+    return tally
+
+
 def _of_total(o: Output, wanted: Wanted) -> tuple[Tensor, Wanted]:
     """Returns an output without rows as [1, rows, columns]."""
     shape = (1, -1, o.tensor.shape[-1] if o.tensor.dim() > 1 else 1)

@@ -13,13 +13,14 @@ docs/accuracy.md states the model and its formulas. All functions return varianc
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fusion_attention.ir.problem import Problem
-from fusion_attention.judging.formulas import Scored, Softmax, at_sink
+from fusion_attention.judging.formulas import GRADIENTS, Scored, Softmax, at_sink
 from fusion_attention.judging.setting import Block
 
 Tensor = torch.Tensor
@@ -372,7 +373,9 @@ def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
     return each + dscores.square() * (divisor + n) + soft.square() * of_delta
 
 
-def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, Tensor]:
+def gradients(
+    x: Block, g: Scored, of_delta: Tensor, grade: Grade, kinds: Collection[str] = GRADIENTS
+) -> dict[str, Tensor]:
     """Returns variances of a block's contribution to the gradients, by query head, like formulas.gradients().
 
         dS   dS^2 (e + w + a n) + P^2 var(dP),   var(dP) = a dim (dP^2 / 3 + |dout|^2 |v|^2 / dim)
@@ -392,33 +395,26 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
     a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
     e = _of_weights(x, s, grade, error_dtype)
     each, dscores, soft, divisor = _of_scores(x, g, e, grade, error_dtype)
-    factor = x.keep_factor if x.keep is not None else 1.0
+    dropped_weights = g.dropped_weights.to(error_dtype)
+    if x.counted is not None:
+        counted = x.counted.to(error_dtype)
+        dscores, soft, dropped_weights = (t * counted for t in (dscores, soft, dropped_weights))
+        each = each * counted.square()
     scale = torch.as_tensor(x.scores_by if x.gradient_scale is None else x.gradient_scale, dtype=error_dtype)
     of_row, of_key = (a * max(n, 1) for n in (x.kv_len, x.q_len * x.problem.group))
     of_key += w if x.times is not None else 0.0
-    squared = dscores.square()
-    by_rows = scale.square() * (each + squared * (divisor + of_key) + soft.square() * of_delta.to(error_dtype))
-    each = each + squared * of_row
-    weight_errors = g.dropped_weights.to(error_dtype).nan_to_num(0.0, 0.0, 0.0).square() * (
-        e + divisor + (w + r + of_key)
-    )
-    least = quantum(dtype)
-    dout = _squares(x.saved[0], error_dtype)
-    results = {"dv": weight_errors.mT @ dout + least * factor**2 * (s.live.to(error_dtype).mT @ dout)}
-    results["dv"] += underflow(s.live.to(error_dtype).sum(-2)[..., None]) * factor**2
-    pairs = s.softmax.to(error_dtype).sum(-1, keepdim=True), s.softmax.to(error_dtype).sum(-2)[..., None]
-    of_dq, of_dk = (underflow(n) * scale.square().amax() for n in pairs)
-    for name, k, q in (("", x.k, x.q), ("_rope", x.k_rope, x.q_rope)):
-        if q is None or k is None:
-            continue
-        wild = k.to(error_dtype).nan_to_num(0.0, 0.0, 0.0)
-        shared = (soft @ wild).square() * of_delta.to(error_dtype) + (dscores @ wild).square() * divisor
-        dq = scale.square() * (each @ wild.square() + shared + least * (s.softmax.to(error_dtype) @ wild.square()))
-        results[f"dq{name}"] = dq + of_dq
-        squares = _squares(q, error_dtype)
-        dk = by_rows.mT @ squares + least * ((scale.square() * s.softmax.to(error_dtype)).mT @ squares)
-        results[f"dk{name}"] = dk + of_dk
-    if x.sink is not None:
+    results: dict[str, Tensor] = {}
+    if "dv" in kinds:
+        weight_errors = dropped_weights.nan_to_num(0.0, 0.0, 0.0).square() * (e + divisor + (w + r + of_key))
+        results["dv"] = _of_dv(x, s, weight_errors)
+    of_delta = of_delta.to(error_dtype)
+    if any(kind.startswith("dq") for kind in kinds):
+        of_queries = each + dscores.square() * of_row
+        results |= _of_queries(x, s, (of_queries, soft, dscores), of_delta, divisor, scale.square())
+    if any(kind.startswith("dk") for kind in kinds):
+        by_rows = each + dscores.square() * (divisor + of_key) + soft.square() * of_delta
+        results |= _of_keys(x, s, scale.square() * by_rows, scale.square())
+    if x.sink is not None and "dsink" in kinds:
         sink_weight = at_sink(x, s)
         top = s.top.masked_fill(~s.top.isfinite(), 0)
         of_sink = (2 * a + 2 * r) * (top.square() + x.sink[:, None, None].square()) + 8 * a + 4 * r + divisor
@@ -426,3 +422,39 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
             sink_weight.square() * (of_delta + g.delta.square() * of_sink) + quantum(torch.float32)
         ).sum((1, 2))
     return {name: value.double().nan_to_num(0.0, posinf=torch.inf) for name, value in results.items()}
+
+
+def _of_dv(x: Block, s: Softmax, weight_errors: Tensor) -> Tensor:
+    """Returns the variance of dv from that of the weights with dropout."""
+    error_dtype, factor = weight_errors.dtype, x.keep_factor if x.keep is not None else 1.0
+    dout, live = _squares(x.summed.get("dv", x.saved[0]), error_dtype), s.live.to(error_dtype)
+    result = weight_errors.mT @ dout + quantum(x.problem.torch_dtype) * factor**2 * (live.mT @ dout)
+    return result + underflow(live.sum(-2)[..., None]) * factor**2
+
+
+def _of_queries(
+    x: Block, s: Softmax, pairs: tuple[Tensor, ...], of_delta: Tensor, divisor: Tensor, squared_scale: Tensor
+) -> dict[str, Tensor]:
+    """Returns the variances of dq and dq_rope; pairs: variance of dS, P with the cap's slope, and dS."""
+    each, soft, dscores = pairs
+    least, live = quantum(x.problem.torch_dtype), s.softmax.to(each.dtype)
+    results = {}
+    for name, k in (("dq", x.k), ("dq_rope", x.k_rope)):
+        if k is not None:
+            wild = x.summed.get(name, k).to(each.dtype).nan_to_num(0.0, 0.0, 0.0)
+            shared = (soft @ wild).square() * of_delta + (dscores @ wild).square() * divisor
+            dq = squared_scale * ((each + least * live) @ wild.square() + shared)
+            results[name] = dq + underflow(live.sum(-1, keepdim=True)) * squared_scale.amax()
+    return results
+
+
+def _of_keys(x: Block, s: Softmax, by_rows: Tensor, squared_scale: Tensor) -> dict[str, Tensor]:
+    """Returns the variances of dk and dk_rope; by_rows: variance of scale times dS."""
+    least, live = quantum(x.problem.torch_dtype), s.softmax.to(by_rows.dtype)
+    results = {}
+    for name, q in (("dk", x.q), ("dk_rope", x.q_rope)):
+        if q is not None:
+            squares = _squares(x.summed.get(name, q), by_rows.dtype)
+            dk = (by_rows + least * squared_scale * live).mT @ squares
+            results[name] = dk + underflow(live.sum(-2)[..., None]) * squared_scale.amax()
+    return results

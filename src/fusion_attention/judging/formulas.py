@@ -7,6 +7,7 @@ compares errors with it. Tests compare these formulas with the golden back end.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -197,6 +198,7 @@ class Scored:
 def scored(x: Block, p: Precision = GOLDEN) -> Scored:
     """Computes dS = P (dP - delta), delta = dout . out - dlse, from the saved statistics and the saved output."""
     s = saved_softmax(x)
+    s = s if x.sloped else replace(s, slope=1.0)
     dout, out = x.saved[:2]
     dropped_weights = s.weights if x.keep is None else (s.weights * x.keep_factor).masked_fill(~x.keep, 0)
     upstream = dout @ x.v.mT
@@ -204,26 +206,41 @@ def scored(x: Block, p: Precision = GOLDEN) -> Scored:
         upstream = (upstream * x.keep_factor).masked_fill(~x.keep, 0)  # 0 times NaN is NaN
     delta = (dout * out).sum(-1, keepdim=True)
     delta = delta if x.dlse is None else delta - x.dlse
-    dscores = (s.weights * (upstream if x.no_delta else upstream - delta)).masked_fill(~s.softmax, 0)
+    dscores = (s.weights * (upstream - x.delta_by * delta if x.delta_by else upstream)).masked_fill(~s.softmax, 0)
     return Scored(s, dscores, p.narrow(dscores * s.slope), upstream, delta, dropped_weights)
 
 
-def gradients(x: Block, p: Precision = GOLDEN, g: Scored | None = None) -> dict[str, Tensor]:
-    """Returns the block's contribution to the gradients: dq [heads, rows, ..], and dk, dv [heads, keys, ..], by query
-    head, without rounding of sums."""
+# The kinds of gradients.
+GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dsink")
+
+
+def gradients(
+    x: Block, p: Precision = GOLDEN, g: Scored | None = None, kinds: Collection[str] = GRADIENTS
+) -> dict[str, Tensor]:
+    """Returns the block's contribution to gradients: dq [heads, rows, ..], and dk, dv [heads, keys, ..], by query head,
+    without rounding of sums."""
     x = narrowed(x, p)
     g = scored(x, p) if g is None else g
     dout, visible = x.saved[0], g.softmax.softmax
     scale = x.scores_by if x.gradient_scale is None else x.gradient_scale
-    live = g.softmax.live if x.keep is None else g.softmax.live & x.keep
-    results = {"dv": _summed(p.narrow(g.dropped_weights).mT, live.mT, dout)}
+    results, dx = {}, _counted(x, g.dx)
+    if "dv" in kinds:
+        live = g.softmax.live if x.keep is None else g.softmax.live & x.keep
+        dropped_weights = _counted(x, p.narrow(g.dropped_weights))
+        results["dv"] = _summed(dropped_weights.mT, live.mT, x.summed.get("dv", dout))
     for name, q, k in (("", x.q, x.k), ("_rope", x.q_rope, x.k_rope)):
         if q is not None and k is not None:
-            results[f"dq{name}"] = scale * _summed(g.dx, visible, k)
-            results[f"dk{name}"] = _summed((scale * g.dx).mT, visible.mT, q)
-    if x.sink is not None:
+            if f"dq{name}" in kinds:
+                results[f"dq{name}"] = scale * _summed(dx, visible, x.summed.get(f"dq{name}", k))
+            if f"dk{name}" in kinds:
+                results[f"dk{name}"] = _summed((scale * dx).mT, visible.mT, x.summed.get(f"dk{name}", q))
+    if x.sink is not None and "dsink" in kinds:
         results["dsink"] = -(g.delta * at_sink(x, g.softmax)).sum((1, 2))
     return results
+
+
+def _counted(x: Block, pairs: Tensor) -> Tensor:
+    return pairs if x.counted is None else pairs * x.counted
 
 
 def at_sink(x: Block, s: Softmax) -> Tensor:

@@ -29,7 +29,9 @@ class Index:
     Attributes:
         index: its IndexerOperands; of_loss: the IndexerLossOperands around them, or None; grads: of a backward.
         own_statistics: True if the call computes the statistics; else they are inputs.
-        relu, weighted: True if scores have them. factor: factor on scores. largest: select the largest scores.
+        relu, weighted: True if scores have them. weights_from: the weights are those of so many heads further.
+        unread: (first, end) of keys that are never chosen. shorter: entries that are missing at the end of full lists.
+        factor: factor on scores. largest: select the largest scores.
         last_first: of equal scores the later key comes first. by_key: lists are in the order of keys.
         direction: of the divergence, "p|y" or (wrong) "y|p". loss_alone: only the loss has the wrong direction.
         reduction: of the loss and its gradients over rows: "sum" or "mean". sign: sign of dI.
@@ -55,7 +57,9 @@ class Index:
     sign: float = 1.0
     per_head: bool = True
     scaled: bool = True
-    clipped: bool = True
+    weights_from: int = 0
+    unread: tuple[int, int] = (0, 0)
+    shorter: int = 0
 
     def changed(self, **fields: Any) -> Index:
         """Returns this call with changed fields."""
@@ -70,7 +74,8 @@ class Index:
         """Returns bool [rows, kv_len], true for keys within the band."""
         first, end = self.extents.row_interval(b, np.arange(rows.start, rows.stop), self.problem.ratio)
         key = torch.arange(int(self.extents.kv_len[b]))
-        return (key >= torch.from_numpy(first)[:, None]) & (key < torch.from_numpy(end)[:, None])
+        unread = (key >= self.unread[0]) & (key < self.unread[1])
+        return (key >= torch.from_numpy(first)[:, None]) & (key < torch.from_numpy(end)[:, None]) & ~unread
 
     def stored(self, kind: str) -> torch.dtype:
         """Returns the dtype of an output."""
@@ -89,7 +94,7 @@ class Index:
         q = self.index.q.sequence(b, self.heads, q_len)[:, rows].to(dtype)
         k = self.index.k.sequence(b, 1, kv_len)[0].to(dtype)
         weights = self.index.weights.sequence(b, 1, q_len)[0, rows].T.unsqueeze(-1).to(dtype)
-        weights = weights if self.weighted else torch.ones_like(weights)
+        weights = weights.roll(-self.weights_from, 0) if self.weighted else torch.ones_like(weights)
         dots = q @ k.mT
         activations = dots.clamp(min=0) if self.relu else dots
         return Scored(
@@ -123,7 +128,7 @@ def chosen(x: Index, s: Scored, visible: Tensor) -> tuple[Tensor, Tensor, Tensor
     else:
         order = ranked.sort(dim=-1, descending=True, stable=True).indices
     count = x.problem.top_k
-    result = min(count, scores.shape[-1])
+    result = min(count - x.shorter, scores.shape[-1])
     order = order[:, :result]
     if x.by_key:
         is_hidden = scores.gather(-1, order) == -math.inf

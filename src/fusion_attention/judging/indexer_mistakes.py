@@ -15,6 +15,7 @@ from fusion_attention.judging.mistakes.compressed import BOUND, RESIDUAL, bounds
 from fusion_attention.judging.mistakes.kinds import finite, moved
 
 Tries = Iterator[tuple[str, Index]]
+_TILES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,38 @@ def _weights(x: Index) -> Tries:
     yield "", x.changed(weighted=False)
 
 
+@partial(
+    IndexMistake, "index-weights-moved", "Heads have the weights of their neighbours.",
+    "Weights are [.., S1, N1]: heads beside each other.",
+)  # fmt: skip
+def _neighbours(x: Index) -> Tries:
+    if x.heads > 1:
+        yield "of the next head", x.changed(weights_from=1)
+        yield "of the previous head", x.changed(weights_from=-1)
+
+
+@partial(
+    IndexMistake, "list-shortened", "The last entry of full lists is missing.", "Of more keys sparse_count are chosen."
+)
+def _shorter(x: Index) -> Tries:
+    if x.op_kind == "indexer_topk" and x.problem.top_k > 1:
+        yield "-1 for it", x.changed(shorter=1)
+
+
+@partial(
+    IndexMistake, "tile-skipped", "Keys of a tile are never chosen.",
+    "Look at the loop over tiles of keys: its end, and the merge of their best keys.",
+)  # fmt: skip
+def _unread(x: Index) -> Tries:
+    lengths = sorted({int(n) for n in x.extents.kv_len})
+    for tile in _TILES if x.op_kind == "indexer_topk" and lengths else ():
+        if tile < lengths[-1]:
+            yield f"the first {tile} keys", x.changed(unread=(0, tile))
+            yield f"from key {tile} on", x.changed(unread=(tile, lengths[-1]))
+            if len(lengths) == 1 and lengths[0] % tile and lengths[0] > 2 * tile:
+                yield f"the last, partial tile of {tile}", x.changed(unread=(lengths[0] // tile * tile, lengths[0]))
+
+
 @partial(IndexMistake, "index-scale", "The indexer's scores are scaled.", "They have no scale of their own.")
 def _factor(x: Index) -> Tries:
     if x.op_kind == "indexer_topk":
@@ -185,6 +218,9 @@ INDEX_MISTAKES = (
     _order,
     _relu,
     _weights,
+    _neighbours,
+    _shorter,
+    _unread,
     _factor,
     _direction,
     _mean,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,11 @@ from fusion_attention.judging.diagnosis import diagnosed
 from fusion_attention.judging.error_location import looks_like, most
 from fusion_attention.judging.evaluate import Result, graded, measured
 from fusion_attention.judging.expected_error import Grade
+from fusion_attention.judging.grid import rows_by_columns
 from fusion_attention.judging.mistakes import Case
 from fusion_attention.judging.outputs import Output, setting_of, units
+from fusion_attention.judging.progress import Bar, Watch, over, silent
+from fusion_attention.judging.screening import alien, remarks
 from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.standards import STANDARDS, Tally
 from fusion_attention.judging.verdict import Explanation, Judgement, judgement, opinion
@@ -57,7 +61,9 @@ def judge(
         >>> fa.judge("attention", {"q": q, "k": q, "v": q}, {"out": out}).verdict
         'right'
     """
-    return judged(recorded(operator, inputs, outputs, seed=seed), search=False, backends=backends, standard=standard)
+    call = recorded(operator, inputs, outputs, seed=seed)
+    with Bar() as watch:
+        return judged(call, search=False, backends=backends, standard=standard, watch=watch)
 
 
 def diagnose(
@@ -78,13 +84,18 @@ def diagnose(
         >>> fa.diagnose("attention", {"q": q, "k": k, "v": k}, {"out": out}).mistakes[0].name
         'scale-missing'
     """
-    return judged(recorded(operator, inputs, outputs, seed=seed), search=True, backends=backends, standard=standard)
+    call = recorded(operator, inputs, outputs, seed=seed)
+    with Bar() as watch:
+        return judged(call, search=True, backends=backends, standard=standard, watch=watch)
 
 
-def judged(call: Recorded, *, search: bool, backends: bool = True, standard: str = "error-bound") -> Judgement:
-    """Judges the outputs of a call."""
+def judged(
+    call: Recorded, *, search: bool, backends: bool = True, standard: str = "error-bound", watch: Watch = silent
+) -> Judgement:
+    """Judges the outputs of a call; watch: reports progress."""
     if standard not in STANDARDS:
         raise JudgeError(f"standard {standard!r} is not known: one of {', '.join(STANDARDS)}")
+    call = replace(call, notes=(*remarks(call), *call.notes))
     lowered = call.lowered()
     captured = call.judgeable(lowered)
     if lowered.extents is NO_SEQUENCE:
@@ -98,7 +109,7 @@ def judged(call: Recorded, *, search: bool, backends: bool = True, standard: str
     def measure(names: Sequence[str] | None, grade: Grade) -> Result:
         chosen = [o for o in outputs if names is None or o.name in names]
         return measured(
-            setting, chosen, units(setting, chosen), grade=grade, complete=True,
+            setting, chosen, over(watch, "measured", list(units(setting, chosen))), grade=grade, complete=True,
             with_baseline=standard == "cann-double", beside=theirs if names is None else {},
         )  # fmt: skip
 
@@ -107,11 +118,14 @@ def judged(call: Recorded, *, search: bool, backends: bool = True, standard: str
     for o in outputs:
         tally, map_ = result.tallies[o.name], result.maps.get(o.name)
         like = [] if tally.passes else _looks(setting, o, tally)
-        opinions[o.name] = opinion(o.name, tally, grades[o.name], standard, map_, like)
+        of_total = None if o.view is not None else rows_by_columns(tally, o.tensor.shape)
+        opinions[o.name] = opinion(o.name, tally, grades[o.name], standard, map_, like, of_total)
     mistakes: tuple[Explanation, ...] = ()
     noisy = False
     if search and not result.passes:
-        mistakes, noisy = _searched(call, lowered, setting, [o for o in outputs if o.view is not None], result)
+        mistakes, noisy = _searched(call, lowered, setting, outputs, result, watch)
+    if not (mistakes or noisy):
+        call = replace(call, notes=(*alien(result), *call.notes))
     errors = {who: {n: t.z for n, t in tallies.items()} for who, tallies in result.beside.items()}
     return judgement(call, opinions, reasons | errors, [*opinions], standard, search, mistakes, noisy)
 
@@ -144,10 +158,10 @@ def _looks(setting: Setting, o: Output, tally: Tally) -> list[str]:
 
 
 def _searched(
-    call: Recorded, lowered: Any, setting: Setting, outputs: list[Output], base: Result
+    call: Recorded, lowered: Any, setting: Setting, outputs: list[Output], base: Result, watch: Watch
 ) -> tuple[tuple[Explanation, ...], bool]:
     names = dict(call.bound().names)
     layout = getattr(lowered, "out_layout", "") or getattr(lowered, "layout", "") or lowered.call.form.layout
     wrong = {name: map_.wrong for name, map_ in base.maps.items()}
     marks = {name: [m.golden for m in tally.marks] for name, tally in base.tallies.items()}
-    return diagnosed(Case(setting, tuple(outputs), names, layout, wrong, marks), base)
+    return diagnosed(Case(setting, tuple(outputs), names, layout, wrong, marks), base, watch=watch)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from fusion_attention.ir.problem import Extents
 from fusion_attention.judging import expected_error, formulas
 from fusion_attention.judging.expected_error import KERNEL, Grade
 from fusion_attention.judging.formulas import Precision
-from fusion_attention.judging.setting import Setting
+from fusion_attention.judging.setting import Block, Setting
 from fusion_attention.ops.compressed.call import LSE as SHARED_LSE
 from fusion_attention.ops.compressed.call import FlashMla
 from fusion_attention.ops.inference.call import LSE, InferenceCall
@@ -25,8 +26,8 @@ from fusion_attention.ops.training.run import DenseBackward, DenseForward
 Tensor = torch.Tensor
 FLT_MAX = torch.finfo(torch.float32).max
 # Scores of one block; a few tensors of this size are in memory.
-PAIRS = 1 << 21
-_KEYS = ("dk", "dv", "dk_rope")
+PAIRS = 1 << 19
+_KEYS = {"dk", "dv", "dk_rope"}
 TOTALS = ("dsink", "dpse")  # sums over all sequences
 _GRADS = {"dquery": "dq", "dkey": "dk", "dvalue": "dv", "dquery_rope": "dq_rope", "dkey_rope": "dk_rope",
           "dsinks": "dsink", "dkey_compressed": "dk_compressed", "dvalue_compressed": "dv_compressed"}  # fmt: skip
@@ -42,7 +43,8 @@ class Output:
             formulas.
         view: its rows; None for a sum over all sequences.
         tensor: its memory; form: the operators whose values for empty rows it has ("training", "sparse",
-            "shared", "own": ours).
+            "shared", "own": ours, "log": lse of this library's functions, -inf of a row without keys; +inf is read so
+            too, as flash-attn writes it).
         second: its keys are those of the second source.
     """
 
@@ -86,6 +88,12 @@ class Output:
         """Returns the number of keys that are numbered before its rows."""
         return int(extents.kv_len[b]) if self.second else 0
 
+    def unit_of(self, setting: Setting, unit: Unit) -> Unit:
+        """Returns a unit by the output's heads and the numbers of its rows."""
+        before = self.before(setting.extents, unit.b)
+        rows = slice(unit.rows.start - before, unit.rows.stop - before)
+        return replace(unit, heads=of_heads(setting, unit), rows=rows)
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -121,6 +129,8 @@ def _forward(call: Any, shown: Any, captured: Mapping[str, Tensor]) -> Iterator[
             yield Output(name, "lse", tensor, _over(shown, flat.squeeze(0).mT if call.lse_by_batch else flat))
         elif name == SHARED_LSE and isinstance(call, FlashMla):
             yield Output(name, "lse", tensor, _over(shown, _by_token(call, tensor)), "shared")
+        elif name == "lse" and isinstance(call, (DenseForward, InferenceCall)):
+            yield Output(name, "lse", tensor, _over(shown, tensor.masked_fill(tensor == math.inf, -math.inf)), "log")
         elif name in ("softmax_max", "softmax_sum", "max", "sum"):
             kind = name.removeprefix("softmax_")
             if isinstance(call, DenseForward) and call.lanes:
@@ -164,16 +174,16 @@ def units(setting: Setting, outputs: list[Output]) -> Iterator[Unit]:
     kinds = {(o.by_keys, o.second) for o in outputs}
     for b in range(len(e)):
         q_len, kv_len = int(e.q_len[b]), e.all_keys(b)
-        for by_keys, second in sorted(kinds):
+        heads = min(p.heads_q, max(p.group, PAIRS // max(q_len * kv_len, 1) // p.group * p.group))
+        # Rows before keys: sums over keys' rows are made on the way.
+        for head, (by_keys, second) in itertools.product(range(0, p.heads_q, heads), sorted(kinds)):
             before = int(e.kv_len[b]) if second else 0
             end = kv_len if second or not by_keys else int(e.kv_len[b])
             length, other = (end - before, q_len) if by_keys else (q_len, kv_len)
-            heads = min(p.heads_q, max(p.group, PAIRS // max(length * other, 1) // p.group * p.group))
             step = min(max(length, 1), max(1, PAIRS // max(heads * other, 1)))
-            for head in range(0, p.heads_q, heads):
-                for first in range(0, length, step):
-                    rows = slice(before + first, before + min(first + step, length))
-                    yield Unit(b, slice(head, min(head + heads, p.heads_q)), rows, by_keys, second)
+            for first in range(0, length, step):
+                rows = slice(before + first, before + min(first + step, length))
+                yield Unit(b, slice(head, min(head + heads, p.heads_q)), rows, by_keys, second)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,14 +197,14 @@ class Wanted:
 
 
 def computed(
-    setting: Setting, unit: Unit, outputs: list[Output], grade: Grade = KERNEL, *, with_baseline: bool = False,
+    setting: Setting, unit: Unit, outputs: list[Output], grade: Grade | None = KERNEL, *, with_baseline: bool = False,
     exact: bool = True,
 ) -> dict[str, Wanted]:  # fmt: skip
     """Returns the expected outputs of a unit, by name.
 
     Args:
-        grade: grade of the expected errors. with_baseline: also return a baseline program's results. exact: for
-            gradients of keys, compute the error of the saved output from all keys of the rows.
+        grade: of the expected errors; None: values alone. with_baseline: also return a baseline program's results.
+        exact: for gradients of keys, compute the error of the saved output from all keys of the rows.
     """
     result = _values(setting, unit, outputs, grade, exact=exact)
     if not with_baseline:
@@ -248,7 +258,9 @@ def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *,
         return raw["out"]
     top, total = raw["max"], raw["sum"]
     result = top if o.kind == "max" else total
-    if o.form == "shared":  # 0 of a row without keys, with a sink too
+    if o.form == "log":
+        result = top + total.log()
+    elif o.form == "shared":  # 0 of a row without keys, with a sink too
         result = (top + total.log()).where(block.visible.any(-1, keepdim=True), 0)
     elif o.kind == "lse":
         lowest = torch.finfo(torch.float32).min
@@ -271,46 +283,119 @@ def _gradient(
     problem, length = setting.problem, int(setting.extents.q_len[unit.b])
     wanted = [o for o in outputs if o.of_unit(unit)]
     if not unit.by_keys:
-        values, variances = _of_block(setting, unit, unit.rows, None, grade, p, exact=True)
+        fused = exact and not setting.edits and any(o.by_keys for o in outputs)
+        kinds = _kinds(setting, outputs if fused else wanted)
+        values, variances, keys = _of_block(setting, unit, kinds, unit.rows, None, grade, p, exact=True)
+        if fused:
+            _sum_by_keys(setting, unit, keys, values, variances, (grade, p))
     else:
-        values, variances = {}, {}
-        step = max(1, PAIRS // max((unit.rows.stop - unit.rows.start) * (unit.heads.stop - unit.heads.start), 1))
-        for first in range(0, length, step):
-            rows = slice(first, min(first + step, length))
-            for total, result in zip(
-                (values, variances), _of_block(setting, unit, rows, unit.rows, grade, p, exact=exact), strict=True
-            ):
-                for name, value in result.items():
-                    if name in _KEYS:
-                        total[name] = total[name] + value if name in total else value
+        values, variances = _of_keys(setting, unit, _kinds(setting, wanted), grade, p, exact=exact)
         if problem.shares_kv and values:
             values["dk"][..., : problem.dim_v] += values["dv"]
             if variances:
                 variances["dk"][..., : problem.dim_v] += variances["dv"]
-        values = {name: _by_key_head(value, problem.group, setting.of_group) for name, value in values.items()}
-        variances = {name: _by_key_head(value, problem.group, "sum") for name, value in variances.items()}
+        values, variances = (
+            {name: value.unflatten(0, (-1, problem.group)).sum(1) for name, value in each.items()}
+            for each in (values, variances)
+        )
     pieces: dict[str, Wanted] = {}
     terms = length * problem.group if unit.by_keys else setting.extents.all_keys(unit.b)
     for o in wanted:
         if o.kind in values:
-            value = variance = p.stored(values[o.kind])
+            value = before = variance = p.stored(values[o.kind])
+            at = o.unit_of(setting, unit)
+            for change in setting.returns:
+                value = change(o.kind, value, {}, at, p)
             if grade is not None:
-                variance = variances[o.kind] + expected_error.summed(value, terms, problem.torch_dtype, grade)
+                variance = variances[o.kind] + expected_error.summed(before, terms, problem.torch_dtype, grade)
+                for errors in setting.errors:
+                    variance = errors(o.kind, variance, before, value, at, grade)
                 variance = grade.stored(value, variance, _dtype(o, problem))
             pieces[o.name] = Wanted(value, variance)
     return pieces
 
 
-def _of_block(
-    setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade | None, p: Precision, *, exact: bool
+def _kinds(setting: Setting, outputs: list[Output]) -> Set[str]:
+    """Returns the gradients that outputs need; those of keys that are values, too, need both."""
+    kinds = {o.kind for o in outputs}
+    return kinds | _KEYS if setting.problem.shares_kv and kinds & _KEYS else kinds
+
+
+def _of_keys(
+    setting: Setting, unit: Unit, kinds: Set[str], grade: Grade | None, p: Precision, *, exact: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns (values, variances) of a block's contribution to gradients, by kind."""
+    """Returns (values, variances) of gradients of keys by query head: sums over all rows."""
+    length = int(setting.extents.q_len[unit.b])
+    sums = setting.sums.get((unit.b, unit.heads.start, unit.heads.stop, grade, p))
+    if sums is not None and sums.rows == length:
+        values, variances = (
+            {n: t[:, unit.rows].clone() for n, t in of.items()} for of in (sums.values, sums.variances)
+        )
+        return values, variances
+    values, variances = {}, {}
+    step = max(1, PAIRS // max((unit.rows.stop - unit.rows.start) * (unit.heads.stop - unit.heads.start), 1))
+    for first in range(0, length, step):
+        rows = slice(first, min(first + step, length))
+        *results, _ = _of_block(setting, unit, kinds, rows, unit.rows, grade, p, exact=exact)
+        for total, result in zip((values, variances), results, strict=True):
+            for name in _KEYS & result.keys():
+                total[name] = total[name] + result[name] if name in total else result[name]
+    return values, variances
+
+
+@dataclass(eq=False)
+class KeySums:
+    """Gradients of all keys of some heads, summed over the first `rows` rows."""
+
+    values: dict[str, Tensor]
+    variances: dict[str, Tensor]
+    rows: int = 0
+
+
+def _sum_by_keys(
+    setting: Setting,
+    unit: Unit,
+    keys: slice,
+    values: dict[str, Tensor],
+    variances: dict[str, Tensor],
+    of: tuple[Any, Any],
+) -> None:
+    """Adds what the next rows of some heads contribute to all keys; only the latest heads' sums are kept."""
+    at = (unit.b, unit.heads.start, unit.heads.stop, *of)
+    sums = setting.sums.get(at)
+    if unit.rows.start == 0 or sums is None or sums.rows != unit.rows.start:
+        setting.sums.clear()
+        if unit.rows.start:
+            return
+        sums = setting.sums[at] = KeySums({}, {})
+    for total, result in ((sums.values, values), (sums.variances, variances)):
+        for name in _KEYS & result.keys():
+            value = result[name]
+            if name not in total:
+                total[name] = value.new_zeros(value.shape[0], setting.extents.all_keys(unit.b), value.shape[2])
+            total[name][:, keys] += value
+    sums.rows = unit.rows.stop
+
+
+def _of_block(
+    setting: Setting,
+    unit: Unit,
+    kinds: Set[str],
+    rows: slice,
+    keys: slice | None,
+    grade: Grade | None,
+    p: Precision,
+    *,
+    exact: bool,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], slice]:
+    """Returns (values, variances, keys) of a block's contribution to gradients, by kind."""
     block = setting.block(unit.b, unit.heads, rows, keys)
     if grade is None:
-        return formulas.gradients(block, p), {}
+        return formulas.gradients(block, p, kinds=kinds), {}, block.keys
     scored = formulas.scored(block)
-    values = formulas.gradients(block, p, scored)
-    return values, expected_error.gradients(block, scored, _delta(setting, unit, rows, keys, grade, exact=exact), grade)
+    values = formulas.gradients(block, p, scored, kinds)
+    of_delta = _delta(setting, unit, rows, keys, grade, exact=exact, complete=(block, scored) if keys is None else None)
+    return values, expected_error.gradients(block, scored, of_delta, grade, kinds), block.keys
 
 
 def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
@@ -329,8 +414,10 @@ def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
         of_delta = _delta(setting, unit, unit.rows, None, grade, exact=True)
         if o.kind == "dsink":
             terms = max(terms, int(e.q_len.sum()))
-            value = _placed(value, unit.heads, formulas.gradients(block, formulas.GOLDEN, scored)["dsink"])
-            variance = _placed(variance, unit.heads, expected_error.gradients(block, scored, of_delta, grade)["dsink"])
+            value = _placed(value, unit.heads, formulas.gradients(block, formulas.GOLDEN, scored, (o.kind,))["dsink"])
+            variance = _placed(
+                variance, unit.heads, expected_error.gradients(block, scored, of_delta, grade, (o.kind,))["dsink"]
+            )
             continue
         by = p.scale if p.bias_scaled else 1.0
         results = by * scored.dscores, by * by * expected_error.scored(block, scored, of_delta, grade)
@@ -358,14 +445,22 @@ def _add_to_bias(setting: Setting, view: Any, unit: Unit, keys: slice, addend: T
         bias.add_matrix_gradient(view, unit.b, addend, unit.rows, keys)
 
 
-def _delta(setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade, *, exact: bool) -> Tensor:
-    """Returns [heads, rows, 1]: the variance of delta; it depends on all keys of the rows, so it is cached."""
+def _delta(
+    setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade, *, exact: bool,
+    complete: tuple[Block, formulas.Scored] | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns [heads, rows, 1]: the variance of delta; it depends on all keys of the rows, so it is cached.
+
+    complete: the rows with all their keys, if the caller has them.
+    """
     at = (unit.b, unit.heads.start, unit.heads.stop, grade.words)
     if at not in setting.deltas:
         empty = torch.full((unit.heads.stop - unit.heads.start, int(setting.extents.q_len[unit.b]), 1), math.nan)
         setting.deltas[at] = empty.double()
     delta = setting.deltas[at]
-    if bool(delta[:, rows].isnan().any()):
+    if complete is not None:
+        delta[:, rows] = expected_error.delta(*complete, grade)
+    elif bool(delta[:, rows].isnan().any()):
         step = max(1, PAIRS // max((unit.heads.stop - unit.heads.start) * setting.extents.all_keys(unit.b), 1))
         for first in range(rows.start, rows.stop, step):
             here = slice(first, min(first + step, rows.stop))
@@ -376,13 +471,6 @@ def _delta(setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade:
                 block = setting.block(unit.b, unit.heads, here)
                 delta[:, here] = expected_error.delta(block, formulas.scored(block), grade)
     return delta[:, rows]
-
-
-def _by_key_head(value: Tensor, group: int, how: str) -> Tensor:
-    grouped = value.unflatten(0, (-1, group))
-    if how in ("first", "last"):
-        return grouped[:, 0 if how == "first" else -1]
-    return grouped.mean(1) if how == "mean" else grouped.sum(1)
 
 
 def of_heads(setting: Setting, unit: Unit) -> slice:

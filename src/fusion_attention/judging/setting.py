@@ -5,9 +5,9 @@ Block and Setting read the same views as back ends do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ class Block:
         keep: False for dropped elements, or None; keep_factor: factor on the others.
         dropped_divisor: the divisor excludes dropped elements.
         saved: for a backward, (dout, out, max, sum) of these rows; dlse: likewise, or None.
+        delta_by: factor on delta; sloped: gradients have the cap's slope. counted: factor on the contribution of a pair
+            to gradients, [heads or 1, rows or 1, keys or 1], or None. summed: by gradient, the vectors that it sums, if
+            they are others than k, q or dout.
     """
 
     problem: Problem
@@ -60,7 +63,10 @@ class Block:
     out_scale: tuple[Tensor, Tensor | None] | None = None
     bias_capped: bool = False
     dropped_divisor: bool = False
-    no_delta: bool = False
+    delta_by: float = 1.0
+    sloped: bool = True
+    counted: Tensor | None = None
+    summed: Mapping[str, Tensor] = field(default_factory=dict)
     gradient_scale: float | None = None
     saved: tuple[Tensor, ...] = ()
     dlse: Tensor | None = None
@@ -75,6 +81,15 @@ class Block:
 Edit = Callable[[Block], Block]
 
 
+class Lists(NamedTuple):
+    """Lists of selected keys or blocks: entries [heads, rows, entries], those that are read, and the number of keys or
+    blocks."""
+
+    entries: Tensor
+    read: Tensor
+    keys: int
+
+
 @dataclass(frozen=True, eq=False)
 class Setting:
     """A call with all parameters that a mistake may change.
@@ -83,13 +98,13 @@ class Setting:
         kv_heads: the key head of each query head. v_heads: that of its values, if it is another one.
         edits: functions applied to every block.
         offset_outside: dequantise as stored * scale + offset, in place of (stored + offset) * scale.
-        high_first: the even element of an int4 pair is in the high half.
+        high_first: the even element of an int4 pair is in the high half. unsigned: integers of 4 bits have no sign.
         drop_msb: dropout bits begin with the most significant one.
+        lists: changes lists of keys.
         returns: functions applied to every result: (kind, value, the intermediate representation's results, block,
-            precision) -> value.
+            precision) -> value; for gradients no results, and in place of a block the unit of the output's rows.
         errors: functions applied to the variance of every result's error: (kind, variance, values before and after
             `returns`, block, grade) -> variance.
-        of_group: reduction of a group's query heads to a key head's gradient: "sum", "first", "last" or "mean".
     """
 
     op_kind: str
@@ -102,17 +117,19 @@ class Setting:
     edits: tuple[Edit, ...] = ()
     offset_outside: bool = False
     high_first: bool = False
+    unsigned: bool = False
     drop_msb: bool = False
+    lists: Callable[[Lists], Lists] | None = None
     returns: tuple[Callable[..., Tensor], ...] = ()
     errors: tuple[Callable[..., Tensor], ...] = ()
-    of_group: str = "sum"
     cached: dict[Any, Any] = field(default_factory=dict)
     deltas: dict[Any, Tensor] = field(default_factory=dict)  # cached variances of delta
+    sums: dict[Any, Any] = field(default_factory=dict)  # cached gradients of keys, summed over rows
 
     def changed(self, edit: Edit | None = None, **fields: Any) -> Setting:
         """Returns this setting with changed fields and a further edit of its blocks."""
         edits = self.edits if edit is None else (*self.edits, edit)
-        return replace(self, edits=edits, cached={}, deltas={}, **fields)
+        return replace(self, edits=edits, cached={}, deltas={}, sums={}, **fields)
 
     def of_problem(self, **fields: Any) -> Setting:
         """Returns this setting with a changed problem."""
@@ -251,7 +268,7 @@ class Setting:
         packed = replace(view, dim=-(-view.dim // 2)).sequence(b, p.heads_kv, length).int()
         halves = (packed & 15, packed >> 4)
         both = torch.stack(halves[::-1] if self.high_first else halves, -1).flatten(-2)[..., : view.dim]
-        return (both ^ 8) - 8
+        return both if self.unsigned else (both ^ 8) - 8
 
     def _unblocked(self, visible: Tensor, b: int, heads: slice, rows: slice, keys: slice) -> Tensor:
         p, o = self.problem, self.operands
@@ -274,6 +291,8 @@ class Setting:
         entries = entries[torch.from_numpy(self._kv_heads()[heads])][:, rows].long()
         end, listed = self._listed(b, rows)
         read = (torch.arange(entries.shape[2]) < -(-end // p.select_block)) & (entries >= 0).cumprod(-1).bool()
+        if self.lists is not None:
+            entries, read, _ = self.lists(Lists(entries, read, -(-listed // p.select_block)))
         times = selected_times(entries, read, listed, p.select_block)
         if p.compressed_ratio:  # all keys of the first source's band are visible
             times = torch.nn.functional.pad(times, (int(e.kv_len[b]), 0), value=1.0)

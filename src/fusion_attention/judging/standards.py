@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fusion_attention.judging.error_bound import Errors, Look, ratios
@@ -56,7 +57,8 @@ class Tally:
     Attributes:
         errors: ratios to the expected sizes. worst: sequence, head, row, element, ours, golden and expected error at
             the largest ratio.
-        strange: count of values that are finite in only one of output and golden.
+        strange: count of values that are finite in only one of output and golden. huge: count of golden's values beyond
+            float32's range where the output's are not.
         marks: rows with NaN, infinities or only zeros where golden has none, and marked() of golden's rows.
     """
 
@@ -65,6 +67,7 @@ class Tally:
     terms: int = 1
     count: int = 0
     strange: int = 0
+    huge: int = 0
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # of errors: sum, sum of squares, largest
     # Of the baseline: sum of squared errors, and golden's largest value.
     baseline: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -91,8 +94,7 @@ class Tally:
             self._mark(*place, ours.double(), value)
         largest = float(result.amax())
         if largest > self.peak:
-            at = torch.unravel_index(result.argmax(), result.shape)
-            head, row, element = (int(n) for n in at)
+            head, row, element = (int(n) for n in np.unravel_index(int(result.argmax()), result.shape))
             b, first, start = (0, 0, 0) if place is None else (place[0], place[1].start or 0, place[2].start or 0)
             mine, golden, least = (float(t[head, row, element]) for t in (ours, value, size))
             self.peak, self.worst = largest, (b, head + first, row + start, element, mine, golden, least)
@@ -113,7 +115,9 @@ class Tally:
 
     def _magnitudes(self, mine: Tensor, value: Tensor, baseline: Tensor | None) -> None:
         """Accumulates absolute errors and the counts of CANN's standards."""
-        odd = ~(value.isfinite() & mine.isfinite()) | (value.abs() >= FLT_MAX)
+        beyond = value.abs() >= FLT_MAX
+        self.huge += int((beyond & (mine.abs() < FLT_MAX)).sum())
+        odd = ~(value.isfinite() & mine.isfinite()) | beyond
         error = (mine - value).abs_()
         size = value.abs()
         if bool(odd.any()):

@@ -5,6 +5,7 @@ A verdict contains numbers and text, and no tensors except pictures of errors.
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 from fusion_attention.judging.calls import Recorded
 from fusion_attention.judging.error_location import Map
 from fusion_attention.judging.expected_error import Grade
+from fusion_attention.judging.grid import Surface, figure, text
 from fusion_attention.judging.standards import STANDARDS, Judged, Tally
 
 RIGHT, NOISY, WRONG = "right", "noisy", "wrong"
@@ -30,6 +32,7 @@ class Opinion:
         z: root mean square error over all elements, in expected sizes; z_tile: of the worst tile of 32 rows.
         where: descriptions of the location of errors. worst: sequence, head, row, element, ours, golden and expected
             error of the largest ratio.
+        surface: the errors by position, to be drawn; None of an output without rows.
     """
 
     name: str
@@ -42,7 +45,7 @@ class Opinion:
     z_tile: float
     where: tuple[str, ...] = ()
     worst: tuple[Any, ...] | None = None
-    map: Map | None = field(default=None, repr=False)
+    surface: Surface | None = field(default=None, repr=False)
 
     @property
     def passes(self) -> bool:
@@ -51,9 +54,14 @@ class Opinion:
 
 
 def opinion(
-    name: str, tally: Tally, grade: Grade, standard: str, map_: Map | None = None, looks_like: Sequence[str] = ()
-) -> Opinion:
-    """Makes a verdict from a tally with an expected grade; looks_like: further descriptions of its rows."""
+    name: str, tally: Tally, grade: Grade, standard: str, map_: Map | None = None, looks_like: Sequence[str] = (),
+    surface: Surface | None = None,
+) -> Opinion:  # fmt: skip
+    """Makes a verdict from a tally with an expected grade.
+
+    Args:
+        looks_like: further descriptions of its rows. surface: of an output without a map.
+    """
     wrong = not tally.passes
     where = (*map_.sentences(), *looks_like) if wrong and map_ is not None else tuple(looks_like) if wrong else ()
     words = grade.words.replace("the dtype", str(tally.dtype).removeprefix("torch."))
@@ -68,7 +76,7 @@ def opinion(
         tally.errors.z_tile,
         where,
         tally.worst if wrong else None,
-        map_,
+        surface if map_ is None else map_.surface(),
     )
 
 
@@ -150,7 +158,7 @@ class Judgement:
         where = "; ".join(worst.where) if worst is not None and worst.where else "nowhere" if not bad else "throughout"
         why = "not looked for (fusion_attention.diagnose)" if bad and not self.searched else "nothing to explain"
         if self.searched and bad:
-            why = " or ".join(map(str, self.mistakes)) or "no known mistake explains it"
+            why = self._why(bad)
             why = "rounding: as exact as sums in 16 bits" if self.verdict == NOISY else why
         by = "" if self.standard == "error-bound" else f" by {self.standard}"
         suffix = f" ({', '.join(bad)})" if bad else f": {self.grade}" if not by and self.outputs else ""
@@ -161,6 +169,33 @@ class Judgement:
             f"where    {where}",
             f"why      {why}",
         ]
+
+    def _why(self, bad: list[str]) -> str:
+        """Joins the explanations of the same outputs; names the outputs if they have different ones."""
+        unknown = "no known mistake explains it"
+        by_outputs: dict[tuple[str, ...], list[str]] = {}
+        for m in self.mistakes:
+            by_outputs.setdefault(m.outputs, []).append(str(m))
+        explained = {name for outputs in by_outputs for name in outputs}
+        if len(by_outputs) <= 1 and (not explained or explained >= {*bad}):
+            return " or ".join(map(str, self.mistakes)) or unknown
+        sentences = [f"{', '.join(outputs)}: {' or '.join(texts)}" for outputs, texts in by_outputs.items()]
+        return "; ".join([*sentences, *(f"{name}: {unknown}" for name in bad if name not in explained)])
+
+    @property
+    def drawn(self) -> dict[str, Surface]:
+        """The surfaces of wrong outputs, by name."""
+        surfaces = {o.name: o.surface for o in self.outputs.values() if not o.passes and o.surface is not None}
+        return {name: surface for name, surface in surfaces.items() if surface.order()}
+
+    def pictures(self) -> str:
+        """Draws each wrong output in block characters: heads by rows (or keys), the worst z of every cell."""
+        return "\n".join(str(text(name, surface)) for name, surface in self.drawn.items()).rstrip()
+
+    def _repr_html_(self) -> str:
+        """The lines and the pictures, in a notebook."""
+        figures = (figure(name, surface, surface.order()[0]) for name, surface in self.drawn.items())
+        return f"<pre>{html.escape(str(self))}</pre>{''.join(figures)}"
 
     def json(self) -> dict[str, Any]:
         """Converts everything but pictures to JSON values; numbers that are not finite become strings."""

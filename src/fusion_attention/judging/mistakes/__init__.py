@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from fusion_attention.judging.mistakes import compressed, masks, memory, results, scores, stored, tiles
+from fusion_attention.judging.mistakes import (
+    caches,
+    compressed,
+    gradients,
+    lists,
+    masks,
+    memory,
+    results,
+    scores,
+    splits,
+    stored,
+    tiles,
+)
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
 
 MISTAKES: tuple[Mistake, ...] = (
@@ -10,9 +22,13 @@ MISTAKES: tuple[Mistake, ...] = (
     *compressed.MISTAKES,
     *scores.MISTAKES,
     *memory.MISTAKES,
+    *caches.MISTAKES,
     *results.MISTAKES,
     *tiles.MISTAKES,
+    *splits.MISTAKES,
+    *gradients.MISTAKES,
     *stored.MISTAKES,
+    *lists.MISTAKES,
 )
 
 __all__ = ["MISTAKES", "Case", "Mistake", "Try"]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.judging.expected_error import Grade
-from fusion_attention.judging.outputs import Output
+from fusion_attention.judging.outputs import Output, Unit
 from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,7 @@ class Case:
     Attributes:
         setting: the correct setting. outputs: the captured outputs. names: values of the bound call. layout: of rows.
         wrong: the wrong rows of each output, bool [heads, rows] per sequence.
-        marks: marked() of golden's rows, likewise.
+        marks: marked() of golden's rows, likewise. cached: evidence that several mistakes need.
     """
 
     setting: Setting
@@ -33,6 +34,14 @@ class Case:
     layout: str
     wrong: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     marks: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    cached: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, what: Callable[[Case, Output], Result], o: Output) -> Result:
+        """Returns what(case, o), computed once."""
+        if (what, o.name) not in self.cached:
+            self.cached[what, o.name] = what(self, o)
+        result: Result = self.cached[what, o.name]
+        return result
 
     def wrong_rows_of(self, output: Output, count: int) -> list[tuple[int, int, int]]:
         """Returns up to `count` wrong (sequence, head, row) of an output, evenly spaced."""
@@ -69,19 +78,28 @@ class Mistake:
     general: bool = False
 
 
+def wrong_outputs(case: Case) -> list[Output]:
+    """Returns output rows and gradients of which some rows are wrong."""
+    statistics = ("max", "sum", "lse")
+    return [o for o in case.outputs if o.kind not in statistics and any(w.any() for w in case.wrong.get(o.name, ()))]
+
+
 def out_of(case: Case) -> Output | None:
     """Returns the call's output rows if some of them are wrong, else None."""
-    return next((o for o in case.outputs if o.kind == "out" and any(w.any() for w in case.wrong.get(o.name, ()))), None)
+    return next((o for o in wrong_outputs(case) if o.kind == "out"), None)
 
 
-def wrong_rows(case: Case) -> Callable[[Block], Tensor]:
-    """Returns a function that marks the output rows of a block that may be wrong: bool [heads, rows, 1].
+def wrong_area(case: Case, o: Output) -> list[Tensor]:
+    """Returns the rows of an output that may be wrong: bool [heads, rows] per sequence.
 
     Single rows between wrong ones may be right by chance, so ranges and heads that are wrong for the most part count.
     """
-    o = out_of(case)
-    wrong = () if o is None else case.wrong[o.name]
-    areas = [_heads(w.any(1))[:, None] & _filled(w.any(0)) for w in wrong]
+    return [_heads(w.any(1))[:, None] & _filled(w.any(0)) for w in case.wrong[o.name]]
+
+
+def wrong_rows(case: Case, o: Output | None) -> Callable[[Block | Unit], Tensor]:
+    """Returns a function that marks the rows of a block, or of a unit, that may be wrong: bool [heads, rows, 1]."""
+    areas = [] if o is None else wrong_area(case, o)
     return lambda x: areas[x.b][x.heads, x.rows, None]
 
 
@@ -106,8 +124,8 @@ def returning(setting: Setting, change: Callable[..., Tensor], errors: Callable[
 
 
 def grown(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
-    """Errors of output rows that grow as the rows do."""
-    if kind != "out":
+    """Errors of rows that grow as the rows do."""
+    if kind in ("max", "sum", "lse"):
         return variance
     sizes = (t.double().square().sum(-1, keepdim=True) for t in (after, before))
     growth = torch.div(*sizes).nan_to_num(1.0, 1.0, 1.0).clamp_min(1.0)

@@ -1,19 +1,16 @@
-"""Mistakes in addresses and stored values: heads, pages, lengths, dequantisation."""
+"""Mistakes in addresses: heads, sequences, lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from fusion_attention.ir.kv import Dequant, PagedView, RowView
+from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, finite
 from fusion_attention.judging.setting import Setting
-
-_CACHED = ("k", "v", "k_rope")
 
 
 @partial(
@@ -78,42 +75,6 @@ def values_confused(case: Case) -> Iterator[Try]:
         yield Try("values for keys", s.of_operands(k=o.v, k_common=o.v_common))
 
 
-def _paged(s: Setting) -> bool:
-    return isinstance(s.operands.k, PagedView)
-
-
-def _with_table(s: Setting, change: Any) -> Setting:
-    views = {n: getattr(s.operands, n) for n in _CACHED}
-    return s.of_operands(**{n: replace(v, table=change(v)) for n, v in views.items() if isinstance(v, PagedView)})
-
-
-@partial(
-    Mistake, "page-table", "Pages are found through the wrong entries of the block table.",
-    "Token t lies in page block_table[b, t // block_size], at row t % block_size.",
-)  # fmt: skip
-def page_table(case: Case) -> Iterator[Try]:
-    s = case.setting
-    if not _paged(s):
-        return
-
-    def blocks(view: PagedView) -> int:
-        return int(view.pool.shape[0])
-
-    yield Try("each entry one column to the right", _with_table(s, lambda v: v.table.roll(-1, -1).contiguous()))
-    yield Try("each entry one column to the left", _with_table(s, lambda v: v.table.roll(1, -1).contiguous()))
-    yield Try("page numbers plus one", _with_table(s, lambda v: (v.table + 1).clamp(0, blocks(v) - 1)))
-    yield Try("page numbers minus one", _with_table(s, lambda v: (v.table - 1).clamp(min=0)))
-    yield Try("pages in order, without the table", _with_table(s, _in_order))
-    if len(s.extents) > 1:
-        yield Try("the first sequence's pages for all", _with_table(s, lambda v: v.table[:1].repeat(len(v.table), 1)))
-
-
-def _in_order(view: PagedView) -> Any:
-    rows, columns = view.table.shape
-    order = np.arange(rows * columns).reshape(rows, columns) % max(int(view.pool.shape[0]), 1)
-    return view.table.new_tensor(order)
-
-
 def _capacity(case: Case) -> np.ndarray | None:
     """Returns the number of key slots per sequence; None for packed sequences."""
     s = case.setting
@@ -151,6 +112,17 @@ def lengths_cumulative(case: Case) -> Iterator[Try]:
 
 
 @partial(
+    Mistake, "length-off-by-one", "The number of keys is one too small or too large.",
+    "The new token's key is stored before the call, and counts.",
+)  # fmt: skip
+def length_by_one(case: Case) -> Iterator[Try]:
+    lengths, buffer = case.setting.extents.kv_len, _capacity(case)
+    yield Try("the last key is not read", case.setting.of_extents(kv_len=np.maximum(lengths - 1, 0)))
+    if buffer is not None and (buffer > lengths).any():
+        yield Try("one key behind the last is read", _longer(case, np.minimum(lengths + 1, buffer)))
+
+
+@partial(
     Mistake, "padding-seen", "Slots behind a sequence's last key are seen.",
     "Mask the last page, or the padding, by actual_seq_lengths.",
 )  # fmt: skip
@@ -168,56 +140,6 @@ def lengths_ignored(case: Case) -> Iterator[Try]:
     )
 
 
-def _rescaled(s: Setting, change: Any) -> Setting:
-    o = s.operands
-    return s.of_operands(**{n: change(d) for n, d in (("dequant_k", o.dequant_k), ("dequant_v", o.dequant_v)) if d})
-
-
-def _transposed(dequant: Dequant) -> Dequant:
-    """Returns scales [heads, dim] as if they were [dim, heads]."""
-
-    def other(view: RowView | PagedView | None) -> RowView | PagedView | None:
-        if not isinstance(view, RowView) or view.stride_token or len(view.keep) != 1:
-            return view
-        heads, dim = view.keep[0].reshape(-1, view.dim).shape
-        table = view.keep[0].reshape(-1).reshape(dim, heads).T.contiguous()
-        return RowView((table,), np.zeros_like(view.address), 0, np.full_like(view.stride_head, dim), view.dim)
-
-    return Dequant(other(dequant.scale), other(dequant.offset))  # type: ignore[arg-type]
-
-
-def _of_first(dequant: Dequant) -> Dequant:
-    def other(view: RowView | PagedView | None) -> RowView | PagedView | None:
-        return replace(view, stride_head=np.zeros_like(view.stride_head)) if isinstance(view, RowView) else view
-
-    return Dequant(other(dequant.scale), other(dequant.offset))  # type: ignore[arg-type]
-
-
-@partial(
-    Mistake, "dequantisation", "Stored integers are scaled in another way.",
-    "(stored + offset) * scale, scales [2, N2, D], keys first.",
-)  # fmt: skip
-def dequantisation(case: Case) -> Iterator[Try]:
-    s, p, o = case.setting, case.setting.problem, case.setting.operands
-    if p.dequant_k == "none" and p.dequant_v == "none":
-        return
-    if p.dequant_k == p.dequant_v and o.dequant_k is not None and o.dequant_v is not None:
-        yield Try(
-            "the scales of keys and values exchanged", s.of_operands(dequant_k=o.dequant_v, dequant_v=o.dequant_k)
-        )
-    if p.heads_kv > 1:
-        yield Try("scales prepared [D, N2], not [N2, D]", _rescaled(s, _transposed))
-        yield Try("the first head's scales for all heads", _rescaled(s, _of_first))
-    if any(d is not None and d.offset is not None for d in (o.dequant_k, o.dequant_v)):
-        yield Try("stored * scale + offset, not (stored + offset) * scale", s.changed(offset_outside=True))
-        yield Try("offsets left out", _rescaled(s, lambda d: Dequant(d.scale)))
-    yield Try("keys are not scaled", s.of_operands(dequant_k=None))
-    yield Try("values are not scaled", s.of_operands(dequant_v=None))
-    if p.kv_dtype == "int4":
-        yield Try("the even element in the high half of a byte", s.changed(high_first=True))
-
-
 MISTAKES = (
-    group_order, head_offset, sequence_offset, values_confused, page_table, lengths_cumulative, lengths_ignored,
-    dequantisation,
+    group_order, head_offset, sequence_offset, values_confused, lengths_cumulative, length_by_one, lengths_ignored,
 )  # fmt: skip

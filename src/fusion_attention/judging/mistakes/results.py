@@ -1,4 +1,4 @@
-"""Mistakes in results: statistics, their base and order, the output's layout, gradients."""
+"""Mistakes in results: statistics, their base and order, the output's layout."""
 
 from __future__ import annotations
 
@@ -235,38 +235,6 @@ def unwritten(case: Case) -> Iterator[Try]:
         yield Try("", returning(case.setting, change))
 
 
-@partial(
-    Mistake, "delta-missing", "The gradient of scores lacks its row sum: dS is P * (dP - sum(dO * O)).",
-    "Is attention_in passed, and is it this call's output?",
-)  # fmt: skip
-def delta_missing(case: Case) -> Iterator[Try]:
-    if case.setting.grads is not None:
-        yield Try("", case.setting.changed(lambda x: replace(x, no_delta=True)))
-
-
-@partial(
-    Mistake, "gradient-scale", "dq and dk lack the scale, or have it twice.",
-    "dq = scale * dS k, dk = scale * dS^T q.",
-)  # fmt: skip
-def gradient_scale(case: Case) -> Iterator[Try]:
-    s, scale = case.setting, case.setting.problem.scale
-    if s.grads is not None and scale != 1.0:
-        yield Try("not at all", s.changed(lambda x: replace(x, gradient_scale=1.0)))
-        yield Try("twice", s.changed(lambda x: replace(x, gradient_scale=scale * scale)))
-
-
-@partial(
-    Mistake, "group-sum", "dk and dv are not summed over the query heads of a group.",
-    "Key heads receive from N1 / N2 query heads.",
-)  # fmt: skip
-def group_sum(case: Case) -> Iterator[Try]:
-    s = case.setting
-    if s.grads is not None and s.problem.group > 1:
-        yield Try("the first query head alone", s.changed(of_group="first"))
-        yield Try("the last query head alone", s.changed(of_group="last"))
-        yield Try("their mean, not their sum", s.changed(of_group="mean"))
-
-
 MISTAKES = (
     base_two,
     unscaled,
@@ -277,7 +245,4 @@ MISTAKES = (
     output_layout,
     unnormalised,
     unwritten,
-    delta_missing,
-    gradient_scale,
-    group_sum,
 )

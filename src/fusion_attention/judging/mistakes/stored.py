@@ -1,4 +1,4 @@
-"""Mistakes in stored output rows: multiples of them, unwritten ones, rows and columns of another place."""
+"""Mistakes in stored rows of outputs and gradients: multiples, unwritten rows, rows and columns of other places."""
 
 from __future__ import annotations
 
@@ -9,49 +9,55 @@ from functools import partial
 
 import torch
 
-from fusion_attention.judging import expected_error, formulas
-from fusion_attention.judging.expected_error import Grade
+from fusion_attention.judging.expected_error import KERNEL, Grade
 from fusion_attention.judging.formulas import Precision
-from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, grown, out_of, returning, wrong_rows
-from fusion_attention.judging.outputs import Output
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, grown, returning, wrong_outputs, wrong_rows
+from fusion_attention.judging.outputs import Output, Unit, Wanted, computed
 from fusion_attention.judging.setting import Block, Setting
 from fusion_attention.judging.standards import marked
 
 Tensor = torch.Tensor
+At = Block | Unit
 _SAMPLES = 12
 _LEFT = 0.25  # of a row's error, at most, under a candidate
 
 
-def _suits(case: Case) -> Output | None:
-    s = case.setting
-    return out_of(case) if s.grads is None and s.problem.out_quant == "none" else None
+def _suits(case: Case) -> list[Output]:
+    return wrong_outputs(case) if case.setting.problem.out_quant == "none" else []
 
 
-def _golden(s: Setting, b: int, head: int, row: int) -> Tensor:
-    block = s.block(b, slice(head, head + 1), slice(row, row + 1))
-    return formulas.forward(block)["out"][0, 0]
+def _golden(s: Setting, o: Output, b: int, heads: slice, rows: slice, grade: Grade = KERNEL) -> Wanted:
+    """Returns golden's rows of an output [heads, rows, elements], with the variance of their error."""
+    if not o.by_keys:
+        return computed(s, Unit(b, heads, rows), [o], grade)[o.name]
+    group, before = s.group, o.before(s.extents, b)
+    rows = slice(rows.start + before, rows.stop + before)
+    unit = Unit(b, slice(heads.start * group, heads.stop * group), rows, True, o.second)
+    return computed(s, unit, [o], grade, exact=False)[o.name]
 
 
 def _samples(case: Case, o: Output) -> list[tuple[Tensor, Tensor]]:
     """Returns (the output's row, golden's) of some wrong rows."""
-    s = case.setting
-    return [
-        (o.rows(s, b, slice(h, h + 1), slice(r, r + 1))[0, 0].double(), _golden(s, b, h, r))
-        for b, h, r in case.wrong_rows_of(o, _SAMPLES)
-    ]
+    s, results = case.setting, []
+    for b, h, r in case.wrong_rows_of(o, _SAMPLES):
+        heads, rows = slice(h, h + 1), slice(r, r + 1)
+        before = o.before(s.extents, b)
+        mine = o.rows(s, b, heads, slice(r + before, r + before + 1))[0, 0]
+        results.append((mine.double(), _golden(s, o, b, heads, rows).value[0, 0]))
+    return results
 
 
 def _changed(
-    case: Case, detail: str, change: Callable[[Tensor, Block], Tensor], errors: Callable[..., Tensor] = grown
+    case: Case, o: Output, detail: str, change: Callable[[Tensor, At], Tensor], errors: Callable[..., Tensor] = grown
 ) -> Try:
-    """A way that changes the wrong output rows; errors: the variance of their errors, as in Setting."""
-    wrong = wrong_rows(case)
+    """A way that changes the wrong rows of an output; errors: the variance of their errors, as in Setting."""
+    wrong = wrong_rows(case, o)
 
-    def result(kind: str, value: Tensor, raw: dict[str, Tensor], x: Block, p: Precision) -> Tensor:
-        return change(value, x).to(value.dtype).where(wrong(x), value) if kind == "out" else value
+    def result(kind: str, value: Tensor, raw: dict[str, Tensor], x: At, p: Precision) -> Tensor:
+        return change(value, x).to(value.dtype).where(wrong(x), value) if kind == o.kind else value
 
-    def of_errors(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
-        if kind != "out":
+    def of_errors(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: At, grade: Grade) -> Tensor:
+        if kind != o.kind:
             return variance
         return errors(kind, variance, before, after, x, grade).where(wrong(x), variance)
 
@@ -63,16 +69,19 @@ def _changed(
     "Look at the last step of the row, and at factors that only some heads or tiles take.",
 )  # fmt: skip
 def multiplied(case: Case) -> Iterator[Try]:
-    o = _suits(case)
-    pairs = [] if o is None else [(a, b) for a, b in _samples(case, o) if a.isfinite().all() and b.any()]
-    if not pairs:
-        return
+    for o in _suits(case):
+        pairs = [(a, b) for a, b in case.once(_samples, o) if a.isfinite().all() and b.any()]
+        if pairs:
+            yield from _multiplied(case, o, pairs)
+
+
+def _multiplied(case: Case, o: Output, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[Try]:
     mine, right = (torch.cat(rows) for rows in zip(*pairs, strict=True))
     factor = float(mine @ right / (right @ right))
     if (mine - factor * right).norm() < _LEFT * (mine - right).norm() and factor:
         short = float(f"{factor:.2g}")
         factor = short if abs(short - factor) < 2e-3 * abs(factor) else factor
-        yield _changed(case, f"{factor:.4g} times", lambda value, x: factor * value)
+        yield _changed(case, o, f"{factor:.4g} times", lambda value, x: factor * value)
 
 
 @partial(
@@ -80,17 +89,19 @@ def multiplied(case: Case) -> Iterator[Try]:
     "Look at the bounds of the last store: rows or columns behind a tile's edge are not written.",
 )  # fmt: skip
 def unwritten(case: Case) -> Iterator[Try]:
-    o = _suits(case)
-    if o is None or not o.tensor.any():
-        return
-    pairs = _samples(case, o)
-    zeros = torch.stack([(mine == 0) & (right != 0) for mine, right in pairs]).all(0)
-    if not zeros.any():
-        return
-    columns = zeros.nonzero().flatten()
-    first, last = int(columns[0]), int(columns[-1])
-    detail = "" if zeros.all() else f"columns {first} to {last}"
-    yield _changed(case, detail, lambda value, x: value.masked_fill(zeros, 0))
+    for o in _suits(case):
+        if o.kind == "out" and not o.tensor.any():
+            continue  # named output-unwritten
+        zeros = torch.stack([(mine == 0) & (right != 0) for mine, right in case.once(_samples, o)]).all(0)
+        if zeros.any():
+            columns = zeros.nonzero().flatten()
+            first, last = int(columns[0]), int(columns[-1])
+            detail = "" if zeros.all() else f"columns {first} to {last}"
+            yield _changed(case, o, detail, partial(_without, zeros))
+
+
+def _without(zeros: Tensor, value: Tensor, x: At) -> Tensor:
+    return value.masked_fill(zeros, 0)
 
 
 def _orders(dim: int) -> dict[str, Tensor]:
@@ -113,19 +124,18 @@ def _orders(dim: int) -> dict[str, Tensor]:
     "Look at how a tile's registers map to columns where they are stored.",
 )  # fmt: skip
 def columns_moved(case: Case) -> Iterator[Try]:
-    o = _suits(case)
-    pairs = [] if o is None else _samples(case, o)
-    if not pairs:
-        return
-    mine, right = (torch.stack(rows) for rows in zip(*pairs, strict=True))
-    error = (mine - right).norm()
-    for detail, order in _orders(right.shape[-1]).items():
-        if (mine - right[:, order]).norm() < _LEFT * error:
-            yield _ordered(case, detail, order)
+    for o in _suits(case):
+        mine, right = (torch.stack(rows) for rows in zip(*case.once(_samples, o), strict=True))
+        error = (mine - right).norm()
+        for detail, order in _orders(right.shape[-1]).items():
+            if (mine - right[:, order]).norm() < _LEFT * error:
+                yield _ordered(case, o, detail, order)
 
 
-def _ordered(case: Case, detail: str, order: Tensor) -> Try:
-    return _changed(case, detail, lambda value, x: value[..., order], lambda kind, variance, *_: variance[..., order])
+def _ordered(case: Case, o: Output, detail: str, order: Tensor) -> Try:
+    return _changed(
+        case, o, detail, lambda value, x: value[..., order], lambda kind, variance, *_: variance[..., order]
+    )
 
 
 @dataclass(frozen=True)
@@ -150,21 +160,19 @@ class Place:
             words.insert(0, f"sequence b {'+' if self.sequence > 0 else '-'} {abs(self.sequence)}")
         return ", ".join(words)
 
-    def of(self, setting: Setting, x: Block, grade: Grade | None = None) -> Tensor:
-        """Returns golden's rows of the other place [heads, rows, elements], or the variance of their error."""
+    def of(self, setting: Setting, o: Output, x: At, grade: Grade = KERNEL) -> Wanted:
+        """Returns golden's rows of the other place [heads, rows, elements], with the variance of their error."""
         e, p = setting.extents, setting.problem
         b = (x.b + self.sequence) % len(e)
+        count = p.heads_kv if o.by_keys else p.heads_q
         heads, rows = (
             (sign * torch.arange(at.start, at.stop) + number) % end
-            for (sign, number), at, end in ((self.heads, x.heads, p.heads_q), (self.rows, x.rows, int(e.q_len[b])))
+            for (sign, number), at, end in ((self.heads, x.heads, count), (self.rows, x.rows, o.lengths(e)[b]))
         )
         (h0, h1), (r0, r1) = ((int(n.min()), int(n.max()) + 1) for n in (heads, rows))
-        block = setting.block(b, slice(h0, h1), slice(r0, r1))
-        softmax = formulas.softmax(block)
-        every = formulas.forward(block, s=softmax)["out"]
-        if grade is not None:
-            every = expected_error.forward(block, softmax, every, grade, statistics=False)["out"]
-        return every[(heads - h0)[:, None], rows - r0]
+        every = _golden(setting, o, b, slice(h0, h1), slice(r0, r1), grade)
+        at = (heads - h0)[:, None], rows - r0
+        return Wanted(every.value[at], every.variance[at])
 
 
 def _short(number: int, end: int) -> int:
@@ -180,7 +188,8 @@ def _other_places(case: Case, o: Output) -> list[Place]:
     wrong = case.wrong_rows_of(o, _SAMPLES)
     precision = 2.0**-6 if o.tensor.element_size() == 2 else 1e-4
     for b, head, row in wrong:
-        mine = o.rows(case.setting, b, slice(head, head + 1), slice(row, row + 1))[0, 0].double()
+        at = row + o.before(case.setting.extents, b)
+        mine = o.rows(case.setting, b, slice(head, head + 1), slice(at, at + 1))[0, 0].double()
         if not mine.any() or not mine.isfinite().all():
             continue
         for other, marks in enumerate(case.marks[o.name]):
@@ -204,18 +213,16 @@ def _other_places(case: Case, o: Output) -> list[Place]:
     "Look at the offset of a tile of rows, and at the strides of heads and sequences, where rows are read or stored.",
 )  # fmt: skip
 def rows_moved(case: Case) -> Iterator[Try]:
-    o = _suits(case)
-    if o is None or not case.marks.get(o.name):
-        return
-    for place in _other_places(case, o):
-        yield _moved(case, place)
+    for o in _suits(case):
+        for place in _other_places(case, o) if case.marks.get(o.name) else []:
+            yield _moved(case, o, place)
 
 
-def _moved(case: Case, place: Place) -> Try:
-    def errors(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
-        return place.of(case.setting, x, grade)
+def _moved(case: Case, o: Output, place: Place) -> Try:
+    def errors(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: At, grade: Grade) -> Tensor:
+        return place.of(case.setting, o, x, grade).variance
 
-    return _changed(case, f"those of {place}", lambda value, x: place.of(case.setting, x), errors)
+    return _changed(case, o, f"those of {place}", lambda value, x: place.of(case.setting, o, x).value, errors)
 
 
 MISTAKES = tuple(replace(mistake, general=True) for mistake in (multiplied, unwritten, columns_moved, rows_moved))

@@ -1,0 +1,177 @@
+"""Pictures of where a result is wrong: heads by rows (keys, for gradients of keys and values), or rows by keys.
+
+One function reduces errors to a grid of cells; text() and figure() draw it for a terminal and for a page.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.text import Text
+
+from fusion_attention.judging.error_bound import COLUMNS, LEAST
+from fusion_attention.judging.standards import Tally
+
+Tensor = torch.Tensor
+TERMINAL = (16, 64)  # cells down and across, at most
+PAGE = (96, 96)
+_FINITE = 1e14  # Errors has numbers above it for errors that are not finite
+_MARKS = "░▒▓█"
+_STYLES = ("yellow", "yellow", "red", "bold red")
+_WITHIN, _STRANGE = "·", "!"
+
+
+@dataclass(frozen=True, eq=False)
+class Surface:
+    """The errors of an output by position, for each sequence.
+
+    Attributes:
+        z: [down, across] float32 per sequence, in expected sizes. wrong: likewise bool.
+        down, across: words of the axes ("heads", "rows"). step: positions of `across` in a column.
+    """
+
+    z: Sequence[Tensor]
+    wrong: Sequence[Tensor]
+    down: str
+    across: str
+    step: int = 1
+
+    def order(self) -> list[int]:
+        """Returns the sequences with cells, those with an error first."""
+        return sorted((b for b, z in enumerate(self.z) if z.numel()), key=lambda b: (not bool(self.wrong[b].any()), b))
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The worst error of each cell.
+
+    Attributes:
+        z: [down, across] float32, in expected sizes. wrong: likewise bool.
+        down, across: words of the axes; steps: positions in a cell; sizes: positions of an axis.
+    """
+
+    z: Tensor
+    wrong: Tensor
+    down: str
+    across: str
+    steps: tuple[int, int]
+    sizes: tuple[int, int]
+
+    @property
+    def cell(self) -> str:
+        """Describes a cell."""
+        words = (f"{step} {word}" for step, word in zip(self.steps, (self.down, self.across), strict=True) if step > 1)
+        return " by ".join(words) or "one position"
+
+    def limits(self) -> tuple[float, float]:
+        """Returns the least and the largest finite z of wrong cells."""
+        finite = self.z[self.wrong & self.z.isfinite()]
+        return (float(finite.min()), float(finite.max())) if len(finite) else (LEAST, LEAST)
+
+    def levels(self) -> Tensor:
+        """Returns [down, across]: 0 to 1 of wrong cells by the logarithm of z; 1 of one that is not finite."""
+        least, most = (math.log(max(z, LEAST)) for z in self.limits())
+        level = (self.z.clamp(min=LEAST).log() - least) / max(most - least, 1e-6)
+        return level.nan_to_num(nan=1.0, posinf=1.0).clamp(0, 1) if most > least else torch.ones_like(level)
+
+
+def rows_by_columns(tally: Tally, shape: Sequence[int]) -> Surface | None:
+    """Returns the surface of an output that is a sum over sequences and has rows and keys as last axes; else None."""
+    if len(shape) < 2 or not tally.errors.count:
+        return None
+    z = tally.errors.cells[0][0].sqrt()
+    wrong = tally.errors.wrong()[0][0]
+    z, wrong = (t.unflatten(0, (-1, shape[-2])).amax(0) for t in (z, wrong[:, None] & (z > LEAST)))
+    return Surface([z], [wrong], "rows", "keys", COLUMNS)
+
+
+def grid(surface: Surface, b: int, most: tuple[int, int]) -> Grid:
+    """Reduces a sequence's errors to at most `most` cells, by maxima over powers of two of positions."""
+    z, wrong = surface.z[b], surface.wrong[b]
+    z = z.masked_fill(z.isnan() | (z > _FINITE), math.inf)
+    steps = tuple(1 << (-(-n // cells) - 1).bit_length() for n, cells in zip(z.shape, most, strict=True))
+    reduced = (_reduced(t, steps) for t in (z, wrong.float()))
+    sizes = z.shape[0], z.shape[1] * surface.step
+    worst, any_wrong = reduced
+    return Grid(worst, any_wrong > 0, surface.down, surface.across, (steps[0], steps[1] * surface.step), sizes)
+
+
+def _reduced(t: Tensor, steps: Sequence[int]) -> Tensor:
+    (down, across), (by_down, by_across) = t.shape, steps
+    t = torch.nn.functional.pad(t, (0, -across % by_across, 0, -down % by_down))
+    return t.unflatten(1, (-1, by_across)).amax(-1).unflatten(0, (-1, by_down)).amax(1)
+
+
+def text(name: str, surface: Surface) -> Text:
+    """Draws the first sequence with an error as lines of block characters, for a terminal of 80 columns."""
+    b = surface.order()[0]
+    g = grid(surface, b, TERMINAL)
+    margin = len(f"{g.down} {g.sizes[0]}")
+    least, most = g.limits()
+    title = f"{name}{_of(surface, b)}: worst z of {g.cell}; {_WITHIN} within the bound, "
+    title += f"{_MARKS[0]} {least:.2g} to {_MARKS[-1]} {most:.2g}" if most > least else f"{_MARKS[-1]} {most:.2g}"
+    title += f", {_STRANGE} not finite" if bool((g.wrong & g.z.isinf()).any()) else ""
+    result = Text(f"{title}\n{' ' * margin} {_ticks(g)}\n")
+    levels = (g.levels() * len(_MARKS)).long().clamp(max=len(_MARKS) - 1).tolist()
+    for i, row in enumerate(levels):
+        first = i * g.steps[0]
+        result.append(f"{g.down if not i else '':{len(g.down)}} {first:>{margin - len(g.down) - 1}} ")
+        for j, level in enumerate(row):
+            if not g.wrong[i, j]:
+                result.append(_WITHIN, "green")
+            else:
+                strange = bool(g.z[i, j].isinf())
+                result.append(_STRANGE if strange else _MARKS[level], "bold red" if strange else _STYLES[level])
+        result.append("\n")
+    return result
+
+
+def _of(surface: Surface, b: int) -> str:
+    return f", sequence {b} of {len(surface.z)}" if len(surface.z) > 1 else ""
+
+
+def _ticks(g: Grid) -> str:
+    """Labels every sixteenth cell of the axis across, and names the axis."""
+    line = ""
+    for cell in range(0, g.z.shape[1], 16):
+        line = f"{line:{cell}}{cell * g.steps[1]}"
+    return f"{line:{min(g.z.shape[1], 56)}} {g.across}"
+
+
+def figure(name: str, surface: Surface, b: int) -> str:
+    """Draws a sequence as a figure of HTML with labelled axes: green within the bound, yellow to red beyond it."""
+    g = grid(surface, b, PAGE)
+    data = base64.b64encode(_png(g)).decode()
+    least, most = g.limits()
+    words = f"; yellow {least:.2g}, red {most:.2g} times the expected error" if bool(g.wrong.any()) else ""
+    caption = f"{name}{_of(surface, b)}: worst error of {g.cell}{words}"
+    down, across = (f"<span>0</span><span>{word}</span><span>{max(n - 1, 0)}</span>"
+                    for word, n in zip((g.down, g.across), g.sizes, strict=True))  # fmt: skip
+    return (
+        f"<figure><div class='axes'><div class='down'>{down}</div>"
+        f"<img alt='{html.escape(caption, quote=True)}' src='data:image/png;base64,{data}'>"
+        f"<div class='across'>{across}</div></div><figcaption>{html.escape(caption)}</figcaption></figure>"
+    )
+
+
+def _png(g: Grid) -> bytes:
+    level = g.levels()
+    red = torch.where(g.wrong, torch.full_like(level, 220), torch.full_like(level, 60))
+    green = torch.where(g.wrong, 200 * (1 - level), torch.full_like(level, 150))
+    blue = torch.where(g.wrong, torch.full_like(level, 40), torch.full_like(level, 80))
+    pixels = torch.stack((red, green, blue), -1).clamp(0, 255).byte()
+    height, width = g.z.shape
+    raw = b"".join(b"\0" + bytes(row.flatten().tolist()) for row in pixels)
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")

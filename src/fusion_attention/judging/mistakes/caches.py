@@ -1,0 +1,221 @@
+"""Mistakes in caches: pages and their table, dequantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.ir.kv import Dequant, PagedView, RowView
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.judging import formulas
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, out_of
+from fusion_attention.judging.outputs import Output
+from fusion_attention.judging.setting import Block, Setting
+
+Tensor = torch.Tensor
+_SAMPLES = 4  # rows of a sequence
+_LEFT = 0.25  # of a row's error, at most, under a candidate
+_NUMBERS = 1 << 24  # of results for each page of a sequence and each block of the pool, at most
+
+
+def _paged(s: Setting) -> bool:
+    return isinstance(s.operands.k, PagedView)
+
+
+def _with_table(
+    s: Setting, change: Callable[[PagedView], Tensor], names: Collection[str] = ("k", "v", "k_rope")
+) -> Setting:
+    views = {n: getattr(s.operands, n) for n in names}
+    return s.of_operands(**{n: replace(v, table=change(v)) for n, v in views.items() if isinstance(v, PagedView)})
+
+
+@partial(
+    Mistake, "page-table", "Pages are found through the wrong entries of the block table.",
+    "Token t lies in page block_table[b, t // block_size], at row t % block_size.",
+)  # fmt: skip
+def page_table(case: Case) -> Iterator[Try]:
+    s = case.setting
+    if not _paged(s):
+        return
+
+    def blocks(view: PagedView) -> int:
+        return int(view.pool.shape[0])
+
+    ways: dict[str, Callable[[PagedView], Tensor]] = {
+        "each entry one column to the right": lambda v: v.table.roll(-1, -1).contiguous(),
+        "each entry one column to the left": lambda v: v.table.roll(1, -1).contiguous(),
+        "page numbers plus one": lambda v: (v.table + 1).clamp(0, blocks(v) - 1),
+        "page numbers minus one": lambda v: (v.table - 1).clamp(min=0),
+        "pages in order, without the table": _in_order,
+    }
+    if len(s.extents) > 1:
+        ways["the first sequence's pages for all"] = lambda v: v.table[:1].repeat(len(v.table), 1)
+    for detail, change in ways.items():
+        yield Try(detail, _with_table(s, change))
+        if not s.problem.shares_kv:
+            yield Try(f"{detail}, of keys alone", _with_table(s, change, ("k", "k_rope")))
+            yield Try(f"{detail}, of values alone", _with_table(s, change, ("v",)))
+
+
+def _in_order(view: PagedView) -> Any:
+    rows, columns = view.table.shape
+    order = np.arange(rows * columns).reshape(rows, columns) % max(int(view.pool.shape[0]), 1)
+    return view.table.new_tensor(order)
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Sums over the keys of each page: of weights [pages], and of weights times values [pages, elements]."""
+
+    total: Tensor
+    values: Tensor
+
+
+def _of_pages(x: Block, top: Tensor, size: int) -> Sums:
+    """Returns the sums of one row's weights exp(score - top) over pages of its keys."""
+    weights = (formulas.scores_of(x)[0][0, 0] - top).exp().unflatten(0, (-1, size))
+    return Sums(weights.sum(-1), (weights[:, None] @ x.v[0].unflatten(0, (-1, size))).squeeze(1))
+
+
+@partial(
+    Mistake, "page-wrong", "A page of a sequence is another block of the pool.",
+    "Look at the entry of the block table, and at buffers of entries or pages that are overwritten too early.",
+)  # fmt: skip
+def page_wrong(case: Case) -> Iterator[Try]:
+    s, o = case.setting, out_of(case)
+    k, p = s.operands.k, s.problem
+    plain = p.bias == "none" and not p.has_blocked and not p.has_sink and not p.selects and not p.common_keys
+    if o is None or not isinstance(k, PagedView) or not plain or p.dequant_k != "none" or p.dim_rope:
+        return
+    for b in [b for b, wrong in enumerate(case.wrong[o.name]) if wrong.any()]:
+        for page, other in _exchanged(case, o, k, b):
+
+            def change(view: PagedView, b: int = b, page: int = page, other: int = other) -> Tensor:
+                table = view.table.clone()
+                table[b, page] = other
+                return table
+
+            detail = f"page {page} of sequence {b} is block {other}, not {int(k.table[b, page])}"
+            yield Try(detail, _with_table(s, change))
+
+
+def _exchanged(case: Case, o: Output, k: PagedView, b: int) -> list[tuple[int, int]]:
+    """Returns (page of sequence b, block of the pool) whose exchange explains the sequence's wrong rows."""
+    s, size = case.setting, k.page_size
+    length, blocks = int(s.extents.kv_len[b]), int(k.pool.shape[0])
+    pages = length // size  # an exchanged last, partial page has other keys
+    if not 0 < pages * blocks * s.problem.dim_v <= _NUMBERS:
+        return []
+    every = torch.arange(blocks, dtype=k.table.dtype)
+    pool = _with_table(s, lambda v: every.expand(len(v.table), -1).contiguous())
+    full = np.full_like(s.extents.kv_len, blocks * size)
+    pool = pool.of_extents(kv_len=full, lo=np.full_like(full, -INFINITE), hi=np.full_like(full, INFINITE))
+    left = torch.zeros(pages, blocks, dtype=torch.float64)
+    rows = [(h, r) for sequence, h, r in case.wrong_rows_of(o, 1 << 30) if sequence == b]
+    for h, r in rows[:: max(1, len(rows) // _SAMPLES)][:_SAMPLES]:
+        at = b, slice(h, h + 1), slice(r, r + 1)
+        here, there, rest = _row_of_pages(s, pool, at, size, pages)
+        total, values = here.total.sum() + rest.total.sum(), here.values.sum(0) + rest.values.sum(0)
+        mine = o.rows(s, *at)[0, 0].double()
+        error = float((mine - values / total).norm())
+        result = values - here.values[:, None] + there.values
+        result = result / (total - here.total[:, None] + there.total)[..., None]
+        left = torch.maximum(left, ((result - mine).norm(dim=-1) / error).nan_to_num(torch.inf, torch.inf))
+    best = sorted((left <= _LEFT).nonzero().tolist(), key=lambda at: float(left[tuple(at)]))
+    return [(page, other) for page, other in best[:2]]
+
+
+def _row_of_pages(s: Setting, pool: Setting, at: tuple[int, slice, slice], size: int, pages: int) -> tuple[Sums, ...]:
+    """Returns the sums of a row over its full pages, over all blocks of the pool, and over its last, partial page."""
+    length = int(s.extents.kv_len[at[0]])
+    blocks = s.block(*at, slice(0, pages * size)), pool.block(*at), s.block(*at, slice(pages * size, length))
+    shown = torch.cat([formulas.scores_of(x)[0].flatten() for x in blocks])
+    top = shown.nan_to_num(-torch.inf).amax()
+    return tuple(_of_pages(x, top, n) for x, n in zip(blocks, (size, size, max(length - pages * size, 1)), strict=True))
+
+
+def _rescaled(s: Setting, change: Callable[[Dequant], Dequant], sides: Collection[str] = ("k", "v")) -> Setting:
+    both = {f"dequant_{side}": getattr(s.operands, f"dequant_{side}") for side in sides}
+    return s.of_operands(**{name: change(d) for name, d in both.items() if d is not None})
+
+
+def _of(s: Setting, change: Callable[[Tensor], Tensor], d: Dequant) -> Dequant:
+    return Dequant(_reread(s, d.scale, change), _reread(s, d.offset, change))
+
+
+def _reread(s: Setting, view: RowView | PagedView | None, change: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a view of scales [heads, tokens or 1, elements] that are changed in each sequence."""
+    if view is None:
+        return None
+    by_token = isinstance(view, PagedView) or view.stride_token != 0
+    lengths = s.extents.kv_len if by_token else np.ones_like(s.extents.kv_len)
+    rows = [view.sequence(b, s.problem.heads_kv, int(n)) for b, n in enumerate(lengths)]
+    keep = tuple(change(t.clone()).contiguous() for t in rows)
+    return RowView(keep, np.zeros_like(lengths), view.dim if by_token else 0, lengths * view.dim, view.dim)
+
+
+def _next(view: Any) -> Any:
+    """Returns a view of the next token's scales; scales in pages are left as they are."""
+    return replace(view, address=view.address + view.stride_token) if isinstance(view, RowView) else view
+
+
+def _transposed(rows: Tensor) -> Tensor:
+    """Returns scales [heads, 1, elements] as if they were [elements, heads]."""
+    return rows.reshape(rows.shape[2], rows.shape[0]).T.reshape(rows.shape) if rows.shape[1] == 1 else rows
+
+
+def _scales(case: Case) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """Yields other scales of a head, a token or a channel."""
+    p, o = case.setting.problem, case.setting.operands
+    if p.heads_kv > 1:
+        yield "scales prepared [D, N2], not [N2, D]", _transposed
+        yield "the first head's scales for all heads", lambda t: t[:1].expand_as(t)
+        yield "the scales of the next head", lambda t: t.roll(-1, 0)
+        if p.heads_kv > 2:
+            yield "the scales of the previous head", lambda t: t.roll(1, 0)
+    if "token" in (p.dequant_k, p.dequant_v):
+        yield "the scales of the previous token", lambda t: t.roll(1, 1)
+        yield "the first token's scales for all tokens", lambda t: t[:, :1].expand_as(t)
+    elif any(d is not None and d.scale.dim > 1 for d in (o.dequant_k, o.dequant_v)):
+        yield "the scales of the next channel", lambda t: t.roll(-1, 2)
+        yield "the scales of the previous channel", lambda t: t.roll(1, 2)
+        yield "the first channel's scales for all channels", lambda t: t[..., :1].expand_as(t)
+
+
+@partial(
+    Mistake, "dequantisation", "Stored integers are scaled in another way.",
+    "(stored + offset) * scale, scales [2, N2, D], keys first.",
+)  # fmt: skip
+def dequantisation(case: Case) -> Iterator[Try]:
+    s, p, o = case.setting, case.setting.problem, case.setting.operands
+    if p.dequant_k == "none" and p.dequant_v == "none":
+        return
+    if p.dequant_k == p.dequant_v and o.dequant_k is not None and o.dequant_v is not None:
+        yield Try(
+            "the scales of keys and values exchanged", s.of_operands(dequant_k=o.dequant_v, dequant_v=o.dequant_k)
+        )
+    of_sides = ({"k", "v"}, {"k"}, {"v"}) if o.dequant_k is not None and o.dequant_v is not None else ({"k", "v"},)
+    for detail, change in _scales(case):
+        for sides in of_sides:
+            word = "" if len(sides) == 2 else ", of keys alone" if "k" in sides else ", of values alone"
+            yield Try(f"{detail}{word}", _rescaled(s, partial(_of, s, change), sides))
+    if "token" in (p.dequant_k, p.dequant_v):
+        yield Try("the scales of the next token", _rescaled(s, lambda d: Dequant(_next(d.scale), _next(d.offset))))
+    if any(d is not None and d.offset is not None for d in (o.dequant_k, o.dequant_v)):
+        yield Try("stored * scale + offset, not (stored + offset) * scale", s.changed(offset_outside=True))
+        yield Try("offsets left out", _rescaled(s, lambda d: Dequant(d.scale)))
+        negative = _rescaled(s, lambda d: Dequant(d.scale, _reread(s, d.offset, torch.neg)))
+        yield Try("offsets with the other sign", negative)
+    yield Try("keys are not scaled", s.of_operands(dequant_k=None))
+    yield Try("values are not scaled", s.of_operands(dequant_v=None))
+    if p.kv_dtype == "int4":
+        yield Try("the even element in the high half of a byte", s.changed(high_first=True))
+        yield Try("integers without their sign", s.changed(unsigned=True))
+
+
+MISTAKES = (page_table, page_wrong, dequantisation)

@@ -1,0 +1,116 @@
+"""Mistakes in lists of selected keys or blocks of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from fusion_attention.ir.kv import RowView
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
+from fusion_attention.judging.setting import Block, Lists, Setting
+
+Tensor = torch.Tensor
+_BLOCKS = (1, 16, 32, 64, 128)
+
+
+def _changed(case: Case, detail: str, change: Callable[[Lists], Lists]) -> Iterator[Try]:
+    if case.setting.problem.select_count:
+        yield Try(detail, case.setting.changed(lists=change))
+
+
+def _without(x: Lists, number: int) -> Lists:
+    """Leaves out an entry of lists; -1: the last that is read."""
+    at = torch.arange(x.entries.shape[-1])
+    count = x.read.sum(-1, keepdim=True)
+    return x._replace(read=x.read & (at != (count - 1 if number < 0 else number)))
+
+
+@partial(
+    Mistake, "list-shortened", "An entry of the lists is not read.",
+    "A list ends at its first -1, or behind its last entry.",
+)  # fmt: skip
+def shortened(case: Case) -> Iterator[Try]:
+    count = case.setting.problem.select_count
+    for detail, number in (("the last before -1", -1), ("the last of full lists", count - 1), ("the first", 0)):
+        yield from _changed(case, detail, partial(_without, number=number))
+
+
+def _with_ends(x: Lists, key: int) -> Lists:
+    """Reads -1 as a key; -1: the last."""
+    ends = x.entries < 0
+    return x._replace(entries=x.entries.masked_fill(ends, key % max(x.keys, 1)), read=x.read | ends)
+
+
+@partial(
+    Mistake, "list-end-read", "Entries at and behind the end of a list are read.",
+    "-1 ends a list: it is no key, and what lies behind it is arbitrary.",
+)  # fmt: skip
+def end_read(case: Case) -> Iterator[Try]:
+    for key, word in ((-1, "last"), (0, "first")):
+        for way in _changed(case, f"-1 as the {word} key", partial(_with_ends, key=key)):
+            yield way
+            unmasked = way.setting.changed(lambda x: x if x.times is None else replace(x, visible=x.times > 0))
+            yield Try(f"{way.detail}, for rows that do not see it too", unmasked)
+    yield from _changed(case, "behind -1", lambda x: x._replace(read=x.entries >= 0))
+
+
+@partial(Mistake, "list-duplicates", "Keys that a list has twice count once.", "Every entry of a list counts.")
+def duplicates(case: Case) -> Iterator[Try]:
+    def once(x: Block) -> Block:
+        return x if x.times is None else replace(x, times=x.times.clamp(max=1.0))
+
+    if case.setting.problem.select_count:
+        yield Try("", case.setting.changed(once))
+
+
+@partial(
+    Mistake, "list-of-another-row", "Rows read the lists of other rows.", "Look at the offset and strides of lists."
+)
+def other_rows(case: Case) -> Iterator[Try]:
+    s, view = case.setting, case.setting.operands.indices
+    if s.problem.select_count and isinstance(view, RowView):
+        for detail, by in (("of the row before", -1), ("of the row behind", 1)):
+            yield Try(detail, s.of_operands(indices=_moved(s, view, by)))
+            yield Try(
+                f"{detail}, across sequences",
+                s.of_operands(indices=replace(view, address=view.address + by * view.stride_token)),
+            )
+
+
+def _moved(s: Setting, view: RowView, by: int) -> RowView:
+    """Returns a view of the lists of the rows before or behind; the row at the edge has the right one."""
+    lengths = s.extents.q_len
+    rows = [view.sequence(b, s.problem.heads_kv, int(n)) for b, n in enumerate(lengths)]
+    keep = tuple(t[:, (torch.arange(t.shape[1]) + by).clamp(0, max(t.shape[1] - 1, 0))].contiguous() for t in rows)
+    return RowView(keep, np.zeros_like(lengths), view.dim, lengths * view.dim, view.dim)
+
+
+@partial(Mistake, "list-ignored", "Rows read all keys that they see, not those of their lists.", "Are lists passed?")
+def ignored(case: Case) -> Iterator[Try]:
+    if case.setting.problem.select_count and not case.setting.problem.compressed_ratio:
+        yield Try("", case.setting.of_problem(select_count=0))
+
+
+@partial(
+    Mistake, "list-block", "Entries are read as numbers of blocks of another size.",
+    "Entry n is the block of keys from n * block on.",
+)  # fmt: skip
+def block_size(case: Case) -> Iterator[Try]:
+    p = case.setting.problem
+    for size in _BLOCKS if p.select_count and not p.compressed_ratio else ():
+        if size != p.select_block:
+            other = case.setting.of_problem(select_block=size)
+            yield Try(f"blocks of {size}, not {p.select_block}", other.changed(lists=_complete))
+            yield Try(f"blocks of {size}, not {p.select_block}, for the number of entries too", other)
+
+
+def _complete(x: Lists) -> Lists:
+    """Reads lists to their first -1."""
+    return x._replace(read=(x.entries >= 0).cumprod(-1).bool())
+
+
+MISTAKES = (shortened, end_read, duplicates, other_rows, ignored, block_size)

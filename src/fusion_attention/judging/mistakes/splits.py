@@ -1,0 +1,144 @@
+"""Mistakes of kernels that split a row's keys, compute a softmax of each part and merge the results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusion_attention.ir.kv import PagedView
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
+from fusion_attention.judging.mistakes.tiles import SIZES, Loop, Sums, Way, explaining, exponentials, summed
+
+Tensor = torch.Tensor
+_COUNTS = (2, 3, 4, 5, 6, 7, 8, 12, 16)
+_UNITS = (1, 16, 64, 128)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Parts of a sequence's keys: `count` of them, of a multiple of `unit` keys; count 0: parts of `unit` keys."""
+
+    count: int
+    unit: int
+
+    def __str__(self) -> str:
+        if not self.count:
+            return f"key tiles of {self.unit}"
+        return f"{self.count} splits of the keys" + (f", multiples of {self.unit}" if self.unit > 1 else "")
+
+    def size(self, length: int) -> int:
+        """Returns the number of keys of a part."""
+        each = -(-length // self.count) if self.count else self.unit
+        return max(-(-each // self.unit) * self.unit, 1)
+
+    def of(self, loop: Loop) -> list[slice]:
+        """Returns the parts of a block's keys."""
+        return [*loop.tiles(self.size(loop.length))]
+
+
+def _parts(case: Case) -> list[Split]:
+    """Returns the ways to split the keys of a case, without those that split all sequences alike."""
+    k, lengths = case.setting.operands.k, sorted({int(n) for n in case.setting.extents.kv_len})
+    units = sorted({*_UNITS, *((k.page_size,) if isinstance(k, PagedView) else ())})
+    splits = [Split(0, size) for size in SIZES] + [Split(count, unit) for count in _COUNTS for unit in units]
+    results: dict[tuple[int, ...], Split] = {}
+    for split in splits:
+        sizes = tuple(split.size(n) for n in lengths)
+        if any(size < n for size, n in zip(sizes, lengths, strict=True)):
+            results.setdefault(sizes, split)
+    return [*results.values()]
+
+
+def _weights_of_mean(lse: Tensor, top: Tensor, total: Tensor) -> Tensor:
+    live = (lse != -math.inf).to(lse)
+    return live / live.sum(0).clamp_min(1.0)
+
+
+def _weights_of_sum(lse: Tensor, top: Tensor, total: Tensor) -> Tensor:
+    return (lse != -math.inf).to(lse)
+
+
+def _weights_of_powers(lse: Tensor, top: Tensor, total: Tensor) -> Tensor:
+    return (lse * math.log(2)).softmax(0)
+
+
+def _weights_of_totals(lse: Tensor, top: Tensor, total: Tensor) -> Tensor:
+    return total / total.sum(0)
+
+
+def _weights_of_maxima(lse: Tensor, top: Tensor, total: Tensor) -> Tensor:
+    return top.softmax(0)
+
+
+# Of the lse, the maximum and the sum of weights of parts [parts, heads, rows, 1].
+_WEIGHTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "mean of": _weights_of_mean,
+    "sum of": _weights_of_sum,
+    "weights 2^lse for e^lse of": _weights_of_powers,
+    "weights without the maxima of": _weights_of_totals,
+    "weights without the sums of": _weights_of_maxima,
+}
+
+
+def _merged(loop: Loop, split: Split, weigh: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the results of parts [parts, heads, rows, elements] and their weights."""
+    each = [summed(loop.scores[..., part], loop.values[:, part]) for part in split.of(loop)]
+    out = torch.stack([(t.values / t.total).where(t.total > 0, 0.0) for t in each])
+    top, total = (torch.stack([getattr(t, name) for t in each]) for name in ("top", "total"))
+    return out, weigh(top + total.log(), top, total).nan_to_num(0.0)
+
+
+def merged(loop: Loop, **how: Any) -> Sums:
+    """A softmax of each part, merged with other weights."""
+    one, (out, weights) = summed(loop.scores, loop.values), _merged(loop, **how)
+    return replace(one, values=(out * weights).sum(0) * one.total)
+
+
+def _merged_weights(loop: Loop, **how: Any) -> Tensor:
+    parts, (_, weights) = how["split"].of(loop), _merged(loop, **how)
+    each = [exponentials(loop.scores[..., part]) for part in parts]
+    each = [t / t.sum(-1, keepdim=True).clamp_min(1e-300) * w for t, w in zip(each, weights, strict=True)]
+    return torch.cat(each, -1)
+
+
+@partial(
+    Mistake, "tile-softmax",
+    "Every tile or split of keys has a softmax alone, and their results are merged with the wrong weights.",
+    "Partial results merge with the weights exp(lse of the part - lse of all).",
+)  # fmt: skip
+def tile_softmax(case: Case) -> Iterator[Try]:
+    def candidates() -> Iterator[Way]:
+        for split in _parts(case):
+            for word, weigh in _WEIGHTS.items():
+                how: dict[str, Any] = {"split": split, "weigh": weigh}
+                yield Way(f"{word} {split}", partial(merged, **how), partial(_merged_weights, **how))
+
+    return explaining(case, candidates())
+
+
+def without(loop: Loop, split: Split, number: int) -> Sums:
+    """A softmax over all parts but one."""
+    part = torch.zeros(loop.scores.shape[-1], dtype=torch.bool)
+    for at in split.of(loop)[number : number + 1]:
+        part[at] = True
+    return summed(loop.scores.masked_fill(part, -math.inf), loop.values)
+
+
+@partial(
+    Mistake, "split-left-out", "The result of a split of the keys is left out.",
+    "Look at the number of splits that are merged, and at where each stores its result.",
+)  # fmt: skip
+def split_left_out(case: Case) -> Iterator[Try]:
+    splits = [split for split in _parts(case) if split.count]
+    return explaining(case, (
+        Way(f"split {n} of {split}", partial(without, split=split, number=n))
+        for split in splits for n in range(split.count)
+    ))  # fmt: skip
+
+
+MISTAKES = (tile_softmax, split_left_out)

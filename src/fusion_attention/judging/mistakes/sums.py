@@ -1,0 +1,226 @@
+"""Parts of the sums that gradients are: contributions of query heads and tiles, of which some are missing or wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from fusion_attention.judging import formulas
+from fusion_attention.judging.mistakes.kinds import Case, Try, wrong_area, wrong_outputs
+from fusion_attention.judging.outputs import Output
+from fusion_attention.judging.setting import Block, Setting
+
+Tensor = torch.Tensor
+SIZES = (16, 32, 64, 128, 256)
+_SAMPLES = 8
+# A candidate explains wrong rows if at most this fraction of their error remains.
+_LEFT = 0.25
+# The vectors that a gradient sums, by its kind: of keys for queries' gradients, else of rows.
+_VECTORS = {"dq": "k", "dq_rope": "k_rope", "dk": "q", "dk_rope": "q_rope", "dv": "dout"}
+
+
+class Part(NamedTuple):
+    """Some contributions to the rows of a gradient.
+
+    Attributes:
+        head: the query head in its group; -1: all. tiles: "all", "tile", or "first" and "last" of each row's tiles.
+        size: of a tile. number: of the tile.
+    """
+
+    head: int = -1
+    tiles: str = "all"
+    size: int = 0
+    number: int = 0
+
+
+class Change(NamedTuple):
+    """A wrong part of a gradient's contributions.
+
+    Attributes:
+        word: "left out", "twice", "alone" (all others are missing), or "with the vectors of the tile before" or
+            "behind". left: the fraction of the error that remains.
+    """
+
+    part: Part
+    word: str
+    left: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A wrong row of a gradient, and golden's.
+
+    Attributes:
+        terms: golden's contributions by query heads and tiles of 16 [heads, tiles, elements]. moved: those with the
+            vectors of so many keys (rows) before. first, last: the first and last key (row) that contributes.
+    """
+
+    mine: Tensor
+    right: Tensor
+    terms: Tensor
+    moved: dict[int, Tensor]
+    first: int
+    last: int
+
+    def of(self, part: Part, by: int = 0) -> Tensor:
+        """Returns the sum of some contributions [elements]; by: with the vectors of so many keys (rows) before."""
+        terms = self.moved[by] if by else self.terms
+        terms = terms if part.head < 0 else terms[part.head : part.head + 1]
+        if part.tiles == "all":
+            return terms.sum((0, 1))
+        at = {"tile": part.number, "first": self.first // part.size, "last": self.last // part.size}[part.tiles]
+        step = part.size // 16
+        return terms[:, at * step : (at + 1) * step].sum((0, 1))
+
+
+def counted(x: Block, factor: Tensor) -> Block:
+    """Multiplies the contributions of pairs to gradients."""
+    return replace(x, counted=factor if x.counted is None else x.counted * factor)
+
+
+def _sampled(case: Case, o: Output) -> list[Sample]:
+    """Returns the contributions to some wrong rows of a gradient."""
+    s, e, results = case.setting, case.setting.extents, []
+    for b, head, row in case.wrong_rows_of(o, _SAMPLES):
+        at = slice(row, row + 1)
+        mine = o.rows(s, b, slice(head, head + 1), at)[0, 0].double()
+        if o.by_keys:
+            x = s.block(b, slice(head * s.group, (head + 1) * s.group), slice(0, int(e.q_len[b])), at)
+        else:
+            x = s.block(b, slice(head, head + 1), at, slice(0, e.all_keys(b)))
+        g = formulas.scored(x)
+        pairs = g.dropped_weights if o.kind == "dv" else x.scores_by * g.dx
+        pairs, some = (t[..., 0] if o.by_keys else t[:, 0] for t in (pairs, x.visible))
+        vectors, seen = _vectors(x, o.kind), some.any(0).nonzero().flatten().tolist()
+        if seen and mine.isfinite().all() and vectors.isfinite().all():
+            terms = _by_tiles(pairs, vectors)
+            moved = {by: _by_tiles(pairs, vectors.roll(by, -2)) for size in SIZES for by in (size, -size)}
+            results.append(Sample(mine, terms.sum((0, 1)), terms, moved, seen[0], seen[-1]))
+    return results
+
+
+def _vectors(x: Block, kind: str) -> Tensor:
+    """Returns the vectors that a gradient sums [heads or 1, n, elements]."""
+    vectors: Tensor = x.saved[0] if kind == "dv" else getattr(x, _VECTORS[kind])
+    return vectors
+
+
+def _by_tiles(pairs: Tensor, vectors: Tensor) -> Tensor:
+    """Returns sums over tiles of 16 [heads, tiles, elements]."""
+    fill = -pairs.shape[-1] % 16
+    pairs = torch.nn.functional.pad(pairs, (0, fill)).unflatten(-1, (-1, 16))
+    vectors = torch.nn.functional.pad(vectors, (0, 0, 0, fill)).unflatten(-2, (-1, 16))
+    return (pairs[..., None, :] @ vectors).squeeze(-2)
+
+
+def _parts(samples: list[Sample], group: int) -> Iterator[Part]:
+    """Yields parts by head, by tiles, and by both."""
+    length = 16 * max(x.terms.shape[1] for x in samples)
+    for head in range(-1, group if group > 1 else 0):
+        if head >= 0:
+            yield Part(head)
+        for size in SIZES:
+            if size < length:
+                yield from (Part(head, "tile", size, n) for n in range(-(-length // size)))
+                yield from (Part(head, word, size) for word in ("first", "last"))
+
+
+def _changes(case: Case, o: Output) -> list[Change]:
+    """Returns the changes that explain wrong rows of a gradient, by the error that remains."""
+    samples = _sampled(case, o)
+    if not samples:
+        return []
+    mine, right = (torch.cat([getattr(x, name) for x in samples]) for name in ("mine", "right"))
+    error, results = float((mine - right).norm()), []
+    for part in _parts(samples, case.setting.group if o.by_keys else 1):
+        terms = torch.cat([x.of(part) for x in samples])
+        if not terms.any():
+            continue
+        ways = {"left out": right - terms, "twice": right + terms, "alone": terms}
+        if part.tiles == "tile":
+            for word, by in (("before", part.size), ("behind", -part.size)):
+                moved = torch.cat([x.of(part, by) for x in samples])
+                ways[f"with the vectors of the tile {word}"] = right - terms + moved
+        for word, result in ways.items():
+            left = float((mine - result).norm()) / error
+            if left <= _LEFT and not torch.equal(result, right):
+                results.append(Change(part, word, left))
+    order = ("all", "tile", "first", "last")
+    results.sort(key=lambda c: (round(c.left, 6), order.index(c.part.tiles), c.part.head >= 0, c.part.size))
+    return results[:3]
+
+
+def ways(case: Case, suits: Callable[[Change], bool]) -> Iterator[Try]:
+    """Yields the changes of contributions that explain wrong gradients."""
+    s = case.setting
+    if s.grads is None or s.problem.shares_kv:
+        return
+    for o in wrong_outputs(case):
+        if o.kind in _VECTORS and not o.second:
+            for change in filter(suits, case.once(_changes, o)):
+                yield Try(_detail(o, change), s.changed(_edit(case, o, change)))
+
+
+def _detail(o: Output, change: Change) -> str:
+    part, of = change.part, "rows" if o.by_keys else "keys"
+    words = [] if part.head < 0 else [f"query head {part.head} of each group"]
+    if part.tiles == "tile":
+        first = part.number * part.size
+        words.append(f"{of} {first} to {first + part.size - 1}, tile {part.number} of {part.size}")
+    elif part.tiles != "all":
+        words.append(f"the {part.tiles} visible tile of {part.size} {of}")
+    return f"{', '.join(words)}, {change.word}"
+
+
+def _edit(case: Case, o: Output, change: Change) -> Callable[[Block], Block]:
+    """Returns an edit that makes a change of the contributions to the wrong rows of a gradient."""
+    part, s, areas = change.part, case.setting, wrong_area(case, o)
+
+    def edit(x: Block) -> Block:
+        heads = torch.arange(x.heads.start, x.heads.stop)
+        rows, keys = (torch.arange(at.start, at.stop) for at in (x.rows, x.keys))
+        of_terms, of_rows = (rows, keys) if o.by_keys else (keys, rows)
+        if change.word.startswith("with"):
+            by = part.size if "before" in change.word else -part.size
+            return _with_others(s, x, o.kind, of_terms, of_terms // part.size == part.number, by)
+        area = areas[x.b][heads // s.group if o.by_keys else heads]
+        inside = of_rows < area.shape[1]  # keys of a second source are not
+        area = area[:, of_rows.where(inside, 0)] & inside
+        marks = _marked(s, x, o, part, of_terms)
+        marks = ~marks if change.word == "alone" else marks
+        area = area[:, None] if o.by_keys else area[:, :, None]
+        return counted(x, torch.where(area & marks, 2.0 if change.word == "twice" else 0.0, 1.0).double())
+
+    return edit
+
+
+def _marked(s: Setting, x: Block, o: Output, part: Part, of_terms: Tensor) -> Tensor:
+    """Returns the pairs of a block whose contributions are a part, bool [heads, rows or 1, keys or 1]."""
+    heads = torch.arange(x.heads.start, x.heads.stop)
+    marks = ((heads % s.group == part.head) | (part.head < 0))[:, None, None]
+    if part.tiles == "all":
+        return marks
+    axis = 1 if o.by_keys else 2
+    at: Tensor | int = part.number
+    if part.tiles != "tile":
+        rows = slice(0, x.q_len) if o.by_keys else x.rows
+        keys = x.keys if o.by_keys else slice(0, s.extents.all_keys(x.b))
+        visible = s.block(x.b, x.heads, rows, keys).visible
+        edge = visible.int().argmax(axis, keepdim=True)
+        if part.tiles == "last":
+            edge = visible.shape[axis] - 1 - visible.flip(axis).int().argmax(axis, keepdim=True)
+        at = edge // part.size
+    shape = (1, -1, 1) if o.by_keys else (1, 1, -1)
+    return marks & (of_terms.view(shape) // part.size == at)
+
+
+def _with_others(s: Setting, x: Block, kind: str, of_terms: Tensor, stale: Tensor, by: int) -> Block:
+    """Changes the vectors that a gradient sums to those of a neighbouring tile."""
+    by_keys = kind in ("dk", "dk_rope", "dv")
+    rows, keys = (slice(0, x.q_len), x.keys) if by_keys else (x.rows, slice(0, s.extents.all_keys(x.b)))
+    every = _vectors(s.block(x.b, x.heads, rows, keys), kind)
+    vectors = every.roll(by, -2)[:, of_terms].where(stale[:, None], every[:, of_terms])
+    return replace(x, summed={**x.summed, kind: vectors})

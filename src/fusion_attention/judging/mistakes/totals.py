@@ -1,0 +1,56 @@
+"""Mistakes in gradients that are sums over all sequences: of sinks and of biases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from fusion_attention.judging.evaluate import of_total
+from fusion_attention.judging.expected_error import PROGRAM
+from fusion_attention.judging.outputs import Output, Wanted, totals
+from fusion_attention.judging.setting import Setting
+from fusion_attention.judging.verdict import Explanation
+
+Tensor = torch.Tensor
+_LEFT = 0.25  # of an output's error, at most, under a candidate
+_SEQUENCES = 8  # tried alone, at most
+_NAMES = {"dsink": ("sink-gradient", "The gradient of the sink is another.", "dsink = -sum(P(sink) * delta)."),
+          "dpse": ("bias-gradient", "The gradient of the bias is another.",
+                   "dbias = dS, times the scale if the bias is added before it.")}  # fmt: skip
+NAMES = tuple(_NAMES.values())
+
+
+def explained(setting: Setting, outputs: Sequence[Output], failing: Sequence[str]) -> tuple[Explanation, ...]:
+    """Returns explanations of wrong gradients that are sums over all sequences."""
+    return tuple(e for o in outputs if o.view is None and o.name in failing for e in _of_output(setting, o))
+
+
+def _of_output(setting: Setting, o: Output) -> Iterator[Explanation]:
+    right, mine = totals(setting, o, PROGRAM), o.tensor.double()
+    error = float((mine - right.value).norm())
+    for detail, wanted in _ways(setting, o, mine, right):
+        tally = of_total(setting, o, wanted)
+        if tally.passes and float((mine - wanted.value).norm()) <= _LEFT * error:
+            name, means, fix = _NAMES[o.kind]
+            yield Explanation(name, detail, means, fix, (o.name,), tally.z, confirmed=True)
+
+
+def _ways(setting: Setting, o: Output, mine: Tensor, right: Wanted) -> Iterator[tuple[str, Wanted]]:
+    value, variance = right.value, right.variance
+    if mine.isfinite().all() and value.any():
+        factor = float((mine * value).sum() / value.square().sum())
+        short = float(f"{factor:.2g}")
+        factor = short if abs(short - factor) < 2e-3 * abs(factor) else factor
+        detail = "the other sign" if factor == -1 else "zeros" if not factor else f"{factor:.4g} times the right one"
+        yield detail, Wanted(factor * value, max(factor**2, 1.0) * variance)
+    if o.kind == "dsink":
+        for word, by in (("next", -1), ("previous", 1)):
+            yield f"that of the {word} head", Wanted(value.roll(by), variance.roll(by))
+    count = len(setting.extents)
+    for b in range(count if 1 < count <= _SEQUENCES else 0):
+        length = np.where(np.arange(count) == b, setting.extents.q_len, 0)
+        one = totals(setting.of_extents(q_len=length), o, PROGRAM)
+        yield f"of sequence {b} alone", one
+        yield f"without sequence {b}", Wanted(value - one.value, variance)

@@ -1,0 +1,243 @@
+"""Matches the names in a file to the parameters and results of an operator: the calls that the file holds."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusion_attention.captures.results import returned
+from fusion_attention.contract import Array, Attr, Op, Param
+from fusion_attention.ir.mask import Band
+from fusion_attention.judging.calls import JudgeError, MissingError, Recorded, recorded
+from fusion_attention.judging.gradients import LSE, gradients_of, upstream_of
+from fusion_attention.ops import RECORDS
+
+Tensor = torch.Tensor
+OUTPUT = "output."  # prefix of the names of results, where a parameter has the same name
+FLASH_LSE = "softmax_lse"  # flash-attn's name of it
+_LOW = ("bfloat16", "float16")
+_BANDS = "full, causal, window(left, right) or prefix_causal([keys of each sequence])"
+_SHOWN = 24  # names in a message
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Options for reading files that capture() did not write.
+
+    Attributes:
+        operator: the operator's name. names: map from parameters and results to names in the file; "output.<result>"
+            for a result with the name of a parameter.
+        values: arguments that are in no file. seed: of dropout. unsafe_pickle: True if pickles may execute code.
+        pick: text that the names of selected calls of a dump contain.
+        dtype: dtype of the call, if files store its values as float32 ("bfloat16", which numpy lacks); "": unchanged.
+    """
+
+    operator: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    unsafe_pickle: bool = False
+    pick: str = ""
+    dtype: str = ""
+
+
+def listed(names: Any) -> str:
+    """Formats the names of a file, at most 24."""
+    every = sorted(names)
+    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return (", ".join(every[:_SHOWN]) or "none") + more
+
+
+class _Names:
+    """The names of an operator's parameters, results and gradients."""
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+        self.results, self.gradients = results_of(op), gradients_of(op)
+        self.inputs = {p.shown for p in op.params} | {p.name for p in op.params} | set(upstream_of(op))
+
+    def __str__(self) -> str:
+        inputs = [p.shown for p in self.op.params if not getattr(p, "output", False)]
+        more = f"; of its backward {', '.join((*upstream_of(self.op), *self.gradients))}" if self.gradients else ""
+        return f"it has {', '.join(inputs)}; results {', '.join(self.results)}{more}"
+
+    def target(self, name: str) -> str:
+        """Returns a parameter's name, or a result's after "output."; "" for the name of something else."""
+        result = name.removeprefix(OUTPUT)
+        result = LSE if result == FLASH_LSE and LSE in self.results else result
+        if result in self.results or result in self.gradients:
+            return OUTPUT + result
+        return name if name in self.inputs else ""
+
+    def of(self, name: str, content: Mapping[str, Any]) -> str:
+        """Returns target() of a name in a file, or of its last part if no other name ends in that."""
+        last = name.rpartition(".")[2]
+        alone = sum(other.rpartition(".")[2] == last for other in content) == 1
+        return self.target(name) or (self.target(last) if alone else "")
+
+
+def named(path: Path, content: Mapping[str, Any], how: Reading) -> Iterator[Recorded]:
+    """Yields the calls in a file's tensors and values by name: the forward, and the backward if gradients are there.
+
+    Names are those of the operator's parameters and results. Of a dotted name (a nested dict's) the last part counts,
+    if no other name ends in it. Other names are left alone, with a note.
+    """
+    if not how.operator:
+        raise JudgeError(f"{path}: not a capture: say which operator it is a call of (--op); it has {listed(content)}")
+    names = _Names(record(how.operator))
+    given: dict[str, Any] = {}
+    for name, source in how.names.items():
+        if not names.target(name):
+            raise JudgeError(f"{path}: {names.op.name} has no parameter {name} and no such result ({names})")
+        if source not in content:
+            raise JudgeError(f"{path}: has no tensor {source!r} (it has {listed(content)})")
+        given[names.target(name)] = _laid(names.op, name, content[source], how)
+    alone = []
+    for source in sorted(content.keys() - set(how.names.values())):
+        target = names.of(source, content)
+        if target:
+            given.setdefault(target, _laid(names.op, source, content[source], how))
+        else:
+            alone.append(source)
+    note = f"left alone: {listed(alone)} (no name of {names.op.name}'s; --map PARAMETER=NAME gives one)"
+    try:
+        yield from _calls(path.name, names, given, how, (note,) if alone else ())
+    except MissingError as error:
+        raise JudgeError(f"{path}: {error}; the file has {listed(content)} (--map PARAMETER=NAME)") from None
+
+
+def _calls(
+    source: str, names: _Names, given: Mapping[str, Any], how: Reading, notes: tuple[str, ...]
+) -> Iterator[Recorded]:
+    op = names.op
+    outputs = {name.removeprefix(OUTPUT): value for name, value in given.items() if name.startswith(OUTPUT)}
+    inputs = {name: value for name, value in given.items() if not name.startswith(OUTPUT)}
+    inputs |= {name: value_of(op, name, value) for name, value in how.values.items()}
+    for name, value in outputs.items():
+        if not isinstance(value, Tensor):
+            raise JudgeError(f"{op.name}: {name}: expected a tensor, got {type(value).__name__}")
+    gradients = {name: outputs.pop(name) for name in names.gradients if name in outputs and name not in names.results}
+    upstream = {name: inputs.pop(name) for name in upstream_of(op) if name in inputs}
+    if gradients and not upstream:
+        needed = " or ".join(upstream_of(op))
+        raise MissingError(
+            f"{op.name}: {listed(gradients)} cannot be judged without the gradient of a result: {needed}"
+        )
+    if outputs or not gradients:
+        idle = (
+            (f"left alone: {listed(upstream)} (no gradient of an input to judge)",)
+            if upstream and not gradients
+            else ()
+        )
+        yield of_call(op, inputs, outputs, how, f"{source}: forward" if gradients else source, (*notes, *idle))
+    if gradients:
+        results = {name: value for name, value in outputs.items() if name in returned(op)}
+        inputs = {**inputs, **results, **upstream}
+        yield of_call(
+            op, inputs, gradients, how, f"{source}: backward" if outputs else source, () if outputs else notes
+        )
+
+
+def _laid(op: Op, name: str, value: Any, how: Reading) -> Any:
+    """Returns a value from a file as the operator takes it: numbers as Python's, packed softmax_lse as [T, N]."""
+    last, packed = name.rpartition(".")[2], how.values.get(op.layout_attr or "", "") == "TND"
+    if last == FLASH_LSE and FLASH_LSE not in results_of(op) and packed and value.dim() == 2:
+        return value.mT  # flash-attn's is [N, T]
+    if isinstance(value, Tensor) and isinstance(_parameter(op, last), Attr) and value.numel() == 1:
+        return value.item()
+    return value if isinstance(value, Tensor) else value_of(op, last, value)
+
+
+def _parameter(op: Op, name: str) -> Param | None:
+    return next((p for p in op.params if name in (p.shown, p.name)), None)
+
+
+def value_of(op: Op, name: str, value: Any) -> Any:
+    """Converts text to the value of a parameter: "causal" or "window(63, 0)" to a Band, "100,150" to lengths."""
+    p = _parameter(op, name)
+    if isinstance(p, Attr) and p.type is Band:
+        return value if value is None else _band(f"{op.name}: {p.shown}", value)
+    if isinstance(p, Array) and isinstance(value, str):
+        try:
+            return [int(n) for n in value.split(",")]
+        except ValueError:
+            raise JudgeError(f"{op.name}: {p.shown}: expected numbers like 100,150, got {value!r:.80}") from None
+    return value
+
+
+def _band(who: str, value: Any) -> Band:
+    """Reads a band's constructor without running it: causal, window(63, 0), Band.causal(align="start")."""
+    refused = JudgeError(f"{who}: expected {_BANDS}, got {str(value)[:80]!r}")
+    if isinstance(value, Band):
+        return value
+    try:
+        call = ast.parse(value, mode="eval").body if isinstance(value, str) and len(value) < 10_000 else None
+        arguments, keywords = (call.args, call.keywords) if isinstance(call, ast.Call) else ([], [])
+        head = call.func if isinstance(call, ast.Call) else call
+        name = head.attr if isinstance(head, ast.Attribute) else head.id if isinstance(head, ast.Name) else ""
+        if name not in ("full", "causal", "window", "prefix_causal"):
+            raise refused
+        positional = [ast.literal_eval(a) for a in arguments]
+        band: Band = getattr(Band, name)(*positional, **{k.arg or "": ast.literal_eval(k.value) for k in keywords})
+    except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError):
+        raise refused from None
+    return band
+
+
+def values_from(text: str) -> Any:
+    """Parses a value as JSON; other text is a string."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def record(operator: str) -> Op:
+    """Returns an operator's definition."""
+    op = RECORDS.get(operator)
+    if op is None:
+        recorded(operator, {}, {})  # raises with a list of operators
+        raise AssertionError
+    return op
+
+
+def results_of(op: Op) -> tuple[str, ...]:
+    """Returns the names of an operator's results; lse = max + log(sum) is one of this library's functions'."""
+    results = tuple(dict.fromkeys((*returned(op), *(p.name for p in op.tensors(output=True)))))
+    return (*results, LSE) if {"max", "sum"} <= set(results) else results
+
+
+def of_call(
+    op: Op, inputs: dict[str, Any], outputs: dict[str, Tensor], how: Reading, source: str, notes: tuple[str, ...] = ()
+) -> Recorded:
+    """Builds a Recorded of a call whose values may have been stored in a larger dtype."""
+    words = {name: getattr(p, "dtypes", "") for p in op.params for name in (p.shown, p.name)}
+    free = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and words.get(n) != "float32"}
+    if how.dtype:
+        if how.dtype not in _LOW:
+            raise JudgeError(f"--dtype: expected one of {', '.join(_LOW)}, got {how.dtype!r}")
+        inputs = {**inputs, **{n: _narrowed(v, how.dtype) for n, v in free.items()}}
+        outputs = {n: _narrowed(t, how.dtype) for n, t in outputs.items()}
+    result = recorded(op.name, inputs, outputs, seed=how.seed, source=source)
+    float32_inputs = [t for t in free.values() if t.dtype == torch.float32]
+    low = next(
+        (d for d in _LOW if float32_inputs and all(_narrowed(t, d).dtype != torch.float32 for t in float32_inputs)), ""
+    )
+    if low and not how.dtype:
+        note = f"every float32 value of the inputs is a {low} number: was it a call in {low}? Then say --dtype {low}"
+        notes = (*notes, note)
+    return replace(result, notes=(*result.notes, *notes))
+
+
+def _narrowed(t: Tensor, dtype: str) -> Tensor:
+    """Converts a float32 tensor to a dtype if that is exact; else returns it unchanged."""
+    if t.dtype != torch.float32:
+        return t
+    low = t.to(getattr(torch, dtype))
+    return low if torch.equal(low.float(), t) else t

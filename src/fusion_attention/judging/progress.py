@@ -1,0 +1,57 @@
+"""The progress of a verdict: a bar on a terminal, for verdicts that take longer than two seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import Progress
+
+Item = TypeVar("Item")
+Watch = Callable[[str, int, int], None]  # words, steps done, steps of all
+PATIENCE = 2.0  # seconds without a bar
+
+
+def silent(words: str, done: int, steps: int) -> None:
+    """Reports nothing."""
+
+
+def over(watch: Watch, words: str, items: Sequence[Item]) -> Iterator[Item]:
+    """Yields items, and reports each."""
+    for done, item in enumerate(items):
+        watch(words, done, len(items))
+        yield item
+
+
+class Bar:
+    """A Watch that draws a bar on stderr, if that is a terminal, once PATIENCE has passed; the bar leaves nothing.
+
+    Args:
+        name: the words before those of the steps. console: None: stderr.
+    """
+
+    def __init__(self, name: str = "", console: Console | None = None) -> None:
+        self.name, self.began = name, time.monotonic()
+        self.console = Console(stderr=True) if console is None else console
+        self.progress: Progress | None = None
+        self.task: Any = None
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+    def __call__(self, words: str, done: int, steps: int) -> None:
+        """Draws the steps that are done."""
+        if self.progress is None:
+            if time.monotonic() - self.began < PATIENCE or not self.console.is_terminal:
+                return
+            self.progress = Progress(console=self.console, transient=True)
+            self.task = self.progress.add_task("")
+            self.progress.start()
+        self.progress.update(self.task, description=f"{self.name} {words}".strip(), completed=done, total=steps)

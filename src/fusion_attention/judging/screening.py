@@ -1,0 +1,52 @@
+"""Remarks on a call that come before its verdict: inputs and outputs that cannot be those of a working kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fusion_attention.judging.calls import JudgeError, Recorded
+from fusion_attention.judging.evaluate import Result
+
+Tensor = torch.Tensor
+
+
+def remarks(call: Recorded) -> tuple[str, ...]:
+    """Returns remarks on tensors with NaN.
+
+    Raises:
+        JudgeError: an input holds nothing but NaN, so every result would agree.
+    """
+    results = []
+    inputs = dict(_tensors({**call.args, **{f"gradient of {n}": t for n, t in call.upstream.items()}}))
+    for name, t in inputs.items():
+        nan = int(t.isnan().sum())
+        if nan == t.numel():
+            raise JudgeError(
+                f"{call.op.name}: {name}: every number is NaN, so there is nothing to compare with (read the input "
+                "from the device before the kernel runs, and wait for the copy)"
+            )
+        results += [f"{name}: {nan} of {t.numel()} numbers are NaN"] if nan else []
+    for name, t in _tensors(call.outputs):
+        nan = int(t.isnan().sum())
+        results += [f"{name}: every number is NaN"] if nan == t.numel() else []
+    return tuple(results)
+
+
+def _tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the floating tensors with numbers."""
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            yield name, value.float() if value.dtype.itemsize == 1 else value
+
+
+def alien(result: Result) -> tuple[str, ...]:
+    """Names outputs that are further from the right result than zeros are, in most rows: another call's, perhaps."""
+    remarks = []
+    for name, map_ in result.maps.items():
+        tally = result.tallies[name]
+        if not tally.passes and not tally.strange and tally.relative_rms > 1 and map_.fraction > 0.5:
+            remarks.append(f"{name}: further from the right result than zeros are: is it a result of this call?")
+    return tuple(remarks)

@@ -1,0 +1,212 @@
+"""Files with names of any kind: each output alone, gradients without statistics, nested dicts, bands in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+import fusion_attention as fa
+from fusion_attention.cli import app
+from fusion_attention.judging import outputs
+
+CAUSAL = ("--op", "attention", "--set", "band=causal")
+
+
+def verify(*args: Any) -> tuple[int, str]:
+    """The exit code of `verify`, and what it prints."""
+    result = CliRunner().invoke(app, ["verify", *map(str, args), "--no-backends"], terminal_width=200)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, " ".join((result.stdout + result.stderr).split())
+
+
+@pytest.fixture(scope="module")
+def call() -> dict[str, torch.Tensor]:
+    """A causal call of two key heads, in torch alone: inputs, out, softmax_lse, dout and gradients in [B, S, N, D]."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, dout = (torch.randn(2, 40, n, 16, generator=generator) for n in (4, 2, 2, 4))
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    scores = q.transpose(1, 2) @ k.transpose(1, 2).repeat_interleave(2, 1).mT * 0.25
+    scores = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf)
+    out = (scores.softmax(-1) @ v.transpose(1, 2).repeat_interleave(2, 1)).transpose(1, 2)
+    dq, dk, dv = torch.autograd.grad(out, inputs, dout)
+    results = {"q": q, "k": k, "v": v, "out": out, "softmax_lse": scores.logsumexp(-1), "dout": dout,
+               "dq": dq, "dk": dk, "dv": dv}  # fmt: skip
+    return {name: t.detach() for name, t in results.items()}
+
+
+@pytest.mark.parametrize("kind", ["npz", "safetensors", "pt"])
+def test_every_result_of_a_file(kind: str, call: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    file = tmp_path / f"call.{kind}"
+
+    def save(tensors: dict[str, torch.Tensor]) -> None:
+        if kind == "npz":
+            np.savez(file, **{n: t.numpy() for n, t in tensors.items()})
+        elif kind == "pt":
+            torch.save(tensors, file)
+        else:
+            safetensors.torch.save_file({n: t.contiguous() for n, t in tensors.items()}, file)
+
+    save(call)
+    code, printed = verify(file, *CAUSAL)
+    assert code == 0, printed
+    assert "call." + kind + ": forward right" in printed
+    assert "call." + kind + ": backward right" in printed
+    save({**call, "dk": call["dk"] * 1.01})
+    assert verify(file, *CAUSAL)[0] == 1
+
+
+@pytest.mark.parametrize("name", ["out", "softmax_lse", "dq", "dk", "dv"])
+@pytest.mark.parametrize("with_out", [True, False])
+def test_a_result_alone(name: str, with_out: bool, call: dict[str, torch.Tensor]) -> None:
+    """Without `out` delta is made of the right output."""
+    inputs: dict[str, Any] = {n: call[n] for n in ("q", "k", "v")} | {"band": fa.Band.causal()}
+    if name.startswith("d"):
+        inputs |= {"dout": call["dout"]} | ({"out": call["out"]} if with_out else {})
+    shown = "lse" if name == "softmax_lse" else name
+    assert fa.judge("attention", inputs, {shown: call[name]}).passes
+    wrong = call[name].clone()
+    wrong[1, 3, 1] *= 1.001
+    judgement = fa.judge("attention", inputs, {shown: wrong})
+    assert judgement.failing() == [shown]
+    assert "sequence 1 of 2" in str(judgement)
+
+
+@pytest.mark.parametrize("names", [("dq", "dk", "dv"), ("dk",)])
+def test_gradients_of_keys_are_sums_over_blocks_of_rows(
+    names: tuple[str, ...], call: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "PAIRS", 500)
+    inputs = {n: call[n] for n in ("q", "k", "v", "dout")} | {"band": fa.Band.causal()}
+    judgement = fa.judge("attention", inputs, {n: call[n] for n in names})
+    assert judgement.grade == "as exact as a kernel that sums in float32"  # not by the second pass, of keys alone
+
+
+def test_a_wrong_output_makes_no_gradient_wrong_that_follows_from_it(call: dict[str, torch.Tensor]) -> None:
+    """delta = dout . out of the file's output."""
+    inputs = {n: call[n] for n in ("q", "k", "v", "dout")} | {"band": fa.Band.causal(), "out": call["out"] * 0}
+    assert not fa.judge("attention", inputs, {"dq": call["dq"]}).passes
+    assert fa.judge("attention", inputs, {"dv": call["dv"]}).passes
+
+
+def test_rows_without_a_key(call: dict[str, torch.Tensor]) -> None:
+    """Their lse is -inf, or inf as flash-attn writes it, and their gradients are zeros."""
+    q, k, v, dout = (call[n] for n in ("q", "k", "v", "dout"))
+    band = fa.Band(hi=-1)
+    _, lse = fa.attention(q, k, v, band=band, return_lse=True)
+    assert bool(lse[0, 0, :2].isinf().all())
+    inputs = {"q": q, "k": k, "v": v, "band": band}
+    for empty in (lse, lse.masked_fill(lse.isinf(), torch.inf)):
+        assert fa.judge("attention", inputs, {"lse": empty}).passes
+    finite = lse.nan_to_num(neginf=0.0)
+    assert not fa.judge("attention", inputs, {"lse": finite}).passes
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    gradients = torch.autograd.grad(fa.attention(*leaves, band=band), leaves, dout)
+    judgement = fa.judge("attention", {**inputs, "dout": dout}, dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+    assert judgement.passes, judgement
+
+
+def test_nested_dicts_and_their_numbers(call: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    file = tmp_path / "call.pt"
+    inputs = {n: call[n] for n in ("q", "k", "v")} | {"scale": 0.25, "q_len": [40, 40]}
+    torch.save({"inputs": inputs, "mine": {"o": call["out"]}, "grads": {"dk": call["dk"], "dout": call["dout"]},
+                "step": 7, "none": None}, file)  # fmt: skip
+    code, printed = verify(file, *CAUSAL, "--map", "out=mine.o")
+    assert code == 0, printed
+    assert "left alone: step" in printed
+    assert "2 of 2 right" in printed
+    torch.save({"a": {"q": call["q"]}, "b": {"q": call["q"]}, "k": call["k"], "v": call["v"], "out": call["out"]}, file)
+    code, printed = verify(file, *CAUSAL)
+    assert code == 2
+    assert "lacks q; the file has a.q, b.q, k, out, v" in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "band"),
+    [
+        ("causal", fa.Band.causal()),
+        ("Band.causal(align='start')", fa.Band.causal("start")),
+        ("window(7,0)", fa.Band.window(7)),
+        ("window(5, right=3)", fa.Band.window(5, 3)),
+        ("prefix_causal([4, 9])", fa.Band.prefix_causal([4, 9])),
+        ("full", fa.Band.full()),
+    ],
+)
+def test_bands_in_words(text: str, band: fa.Band, call: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    q, k, v = (call[n] for n in ("q", "k", "v"))
+    torch.save({"q": q, "k": k, "v": v, "out": fa.attention(q, k, v, band=band)}, tmp_path / "call.pt")
+    assert verify(tmp_path / "call.pt", "--op", "attention", "--set", f"band={text}")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["causl", "window(x)", "window(", "__import__('os')", "full.real", "3", "window(1,2,3,4)"]
+)
+def test_words_that_are_no_band(text: str, call: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    torch.save(call, tmp_path / "call.pt")
+    code, printed = verify(tmp_path / "call.pt", "--op", "attention", "--set", f"band={text}")
+    assert code == 2
+    assert "band: expected full, causal, window(left, right)" in printed
+
+
+def test_packed_sequences_as_flash_attn_has_them(call: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """softmax_lse is [N, T] there, and [T, N] here."""
+    packed = {n: call[n].flatten(0, 1) for n in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
+    lse = call["softmax_lse"].transpose(0, 1).flatten(1)
+    torch.save({**packed, "softmax_lse": lse}, tmp_path / "call.pt")
+    code, printed = verify(tmp_path / "call.pt", *CAUSAL, "--set", "layout=TND", "--set", "q_len=40,40")
+    assert code == 0, printed
+    torch.save({**packed, "lse": lse.mT.contiguous()}, tmp_path / "call.pt")
+    assert verify(tmp_path / "call.pt", *CAUSAL, "--set", "layout=TND", "--set", "q_len=[40, 40]")[0] == 0
+
+
+NAN = float("nan")
+WRONG: list[tuple[dict[str, Any], int, str]] = [
+    ({"k": None, "v": None}, 2, "the call lacks k, v; the file has dk, dout, dq, dv, out, q, softmax_lse"),
+    ({"dout": None}, 2, "dk, dq, dv cannot be judged without the gradient of a result: dout or dlse"),
+    ({"dout": torch.ones(2, 40, 4, 8)}, 2, "gradient of out: expected float32 [2, 40, 4, 16], got"),
+    ({"out": torch.ones(2, 4, 40, 16)}, 2, "axes in another order"),
+    ({"q": torch.full((2, 40, 4, 16), NAN)}, 2, "q: every number is NaN"),
+    ({"out": torch.full((2, 40, 4, 16), NAN)}, 1, "note: out: every number is NaN"),
+    ({"out": torch.randn(2, 40, 4, 16, generator=torch.Generator().manual_seed(5)) * 3}, 1,
+     "note: out: further from the right result than zeros are: is it a result of this call?"),
+    ({"dq": None, "dk": None, "dv": None, "other": torch.ones(3)}, 0, "left alone: other"),
+    ({"out": "text"}, 2, "out: expected a tensor, got str"),
+    ({"q": torch.ones(2, 40, 4, 8)}, 2, "not a call of attention"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "code", "text"), WRONG)
+def test_dumps_of_no_call(
+    changes: dict[str, Any], code: int, text: str, call: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    content = {name: value for name, value in (call | changes).items() if value is not None}
+    torch.save(content, tmp_path / "call.pt")
+    got, printed = verify(tmp_path / "call.pt", *CAUSAL)
+    assert (got, text in printed) == (code, True), printed
+
+
+def test_files_that_cannot_be_read(call: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    file = tmp_path / "call.pt"
+    torch.save(call, file)
+    content = file.read_bytes()
+    for size in (0, 100, len(content) // 2, len(content) - 1):
+        file.write_bytes(content[:size])
+        code, printed = verify(file, *CAUSAL)
+        assert (code, "not a readable .pt file" in printed) == (2, True), printed
+    torch.save({**call, "path": tmp_path}, file)
+    code, printed = verify(file, *CAUSAL)
+    assert (code, "save a dict of tensors, numbers and strings" in printed) == (2, True), printed
+    torch.save(call["q"], file)
+    assert "one tensor is no call: save a dict" in verify(file, *CAUSAL)[1]
+    deep: Any = call["q"]
+    for _ in range(30):
+        deep = {"x": deep}
+    torch.save(deep, file)
+    assert "nested more than" in verify(file, *CAUSAL)[1]
+    np.savez(tmp_path / "call.npz", q=np.zeros(4, "V2"))
+    assert "numpy has no bfloat16" in verify(tmp_path / "call.npz", *CAUSAL)[1]

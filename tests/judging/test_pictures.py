@@ -1,0 +1,105 @@
+"""Pictures of where a result is wrong, the bar of a long verdict, and the page that reads one."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+from support.sources import ROOT
+
+import fusion_attention as fa
+from fusion_attention.judging import progress
+from fusion_attention.judging.grid import PAGE, TERMINAL, Surface, grid
+from fusion_attention.judging.report import page
+
+
+def surface(z: torch.Tensor) -> Surface:
+    """One sequence [heads, rows], wrong above 2."""
+    return Surface([z], [z > 2], "heads", "rows")
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 64), (17, 65), (40, 1000), (3, 129)])
+@pytest.mark.parametrize("most", [TERMINAL, PAGE])
+def test_every_error_is_in_its_cell(shape: tuple[int, int], most: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(sum(shape))
+    for _ in range(5):
+        head, row = (int(torch.randint(n, (), generator=generator)) for n in shape)
+        z = torch.ones(shape)
+        z[head, row] = 50.0
+        g = grid(surface(z), 0, most)
+        assert g.z.shape[0] <= most[0]
+        assert g.z.shape[1] <= most[1]
+        assert g.wrong.nonzero().tolist() == [[head // g.steps[0], row // g.steps[1]]]
+        assert float(g.z[g.wrong]) == 50.0
+        assert all(step & (step - 1) == 0 for step in g.steps)  # cells begin where tiles do
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_has_a_mark_of_its_own(value: float) -> None:
+    q = torch.randn(2, 70, 3, 16)
+    out = fa.attention(q, q, q)
+    out[1, 64:, 2] = value
+    out[1, :2, 0] *= 1.01
+    judgement = fa.judge("attention", dict.fromkeys("qkv", q), {"out": out})
+    title, ticks, *heads = judgement.pictures().splitlines()
+    assert title.startswith("out, sequence 1 of 2: worst z of 2 rows; · within the bound, █ ")
+    assert title.endswith(", ! not finite")
+    assert re.fullmatch(r" +0 +32 +64 +rows", ticks)
+    assert [line.split()[-1] for line in heads] == ["█" + 34 * "·", 35 * "·", 32 * "·" + "!!!"]
+    assert judgement._repr_html_().count("data:image/png;base64,") == 1
+    assert page([judgement]).count("data:image/png;base64,") == 2  # the sequence that is right, too
+
+
+def test_right_outputs_are_not_drawn() -> None:
+    q = torch.randn(1, 20, 2, 16)
+    judgement = fa.judge("attention", dict.fromkeys("qkv", q), {"out": fa.attention(q, q, q)})
+    assert judgement.pictures() == ""
+    assert "png" not in judgement._repr_html_()
+
+
+def test_the_gradient_of_a_bias_is_rows_by_keys() -> None:
+    q, k = torch.randn(1, 40, 2, 8), torch.randn(1, 64, 2, 8)
+    bias = torch.zeros(1, 2, 40, 64, requires_grad=True)
+    out = fa.attention(q, k, k, bias=bias)
+    dout = torch.randn_like(out)
+    (gradient,) = torch.autograd.grad(out, bias, dout)
+    inputs = {"q": q, "k": k, "v": k, "bias": bias.detach(), "dout": dout}
+    assert fa.judge("attention", inputs, {"dpse": gradient}).passes
+    wrong = gradient.clone()
+    wrong[0, 1, 8:16, 16:32] *= 2
+    title, _, *rows = fa.judge("attention", inputs, {"dpse": wrong}).pictures().splitlines()
+    assert "worst z of 4 rows by 16 keys" in title
+    marks = [line.split()[-1] for line in rows]
+    assert [i for i, line in enumerate(marks) if set(line) != {"·"}] == [2, 3]
+    assert all(line[0] == "·" != line[1] and line[2:] == "··" for line in marks[2:4])
+
+
+def test_a_bar_is_drawn_beyond_two_seconds_alone() -> None:
+    for seconds, terminal, drawn in ((1.9, True, False), (2.1, True, True), (9.0, False, False)):
+        text = io.StringIO()
+        clock = mock.patch.object(progress.time, "monotonic", side_effect=[0.0, *[seconds] * 100])
+        with clock, progress.Bar("call", Console(file=text, force_terminal=terminal)) as watch:
+            assert list(progress.over(watch, "measured", "abc")) == ["a", "b", "c"]
+        assert ("call measured" in text.getvalue()) == drawn
+
+
+def test_the_page_shows_what_its_example_prints(tmp_path: Path) -> None:
+    """The lines of a program's output and of its source."""
+    written = (ROOT / "docs" / "find_the_bug.md").read_text(encoding="utf-8").partition("## Gradients")[0]
+    script = ROOT / "examples" / "find_the_bug.py"
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert result.returncode == 0, result.stderr
+    printed = [line.rstrip() for line in result.stdout.splitlines()]
+    shown = [block for block in re.findall(r"```text\n(.*?)```", written, re.S) if "│" in block]
+    assert len(shown) == 2
+    assert [line for block in shown for line in block.splitlines() if line.rstrip() not in printed] == []
+    (diff,) = re.findall(r"```diff\n(.*?)```", written, re.S)
+    source = script.read_text(encoding="utf-8")
+    assert all(line[1:].strip() in source for line in diff.splitlines())

@@ -1,0 +1,34 @@
+"""Faults of caches and of lists are named, with their parameters; right results are not accused."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+from support import planted_decodes, planted_lists
+
+from fusion_attention.judging.judge import diagnose
+
+SEEDS = 5
+FAULTS = [(module, fault) for module in (planted_decodes, planted_lists) for fault in module.FAULTS]
+
+
+@pytest.mark.sampled(40)
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize(("module", "fault"), [pytest.param(*f, id=f[1]) for f in FAULTS])
+def test_a_fault_is_named(module: ModuleType, fault: str, seed: int) -> None:
+    capture, names, words = module.planted(fault, seed)
+    result = diagnose(capture.operator, capture.inputs, capture.outputs)
+    assert result.verdict == "wrong"
+    found = [m for m in result.mistakes if m.confirmed]
+    assert {m.name for m in found[:1]} & {*names}, result
+    assert any(m.name in names and all(word in m.detail for word in words) for m in found), result
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("module", [planted_decodes, planted_lists], ids=["caches", "lists"])
+def test_a_right_result_is_not_accused(module: ModuleType, seed: int) -> None:
+    capture = module.right(seed)
+    result = diagnose(capture.operator, capture.inputs, capture.outputs)
+    assert result.verdict == "right", result

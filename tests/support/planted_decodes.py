@@ -1,0 +1,283 @@
+"""Decode kernels with faults in pages, splits and stored integers, in plain torch: one new token of three sequences.
+
+Shares nothing with the judge. A fault is drawn by a seed, with its page, split, head and sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from support.planted import Capture
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """Keys and values [slots of the cache, N2, D] of three sequences, and values that faults draw from.
+
+    Attributes:
+        pool: of keys and of values [blocks, page, N2, D]; table: [3, pages].
+    """
+
+    q: Tensor  # [3, N1, D]
+    pool: tuple[Tensor, Tensor]
+    table: Tensor
+    lengths: list[int]
+    scale: float
+    page: int
+    rng: random.Random
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.q.dtype
+
+    def gathered(self, side: int, table: Tensor, b: int, length: int) -> Tensor:
+        """Keys or values [length, N2, D] of a sequence."""
+        pages = table[b, : -(-length // self.page)].long()
+        return self.pool[side][pages].flatten(0, 1)[:length].float()
+
+
+def drawn(seed: int) -> Call:
+    """Sizes, dtype, lengths and pages of a call."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = rng.choice([torch.float16, torch.bfloat16])
+    page = rng.choice([16, 32, 64, 128])
+    lengths = [rng.randint(2, 5) * page + rng.randint(1, page - 1) for _ in range(3)]
+    heads, group, dim = rng.choice([2, 4]), rng.choice([1, 2, 4]), rng.choice([32, 64])
+    columns = max(-(-n // page) for n in lengths)
+    blocks = 3 * columns + 2
+    pool = tuple(torch.randn(blocks, page, heads, dim, generator=generator).to(dtype) for _ in range(2))
+    table = torch.randperm(blocks, generator=generator)[: 3 * columns].view(3, -1).int()
+    q = torch.randn(3, heads * group, dim, generator=generator).to(dtype)
+    return Call(q, pool, table, lengths, dim**-0.5 * rng.choice([2.0, 3.0]), page, rng)  # type: ignore[arg-type]
+
+
+def attended(x: Call, q: Tensor, k: Tensor, v: Tensor, split: int = 0, merge: str = "", lost: int = -1) -> Tensor:
+    """The output [N1, D] of a row, of splits of so many keys."""
+    group = q.shape[0] // k.shape[1]
+    k, v = (t.transpose(0, 1).repeat_interleave(group, 0) for t in (k, v))
+    scores = (q.float()[:, None] @ k.mT * x.scale)[:, 0]
+    results = []
+    size = split or scores.shape[-1]
+    for n, first in enumerate(range(0, scores.shape[-1], size)):
+        if n == lost:
+            continue
+        s, values = scores[:, first : first + size], v[:, first : first + size]
+        top = s.amax(-1, keepdim=True)
+        weights = (s - top).exp()
+        total = weights.sum(-1, keepdim=True)
+        results.append(((weights.to(x.dtype).float()[:, None] @ values)[:, 0] / total, top, total))
+    out, top, total = (torch.stack(t) for t in zip(*results, strict=True))
+    lse = top + total.log()
+    shares = {
+        "": lse.softmax(0), "mean": torch.full_like(lse, 1 / len(lse)), "sum": torch.ones_like(lse),
+        "2^lse": (lse * math.log(2)).softmax(0), "maxima": total / total.sum(0), "sums": top.softmax(0),
+    }[merge]  # fmt: skip
+    return (out * shares).sum(0)
+
+
+def paged(
+    x: Call,
+    *,
+    tables: tuple[Tensor, Tensor] | None = None,
+    beyond: str = "",
+    shorter: int = 0,
+    heads: Callable[[Tensor, int], Tensor] = lambda t, side: t,
+    splits: int = 0,
+    merge: str = "",
+    lost: int = -1,
+) -> Tensor:
+    """The output [3, N1, D]; every argument is a fault."""
+    tables, rows = tables or (x.table, x.table), []
+    for b, length in enumerate(x.lengths):
+        full = -(-length // x.page) * x.page
+        read = full if beyond == "seen" else length - shorter
+        k, v = (heads(x.gathered(side, tables[side], b, read), side) for side in (0, 1))
+        if beyond == "zeros":
+            k, v = (torch.nn.functional.pad(t, (0, 0, 0, 0, 0, full - length)) for t in (k, v))
+        rows.append(attended(x, x.q[b], k, v, -(-length // splits) if splits else 0, merge, lost))
+    return torch.stack(rows).to(x.dtype)
+
+
+def capture(x: Call, out: Tensor) -> Capture:
+    heads = x.pool[0].shape[2]
+    names = {
+        "query": x.q[:, :, None], "key": [x.pool[0].flatten(2)], "value": [x.pool[1].flatten(2)],
+        "block_table": x.table, "num_heads": x.q.shape[1], "scale_value": x.scale, "input_layout": "BNSD",
+        "num_key_value_heads": heads, "block_size": x.page, "actual_seq_lengths_kv": x.lengths,
+    }  # fmt: skip
+    return Capture("", "aclnnFusedInferAttentionScore", names, {"attention_out": out[:, :, None]})
+
+
+# ------------------------------------------------------------------------------------------------------------- faults
+
+Fault = Callable[[Call], tuple[Capture, tuple[str, ...]]]
+
+
+def _tables(change: Callable[[Tensor, Call], Tensor], sides: str, word: str) -> Fault:
+    def fault(x: Call) -> tuple[Capture, tuple[str, ...]]:
+        changed = change(x.table.clone(), x)
+        tables = (changed if "k" in sides else x.table, changed if "v" in sides else x.table)
+        return capture(x, paged(x, tables=tables)), (word,)
+
+    return fault
+
+
+def _one_page(x: Call) -> tuple[Capture, tuple[str, ...]]:
+    table = x.table.clone()
+    b = x.rng.randrange(3)
+    page = x.rng.randrange(x.lengths[b] // x.page)
+    table[b, page] = x.rng.choice([n for n in range(len(x.pool[0])) if n != x.table[b, page]])
+    return capture(x, paged(x, tables=(table, table))), (
+        f"page {page} of sequence {b}",
+        f"block {int(table[b, page])},",
+    )
+
+
+def _splits(merge: str, word: str) -> Fault:
+    def fault(x: Call) -> tuple[Capture, tuple[str, ...]]:
+        count = x.rng.choice([2, 3, 4, 8])
+        return capture(x, paged(x, splits=count, merge=merge)), (word, f"{count} splits")
+
+    return fault
+
+
+def _lost_split(x: Call) -> tuple[Capture, tuple[str, ...]]:
+    count = x.rng.choice([2, 3, 4])
+    lost = x.rng.randrange(count)
+    return capture(x, paged(x, splits=count, lost=lost)), (f"split {lost} of {count} splits",)
+
+
+def _fixed(word: str, **fault: Any) -> Fault:
+    return lambda x: (capture(x, paged(x, **fault)), (word,))
+
+
+def _of_heads(word: str, change: Callable[[Tensor, int], Tensor]) -> Fault:
+    return lambda x: (capture(x, paged(x, heads=change)), (word,))
+
+
+def _modulo(x: Call) -> tuple[Capture, tuple[str, ...]]:
+    heads, group = x.pool[0].shape[2], x.q.shape[1] // x.pool[0].shape[2]
+    other = torch.arange(heads * group) % heads
+    rows = [attended(x, x.q[b], *(x.gathered(side, x.table, b, n)[:, other] for side in (0, 1)))
+            for b, n in enumerate(x.lengths)]  # fmt: skip
+    return capture(x, torch.stack(rows).to(x.dtype)), ("h % N2",)
+
+
+Meaning = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _quantised(kind: str, read: Callable[[Tensor, Tensor, Tensor], Tensor], word: str) -> Fault:
+    """Integers of a cache; read: of stored [S, N2, D], scale and offset, what the kernel makes of them."""
+
+    def fault(x: Call) -> tuple[Capture, tuple[str, ...]]:
+        return stored(x, kind, read), (word,)
+
+    return fault
+
+
+def stored(x: Call, kind: str, read: Meaning) -> Capture:
+    """A padded cache; kind: "channel", "token" or "int4", always with offsets."""
+    generator = torch.Generator().manual_seed(x.rng.randrange(1 << 30))
+    heads, dim, slots = x.pool[0].shape[2], x.pool[0].shape[3], max(x.lengths) + 5
+    limit = 8 if kind == "int4" else 100
+    rows = [torch.randint(-limit, limit, (3, slots, heads, dim), generator=generator) for _ in range(2)]
+    shape = (2, 3, slots) if kind == "token" else (2, heads, dim)
+    scale = ((torch.rand(shape, generator=generator) * 1.5 + 0.5) / limit).to(x.dtype)
+    offset = (torch.randn(shape, generator=generator) * limit / 9).to(x.dtype)
+    scale, offset = (t.float() if kind == "token" else t for t in (scale, offset))
+    outs = []
+    for b, length in enumerate(x.lengths):
+        meant = []
+        for side in (0, 1):
+            of = [t[side, b, :, None, None] if kind == "token" else t[side][None] for t in (scale, offset)]
+            meant.append(read(rows[side][b].float(), *(t.float() for t in of))[:length])
+        outs.append(attended(x, x.q[b], *meant))
+    if kind == "int4":
+        halves = [(t & 15).to(torch.uint8).transpose(1, 2).contiguous().unflatten(-1, (-1, 2)) for t in rows]
+        key, value = ((t[..., 0] | (t[..., 1] << 4)).contiguous().view(torch.int32) for t in halves)
+    else:
+        key, value = (t.to(torch.int8).transpose(1, 2).contiguous() for t in rows)
+    names = {
+        "query": x.q[:, :, None], "key": [key], "value": [value], "num_heads": x.q.shape[1], "scale_value": x.scale,
+        "input_layout": "BNSD", "num_key_value_heads": heads, "actual_seq_lengths_kv": x.lengths,
+        "antiquant_scale": scale if kind == "token" else scale.flatten(1),
+        "antiquant_offset": offset if kind == "token" else offset.flatten(1), "antiquant_mode": int(kind == "token"),
+    }  # fmt: skip
+    out = torch.stack(outs).to(x.dtype)[:, :, None]
+    return Capture("", "aclnnFusedInferAttentionScore", names, {"attention_out": out})
+
+
+def right_meaning(stored: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    return (stored + offset) * scale
+
+
+def _unsigned(stored: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    return (stored % 16 + offset) * scale
+
+
+def _pairs(stored: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    return (stored.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) + offset) * scale
+
+
+def _next(axis: int) -> Meaning:
+    return lambda t, scale, offset: (t + offset.roll(-1, axis)) * scale.roll(-1, axis)
+
+
+# The fault, and the mistakes that name it.
+FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
+    "entries a column to the right": (_tables(lambda t, x: t.roll(-1, 1), "kv", "to the right"), ("page-table",)),
+    "entries a column to the left": (_tables(lambda t, x: t.roll(1, 1), "kv", "to the left"), ("page-table",)),
+    "values a column to the right": (_tables(lambda t, x: t.roll(-1, 1), "v", "values alone"), ("page-table",)),
+    "keys a column to the left": (_tables(lambda t, x: t.roll(1, 1), "k", "keys alone"), ("page-table",)),
+    "the first sequence's pages": (_tables(lambda t, x: t[:1].repeat(3, 1), "kv", "first sequence"), ("page-table",)),
+    "another block for a page": (_one_page, ("page-wrong", "tile-stale")),
+    "slots behind the last key": (_fixed("last page", beyond="seen"), ("padding-seen",)),
+    "zeros behind the last key": (_fixed("", beyond="zeros"), ("padding-weighed",)),
+    "the new token left out": (_fixed("", shorter=1), ("length-off-by-one",)),
+    "splits averaged": (_splits("mean", "mean"), ("tile-softmax",)),
+    "splits added": (_splits("sum", "sum"), ("tile-softmax",)),
+    "splits weighed by 2^lse": (_splits("2^lse", "2^lse"), ("tile-softmax",)),
+    "splits without their maxima": (_splits("maxima", "without the maxima"), ("tile-softmax",)),
+    "splits without their sums": (_splits("sums", "without the sums"), ("tile-softmax",)),
+    "a split left out": (_lost_split, ("split-left-out", "tile-left-out", "tile-skipped")),
+    "heads modulo N2": (_modulo, ("gqa-order",)),
+    "values of the next head": (_of_heads("values", lambda t, n: t.roll(-1, 1) if n else t), ("head-offset",)),
+    "keys of the next head": (_of_heads("keys", lambda t, n: t if n else t.roll(-1, 1)), ("head-offset",)),
+    "scales of the next head": (_quantised("channel", _next(1), "next head"), ("dequantisation",)),
+    "scales of the next channel": (_quantised("channel", _next(2), "next channel"), ("dequantisation",)),
+    "scales of the next token": (_quantised("token", _next(0), "next token"), ("dequantisation",)),
+    "offsets of the other sign": (
+        _quantised("channel", lambda t, s, o: (t - o) * s, "other sign"), ("dequantisation",)
+    ),
+    "offsets behind the scale": (_quantised("channel", lambda t, s, o: t * s + o, "* scale +"), ("dequantisation",)),
+    "halves of int4 exchanged": (_quantised("int4", _pairs, "high half"), ("dequantisation",)),
+    "int4 without its sign": (_quantised("int4", _unsigned, "without their sign"), ("dequantisation",)),
+}  # fmt: skip
+
+
+def planted(fault: str, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
+    """Returns (a call with wrong results, the mistakes that name the fault, words of its parameters)."""
+    program, names = FAULTS[fault]
+    wanted, n = fault == "heads modulo N2", 1000 * seed + [*FAULTS].index(fault)
+    x = drawn(n)
+    while wanted and x.q.shape[1] == x.pool[0].shape[2]:
+        n += 100
+        x = drawn(n)
+    result, words = program(x)
+    return result, names, words
+
+
+def right(seed: int) -> Capture:
+    """A right result: of splits in any number, or of stored integers."""
+    x = drawn(seed)
+    if seed % 2:
+        return stored(x, x.rng.choice(["channel", "token", "int4"]), right_meaning)
+    return capture(x, paged(x, splits=x.rng.choice([0, 2, 3, 5, 8])))

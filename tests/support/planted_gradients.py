@@ -1,0 +1,412 @@
+"""Backward kernels with the faults that kernels have, in plain torch: loops over tiles of rows and of keys.
+
+Shares nothing with the judge. A fault is drawn by a seed, with its tile, head, rows and sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.judging.calls import Recorded, recorded
+
+Tensor = torch.Tensor
+Grads = dict[str, Tensor]
+_OF_ROWS = {"dq"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A backward of fusion_attention.attention, its kernel's tile, and values that faults draw from.
+
+    Attributes:
+        q, dout: [B, N1, S1, D]. keep: kept pairs [B, N1, S1, S2], of keep_prob; None: all. sink: [N1], or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    scale: float
+    causal: bool
+    tile: int
+    rng: random.Random
+    keep: Tensor | None = None
+    keep_prob: float = 1.0
+    softcap: float = 0.0
+    sink: Tensor | None = None
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.k.shape[1]
+
+    def tiles(self, of: str) -> list[slice]:
+        length = self.q.shape[2] if of == "rows" else self.k.shape[2]
+        return [slice(a, min(a + self.tile, length)) for a in range(0, length, self.tile)]
+
+    def wide(self, t: Tensor) -> Tensor:
+        return t.float().repeat_interleave(self.q.shape[1] // t.shape[1], 1)
+
+    def visible(self) -> Tensor:
+        rows, keys = self.q.shape[2], self.k.shape[2]
+        full = torch.ones(rows, keys, dtype=torch.bool)
+        return full.tril(keys - rows) if self.causal else full
+
+    def scores(self) -> tuple[Tensor, Tensor | float]:
+        """Scores [B, N1, S1, S2] before the mask, and the slope of the cap."""
+        scores = self.wide(self.q) @ self.wide(self.k).mT * self.scale
+        if not self.softcap:
+            return scores, 1.0
+        tanh = (scores / self.softcap).tanh()
+        return self.softcap * tanh, 1 - tanh * tanh
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The output in the dtype, and the maximum and sum of rows [B, N1, S1, 1]."""
+        scores = self.scores()[0].masked_fill(~self.visible(), -math.inf)
+        top = scores.amax(-1, keepdim=True)
+        sink = None if self.sink is None else self.sink[:, None, None]
+        top = top if sink is None else torch.maximum(top, sink)
+        weights = (scores - top).exp()
+        total = weights.sum(-1, keepdim=True) + (0 if sink is None else (sink - top).exp())
+        weights = weights if self.keep is None else weights * self.keep / self.keep_prob
+        return (weights @ self.wide(self.v) / total).to(self.q.dtype), top, total
+
+    def recorded(self, grads: Grads) -> Recorded:
+        out, top, total = self.forward()
+        visible = self.visible()
+        inputs: dict[str, Any] = {"q": self.q, "k": self.k, "v": self.v, "layout": "BNSD", "scale": self.scale,
+                                  "blocked": None if bool(visible.all()) else ~visible, "softcap": self.softcap,
+                                  "sink": self.sink, "keep_prob": self.keep_prob}  # fmt: skip
+        if self.keep is not None:
+            bits = np.packbits(self.keep.numpy().reshape(-1), bitorder="little")
+            inputs["drop_bits"] = torch.from_numpy(np.pad(bits, (0, -len(bits) % 16)))
+        saved = {"out": out, "max": top[..., 0], "sum": total[..., 0]}
+        return replace(recorded("attention", inputs, grads), saved=saved, upstream={"out": self.dout})
+
+
+def drawn(seed: int, **wanted: Any) -> Call:
+    """Sizes, dtype, heads and tile of a call; wanted: causal, grouped, square, dropout, softcap, sink."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
+    tile = rng.choice([16, 32, 64])
+    keys = rng.randint(2 * tile + 3, 4 * tile + 20)
+    keys += keys % tile == 0  # the last tile is partial
+    square = rng.random() < 0.5 if "square" not in wanted else wanted["square"]
+    rows = keys if square else rng.randint(2 * tile + 3, 3 * tile + 20)
+    rows += rows % tile == 0 and not square
+    causal = wanted.get("causal", rng.random() < 0.5 and rows <= keys)
+    group = rng.choice([2, 4] if wanted.get("grouped") else [1, 2, 4])
+    group, dim = wanted.get("group", group), rng.choice([32, 64])
+
+    def rows_of(count: int, heads: int) -> Tensor:
+        return torch.randn(2, heads, count, dim, generator=generator).to(dtype)
+
+    heads = 2 * group
+    x = Call(
+        rows_of(rows, heads), rows_of(keys, 2), rows_of(keys, 2), rows_of(rows, heads),
+        dim**-0.5 * rng.choice([1.2, 1.7]), causal, tile, rng,
+    )  # fmt: skip
+    if wanted.get("dropout"):
+        keep_prob = rng.choice([0.8, 0.6])
+        x = replace(x, keep=torch.rand(2, heads, rows, keys, generator=generator) < keep_prob, keep_prob=keep_prob)
+    if wanted.get("softcap"):
+        x = replace(x, softcap=2.0)
+    return replace(x, sink=torch.randn(heads, generator=generator)) if wanted.get("sink") else x
+
+
+Times = Callable[[str, int, int], Tensor | float]
+
+
+def kernel(
+    x: Call,
+    *,
+    delta: str = "",
+    masked: bool = True,
+    scales: tuple[float, float] | None = None,
+    unkept: str = "",
+    total: str = "",
+    base: float = 1.0,
+    sloped: bool = True,
+    times: Times = lambda kind, i, j: 1.0,
+    stale: tuple[str, int] | None = None,
+) -> Grads:
+    """The gradients, in float32 sums over weights of the dtype; every argument is a fault.
+
+    times: the multiplicity of a tile of rows i and of keys j in a gradient, a number or [B, N1, 1, 1].
+    """
+    out, top, sums = x.forward()
+    q, k, v, dout = (x.wide(t) for t in (x.q, x.k, x.v, x.dout))
+    scores, slope = x.scores()
+    products = (dout * out.float()).sum(-1, keepdim=True)
+    if total == "missing":
+        sums = torch.ones_like(sums)
+    if total == "next":
+        top, sums = top.roll(-1, 1), sums.roll(-1, 1)
+    p = ((scores - top) * base).exp() / sums
+    p = p.masked_fill(~x.visible(), 0) if masked else p
+    dp, kept = dout @ v.mT, p
+    if x.keep is not None:
+        kept = p * x.keep / (1 if "dv" in unkept else x.keep_prob)
+        dp = dp * x.keep / (1 if "dp" in unkept else x.keep_prob)
+    delta_by = {"missing": 0 * products, "added": -products, "next": products.roll(-1, 1)}.get(delta, products)
+    ds = p * (dp - delta_by) * (slope if sloped else 1.0)
+    kept, ds = kept.to(x.q.dtype).float(), ds.to(x.q.dtype).float()
+    of_dq, of_dk = scales or (x.scale, x.scale)
+    grads = {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
+    rows, keys = x.tiles("rows"), x.tiles("keys")
+    for i, r in enumerate(rows):
+        for j, c in enumerate(keys):
+            k_tile, q_tile, dout_tile = k[:, :, c], q[:, :, r], dout[:, :, r]
+            if stale is not None:
+                before_c, before_r = (slice(t.start - x.tile, t.stop - x.tile) for t in (c, r))
+                k_tile = k[:, :, before_c] if stale == ("dq", j) else k_tile
+                q_tile = q[:, :, before_r] if stale == ("dk", i) else q_tile
+                dout_tile = dout[:, :, before_r] if stale == ("dv", i) else dout_tile
+            grads["dq"][:, :, r] += times("dq", i, j) * of_dq * (ds[:, :, r, c] @ k_tile)
+            grads["dk"][:, :, c] += times("dk", i, j) * of_dk * (ds[:, :, r, c].mT @ q_tile)
+            grads["dv"][:, :, c] += times("dv", i, j) * (kept[:, :, r, c].mT @ dout_tile)
+    grads |= {n: grads[n].unflatten(1, (-1, x.group)).sum(2) for n in ("dk", "dv")}
+    grads = {n: g.to(x.q.dtype) for n, g in grads.items()}
+    if x.sink is not None:
+        at_sink = (x.sink[:, None, None] - top).exp() / sums
+        grads["dsink"] = -(at_sink * products).sum((0, 2, 3))
+    return grads
+
+
+# ------------------------------------------------------------------------------------------------------------- faults
+
+# Returns the wrong gradients, and words of the diagnosis that give the fault's parameters.
+Fault = Callable[[Call], tuple[Grads, tuple[str, ...]]]
+
+
+def _fixed(*words: str, **fault: Any) -> Fault:
+    return lambda x: (kernel(x, **fault), words)
+
+
+def _scaled(dq: float | None, dk: float | None, word: str) -> Fault:
+    def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
+        scales = tuple(x.scale if by is None else by if word == "not at all" else by * x.scale for by in (dq, dk))
+        return kernel(x, scales=scales), (word,)
+
+    return fault
+
+
+def _of_heads(weights: Callable[[Call], tuple[list[float], str]]) -> Fault:
+    """dk and dv with other factors of a group's heads."""
+
+    def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
+        factors, word = weights(x)
+        by = torch.tensor(factors).repeat(x.k.shape[1])[:, None, None]
+        return kernel(x, times=lambda kind, i, j: 1.0 if kind == "dq" else by), (word,)
+
+    return fault
+
+
+def _one(x: Call, value: float, other: float) -> tuple[list[float], str]:
+    head = x.rng.randrange(x.group)
+    word = "alone" if value else "left out"
+    return [value if h == head else other for h in range(x.group)], f"query head {head} of each group, {word}"
+
+
+def _mean(x: Call) -> tuple[list[float], str]:
+    return [1 / x.group] * x.group, "mean"
+
+
+def _tile(kinds: str, factor: float, which: str) -> Fault:
+    """A tile of keys (in dq) or of rows (in dk, dv) that counts `factor` times; which: "inner", "last"."""
+
+    def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
+        of = "keys" if "dq" in kinds else "rows"
+        tiles = x.tiles(of)
+        number = len(tiles) - 1 if which == "last" else x.rng.randrange(0, len(tiles) - 1)
+
+        def times(kind: str, i: int, j: int) -> float:
+            return factor if kind in kinds and (j if kind == "dq" else i) == number else 1.0
+
+        return kernel(x, times=times), (f"{of} {number * x.tile} to", "twice" if factor else "left out")
+
+    return fault
+
+
+def _update(kind: str, factor: float) -> Fault:
+    """One addition of a concurrent sum: to one tile of a gradient of one head, from one tile."""
+
+    def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
+        rows, keys = len(x.tiles("rows")), len(x.tiles("keys"))
+        b, h = x.rng.randrange(2), x.rng.randrange(x.q.shape[1])
+        i = x.rng.randrange(rows)
+        offset = x.k.shape[2] - x.q.shape[2]
+        last = min((i * x.tile + offset) // x.tile, keys - 1) if x.causal else keys - 1
+        j = x.rng.randrange(last + 1)
+        by = torch.ones(2, x.q.shape[1], 1, 1)
+        by[b, h] = factor
+
+        def times(of: str, m: int, n: int) -> Tensor | float:
+            return by if of == kind and (m, n) == (i, j) else 1.0
+
+        first = f"keys {j * x.tile} to" if kind == "dq" else f"rows {i * x.tile} to"
+        return kernel(x, times=times), (first, "twice" if factor else "left out")
+
+    return fault
+
+
+def _stored(kinds: str) -> Fault:
+    """The last tile's contribution replaces the others'."""
+
+    def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
+        of = "keys" if "dq" in kinds else "rows"
+        last = len(x.tiles(of)) - 1
+
+        def times(kind: str, i: int, j: int) -> float:
+            return float(kind not in kinds or (j if kind == "dq" else i) == last)
+
+        return kernel(x, times=times), (f"{of} {last * x.tile} to", "alone")
+
+    return fault
+
+
+def _diagonal(kinds: str) -> Fault:
+    """A causal loop without the tile on the diagonal; rows and keys have one length."""
+
+    def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
+        which = f"the last visible tile of {x.tile} keys" if "dq" in kinds else f"the first visible tile of {x.tile}"
+        return kernel(x, times=lambda kind, i, j: float(kind not in kinds or i != j)), (which, "left out")
+
+    return fault
+
+
+def _stale(kind: str) -> Fault:
+    def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
+        of = "keys" if kind == "dq" else "rows"
+        number = x.rng.randrange(1, len(x.tiles(of)))
+        return kernel(x, stale=(kind, number)), (f"{of} {number * x.tile} to",)
+
+    return fault
+
+
+def _edited(edit: Callable[[Grads, Call], str]) -> Fault:
+    def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
+        grads = kernel(x)
+        word = edit(grads, x)
+        return grads, (word,)
+
+    return fault
+
+
+def _exchanged(one: str, other: str) -> Callable[[Grads, Call], str]:
+    def edit(grads: Grads, x: Call) -> str:
+        grads[one], grads[other] = grads[other], grads[one]
+        return f"{one} and {other}"
+
+    return edit
+
+
+def _next_head(name: str) -> Callable[[Grads, Call], str]:
+    def edit(grads: Grads, x: Call) -> str:
+        grads[name] = grads[name].roll(-1, 1)
+        return "head"
+
+    return edit
+
+
+def _shifted(name: str) -> Callable[[Grads, Call], str]:
+    def edit(grads: Grads, x: Call) -> str:
+        by = x.rng.choice([1, 16])
+        grads[name] = grads[name].roll(by, 2)
+        return f"row r - {by}"
+
+    return edit
+
+
+def _factor(name: str) -> Callable[[Grads, Call], str]:
+    def edit(grads: Grads, x: Call) -> str:
+        by = x.rng.choice([0.5, 2.0, -1.0])
+        grads[name][:, x.rng.randrange(grads[name].shape[1])] *= by
+        return f"{by:g} times"
+
+    return edit
+
+
+def _sink(by: float, word: str) -> Callable[[Grads, Call], str]:
+    def edit(grads: Grads, x: Call) -> str:
+        grads["dsink"] *= by
+        return word
+
+    return edit
+
+
+def _zero_tail(name: str) -> Callable[[Grads, Call], str]:
+    def edit(grads: Grads, x: Call) -> str:
+        grads[name][:, :, grads[name].shape[2] // 16 * 16 - 16 :] = 0
+        return ""
+
+    return edit
+
+
+def _rolled(grads: Grads, x: Call) -> str:
+    by = x.rng.choice([1, 4, 8])
+    grads["dk"] = grads["dk"].roll(by, 3)
+    return f"columns rolled by {by}"
+
+
+_LOG2E = 1 / math.log(2)
+# The fault, the mistakes that name it, and the calls that can have it.
+FAULTS: dict[str, tuple[Fault, tuple[str, ...], dict[str, Any]]] = {
+    "no delta": (_fixed(delta="missing"), ("delta-missing",), {}),
+    "delta is added": (_fixed("added", delta="added"), ("delta-wrong",), {}),
+    "delta of the next head": (_fixed("next head", delta="next"), ("delta-wrong",), {"grouped": True}),
+    "P without the mask": (_fixed(masked=False), ("mask-ignored",), {"causal": True, "square": True}),
+    "dq lacks the scale": (_scaled(1.0, None, "not at all"), ("gradient-scale",), {}),
+    "dk lacks the scale": (_scaled(None, 1.0, "not at all"), ("gradient-scale",), {}),
+    "dq and dk lack the scale": (_scaled(1.0, 1.0, "not at all"), ("gradient-scale",), {}),
+    "dq times log2(e)": (_scaled(_LOG2E, None, "times log2(e)"), ("gradient-scale",), {}),
+    "a head of the group alone": (_of_heads(lambda x: _one(x, 1.0, 0.0)), ("group-sum",), {"grouped": True}),
+    "a head of the group left out": (_of_heads(lambda x: _one(x, 0.0, 1.0)), ("group-sum",), {"group": 4}),
+    "the mean of a group": (_of_heads(_mean), ("group-sum",), {"grouped": True}),
+    "dv without 1 / keep_prob": (_fixed(unkept="dv"), ("dropout-scale",), {"dropout": True}),
+    "dP without 1 / keep_prob": (_fixed(unkept="dp"), ("dropout-scale",), {"dropout": True}),
+    "dq without its last tile": (_tile("dq", 0.0, "last"), ("update-lost",), {"causal": False}),
+    "dq without a tile": (_tile("dq", 0.0, "inner"), ("update-lost",), {}),
+    "a tile twice in dq": (_tile("dq", 2.0, "inner"), ("update-twice",), {}),
+    "dk and dv without a tile": (_tile("dk dv", 0.0, "inner"), ("update-lost",), {"causal": False}),
+    "dv without its last tile": (_tile("dv", 0.0, "last"), ("update-lost",), {}),
+    "a tile twice in dk": (_tile("dk", 2.0, "inner"), ("update-twice",), {"causal": False}),
+    "a lost addition to dq": (_update("dq", 0.0), ("update-lost",), {"square": True}),
+    "a lost addition to dk": (_update("dk", 0.0), ("update-lost",), {"square": True}),
+    "an addition twice to dv": (_update("dv", 2.0), ("update-twice",), {"square": True}),
+    "dk and dv are stored, not added": (_stored("dk dv"), ("update-alone", "update-lost"), {}),
+    "dq is stored, not added": (_stored("dq"), ("update-alone", "update-lost"), {"causal": False}),
+    "dq without the diagonal": (_diagonal("dq"), ("update-lost",), {"causal": True, "square": True}),
+    "dk and dv without the diagonal": (_diagonal("dk dv"), ("update-lost",), {"causal": True, "square": True}),
+    "dq with stale keys": (_stale("dq"), ("update-stale",), {"causal": False}),
+    "dv with stale rows of dout": (_stale("dv"), ("update-stale",), {"causal": False}),
+    "the sink's gradient has the other sign": (_edited(_sink(-1.0, "sign")), ("sink-gradient",), {"sink": True}),
+    "the sink's gradient times 2": (_edited(_sink(2.0, "2 times")), ("sink-gradient",), {"sink": True}),
+    "dq and dk exchanged": (_edited(_exchanged("dq", "dk")), ("gradients-exchanged",), {"group": 1, "square": True}),
+    "dk and dv exchanged": (_edited(_exchanged("dk", "dv")), ("gradients-exchanged",), {}),
+    "dv of another head": (_edited(_next_head("dv")), ("rows-moved",), {}),
+    "dq of another head": (_edited(_next_head("dq")), ("rows-moved",), {}),
+    "rows of dk shifted": (_edited(_shifted("dk")), ("rows-moved",), {}),
+    "a head of dv times a factor": (_edited(_factor("dv")), ("output-factor",), {}),
+    "the last rows of dk are zeros": (_edited(_zero_tail("dk")), ("rows-unwritten", "tile-skipped"), {}),
+    "columns of dk rolled": (_edited(_rolled), ("columns-order",), {}),
+    "P not divided by the sum": (_fixed("not divided", total="missing"), ("probabilities-wrong",), {}),
+    "P of the next head's statistics": (_fixed("next head", total="next"), ("probabilities-wrong",), {"grouped": True}),
+    "P with 2^s for e^s": (_fixed("2^s for e^s", base=math.log(2)), ("probabilities-wrong",), {}),
+    "no slope of the cap": (_fixed(sloped=False), ("softcap-slope",), {"softcap": True}),
+}
+
+
+def planted(fault: str, seed: int) -> tuple[Recorded, tuple[str, ...], tuple[str, ...]]:
+    """Returns (a call with wrong gradients, the mistakes that name the fault, words of its parameters)."""
+    program, names, wanted = FAULTS[fault]
+    x = drawn(1000 * seed + [*FAULTS].index(fault), **wanted)
+    grads, words = program(x)
+    return x.recorded(grads), names, words

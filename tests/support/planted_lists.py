@@ -1,0 +1,217 @@
+"""Kernels of sparse attention and of the indexer with faults in their lists, in plain torch.
+
+Shares nothing with the judge. A fault is drawn by a seed, with its sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from support.planted import Capture
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """Causal sparse attention: q [B, S1, N1, D], one key head, lists [B, S1, 1, K] of blocks of keys."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lists: Tensor
+    block: int
+    scale: float
+    rng: random.Random
+
+    @property
+    def visible(self) -> Tensor:
+        rows, keys = self.q.shape[1], self.k.shape[1]
+        return torch.arange(keys) <= torch.arange(rows)[:, None] + keys - rows
+
+
+def drawn(seed: int, ends: bool) -> Call:
+    """Sizes and dtype of a call; ends: lists end at -1 before their last entry."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
+    block, rows, heads, dim = rng.choice([1, 1, 16]), rng.randint(20, 60), rng.choice([2, 4, 8]), rng.choice([32, 64])
+    keys = rows + rng.randint(60, 150)
+    count = rng.randint(12, 24) if block == 1 else rng.randint(3, 5)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    lists = torch.full((2, rows, 1, count), -1, dtype=torch.int32)
+    for b in range(2):
+        for i in range(rows):
+            last = (i + keys - rows) // block  # blocks that begin at or before the row's position
+            chosen = torch.randperm(last + 1, generator=generator)[: count - rng.randint(1, count // 3) * ends]
+            if block == 1 and len(chosen) > 3:
+                chosen[1] = chosen[2]  # listed twice
+            lists[b, i, 0, : len(chosen)] = chosen
+    q, k, v = draw(2, rows, heads, dim), draw(2, keys, 1, dim), draw(2, keys, 1, dim)
+    return Call(q, k, v, lists, block, dim**-0.5 * 2, rng)
+
+
+def attended(
+    x: Call, lists: Tensor | None = None, *, block: int = 0, once: bool = False, ends: str = "", dense: bool = False
+) -> Tensor:
+    """The output; every argument is a fault."""
+    keys, block = x.k.shape[1], block or x.block
+    lists = (x.lists if lists is None else lists)[:, :, 0].long()
+    times = torch.zeros(*lists.shape[:2], -(-keys // block) + 1)
+    for n in range(lists.shape[2]):
+        entry = lists[..., n : n + 1]
+        end = {"last": -(-keys // block) - 1, "first": 0}.get(ends, times.shape[-1] - 1)
+        entry = entry.where(entry >= 0, end).clamp(max=times.shape[-1] - 1)
+        times.scatter_add_(-1, entry, torch.ones(entry.shape))
+    times = times[..., :-1].repeat_interleave(block, -1)[..., :keys]
+    times = times.clamp(max=1) if once else torch.ones_like(times) if dense else times
+    scores = torch.einsum("brhd,bkd->bhrk", x.q.float(), x.k[:, :, 0].float()) * x.scale
+    scores = scores.masked_fill(~x.visible | (times[:, None] == 0), -math.inf)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp() * times[:, None]
+    weights = weights.nan_to_num(0.0)
+    total = weights.sum(-1, keepdim=True)
+    out = weights.to(x.q.dtype).float() @ x.v.transpose(1, 2).float() / total.where(total > 0, 1.0)
+    return out.transpose(1, 2).to(x.q.dtype)
+
+
+def capture(x: Call, out: Tensor) -> Capture:
+    inputs = {"q": x.q, "k": x.k, "v": x.v, "indices": x.lists, "scale": x.scale, "block": x.block}
+    return Capture("", "sparse_attention", inputs, {"attention_out": out})
+
+
+def _without_last(lists: Tensor) -> Tensor:
+    """Lists whose last entry before -1 is -1."""
+    count = (lists >= 0).sum(-1, keepdim=True)
+    return lists.masked_fill(torch.arange(lists.shape[-1]) == count - 1, -1)
+
+
+def _moved(lists: Tensor, by: int) -> Tensor:
+    """The lists of the rows before or behind; the row at the edge has its own."""
+    rows = lists.shape[1]
+    return lists[:, (torch.arange(rows) + by).clamp(0, rows - 1)]
+
+
+# --------------------------------------------------------------------------------------------------------- the indexer
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """A causal call of the indexer."""
+
+    q: Tensor  # [2, S1, N1, D]
+    k: Tensor
+    w: Tensor
+    count: int
+    rng: random.Random
+
+
+def drawn_indexer(seed: int) -> Indexer:
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
+    rows, heads, dim = rng.randint(10, 40), rng.choice([4, 8]), rng.choice([16, 32])
+    keys = rows + rng.randint(60, 120)
+    draw = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, rows, heads, dim), (2, keys, 1, dim)))
+    q, k = draw
+    return Indexer(q, k, torch.rand(2, rows, heads, generator=generator).to(dtype), rng.randint(8, 20), rng)
+
+
+def chosen(
+    x: Indexer, *, relu: bool = True, by: int = 0, bound: int = 0, shorter: int = 0, unread: tuple[int, int] = (0, 0),
+) -> Capture:  # fmt: skip
+    """Lists and scores; every argument is a fault."""
+    rows, keys = x.q.shape[1], x.k.shape[1]
+    products = torch.einsum("brhd,bkd->brhk", x.q.float(), x.k[:, :, 0].float())
+    products = products.relu() if relu else products
+    scores = (products * x.w.float().roll(-by, -1)[..., None]).sum(2)
+    key = torch.arange(keys)
+    visible = (key <= torch.arange(rows)[:, None] + keys - rows + bound) & ~((key >= unread[0]) & (key < unread[1]))
+    scores = scores.masked_fill(~visible, -math.inf)
+    values, order = scores.sort(dim=-1, descending=True, stable=True)
+    values, order = values[..., : x.count].clone(), order[..., : x.count].clone()
+    if shorter:
+        values[..., -1], order[..., -1] = -math.inf, -1
+    order = order.masked_fill(values == -math.inf, -1)
+    names = {"query": x.q, "key": x.k, "weights": x.w, "layout_query": "BSND", "layout_key": "BSND",
+             "sparse_count": x.count, "sparse_mode": 3, "return_values": True}  # fmt: skip
+    outputs = {"sparse_indices_out": order[:, :, None].int(), "sparse_values_out": values[:, :, None].to(x.q.dtype)}
+    return Capture("", "npu_lightning_indexer", names, outputs)
+
+
+# ------------------------------------------------------------------------------------------------------------- faults
+
+Fault = Callable[[int], tuple[Capture, tuple[str, ...]]]
+
+
+def _list(change: Callable[[Call], Tensor], word: str, *, ends: bool = True) -> Fault:
+    def fault(seed: int) -> tuple[Capture, tuple[str, ...]]:
+        x = drawn(seed, ends)
+        return capture(x, change(x)), (word,)
+
+    return fault
+
+
+def _twice(seed: int) -> tuple[Capture, tuple[str, ...]]:
+    x = drawn(seed, True)
+    while x.block > 1:
+        seed += 100
+        x = drawn(seed, True)
+    return capture(x, attended(x, once=True)), ()
+
+
+def _index(word: str, **fault: object) -> Fault:
+    return lambda seed: (chosen(drawn_indexer(seed), **fault), (word,))  # type: ignore[arg-type]
+
+
+def _unread(seed: int) -> tuple[Capture, tuple[str, ...]]:
+    x = drawn_indexer(seed)
+    tile = x.rng.choice([16, 32])
+    return chosen(x, unread=((x.k.shape[1] - 1) // tile * tile, x.k.shape[1])), ("",)
+
+
+FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
+    "the last entry is not read": (
+        _list(lambda x: attended(x, _without_last(x.lists)), "the last before -1"), ("list-shortened",)
+    ),
+    "the last slot is not read": (
+        _list(lambda x: attended(x, x.lists[..., :-1]), "the last", ends=False), ("list-shortened",)
+    ),
+    "the first entry is not read": (_list(lambda x: attended(x, x.lists[..., 1:]), "the first"), ("list-shortened",)),
+    "-1 is the first key": (_list(lambda x: attended(x, ends="first"), "the first key"), ("list-end-read",)),
+    "duplicates count once": (_twice, ("list-duplicates",)),
+    "lists of the row before": (
+        _list(lambda x: attended(x, _moved(x.lists, -1)), "before"),
+        ("list-of-another-row",),
+    ),
+    "lists of the row behind": (_list(lambda x: attended(x, _moved(x.lists, 1)), "behind"), ("list-of-another-row",)),
+    "lists are ignored": (_list(lambda x: attended(x, dense=True), ""), ("list-ignored",)),
+    "blocks of 32": (_list(lambda x: attended(x, block=32), "blocks of 32"), ("list-block",)),
+    "no relu": (_index("", relu=False), ("relu-missing",)),
+    "weights of the next head": (_index("next head", by=1), ("index-weights-moved",)),
+    "a bound one too large": (_index("behind the right edge", bound=1), ("window-off-by-one",)),
+    "a bound one too small": (_index("diagonal", bound=-1), ("window-off-by-one",)),
+    "lists one short": (_index("", shorter=1), ("list-shortened",)),
+    "the last tile is not read": (_unread, ("tile-skipped",)),
+}  # fmt: skip
+
+
+def planted(fault: str, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
+    """Returns (a call with wrong results, the mistakes that name the fault, words of its parameters)."""
+    program, names = FAULTS[fault]
+    result, words = program(1000 * seed + [*FAULTS].index(fault))
+    return result, names, words
+
+
+def right(seed: int) -> Capture:
+    """A right result."""
+    if seed % 2:
+        return chosen(drawn_indexer(seed))
+    x = drawn(seed, seed % 4 == 0)
+    return capture(x, attended(x))
