@@ -20,9 +20,9 @@ def test_a_fault_is_named(module: ModuleType, fault: str, seed: int) -> None:
     capture, names, words = module.planted(fault, seed)
     result = diagnose(capture.operator, capture.inputs, capture.outputs)
     assert result.verdict == "wrong"
-    found = [m for m in result.mistakes if m.confirmed]
-    assert {m.name for m in found[:1]} & {*names}, result
-    assert any(m.name in names and all(word in m.detail for word in words) for m in found), result
+    confirmed = [m for m in result.mistakes if m.confirmed]
+    assert {m.name for m in confirmed[:1]} & {*names}, result
+    assert any(m.name in names and all(word in m.detail for word in words) for m in confirmed), result
 
 
 @pytest.mark.sampled(10)

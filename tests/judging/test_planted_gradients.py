@@ -19,9 +19,9 @@ def test_a_fault_is_named(fault: str, seed: int) -> None:
     call, names, words = planted(fault, seed)
     result = judged(call, search=True, backends=False)
     assert result.verdict == "wrong"
-    found = [m for m in result.mistakes if m.confirmed]
-    assert {m.name for m in found[:1]} & {*names}, result
-    assert any(m.name in names and all(word in m.detail for word in words) for m in found), result
+    confirmed = [m for m in result.mistakes if m.confirmed]
+    assert {m.name for m in confirmed[:1]} & {*names}, result
+    assert any(m.name in names and all(word in m.detail for word in words) for m in confirmed), result
 
 
 def test_different_faults_of_two_gradients_are_both_named() -> None:

@@ -26,7 +26,7 @@ class Call:
     """A backward of fusion_attention.attention, its kernel's tile, and values that faults draw from.
 
     Attributes:
-        q, dout: [B, N1, S1, D]. keep: kept pairs [B, N1, S1, S2], of keep_prob; None: all. sink: [N1], or None.
+        q, dout: [B, N1, S1, D]. keep: False for dropped pairs [B, N1, S1, S2]; None: all are kept. sink: [N1], or None.
     """
 
     q: Tensor
@@ -50,7 +50,7 @@ class Call:
         length = self.q.shape[2] if of == "rows" else self.k.shape[2]
         return [slice(a, min(a + self.tile, length)) for a in range(0, length, self.tile)]
 
-    def wide(self, t: Tensor) -> Tensor:
+    def per_head(self, t: Tensor) -> Tensor:
         return t.float().repeat_interleave(self.q.shape[1] // t.shape[1], 1)
 
     def visible(self) -> Tensor:
@@ -60,7 +60,7 @@ class Call:
 
     def scores(self) -> tuple[Tensor, Tensor | float]:
         """Scores [B, N1, S1, S2] before the mask, and the slope of the cap."""
-        scores = self.wide(self.q) @ self.wide(self.k).mT * self.scale
+        scores = self.per_head(self.q) @ self.per_head(self.k).mT * self.scale
         if not self.softcap:
             return scores, 1.0
         tanh = (scores / self.softcap).tanh()
@@ -75,7 +75,7 @@ class Call:
         weights = (scores - top).exp()
         total = weights.sum(-1, keepdim=True) + (0 if sink is None else (sink - top).exp())
         weights = weights if self.keep is None else weights * self.keep / self.keep_prob
-        return (weights @ self.wide(self.v) / total).to(self.q.dtype), top, total
+        return (weights @ self.per_head(self.v) / total).to(self.q.dtype), top, total
 
     def recorded(self, grads: Grads) -> Recorded:
         out, top, total = self.forward()
@@ -142,7 +142,7 @@ def kernel(
     times: the multiplicity of a tile of rows i and of keys j in a gradient, a number or [B, N1, 1, 1].
     """
     out, top, sums = x.forward()
-    q, k, v, dout = (x.wide(t) for t in (x.q, x.k, x.v, x.dout))
+    q, k, v, dout = (x.per_head(t) for t in (x.q, x.k, x.v, x.dout))
     scores, slope = x.scores()
     products = (dout * out.float()).sum(-1, keepdim=True)
     if total == "missing":
@@ -151,13 +151,13 @@ def kernel(
         top, sums = top.roll(-1, 1), sums.roll(-1, 1)
     p = ((scores - top) * base).exp() / sums
     p = p.masked_fill(~x.visible(), 0) if masked else p
-    dp, kept = dout @ v.mT, p
+    dp, dropped = dout @ v.mT, p
     if x.keep is not None:
-        kept = p * x.keep / (1 if "dv" in unkept else x.keep_prob)
+        dropped = p * x.keep / (1 if "dv" in unkept else x.keep_prob)
         dp = dp * x.keep / (1 if "dp" in unkept else x.keep_prob)
     delta_by = {"missing": 0 * products, "added": -products, "next": products.roll(-1, 1)}.get(delta, products)
     ds = p * (dp - delta_by) * (slope if sloped else 1.0)
-    kept, ds = kept.to(x.q.dtype).float(), ds.to(x.q.dtype).float()
+    dropped, ds = dropped.to(x.q.dtype).float(), ds.to(x.q.dtype).float()
     of_dq, of_dk = scales or (x.scale, x.scale)
     grads = {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
     rows, keys = x.tiles("rows"), x.tiles("keys")
@@ -171,7 +171,7 @@ def kernel(
                 dout_tile = dout[:, :, before_r] if stale == ("dv", i) else dout_tile
             grads["dq"][:, :, r] += times("dq", i, j) * of_dq * (ds[:, :, r, c] @ k_tile)
             grads["dk"][:, :, c] += times("dk", i, j) * of_dk * (ds[:, :, r, c].mT @ q_tile)
-            grads["dv"][:, :, c] += times("dv", i, j) * (kept[:, :, r, c].mT @ dout_tile)
+            grads["dv"][:, :, c] += times("dv", i, j) * (dropped[:, :, r, c].mT @ dout_tile)
     grads |= {n: grads[n].unflatten(1, (-1, x.group)).sum(2) for n in ("dk", "dv")}
     grads = {n: g.to(x.q.dtype) for n, g in grads.items()}
     if x.sink is not None:

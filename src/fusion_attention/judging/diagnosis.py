@@ -98,9 +98,9 @@ def _by_axes(pieces: Sequence[Unit]) -> list[list[Unit]]:
     return [some for some in axes if some]
 
 
-def _worst(case: Case, base: Result, piece: Unit) -> float:
+def _worst(case: Case, base: Result, unit: Unit) -> float:
     """Returns the largest error of a unit's rows."""
-    at = [(o, o.unit_of(case.setting, piece)) for o in case.outputs if o.of_unit(piece)]
+    at = [(o, o.unit_of(case.setting, unit)) for o in case.outputs if o.of_unit(unit)]
     return max(float(base.maps[o.name].off[u.b][u.heads, u.rows].amax()) for o, u in at)
 
 

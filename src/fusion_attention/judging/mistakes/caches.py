@@ -89,8 +89,8 @@ def _of_pages(x: Block, top: Tensor, size: int) -> Sums:
 def page_wrong(case: Case) -> Iterator[Try]:
     s, o = case.setting, out_of(case)
     k, p = s.operands.k, s.problem
-    plain = p.bias == "none" and not p.has_blocked and not p.has_sink and not p.selects and not p.common_keys
-    if o is None or not isinstance(k, PagedView) or not plain or p.dequant_k != "none" or p.dim_rope:
+    supported = p.bias == "none" and not p.has_blocked and not p.has_sink and not p.selects and not p.common_keys
+    if o is None or not isinstance(k, PagedView) or not supported or p.dequant_k != "none" or p.dim_rope:
         return
     for b in [b for b, wrong in enumerate(case.wrong[o.name]) if wrong.any()]:
         for page, other in _exchanged(case, o, k, b):

@@ -124,8 +124,8 @@ def exchanged(case: Case) -> Iterator[Try]:
     for one, other in (("dk", "dv"), ("dq", "dk"), ("dq", "dv")):
         a, b = kinds.get(one), kinds.get(other)
         if s.grads is not None and a is not None and b is not None and a.tensor.shape == b.tensor.shape:
-            places = {one: other, other: one}
-            outputs = tuple(replace(o, kind=places.get(o.kind, o.kind)) for o in case.outputs)
+            kinds_of = {one: other, other: one}
+            outputs = tuple(replace(o, kind=kinds_of.get(o.kind, o.kind)) for o in case.outputs)
             if a.by_keys == b.by_keys or a.lengths(s.extents) == b.lengths(s.extents):
                 yield Try(f"{a.name} and {b.name}", s, outputs)
 
@@ -139,11 +139,11 @@ def group_sum(case: Case) -> Iterator[Try]:
     if s.grads is None or s.problem.group == 1:
         return
     yield Try("their mean, not their sum", s.changed(lambda x: counted(x, torch.tensor(1 / s.problem.group))))
-    yield from ways(case, lambda change: change.part.tiles == "all")
+    yield from ways(case, lambda change: change.subset.tiles == "all")
 
 
 def _of_tiles(case: Case, word: str) -> Iterator[Try]:
-    yield from ways(case, lambda change: change.part.tiles != "all" and change.word.startswith(word))
+    yield from ways(case, lambda change: change.subset.tiles != "all" and change.word.startswith(word))
 
 
 MISTAKES = (

@@ -1,4 +1,4 @@
-"""Mistakes of kernels that split a row's keys, compute a softmax of each part and merge the results."""
+"""Mistakes of kernels that split a row's keys, compute a softmax of each split and merge the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNITS = (1, 16, 64, 128)
 
 @dataclass(frozen=True)
 class Split:
-    """Parts of a sequence's keys: `count` of them, of a multiple of `unit` keys; count 0: parts of `unit` keys."""
+    """Splits of a sequence's keys: `count` of them, of a multiple of `unit` keys; count 0: tiles of `unit` keys."""
 
     count: int
     unit: int
@@ -32,16 +32,16 @@ class Split:
         return f"{self.count} splits of the keys" + (f", multiples of {self.unit}" if self.unit > 1 else "")
 
     def size(self, length: int) -> int:
-        """Returns the number of keys of a part."""
+        """Returns the number of keys of a split."""
         each = -(-length // self.count) if self.count else self.unit
         return max(-(-each // self.unit) * self.unit, 1)
 
     def of(self, loop: Loop) -> list[slice]:
-        """Returns the parts of a block's keys."""
+        """Returns the splits of a block's keys."""
         return [*loop.tiles(self.size(loop.length))]
 
 
-def _parts(case: Case) -> list[Split]:
+def _splits(case: Case) -> list[Split]:
     """Returns the ways to split the keys of a case, without those that split all sequences alike."""
     k, lengths = case.setting.operands.k, sorted({int(n) for n in case.setting.extents.kv_len})
     units = sorted({*_UNITS, *((k.page_size,) if isinstance(k, PagedView) else ())})
@@ -75,7 +75,7 @@ def _weights_of_maxima(lse: Tensor, top: Tensor, total: Tensor) -> Tensor:
     return top.softmax(0)
 
 
-# Of the lse, the maximum and the sum of weights of parts [parts, heads, rows, 1].
+# Of the lse, the maximum and the sum of weights of splits [splits, heads, rows, 1].
 _WEIGHTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "mean of": _weights_of_mean,
     "sum of": _weights_of_sum,
@@ -86,22 +86,22 @@ _WEIGHTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def _merged(loop: Loop, split: Split, weigh: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the results of parts [parts, heads, rows, elements] and their weights."""
-    each = [summed(loop.scores[..., part], loop.values[:, part]) for part in split.of(loop)]
+    """Returns the results of splits [splits, heads, rows, elements] and their weights."""
+    each = [summed(loop.scores[..., keys], loop.values[:, keys]) for keys in split.of(loop)]
     out = torch.stack([(t.values / t.total).where(t.total > 0, 0.0) for t in each])
     top, total = (torch.stack([getattr(t, name) for t in each]) for name in ("top", "total"))
     return out, weigh(top + total.log(), top, total).nan_to_num(0.0)
 
 
 def merged(loop: Loop, **how: Any) -> Sums:
-    """A softmax of each part, merged with other weights."""
+    """A softmax of each split, merged with other weights."""
     one, (out, weights) = summed(loop.scores, loop.values), _merged(loop, **how)
     return replace(one, values=(out * weights).sum(0) * one.total)
 
 
 def _merged_weights(loop: Loop, **how: Any) -> Tensor:
-    parts, (_, weights) = how["split"].of(loop), _merged(loop, **how)
-    each = [exponentials(loop.scores[..., part]) for part in parts]
+    tiles, (_, weights) = how["split"].of(loop), _merged(loop, **how)
+    each = [exponentials(loop.scores[..., keys]) for keys in tiles]
     each = [t / t.sum(-1, keepdim=True).clamp_min(1e-300) * w for t, w in zip(each, weights, strict=True)]
     return torch.cat(each, -1)
 
@@ -113,7 +113,7 @@ def _merged_weights(loop: Loop, **how: Any) -> Tensor:
 )  # fmt: skip
 def tile_softmax(case: Case) -> Iterator[Try]:
     def candidates() -> Iterator[Way]:
-        for split in _parts(case):
+        for split in _splits(case):
             for word, weigh in _WEIGHTS.items():
                 how: dict[str, Any] = {"split": split, "weigh": weigh}
                 yield Way(f"{word} {split}", partial(merged, **how), partial(_merged_weights, **how))
@@ -122,11 +122,11 @@ def tile_softmax(case: Case) -> Iterator[Try]:
 
 
 def without(loop: Loop, split: Split, number: int) -> Sums:
-    """A softmax over all parts but one."""
-    part = torch.zeros(loop.scores.shape[-1], dtype=torch.bool)
+    """A softmax over all splits but one."""
+    missing = torch.zeros(loop.scores.shape[-1], dtype=torch.bool)
     for at in split.of(loop)[number : number + 1]:
-        part[at] = True
-    return summed(loop.scores.masked_fill(part, -math.inf), loop.values)
+        missing[at] = True
+    return summed(loop.scores.masked_fill(missing, -math.inf), loop.values)
 
 
 @partial(
@@ -134,7 +134,7 @@ def without(loop: Loop, split: Split, number: int) -> Sums:
     "Look at the number of splits that are merged, and at where each stores its result.",
 )  # fmt: skip
 def split_left_out(case: Case) -> Iterator[Try]:
-    splits = [split for split in _parts(case) if split.count]
+    splits = [split for split in _splits(case) if split.count]
     return explaining(case, (
         Way(f"split {n} of {split}", partial(without, split=split, number=n))
         for split in splits for n in range(split.count)

@@ -22,7 +22,7 @@ _LEFT = 0.25
 _VECTORS = {"dq": "k", "dq_rope": "k_rope", "dk": "q", "dk_rope": "q_rope", "dv": "dout"}
 
 
-class Part(NamedTuple):
+class Subset(NamedTuple):
     """Some contributions to the rows of a gradient.
 
     Attributes:
@@ -37,14 +37,14 @@ class Part(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A wrong part of a gradient's contributions.
+    """A wrong subset of a gradient's contributions.
 
     Attributes:
         word: "left out", "twice", "alone" (all others are missing), or "with the vectors of the tile before" or
             "behind". left: the fraction of the error that remains.
     """
 
-    part: Part
+    subset: Subset
     word: str
     left: float = 0.0
 
@@ -65,14 +65,14 @@ class Sample:
     first: int
     last: int
 
-    def of(self, part: Part, by: int = 0) -> Tensor:
+    def of(self, subset: Subset, by: int = 0) -> Tensor:
         """Returns the sum of some contributions [elements]; by: with the vectors of so many keys (rows) before."""
         terms = self.moved[by] if by else self.terms
-        terms = terms if part.head < 0 else terms[part.head : part.head + 1]
-        if part.tiles == "all":
+        terms = terms if subset.head < 0 else terms[subset.head : subset.head + 1]
+        if subset.tiles == "all":
             return terms.sum((0, 1))
-        at = {"tile": part.number, "first": self.first // part.size, "last": self.last // part.size}[part.tiles]
-        step = part.size // 16
+        at = {"tile": subset.number, "first": self.first // subset.size, "last": self.last // subset.size}[subset.tiles]
+        step = subset.size // 16
         return terms[:, at * step : (at + 1) * step].sum((0, 1))
 
 
@@ -94,11 +94,11 @@ def _sampled(case: Case, o: Output) -> list[Sample]:
         g = formulas.scored(x)
         pairs = g.dropped_weights if o.kind == "dv" else x.scores_by * g.dx
         pairs, some = (t[..., 0] if o.by_keys else t[:, 0] for t in (pairs, x.visible))
-        vectors, seen = _vectors(x, o.kind), some.any(0).nonzero().flatten().tolist()
-        if seen and mine.isfinite().all() and vectors.isfinite().all():
+        vectors, visible = _vectors(x, o.kind), some.any(0).nonzero().flatten().tolist()
+        if visible and mine.isfinite().all() and vectors.isfinite().all():
             terms = _by_tiles(pairs, vectors)
             moved = {by: _by_tiles(pairs, vectors.roll(by, -2)) for size in SIZES for by in (size, -size)}
-            results.append(Sample(mine, terms.sum((0, 1)), terms, moved, seen[0], seen[-1]))
+            results.append(Sample(mine, terms.sum((0, 1)), terms, moved, visible[0], visible[-1]))
     return results
 
 
@@ -116,16 +116,16 @@ def _by_tiles(pairs: Tensor, vectors: Tensor) -> Tensor:
     return (pairs[..., None, :] @ vectors).squeeze(-2)
 
 
-def _parts(samples: list[Sample], group: int) -> Iterator[Part]:
+def _subsets(samples: list[Sample], group: int) -> Iterator[Subset]:
     """Yields parts by head, by tiles, and by both."""
     length = 16 * max(x.terms.shape[1] for x in samples)
     for head in range(-1, group if group > 1 else 0):
         if head >= 0:
-            yield Part(head)
+            yield Subset(head)
         for size in SIZES:
             if size < length:
-                yield from (Part(head, "tile", size, n) for n in range(-(-length // size)))
-                yield from (Part(head, word, size) for word in ("first", "last"))
+                yield from (Subset(head, "tile", size, n) for n in range(-(-length // size)))
+                yield from (Subset(head, word, size) for word in ("first", "last"))
 
 
 def _changes(case: Case, o: Output) -> list[Change]:
@@ -135,21 +135,21 @@ def _changes(case: Case, o: Output) -> list[Change]:
         return []
     mine, right = (torch.cat([getattr(x, name) for x in samples]) for name in ("mine", "right"))
     error, results = float((mine - right).norm()), []
-    for part in _parts(samples, case.setting.group if o.by_keys else 1):
-        terms = torch.cat([x.of(part) for x in samples])
+    for subset in _subsets(samples, case.setting.group if o.by_keys else 1):
+        terms = torch.cat([x.of(subset) for x in samples])
         if not terms.any():
             continue
         ways = {"left out": right - terms, "twice": right + terms, "alone": terms}
-        if part.tiles == "tile":
-            for word, by in (("before", part.size), ("behind", -part.size)):
-                moved = torch.cat([x.of(part, by) for x in samples])
+        if subset.tiles == "tile":
+            for word, by in (("before", subset.size), ("behind", -subset.size)):
+                moved = torch.cat([x.of(subset, by) for x in samples])
                 ways[f"with the vectors of the tile {word}"] = right - terms + moved
         for word, result in ways.items():
             left = float((mine - result).norm()) / error
             if left <= _LEFT and not torch.equal(result, right):
-                results.append(Change(part, word, left))
+                results.append(Change(subset, word, left))
     order = ("all", "tile", "first", "last")
-    results.sort(key=lambda c: (round(c.left, 6), order.index(c.part.tiles), c.part.head >= 0, c.part.size))
+    results.sort(key=lambda c: (round(c.left, 6), order.index(c.subset.tiles), c.subset.head >= 0, c.subset.size))
     return results[:3]
 
 
@@ -165,31 +165,31 @@ def ways(case: Case, suits: Callable[[Change], bool]) -> Iterator[Try]:
 
 
 def _detail(o: Output, change: Change) -> str:
-    part, of = change.part, "rows" if o.by_keys else "keys"
-    words = [] if part.head < 0 else [f"query head {part.head} of each group"]
-    if part.tiles == "tile":
-        first = part.number * part.size
-        words.append(f"{of} {first} to {first + part.size - 1}, tile {part.number} of {part.size}")
-    elif part.tiles != "all":
-        words.append(f"the {part.tiles} visible tile of {part.size} {of}")
+    subset, of = change.subset, "rows" if o.by_keys else "keys"
+    words = [] if subset.head < 0 else [f"query head {subset.head} of each group"]
+    if subset.tiles == "tile":
+        first = subset.number * subset.size
+        words.append(f"{of} {first} to {first + subset.size - 1}, tile {subset.number} of {subset.size}")
+    elif subset.tiles != "all":
+        words.append(f"the {subset.tiles} visible tile of {subset.size} {of}")
     return f"{', '.join(words)}, {change.word}"
 
 
 def _edit(case: Case, o: Output, change: Change) -> Callable[[Block], Block]:
     """Returns an edit that makes a change of the contributions to the wrong rows of a gradient."""
-    part, s, areas = change.part, case.setting, wrong_area(case, o)
+    subset, s, areas = change.subset, case.setting, wrong_area(case, o)
 
     def edit(x: Block) -> Block:
         heads = torch.arange(x.heads.start, x.heads.stop)
         rows, keys = (torch.arange(at.start, at.stop) for at in (x.rows, x.keys))
         of_terms, of_rows = (rows, keys) if o.by_keys else (keys, rows)
         if change.word.startswith("with"):
-            by = part.size if "before" in change.word else -part.size
-            return _with_others(s, x, o.kind, of_terms, of_terms // part.size == part.number, by)
+            by = subset.size if "before" in change.word else -subset.size
+            return _with_others(s, x, o.kind, of_terms, of_terms // subset.size == subset.number, by)
         area = areas[x.b][heads // s.group if o.by_keys else heads]
         inside = of_rows < area.shape[1]  # keys of a second source are not
         area = area[:, of_rows.where(inside, 0)] & inside
-        marks = _marked(s, x, o, part, of_terms)
+        marks = _marked(s, x, o, subset, of_terms)
         marks = ~marks if change.word == "alone" else marks
         area = area[:, None] if o.by_keys else area[:, :, None]
         return counted(x, torch.where(area & marks, 2.0 if change.word == "twice" else 0.0, 1.0).double())
@@ -197,24 +197,24 @@ def _edit(case: Case, o: Output, change: Change) -> Callable[[Block], Block]:
     return edit
 
 
-def _marked(s: Setting, x: Block, o: Output, part: Part, of_terms: Tensor) -> Tensor:
-    """Returns the pairs of a block whose contributions are a part, bool [heads, rows or 1, keys or 1]."""
+def _marked(s: Setting, x: Block, o: Output, subset: Subset, of_terms: Tensor) -> Tensor:
+    """Returns the pairs of a block whose contributions are a subset, bool [heads, rows or 1, keys or 1]."""
     heads = torch.arange(x.heads.start, x.heads.stop)
-    marks = ((heads % s.group == part.head) | (part.head < 0))[:, None, None]
-    if part.tiles == "all":
+    marks = ((heads % s.group == subset.head) | (subset.head < 0))[:, None, None]
+    if subset.tiles == "all":
         return marks
     axis = 1 if o.by_keys else 2
-    at: Tensor | int = part.number
-    if part.tiles != "tile":
+    at: Tensor | int = subset.number
+    if subset.tiles != "tile":
         rows = slice(0, x.q_len) if o.by_keys else x.rows
         keys = x.keys if o.by_keys else slice(0, s.extents.all_keys(x.b))
         visible = s.block(x.b, x.heads, rows, keys).visible
         edge = visible.int().argmax(axis, keepdim=True)
-        if part.tiles == "last":
+        if subset.tiles == "last":
             edge = visible.shape[axis] - 1 - visible.flip(axis).int().argmax(axis, keepdim=True)
-        at = edge // part.size
+        at = edge // subset.size
     shape = (1, -1, 1) if o.by_keys else (1, 1, -1)
-    return marks & (of_terms.view(shape) // part.size == at)
+    return marks & (of_terms.view(shape) // subset.size == at)
 
 
 def _with_others(s: Setting, x: Block, kind: str, of_terms: Tensor, stale: Tensor, by: int) -> Block:
