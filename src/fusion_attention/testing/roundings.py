@@ -1,7 +1,9 @@
-"""A dispatch mode that adds to float64 results random errors of the size of another dtype's roundings.
+"""A dispatch mode that computes, beside float64 results, copies with random errors of another dtype's size.
 
-    with Roundings(torch.bfloat16, generator):
-        program()
+    copies = Copies(24)
+    with Roundings(torch.bfloat16, copies, Noise(seed)):
+        result = program()
+    copies.of(result)  # [24, *shape]
 
     result of an operation  x  ->  x * (1 + u * uniform(-1, 1)),  u half the unit of the dtype
 
@@ -59,8 +61,13 @@ _EXACT = frozenset([
 ])  # fmt: skip
 
 
-_NEVER = frozenset(["_unsafe_view", "_local_scalar_dense", "set_", "resize", "record_stream", "_assert_async"])
+# Views, values in Python, and operations on memory itself.
+_WITHOUT_COPIES = frozenset([
+    "_unsafe_view", "_local_scalar_dense", "set_", "resize", "record_stream", "_assert_async",
+])  # fmt: skip
+# Copies draw the same numbers.
 _RANDOM = frozenset(["bernoulli", "normal", "rand", "randint", "randn", "randperm", "uniform"])
+# Operations of which broadcasting runs all copies; torch.vmap, which takes longer, runs the others.
 _ELEMENTWISE = frozenset([
     "_to_copy", "abs", "bitwise_and", "bitwise_not", "bitwise_or", "ceil", "clamp", "clamp_max", "clamp_min", "clone",
     "copysign", "eq", "floor", "fmod", "ge", "gt", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "le",
@@ -68,6 +75,7 @@ _ELEMENTWISE = frozenset([
     "relu", "remainder", "round", "sgn", "sign", "signbit", "trunc", "where",
 ])  # fmt: skip
 _PRODUCTS = frozenset(["mm", "bmm"])
+# torch.vmap needs them, and a dispatch mode runs without them.
 _VMAP_KEYS = functools.reduce(operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in (
     "FuncTorchBatched", "FuncTorchVmapMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode",
 )))  # fmt: skip
@@ -136,15 +144,15 @@ class Roundings(TorchDispatchMode):
         kwargs = kwargs or {}
         base = func.overloadpacket.__name__
         base = base[:-1] if base.endswith("_") and not base.endswith("__") else base
-        if func.is_view or base in _NEVER:
+        if func.is_view or base in _WITHOUT_COPIES:
             return func(*args, **kwargs)
         if func._schema.is_mutable:
-            return self._written(func, base, args, kwargs)
+            return self._in_place(func, base, args, kwargs)
         if not self._has_copies((args, kwargs)) and (base in _EXACT or not _floats((args, kwargs))):
             return func(*args, **kwargs)
         return self._result(func, base, args, kwargs)
 
-    def _written(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
+    def _in_place(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
         """Runs an operation that writes to an argument; its copies get results of the one that returns them."""
         target = kwargs["out"] if "out" in kwargs else args[0]
         if base in _RANDOM or (not self._has_copies((args, kwargs)) and (base in _EXACT or not _is_float(target))):
