@@ -64,15 +64,15 @@ def _patch_once(function: Any) -> Any:
 
 def _reuse_types() -> None:
     block_type, np_dtype = tl.block_type.__init__, interpreter._get_np_dtype
-    made: dict[Any, dict[str, Any]] = {}
+    types: dict[Any, dict[str, Any]] = {}
     shapes: dict[tuple[int, ...], tuple[tl.tuple, tl.constexpr]] = {}
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
         key = element_ty.name, *map(tl.core._unwrap_if_constexpr, shape)
-        if key not in made:
+        if key not in types:
             block_type(self, element_ty, shape)
-            made[key] = dict(self.__dict__)
-        self.__dict__.update(made[key], element_ty=element_ty)
+            types[key] = dict(self.__dict__)
+        self.__dict__.update(types[key], element_ty=element_ty)
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
         shape = (*type.shape,) if type.is_block() else ()

@@ -12,12 +12,15 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from rich.text import Text
 
 from fusion_attention.judging.error_bound import COLUMNS, LEAST
 from fusion_attention.judging.standards import Tally
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 Tensor = torch.Tensor
 TERMINAL = (16, 64)  # cells down and across, at most
@@ -111,6 +114,8 @@ def _reduced(t: Tensor, steps: Sequence[int]) -> Tensor:
 
 def text(name: str, surface: Surface) -> Text:
     """Draws the first sequence with an error as lines of block characters, for a terminal of 80 columns."""
+    from rich.text import Text  # tests on a GPU run where it is not installed
+
     b = surface.order()[0]
     g = grid(surface, b, TERMINAL)
     margin = len(f"{g.down} {g.sizes[0]}")

@@ -168,7 +168,8 @@ class FlashMlaBackward(SparseBackward):
         """A run on views of the call's tensors, the saved results, and `outputs`."""
         gradients = {name: tensor for name, tensor in outputs.items() if name != self.norm}
         if self.call.second is not None:  # a call without compressed keys has an empty tensor of them
-            gradients.setdefault("dkey_compressed", torch.empty_like(self.call.given("key_compressed")))
+            compressed = self.call.given("key_compressed")
+            gradients.setdefault("dkey_compressed", empty(compressed, compressed.shape, compressed.dtype))
         return _GradientRun(self, gradients, outputs.get(self.norm))
 
 
