@@ -14,7 +14,7 @@ def judge(long: Long) -> None:
     assert not failing(long, [*pieces(long, seed=3)])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("length", "causal", "fields"),
@@ -39,7 +39,7 @@ def test_few_rows_of_many_keys_and_many_of_few(q_len: int, kv_len: int, dtype: s
     judge(gradient(dtype, q_len, kv_len, causal=False))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sparse_attention_and_its_gradients(dtype: str) -> None:
     judge(sparse(dtype, 4096, 16384))

@@ -27,6 +27,7 @@ def marks(run: str) -> list[pytest.MarkDecorator]:
     return ([] if is_everyday(run) else [pytest.mark.slow]) + ([] if run in RECORDED else [unrecorded])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("run", [pytest.param(run, marks=marks(run)) for run in ahead.RUNS])
 def test_resources(run: str) -> None:
     result, before = ahead.figures(run), RECORDED[run]

@@ -104,6 +104,7 @@ def test_an_installed_package_holds_no_repository(tmp_path: Path, monkeypatch: p
     assert "clone the repository" in err
 
 
+@pytest.mark.slow
 def test_the_repository_s_groups_run() -> None:
     program = "from fusion_attention.cli import main; main()"
     command = [sys.executable, "-c", program, "bench", "--repository", "--only", "packed", "--quick", "--turns", "1"]

@@ -61,6 +61,7 @@ def can_show(name: str, one: InvalidSample) -> bool:
     return is_shown and one.param not in outputs and not any(word in one.expected for word in UNSEEN)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_the_broken_rule_is_found_from_text(name: str) -> None:
     found_any(name, 40)

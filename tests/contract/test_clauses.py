@@ -136,7 +136,7 @@ def last_row(outputs: dict[str, torch.Tensor]) -> None:
     tensor[at] = torch.nan if tensor.is_floating_point() else tensor[at] ^ 64
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("breaking", [nothing, scaled, last_row], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_a_wrong_result_is_noticed(page: Page, breaking: Broken, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_every_sample_is_legal(name: str) -> None:
         assert outcome(op, sample(op, **layout), strict=True, check_content=True) == ((), []), layout
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in NEWEST else slow) for name in CONTRACTS])
 def test_every_broken_rule_is_reported_alone(name: str) -> None:
     """At its level: limits need strict, content needs check_content, meaning neither; doubts warn unless strict."""

@@ -71,7 +71,7 @@ def test_one_graph_for_all_lengths_and_pages() -> None:
     assert len(graphs) == 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["", "int8"])
 def test_a_cache_of_pages_ends_a_graph_and_the_next_begins_behind_it(stored: str) -> None:
     caches = [fa.PagedKVCache(2, 16, 8, page_size=4, stored=stored) for _ in range(2)]

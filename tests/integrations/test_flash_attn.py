@@ -228,6 +228,7 @@ def test_lengths_of_another_device_are_read_once() -> None:
 # --------------------------------------------------------------------------------------------------- compiled, played
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(dynamic: bool) -> None:
     q, cu = torch.randn(7, 4, 16, requires_grad=True), ends([3, 4])
@@ -359,6 +360,7 @@ assert import_utils.is_flash_attn_2_available.__name__ == "is_flash_attn_2_avail
 """
 
 
+@pytest.mark.slow
 def test_transformers_own_flash_attention() -> None:
     """In a process of its own: transformers decides at its import what there is."""
     done = subprocess.run(

@@ -64,7 +64,7 @@ def as_good(ours: Tensor, q: Tensor, k: Tensor, v: Tensor, score_mod: Mod | None
 # -------------------------------------------------------------------------------------------------------- the numbers
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str) -> None:
     mask, _ = MASKS[name]
@@ -83,14 +83,14 @@ def test_score_mods(name: str) -> None:
 BESIDE = ["sliding window", "causal documents", "left padding, causal", "dilated window"]
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("mask", BESIDE)
 @pytest.mark.parametrize("name", SCORES)
 def test_score_mods_beside_masks(name: str, mask: str) -> None:
     judged(SCORES[name][0], MASKS[mask][0], block_mask(MASKS[mask][0]))
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("mask", ["causal documents", "neighbourhood of a canvas", "some rows see nothing"])
 @pytest.mark.parametrize("name", [None, *SCORES])
 def test_torchs_own(eager: Any, name: str | None, mask: str) -> None:
@@ -123,6 +123,7 @@ def test_float64_is_computed_in_it() -> None:
     assert (out - golden).abs().max() < 1e-12
 
 
+@pytest.mark.slow
 def test_captured_tensors_are_trained() -> None:
     table = torch.randn(HEADS, 2 * TOKENS, requires_grad=True)
     head = torch.randn(HEADS, requires_grad=True)

@@ -179,6 +179,7 @@ def test_blocks_say_what_the_function_does_not() -> None:
     is_exactly(masks.of_block_mask(created_mask, shape), want[None, None], shape)
 
 
+@pytest.mark.slow
 def test_sliced_masks_with_a_function_of_their_own() -> None:
     """One block of rows of a mask, as programs decode: the function is shifted, the lengths are said anew."""
     q, k, v, _ = inputs(0, tokens=300)

@@ -184,7 +184,7 @@ def expectations() -> dict[tuple[str, ...], Any]:
     return {}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("name", "column"), cases())
 def test_as_eager(
     models: Callable[[Family], Any],

@@ -271,6 +271,7 @@ def test_packed_sequences_beside_a_fresh_cache_stay_apart() -> None:
     assert near(together, apart)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["positions", "cu_seq_lens"])
 def test_packed_sequences_compiled(ends: bool) -> None:
     torch._dynamo.reset()

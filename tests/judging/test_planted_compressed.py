@@ -75,6 +75,7 @@ BOTH = ("scale-missing", "window-off-by-one", "lse-sink", LATE)
 ALL = (*BOTH, EARLY, RESIDUAL, "compressed-unmasked", "compressed-unmasked:both")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("listed", "wrong"), [(True, w) for w in BOTH] + [(False, w) for w in ALL])
 def test_mistakes_of_the_attention(listed: bool, wrong: str, captures: Captures) -> None:
     call = recording(captures, "compressed_attention", 0 if listed else 1)

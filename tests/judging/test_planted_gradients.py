@@ -12,7 +12,7 @@ from fusion_attention.judging.judge import judged
 SEEDS = 5
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(80)
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named(fault: str, seed: int) -> None:

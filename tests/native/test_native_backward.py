@@ -311,6 +311,7 @@ def test_sizes_that_disagree_are_an_error(name: str) -> None:
     cpu.attention_backward(problem, extents, plan, operands, grads)
 
 
+@pytest.mark.slow
 def test_long_sequences_of_several_waves() -> None:
     problem = Problem(2, 1, 128, 128, dtype="float32", scale=0.09)
     call = converted(make(problem, (9000, 40, 3000), (300, 70, 10), Band.full()), torch.float32)

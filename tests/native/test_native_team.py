@@ -100,6 +100,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("FUSION_ATTENTION_CPU") == "amx_model", reason="the model takes longer")
 def test_a_signal_ends_a_long_call_and_the_next_one_is_right() -> None:
     """Each call takes 1.5 s or more: until its end no other answer came."""
@@ -126,6 +127,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_handler_that_raises_nothing_may_compute_and_the_call_goes_on() -> None:
     assert run(HANDLED) == "done\n"
 
@@ -180,6 +182,7 @@ def test_a_child_of_fork_says_once_that_it_has_one_thread() -> None:
     assert run(WARNED) == "([], False)\n([], True)\n(['RuntimeWarning'], True) []\n"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("value", "says"), [("always", ""), ("never", "expected 'always' or nothing, got 'never'")])
 def test_teams_are_always_or_by_experience(value: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSION_ATTENTION_TEAM", value)
@@ -230,6 +233,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_memory_that_is_missing_for_many_threads_is_had_for_fewer() -> None:
     assert run(SHORT) == "done\n"
@@ -318,5 +322,6 @@ print({text for text in said if "cannot be updated while it runs" not in text})
 """
 
 
+@pytest.mark.slow
 def test_a_plan_refuses_to_change_beneath_a_signal_handler() -> None:
     assert run(HANDLER) == "set()\n"

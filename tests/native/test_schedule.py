@@ -60,7 +60,7 @@ def speedup(program: Path, family: str, case: str, *threads: int) -> dict[int, f
     return next(row.speedup for row in rows if (row.family, row.case) == (family, case))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("family", "case"), FLOORS)
 def test_a_plan_keeps_many_threads_busy(program: Path, family: str, case: str) -> None:
     result = speedup(program, family, case, 8, 16, 64)

@@ -56,6 +56,7 @@ def free_address() -> str:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["hccl", pytest.param("cpu:gloo,npu:hccl", marks=pytest.mark.slow)])
 def test_two_ranks_reduce_exchange_and_shard_weights(words: str) -> None:
     program = f"from fusion_attention import npu; npu.install()\n{PROGRAM}"

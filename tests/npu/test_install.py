@@ -227,6 +227,7 @@ def transformers_on_npu() -> None:
         print(type(model).__name__)  # noqa: T201
 
 
+@pytest.mark.slow
 def test_transformers_unchanged() -> None:
     body = textwrap.dedent(inspect.getsource(transformers_on_npu)) + "\ntransformers_on_npu()\n"
     script = "from fusion_attention import npu\nnpu.install()\n" + body

@@ -401,6 +401,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo")
 def test_a_program_for_two_devices_under_torchrun(tmp_path: Path) -> None:
     file = tmp_path / "train.py"

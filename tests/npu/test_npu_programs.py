@@ -265,6 +265,7 @@ def test_children_are_told():
 OPTION = ("-m", "pytest", "-p", "no:fusion_attention", "-p", "fusion_attention.fake_npu", "-p", "no:cacheprovider")
 
 
+@pytest.mark.slow
 def test_a_run_of_pytest(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_of_the_chip.py").write_text(TESTS)

@@ -459,6 +459,7 @@ print(torch.ones(1, device="npu").device)
 """
 
 
+@pytest.mark.slow
 def test_another_librarys_device_is_left_alone() -> None:
     run = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True, timeout=120, check=False)
     message, device = run.stdout.splitlines()

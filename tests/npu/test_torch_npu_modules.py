@@ -320,6 +320,7 @@ run_tests()
 """
 
 
+@pytest.mark.slow
 def test_a_test_program_runs(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)

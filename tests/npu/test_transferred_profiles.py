@@ -48,6 +48,7 @@ for folder, words in {"autograd": {"use_device": "cuda"}, "old": {"use_cuda": Tr
 """
 
 
+@pytest.mark.slow
 def test_profiles_say_little_and_are_written(tmp_path: Path) -> None:
     """Before, each of some 400 events was a page of stderr, and took 350 times as long."""
     run = subprocess.run(

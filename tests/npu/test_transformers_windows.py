@@ -103,6 +103,7 @@ def taken_back() -> None:
     assert [getattr(module, name) for name in functions] == bare
 
 
+@pytest.mark.slow
 def test_in_transformers() -> None:
     """In a process of its own: transformers decides at its import whether there is an NPU."""
     bodies: list[Callable[[], None]] = [windowed_models, sinks, compiled, taken_back]

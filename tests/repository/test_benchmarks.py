@@ -23,6 +23,7 @@ def figures(folder: Path, group: str) -> dict[str, list[dict[str, float]]]:
     return json.loads((folder / "figures.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "count"),
     [
@@ -45,6 +46,7 @@ def test_a_peer_that_does_other_work_is_compared_by_rate() -> None:
     assert 0.1 < measure(pair, 9).ratio < 0.6  # as long for a quarter of the work
 
 
+@pytest.mark.slow
 def test_memory_is_what_the_plans_announce() -> None:
     (row,) = memory.measured(4096, ["fp32"])
     assert row.length == 4096

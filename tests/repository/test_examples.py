@@ -39,6 +39,7 @@ DOCUMENTED = [n for n, path in modules().items() if EXAMPLES.search(path.read_te
 SCRIPTS = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem != "find_the_bug")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_examples_run(path: Path, tmp_path: Path) -> None:
     arguments = [word.format(folder=tmp_path) for word in ARGUMENTS.get(path.stem, [])]

@@ -233,6 +233,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [w if w in EVERY_DAY else pytest.param(w, marks=pytest.mark.slow) for w in WAYS])
 def test_the_first_use_of_a_name_may_be_traced(way: str) -> None:
     """The whole package is loaded, its operators registered, while a trace is under way."""

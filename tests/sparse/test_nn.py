@@ -203,7 +203,7 @@ def test_saved_state_is_the_same_in_all_stages(form: str) -> None:
         assert torch.equal(run(layer, x)[0], expected)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", ["latent", pytest.param("grouped", marks=pytest.mark.slow)])
 def test_one_graph_with_the_same_bits(form: str, stage: str) -> None:
@@ -280,6 +280,7 @@ def one_of_two(rank: int, folder: str) -> None:
     os._exit(0)  # gloo's threads may wait for Python's lock for ever while their group is taken down
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     code = "import sys; from sparse import test_nn; test_nn.one_of_two(int(sys.argv[1]), sys.argv[2])"
     command = [sys.executable, "-c", code]

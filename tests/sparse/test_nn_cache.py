@@ -196,7 +196,7 @@ def test_what_is_stored(stage: dsa.Stage) -> None:
         assert {part: tuple(t.shape) for part, t in cache._rows.items()} == {n: (2, 30, *s) for n, s in want.items()}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["latent", "grouped"])
 def test_compiled_layers(form: str) -> None:
     """A graph ends where the cache begins, and no token compiles anew."""

@@ -60,6 +60,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             assert torch.equal(resumed[name]["model"][key], value), (name, key)
 
 
+@pytest.mark.slow
 def test_what_is_no_checkpoint_of_this_run(tmp_path: Path) -> None:
     main = runpy.run_path(str(SCRIPT))["main"]
     checkpoint = tmp_path / "checkpoint.pt"

@@ -231,6 +231,7 @@ def test_seeds_and_offsets_that_are_none(name: str, value: Any, text: str) -> No
 # --------------------------------------------------------------------------------------------------------------- traces
 
 
+@pytest.mark.slow
 def test_traces_take_the_same_seeds_and_masks() -> None:
     torch._dynamo.reset()
     q, k, v = tensors()
