@@ -84,14 +84,14 @@ EDITS = (
     Edit("dq without the last tile", backward, "for t in tl.range(0, turns)", "for t in tl.range(0, turns - 1)",
          ("tile-left-out", "tile-skipped")),
     Edit("no mask in the backward", backward, "    elif masked:\n        s = tl.where(sees(row, key, band), s, "
-         '-float("inf"))', "", ("mask-ignored",), CAUSAL),
+         '-float("inf"))', "", ("edge-tiles-unmasked",), CAUSAL),
     Edit("dv without dropout's factor", backward, "(dv0, dv1, dv2), 1.0 / keep_prob", "(dv0, dv1, dv2), 1.0",
          ("dropout-scale",), {"drop_bits": True, **DROPS}),
     Edit("lse without the sum", backward, "peak * LOG2E + tl.log2(total)", "peak * LOG2E",
          ("unnormalised", "probabilities-wrong")),
 )  # fmt: skip
 KERNELS = ("forward", "prepare", "backward_query", "backward_key")
-NAMED = 18  # edits, at least
+NAMED = 22  # edits, at least
 
 
 def edited(edit: Edit, folder: Path) -> ModuleType:

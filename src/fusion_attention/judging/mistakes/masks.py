@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -11,9 +11,11 @@ import torch
 
 from fusion_attention.ir.kv import MatrixView, PagedView
 from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import Extents
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, finite, moved, same_band
 from fusion_attention.judging.setting import Block, Setting
 
+_LOOKS = 64  # rows, or keys, at which a candidate is compared with the wrong ones
 TILES = (512, 128, 256, 64, 32, 16, 1024, 2048)
 
 
@@ -122,6 +124,95 @@ def window_by_one(case: Case) -> Iterator[Try]:
     if finite(e.lo).any():
         yield from _other(case, "one key before the left edge is seen", s.of_extents(lo=moved(e.lo, -1)))
         yield from _other(case, "the first key of the window is not seen", s.of_extents(lo=moved(e.lo, 1)))
+    right, left = ("one key behind the right edge is seen", 0, 1), ("the first key of the window is not seen", 1, 0)
+    yield from _in_tiles(case, *[right] * bool(finite(e.hi).any()), *[left] * bool(finite(e.lo).any()))
+
+
+@dataclass(frozen=True)
+class _Tiled:
+    """A band in tiles of `rows` x `keys` pairs: those without a visible key are skipped, edges apply where they cross.
+
+    Attributes:
+        left, right: keys by which the edges move inside the tiles that they cross; None: they are not applied there.
+    """
+
+    extents: Extents
+    rows: int = 1
+    keys: int = 1
+    left: int | None = 0
+    right: int | None = 0
+
+    def visible(self, b: int, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Returns the visible pairs of rows and keys of a sequence: bool [rows, keys]."""
+        count, length = int(self.extents.q_len[b]), int(self.extents.kv_len[b])
+        edges = self.extents.row_interval(b, np.arange(count))
+        some = edges[0] < edges[1]
+        tops, tile = np.arange(0, count, self.rows), keys // self.keys * self.keys
+        first, last, least, most = (
+            operation.reduceat(np.where(some, edge, unseen), tops)[rows // self.rows, None]
+            for operation, edge, unseen in (
+                (np.maximum, edges[0], 0), (np.minimum, edges[1], length),  # all rows of a tile see the keys between
+                (np.minimum, edges[0], length), (np.maximum, edges[1], 0),  # one does
+            )
+        )  # fmt: skip
+        low, high = (edge[rows, None] for edge in edges)
+        result: np.ndarray = (tile < most) & (tile + self.keys > least)
+        full = (tile >= first) & (tile + self.keys <= last)
+        if self.left is not None:
+            result = result & (full | (keys >= low + self.left))
+        if self.right is not None:
+            result = result & (full | (keys < high + self.right))
+        return result
+
+    def __call__(self, x: Block) -> Block:
+        keys = np.arange(x.keys.start, x.keys.stop)
+        band = torch.from_numpy(self.visible(x.b, np.arange(x.rows.start, x.rows.stop), keys))
+        return replace(x, visible=x.visible & band, in_band=band.any(-1))
+
+    def explains(self, case: Case) -> bool:
+        """True if most wrong rows have other keys than in the band, and most right rows have not; likewise for keys.
+
+        Tiles that hide nothing explain nothing: `mask-ignored` is the name of that.
+        """
+        band, hides = _Tiled(self.extents), False
+        for o in case.outputs:
+            for b, wrong in enumerate(case.wrong.get(o.name, ())):
+                marks = wrong.any(0)
+                if o.kind == "max" or not marks.any():  # a maximum often has the same place among other keys
+                    continue
+                bad, good = (t[:: len(t) // _LOOKS + 1] for t in (marks.nonzero()[:, 0], (~marks).nonzero()[:, 0]))
+                at, every = torch.cat((bad, good)).numpy(), np.arange(self.extents.q_len[b])
+                pairs = (every, at) if o.by_keys else (at, np.arange(self.extents.kv_len[b]))
+                visible = self.visible(b, *pairs)
+                hides |= not visible.all()
+                changed = (visible != band.visible(b, *pairs)).any(int(not o.by_keys))
+                if changed[: len(bad)].sum() < 0.9 * len(bad) or changed[len(bad) :].sum() > 0.5 * len(good):
+                    return False
+        return hides
+
+
+def _in_tiles(case: Case, *edges: tuple[str, int | None, int | None]) -> Iterator[Try]:
+    """Yields ways to move edges inside tiles, or not to apply them: (detail, left, right)."""
+    s = case.setting
+    if s.problem.select_count or s.problem.compressed_ratio or s.extents.prefix.any():
+        return
+    for rows in TILES[:6]:
+        for keys in TILES[:6]:
+            for detail, left, right in edges:
+                change = _Tiled(s.extents, rows, keys, left, right)
+                if change.explains(case):
+                    yield Try(f"{detail}, tiles of {rows} rows and {keys} keys", _open(s).changed(change))
+
+
+@partial(
+    Mistake, "edge-tiles-unmasked", "An edge of the band is not applied inside the tiles that it crosses.",
+    "Tiles are skipped, or read without a mask, by their first and last row and key; the others need the comparison.",
+)  # fmt: skip
+def edge_tiles(case: Case) -> Iterator[Try]:
+    e = case.setting.extents
+    right, left = bool(finite(e.hi).any()), bool(finite(e.lo).any())
+    edges = [("the right edge", 0, None)] * right + [("the left edge", None, 0)] * left
+    yield from _in_tiles(case, *edges, *([("both edges", None, None)] if right and left else []))
 
 
 @partial(
@@ -246,6 +337,7 @@ MISTAKES = (
     band_uncalled,
     mask_polarity,
     window_by_one,
+    edge_tiles,
     window_ignored,
     window_mirrored,
     prefix_ignored,

@@ -212,13 +212,21 @@ def _multiplied(loop: Loop, factor: float) -> Sums:
     return summed(loop.scores * factor, loop.values)
 
 
+def _powered(loop: Loop, factor: float) -> Sums:
+    return replace(_multiplied(loop, factor), top=loop.scores.amax(-1, keepdim=True))
+
+
 @partial(
     Mistake, "exponent-base", "Exponentials have another base than the scores are prepared for.",
     "exp2 needs scores times log2(e), exp needs them without.",
 )  # fmt: skip
 def exponent_base(case: Case) -> Iterator[Try]:
     factors = ("2^s for e^s", math.log(2)), ("e^(s log2 e) for e^s", 1 / math.log(2))
-    return explaining(case, (Way(detail, partial(_multiplied, factor=factor)) for detail, factor in factors))
+    programs = ("", _multiplied), (", the maximum right", _powered)
+    return explaining(
+        case,
+        (Way(f"{detail}{where}", partial(f, factor=factor)) for where, f in programs for detail, factor in factors),
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- tiles and keys
