@@ -21,12 +21,12 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "topk": lambda x: x.topk(2, -1).values,
     "amax": lambda x: x.amax(0),
     "cat": lambda x: torch.cat((x, -x[1:]), 0),
-    "where": lambda x: torch.where(x > 0, x, x.new_zeros(())),
-    "masked_fill": lambda x: x.masked_fill(x < 0, -torch.inf),
+    "where": lambda x: torch.where(x > 0.77, x, x.new_zeros(())),
+    "masked_fill": lambda x: x.masked_fill(x < 0.77, -torch.inf),
     "pad": lambda x: torch.nn.functional.pad(x, (1, 2)),
     "embedding": lambda x: torch.nn.functional.embedding(ROWS, x[0]),
     "roll": lambda x: x.roll(1, 0),
-    "clamp": lambda x: x.clamp(min=0.1),
+    "clamp": lambda x: x.clamp(min=0.77),
 }
 
 
@@ -43,7 +43,7 @@ def mode(copies: Copies) -> Roundings:
 @pytest.mark.parametrize("name", EXACT)
 def test_an_exact_operation_runs_on_every_copy(name: str, copies: Copies, mode: Roundings) -> None:
     with mode:
-        x = torch.randn(3, 4, 5, dtype=torch.float64) * 1.1
+        x = torch.full((3, 4, 5), 0.7, dtype=torch.float64) * 1.1  # errors alone order the elements of a copy
         result = EXACT[name](x)
     before, after = copies.of(x), copies.of(result)
     assert before is not None
