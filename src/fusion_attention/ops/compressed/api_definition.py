@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from fusion_attention.contract import Array, Attr, Tensor
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops.compressed.lower import lower
+from fusion_attention.ops.compressed.rules import own_entries
 from fusion_attention.ops.shared.checks import band_fits
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
 from fusion_attention.ops.shared.rules import (
@@ -27,7 +26,7 @@ from fusion_attention.ops.sparse import api_definition as sparse
 from fusion_attention.ops.sparse.call import COMPRESSED, DIFFERENTIABLE
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in
 from fusion_attention.ops.sparse.definitions import INDICES, KEY, LAYOUT, NEUTRAL, QUERY, SINKS, TABLE, V1, VALUE
-from fusion_attention.ops.sparse.rules import LENGTHS, SHAPES, TABLES, packed_lists
+from fusion_attention.ops.sparse.rules import LENGTHS, SHAPES, TABLES
 
 IN_PAGES = {"compressed_table": "2 Mc", "compressed_len": [2, 3], "actual_seq_kvlen": [6, 6]}
 
@@ -122,14 +121,7 @@ RULES = (
         "band: a band of whole numbers, its prefix empty or one per sequence (one prefix for each sequence)",
         invalid={"band": Band.prefix_causal([1, 2, 3])},
     ),
-    meaning(
-        "sparse_indices is None or entries_fit(sparse_indices, layout, q_len, c_len, 1)",
-        "sparse_indices: -1 or the number of a compressed key of the row's own sequence (positions count from the "
-        "sequence's own first compressed key; -1 ends a list)",
-        reads=True,
-        invalid={"sparse_indices": torch.full((2, 4, 1, 2048), 90, dtype=torch.int32)},
-    ),
-    packed_lists("sparse_indices"),
+    *own_entries("sparse_indices", "sparse_indices is None or entries_fit(sparse_indices, layout, q_len, c_len, 1)"),
     doubt(
         "residual is not None or keys_closed(c_len, kv_len, ratio)",
         "compressed_len: the tokens of the keys // ratio (a compressed key is there from its last token on)",

@@ -28,6 +28,21 @@ from fusion_attention.ops.shared.rules import (
 )
 from fusion_attention.ops.sparse.rules import packed_lists
 
+
+def own_entries(param: str, check: str, key: str = "compressed key", count: int = 2048) -> tuple[Rule, Rule]:
+    """Rules of lists [.., count]: entries are -1 or keys of the row's sequence, and none is behind a -1."""
+    return (
+        meaning(
+            check,
+            f"{param}: -1 or the number of a {key} of the row's own sequence (positions count from the sequence's own "
+            f"first {key}; -1 ends a list)",
+            reads=True,
+            invalid={param: torch.full((2, 4, 1, count), 90, dtype=torch.int32)},
+        ),
+        packed_lists(param),
+    )
+
+
 PAGES = "PA_BBND"
 # (name of a side's lengths, its tensor, its rows, its packed rows, its page table, the tokens of a page)
 Side = tuple[str, str, str, str, str, str]
@@ -264,14 +279,7 @@ CHOSEN = group(
         when="ori_sparse_indices is not None",
         invalid={"ori_mask_mode": 3},
     ),
-    meaning(
-        "names_entries(ori_sparse_indices, layout, q_len, q_start, kv_len)",
-        "ori_sparse_indices: -1 or the number of a key of the row's own sequence (positions count from the "
-        "sequence's own first key; -1 ends a list)",
-        reads=True,
-        invalid={"ori_sparse_indices": torch.full((2, 4, 1, 4), 90, dtype=torch.int32)},
-    ),
-    packed_lists("ori_sparse_indices"),
+    *own_entries("ori_sparse_indices", "names_entries(ori_sparse_indices, layout, q_len, q_start, kv_len)", "key", 4),
     limit(
         "ori_sparse_indices is None or ori_topk_length is not None",
         "ori_topk_length: the entries of every list (without it a list ends at its first -1)",
@@ -307,14 +315,9 @@ COMPRESSED = (
         when="key_compressed is not None and cmp_mask_mode == 3",
         invalid={"ori_mask_mode": 0, "ori_win_left": -1, "ori_win_right": -1},
     ),
-    meaning(
-        "sparse_indices is None or names_entries(sparse_indices, layout, q_len, q_start, c_len)",
-        "sparse_indices: -1 or the number of a compressed key of the row's own sequence (positions count from the "
-        "sequence's own first compressed key; -1 ends a list)",
-        reads=True,
-        invalid={"sparse_indices": torch.full((2, 4, 1, 2048), 90, dtype=torch.int32)},
+    *own_entries(
+        "sparse_indices", "sparse_indices is None or names_entries(sparse_indices, layout, q_len, q_start, c_len)"
     ),
-    packed_lists("sparse_indices"),
     content(
         "sees_entries(sparse_indices, layout, q_len, q_start, c_len, tokens, ratio)",
         "sparse_indices: entries that their rows see (row i reads the first (i + tokens - rows + 1) // cmp_ratio "
