@@ -12,7 +12,7 @@ import torch
 from clauses.derived import listed, of_parameters
 from clauses.dtypes import BF, H
 from clauses.near import Near, near, softmax
-from clauses.table import INVALID, NULL, Args, Page, clause, computes, filled, forbids, refuses
+from clauses.table import INVALID, NULL, Args, Page, clause, computes, filled, forbids, refuses, taken_over
 from clauses.values import GENERATOR, draw, prepared, widened, zeros
 
 FORWARD = listed("""
@@ -167,10 +167,9 @@ PAGE = Page("aclnnBlockSparseAttention", FORWARD, base, formula, CLAUSES)
 @wraps(base)
 def grad_base(**over: Any) -> Args:
     a = base(**over)
-    names = {p.name for p in GRAD}
-    return filled(
+    return taken_over(
         GRAD,
-        **{name: value for name, value in a.items() if name in names},
+        a,
         dout=draw(*a["query"].shape, d=a["query"].dtype),
         softmaxLse=torch.empty_like(a["softmaxLseOptional"]),
         **{name: torch.empty_like(a[of]) for name, of in (("dq", "query"), ("dk", "key"), ("dv", "value"))},

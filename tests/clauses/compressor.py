@@ -12,7 +12,7 @@ import torch
 from clauses.derived import listed, of_parameters
 from clauses.dtypes import BF, I32, H
 from clauses.near import Near, cat, near, softmax, stack
-from clauses.table import NULL, Args, Page, clause, computes, filled, forbids, refuses
+from clauses.table import NULL, Args, Page, clause, computes, filled, forbids, refuses, taken_over
 from clauses.values import draw, ints, longer, widened
 
 FORWARD = listed("""
@@ -187,10 +187,9 @@ PAGE = Page("aclnnCompressor", FORWARD, base, formula, CLAUSES)
 @wraps(base)
 def grad_base(**over: Any) -> Args:
     a = base(**over)
-    names = {p.name for p in GRAD}
-    return filled(
+    return taken_over(
         GRAD,
-        **{name: value for name, value in a.items() if name in names},
+        a,
         dCmpKv=draw(*a["cmpKv"].shape, d=a["x"].dtype),
         **{"d" + name.title(): torch.empty_like(a[name]) for name in ("x", "wkv", "wgate", "ape")},
     )

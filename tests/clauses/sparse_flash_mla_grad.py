@@ -12,7 +12,7 @@ from clauses.derived import listed, of_parameters
 from clauses.dtypes import BF, F32, H
 from clauses.near import Near, near
 from clauses.sparse_flash_mla_calls import ENTRIES, SIDES, flat, keys_of, lengths_of, row_entries
-from clauses.table import NULL, TILING, Args, Page, clause, computes, filled, forbids, refuses
+from clauses.table import NULL, TILING, Args, Page, clause, computes, forbids, refuses, taken_over
 from clauses.values import draw, ints, widened, zeros
 
 PROTOTYPE = listed("""
@@ -30,13 +30,11 @@ BSND: dict[str, Any] = {"layout": "BSND", "rows": (4, 4), "tokens": (14, 14)}
 @wraps(forward.base)
 def base(**over: Any) -> Args:
     a = forward.base(**over)
-    names = {p.name for p in PROTOTYPE}
-    given = {name: value for name, value in a.items() if name in names}
     query, compressed = a["q"], a["cmpKv"]
     norms = {norm: None if a[name] is None else torch.empty(a[name].shape, dtype=F32) for name, norm in NORMS.items()}
-    return filled(
+    return taken_over(
         PROTOTYPE,
-        **given,
+        a,
         **norms,
         query=query,
         dOut=draw(*query.shape, d=query.dtype),

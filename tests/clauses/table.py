@@ -150,6 +150,12 @@ def filled(lines: Iterable[Parameter], **given: Any) -> Args:
     return {p.name: TYPES[p.kind](p.default) if p.default else None for p in lines} | given
 
 
+def taken_over(lines: Iterable[Parameter], args: Args, **given: Any) -> Args:
+    """A gradient's call: the forward's arguments of the same names, and what is given."""
+    names = {p.name for p in lines}
+    return filled(lines, **{name: value for name, value in args.items() if name in names} | given)
+
+
 @dataclass(frozen=True, eq=False)
 class Page:
     """A page's table.
