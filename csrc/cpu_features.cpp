@@ -3,16 +3,13 @@
 
 #include "cpu_features.h"
 
+#include "system.h"
+
 #include <algorithm>
 #include <cstdint>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#elif defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#endif
-#if defined(__linux__)
-#include <unistd.h>
 #endif
 
 namespace fusion {
@@ -86,48 +83,27 @@ bool is_here(const Bit &bit, std::uint64_t saved) {
     return (saved & bit.saved) == bit.saved && (cpuid(bit.leaf, bit.subleaf).*bit.word >> bit.position & 1);
 }
 
-std::uint64_t system_word() { return saved_registers(); }
-
-#elif defined(__aarch64__) && defined(__linux__)
-
-struct Bit {  // numbers, since older systems' headers lack the newer names
-    const char *name;
-    unsigned long vector;
-    int position;
-};
-
-constexpr Bit bits[] = {
-    {"asimd", AT_HWCAP, 1},     {"crc32", AT_HWCAP, 7},    {"atomics", AT_HWCAP, 8}, {"asimdhp", AT_HWCAP, 10},
-    {"asimdrdm", AT_HWCAP, 12}, {"asimddp", AT_HWCAP, 20}, {"sve", AT_HWCAP, 22},    {"sve2", AT_HWCAP2, 1},
-    {"i8mm", AT_HWCAP2, 13},    {"bf16", AT_HWCAP2, 14},
-};
-
-bool is_here(const Bit &bit, std::uint64_t) { return getauxval(bit.vector) >> bit.position & 1; }
-
-std::uint64_t system_word() { return 0; }
-
 #endif
 
 }  // namespace
 
 std::vector<std::string> find_features() {
+#if defined(__x86_64__)
     std::vector<std::string> found;
-#if defined(__x86_64__) || (defined(__aarch64__) && defined(__linux__))
-    const std::uint64_t word = system_word();
+    const std::uint64_t saved = saved_registers();
     for (const Bit &bit : bits) {
-        if (is_here(bit, word)) found.emplace_back(bit.name);
+        if (is_here(bit, saved)) found.emplace_back(bit.name);
     }
-#endif
     return found;
+#else
+    return system::arm_features();
+#endif
 }
 
 std::size_t second_level_cache() {
-    long told = 0;
-#if defined(_SC_LEVEL2_CACHE_SIZE)
-    told = sysconf(_SC_LEVEL2_CACHE_SIZE);
-#endif
-    constexpr long unit = 512 << 10;
-    return static_cast<std::size_t>(told > 0 ? std::clamp(told, unit, 4 * unit) : 2 * unit);
+    constexpr std::size_t unit = 512 << 10;
+    const std::size_t bytes = system::second_level_cache();
+    return bytes ? std::clamp(bytes, unit, 4 * unit) : 2 * unit;
 }
 
 }  // namespace fusion

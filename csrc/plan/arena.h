@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "system.h"
+
 #include <atomic>
 #include <cstddef>
 #include <cstdlib>
@@ -9,10 +11,6 @@
 #include <memory>
 #include <new>
 #include <utility>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 namespace fusion {
 
@@ -45,7 +43,7 @@ private:
         int unfit = 0;  // consecutive leases that needed less than half of it
 
         Buffer() = default;
-        ~Buffer() { std::free(data); }
+        ~Buffer() { system::release(data); }
         Buffer(const Buffer &) = delete;
         Buffer &operator=(const Buffer &) = delete;
     };
@@ -73,19 +71,16 @@ private:
     }
 
     static void allocate(Buffer &buffer, std::size_t bytes) {
-        std::free(buffer.data);
+        system::release(buffer.data);
         buffer.data = nullptr;
         buffer.bytes = 0, buffer.unfit = 0;
         // Large buffers are aligned to huge pages, because panels are read in long streams.
         constexpr std::size_t huge = std::size_t{2} << 20;
         const std::size_t alignment = bytes >= huge / 2 ? huge : 64;
         const std::size_t rounded = (bytes + alignment - 1) / alignment * alignment;
-        buffer.data = static_cast<char *>(std::aligned_alloc(alignment, rounded));
+        buffer.data = static_cast<char *>(system::allocate(alignment, rounded));
         if (!buffer.data && rounded) throw std::bad_alloc();
         buffer.bytes = rounded;
-#if defined(__linux__)
-        if (alignment == huge) madvise(buffer.data, rounded, MADV_HUGEPAGE);  // advice: failure is harmless
-#endif
     }
 
     // After this many consecutive leases that need less than half of it, a buffer is freed: the memory of one large

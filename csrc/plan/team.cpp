@@ -1,6 +1,7 @@
 #include "plan/team.h"
 
 #include "plan/threads.h"
+#include "system.h"
 #include "tile_memory.h"
 
 #include <algorithm>
@@ -9,8 +10,6 @@
 #include <string>
 #include <string_view>
 #include <thread>
-
-#include <time.h>
 
 #if defined(__SSE__)
 #include <immintrin.h>
@@ -40,12 +39,6 @@ void relax() {
 // Per calling thread, because OpenMP keeps the threads of a team for one calling thread.
 thread_local Experience experience;
 
-Alone computed() {  // CPU time of this thread since its start
-    timespec time;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-    return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
-}
-
 // Time that this thread spent waiting inside its work: wall-clock time, and CPU time of the wait loops.
 struct Waits {
     Alone passed = Alone(0), computed = Alone(0);
@@ -73,7 +66,7 @@ void Backoff::pause() {
         for (int i = 0; i < 8; ++i) relax();
         return;
     }
-    if (computed_ == never_computed) computed_ = computed();
+    if (computed_ == never_computed) computed_ = system::thread_time();
     if (waited < yielding) {
         std::this_thread::yield();
     } else {  // a small fraction of the time waited so far
@@ -84,7 +77,7 @@ void Backoff::pause() {
 Backoff::~Backoff() {
     if (computed_ == never_computed) return;
     waits.passed += Clock::now() - begun_;
-    waits.computed += computed() - computed_;
+    waits.computed += system::thread_time() - computed_;
 }
 
 bool Team::cancelled() const {
@@ -144,10 +137,10 @@ void run_team(int size, Alone alone, void (*work)(const void *context, const Tea
             // The calling thread waits here, where it can be interrupted, and not at the end of the parallel region.
             team.wait_until([&] { return run.left.load(std::memory_order_acquire) == members - 1; });
         } else {
-            const Alone before = little ? computed() - waits.computed : Alone(0);
+            const Alone before = little ? Alone(system::thread_time() - waits.computed) : Alone(0);
             work(context, team);
             if (little) {
-                const Alone saved = computed() - waits.computed - before;
+                const Alone saved = system::thread_time() - waits.computed - before;
                 run.saved.fetch_add(std::chrono::duration_cast<std::chrono::nanoseconds>(saved).count(),
                                     std::memory_order_relaxed);
             }

@@ -1,6 +1,5 @@
 // Source of a team's threads: those of OpenMP, which torch uses too, so that cores do not have threads of two pools;
-// or, with FUSION_STD_THREADS, std::thread, which ThreadSanitizer supports and which needs no OpenMP. The OpenMP
-// runtime is loaded when threads are first needed; without one, on_threads() throws before any work is done.
+// where the process has no runtime, or with FUSION_STD_THREADS (for ThreadSanitizer), a pool of std::thread.
 
 #pragma once
 

@@ -5,11 +5,10 @@
 #include "plan/arena.h"
 #include "plan/team.h"
 #include "selected.h"
+#include "system.h"
 
 #include <chrono>
 #include <thread>
-
-#include <time.h>
 
 namespace check {
 namespace {
@@ -66,9 +65,7 @@ void give_up(Report &report, int threads) {
 }
 
 double computed() {  // by this thread, in milliseconds
-    timespec time;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-    return 1e3 * static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_nsec);
+    return std::chrono::duration<double, std::milli>(fusion::system::thread_time()).count();
 }
 
 enum class Passing { asleep, computing, waiting };
