@@ -9,8 +9,6 @@ file for each Triton:
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 triton = pytest.importorskip("triton")
@@ -70,7 +68,7 @@ LATER = frozenset(
         "query 768 read sm_86",
     )
 )
-RECORDED = json.loads(ahead.RESOURCES.read_text(encoding="utf-8")) if ahead.RESOURCES.exists() else {}
+RECORDED = ahead.recorded(ahead.OF_DENSE)
 recorded = pytest.mark.skipif(not RECORDED, reason=f"nothing is recorded of Triton {triton.__version__}")
 unrecorded = pytest.mark.skip(reason=f"not recorded of Triton {triton.__version__}")
 

@@ -10,9 +10,10 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from support import sparse_ahead as ahead
-from support.triton_ahead import SHARED
+from support.triton_ahead import SHARED, recorded
 
-RECORDED = {run: row for area in ahead.AREAS for run, row in ahead.recorded(area).items()}
+BY_AREA = {area: recorded(ahead.resources(area)) for area in ahead.AREAS}
+RECORDED = {run: row for rows in BY_AREA.values() for run, row in rows.items()}
 unrecorded = pytest.mark.skip(reason=f"not recorded of Triton {triton.__version__}")
 EVERYDAY_CHIP = 90
 STACKED = 4
@@ -40,8 +41,8 @@ def test_resources(run: str) -> None:
 
 
 def test_every_run_is_recorded() -> None:
-    recorded_areas = [area for area in ahead.AREAS if ahead.recorded(area)]  # of this Triton
-    assert [run for run, (area, _, _) in ahead.RUNS.items() if area in recorded_areas and run not in RECORDED] == []
+    areas = [area for area, rows in BY_AREA.items() if rows]  # of this Triton
+    assert [run for run, (area, _, _) in ahead.RUNS.items() if area in areas and run not in RECORDED] == []
 
 
 def test_what_spills_is_known() -> None:
