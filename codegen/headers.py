@@ -1,7 +1,7 @@
-"""C declarations and definitions of the operators, from their records: aclnnop/*.h and csrc/capi/operators.inc.
+"""C declarations of the operators, from their records: aclnnop/*.h.
 
-A header declares two functions of every operator, with CANN's names and C types. The macro OPERATOR of
-csrc/capi/operators.cpp defines both; they pack their arguments and call plan() or run() (csrc/capi/entry.h).
+A header declares two functions of every operator, with CANN's names and C types. The build makes their definitions of
+the headers (c_definitions.py). The tensors that an operator writes are the last ones that follow one another.
 """
 
 from __future__ import annotations
@@ -73,14 +73,6 @@ extern "C" {{
 """
 
 
-def definitions(records: Mapping[str, Op]) -> str:
-    """Returns the text of operators.inc, which defines every declared function."""
-    files = by_header(records)
-    includes = "\n".join(f'#include "aclnnop/{name}"' for name in files)
-    bodies = "\n".join(_definition(op) for ops in files.values() for op in ops)
-    return f"// {_WRITTEN}\n\n{includes}\n\n{bodies}"
-
-
 def _comment(op: Op, explained: set[str]) -> str:
     """Returns the texts of an operator and of its parameters, without those that the header already contains."""
     lines = [fill(op.summary, 116, initial_indent="/* ", subsequent_indent=" * ")]
@@ -95,13 +87,6 @@ def _comment(op: Op, explained: set[str]) -> str:
 def _declaration(op: Op, first: bool) -> str:
     words = [kind + name for kind, name in parameters(op)] + _TAIL if first else _RUN
     return f"ACL_FUNC_VISIBILITY aclnnStatus {op.name}{PHASE_1 if first else ''}(\n{_flow(words)})"
-
-
-def _definition(op: Op) -> str:
-    outputs = sum(1 << i for i, p in enumerate(op.params) if isinstance(p, Tensor) and p.output)
-    words = _flow(kind + name for kind, name in parameters(op)).lstrip()
-    names = _flow(op.prototype.names)
-    return f"OPERATOR({op.name.removeprefix('aclnn')}, {outputs:#x},\n    ({words}),\n{names})\n"
 
 
 def _flow(words: Iterable[str]) -> str:
