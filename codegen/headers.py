@@ -47,30 +47,13 @@ def by_header(records: Mapping[str, Op]) -> dict[str, list[Op]]:
     return dict(sorted(results.items()))
 
 
-def header(name: str, ops: Iterable[Op]) -> str:
-    """Returns the text of aclnnop/<name>."""
-    guard = "FUSION_ATTENTION_" + name.upper().replace(".", "_")
+def header(ops: Iterable[Op]) -> str:
+    """Returns the text of the header that declares the operators."""
     explained: set[str] = set()
     functions = "\n".join(
         f"{_comment(op, explained)}\n{_declaration(op, True)};\n{_declaration(op, False)};\n" for op in ops
     )
-    return f"""/* {_WRITTEN} */
-#ifndef {guard}
-#define {guard}
-
-#include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {{
-#endif
-
-{functions}
-#ifdef __cplusplus
-}}
-#endif
-
-#endif
-"""
+    return f'/* {_WRITTEN} */\n#pragma once\n#include "aclnn/aclnn_base.h"\n\n{functions}'
 
 
 def _comment(op: Op, explained: set[str]) -> str:
@@ -86,7 +69,7 @@ def _comment(op: Op, explained: set[str]) -> str:
 
 def _declaration(op: Op, first: bool) -> str:
     words = [kind + name for kind, name in parameters(op)] + _TAIL if first else _RUN
-    return f"ACL_FUNC_VISIBILITY aclnnStatus {op.name}{PHASE_1 if first else ''}(\n{_flow(words)})"
+    return f"ACLNN_FUNCTION aclnnStatus {op.name}{PHASE_1 if first else ''}(\n{_flow(words)})"
 
 
 def _flow(words: Iterable[str]) -> str:
@@ -98,4 +81,4 @@ def _flow(words: Iterable[str]) -> str:
 
 def files(records: Mapping[str, Op]) -> dict[str, str]:
     """Returns every generated header by its path below the folder of headers."""
-    return {f"aclnnop/{name}": header(name, ops) for name, ops in by_header(records).items()}
+    return {f"aclnnop/{name}": header(ops) for name, ops in by_header(records).items()}

@@ -138,6 +138,13 @@ def test_declarations_are_what_the_pages_print(tmp_path: Path) -> None:
 
 
 @needs_compiler
+def test_programs_in_c_and_in_cpp_call_the_same_functions(tmp_path: Path) -> None:
+    """A second declaration with C's linkage would not compile beside one with C++'s."""
+    includes = "".join(f'#include "{name}"\n' for name in ["acl/acl.h", *headers.files(RECORDS)])
+    compiles(COMPILERS[0], "c++20", f'{includes}extern "C" {{{PRINTED}}}', tmp_path)
+
+
+@needs_compiler
 def test_names_are_used_as_programs_for_the_chip_use_them(tmp_path: Path) -> None:
     """Codes and results of all calls land in one variable; enumerators are asked of their type; layouts are char[]."""
     program = """

@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_BLOCK_SPARSE_ATTENTION_V3_H
-#define FUSION_ATTENTION_ACLNN_BLOCK_SPARSE_ATTENTION_V3_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* BlockSparseAttentionV2 with kinds of quantisation.
  *   query: Query rows.
@@ -38,7 +32,7 @@ extern "C" {
  *   dstTypeMax: Without effect: it is of fp4.
  *   attentionOut: The output rows.
  *   softmaxLseOptional: log(sum(exp(s))) of every row and head; -inf in a row that sees no key. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnBlockSparseAttentionV3GetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnBlockSparseAttentionV3GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *blockSparseMaskOptional,
     const aclTensor *attenMaskOptional, const aclIntArray *blockShapeOptional,
     const aclIntArray *actualSeqLengthsOptional, const aclIntArray *actualSeqLengthsKvOptional,
@@ -48,11 +42,5 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnBlockSparseAttentionV3GetWorkspaceSize(
     int64_t maskType, double scaleValue, int64_t innerPrecise, int64_t blockSize, int64_t preTokens,
     int64_t nextTokens, int64_t softmaxLseFlag, int64_t quantMode, double dstTypeMax, const aclTensor *attentionOut,
     const aclTensor *softmaxLseOptional, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnBlockSparseAttentionV3(
+ACLNN_FUNCTION aclnnStatus aclnnBlockSparseAttentionV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

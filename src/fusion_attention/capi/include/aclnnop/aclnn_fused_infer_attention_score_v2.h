@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_FUSED_INFER_ATTENTION_SCORE_V2_H
-#define FUSION_ATTENTION_ACLNN_FUSED_INFER_ATTENTION_SCORE_V2_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* FusedInferAttentionScore with scales of keys and values apart, and a shared prefix.
  *   query: Query rows.
@@ -62,7 +56,7 @@ extern "C" {
  *       key, the mean of the values where the mask alone hides all.
  *   softmaxLse: max + ln(sum) of every row's scores; +inf where it has no key. Written where asked for. Null:
  *       absent. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFusedInferAttentionScoreV2GetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnFusedInferAttentionScoreV2GetWorkspaceSize(
     const aclTensor *query, const aclTensorList *key, const aclTensorList *value, const aclTensor *pseShiftOptional,
     const aclTensor *attenMaskOptional, const aclIntArray *actualSeqLengthsOptional,
     const aclIntArray *actualSeqLengthsKvOptional, const aclTensor *deqScale1Optional,
@@ -78,11 +72,5 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFusedInferAttentionScoreV2GetWorkspaceSize(
     int64_t blockSize, int64_t antiquantMode, bool softmaxLseFlag, int64_t keyAntiquantMode,
     int64_t valueAntiquantMode, const aclTensor *attentionOut, const aclTensor *softmaxLse, uint64_t *workspaceSize,
     aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFusedInferAttentionScoreV2(
+ACLNN_FUNCTION aclnnStatus aclnnFusedInferAttentionScoreV2(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_FUSED_INFER_ATTENTION_SCORE_V5_H
-#define FUSION_ATTENTION_ACLNN_FUSED_INFER_ATTENTION_SCORE_V5_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* FusedInferAttentionScoreV4 on Ascend 950: this library computes what both chips know.
  *   query: Query rows.
@@ -72,7 +66,7 @@ extern "C" {
  *       key, the mean of the values where the mask alone hides all.
  *   softmaxLse: max + ln(sum) of every row's scores; +inf where it has no key. Written where asked for. Null:
  *       absent. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFusedInferAttentionScoreV5GetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnFusedInferAttentionScoreV5GetWorkspaceSize(
     const aclTensor *query, const aclTensorList *key, const aclTensorList *value, const aclTensor *pseShiftOptional,
     const aclTensor *attenMaskOptional, const aclIntArray *actualSeqLengthsOptional,
     const aclIntArray *actualSeqLengthsKvOptional, const aclTensor *deqScale1Optional,
@@ -91,11 +85,5 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFusedInferAttentionScoreV5GetWorkspaceSize(
     int64_t innerPrecise, int64_t blockSize, int64_t antiquantMode, bool softmaxLseFlag, int64_t keyAntiquantMode,
     int64_t valueAntiquantMode, int64_t queryQuantMode, int64_t pseType, const aclTensor *attentionOut,
     const aclTensor *softmaxLse, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFusedInferAttentionScoreV5(
+ACLNN_FUNCTION aclnnStatus aclnnFusedInferAttentionScoreV5(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_INCRE_FLASH_ATTENTION_V4_H
-#define FUSION_ATTENTION_ACLNN_INCRE_FLASH_ATTENTION_V4_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* IncreFlashAttentionV3 with left padding.
  *   query: Query rows, one per item; more see the cache as the last rows of a prompt do.
@@ -35,7 +29,7 @@ extern "C" {
  *   innerPrecise: 0 or 1; both compute in float32.
  *   attentionOut: The output rows: zeros without tokens, the mean of the values where all are masked. int8 beside
  *       quant_scale2. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnIncreFlashAttentionV4GetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnIncreFlashAttentionV4GetWorkspaceSize(
     const aclTensor *query, const aclTensorList *key, const aclTensorList *value, const aclTensor *pseShift,
     const aclTensor *attenMask, const aclIntArray *actualSeqLengths, const aclTensor *dequantScale1,
     const aclTensor *quantScale1, const aclTensor *dequantScale2, const aclTensor *quantScale2,
@@ -43,11 +37,5 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnIncreFlashAttentionV4GetWorkspaceSize(
     const aclTensor *blocktable, const aclTensor *kvPaddingSize, int64_t numHeads, double scaleValue,
     char *inputLayout, int64_t numKeyValueHeads, int64_t blockSize, int64_t innerPrecise,
     const aclTensor *attentionOut, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnIncreFlashAttentionV4(
+ACLNN_FUNCTION aclnnStatus aclnnIncreFlashAttentionV4(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

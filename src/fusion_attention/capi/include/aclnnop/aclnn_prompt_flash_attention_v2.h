@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_PROMPT_FLASH_ATTENTION_V2_H
-#define FUSION_ATTENTION_ACLNN_PROMPT_FLASH_ATTENTION_V2_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* PromptFlashAttention with key lengths, sparse modes, int8 queries and int8 output.
  *   query: Query rows.
@@ -35,18 +29,12 @@ extern "C" {
  *       the lower right.
  *   attentionOut: The output rows: int8 beside quant_scale2, float16 of other int8 rows. Zeros where a row sees no
  *       key, the mean of the values where the mask alone hides all. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnPromptFlashAttentionV2GetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnPromptFlashAttentionV2GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *pseShift,
     const aclTensor *attenMask, const aclIntArray *actualSeqLengths, const aclIntArray *actualSeqLengthsKv,
     const aclTensor *deqScale1, const aclTensor *quantScale1, const aclTensor *deqScale2,
     const aclTensor *quantScale2, const aclTensor *quantOffset2, int64_t numHeads, double scaleValue,
     int64_t preTokens, int64_t nextTokens, char *inputLayout, int64_t numKeyValueHeads, int64_t sparseMode,
     const aclTensor *attentionOut, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnPromptFlashAttentionV2(
+ACLNN_FUNCTION aclnnStatus aclnnPromptFlashAttentionV2(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_PROMPT_FLASH_ATTENTION_V3_H
-#define FUSION_ATTENTION_ACLNN_PROMPT_FLASH_ATTENTION_V3_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* PromptFlashAttentionV2 with pse_shift, inner_precise and packed rows.
  *   query: Query rows.
@@ -36,18 +30,12 @@ extern "C" {
  *   innerPrecise: Bit 1: rows that a mask empties are zeros, not the mean of the values. Bit 0 has no effect.
  *   attentionOut: The output rows: int8 beside quant_scale2, float16 of other int8 rows. Zeros where a row sees no
  *       key, the mean of the values where the mask alone hides all. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnPromptFlashAttentionV3GetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnPromptFlashAttentionV3GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *pseShift,
     const aclTensor *attenMask, const aclIntArray *actualSeqLengths, const aclIntArray *actualSeqLengthsKv,
     const aclTensor *deqScale1, const aclTensor *quantScale1, const aclTensor *deqScale2,
     const aclTensor *quantScale2, const aclTensor *quantOffset2, int64_t numHeads, double scaleValue,
     int64_t preTokens, int64_t nextTokens, char *inputLayout, int64_t numKeyValueHeads, int64_t sparseMode,
     int64_t innerPrecise, const aclTensor *attentionOut, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnPromptFlashAttentionV3(
+ACLNN_FUNCTION aclnnStatus aclnnPromptFlashAttentionV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif
