@@ -1,4 +1,4 @@
-"""Prototypes and clauses that follow from the names of an operator's parameters."""
+"""Clauses that follow from the names of an operator's parameters."""
 
 from __future__ import annotations
 
@@ -8,15 +8,9 @@ from dataclasses import replace
 import torch
 
 from clauses.dtypes import F32, I16
-from clauses.table import INVALID, NULL, RUN_TIME, Clause, Parameter, clause, computes, forbids, prototype, refuses
+from clauses.table import INVALID, NULL, RUN_TIME, Clause, clause, computes, forbids, refuses
 from clauses.table import repeats as again
 from clauses.values import deeper, fractal, gapped, to
-
-
-def listed(text: str) -> tuple[Parameter, ...]:
-    """A prototype of lines "kind name name=record's name ...", in the page's order."""
-    lines = (line.split() for line in text.strip().splitlines())
-    return prototype("\n".join(f"{kind} {name.replace('=', ' = ')}" for kind, *names in lines for name in names))
 
 
 def of_parameters(

@@ -8,12 +8,11 @@ from typing import Any
 
 from clauses import unpadding_score_grad_v3 as v3
 from clauses import unpadding_score_grad_v3_calls as calls
-from clauses.derived import listed
 from clauses.near import Near
-from clauses.table import NULL, Args, Check, Page, clause, computes, filled, forbids, refuses
+from clauses.table import NULL, Args, Check, Page, clause, computes, filled, forbids, prototype, refuses
 from clauses.values import zeros
 
-PROTOTYPE = listed("""
+PROTOTYPE = prototype("""
     aclTensor   query key value dy pseShift=pse dropMask paddingMask attenMask softmaxMax softmaxSum
     aclTensor   softmaxIn attentionIn sinkIn queryRope keyRope dScaleQ dScaleK dScaleV dScaleDy dScaleO
     aclIntArray prefix actualSeqQLen actualSeqKvLen qStartIdx kvStartIdx

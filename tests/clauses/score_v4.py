@@ -10,13 +10,12 @@ import torch
 
 from clauses import flash_attention_score_v2 as v2
 from clauses import flash_attention_score_v2_calls as calls
-from clauses.derived import listed
 from clauses.dtypes import H
 from clauses.near import Near
-from clauses.table import NULL, Args, Check, Page, clause, computes, filled, forbids, refuses
+from clauses.table import NULL, Args, Check, Page, clause, computes, filled, forbids, prototype, refuses
 from clauses.values import drawn, zeros
 
-PROTOTYPE = listed("""
+PROTOTYPE = prototype("""
     aclTensor   query key value realShift=pse dropMask paddingMask attenMask queryRope keyRope
     aclTensor   dScaleQ dScaleK dScaleV sink
     aclIntArray prefix actualSeqQLen actualSeqKvLen qStartIdx kvStartIdx

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from clauses.pages import PAGES
 from support.records import INTERFACES
 
 import fusion_attention
@@ -255,101 +256,39 @@ BLOCK_SCALES = " q_dequant_scale k_dequant_scale v_dequant_scale"
 BLOCK_NUMBERS = """ q_input_layout kv_input_layout num_key_value_heads mask_type scale_value inner_precise block_size
     pre_tokens next_tokens softmax_lse_flag"""
 BLOCK_OUT = " attention_out softmax_lse"
+MATRICES = "pse drop_mask padding_mask atten_mask"
+ENDS = "actual_seq_qlen actual_seq_kvlen"
+BEGINS = "q_start_idx kv_start_idx"
+NUMBERS = "scale keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode"
+SCORE_OUT = "softmax_max softmax_sum softmax_out attention_out"
+ROPE_ROWS = "query query_rope key key_rope value"
 ACLNN = {
-    "aclnnBlockSparseAttention": BLOCK_INPUTS + BLOCK_NUMBERS + BLOCK_OUT,
     "aclnnBlockSparseAttentionV2": BLOCK_INPUTS + BLOCK_SCALES + BLOCK_NUMBERS + BLOCK_OUT,
     "aclnnBlockSparseAttentionV3": BLOCK_INPUTS
     + f"{BLOCK_SCALES} p_quant_scale{BLOCK_NUMBERS} quant_mode dst_type_max{BLOCK_OUT}",
-    "aclnnBlockSparseAttentionGrad": f"""dout query key value attention_out softmax_lse {BLOCKS} q_input_layout
-        kv_input_layout num_key_value_heads mask_type scale_value pre_tokens next_tokens dq dk dv""",
-    "aclnnFlashAttentionScore": """
-        query key value pse drop_mask padding_mask atten_mask prefix scale keep_prob pre_tokens next_tokens head_num
-        input_layout inner_precise sparse_mode softmax_max softmax_sum softmax_out attention_out
-    """,
-    "aclnnFlashAttentionScoreV2": """
-        query key value pse drop_mask padding_mask atten_mask prefix q_start_idx kv_start_idx scale keep_prob
-        pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type softmax_max softmax_sum
-        softmax_out attention_out
-    """,
-    "aclnnFlashAttentionScoreV3": """
-        query key value pse drop_mask padding_mask atten_mask sink prefix q_start_idx kv_start_idx scale keep_prob
-        pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type softmax_max softmax_sum
-        softmax_out attention_out
-    """,
-    "aclnnFlashAttentionScoreV4": """query key value pse drop_mask padding_mask atten_mask query_rope key_rope
-        d_scale_q d_scale_k d_scale_v sink prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale
-        keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode out_dtype pse_type
-        softmax_layout seed offset softmax_max softmax_sum softmax_out attention_out""",
-    "aclnnFlashAttentionScoreGradV4": """query key value dy pse drop_mask padding_mask atten_mask softmax_max
-        softmax_sum softmax_in attention_in sink query_rope key_rope d_scale_q d_scale_k d_scale_v d_scale_dy
-        d_scale_o prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens
-        next_tokens head_num input_layout softmax_layout inner_precise sparse_mode pse_type seed offset out_dtype
-        dq dk dv dq_rope dk_rope dpse dsink""",
-    "aclnnFlashAttentionVarLenScore": """
-        query key value pse drop_mask padding_mask atten_mask prefix actual_seq_qlen actual_seq_kvlen scale
-        keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode softmax_max softmax_sum
-        softmax_out attention_out
-    """,
-    "aclnnFlashAttentionVarLenScoreV2": """
-        query key value pse drop_mask padding_mask atten_mask prefix actual_seq_qlen actual_seq_kvlen q_start_idx
-        kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type
-        softmax_max softmax_sum softmax_out attention_out
-    """,
-    "aclnnFlashAttentionVarLenScoreV3": """
-        query query_rope key key_rope value pse drop_mask padding_mask atten_mask prefix actual_seq_qlen
-        actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout
-        inner_precise sparse_mode pse_type softmax_max softmax_sum softmax_out attention_out
-    """,
-    "aclnnFlashAttentionVarLenScoreV4": """
-        query key value pse drop_mask padding_mask atten_mask prefix actual_seq_qlen actual_seq_kvlen scale
-        keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode softmax_layout softmax_max
-        softmax_sum softmax_out attention_out
-    """,
-    "aclnnFlashAttentionVarLenScoreV5": """
-        query query_rope key key_rope value pse drop_mask padding_mask atten_mask sink prefix actual_seq_qlen
-        actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout
-        inner_precise sparse_mode pse_type softmax_layout softmax_max softmax_sum softmax_out attention_out
-    """,
-    "aclnnFlashAttentionScoreGrad": """
-        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
-        prefix scale keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode dq dk dv dpse
-    """,
-    "aclnnFlashAttentionScoreGradV2": """
-        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
-        prefix q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout inner_precise
-        sparse_mode pse_type dq dk dv dpse
-    """,
-    "aclnnFlashAttentionScoreGradV3": """
-        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
-        sink prefix q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout
-        inner_precise sparse_mode pse_type dq dk dv dpse dsink
-    """,
-    "aclnnFlashAttentionUnpaddingScoreGrad": """
-        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
-        prefix actual_seq_qlen actual_seq_kvlen scale keep_prob pre_tokens next_tokens head_num input_layout
-        inner_precise sparse_mode dq dk dv dpse
-    """,
-    "aclnnFlashAttentionUnpaddingScoreGradV2": """
-        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
-        prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens
-        head_num input_layout inner_precise sparse_mode pse_type dq dk dv dpse
-    """,
-    "aclnnFlashAttentionUnpaddingScoreGradV3": """
-        query query_rope key key_rope value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in
-        attention_in prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens
-        next_tokens head_num input_layout inner_precise sparse_mode pse_type dq dq_rope dk dk_rope dv dpse
-    """,
-    "aclnnFlashAttentionUnpaddingScoreGradV4": """
-        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
-        prefix actual_seq_qlen actual_seq_kvlen scale keep_prob pre_tokens next_tokens head_num input_layout
-        inner_precise sparse_mode dq dk dv dpse softmax_layout
-    """,
-    "aclnnFlashAttentionUnpaddingScoreGradV5": """
-        query query_rope key key_rope value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum
-        softmax_in attention_in sink prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale
-        keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type softmax_layout dq
-        dq_rope dk dk_rope dv dpse dsink
-    """,
+    "aclnnFlashAttentionScore": f"query key value {MATRICES} prefix {NUMBERS} {SCORE_OUT}",
+    "aclnnFlashAttentionScoreV3": f"query key value {MATRICES} sink prefix {BEGINS} {NUMBERS} pse_type {SCORE_OUT}",
+    "aclnnFlashAttentionVarLenScore": f"query key value {MATRICES} prefix {ENDS} {NUMBERS} {SCORE_OUT}",
+    "aclnnFlashAttentionVarLenScoreV2": f"query key value {MATRICES} prefix {ENDS} {BEGINS} {NUMBERS} pse_type"
+    f" {SCORE_OUT}",
+    "aclnnFlashAttentionVarLenScoreV3": f"{ROPE_ROWS} {MATRICES} prefix {ENDS} {BEGINS} {NUMBERS} pse_type {SCORE_OUT}",
+    "aclnnFlashAttentionVarLenScoreV4": f"query key value {MATRICES} prefix {ENDS} {NUMBERS} softmax_layout"
+    f" {SCORE_OUT}",
+    "aclnnFlashAttentionVarLenScoreV5": f"{ROPE_ROWS} {MATRICES} sink prefix {ENDS} {BEGINS} {NUMBERS} pse_type"
+    f" softmax_layout {SCORE_OUT}",
+    "aclnnFlashAttentionScoreGrad": f"query key value dy {MATRICES} {SAVED} prefix {NUMBERS} dq dk dv dpse",
+    "aclnnFlashAttentionScoreGradV2": f"query key value dy {MATRICES} {SAVED} prefix {BEGINS} {NUMBERS} pse_type dq"
+    f" dk dv dpse",
+    "aclnnFlashAttentionScoreGradV3": f"query key value dy {MATRICES} {SAVED} sink prefix {BEGINS} {NUMBERS} pse_type"
+    f" dq dk dv dpse dsink",
+    "aclnnFlashAttentionUnpaddingScoreGrad": f"query key value dy {MATRICES} {SAVED} prefix {ENDS} {NUMBERS} dq dk dv"
+    f" dpse",
+    "aclnnFlashAttentionUnpaddingScoreGradV2": f"query key value dy {MATRICES} {SAVED} prefix {ENDS} {BEGINS}"
+    f" {NUMBERS} pse_type dq dk dv dpse",
+    "aclnnFlashAttentionUnpaddingScoreGradV4": f"query key value dy {MATRICES} {SAVED} prefix {ENDS} {NUMBERS} dq dk"
+    f" dv dpse softmax_layout",
+    "aclnnFlashAttentionUnpaddingScoreGradV5": f"{ROPE_ROWS} dy {MATRICES} {SAVED} sink prefix {ENDS} {BEGINS}"
+    f" {NUMBERS} pse_type softmax_layout dq dq_rope dk dk_rope dv dpse dsink",
     "aclnnIncreFlashAttention": """
         query key value pse_shift atten_mask actual_seq_lengths num_heads scale_value input_layout
         num_key_value_heads attention_out
@@ -361,11 +300,6 @@ ACLNN = {
     "aclnnIncreFlashAttentionV3": """
         query key value pse_shift atten_mask actual_seq_lengths dequant_scale1 quant_scale1 dequant_scale2 quant_scale2
         quant_offset2 antiquant_scale antiquant_offset block_table num_heads scale_value input_layout
-        num_key_value_heads block_size inner_precise attention_out
-    """,
-    "aclnnIncreFlashAttentionV4": """
-        query key value pse_shift atten_mask actual_seq_lengths dequant_scale1 quant_scale1 dequant_scale2 quant_scale2
-        quant_offset2 antiquant_scale antiquant_offset block_table kv_padding_size num_heads scale_value input_layout
         num_key_value_heads block_size inner_precise attention_out
     """,
     "aclnnPromptFlashAttention": """
@@ -394,10 +328,6 @@ ACLNN = {
         query key weights actual_seq_lengths_query actual_seq_lengths_key block_table layout_query layout_key
         sparse_count sparse_mode pre_tokens next_tokens return_values sparse_indices_out sparse_values_out
     """,
-    "aclnnLightningIndexerV2": """
-        q k w cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k block_table output_idx_offset metadata
-        topk max_seqlen_q layout_q layout_k mask_mode cmp_ratio return_value sparse_indices sparse_values
-    """,
     "aclnnLightningIndexerGrad": """
         query key dy sparse_indices weights actual_seq_lengths_query actual_seq_lengths_key head_num layout sparse_mode
         pre_tokens next_tokens deterministic dquery dkey dweights
@@ -406,20 +336,6 @@ ACLNN = {
         query key value sparse_indices block_table actual_seq_lengths_query actual_seq_lengths_kv query_rope key_rope
         scale_value sparse_block_size layout_query layout_kv sparse_mode pre_tokens next_tokens attention_mode
         return_softmax_lse attention_out softmax_max softmax_sum
-    """,
-    "aclnnSparseFlashAttentionGrad": """
-        query key value sparse_indices d_out out softmax_max softmax_sum actual_seq_lengths_query actual_seq_lengths_kv
-        query_rope key_rope scale_value sparse_block_size layout sparse_mode pre_tokens next_tokens deterministic
-        dquery dkey dvalue dquery_rope dkey_rope
-    """,
-    "aclnnSparseLightningIndexerGradKLLoss": """
-        query key query_index key_index weights sparse_indices softmax_max softmax_sum query_rope key_rope
-        actual_seq_lengths_query actual_seq_lengths_key scale_value layout sparse_mode pre_tokens next_tokens
-        deterministic dquery_index dkey_index dweights loss
-    """,
-    "aclnnSparseLightningIndexerKLLossGrad": """
-        q k w sparse_indices attn_softmax_l1_norm cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k metadata
-        layout_q layout_k mask_mode cmp_ratio dq dk dw softmax_out
     """,
     "aclnnDenseLightningIndexerKLLossGrad": """
         q k w attn_softmax_l1_norm softmax_lse cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k metadata
@@ -450,18 +366,6 @@ ACLNN = {
         key_rope actual_seq_lengths_query actual_seq_lengths_key scale_value layout sparse_mode pre_tokens next_tokens
         dquery_index dkey_index dweights loss
     """,
-    "aclnnSparseFlashMla": """
-        q ori_kv cmp_kv ori_sparse_indices cmp_sparse_indices ori_block_table cmp_block_table cu_seqlens_q
-        cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv cmp_residual_kv ori_topk_length
-        cmp_topk_length sinks metadata softmax_scale cmp_ratio ori_mask_mode cmp_mask_mode ori_win_left ori_win_right
-        layout_q layout_kv topk_value_mode return_softmax_lse attn_out softmax_lse
-    """,
-    "aclnnSparseFlashMlaGrad": """
-        query dout out lse ori_kv cmp_kv ori_sparse_indices cmp_sparse_indices cu_seqlens_q cu_seqlens_ori_kv
-        cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv cmp_residual_kv ori_topk_length cmp_topk_length sinks
-        metadata scale_value cmp_ratio ori_mask_mode cmp_mask_mode ori_win_left ori_win_right layout_q layout_kv
-        dquery dori_kv dcmp_kv dsinks ori_softmax_l1_norm cmp_softmax_l1_norm
-    """,
     **{
         f"aclnnSparseFlashMla{suffix}Metadata": """
         cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv cmp_residual_kv
@@ -474,17 +378,6 @@ ACLNN = {
         cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k topk_length num_heads_q num_heads_k head_dim
         batch_size max_seqlen_q max_seqlen_k topk layout_q layout_k mask_mode cmp_ratio meta_data
     """,
-    "aclnnCompressor": """
-        x wkv wgate state_cache ape state_block_table cu_seqlens seqused start_pos cmp_ratio coff cache_mode
-        state_cache_stride_dim0 grad_enabled cmp_kv softmax_score kv
-    """,
-    "aclnnCompressorGrad": """
-        x wkv wgate dcmp_kv softmax_score kv cu_seqlens seqused start_pos cmp_ratio coff dx dwkv dwgate dape
-    """,
-    "aclnnSparseFlashMlaSoftmaxL1Norm": """
-        q k softmax_lse sparse_indices cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k topk_length metadata
-        softmax_scale max_seqlen_k cmp_ratio mask_mode layout_q layout_k out
-    """,
 }
 
 
@@ -494,6 +387,8 @@ def test_aclnn_parameter_order(name: str) -> None:
 
 
 def test_every_record_is_compared() -> None:
-    assert set(ACLNN) | set(TORCH_NPU) | {"decode_attention", "compress", *INTERFACES} | set(CANN_OPS) == set(RECORDS)
+    pages = {page.operator for page in PAGES}  # test_clauses.py compares their prototypes
+    ours = {"decode_attention", "compress", *INTERFACES}
+    assert set(ACLNN) | pages | set(TORCH_NPU) | ours | set(CANN_OPS) == set(RECORDS)
     assert set(CANN_OPS) == {name for name in RECORDS if name.startswith(f"{cann_ops.NAME}.")}
     assert set(TORCH_NPU) == {name for name in RECORDS if name.startswith("npu_")}
