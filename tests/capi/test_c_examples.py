@@ -2,8 +2,6 @@
 pkg-config; and that the libraries have what the headers declare.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

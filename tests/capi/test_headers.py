@@ -1,7 +1,5 @@
 """The C headers: what the records give, what CANN's pages print, and clean for every compiler that programs use."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

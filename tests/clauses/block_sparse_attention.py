@@ -1,7 +1,5 @@
 """The pages of aclnnBlockSparseAttention and aclnnBlockSparseAttentionGrad, clause by clause."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import wraps
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Clauses that follow from the names of an operator's parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 

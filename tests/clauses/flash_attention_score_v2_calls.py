@@ -1,7 +1,5 @@
 """aclnnFlashAttentionScoreV2: its prototype, a legal call, and the page's formula."""
 
-from __future__ import annotations
-
 import torch
 
 from clauses.dtypes import F32, H

@@ -1,7 +1,5 @@
 """aclnnIncreFlashAttentionV4: its prototype, a legal call, and the page's formula."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

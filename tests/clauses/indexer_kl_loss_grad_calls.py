@@ -1,7 +1,5 @@
 """aclnnSparseLightningIndexerKLLossGrad: its prototype, a legal call, and the formula of its outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 

@@ -1,7 +1,5 @@
 """The page of aclnnLightningIndexerV2, clause by clause."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any

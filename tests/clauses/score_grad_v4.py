@@ -1,7 +1,5 @@
 """The page of aclnnFlashAttentionScoreGradV4, clause by clause: packed rows by those of UnpaddingScoreGradV3."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import wraps
 from typing import Any

@@ -1,7 +1,5 @@
 """The page of aclnnFlashAttentionScoreV4, clause by clause: what V2's page says too, by the clauses of V2."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import wraps
 from typing import Any

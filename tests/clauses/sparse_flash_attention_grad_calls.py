@@ -1,7 +1,5 @@
 """aclnnSparseFlashAttentionGrad: its prototype, a legal call, and the page's formula."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

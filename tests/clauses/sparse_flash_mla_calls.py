@@ -1,7 +1,5 @@
 """aclnnSparseFlashMla: its prototype, a legal call, and the formula of its outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 

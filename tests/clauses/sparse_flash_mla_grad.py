@@ -1,7 +1,5 @@
 """The page of aclnnSparseFlashMlaGrad, clause by clause."""
 
-from __future__ import annotations
-
 from functools import wraps
 from typing import Any
 

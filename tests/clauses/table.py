@@ -6,8 +6,6 @@ page; a check says what it changes. Keywords of the base (sizes, dtype) change i
 parameter, spelled as the page spells it; a function of the old value gives a new one.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping

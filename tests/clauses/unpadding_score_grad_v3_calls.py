@@ -1,7 +1,5 @@
 """aclnnFlashAttentionUnpaddingScoreGradV3: its prototype, a legal call, and the page's formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

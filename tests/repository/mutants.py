@@ -6,8 +6,6 @@ cannot be imported, crashes or runs out of time proves nothing. Exit codes: 0 al
 no longer fits its source or the unmutated tests fail.
 """
 
-from __future__ import annotations
-
 import argparse
 import compileall
 import importlib.util

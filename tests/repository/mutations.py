@@ -4,8 +4,6 @@ A test is named by file and function: a file that is moved, a function that is r
 the text to change fail tests/repository/test_mutants.py at once.
 """
 
-from __future__ import annotations
-
 from mutant import Mutant, core, package
 from mutations_of_atb import ATB
 from mutations_of_auxiliary import AUXILIARY

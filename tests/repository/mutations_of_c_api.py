@@ -1,7 +1,5 @@
 """The mutations of the C API's headers and command; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import Mutant, package
 
 HEADERS = "capi/test_headers.py"

@@ -1,7 +1,5 @@
 """The mutations of what C programs' operators go through; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import capi, package
 
 OPERATORS = "test_operators.py"

@@ -3,8 +3,6 @@
 python tests/support/hf_models.py          writes the page's table anew
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 file for each area; with names of areas or of entries after it these alone.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

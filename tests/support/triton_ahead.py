@@ -9,8 +9,6 @@ The constants are those of a launch (launch_dense.py); what a launch finds out a
 pointers on 16 bytes - is said here by hand. Reads with the cuobjdump of Triton's own wheel.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
