@@ -7,8 +7,6 @@ file for each Triton:
     python tests/support/triton_ahead.py     records it anew
 """
 
-from __future__ import annotations
-
 import pytest
 
 triton = pytest.importorskip("triton")

@@ -3,8 +3,6 @@
 As test_triton_ahead.py does for the dense ones; `python tests/support/sparse_ahead.py` records anew.
 """
 
-from __future__ import annotations
-
 import pytest
 
 triton = pytest.importorskip("triton")
