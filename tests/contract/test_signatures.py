@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from clauses.pages import PAGES
+from support.operators import declared
 from support.records import INTERFACES
 
 import fusion_attention
@@ -74,21 +75,7 @@ def test_every_parameter_of_decode_attention_reaches_its_record(monkeypatch: pyt
 
 
 KEYWORD_ONLY_FROM = {
-    "npu_fusion_attention": None,
-    "npu_fusion_attention_v2": "pse",
-    "npu_fusion_attention_v3": None,
-    "npu_fusion_attention_grad": "pse",
-    "npu_fusion_attention_grad_v2": "pse",
-    "npu_fusion_attention_grad_v3": "pse",
-    "npu_incre_flash_attention": "padding_mask",
-    "npu_prompt_flash_attention": "padding_mask",
-    "npu_fused_infer_attention_score": "pse_shift",
-    "npu_fused_infer_attention_score_v2": "query_rope",
     "attention": "layout",
-    "npu_lightning_indexer": "actual_seq_lengths_query",
-    "npu_lightning_indexer_grad": None,
-    "npu_sparse_flash_attention": "block_table",
-    "npu_sparse_flash_attention_grad": None,
     "npu_block_sparse_attention": "q_input_layout",
     "npu_block_sparse_attention_backward": None,
     "cann_ops_transformer.block_sparse_attention": "q_input_layout",
@@ -96,9 +83,6 @@ KEYWORD_ONLY_FROM = {
     "lightning_indexer": "layout",
     "sparse_attention": "layout",
     "compressed_attention": "ratio",
-    "npu_sparse_lightning_indexer_grad_kl_loss": "query_rope",
-    "npu_dense_lightning_indexer_softmax_lse": "actual_seq_qlen",
-    "npu_dense_lightning_indexer_grad_kl_loss": "query_rope",
     "indexer_loss": "layout",
     "indexer_target_loss": "layout",
     "cann_ops_transformer.sparse_lightning_indexer_kl_loss_grad": "cu_seqlens_q",
@@ -111,80 +95,21 @@ KEYWORD_ONLY_FROM = {
 }
 
 
-@pytest.mark.parametrize("name", INTERFACES)
+@pytest.mark.parametrize("name", KEYWORD_ONLY_FROM)
 def test_what_may_be_positional(name: str) -> None:
     parameters = inspect.signature(INTERFACES[name]).parameters.values()
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     assert (keywords or [None])[0] == KEYWORD_ONLY_FROM[name]
 
 
-# torch_npu's own signatures, of the newest op_plugin_functions.yaml: names, order and defaults.
-WINDOW = "pre_tockens=2147483647 next_tockens=2147483647 inner_precise=0"
-TOKENS = WINDOW.replace("tockens", "tokens")
-LENGTHS = "prefix actual_seq_qlen actual_seq_kvlen sparse_mode=0 gen_mask_parallel=True sync=False"
-STARTS = "pse_type=1 q_start_idx kv_start_idx"
-SAVED = "softmax_max softmax_sum softmax_in attention_in"
-HEAD = "query key value head_num input_layout pse padding_mask atten_mask"
-EVERY = "pre_tokens=9223372036854775807 next_tokens=9223372036854775807"
-GRAD_HEAD = f"query key value dy head_num input_layout pse padding_mask atten_mask {SAVED}"
+# Signatures of torch_npu that its op_plugin_functions.yaml alone has; tests/npu/test_torch_operators.py has the others.
 TORCH_NPU = {
-    "npu_fusion_attention": f"{HEAD} scale=1.0 keep_prob=1.0 {WINDOW} {LENGTHS} softmax_layout='' sink dropout_mask"
-    " seed=0 offset=0",
-    "npu_fusion_attention_v2": f"{HEAD} query_rope key_rope scale=1.0 keep_prob=1.0 {TOKENS} {LENGTHS} {STARTS}"
-    " softmax_layout='' sink dropout_mask seed=0 offset=0",
-    "npu_fusion_attention_v3": f"{HEAD} scale=1.0 keep_prob=1.0 {WINDOW} {LENGTHS} softmax_layout='' sink",
-    "npu_fusion_attention_grad": f"{GRAD_HEAD} scale_value=1.0 keep_prob=1.0 {WINDOW} seed=0 offset=0 numels=0"
-    f" {LENGTHS} softmax_layout='' sink",
-    "npu_fusion_attention_grad_v2": f"{GRAD_HEAD} query_rope key_rope scale_value=1.0 keep_prob=1.0 {TOKENS} seed=0"
-    f" offset=0 numels=0 {LENGTHS} {STARTS} softmax_layout='' sink",
-    "npu_fusion_attention_grad_v3": f"{GRAD_HEAD} scale_value=1.0 keep_prob=1.0 {WINDOW} seed offset {LENGTHS}"
-    " softmax_layout='' sink",
-    "npu_incre_flash_attention": "query key value padding_mask atten_mask pse_shift actual_seq_lengths antiquant_scale"
-    " antiquant_offset block_table dequant_scale1 quant_scale1 dequant_scale2 quant_scale2 quant_offset2"
-    " kv_padding_size num_heads=1 scale_value=1.0 input_layout='BSH' num_key_value_heads=0 block_size=0"
-    " inner_precise=1",
-    "npu_prompt_flash_attention": "query key value padding_mask atten_mask pse_shift actual_seq_lengths deq_scale1"
-    " quant_scale1 deq_scale2 quant_scale2 quant_offset2 num_heads=1 scale_value=1.0 pre_tokens=2147483647"
-    " next_tokens=0 input_layout='BSH' num_key_value_heads=0 actual_seq_lengths_kv sparse_mode=0",
-    "npu_fused_infer_attention_score": "query key value pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv"
-    " dequant_scale1 quant_scale1 dequant_scale2 quant_scale2 quant_offset2 antiquant_scale antiquant_offset"
-    " key_antiquant_scale key_antiquant_offset value_antiquant_scale value_antiquant_offset block_table"
-    " query_padding_size kv_padding_size key_shared_prefix value_shared_prefix actual_shared_prefix_len query_rope"
-    " key_rope key_rope_antiquant_scale num_heads=1 scale=1.0 pre_tokens=2147483647 next_tokens=2147483647"
-    " input_layout='BSH' num_key_value_heads=0 sparse_mode=0 inner_precise=0 block_size=0 antiquant_mode=0"
-    " key_antiquant_mode=0 value_antiquant_mode=0 softmax_lse_flag=False",
-    "npu_fused_infer_attention_score_v2": "query key value query_rope key_rope pse_shift atten_mask actual_seq_qlen"
-    " actual_seq_kvlen block_table dequant_scale_query dequant_scale_key dequant_offset_key dequant_scale_value"
-    " dequant_offset_value dequant_scale_key_rope quant_scale_out quant_offset_out quant_scale_p learnable_sink"
-    " num_query_heads=1 num_key_value_heads=0 softmax_scale=1.0 pre_tokens=2147483647 next_tokens=2147483647"
-    " input_layout='BSH' sparse_mode=0 block_size=0 query_quant_mode=0 key_quant_mode=0 value_quant_mode=0"
-    " inner_precise=0 return_softmax_lse=False query_dtype key_dtype value_dtype query_rope_dtype key_rope_dtype"
-    " key_shared_prefix_dtype value_shared_prefix_dtype dequant_scale_query_dtype dequant_scale_key_dtype"
-    " dequant_scale_value_dtype dequant_scale_key_rope_dtype out_dtype",
-    "npu_lightning_indexer": "query key weights actual_seq_lengths_query actual_seq_lengths_key block_table"
-    f" layout_query='BSND' layout_key='BSND' sparse_count=2048 sparse_mode=3 {EVERY} return_value=False",
-    "npu_lightning_indexer_grad": "query key dy sparse_indices weights actual_seq_lengths_query actual_seq_lengths_key"
-    f" layout='BSND' sparse_mode=3 {EVERY}",
-    "npu_sparse_flash_attention": "query key value sparse_indices scale_value block_table actual_seq_lengths_query"
-    " actual_seq_lengths_kv query_rope key_rope sparse_block_size=1 layout_query='BSND' layout_kv='BSND' sparse_mode=3"
-    f" {EVERY} attention_mode=0 return_softmax_lse=False sinks",
-    "npu_sparse_flash_attention_grad": "query key value sparse_indices d_out out softmax_max softmax_sum scale_value"
-    " sparse_block_size query_rope key_rope actual_seq_qlen actual_seq_kvlen layout='BSND' sparse_mode=3"
-    f" {EVERY} attention_mode=0",
     "npu_block_sparse_attention": "query key value block_sparse_mask block_shape q_input_layout='TND'"
     " kv_input_layout='TND' num_key_value_heads=1 scale_value=0.0 inner_precise=1 actual_seq_lengths"
     " actual_seq_lengths_kv softmax_lse_flag=0",
     "npu_block_sparse_attention_backward": "d_out query key value attention_out softmax_lse block_sparse_mask"
     " block_shape actual_seq_lengths actual_seq_lengths_kv q_input_layout='TND' kv_input_layout='TND'"
     " num_key_value_heads=1 scale_value=0.0",
-    "npu_sparse_lightning_indexer_grad_kl_loss": "query key query_index key_index weights sparse_indices softmax_max"
-    " softmax_sum scale_value query_rope key_rope actual_seq_qlen actual_seq_klen layout='BSND' sparse_mode=3"
-    f" {EVERY} sinks",
-    "npu_dense_lightning_indexer_softmax_lse": "query_index key_index weights actual_seq_qlen actual_seq_klen"
-    f" layout='BSND' sparse_mode=3 {EVERY}",
-    "npu_dense_lightning_indexer_grad_kl_loss": "query key query_index key_index weights softmax_max softmax_sum"
-    " softmax_max_index softmax_sum_index scale_value query_rope key_rope actual_seq_qlen actual_seq_klen"
-    f" layout='BSND' sparse_mode=3 {EVERY}",
 }
 
 
@@ -260,6 +185,7 @@ MATRICES = "pse drop_mask padding_mask atten_mask"
 ENDS = "actual_seq_qlen actual_seq_kvlen"
 BEGINS = "q_start_idx kv_start_idx"
 NUMBERS = "scale keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode"
+SAVED = "softmax_max softmax_sum softmax_in attention_in"
 SCORE_OUT = "softmax_max softmax_sum softmax_out attention_out"
 ROPE_ROWS = "query query_rope key key_rope value"
 ACLNN = {
@@ -391,4 +317,5 @@ def test_every_record_is_compared() -> None:
     ours = {"decode_attention", "compress", *INTERFACES}
     assert set(ACLNN) | pages | set(TORCH_NPU) | ours | set(CANN_OPS) == set(RECORDS)
     assert set(CANN_OPS) == {name for name in RECORDS if name.startswith(f"{cann_ops.NAME}.")}
-    assert set(TORCH_NPU) == {name for name in RECORDS if name.startswith("npu_")}
+    assert set(TORCH_NPU) == {name for name in RECORDS if name.startswith("npu_") and name not in declared()}
+    assert set(KEYWORD_ONLY_FROM) == set(INTERFACES) - set(declared())
