@@ -6,6 +6,8 @@ the headers (c_definitions.py). The tensors that an operator writes are the last
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from textwrap import fill, wrap
 
@@ -47,23 +49,25 @@ def by_header(records: Mapping[str, Op]) -> dict[str, list[Op]]:
     return dict(sorted(results.items()))
 
 
-def header(ops: Iterable[Op]) -> str:
-    """Returns the text of the header that declares the operators."""
-    explained: set[str] = set()
+def header(ops: Iterable[Op], explained: dict[str, tuple[str, str]], name: str) -> str:
+    """Returns the text of a header; explained: the text of parameters, and the header that has it."""
     functions = "\n".join(
-        f"{_comment(op, explained)}\n{_declaration(op, True)};\n{_declaration(op, False)};\n" for op in ops
+        f"{_comment(op, explained, name)}\n{_declaration(op, True)};\n{_declaration(op, False)};\n" for op in ops
     )
     return f'/* {_WRITTEN} */\n#pragma once\n#include "aclnn/aclnn_base.h"\n\n{functions}'
 
 
-def _comment(op: Op, explained: set[str]) -> str:
-    """Returns the texts of an operator and of its parameters, without those that the header already contains."""
-    lines = [fill(op.summary, 116, initial_indent="/* ", subsequent_indent=" * ")]
+def _comment(op: Op, explained: dict[str, tuple[str, str]], home: str) -> str:
+    """Returns the texts of an operator and of its parameters, without those that are explained already."""
+    lines, others = [fill(op.summary, 116, initial_indent="/* ", subsequent_indent=" * ")], set()
     for p, name in zip(op.params, op.prototype.names, strict=True):
         text = f"{name}: {p.text}{' Null: absent.' if p.optional else ''}".replace("*/", "* /")
-        if text not in explained:
+        if name not in explained or explained[name][0] != text:
             lines.append(fill(text, 116, initial_indent=" *   ", subsequent_indent=" *       "))
-        explained.add(text)
+            explained[name] = text, home
+        others |= {explained[name][1]} - {home}
+    if others:
+        lines.append(fill(f"Its other parameters: {', '.join(sorted(others))}.", 116, initial_indent=" * "))
     return "\n".join(lines) + " */"
 
 
@@ -81,4 +85,9 @@ def _flow(words: Iterable[str]) -> str:
 
 def files(records: Mapping[str, Op]) -> dict[str, str]:
     """Returns every generated header by its path below the folder of headers."""
-    return {f"aclnnop/{name}": header(ops) for name, ops in by_header(records).items()}
+    results = {}
+    # Headers of an operator's versions explain a parameter once.
+    explained: defaultdict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
+    for name, ops in by_header(records).items():
+        results[f"aclnnop/{name}"] = header(ops, explained[re.sub(r"(_v\d+)?\.h$", "", name)], name)
+    return results

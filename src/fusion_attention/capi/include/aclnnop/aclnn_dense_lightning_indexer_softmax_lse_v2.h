@@ -3,8 +3,6 @@
 #include "aclnn/aclnn_base.h"
 
 /* The log-sum-exp of an indexer's scores over all keys of a row.
- *   queryIndex: Query rows of the indexer.
- *   keyIndex: Key rows of the indexer, one head for all of its query heads.
  *   weight: Weight of every head; scale factors belong into it.
  *   cuSeqLensQOptional: Ends of packed sequences of rows, a 0 before them: TND alone, needed. Null: absent.
  *   cuSeqLensKOptional: Ends of packed sequences of keys, a 0 before them: TND alone, needed. Null: absent.
@@ -17,7 +15,8 @@
  *   layoutK: Axis order of key rows: as the queries'.
  *   maskMode: 0: rows see all keys; 3: causal, the last row sees the last key.
  *   cmpRatio: Tokens that a key stands for.
- *   softmaxLse: log(sum(exp(I))); -inf where a row sees no key. */
+ *   softmaxLse: log(sum(exp(I))); -inf where a row sees no key.
+ * Its other parameters: aclnn_dense_lightning_indexer_softmax_lse.h. */
 ACLNN_FUNCTION aclnnStatus aclnnDenseLightningIndexerSoftmaxLseV2GetWorkspaceSize(
     const aclTensor *queryIndex, const aclTensor *keyIndex, const aclTensor *weight,
     const aclTensor *cuSeqLensQOptional, const aclTensor *cuSeqLensKOptional, const aclTensor *seqUsedQOptional,
