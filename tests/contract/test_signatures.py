@@ -188,6 +188,15 @@ NUMBERS = "scale keep_prob pre_tokens next_tokens head_num input_layout inner_pr
 SAVED = "softmax_max softmax_sum softmax_in attention_in"
 SCORE_OUT = "softmax_max softmax_sum softmax_out attention_out"
 ROPE_ROWS = "query query_rope key key_rope value"
+STEP = "query key value pse_shift atten_mask actual_seq_lengths"
+INTEGERS = "dequant_scale1 quant_scale1 dequant_scale2 quant_scale2 quant_offset2"
+STEP_NUMBERS = "num_heads scale_value input_layout num_key_value_heads"
+PROMPT_NUMBERS = "num_heads scale_value pre_tokens next_tokens input_layout num_key_value_heads"
+OF_LENGTHS = "cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k"
+SIZES = "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_k head_dim"
+LAYOUTS = "layout_q layout_k mask_mode cmp_ratio"
+WINDOW = "sparse_mode pre_tokens next_tokens"
+KEY_LENGTHS = "actual_seq_lengths_query actual_seq_lengths_key"
 ACLNN = {
     "aclnnBlockSparseAttentionV2": BLOCK_INPUTS + BLOCK_SCALES + BLOCK_NUMBERS + BLOCK_OUT,
     "aclnnBlockSparseAttentionV3": BLOCK_INPUTS
@@ -204,44 +213,26 @@ ACLNN = {
     f" softmax_layout {SCORE_OUT}",
     "aclnnFlashAttentionScoreGrad": f"query key value dy {MATRICES} {SAVED} prefix {NUMBERS} dq dk dv dpse",
     "aclnnFlashAttentionScoreGradV2": f"query key value dy {MATRICES} {SAVED} prefix {BEGINS} {NUMBERS} pse_type dq"
-    f" dk dv dpse",
+    " dk dv dpse",
     "aclnnFlashAttentionScoreGradV3": f"query key value dy {MATRICES} {SAVED} sink prefix {BEGINS} {NUMBERS} pse_type"
-    f" dq dk dv dpse dsink",
+    " dq dk dv dpse dsink",
     "aclnnFlashAttentionUnpaddingScoreGrad": f"query key value dy {MATRICES} {SAVED} prefix {ENDS} {NUMBERS} dq dk dv"
-    f" dpse",
+    " dpse",
     "aclnnFlashAttentionUnpaddingScoreGradV2": f"query key value dy {MATRICES} {SAVED} prefix {ENDS} {BEGINS}"
     f" {NUMBERS} pse_type dq dk dv dpse",
     "aclnnFlashAttentionUnpaddingScoreGradV4": f"query key value dy {MATRICES} {SAVED} prefix {ENDS} {NUMBERS} dq dk"
-    f" dv dpse softmax_layout",
+    " dv dpse softmax_layout",
     "aclnnFlashAttentionUnpaddingScoreGradV5": f"{ROPE_ROWS} dy {MATRICES} {SAVED} sink prefix {ENDS} {BEGINS}"
     f" {NUMBERS} pse_type softmax_layout dq dq_rope dk dk_rope dv dpse dsink",
-    "aclnnIncreFlashAttention": """
-        query key value pse_shift atten_mask actual_seq_lengths num_heads scale_value input_layout
-        num_key_value_heads attention_out
-    """,
-    "aclnnIncreFlashAttentionV2": """
-        query key value pse_shift atten_mask actual_seq_lengths dequant_scale1 quant_scale1 dequant_scale2 quant_scale2
-        quant_offset2 num_heads scale_value input_layout num_key_value_heads attention_out
-    """,
-    "aclnnIncreFlashAttentionV3": """
-        query key value pse_shift atten_mask actual_seq_lengths dequant_scale1 quant_scale1 dequant_scale2 quant_scale2
-        quant_offset2 antiquant_scale antiquant_offset block_table num_heads scale_value input_layout
-        num_key_value_heads block_size inner_precise attention_out
-    """,
-    "aclnnPromptFlashAttention": """
-        query key value pse_shift atten_mask actual_seq_lengths num_heads scale_value pre_tokens next_tokens
-        input_layout num_key_value_heads attention_out
-    """,
-    "aclnnPromptFlashAttentionV2": """
-        query key value pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv dequant_scale1 quant_scale1
-        dequant_scale2 quant_scale2 quant_offset2 num_heads scale_value pre_tokens next_tokens input_layout
-        num_key_value_heads sparse_mode attention_out
-    """,
-    "aclnnPromptFlashAttentionV3": """
-        query key value pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv dequant_scale1 quant_scale1
-        dequant_scale2 quant_scale2 quant_offset2 num_heads scale_value pre_tokens next_tokens input_layout
-        num_key_value_heads sparse_mode inner_precise attention_out
-    """,
+    "aclnnIncreFlashAttention": f"{STEP} {STEP_NUMBERS} attention_out",
+    "aclnnIncreFlashAttentionV2": f"{STEP} {INTEGERS} {STEP_NUMBERS} attention_out",
+    "aclnnIncreFlashAttentionV3": f"{STEP} {INTEGERS} antiquant_scale antiquant_offset block_table {STEP_NUMBERS}"
+    " block_size inner_precise attention_out",
+    "aclnnPromptFlashAttention": f"{STEP} {PROMPT_NUMBERS} attention_out",
+    "aclnnPromptFlashAttentionV2": f"{STEP} actual_seq_lengths_kv {INTEGERS} {PROMPT_NUMBERS} sparse_mode"
+    " attention_out",
+    "aclnnPromptFlashAttentionV3": f"{STEP} actual_seq_lengths_kv {INTEGERS} {PROMPT_NUMBERS} sparse_mode"
+    " inner_precise attention_out",
     "aclnnFusedInferAttentionScore": f"{FUSED_INPUTS} {FUSED_NUMBERS} {FUSED_OUT}",
     "aclnnFusedInferAttentionScoreV2": f"{FUSED_INPUTS} {FUSED_SIDES} {FUSED_NUMBERS} {FUSED_MODES} {FUSED_OUT}",
     "aclnnFusedInferAttentionScoreV3": f"{FUSED_INPUTS} {FUSED_SIDES} {FUSED_ROPES} {FUSED_NUMBERS} {FUSED_MODES}"
@@ -250,48 +241,25 @@ ACLNN = {
     f" {FUSED_NUMBERS} {FUSED_MODES} query_quant_mode {FUSED_OUT}",
     "aclnnFusedInferAttentionScoreV5": f"{FUSED_INPUTS} {FUSED_SIDES} {FUSED_ROPES} dequant_scale_query learnable_sink"
     f" q_start_idx kv_start_idx {FUSED_NUMBERS} {FUSED_MODES} query_quant_mode pse_type {FUSED_OUT}",
-    "aclnnLightningIndexer": """
-        query key weights actual_seq_lengths_query actual_seq_lengths_key block_table layout_query layout_key
-        sparse_count sparse_mode pre_tokens next_tokens return_values sparse_indices_out sparse_values_out
-    """,
-    "aclnnLightningIndexerGrad": """
-        query key dy sparse_indices weights actual_seq_lengths_query actual_seq_lengths_key head_num layout sparse_mode
-        pre_tokens next_tokens deterministic dquery dkey dweights
-    """,
-    "aclnnSparseFlashAttention": """
-        query key value sparse_indices block_table actual_seq_lengths_query actual_seq_lengths_kv query_rope key_rope
-        scale_value sparse_block_size layout_query layout_kv sparse_mode pre_tokens next_tokens attention_mode
-        return_softmax_lse attention_out softmax_max softmax_sum
-    """,
-    "aclnnDenseLightningIndexerKLLossGrad": """
-        q k w attn_softmax_l1_norm softmax_lse cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k metadata
-        layout_q layout_k mask_mode cmp_ratio dq dk dw softmax_out
-    """,
-    "aclnnDenseLightningIndexerSoftmaxLseV2": """
-        query_index key_index weight cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k metadata layout_q
-        layout_k mask_mode cmp_ratio softmax_lse
-    """,
-    "aclnnSparseLightningIndexerKLLossGradMetadata": """
-        cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k batch_size max_seqlen_q max_seqlen_k num_heads_q
-        num_heads_k head_dim topk layout_q layout_k mask_mode cmp_ratio meta_data
-    """,
-    "aclnnDenseLightningIndexerKLLossGradMetadata": """
-        cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k batch_size max_seqlen_q max_seqlen_k num_heads_q
-        num_heads_k head_dim layout_q layout_k mask_mode cmp_ratio meta_data
-    """,
-    "aclnnDenseLightningIndexerSoftmaxLseV2Metadata": """
-        cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k batch_size max_seqlen_q max_seqlen_k num_heads_q
-        num_heads_k head_dim layout_q layout_k mask_mode cmp_ratio meta_data
-    """,
-    "aclnnDenseLightningIndexerSoftmaxLse": """
-        query_index key_index weight actual_seq_lengths_query actual_seq_lengths_key layout sparse_mode pre_tokens
-        next_tokens softmax_max softmax_sum
-    """,
-    "aclnnDenseLightningIndexerGradKLLoss": """
-        query key query_index key_index weights softmax_max softmax_sum softmax_max_index softmax_sum_index query_rope
-        key_rope actual_seq_lengths_query actual_seq_lengths_key scale_value layout sparse_mode pre_tokens next_tokens
-        dquery_index dkey_index dweights loss
-    """,
+    "aclnnLightningIndexer": f"query key weights {KEY_LENGTHS} block_table layout_query layout_key sparse_count"
+    f" {WINDOW} return_values sparse_indices_out sparse_values_out",
+    "aclnnLightningIndexerGrad": f"query key dy sparse_indices weights {KEY_LENGTHS} head_num layout {WINDOW}"
+    " deterministic dquery dkey dweights",
+    "aclnnSparseFlashAttention": f"query key value sparse_indices block_table actual_seq_lengths_query"
+    f" actual_seq_lengths_kv query_rope key_rope scale_value sparse_block_size layout_query layout_kv {WINDOW}"
+    " attention_mode return_softmax_lse attention_out softmax_max softmax_sum",
+    "aclnnDenseLightningIndexerKLLossGrad": f"q k w attn_softmax_l1_norm softmax_lse {OF_LENGTHS} metadata {LAYOUTS}"
+    " dq dk dw softmax_out",
+    "aclnnDenseLightningIndexerSoftmaxLseV2": f"query_index key_index weight {OF_LENGTHS} metadata {LAYOUTS}"
+    " softmax_lse",
+    "aclnnSparseLightningIndexerKLLossGradMetadata": f"{OF_LENGTHS} {SIZES} topk {LAYOUTS} meta_data",
+    "aclnnDenseLightningIndexerKLLossGradMetadata": f"{OF_LENGTHS} {SIZES} {LAYOUTS} meta_data",
+    "aclnnDenseLightningIndexerSoftmaxLseV2Metadata": f"{OF_LENGTHS} {SIZES} {LAYOUTS} meta_data",
+    "aclnnDenseLightningIndexerSoftmaxLse": f"query_index key_index weight {KEY_LENGTHS} layout {WINDOW} softmax_max"
+    " softmax_sum",
+    "aclnnDenseLightningIndexerGradKLLoss": f"query key query_index key_index weights softmax_max softmax_sum"
+    f" softmax_max_index softmax_sum_index query_rope key_rope {KEY_LENGTHS} scale_value layout {WINDOW} dquery_index"
+    " dkey_index dweights loss",
     **{
         f"aclnnSparseFlashMla{suffix}Metadata": """
         cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv cmp_residual_kv
@@ -300,10 +268,8 @@ ACLNN = {
         layout_kv has_ori_kv has_cmp_kv meta_data"""
         for suffix in ("", "Grad")
     },
-    "aclnnSparseFlashMlaSoftmaxL1NormMetadata": """
-        cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k topk_length num_heads_q num_heads_k head_dim
-        batch_size max_seqlen_q max_seqlen_k topk layout_q layout_k mask_mode cmp_ratio meta_data
-    """,
+    "aclnnSparseFlashMlaSoftmaxL1NormMetadata": f"{OF_LENGTHS} topk_length num_heads_q num_heads_k head_dim"
+    f" batch_size max_seqlen_q max_seqlen_k topk {LAYOUTS} meta_data",
 }
 
 

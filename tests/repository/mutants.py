@@ -152,10 +152,12 @@ class Copy:
     def capi(self) -> None:
         """Builds the C API's libraries, what changed alone; the tests of the copy then call them."""
         csrc, package = self.root / "csrc", self.root / "src/fusion_attention/capi"
-        made = self.root / "capi" / "capi" / "operators.inc"
-        if not made.exists():
-            made.parent.mkdir(parents=True)
-            generated = self.run([sys.executable, self.root / "codegen/c_definitions.py", package / "include", made])
+        definitions = self.root / "capi" / "capi" / "operators.inc"
+        if not definitions.exists():
+            definitions.parent.mkdir(parents=True)
+            generated = self.run(
+                [sys.executable, self.root / "codegen/c_definitions.py", package / "include", definitions]
+            )
             assert generated.code == 0, generated.text
         text = (csrc / "capi/CMakeLists.txt").read_text(encoding="utf-8")
         built_objects: list[str | Path] = []
@@ -165,7 +167,7 @@ class Copy:
                 objects.append(self.root / "capi" / f"{source.stem}.o")
                 if stale(objects[-1]):
                     flags = ["-std=c++20", "-O0", "-w", "-fPIC", f"-I{csrc}", f"-I{package / 'include'}", "-MMD"]
-                    flags.append(f"-I{made.parents[1]}")
+                    flags.append(f"-I{definitions.parents[1]}")
                     built = self.run([CORE[0], *flags, "-c", source, "-o", objects[-1]])
                     assert built.code == 0, built.text
             library = package / "lib64" / f"lib{name}.so"
