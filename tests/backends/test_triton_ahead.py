@@ -87,14 +87,7 @@ RUNS = [pytest.param(run, marks=marks(run)) for run in ahead.RUNS]
 @recorded
 @pytest.mark.parametrize("run", RUNS)
 def test_resources(run: str) -> None:
-    result, before = ahead.figures(run), RECORDED[run]
-    assert result["shared"] <= ahead.SHARED[ahead.RUNS[run][1]]
-    assert result["registers"] <= before["registers"] + 8
-    assert {key: result[key] for key in ("wgmma", "mma")} == {key: before[key] for key in ("wgmma", "mma")}
-    assert result["ahead"] >= before["ahead"]
-    # wgmma that the assembler runs one after the other waits after each.
-    risen = [key for key in ("spilled", "stacked", "shared", "waits", "cut", "whole") if result[key] > before[key]]
-    assert risen == []
+    ahead.compare(ahead.figures(run), RECORDED[run], ahead.SHARED[ahead.RUNS[run][1]])
 
 
 @pytest.mark.slow

@@ -1,14 +1,27 @@
-"""Clauses that follow from the names of an operator's parameters."""
+"""Clauses that follow from the names of an operator's parameters, or from another page."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from clauses.dtypes import F32, I16
-from clauses.table import INVALID, NULL, RUN_TIME, Clause, clause, computes, forbids, refuses
+from clauses.table import INVALID, NULL, RUN_TIME, Check, Clause, clause, computes, forbids, refuses
 from clauses.table import repeats as again
 from clauses.values import deeper, fractal, gapped, to
+
+
+def of_page(
+    clauses: Iterable[Clause], names: Mapping[str, str], holds: Callable[[Check], bool]
+) -> tuple[Clause, ...]:  # fmt: skip
+    """The clauses of another page, without checks that do not hold here; names: parameters as this page spells them."""
+
+    def renamed(check: Check) -> Check:
+        over = {names.get(name, name): value for name, value in check.over.items()}
+        return replace(check, over=over, names=tuple(names.get(name, name) for name in check.names))
+
+    kept = (replace(c, checks=tuple(renamed(check) for check in c.checks if holds(check))) for c in clauses)
+    return tuple(c for c in kept if c.checks)
 
 
 def of_parameters(

@@ -361,6 +361,19 @@ def record(path: Path, rows: Mapping[str, Figures]) -> None:
     path.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
 
 
+def compare(result: Figures, before: Figures, shared: int) -> None:
+    """Asserts that a kernel takes no more than before, and at most so much shared memory.
+
+    Waits: wgmma that the assembler runs one after the other waits after each.
+    """
+    assert result["shared"] <= shared
+    assert result["registers"] <= before["registers"] + 8
+    assert {key: result[key] for key in ("wgmma", "mma")} == {key: before[key] for key in ("wgmma", "mma")}
+    assert result["ahead"] >= before["ahead"]
+    risen = [key for key in ("spilled", "stacked", "shared", "waits", "cut", "whole") if result[key] > before[key]]
+    assert risen == []
+
+
 def workers() -> ProcessPoolExecutor:
     """Processes that compile; started afresh, since a fork of a process with threads may hang."""
     return ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
