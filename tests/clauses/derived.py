@@ -20,8 +20,8 @@ def of_page(
         over = {names.get(name, name): value for name, value in check.over.items()}
         return replace(check, over=over, names=tuple(names.get(name, name) for name in check.names))
 
-    kept = (replace(c, checks=tuple(renamed(check) for check in c.checks if holds(check))) for c in clauses)
-    return tuple(c for c in kept if c.checks)
+    results = (replace(c, checks=tuple(renamed(check) for check in c.checks if holds(check))) for c in clauses)
+    return tuple(c for c in results if c.checks)
 
 
 def of_parameters(
