@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from fusion_attention.integrations import sparse_latent
+from fusion_attention.integrations import sparse_compressed, sparse_latent
 from fusion_attention.integrations.sparse_sequences import expressible, matrix
 from fusion_attention.patches import Changes, Layer
 
@@ -30,6 +30,8 @@ class Family(NamedTuple):
         releases: releases of transformers with the code that the patch replaces.
         make: makes a layer's function from the loaded module.
         faults: the contradictions of a configuration, one sentence each.
+        reason_against: the reason why the function does not compute a call; "" if it does.
+        bias: the original's code needs masks that are added to scores.
     """
 
     name: str
@@ -37,6 +39,8 @@ class Family(NamedTuple):
     releases: tuple[str, ...]
     make: Callable[[ModuleType], Callable[..., Any]]
     faults: Callable[[Any], list[str]]
+    reason_against: Callable[[Any, dict[str, Any]], str]
+    bias: bool = False
 
 
 def _latent(module: ModuleType, index_rotation: str) -> Callable[..., Any]:
@@ -82,10 +86,41 @@ def _latent_faults(config: Any) -> list[str]:
     return [text for text, holds in rules.items() if not holds]
 
 
+def _latent_reason(layer: Any, given: dict[str, Any]) -> str:
+    if not expressible(given["attention_mask"], given["hidden_states"].shape[1]):
+        return "a four-dimensional attention_mask may hide any key"
+    return ""
+
+
+def _deepseek_v4(module: ModuleType) -> Callable[..., Any]:
+    return functools.partial(sparse_compressed.forward, module)
+
+
+def _compressed_faults(config: Any) -> list[str]:
+    """The contradictions of a configuration of DeepSeek-V4."""
+    rates = {kind: config.compress_rates.get(kind, 0) for kind in {*config.layer_types} - {"sliding_attention"}}
+    rules = {
+        f"index_topk: expected at least 1, got {config.index_topk}": config.index_topk >= 1,
+        f"sliding_window: expected at least 1, got {config.sliding_window}": config.sliding_window >= 1,
+        f"num_key_value_heads: expected 1, got {config.num_key_value_heads}": config.num_key_value_heads == 1,
+        f"compress_rates: expected at least 1 for every kind of layer, got {rates}": min(rates.values(), default=1) >= 1,
+        f"index_head_dim: expected at least the {config.qk_rope_head_dim} elements that rotate, got "
+        f"{config.index_head_dim}": config.index_head_dim >= config.qk_rope_head_dim,
+    }  # fmt: skip
+    return [text for text, holds in rules.items() if not holds]
+
+
+_RELEASES = ("5.22", "5.23")
 FAMILIES = {
-    "deepseek_v32": Family("DeepSeek-V3.2", "DeepseekV32Attention", ("5.22", "5.23"), _deepseek_v32, _latent_faults),
-    "glm_moe_dsa": Family("GLM-5", "GlmMoeDsaAttention", ("5.22", "5.23"), _glm_moe_dsa, _latent_faults),
-}
+    "deepseek_v32": Family(
+        "DeepSeek-V3.2", "DeepseekV32Attention", _RELEASES, _deepseek_v32, _latent_faults, _latent_reason
+    ),
+    "glm_moe_dsa": Family("GLM-5", "GlmMoeDsaAttention", _RELEASES, _glm_moe_dsa, _latent_faults, _latent_reason),
+    "deepseek_v4": Family(
+        "DeepSeek-V4", "DeepseekV4Attention", _RELEASES, _deepseek_v4, _compressed_faults,
+        sparse_compressed.reason_against, bias=True,
+    ),
+}  # fmt: skip
 
 
 def family_of(config: Any) -> Family | None:
@@ -135,10 +170,14 @@ def patch(changes: Changes, serves: Callable[[Any], bool]) -> None:
 def _patch(changes: Changes, family: Family, serves: Callable[[Any], bool], module: ModuleType) -> None:
     owner, compute = getattr(module, family.layer), family.make(module)
     changes.set(owner, "stage", None)  # of the indexer's training; fusion_attention.nn.set_stage() sets it
-    changes.wrap(owner, "forward", lambda layer: _forward(layer, compute, serves))
+    if family.bias:
+        changes.set(owner, "indexer", property(sparse_compressed.indexer_of))
+    changes.wrap(owner, "forward", lambda layer: _forward(layer, family, compute, serves))
 
 
-def _forward(layer: Layer, compute: Callable[..., Any], serves: Callable[[Any], bool]) -> Callable[..., Any]:
+def _forward(
+    layer: Layer, family: Family, compute: Callable[..., Any], serves: Callable[[Any], bool]
+) -> Callable[..., Any]:
     """The forward of a layer's class."""
     original = layer.below
     names = original.__code__.co_varnames[1 : original.__code__.co_argcount]
@@ -148,33 +187,41 @@ def _forward(layer: Layer, compute: Callable[..., Any], serves: Callable[[Any], 
         if not serves(self.config):
             return layer.below(self, *args, **given)
         given = {**dict(zip(names, args, strict=False)), **given}
-        if reason := _reason_against(self, given):
+        if reason := _reason_against(family, self, given):
             if not torch.compiler.is_compiling():
                 _log.warning_once(f"fusion_attention: {reason}: the layers are computed by transformers' own code")
-            return layer.below(self, **{**given, "attention_mask": _matrix(self, given)})
+            return layer.below(self, **{**given, "attention_mask": _matrix(family, self, given)})
         return compute(self, **given)
 
     return forward
 
 
-def _reason_against(layer: Any, given: dict[str, Any]) -> str:
+def _reason_against(family: Family, layer: Any, given: dict[str, Any]) -> str:
     """The reason why a call cannot be computed over chosen keys; "" if it can."""
     if given.get("output_attentions") or layer.config.output_attentions:
         return "output_attentions asks for all weights"
-    if not expressible(given["attention_mask"], given["hidden_states"].shape[1]):
-        return "a four-dimensional attention_mask may hide any key"
     if layer.training and layer.attention_dropout:
         return "attention_dropout is not computed over chosen keys"
-    return ""
+    return family.reason_against(layer, given)
 
 
-def _matrix(layer: Any, given: dict[str, Any]) -> Tensor:
+def _matrix(family: Family, layer: Any, given: dict[str, Any]) -> Tensor:
     """The mask of a call as the original's code reads it."""
-    hidden, cache = given["hidden_states"], given.get("past_key_values")
+    hidden, cache, mask = given["hidden_states"], given.get("past_key_values"), given["attention_mask"]
     rows = hidden.shape[1]
     keys = rows if cache is None else cache.get_mask_sizes(rows, layer.layer_idx)[0]
     ends = {name: given.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
-    return matrix(given["attention_mask"], hidden, keys, given.get("position_ids"), **ends)
+    window = layer.sliding_window if family.bias else None
+    visible = matrix(mask, hidden, keys, given.get("position_ids"), window=window, **ends)
+    if not family.bias or visible.dtype != torch.bool:
+        return visible
+    return _added(visible, hidden.dtype)
+
+
+def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that is added to scores, as transformers' eager code makes it."""
+    least = torch.finfo(dtype).min
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, least)
 
 
 def weights(
@@ -190,7 +237,7 @@ def weights(
         how: scaling and dropout.
     """
     if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, torch.finfo(q.dtype).min)
+        mask = _added(mask, q.dtype)
     if indices is not None:
         hidden = torch.ones_like(mask[:, 0], dtype=torch.bool).scatter(-1, indices.long(), False)
         mask = mask.masked_fill(hidden[:, None], torch.finfo(q.dtype).min)

@@ -69,7 +69,7 @@ def _between(lengths: Any, first: int, end: int | None) -> Any:
     if lengths is None or (first == 0 and end is None):
         return lengths
     if isinstance(lengths, Tensor):
-        return lengths.clamp(max=end).sub(first).clamp(min=0)
+        return (lengths if end is None else lengths.clamp(max=end)).sub(first).clamp(min=0)
     return [max(0, (n if end is None else min(n, end)) - first) for n in lengths]
 
 
@@ -128,20 +128,29 @@ def _read(mask: Tensor, batch: int, rows: int) -> Sequences:
     return Sequences("BSND", q_len.tolist(), counts, q_order, k_order, max(counts), length)
 
 
-def matrix(mask: Tensor | None, q: Tensor, keys: int, position_ids: Tensor | None = None, **others: Any) -> Tensor:
+def matrix(
+    mask: Tensor | None,
+    q: Tensor,
+    keys: int,
+    position_ids: Tensor | None = None,
+    window: int | None = None,
+    **others: Any,
+) -> Tensor:
     """The bool [B, 1, S, T] of visible keys, for the original's code; four-dimensional masks are returned as they are.
 
     Args:
         mask: as for sequences_of().
         q: rows, [B, S, ...].
         keys: T, more than the mask's in a static cache.
+        window: keys that a row sees, the diagonal included; None: all.
     """
     if mask is not None and mask.dim() == 4:
         return mask
     batch, rows = q.shape[:2]
     count = keys if mask is None or mask.dtype != torch.bool else mask.shape[1]
     row, key = torch.arange(count - rows, count, device=q.device)[:, None], torch.arange(keys, device=q.device)
-    visible = (key <= row)[None, None].expand(batch, 1, -1, -1)
+    visible = key <= row if window is None else (key <= row) & (key > row - window)
+    visible = visible[None, None].expand(batch, 1, -1, -1)
     if mask is not None and mask.dtype == torch.bool:
         tokens = torch.nn.functional.pad(mask, (0, keys - count))
         return visible & tokens[:, None, None]

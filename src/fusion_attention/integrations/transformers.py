@@ -184,7 +184,7 @@ def mask(
         local_size == getattr(config, "sliding_window", None) and code.windows and (causal or code.both_sides)
     )
     sparse = sparse_models.family_of(config) is not None  # such models never skip a mask; our layers do
-    if sparse:
+    if sparse and local_size is None:
         allow_is_causal_skip = mask_function is masking_utils.causal_mask_function
     if (code.describes or sparse) and window:
         if allow_is_causal_skip if causal else allow_is_bidirectional_skip:
