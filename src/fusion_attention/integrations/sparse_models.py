@@ -13,8 +13,9 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from fusion_attention.integrations import sparse_compressed, sparse_latent
+from fusion_attention.integrations import sparse_blocks, sparse_compressed, sparse_latent
 from fusion_attention.integrations.sparse_sequences import expressible, matrix
+from fusion_attention.integrations.transformers_masks import hidden
 from fusion_attention.patches import Changes, Layer
 
 Tensor = torch.Tensor
@@ -26,21 +27,25 @@ class Family(NamedTuple):
 
     Attributes:
         name: its name in texts.
+        config: the class of its configurations.
         layer: the class of its attention layers.
         releases: releases of transformers with the code that the patch replaces.
         make: makes a layer's function from the loaded module.
         faults: the contradictions of a configuration, one sentence each.
         reason_against: the reason why the function does not compute a call; "" if it does.
         bias: the original's code needs masks that are added to scores.
+        stages: the indexer can be trained.
     """
 
     name: str
+    config: str
     layer: str
     releases: tuple[str, ...]
     make: Callable[[ModuleType], Callable[..., Any]]
     faults: Callable[[Any], list[str]]
     reason_against: Callable[[Any, dict[str, Any]], str]
     bias: bool = False
+    stages: bool = True
 
 
 def _latent(module: ModuleType, index_rotation: str) -> Callable[..., Any]:
@@ -80,7 +85,7 @@ def _latent_faults(config: Any) -> list[str]:
         f"{config.num_key_value_heads}": config.num_key_value_heads == config.num_attention_heads,
         f"layer_types: expected indexed_attention in {config.num_hidden_layers} layers, got {config.layer_types}":
             list(config.layer_types) == ["indexed_attention"] * config.num_hidden_layers,
-        f"indexer_types: expected 'full' or 'shared' for {config.num_hidden_layers} layers, the first 'full', got {kinds}":
+        f"indexer_types: expected 'full' or 'shared' for {config.num_hidden_layers} layers, first 'full', got {kinds}":
             len(kinds) == config.num_hidden_layers and {*kinds} <= {"full", "shared"} and kinds[0] == "full",
     }  # fmt: skip
     return [text for text, holds in rules.items() if not holds]
@@ -103,22 +108,47 @@ def _compressed_faults(config: Any) -> list[str]:
         f"index_topk: expected at least 1, got {config.index_topk}": config.index_topk >= 1,
         f"sliding_window: expected at least 1, got {config.sliding_window}": config.sliding_window >= 1,
         f"num_key_value_heads: expected 1, got {config.num_key_value_heads}": config.num_key_value_heads == 1,
-        f"compress_rates: expected at least 1 for every kind of layer, got {rates}": min(rates.values(), default=1) >= 1,
+        f"compress_rates: expected at least 1 for every kind of layer, got {rates}":
+            min(rates.values(), default=1) >= 1,
         f"index_head_dim: expected at least the {config.qk_rope_head_dim} elements that rotate, got "
         f"{config.index_head_dim}": config.index_head_dim >= config.qk_rope_head_dim,
     }  # fmt: skip
     return [text for text, holds in rules.items() if not holds]
 
 
+def _qwen4_exp(module: ModuleType) -> Callable[..., Any]:
+    return functools.partial(sparse_blocks.forward, module)
+
+
+def _block_faults(config: Any) -> list[str]:
+    """The contradictions of a configuration of Qwen4 that transformers does not refuse itself."""
+    if "indexed_attention" in config.layer_types and config.indexer_budget is None:
+        return [
+            "indexer_budget, indexer_compress_ratio, ...: expected numbers for layers of indexed_attention, got None"
+        ]
+    return []
+
+
+def _block_reason(layer: Any, given: dict[str, Any]) -> str:
+    if reason := _latent_reason(layer, given):
+        return reason
+    ids, ends = given["attention_mask"], given.get("cu_seq_lens_q")
+    packed = ends if ends is not None else None if ids is None or ids.dtype == torch.bool else ids
+    return "lengths of packed sequences are not read in a trace" if packed is not None and hidden(packed) else ""
+
+
 _RELEASES = ("5.22", "5.23")
 FAMILIES = {
     "deepseek_v32": Family(
-        "DeepSeek-V3.2", "DeepseekV32Attention", _RELEASES, _deepseek_v32, _latent_faults, _latent_reason
+        "DeepSeek-V3.2", "DeepseekV32Config", "DeepseekV32Attention", _RELEASES, _deepseek_v32, _latent_faults, _latent_reason
     ),
-    "glm_moe_dsa": Family("GLM-5", "GlmMoeDsaAttention", _RELEASES, _glm_moe_dsa, _latent_faults, _latent_reason),
+    "glm_moe_dsa": Family("GLM-5", "GlmMoeDsaConfig", "GlmMoeDsaAttention", _RELEASES, _glm_moe_dsa, _latent_faults, _latent_reason),
     "deepseek_v4": Family(
-        "DeepSeek-V4", "DeepseekV4Attention", _RELEASES, _deepseek_v4, _compressed_faults,
+        "DeepSeek-V4", "DeepseekV4Config", "DeepseekV4Attention", _RELEASES, _deepseek_v4, _compressed_faults,
         sparse_compressed.reason_against, bias=True,
+    ),
+    "qwen4_exp": Family(
+        "Qwen4", "Qwen4ExpTextConfig", "Qwen4ExpTextAttention", ("5.23",), _qwen4_exp, _block_faults, _block_reason, stages=False
     ),
 }  # fmt: skip
 
@@ -126,7 +156,8 @@ FAMILIES = {
 def family_of(config: Any) -> Family | None:
     """The family of a configuration of transformers' own; None for other models."""
     kind = type(config).__module__.removeprefix("transformers.models.").partition(".")[0]
-    return FAMILIES.get(kind)
+    family = FAMILIES.get(kind)
+    return family if family is not None and family.config == type(config).__name__ else None
 
 
 def check(config: Any) -> None:
@@ -169,7 +200,8 @@ def patch(changes: Changes, serves: Callable[[Any], bool]) -> None:
 
 def _patch(changes: Changes, family: Family, serves: Callable[[Any], bool], module: ModuleType) -> None:
     owner, compute = getattr(module, family.layer), family.make(module)
-    changes.set(owner, "stage", None)  # of the indexer's training; fusion_attention.nn.set_stage() sets it
+    if family.stages:
+        changes.set(owner, "stage", None)  # fusion_attention.nn.set_stage() sets it on a layer
     if family.bias:
         changes.set(owner, "indexer", property(sparse_compressed.indexer_of))
     changes.wrap(owner, "forward", lambda layer: _forward(layer, family, compute, serves))
@@ -198,7 +230,7 @@ def _forward(
 
 def _reason_against(family: Family, layer: Any, given: dict[str, Any]) -> str:
     """The reason why a call cannot be computed over chosen keys; "" if it can."""
-    if given.get("output_attentions") or layer.config.output_attentions:
+    if asks_for_weights(layer, given):
         return "output_attentions asks for all weights"
     if layer.training and layer.attention_dropout:
         return "attention_dropout is not computed over chosen keys"
@@ -207,21 +239,27 @@ def _reason_against(family: Family, layer: Any, given: dict[str, Any]) -> str:
 
 def _matrix(family: Family, layer: Any, given: dict[str, Any]) -> Tensor:
     """The mask of a call as the original's code reads it."""
-    hidden, cache, mask = given["hidden_states"], given.get("past_key_values"), given["attention_mask"]
-    rows = hidden.shape[1]
+    rows_in, cache, mask = given["hidden_states"], given.get("past_key_values"), given["attention_mask"]
+    rows = rows_in.shape[1]
     keys = rows if cache is None else cache.get_mask_sizes(rows, layer.layer_idx)[0]
     ends = {name: given.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
     window = layer.sliding_window if family.bias else None
-    visible = matrix(mask, hidden, keys, given.get("position_ids"), window=window, **ends)
+    visible = matrix(mask, rows_in, keys, given.get("position_ids"), window=window, **ends)
     if not family.bias or visible.dtype != torch.bool:
         return visible
-    return _added(visible, hidden.dtype)
+    return _added(visible, rows_in.dtype)
 
 
 def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask that is added to scores, as transformers' eager code makes it."""
     least = torch.finfo(dtype).min
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, least)
+
+
+def asks_for_weights(layer: Any, given: dict[str, Any]) -> bool:
+    """True if a call of a served family's layer asks for attention weights."""
+    config = getattr(layer, "config", None)
+    return family_of(config) is not None and bool(given.get("output_attentions") or config.output_attentions)
 
 
 def weights(
@@ -239,8 +277,8 @@ def weights(
     if mask.dtype == torch.bool:
         mask = _added(mask, q.dtype)
     if indices is not None:
-        hidden = torch.ones_like(mask[:, 0], dtype=torch.bool).scatter(-1, indices.long(), False)
-        mask = mask.masked_fill(hidden[:, None], torch.finfo(q.dtype).min)
+        others = torch.ones_like(mask[:, 0], dtype=torch.bool).scatter(-1, indices.long(), False)
+        mask = mask.masked_fill(others[:, None], torch.finfo(q.dtype).min)
     code = sys.modules[type(module).__module__]
     result: tuple[Tensor, Tensor] = code.eager_attention_forward(module, q, k, v, mask, **how)
     return result

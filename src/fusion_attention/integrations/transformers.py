@@ -273,7 +273,7 @@ def attend(
     Raises:
         ContractError, BackendError: as fusion_attention.attention().
     """
-    if hasattr(type(module), "stage") and (others.get("output_attentions") or module.config.output_attentions):
+    if sparse_models.asks_for_weights(module, others):
         how = {"scaling": scaling, "dropout": dropout}
         return sparse_models.weights(module, query, key, value, attention_mask, indices, **how)
     if others.get("output_attentions"):
