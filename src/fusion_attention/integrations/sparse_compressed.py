@@ -119,10 +119,11 @@ def _call(module: Any, rows: Tensor, mask: Tensor | None, position_ids: Tensor, 
 
 def _lengths(rows: Tensor, mask: Tensor | None, position_ids: Tensor, others: Any, cache: Any) -> Any:
     """The lengths of packed sequences; None if the rows are not packed."""
-    ids = None if mask is None or mask.dtype == torch.bool else mask
+    if mask is not None and mask.dtype == torch.bool:
+        return None
     fresh = cache is None or cache.get_seq_length() == 0
     ends = others.get("cu_seq_lens_q")
-    lengths, _ = packed_lengths(ids, ends, None, position_ids if fresh else None, rows, rows)
+    lengths, _ = packed_lengths(mask, ends, None, position_ids if fresh else None, rows, rows)
     return None if lengths is None or len(lengths) == len(rows) == 1 else lengths
 
 
@@ -135,8 +136,9 @@ def reason_against(layer: Any, given: dict[str, Any]) -> str:
     lengths = _lengths(rows, mask, positions, given, cache)
     if lengths is not None:
         return "lengths of packed sequences are not read in a trace" if isinstance(lengths, Tensor) else ""
-    if mask is not None and (hidden(mask) or padding_of(mask).kind in ("run", "scattered")):
-        return "compressed keys would contain the padding on the left"
+    # Padding behind the tokens of complete sequences is read by no token; other padding is in compressed keys.
+    if mask is not None and (cache is not None or hidden(mask) or padding_of(mask).kind in ("run", "scattered")):
+        return "compressed keys contain padding (to train padded batches: on the right, with use_cache=False)"
     if hidden(positions):
         return ""
     first = 0 if cache is None else cache.get_seq_length(layer.layer_idx)

@@ -109,7 +109,7 @@ def _compressed_faults(config: Any) -> list[str]:
         f"sliding_window: expected at least 1, got {config.sliding_window}": config.sliding_window >= 1,
         f"num_key_value_heads: expected 1, got {config.num_key_value_heads}": config.num_key_value_heads == 1,
         f"compress_rates: expected at least 1 for every kind of layer, got {rates}":
-            min(rates.values(), default=1) >= 1,
+            all(rate >= 1 for rate in rates.values()),
         f"index_head_dim: expected at least the {config.qk_rope_head_dim} elements that rotate, got "
         f"{config.index_head_dim}": config.index_head_dim >= config.qk_rope_head_dim,
     }  # fmt: skip
@@ -137,18 +137,23 @@ def _block_reason(layer: Any, given: dict[str, Any]) -> str:
     return "lengths of packed sequences are not read in a trace" if packed is not None and hidden(packed) else ""
 
 
-_RELEASES = ("5.22", "5.23")
+_BOTH = ("5.22", "5.23")
 FAMILIES = {
     "deepseek_v32": Family(
-        "DeepSeek-V3.2", "DeepseekV32Config", "DeepseekV32Attention", _RELEASES, _deepseek_v32, _latent_faults, _latent_reason
+        "DeepSeek-V3.2", "DeepseekV32Config", "DeepseekV32Attention", _BOTH,
+        _deepseek_v32, _latent_faults, _latent_reason,
     ),
-    "glm_moe_dsa": Family("GLM-5", "GlmMoeDsaConfig", "GlmMoeDsaAttention", _RELEASES, _glm_moe_dsa, _latent_faults, _latent_reason),
+    "glm_moe_dsa": Family(
+        "GLM-5", "GlmMoeDsaConfig", "GlmMoeDsaAttention", _BOTH,
+        _glm_moe_dsa, _latent_faults, _latent_reason,
+    ),
     "deepseek_v4": Family(
-        "DeepSeek-V4", "DeepseekV4Config", "DeepseekV4Attention", _RELEASES, _deepseek_v4, _compressed_faults,
-        sparse_compressed.reason_against, bias=True,
+        "DeepSeek-V4", "DeepseekV4Config", "DeepseekV4Attention", _BOTH,
+        _deepseek_v4, _compressed_faults, sparse_compressed.reason_against, bias=True,
     ),
     "qwen4_exp": Family(
-        "Qwen4", "Qwen4ExpTextConfig", "Qwen4ExpTextAttention", ("5.23",), _qwen4_exp, _block_faults, _block_reason, stages=False
+        "Qwen4", "Qwen4ExpTextConfig", "Qwen4ExpTextAttention", ("5.23",),
+        _qwen4_exp, _block_faults, _block_reason, stages=False,
     ),
 }  # fmt: skip
 
@@ -259,7 +264,8 @@ def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
 def asks_for_weights(layer: Any, given: dict[str, Any]) -> bool:
     """True if a call of a served family's layer asks for attention weights."""
     config = getattr(layer, "config", None)
-    return family_of(config) is not None and bool(given.get("output_attentions") or config.output_attentions)
+    asked = given.get("output_attentions") or getattr(config, "output_attentions", False)
+    return bool(asked) and family_of(config) is not None
 
 
 def weights(

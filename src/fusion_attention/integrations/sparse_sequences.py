@@ -147,6 +147,8 @@ def matrix(
     if mask is not None and mask.dim() == 4:
         return mask
     batch, rows = q.shape[:2]
+    if mask is not None and mask.dtype == torch.bool and mask.shape[1] > keys:
+        mask = mask[:, mask.shape[1] - keys :]  # of another layer's cache, which has more tokens
     count = keys if mask is None or mask.dtype != torch.bool else mask.shape[1]
     row, key = torch.arange(count - rows, count, device=q.device)[:, None], torch.arange(keys, device=q.device)
     visible = key <= row if window is None else (key <= row) & (key > row - window)
