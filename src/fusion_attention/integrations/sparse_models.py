@@ -124,7 +124,7 @@ def _block_faults(config: Any) -> list[str]:
     """The contradictions of a configuration of Qwen4 that transformers does not refuse itself."""
     if "indexed_attention" in config.layer_types and config.indexer_budget is None:
         return [
-            "indexer_budget, indexer_compress_ratio, ...: expected numbers for layers of indexed_attention, got None"
+            "indexer_budget: expected a number for layers of indexed_attention, got None"
         ]
     return []
 
