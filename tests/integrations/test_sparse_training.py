@@ -229,7 +229,7 @@ def scores_of(name: str, layer: Any, given: dict[str, Any]) -> tuple[Tensor, Ten
 
 
 def divergence(scores: Tensor, p: Tensor) -> tuple[Tensor, float]:
-    """(the mean over rows of KL(p / sum(p) || softmax(scores)) * sum(p) over keys with p > 0, the size of its terms)."""
+    """(the mean over rows of KL(p / sum(p) || softmax(scores)) * sum(p) over keys with p > 0, its terms' size)."""
     visible, mass = p > 0, p.sum(-1, keepdim=True)
     log_y = scores.masked_fill(~visible, -math.inf).log_softmax(-1).masked_fill(~visible, 0)
     log_p = torch.where(visible, p / mass, 1).log()

@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from fusion_attention.integrations import sparse_blocks, sparse_compressed, sparse_latent
 from fusion_attention.integrations.sparse_sequences import expressible, matrix
-from fusion_attention.integrations.transformers_masks import hidden
 from fusion_attention.patches import Changes, Layer
 
 Tensor = torch.Tensor
@@ -35,6 +34,7 @@ class Family(NamedTuple):
         reason_against: the reason why the function does not compute a call; "" if it does.
         bias: the original's code needs masks that are added to scores.
         stages: the indexer can be trained.
+        traced: the function can be part of a trace of torch.compile; others run outside of it.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Family(NamedTuple):
     reason_against: Callable[[Any, dict[str, Any]], str]
     bias: bool = False
     stages: bool = True
+    traced: bool = True
 
 
 def _latent(module: ModuleType, index_rotation: str) -> Callable[..., Any]:
@@ -123,18 +124,8 @@ def _qwen4_exp(module: ModuleType) -> Callable[..., Any]:
 def _block_faults(config: Any) -> list[str]:
     """The contradictions of a configuration of Qwen4 that transformers does not refuse itself."""
     if "indexed_attention" in config.layer_types and config.indexer_budget is None:
-        return [
-            "indexer_budget: expected a number for layers of indexed_attention, got None"
-        ]
+        return ["indexer_budget: expected a number for layers of indexed_attention, got None"]
     return []
-
-
-def _block_reason(layer: Any, given: dict[str, Any]) -> str:
-    if reason := _latent_reason(layer, given):
-        return reason
-    ids, ends = given["attention_mask"], given.get("cu_seq_lens_q")
-    packed = ends if ends is not None else None if ids is None or ids.dtype == torch.bool else ids
-    return "lengths of packed sequences are not read in a trace" if packed is not None and hidden(packed) else ""
 
 
 _BOTH = ("5.22", "5.23")
@@ -149,11 +140,11 @@ FAMILIES = {
     ),
     "deepseek_v4": Family(
         "DeepSeek-V4", "DeepseekV4Config", "DeepseekV4Attention", _BOTH,
-        _deepseek_v4, _compressed_faults, sparse_compressed.reason_against, bias=True,
+        _deepseek_v4, _compressed_faults, sparse_compressed.reason_against, bias=True, traced=False,
     ),
     "qwen4_exp": Family(
         "Qwen4", "Qwen4ExpTextConfig", "Qwen4ExpTextAttention", ("5.23",),
-        _qwen4_exp, _block_faults, _block_reason, stages=False,
+        _qwen4_exp, _block_faults, _latent_reason, stages=False, traced=False,
     ),
 }  # fmt: skip
 
@@ -219,16 +210,23 @@ def _forward(
     original = layer.below
     names = original.__code__.co_varnames[1 : original.__code__.co_argcount]
 
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **given: Any) -> Any:
-        if not serves(self.config):
-            return layer.below(self, *args, **given)
-        given = {**dict(zip(names, args, strict=False)), **given}
+    def serve(self: Any, given: dict[str, Any]) -> Any:
         if reason := _reason_against(family, self, given):
             if not torch.compiler.is_compiling():
                 _log.warning_once(f"fusion_attention: {reason}: the layers are computed by transformers' own code")
             return layer.below(self, **{**given, "attention_mask": _matrix(family, self, given)})
         return compute(self, **given)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **given: Any) -> Any:
+        if not serves(self.config):
+            return layer.below(self, *args, **given)
+        given = {**dict(zip(names, args, strict=False)), **given}
+        if not family.traced and torch.compiler.is_compiling():
+            from fusion_attention.torch_ops import trace_constants
+
+            return trace_constants.outside(serve, self, given)
+        return serve(self, given)
 
     return forward
 
