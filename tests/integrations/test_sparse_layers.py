@@ -159,6 +159,6 @@ def test_a_compiled_model(name: str) -> None:
             {"logits": logits.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         )
     assert results[0].keys() == results[1].keys()
-    for part, expected in results[0].items():
-        error = (results[1][part] - expected).abs().max()
-        assert error <= 2**10 * torch.finfo(torch.float32).eps * expected.abs().max(), part
+    for result, expected in results[0].items():
+        error = (results[1][result] - expected).abs().max()
+        assert error <= 2**10 * torch.finfo(torch.float32).eps * expected.abs().max(), result

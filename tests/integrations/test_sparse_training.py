@@ -279,11 +279,11 @@ def test_the_loss_of_an_indexer(name: str, stage: Any) -> None:
 @pytest.mark.parametrize("name", STAGED)
 def test_stages(name: str) -> None:
     model = make(name)
-    plain = gradients(model, calls())
+    before = gradients(model, calls())
     with pytest.raises(ValueError, match=r"indexer_loss: model: expected layers with a loss, got none \(call"):
         integration.indexer_loss(model)
     set_stage(model.train(), "sparse")
-    agree(gradients(model, calls()), plain)  # the loss changes nothing until it is asked for
+    agree(gradients(model, calls()), before)  # the loss changes nothing until it is asked for
     copy.deepcopy(model)  # a stored loss has a graph, which cannot be copied
     assert integration.indexer_loss(model) > 0
     set_stage(model, "warmup")
@@ -294,6 +294,30 @@ def test_stages(name: str) -> None:
     set_stage(model.double(), "dense")
     everything = gradients(make(name, index_topk=64), calls())["logits"]
     agree({"logits": gradients(model, calls())["logits"]}, {"logits": everything})
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("stage", ["warmup", "sparse"])
+@pytest.mark.parametrize("name", STAGED)
+def test_the_loss_of_several_sequences(name: str, stage: Any, kind: str) -> None:
+    """The mean over all tokens of what each sequence has alone, one of them without a compressed key."""
+    model, lengths, ids = make(name).train(), (1, 24, 13), tokens(3, 24)
+    set_stage(model, stage)
+    apart = []
+    with in_float64(model):
+        for row, length in zip(ids, lengths, strict=True):
+            model(row[None, :length], use_cache=False)
+            apart.append(integration.indexer_loss(model) * length)
+        if kind == "packed":
+            joined = torch.cat([row[:n] for row, n in zip(ids, lengths, strict=True)])[None]
+            model(joined, position_ids=torch.cat([torch.arange(n) for n in lengths])[None], use_cache=False)
+        else:
+            mask = torch.arange(24) < torch.tensor(lengths)[:, None]
+            model(ids, attention_mask=mask.long(), use_cache=False)
+        together = integration.indexer_loss(model)
+    unit = torch.finfo(torch.float32).eps  # the losses are stored in float32
+    expected = torch.stack(apart).sum() / sum(lengths)
+    assert abs(float(together) - float(expected)) <= 8 * unit * abs(float(expected))
 
 
 def test_blocks_have_no_stages() -> None:

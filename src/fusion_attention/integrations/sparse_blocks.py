@@ -67,7 +67,7 @@ def forward(
     first: int | None = (indexer.block_topk + 1) * indexer.compress_ratio - 1
     if sequences.longest <= (first or 0):
         first = None
-    elif sequences.layout == "TND" or sequences.count != rows:
+    elif sequences.layout == "TND" or sequences.described != rows:
         first = 0
     index = _index(code, module, sequences, (hidden_states, position_embeddings), past_key_values, first is not None)
     out = _attend(code, module, sequences, (sequences.rows(q), sequences.keys(k), sequences.keys(v)), index, first)
@@ -150,8 +150,8 @@ def _attend(
     assert index is not None
     outs = []
     if first:
-        near = (t[:, :first] for t in (q, k, v))
-        outs.append(attention(*near, band=_CAUSAL, **sequences.lengths(0, first, first), **how))
+        near_q, near_k, near_v = (t[:, :first] for t in (q, k, v))
+        outs.append(attention(near_q, near_k, near_v, band=_CAUSAL, **sequences.lengths(0, first, first), **how))
         q, index = q[:, first:], index._replace(q=index.q[:, first:])
     lengths = sequences.lengths(first)
     lists = _lists(code, module.indexer, index, sequences.kv_len, lengths)

@@ -185,7 +185,7 @@ def _attend(code: ModuleType, module: Any, call: Call, inputs: Any, projected: A
         return result
     out, lse = result
     if index is not None:
-        module.indexer_loss = Loss(_loss(module, call, (q, entries, lse, *index), lists, real))
+        module.indexer_loss = Loss(_loss(module, call, Compared(q, entries, lse, *index), lists, real))
     return out
 
 
@@ -263,51 +263,51 @@ def _index(
         return call.rows(q), keys, call.rows(weights)
 
 
-def _loss(module: Any, call: Call, rows: tuple[Tensor, ...], lists: Tensor | None, real: Tensor | None) -> Tensor:
+class Compared(NamedTuple):
+    """What an indexer's loss compares, [B, S, ...] or packed: the attention's rows, compressed keys and lse, and the
+    indexer's rows, keys and weights."""
+
+    q: Tensor
+    entries: Tensor
+    lse: Tensor
+    index_q: Tensor
+    index_k: Tensor
+    weights: Tensor
+
+
+def _loss(module: Any, call: Call, rows: Compared, lists: Tensor | None, real: Tensor | None) -> Tensor:
     """The indexer's loss, the mean over tokens, as CompressedAttention has it.
 
     Args:
         module, call: as before.
-        rows: the attention's q, compressed keys and lse, and the indexer's rows, keys and weights.
+        rows: what is compared.
         lists: chosen keys; None: all visible ones.
         real: bool [B, S], false for padding; None: all rows are tokens.
     """
     ratio = module.compressor.compress_rate
     if call.lengths is None:
-        losses, tokens = [_of_batch(*rows, lists, real, ratio, call.tokens)], rows[0].shape[0] * rows[0].shape[1]
-        return losses[0] / (tokens if real is None else real.sum().clamp(min=1))
-    q_len, k_len = call.lengths, [n // ratio for n in call.lengths]
-    q, entries, lse, *index = rows
-    by_row = [t.split(q_len) for t in (q, lse, index[0], index[2])]
-    by_key = [t.split(k_len) for t in (entries, index[1])]
-    losses = []
-    for i, length in enumerate(q_len):
-        (one_q, one_lse, one_index_q, weights), (one_entries, keys) = (
-            [t[i][None] for t in group] for group in (by_row, by_key)
-        )
-        chosen = None if lists is None else lists.split(q_len)[i][None]
-        index_rows = one_index_q, keys, weights
-        losses.append(_of_batch(one_q, one_entries, one_lse.mT, *index_rows, chosen, None, ratio, length))
-    return torch.stack(losses).sum() / sum(q_len)
+        tokens: Any = rows.q.shape[0] * rows.q.shape[1] if real is None else real.sum().clamp(min=1)
+        return _of_batch(rows, lists, real, ratio, call.tokens) / tokens
+    losses, row, key = [], 0, 0
+    for length in call.lengths:
+        mine, my_keys = slice(row, row + length), slice(key, key + length // ratio)
+        one = Compared(
+            rows.q[None, mine], rows.entries[None, my_keys], rows.lse[mine].mT[None],
+            rows.index_q[None, mine], rows.index_k[None, my_keys], rows.weights[None, mine],
+        )  # fmt: skip
+        losses.append(_of_batch(one, None if lists is None else lists[None, mine], None, ratio, length))
+        row, key = mine.stop, my_keys.stop
+    return torch.stack(losses).sum() / row
 
 
-def _of_batch(
-    q: Tensor,
-    entries: Tensor,
-    lse: Tensor,
-    index_q: Tensor,
-    index_k: Tensor,
-    weights: Tensor,
-    lists: Tensor | None,
-    real: Tensor | None,
-    ratio: int,
-    tokens: int,
-) -> Tensor:
-    """The sum of the losses of rows [B, S, ...]."""
-    target = probabilities(q, entries, lse, lists, ratio, tokens % ratio)
+def _of_batch(rows: Compared, lists: Tensor | None, real: Tensor | None, ratio: int, tokens: int) -> Tensor:
+    """The sum of the losses of rows [B, S, ...]; tokens: of their sequences."""
+    if not rows.entries.shape[1]:
+        return rows.index_q.new_zeros((), dtype=torch.float32)
+    target = probabilities(rows.q, rows.entries, rows.lse, lists, ratio, tokens % ratio)
     if real is not None:
         target = target.where(real[..., None, None], 0)
-    how: dict[str, Any] = {"ratio": ratio, "residual": [tokens % ratio] * len(q)}
-    loss = indexer_target_loss(index_q, index_k, weights, target, lists, **how)
+    how: dict[str, Any] = {"ratio": ratio, "residual": [tokens % ratio] * len(rows.q)}
+    loss = indexer_target_loss(rows.index_q, rows.index_k, rows.weights, target, lists, **how)
     mass = target.sum(-1)
     return loss - torch.xlogy(mass, mass).sum()  # of p / m, not of p: no gradient changes

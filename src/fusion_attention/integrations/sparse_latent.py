@@ -92,7 +92,7 @@ def dense_rows(module: Any, sequences: Sequences, rows: int) -> int | None:
     top_k = module.config.index_topk
     if module.stage in ("dense", "warmup") or sequences.longest <= top_k:
         return None
-    aligned = sequences.layout == "BSND" and sequences.count == rows  # row i is at position i
+    aligned = sequences.layout == "BSND" and sequences.described == rows  # row i is at position i
     return top_k if aligned else 0
 
 
@@ -123,8 +123,8 @@ def _index(
 
 def _trains(module: Any) -> bool:
     """True if the indexer's loss is asked for."""
-    asked = module.stage in ("warmup", "sparse") and module.indexer is not None
-    return asked and module.training and torch.is_grad_enabled()
+    staged = module.stage in ("warmup", "sparse") and module.indexer is not None
+    return staged and module.training and torch.is_grad_enabled()
 
 
 def _attend(

@@ -262,8 +262,8 @@ def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
 def asks_for_weights(layer: Any, given: dict[str, Any]) -> bool:
     """True if a call of a served family's layer asks for attention weights."""
     config = getattr(layer, "config", None)
-    asked = given.get("output_attentions") or getattr(config, "output_attentions", False)
-    return bool(asked) and family_of(config) is not None
+    wanted = given.get("output_attentions") or getattr(config, "output_attentions", False)
+    return bool(wanted) and family_of(config) is not None
 
 
 def weights(

@@ -15,7 +15,7 @@ from fusion_attention.integrations import transformers as integration
 
 __all__ = ["Paths", "configuration", "paths"]
 
-OWN = "transformers' own code: linear attention"
+LINEAR = "transformers' own code: linear attention"
 WEIGHTS = "output_attentions, masks of four dimensions and attention_dropout in training: transformers' own code"
 COMPRESSED = "padding on the left, padding beside a cache, and positions with gaps: transformers' own code"
 
@@ -108,10 +108,10 @@ def _compressed(config: Any) -> list[str]:
 
 def _blocks(config: Any) -> list[str]:
     if "indexed_attention" not in config.layer_types:
-        return [OWN] * len(config.layer_types)
+        return [LINEAR] * len(config.layer_types)
     ratio = config.indexer_compress_ratio
     chosen = f"blocks of an indexer: {config.indexer_budget // ratio} of T / {ratio}, of {ratio} keys each"
-    return [OWN if kind == "linear_attention" else chosen for kind in config.layer_types]
+    return [LINEAR if kind == "linear_attention" else chosen for kind in config.layer_types]
 
 
 def _of_others(config: Any, name: str) -> Paths:
@@ -132,7 +132,7 @@ def _of_others(config: Any, name: str) -> Paths:
     words = {
         "full_attention": "all keys: attention()",
         "sliding_attention": f"a window of {window} keys: attention()",
-        "linear_attention": OWN,
+        "linear_attention": LINEAR,
     }
     layers = [words.get(kind, f"{kind}: attention() with a mask of S x T") for kind in kinds]
     if not code.describes:

@@ -19,7 +19,7 @@ class Sequences(NamedTuple):
         q_len, kv_len: tokens of every sequence; None: S and T. The last row is beside the last key.
         q_order, k_order: int64 [B, S] and [B, T], tokens in front of padding; None: they are.
         longest: most keys of a sequence, or a bound of it.
-        count: keys that a mask describes; later ones are unused memory of a static cache.
+        described: keys that a mask describes; later ones are unused memory of a static cache.
     """
 
     layout: str
@@ -28,7 +28,7 @@ class Sequences(NamedTuple):
     q_order: Tensor | None
     k_order: Tensor | None
     longest: int
-    count: int
+    described: int
 
     def rows(self, t: Tensor) -> Tensor:
         """Rows [B, S, ...] in the order of the calls."""
@@ -36,7 +36,7 @@ class Sequences(NamedTuple):
 
     def keys(self, t: Tensor) -> Tensor:
         """Keys [B, T, ...] in the order of the calls."""
-        t = t[:, : self.count]
+        t = t[:, : self.described]
         return t.flatten(0, 1) if self.layout == "TND" else _ordered(t, self.k_order)
 
     def back(self, t: Tensor, batch: int) -> Tensor:

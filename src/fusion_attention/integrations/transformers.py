@@ -274,6 +274,7 @@ def attend(
         ContractError, BackendError: as fusion_attention.attention().
     """
     if sparse_models.asks_for_weights(module, others):
+        assert attention_mask is not None  # their code makes one in every call
         how = {"scaling": scaling, "dropout": dropout}
         return sparse_models.weights(module, query, key, value, attention_mask, indices, **how)
     if others.get("output_attentions"):
