@@ -264,8 +264,10 @@ def _index(
 
 
 class Compared(NamedTuple):
-    """What an indexer's loss compares, [B, S, ...] or packed: the attention's rows, compressed keys and lse, and the
-    indexer's rows, keys and weights."""
+    """Operands of an indexer's loss, [B, S, ...] or packed.
+
+    The attention's rows, compressed keys and lse; the indexer's rows, keys and weights.
+    """
 
     q: Tensor
     entries: Tensor
@@ -280,7 +282,7 @@ def _loss(module: Any, call: Call, rows: Compared, lists: Tensor | None, real: T
 
     Args:
         module, call: as before.
-        rows: what is compared.
+        rows: the operands.
         lists: chosen keys; None: all visible ones.
         real: bool [B, S], false for padding; None: all rows are tokens.
     """
