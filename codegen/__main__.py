@@ -1,4 +1,4 @@
-"""python -m codegen: writes stubs, the operators' C headers and definitions, and README's picture."""
+"""python -m codegen: writes stubs, the operators' C headers, and README's picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ PACKAGE = "src/fusion_attention"
 def files() -> dict[str, str]:
     """Text by path below the root."""
     results = {f"{PACKAGE}/capi/include/{name}": text for name, text in headers.files(RECORDS).items()}
-    results["csrc/capi/operators.inc"] = headers.definitions(RECORDS)
     results[f"{PACKAGE}/_aclnn.pyi"] = stub.stub([getattr(aclnn, name) for name in aclnn.__all__])
     stubbed = [f for name, f in sorted(functions().items()) if name in CONTRACTS or name.startswith("_npu_fused")]
     results[f"{PACKAGE}/npu/__init__.pyi"] = stub.npu_stub(stubbed)

@@ -1,11 +1,13 @@
-"""C declarations and definitions of the operators, from their records: aclnnop/*.h and csrc/capi/operators.inc.
+"""C declarations of the operators, from their records: aclnnop/*.h.
 
-A header declares two functions of every operator, with CANN's names and C types. The macro OPERATOR of
-csrc/capi/operators.cpp defines both; they pack their arguments and call plan() or run() (csrc/capi/entry.h).
+A header declares two functions of every operator, with CANN's names and C types. The build makes their definitions of
+the headers (c_definitions.py). The tensors that an operator writes are the last ones that follow one another.
 """
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from textwrap import fill, wrap
 
@@ -47,61 +49,31 @@ def by_header(records: Mapping[str, Op]) -> dict[str, list[Op]]:
     return dict(sorted(results.items()))
 
 
-def header(name: str, ops: Iterable[Op]) -> str:
-    """Returns the text of aclnnop/<name>."""
-    guard = "FUSION_ATTENTION_" + name.upper().replace(".", "_")
-    explained: set[str] = set()
+def header(ops: Iterable[Op], explained: dict[str, tuple[str, str]], name: str) -> str:
+    """Returns the text of a header; explained: the text of parameters, and the header that has it."""
     functions = "\n".join(
-        f"{_comment(op, explained)}\n{_declaration(op, True)};\n{_declaration(op, False)};\n" for op in ops
+        f"{_comment(op, explained, name)}\n{_declaration(op, True)};\n{_declaration(op, False)};\n" for op in ops
     )
-    return f"""/* {_WRITTEN} */
-#ifndef {guard}
-#define {guard}
-
-#include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {{
-#endif
-
-{functions}
-#ifdef __cplusplus
-}}
-#endif
-
-#endif
-"""
+    return f'/* {_WRITTEN} */\n#pragma once\n#include "aclnn/aclnn_base.h"\n\n{functions}'
 
 
-def definitions(records: Mapping[str, Op]) -> str:
-    """Returns the text of operators.inc, which defines every declared function."""
-    files = by_header(records)
-    includes = "\n".join(f'#include "aclnnop/{name}"' for name in files)
-    bodies = "\n".join(_definition(op) for ops in files.values() for op in ops)
-    return f"// {_WRITTEN}\n\n{includes}\n\n{bodies}"
-
-
-def _comment(op: Op, explained: set[str]) -> str:
-    """Returns the texts of an operator and of its parameters, without those that the header already contains."""
-    lines = [fill(op.summary, 116, initial_indent="/* ", subsequent_indent=" * ")]
+def _comment(op: Op, explained: dict[str, tuple[str, str]], home: str) -> str:
+    """Returns the texts of an operator and of its parameters, without those that are explained already."""
+    lines, others = [fill(op.summary, 116, initial_indent="/* ", subsequent_indent=" * ")], set()
     for p, name in zip(op.params, op.prototype.names, strict=True):
         text = f"{name}: {p.text}{' Null: absent.' if p.optional else ''}".replace("*/", "* /")
-        if text not in explained:
+        if name not in explained or explained[name][0] != text:
             lines.append(fill(text, 116, initial_indent=" *   ", subsequent_indent=" *       "))
-        explained.add(text)
+            explained[name] = text, home
+        others |= {explained[name][1]} - {home}
+    if others:
+        lines.append(fill(f"Its other parameters: {', '.join(sorted(others))}.", 116, initial_indent=" * "))
     return "\n".join(lines) + " */"
 
 
 def _declaration(op: Op, first: bool) -> str:
     words = [kind + name for kind, name in parameters(op)] + _TAIL if first else _RUN
-    return f"ACL_FUNC_VISIBILITY aclnnStatus {op.name}{PHASE_1 if first else ''}(\n{_flow(words)})"
-
-
-def _definition(op: Op) -> str:
-    outputs = sum(1 << i for i, p in enumerate(op.params) if isinstance(p, Tensor) and p.output)
-    words = _flow(kind + name for kind, name in parameters(op)).lstrip()
-    names = _flow(op.prototype.names)
-    return f"OPERATOR({op.name.removeprefix('aclnn')}, {outputs:#x},\n    ({words}),\n{names})\n"
+    return f"ACLNN_FUNCTION aclnnStatus {op.name}{PHASE_1 if first else ''}(\n{_flow(words)})"
 
 
 def _flow(words: Iterable[str]) -> str:
@@ -113,4 +85,9 @@ def _flow(words: Iterable[str]) -> str:
 
 def files(records: Mapping[str, Op]) -> dict[str, str]:
     """Returns every generated header by its path below the folder of headers."""
-    return {f"aclnnop/{name}": header(name, ops) for name, ops in by_header(records).items()}
+    results = {}
+    # Headers of an operator's versions explain a parameter once.
+    explained: defaultdict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
+    for name, ops in by_header(records).items():
+        results[f"aclnnop/{name}"] = header(ops, explained[re.sub(r"(_v\d+)?\.h$", "", name)], name)
+    return results

@@ -16,12 +16,20 @@ from fusion_attention import acl
 WIDTH = 118
 PREFIXES = {np.ndarray: "np.", torch.dtype: "torch."}
 HEAD = '''\
-"""The functions of aclnn. Written by `python -m codegen`; `fusion-attention ops NAME` explains the parameters."""
+"""The functions of aclnn. Written by `python -m codegen`; `fusion-attention ops NAME` explains the parameters.
+
+Phase 1 of an operator checks and plans, and returns a code, the bytes of workspace that phase 2 needs, and an executor.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from fusion_attention import acl
+
+_Tensor = acl.Tensor | None
+_Tensors = acl.TensorList | None
+_Numbers = acl.IntArray | acl.Tensor | Sequence[int] | None
+_Planned = tuple[int, int, acl.Executor | None]
 
 class _Run(Protocol):
     """Phase 2: runs what phase 1 planned, into its output tensors, and returns 0 or a code."""
@@ -62,6 +70,10 @@ SHORT = {
     "Sequence[int] | np.ndarray | Tensor | None": "_Lengths",
     "Tensor | Sequence[int] | np.ndarray | None": "_Lengths",
     "Tensor | None": "_Some",
+    "acl.Tensor | None": "_Tensor",
+    "acl.TensorList | None": "_Tensors",
+    "acl.IntArray | acl.Tensor | Sequence[int] | None": "_Numbers",
+    "tuple[int, int, acl.Executor | None]": "_Planned",
 }
 
 
@@ -72,13 +84,13 @@ def stub(functions: Iterable[Callable[..., Any]]) -> str:
 
 def npu_stub(functions: Iterable[Callable[..., Any]]) -> str:
     """The whole file of the package npu; functions: those that are made from records."""
-    return NPU_HEAD + "".join(map(_compact, functions))
+    return NPU_HEAD + "".join(_declaration(f, " ...") for f in functions)
 
 
-def _compact(function: Callable[..., Any]) -> str:
-    """A function whose text is its docstring's alone, in as few lines as it takes."""
+def _declaration(function: Callable[..., Any], body: str) -> str:
+    """A function in as few lines as it takes."""
     parameters, returns = _signature(function)
-    end = f") -> {returns}: ...".replace(" ", "\0")
+    end = f") -> {returns}:{body}".replace(" ", "\0")
     signature = f"def {function.__name__}({', '.join(parameters)}{end}"
     lines = wrap(signature, WIDTH, break_on_hyphens=False, subsequent_indent="    ")
     head = "@_with_out\n" if hasattr(function, "out") else ""
@@ -89,13 +101,10 @@ def _function(function: Callable[..., Any]) -> str:
     """A function of phase 1, or the name of one of phase 2, which all have one signature."""
     signature = inspect.signature(function)
     if next(iter(signature.parameters)) == "workspace":
-        return f"{function.__name__}: _Run\n\n"
-    summary = (inspect.getdoc(function) or "").partition("\n")[0]
+        return f"{function.__name__}: _Run\n"
+    summary = (inspect.getdoc(function) or "").partition(" Phase 1: ")[0]
     text = "\n    ".join(wrap(f'"""{summary}"""', WIDTH - 4))
-    parameters, returns = _signature(function)
-    lines = wrap(", ".join(parameters), WIDTH - 4, break_on_hyphens=False)
-    flowed = "\n".join(f"    {line}" for line in lines).replace("\0", " ")
-    return f"def {function.__name__}(\n{flowed},\n) -> {returns}:\n    {text}\n\n"
+    return f"{_declaration(function, '')}    {text}\n"
 
 
 def _signature(function: Callable[..., Any]) -> tuple[list[str], str]:
@@ -108,7 +117,8 @@ def _signature(function: Callable[..., Any]) -> tuple[list[str], str]:
         kind = _type(p.annotation)
         default = "" if p.default is p.empty else f" = {p.default!r}"
         parameters.append(f"{p.name}: {SHORT.get(kind, kind)}{default}".replace(" ", "\0"))
-    return parameters, _type(signature.return_annotation)
+    returned = _type(signature.return_annotation)
+    return parameters, SHORT.get(returned, returned)
 
 
 def _type(annotation: Any) -> str:

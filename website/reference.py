@@ -77,7 +77,7 @@ PAGES = {
         "Other libraries' calls, answered here: [transformers](../with_transformers.md), [SDPA](../with_sdpa.md), "
         "[flash-attn](../with_flash_attn.md), [FlexAttention](../with_flex_attention.md).",
         (
-            ("fusion_attention.integrations.transformers", ("register",)),
+            ("fusion_attention.integrations.transformers", ("register", "unregister", "indexer_loss")),
             ("fusion_attention.integrations.transformers_cache", ("PagedCache",)),
             ("fusion_attention.integrations.sdpa", ("*",)),
             ("fusion_attention.integrations.flash_attn", ("*",)),

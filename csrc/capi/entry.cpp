@@ -104,6 +104,16 @@ bool has_tensors(const Value &value) {
     return value.kind == Value::Kind::tensor || value.kind == Value::Kind::tensor_list;
 }
 
+// Returns the arguments that an operator writes, [first, end): the last tensors that follow one another.
+std::pair<std::size_t, std::size_t> outputs_of(std::span<const Value> values) {
+    const auto is_tensor = [&](std::size_t i) { return values[i].kind == Value::Kind::tensor; };
+    std::size_t end = values.size();
+    while (end > 0 && !is_tensor(end - 1)) --end;
+    std::size_t first = end;
+    while (first > 0 && is_tensor(first - 1)) --first;
+    return {first, end};
+}
+
 std::string named(const std::string &param, const Value &value, std::size_t member) {
     return value.kind == Value::Kind::tensor ? param : param + "[" + std::to_string(member) + "]";
 }
@@ -121,7 +131,9 @@ public:
         : op_(op), values_(values), settings_(settings), planned_(std::make_shared<Planned>()) {
         planned_->op = &op;
         planned_->operation = op.name;
-        for (std::size_t i = 0; i < values.size(); ++i) hold_argument(i);
+        const auto [first, end] = outputs_of(values);
+        for (std::size_t i = 0; i < values.size(); ++i)
+            hold_argument(i, first <= i && i < end ? planned_->outputs : planned_->inputs);
     }
 
     // Plans the call in Python, under its lock.
@@ -151,13 +163,13 @@ public:
     }
 
 private:
-    void hold_argument(std::size_t i) {
+    void hold_argument(std::size_t i, std::vector<Handle> &tensors) {
         const Value &value = values_[i];
         if (value.kind == Value::Kind::int_array && value.handle != nullptr)
             arrays_.push_back(need<IntArray>(value.handle, op_.parameter(i).c_str()));
         if (!has_tensors(value)) return;
         const std::string param = op_.parameter(i);
-        (op_.outputs >> i & 1 ? planned_->outputs : planned_->inputs).push_back(value.handle);
+        tensors.push_back(value.handle);
         std::size_t member = 0;
         for (const Handle handle : tensors_of(value, param)) {
             held_.push_back(hold(handle, named(param, value, member), nn_invalid));

@@ -38,7 +38,6 @@ struct Value {
 struct Operator {
     const char *name;        // of its second phase: "aclnnFlashAttentionScore"
     const char *parameters;  // CANN's names in its order: "query, key, value"
-    std::uint64_t outputs;   // bit i: parameter i is written
 
     std::string parameter(std::size_t i) const;
 };

@@ -1,9 +1,17 @@
-"""The functions of aclnn. Written by `python -m codegen`; `fusion-attention ops NAME` explains the parameters."""
+"""The functions of aclnn. Written by `python -m codegen`; `fusion-attention ops NAME` explains the parameters.
+
+Phase 1 of an operator checks and plans, and returns a code, the bytes of workspace that phase 2 needs, and an executor.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from fusion_attention import acl
+
+_Tensor = acl.Tensor | None
+_Tensors = acl.TensorList | None
+_Numbers = acl.IntArray | acl.Tensor | Sequence[int] | None
+_Planned = tuple[int, int, acl.Executor | None]
 
 class _Run(Protocol):
     """Phase 2: runs what phase 1 planned, into its output tensors, and returns 0 or a code."""
@@ -12,906 +20,469 @@ class _Run(Protocol):
         self, workspace: Any, workspace_size: int, executor: acl.Executor | None, stream: acl.Stream | None
     ) -> int: ...
 
-def aclnnFlashAttentionScoreGetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, pse: acl.Tensor | None,
-    drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None, atten_mask: acl.Tensor | None,
-    prefix: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
-    next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int,
-    softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None, softmax_out: acl.Tensor | None,
-    attention_out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Attention for training, forward, padded layouts. Phase 1: checks, plans, and says how much workspace phase 2
-    needs."""
-
+def aclnnFlashAttentionScoreGetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, pse: _Tensor,
+    drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor, prefix: _Numbers, scale: float, keep_prob: float,
+    pre_tokens: int, next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int,
+    softmax_max: _Tensor, softmax_sum: _Tensor, softmax_out: _Tensor, attention_out: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """Attention for training, forward, padded layouts."""
 aclnnFlashAttentionScore: _Run
-
-def aclnnFlashAttentionScoreV2GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, pse: acl.Tensor | None,
-    drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None, atten_mask: acl.Tensor | None,
-    prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
-    next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int,
-    softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None, softmax_out: acl.Tensor | None,
-    attention_out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """FlashAttentionScore with pse_type and start indices. Phase 1: checks, plans, and says how much workspace phase
-    2 needs."""
-
+def aclnnFlashAttentionScoreV2GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, pse: _Tensor,
+    drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor, prefix: _Numbers, q_start_idx: _Numbers,
+    kv_start_idx: _Numbers, scale: float, keep_prob: float, pre_tokens: int, next_tokens: int, head_num: int,
+    input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int, softmax_max: _Tensor,
+    softmax_sum: _Tensor, softmax_out: _Tensor, attention_out: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """FlashAttentionScore with pse_type and start indices."""
 aclnnFlashAttentionScoreV2: _Run
-
-def aclnnFlashAttentionScoreV3GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, pse: acl.Tensor | None,
-    drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None, atten_mask: acl.Tensor | None,
-    sink: acl.Tensor | None, prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
-    next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int,
-    softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None, softmax_out: acl.Tensor | None,
-    attention_out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """FlashAttentionScoreV2 with sinks. Phase 1: checks, plans, and says how much workspace phase 2 needs."""
-
+def aclnnFlashAttentionScoreV3GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, pse: _Tensor,
+    drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor, sink: _Tensor, prefix: _Numbers,
+    q_start_idx: _Numbers, kv_start_idx: _Numbers, scale: float, keep_prob: float, pre_tokens: int, next_tokens: int,
+    head_num: int, input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int, softmax_max: _Tensor,
+    softmax_sum: _Tensor, softmax_out: _Tensor, attention_out: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """FlashAttentionScoreV2 with sinks."""
 aclnnFlashAttentionScoreV3: _Run
-
-def aclnnFlashAttentionVarLenScoreGetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, pse: acl.Tensor | None,
-    drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None, atten_mask: acl.Tensor | None,
-    prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_qlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_kvlen: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float,
-    pre_tokens: int, next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int,
-    softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None, softmax_out: acl.Tensor | None,
-    attention_out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Attention for training, forward, packed sequences. Phase 1: checks, plans, and says how much workspace phase 2
-    needs."""
-
+def aclnnFlashAttentionVarLenScoreGetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, pse: _Tensor,
+    drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor, prefix: _Numbers, actual_seq_qlen: _Numbers,
+    actual_seq_kvlen: _Numbers, scale: float, keep_prob: float, pre_tokens: int, next_tokens: int, head_num: int,
+    input_layout: str, inner_precise: int, sparse_mode: int, softmax_max: _Tensor, softmax_sum: _Tensor,
+    softmax_out: _Tensor, attention_out: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
+    """Attention for training, forward, packed sequences."""
 aclnnFlashAttentionVarLenScore: _Run
-
-def aclnnFlashAttentionVarLenScoreV2GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, pse: acl.Tensor | None,
-    drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None, atten_mask: acl.Tensor | None,
-    prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_qlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_kvlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
-    next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int,
-    softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None, softmax_out: acl.Tensor | None,
-    attention_out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """VarLenScore with pse_type and start indices. Phase 1: checks, plans, and says how much workspace phase 2
-    needs."""
-
+def aclnnFlashAttentionVarLenScoreV2GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, pse: _Tensor,
+    drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor, prefix: _Numbers, actual_seq_qlen: _Numbers,
+    actual_seq_kvlen: _Numbers, q_start_idx: _Numbers, kv_start_idx: _Numbers, scale: float, keep_prob: float,
+    pre_tokens: int, next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int,
+    pse_type: int, softmax_max: _Tensor, softmax_sum: _Tensor, softmax_out: _Tensor, attention_out: _Tensor, *,
+    strict: bool = True, check_content: bool = False) -> _Planned:
+    """VarLenScore with pse_type and start indices."""
 aclnnFlashAttentionVarLenScoreV2: _Run
-
-def aclnnFlashAttentionVarLenScoreV3GetWorkspaceSize(
-    query: acl.Tensor | None, query_rope: acl.Tensor | None, key: acl.Tensor | None, key_rope: acl.Tensor | None,
-    value: acl.Tensor | None, pse: acl.Tensor | None, drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_qlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_kvlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
-    next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int,
-    softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None, softmax_out: acl.Tensor | None,
-    attention_out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """VarLenScoreV2 with rope parts of query and key. Phase 1: checks, plans, and says how much workspace phase 2
-    needs."""
-
+def aclnnFlashAttentionVarLenScoreV3GetWorkspaceSize(query: _Tensor, query_rope: _Tensor, key: _Tensor,
+    key_rope: _Tensor, value: _Tensor, pse: _Tensor, drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor,
+    prefix: _Numbers, actual_seq_qlen: _Numbers, actual_seq_kvlen: _Numbers, q_start_idx: _Numbers,
+    kv_start_idx: _Numbers, scale: float, keep_prob: float, pre_tokens: int, next_tokens: int, head_num: int,
+    input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int, softmax_max: _Tensor,
+    softmax_sum: _Tensor, softmax_out: _Tensor, attention_out: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """VarLenScoreV2 with rope parts of query and key."""
 aclnnFlashAttentionVarLenScoreV3: _Run
-
-def aclnnFlashAttentionVarLenScoreV4GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, pse: acl.Tensor | None,
-    drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None, atten_mask: acl.Tensor | None,
-    prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_qlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_kvlen: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float,
-    pre_tokens: int, next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int,
-    softmax_layout: str, softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None,
-    softmax_out: acl.Tensor | None, attention_out: acl.Tensor | None, *, strict: bool = True,
-    check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """VarLenScore with a choice of the statistics' order. Phase 1: checks, plans, and says how much workspace phase 2
-    needs."""
-
+def aclnnFlashAttentionVarLenScoreV4GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, pse: _Tensor,
+    drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor, prefix: _Numbers, actual_seq_qlen: _Numbers,
+    actual_seq_kvlen: _Numbers, scale: float, keep_prob: float, pre_tokens: int, next_tokens: int, head_num: int,
+    input_layout: str, inner_precise: int, sparse_mode: int, softmax_layout: str, softmax_max: _Tensor,
+    softmax_sum: _Tensor, softmax_out: _Tensor, attention_out: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """VarLenScore with a choice of the statistics' order."""
 aclnnFlashAttentionVarLenScoreV4: _Run
-
-def aclnnFlashAttentionVarLenScoreV5GetWorkspaceSize(
-    query: acl.Tensor | None, query_rope: acl.Tensor | None, key: acl.Tensor | None, key_rope: acl.Tensor | None,
-    value: acl.Tensor | None, pse: acl.Tensor | None, drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, sink: acl.Tensor | None, prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_qlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_kvlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
-    next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int,
-    softmax_layout: str, softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None,
-    softmax_out: acl.Tensor | None, attention_out: acl.Tensor | None, *, strict: bool = True,
-    check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """VarLenScoreV3 with sinks and a choice of the statistics' order. Phase 1: checks, plans, and says how much
-    workspace phase 2 needs."""
-
+def aclnnFlashAttentionVarLenScoreV5GetWorkspaceSize(query: _Tensor, query_rope: _Tensor, key: _Tensor,
+    key_rope: _Tensor, value: _Tensor, pse: _Tensor, drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor,
+    sink: _Tensor, prefix: _Numbers, actual_seq_qlen: _Numbers, actual_seq_kvlen: _Numbers, q_start_idx: _Numbers,
+    kv_start_idx: _Numbers, scale: float, keep_prob: float, pre_tokens: int, next_tokens: int, head_num: int,
+    input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int, softmax_layout: str, softmax_max: _Tensor,
+    softmax_sum: _Tensor, softmax_out: _Tensor, attention_out: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """VarLenScoreV3 with sinks and a choice of the statistics' order."""
 aclnnFlashAttentionVarLenScoreV5: _Run
-
-def aclnnFlashAttentionScoreGradGetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, dy: acl.Tensor | None,
-    pse: acl.Tensor | None, drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None,
-    softmax_in: acl.Tensor | None, attention_in: acl.Tensor | None,
-    prefix: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
-    next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int, dq: acl.Tensor | None,
-    dk: acl.Tensor | None, dv: acl.Tensor | None, dpse: acl.Tensor | None, *, strict: bool = True,
-    check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Gradients of FlashAttentionScore. Phase 1: checks, plans, and says how much workspace phase 2 needs."""
-
+def aclnnFlashAttentionScoreGradGetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, dy: _Tensor,
+    pse: _Tensor, drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor, softmax_max: _Tensor,
+    softmax_sum: _Tensor, softmax_in: _Tensor, attention_in: _Tensor, prefix: _Numbers, scale: float,
+    keep_prob: float, pre_tokens: int, next_tokens: int, head_num: int, input_layout: str, inner_precise: int,
+    sparse_mode: int, dq: _Tensor, dk: _Tensor, dv: _Tensor, dpse: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """Gradients of FlashAttentionScore."""
 aclnnFlashAttentionScoreGrad: _Run
-
-def aclnnFlashAttentionScoreGradV2GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, dy: acl.Tensor | None,
-    pse: acl.Tensor | None, drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None,
-    softmax_in: acl.Tensor | None, attention_in: acl.Tensor | None,
-    prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
-    next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int,
-    dq: acl.Tensor | None, dk: acl.Tensor | None, dv: acl.Tensor | None, dpse: acl.Tensor | None, *,
-    strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """FlashAttentionScoreGrad with pse_type and start indices. Phase 1: checks, plans, and says how much workspace
-    phase 2 needs."""
-
+def aclnnFlashAttentionScoreGradV2GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, dy: _Tensor,
+    pse: _Tensor, drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor, softmax_max: _Tensor,
+    softmax_sum: _Tensor, softmax_in: _Tensor, attention_in: _Tensor, prefix: _Numbers, q_start_idx: _Numbers,
+    kv_start_idx: _Numbers, scale: float, keep_prob: float, pre_tokens: int, next_tokens: int, head_num: int,
+    input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int, dq: _Tensor, dk: _Tensor, dv: _Tensor,
+    dpse: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
+    """FlashAttentionScoreGrad with pse_type and start indices."""
 aclnnFlashAttentionScoreGradV2: _Run
-
-def aclnnFlashAttentionScoreGradV3GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, dy: acl.Tensor | None,
-    pse: acl.Tensor | None, drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None,
-    softmax_in: acl.Tensor | None, attention_in: acl.Tensor | None, sink: acl.Tensor | None,
-    prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
-    next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int,
-    dq: acl.Tensor | None, dk: acl.Tensor | None, dv: acl.Tensor | None, dpse: acl.Tensor | None,
-    dsink: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """FlashAttentionScoreGradV2 with sinks. Phase 1: checks, plans, and says how much workspace phase 2 needs."""
-
+def aclnnFlashAttentionScoreGradV3GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, dy: _Tensor,
+    pse: _Tensor, drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor, softmax_max: _Tensor,
+    softmax_sum: _Tensor, softmax_in: _Tensor, attention_in: _Tensor, sink: _Tensor, prefix: _Numbers,
+    q_start_idx: _Numbers, kv_start_idx: _Numbers, scale: float, keep_prob: float, pre_tokens: int, next_tokens: int,
+    head_num: int, input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int, dq: _Tensor, dk: _Tensor,
+    dv: _Tensor, dpse: _Tensor, dsink: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
+    """FlashAttentionScoreGradV2 with sinks."""
 aclnnFlashAttentionScoreGradV3: _Run
-
-def aclnnFlashAttentionUnpaddingScoreGradGetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, dy: acl.Tensor | None,
-    pse: acl.Tensor | None, drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None,
-    softmax_in: acl.Tensor | None, attention_in: acl.Tensor | None,
-    prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_qlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_kvlen: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float,
-    pre_tokens: int, next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int,
-    dq: acl.Tensor | None, dk: acl.Tensor | None, dv: acl.Tensor | None, dpse: acl.Tensor | None, *,
-    strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Gradients of FlashAttentionVarLenScore. Phase 1: checks, plans, and says how much workspace phase 2 needs."""
-
+def aclnnFlashAttentionUnpaddingScoreGradGetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, dy: _Tensor,
+    pse: _Tensor, drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor, softmax_max: _Tensor,
+    softmax_sum: _Tensor, softmax_in: _Tensor, attention_in: _Tensor, prefix: _Numbers, actual_seq_qlen: _Numbers,
+    actual_seq_kvlen: _Numbers, scale: float, keep_prob: float, pre_tokens: int, next_tokens: int, head_num: int,
+    input_layout: str, inner_precise: int, sparse_mode: int, dq: _Tensor, dk: _Tensor, dv: _Tensor, dpse: _Tensor, *,
+    strict: bool = True, check_content: bool = False) -> _Planned:
+    """Gradients of FlashAttentionVarLenScore."""
 aclnnFlashAttentionUnpaddingScoreGrad: _Run
-
-def aclnnFlashAttentionUnpaddingScoreGradV2GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, dy: acl.Tensor | None,
-    pse: acl.Tensor | None, drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None,
-    softmax_in: acl.Tensor | None, attention_in: acl.Tensor | None,
-    prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_qlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_kvlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
-    next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int,
-    dq: acl.Tensor | None, dk: acl.Tensor | None, dv: acl.Tensor | None, dpse: acl.Tensor | None, *,
-    strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """UnpaddingScoreGrad with pse_type and start indices. Phase 1: checks, plans, and says how much workspace phase 2
-    needs."""
-
-aclnnFlashAttentionUnpaddingScoreGradV2: _Run
-
-def aclnnFlashAttentionUnpaddingScoreGradV3GetWorkspaceSize(
-    query: acl.Tensor | None, query_rope: acl.Tensor | None, key: acl.Tensor | None, key_rope: acl.Tensor | None,
-    value: acl.Tensor | None, dy: acl.Tensor | None, pse: acl.Tensor | None, drop_mask: acl.Tensor | None,
-    padding_mask: acl.Tensor | None, atten_mask: acl.Tensor | None, softmax_max: acl.Tensor | None,
-    softmax_sum: acl.Tensor | None, softmax_in: acl.Tensor | None, attention_in: acl.Tensor | None,
-    prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_qlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_kvlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
-    next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int,
-    dq: acl.Tensor | None, dq_rope: acl.Tensor | None, dk: acl.Tensor | None, dk_rope: acl.Tensor | None,
-    dv: acl.Tensor | None, dpse: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """UnpaddingScoreGradV2 with rope parts of query and key. Phase 1: checks, plans, and says how much workspace
-    phase 2 needs."""
-
-aclnnFlashAttentionUnpaddingScoreGradV3: _Run
-
-def aclnnFlashAttentionUnpaddingScoreGradV4GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, dy: acl.Tensor | None,
-    pse: acl.Tensor | None, drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None,
-    softmax_in: acl.Tensor | None, attention_in: acl.Tensor | None,
-    prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_qlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_kvlen: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float,
+def aclnnFlashAttentionUnpaddingScoreGradV2GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, dy: _Tensor,
+    pse: _Tensor, drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor, softmax_max: _Tensor,
+    softmax_sum: _Tensor, softmax_in: _Tensor, attention_in: _Tensor, prefix: _Numbers, actual_seq_qlen: _Numbers,
+    actual_seq_kvlen: _Numbers, q_start_idx: _Numbers, kv_start_idx: _Numbers, scale: float, keep_prob: float,
     pre_tokens: int, next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int,
-    dq: acl.Tensor | None, dk: acl.Tensor | None, dv: acl.Tensor | None, dpse: acl.Tensor | None, softmax_layout: str,
-    *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """UnpaddingScoreGrad with a choice of the statistics' order. Phase 1: checks, plans, and says how much workspace
-    phase 2 needs."""
-
+    pse_type: int, dq: _Tensor, dk: _Tensor, dv: _Tensor, dpse: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """UnpaddingScoreGrad with pse_type and start indices."""
+aclnnFlashAttentionUnpaddingScoreGradV2: _Run
+def aclnnFlashAttentionUnpaddingScoreGradV3GetWorkspaceSize(query: _Tensor, query_rope: _Tensor, key: _Tensor,
+    key_rope: _Tensor, value: _Tensor, dy: _Tensor, pse: _Tensor, drop_mask: _Tensor, padding_mask: _Tensor,
+    atten_mask: _Tensor, softmax_max: _Tensor, softmax_sum: _Tensor, softmax_in: _Tensor, attention_in: _Tensor,
+    prefix: _Numbers, actual_seq_qlen: _Numbers, actual_seq_kvlen: _Numbers, q_start_idx: _Numbers,
+    kv_start_idx: _Numbers, scale: float, keep_prob: float, pre_tokens: int, next_tokens: int, head_num: int,
+    input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int, dq: _Tensor, dq_rope: _Tensor,
+    dk: _Tensor, dk_rope: _Tensor, dv: _Tensor, dpse: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """UnpaddingScoreGradV2 with rope parts of query and key."""
+aclnnFlashAttentionUnpaddingScoreGradV3: _Run
+def aclnnFlashAttentionUnpaddingScoreGradV4GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, dy: _Tensor,
+    pse: _Tensor, drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor, softmax_max: _Tensor,
+    softmax_sum: _Tensor, softmax_in: _Tensor, attention_in: _Tensor, prefix: _Numbers, actual_seq_qlen: _Numbers,
+    actual_seq_kvlen: _Numbers, scale: float, keep_prob: float, pre_tokens: int, next_tokens: int, head_num: int,
+    input_layout: str, inner_precise: int, sparse_mode: int, dq: _Tensor, dk: _Tensor, dv: _Tensor, dpse: _Tensor,
+    softmax_layout: str, *, strict: bool = True, check_content: bool = False) -> _Planned:
+    """UnpaddingScoreGrad with a choice of the statistics' order."""
 aclnnFlashAttentionUnpaddingScoreGradV4: _Run
-
-def aclnnFlashAttentionUnpaddingScoreGradV5GetWorkspaceSize(
-    query: acl.Tensor | None, query_rope: acl.Tensor | None, key: acl.Tensor | None, key_rope: acl.Tensor | None,
-    value: acl.Tensor | None, dy: acl.Tensor | None, pse: acl.Tensor | None, drop_mask: acl.Tensor | None,
-    padding_mask: acl.Tensor | None, atten_mask: acl.Tensor | None, softmax_max: acl.Tensor | None,
-    softmax_sum: acl.Tensor | None, softmax_in: acl.Tensor | None, attention_in: acl.Tensor | None,
-    sink: acl.Tensor | None, prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_qlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_kvlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
-    next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int,
-    softmax_layout: str, dq: acl.Tensor | None, dq_rope: acl.Tensor | None, dk: acl.Tensor | None,
-    dk_rope: acl.Tensor | None, dv: acl.Tensor | None, dpse: acl.Tensor | None, dsink: acl.Tensor | None, *,
-    strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """UnpaddingScoreGradV3 with sinks and a choice of the statistics' order. Phase 1: checks, plans, and says how
-    much workspace phase 2 needs."""
-
+def aclnnFlashAttentionUnpaddingScoreGradV5GetWorkspaceSize(query: _Tensor, query_rope: _Tensor, key: _Tensor,
+    key_rope: _Tensor, value: _Tensor, dy: _Tensor, pse: _Tensor, drop_mask: _Tensor, padding_mask: _Tensor,
+    atten_mask: _Tensor, softmax_max: _Tensor, softmax_sum: _Tensor, softmax_in: _Tensor, attention_in: _Tensor,
+    sink: _Tensor, prefix: _Numbers, actual_seq_qlen: _Numbers, actual_seq_kvlen: _Numbers, q_start_idx: _Numbers,
+    kv_start_idx: _Numbers, scale: float, keep_prob: float, pre_tokens: int, next_tokens: int, head_num: int,
+    input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int, softmax_layout: str, dq: _Tensor,
+    dq_rope: _Tensor, dk: _Tensor, dk_rope: _Tensor, dv: _Tensor, dpse: _Tensor, dsink: _Tensor, *,
+    strict: bool = True, check_content: bool = False) -> _Planned:
+    """UnpaddingScoreGradV3 with sinks and a choice of the statistics' order."""
 aclnnFlashAttentionUnpaddingScoreGradV5: _Run
-
-def aclnnFlashAttentionScoreV4GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, pse: acl.Tensor | None,
-    drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None, atten_mask: acl.Tensor | None,
-    query_rope: acl.Tensor | None, key_rope: acl.Tensor | None, d_scale_q: acl.Tensor | None,
-    d_scale_k: acl.Tensor | None, d_scale_v: acl.Tensor | None, sink: acl.Tensor | None,
-    prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_qlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_kvlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
-    next_tokens: int, head_num: int, input_layout: str, inner_precise: int, sparse_mode: int, out_dtype: int,
-    pse_type: int, softmax_layout: str, seed: int, offset: int, softmax_max: acl.Tensor | None,
-    softmax_sum: acl.Tensor | None, softmax_out: acl.Tensor | None, attention_out: acl.Tensor | None, *,
-    strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """FlashAttentionScoreV3 and VarLenScoreV5 in one, with drawn dropout. Phase 1: checks, plans, and says how much
-    workspace phase 2 needs."""
-
+def aclnnFlashAttentionScoreV4GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, pse: _Tensor,
+    drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor, query_rope: _Tensor, key_rope: _Tensor,
+    d_scale_q: _Tensor, d_scale_k: _Tensor, d_scale_v: _Tensor, sink: _Tensor, prefix: _Numbers,
+    actual_seq_qlen: _Numbers, actual_seq_kvlen: _Numbers, q_start_idx: _Numbers, kv_start_idx: _Numbers,
+    scale: float, keep_prob: float, pre_tokens: int, next_tokens: int, head_num: int, input_layout: str,
+    inner_precise: int, sparse_mode: int, out_dtype: int, pse_type: int, softmax_layout: str, seed: int, offset: int,
+    softmax_max: _Tensor, softmax_sum: _Tensor, softmax_out: _Tensor, attention_out: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """FlashAttentionScoreV3 and VarLenScoreV5 in one, with drawn dropout."""
 aclnnFlashAttentionScoreV4: _Run
-
-def aclnnFlashAttentionScoreGradV4GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, dy: acl.Tensor | None,
-    pse: acl.Tensor | None, drop_mask: acl.Tensor | None, padding_mask: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None,
-    softmax_in: acl.Tensor | None, attention_in: acl.Tensor | None, sink: acl.Tensor | None,
-    query_rope: acl.Tensor | None, key_rope: acl.Tensor | None, d_scale_q: acl.Tensor | None,
-    d_scale_k: acl.Tensor | None, d_scale_v: acl.Tensor | None, d_scale_dy: acl.Tensor | None,
-    d_scale_o: acl.Tensor | None, prefix: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_qlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_kvlen: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, scale: float, keep_prob: float, pre_tokens: int,
-    next_tokens: int, head_num: int, input_layout: str, softmax_layout: str, inner_precise: int, sparse_mode: int,
-    pse_type: int, seed: int, offset: int, out_dtype: int, dq: acl.Tensor | None, dk: acl.Tensor | None,
-    dv: acl.Tensor | None, dq_rope: acl.Tensor | None, dk_rope: acl.Tensor | None, dpse: acl.Tensor | None,
-    dsink: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Gradients of FlashAttentionScoreV4. Phase 1: checks, plans, and says how much workspace phase 2 needs."""
-
+def aclnnFlashAttentionScoreGradV4GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, dy: _Tensor,
+    pse: _Tensor, drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor, softmax_max: _Tensor,
+    softmax_sum: _Tensor, softmax_in: _Tensor, attention_in: _Tensor, sink: _Tensor, query_rope: _Tensor,
+    key_rope: _Tensor, d_scale_q: _Tensor, d_scale_k: _Tensor, d_scale_v: _Tensor, d_scale_dy: _Tensor,
+    d_scale_o: _Tensor, prefix: _Numbers, actual_seq_qlen: _Numbers, actual_seq_kvlen: _Numbers,
+    q_start_idx: _Numbers, kv_start_idx: _Numbers, scale: float, keep_prob: float, pre_tokens: int, next_tokens: int,
+    head_num: int, input_layout: str, softmax_layout: str, inner_precise: int, sparse_mode: int, pse_type: int,
+    seed: int, offset: int, out_dtype: int, dq: _Tensor, dk: _Tensor, dv: _Tensor, dq_rope: _Tensor, dk_rope: _Tensor,
+    dpse: _Tensor, dsink: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
+    """Gradients of FlashAttentionScoreV4."""
 aclnnFlashAttentionScoreGradV4: _Run
-
-def aclnnBlockSparseAttentionGetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, block_sparse_mask: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, block_shape: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, block_table: acl.Tensor | None,
-    q_input_layout: str, kv_input_layout: str, num_key_value_heads: int, mask_type: int, scale_value: float,
-    inner_precise: int, block_size: int, pre_tokens: int, next_tokens: int, softmax_lse_flag: int,
-    attention_out: acl.Tensor | None, softmax_lse: acl.Tensor | None, *, strict: bool = True,
-    check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Attention to the blocks of keys that a mask leaves to each block of query rows. Phase 1: checks, plans, and
-    says how much workspace phase 2 needs."""
-
+def aclnnBlockSparseAttentionGetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor,
+    block_sparse_mask: _Tensor, atten_mask: _Tensor, block_shape: _Numbers, actual_seq_lengths: _Numbers,
+    actual_seq_lengths_kv: _Numbers, block_table: _Tensor, q_input_layout: str, kv_input_layout: str,
+    num_key_value_heads: int, mask_type: int, scale_value: float, inner_precise: int, block_size: int,
+    pre_tokens: int, next_tokens: int, softmax_lse_flag: int, attention_out: _Tensor, softmax_lse: _Tensor, *,
+    strict: bool = True, check_content: bool = False) -> _Planned:
+    """Attention to the blocks of keys that a mask leaves to each block of query rows."""
 aclnnBlockSparseAttention: _Run
-
-def aclnnBlockSparseAttentionV2GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, block_sparse_mask: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, block_shape: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, block_table: acl.Tensor | None,
-    q_dequant_scale: acl.Tensor | None, k_dequant_scale: acl.Tensor | None, v_dequant_scale: acl.Tensor | None,
-    q_input_layout: str, kv_input_layout: str, num_key_value_heads: int, mask_type: int, scale_value: float,
-    inner_precise: int, block_size: int, pre_tokens: int, next_tokens: int, softmax_lse_flag: int,
-    attention_out: acl.Tensor | None, softmax_lse: acl.Tensor | None, *, strict: bool = True,
-    check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """BlockSparseAttention with scales of fp8 tensors, in one layout more. Phase 1: checks, plans, and says how much
-    workspace phase 2 needs."""
-
+def aclnnBlockSparseAttentionV2GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor,
+    block_sparse_mask: _Tensor, atten_mask: _Tensor, block_shape: _Numbers, actual_seq_lengths: _Numbers,
+    actual_seq_lengths_kv: _Numbers, block_table: _Tensor, q_dequant_scale: _Tensor, k_dequant_scale: _Tensor,
+    v_dequant_scale: _Tensor, q_input_layout: str, kv_input_layout: str, num_key_value_heads: int, mask_type: int,
+    scale_value: float, inner_precise: int, block_size: int, pre_tokens: int, next_tokens: int, softmax_lse_flag: int,
+    attention_out: _Tensor, softmax_lse: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
+    """BlockSparseAttention with scales of fp8 tensors, in one layout more."""
 aclnnBlockSparseAttentionV2: _Run
-
-def aclnnBlockSparseAttentionV3GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, block_sparse_mask: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, block_shape: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, block_table: acl.Tensor | None,
-    q_dequant_scale: acl.Tensor | None, k_dequant_scale: acl.Tensor | None, v_dequant_scale: acl.Tensor | None,
-    p_quant_scale: acl.Tensor | None, q_input_layout: str, kv_input_layout: str, num_key_value_heads: int,
-    mask_type: int, scale_value: float, inner_precise: int, block_size: int, pre_tokens: int, next_tokens: int,
-    softmax_lse_flag: int, quant_mode: int, dst_type_max: float, attention_out: acl.Tensor | None,
-    softmax_lse: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """BlockSparseAttentionV2 with kinds of quantisation. Phase 1: checks, plans, and says how much workspace phase 2
-    needs."""
-
+def aclnnBlockSparseAttentionV3GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor,
+    block_sparse_mask: _Tensor, atten_mask: _Tensor, block_shape: _Numbers, actual_seq_lengths: _Numbers,
+    actual_seq_lengths_kv: _Numbers, block_table: _Tensor, q_dequant_scale: _Tensor, k_dequant_scale: _Tensor,
+    v_dequant_scale: _Tensor, p_quant_scale: _Tensor, q_input_layout: str, kv_input_layout: str,
+    num_key_value_heads: int, mask_type: int, scale_value: float, inner_precise: int, block_size: int,
+    pre_tokens: int, next_tokens: int, softmax_lse_flag: int, quant_mode: int, dst_type_max: float,
+    attention_out: _Tensor, softmax_lse: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
+    """BlockSparseAttentionV2 with kinds of quantisation."""
 aclnnBlockSparseAttentionV3: _Run
-
-def aclnnBlockSparseAttentionGradGetWorkspaceSize(
-    dout: acl.Tensor | None, query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None,
-    attention_out: acl.Tensor | None, softmax_lse: acl.Tensor | None, block_sparse_mask: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, block_shape: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, q_input_layout: str,
+def aclnnBlockSparseAttentionGradGetWorkspaceSize(dout: _Tensor, query: _Tensor, key: _Tensor, value: _Tensor,
+    attention_out: _Tensor, softmax_lse: _Tensor, block_sparse_mask: _Tensor, atten_mask: _Tensor,
+    block_shape: _Numbers, actual_seq_lengths: _Numbers, actual_seq_lengths_kv: _Numbers, q_input_layout: str,
     kv_input_layout: str, num_key_value_heads: int, mask_type: int, scale_value: float, pre_tokens: int,
-    next_tokens: int, dq: acl.Tensor | None, dk: acl.Tensor | None, dv: acl.Tensor | None, *, strict: bool = True,
-    check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Gradients of BlockSparseAttention, from its output and its softmax_lse. Phase 1: checks, plans, and says how
-    much workspace phase 2 needs."""
-
+    next_tokens: int, dq: _Tensor, dk: _Tensor, dv: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """Gradients of BlockSparseAttention, from its output and its softmax_lse."""
 aclnnBlockSparseAttentionGrad: _Run
-
-def aclnnIncreFlashAttentionGetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.TensorList | None, value: acl.TensorList | None, pse_shift: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    num_heads: int, scale_value: float, input_layout: str, num_key_value_heads: int, attention_out: acl.Tensor | None,
-    *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Attention of one new token per item over its cache. Phase 1: checks, plans, and says how much workspace phase 2
-    needs."""
-
+def aclnnIncreFlashAttentionGetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors, pse_shift: _Tensor,
+    atten_mask: _Tensor, actual_seq_lengths: _Numbers, num_heads: int, scale_value: float, input_layout: str,
+    num_key_value_heads: int, attention_out: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """Attention of one new token per item over its cache."""
 aclnnIncreFlashAttention: _Run
-
-def aclnnIncreFlashAttentionV2GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.TensorList | None, value: acl.TensorList | None, pse_shift: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    dequant_scale1: acl.Tensor | None, quant_scale1: acl.Tensor | None, dequant_scale2: acl.Tensor | None,
-    quant_scale2: acl.Tensor | None, quant_offset2: acl.Tensor | None, num_heads: int, scale_value: float,
-    input_layout: str, num_key_value_heads: int, attention_out: acl.Tensor | None, *, strict: bool = True,
-    check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """IncreFlashAttention with int8 output. Phase 1: checks, plans, and says how much workspace phase 2 needs."""
-
+def aclnnIncreFlashAttentionV2GetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors, pse_shift: _Tensor,
+    atten_mask: _Tensor, actual_seq_lengths: _Numbers, dequant_scale1: _Tensor, quant_scale1: _Tensor,
+    dequant_scale2: _Tensor, quant_scale2: _Tensor, quant_offset2: _Tensor, num_heads: int, scale_value: float,
+    input_layout: str, num_key_value_heads: int, attention_out: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """IncreFlashAttention with int8 output."""
 aclnnIncreFlashAttentionV2: _Run
-
-def aclnnIncreFlashAttentionV3GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.TensorList | None, value: acl.TensorList | None, pse_shift: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    dequant_scale1: acl.Tensor | None, quant_scale1: acl.Tensor | None, dequant_scale2: acl.Tensor | None,
-    quant_scale2: acl.Tensor | None, quant_offset2: acl.Tensor | None, antiquant_scale: acl.Tensor | None,
-    antiquant_offset: acl.Tensor | None, block_table: acl.Tensor | None, num_heads: int, scale_value: float,
-    input_layout: str, num_key_value_heads: int, block_size: int, inner_precise: int,
-    attention_out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """IncreFlashAttentionV2 with pse_shift, an int8 cache and pages. Phase 1: checks, plans, and says how much
-    workspace phase 2 needs."""
-
+def aclnnIncreFlashAttentionV3GetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors, pse_shift: _Tensor,
+    atten_mask: _Tensor, actual_seq_lengths: _Numbers, dequant_scale1: _Tensor, quant_scale1: _Tensor,
+    dequant_scale2: _Tensor, quant_scale2: _Tensor, quant_offset2: _Tensor, antiquant_scale: _Tensor,
+    antiquant_offset: _Tensor, block_table: _Tensor, num_heads: int, scale_value: float, input_layout: str,
+    num_key_value_heads: int, block_size: int, inner_precise: int, attention_out: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """IncreFlashAttentionV2 with pse_shift, an int8 cache and pages."""
 aclnnIncreFlashAttentionV3: _Run
-
-def aclnnIncreFlashAttentionV4GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.TensorList | None, value: acl.TensorList | None, pse_shift: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    dequant_scale1: acl.Tensor | None, quant_scale1: acl.Tensor | None, dequant_scale2: acl.Tensor | None,
-    quant_scale2: acl.Tensor | None, quant_offset2: acl.Tensor | None, antiquant_scale: acl.Tensor | None,
-    antiquant_offset: acl.Tensor | None, block_table: acl.Tensor | None,
-    kv_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None, num_heads: int, scale_value: float,
-    input_layout: str, num_key_value_heads: int, block_size: int, inner_precise: int,
-    attention_out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """IncreFlashAttentionV3 with left padding. Phase 1: checks, plans, and says how much workspace phase 2 needs."""
-
+def aclnnIncreFlashAttentionV4GetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors, pse_shift: _Tensor,
+    atten_mask: _Tensor, actual_seq_lengths: _Numbers, dequant_scale1: _Tensor, quant_scale1: _Tensor,
+    dequant_scale2: _Tensor, quant_scale2: _Tensor, quant_offset2: _Tensor, antiquant_scale: _Tensor,
+    antiquant_offset: _Tensor, block_table: _Tensor, kv_padding_size: _Numbers, num_heads: int, scale_value: float,
+    input_layout: str, num_key_value_heads: int, block_size: int, inner_precise: int, attention_out: _Tensor, *,
+    strict: bool = True, check_content: bool = False) -> _Planned:
+    """IncreFlashAttentionV3 with left padding."""
 aclnnIncreFlashAttentionV4: _Run
-
-def aclnnPromptFlashAttentionGetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, pse_shift: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    num_heads: int, scale_value: float, pre_tokens: int, next_tokens: int, input_layout: str,
-    num_key_value_heads: int, attention_out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Attention of prompts. Phase 1: checks, plans, and says how much workspace phase 2 needs."""
-
+def aclnnPromptFlashAttentionGetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, pse_shift: _Tensor,
+    atten_mask: _Tensor, actual_seq_lengths: _Numbers, num_heads: int, scale_value: float, pre_tokens: int,
+    next_tokens: int, input_layout: str, num_key_value_heads: int, attention_out: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """Attention of prompts."""
 aclnnPromptFlashAttention: _Run
-
-def aclnnPromptFlashAttentionV2GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, pse_shift: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, dequant_scale1: acl.Tensor | None,
-    quant_scale1: acl.Tensor | None, dequant_scale2: acl.Tensor | None, quant_scale2: acl.Tensor | None,
-    quant_offset2: acl.Tensor | None, num_heads: int, scale_value: float, pre_tokens: int, next_tokens: int,
-    input_layout: str, num_key_value_heads: int, sparse_mode: int, attention_out: acl.Tensor | None, *,
-    strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """PromptFlashAttention with key lengths, sparse modes, int8 queries and int8 output. Phase 1: checks, plans, and
-    says how much workspace phase 2 needs."""
-
+def aclnnPromptFlashAttentionV2GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, pse_shift: _Tensor,
+    atten_mask: _Tensor, actual_seq_lengths: _Numbers, actual_seq_lengths_kv: _Numbers, dequant_scale1: _Tensor,
+    quant_scale1: _Tensor, dequant_scale2: _Tensor, quant_scale2: _Tensor, quant_offset2: _Tensor, num_heads: int,
+    scale_value: float, pre_tokens: int, next_tokens: int, input_layout: str, num_key_value_heads: int,
+    sparse_mode: int, attention_out: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
+    """PromptFlashAttention with key lengths, sparse modes, int8 queries and int8 output."""
 aclnnPromptFlashAttentionV2: _Run
-
-def aclnnPromptFlashAttentionV3GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, pse_shift: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, dequant_scale1: acl.Tensor | None,
-    quant_scale1: acl.Tensor | None, dequant_scale2: acl.Tensor | None, quant_scale2: acl.Tensor | None,
-    quant_offset2: acl.Tensor | None, num_heads: int, scale_value: float, pre_tokens: int, next_tokens: int,
-    input_layout: str, num_key_value_heads: int, sparse_mode: int, inner_precise: int,
-    attention_out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """PromptFlashAttentionV2 with pse_shift, inner_precise and packed rows. Phase 1: checks, plans, and says how much
-    workspace phase 2 needs."""
-
+def aclnnPromptFlashAttentionV3GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, pse_shift: _Tensor,
+    atten_mask: _Tensor, actual_seq_lengths: _Numbers, actual_seq_lengths_kv: _Numbers, dequant_scale1: _Tensor,
+    quant_scale1: _Tensor, dequant_scale2: _Tensor, quant_scale2: _Tensor, quant_offset2: _Tensor, num_heads: int,
+    scale_value: float, pre_tokens: int, next_tokens: int, input_layout: str, num_key_value_heads: int,
+    sparse_mode: int, inner_precise: int, attention_out: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """PromptFlashAttentionV2 with pse_shift, inner_precise and packed rows."""
 aclnnPromptFlashAttentionV3: _Run
-
-def aclnnFusedInferAttentionScoreGetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.TensorList | None, value: acl.TensorList | None, pse_shift: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, dequant_scale1: acl.Tensor | None,
-    quant_scale1: acl.Tensor | None, dequant_scale2: acl.Tensor | None, quant_scale2: acl.Tensor | None,
-    quant_offset2: acl.Tensor | None, antiquant_scale: acl.Tensor | None, antiquant_offset: acl.Tensor | None,
-    block_table: acl.Tensor | None, query_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None, num_heads: int, scale_value: float,
-    pre_tokens: int, next_tokens: int, input_layout: str, num_key_value_heads: int, sparse_mode: int,
-    inner_precise: int, block_size: int, antiquant_mode: int, softmax_lse_flag: bool,
-    attention_out: acl.Tensor | None, softmax_lse: acl.Tensor | None, *, strict: bool = True,
-    check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Attention of prompts and of new tokens over a cache: stacked, packed, listed or paged, of floats or integers.
-    Phase 1: checks, plans, and says how much workspace phase 2 needs."""
-
-aclnnFusedInferAttentionScore: _Run
-
-def aclnnFusedInferAttentionScoreV2GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.TensorList | None, value: acl.TensorList | None, pse_shift: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, dequant_scale1: acl.Tensor | None,
-    quant_scale1: acl.Tensor | None, dequant_scale2: acl.Tensor | None, quant_scale2: acl.Tensor | None,
-    quant_offset2: acl.Tensor | None, antiquant_scale: acl.Tensor | None, antiquant_offset: acl.Tensor | None,
-    block_table: acl.Tensor | None, query_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None, key_antiquant_scale: acl.Tensor | None,
-    key_antiquant_offset: acl.Tensor | None, value_antiquant_scale: acl.Tensor | None,
-    value_antiquant_offset: acl.Tensor | None, key_shared_prefix: acl.Tensor | None,
-    value_shared_prefix: acl.Tensor | None,
-    actual_shared_prefix_len: acl.IntArray | acl.Tensor | Sequence[int] | None, num_heads: int, scale_value: float,
-    pre_tokens: int, next_tokens: int, input_layout: str, num_key_value_heads: int, sparse_mode: int,
-    inner_precise: int, block_size: int, antiquant_mode: int, softmax_lse_flag: bool, key_antiquant_mode: int,
-    value_antiquant_mode: int, attention_out: acl.Tensor | None, softmax_lse: acl.Tensor | None, *,
-    strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """FusedInferAttentionScore with scales of keys and values apart, and a shared prefix. Phase 1: checks, plans, and
-    says how much workspace phase 2 needs."""
-
-aclnnFusedInferAttentionScoreV2: _Run
-
-def aclnnFusedInferAttentionScoreV3GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.TensorList | None, value: acl.TensorList | None, pse_shift: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, dequant_scale1: acl.Tensor | None,
-    quant_scale1: acl.Tensor | None, dequant_scale2: acl.Tensor | None, quant_scale2: acl.Tensor | None,
-    quant_offset2: acl.Tensor | None, antiquant_scale: acl.Tensor | None, antiquant_offset: acl.Tensor | None,
-    block_table: acl.Tensor | None, query_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None, key_antiquant_scale: acl.Tensor | None,
-    key_antiquant_offset: acl.Tensor | None, value_antiquant_scale: acl.Tensor | None,
-    value_antiquant_offset: acl.Tensor | None, key_shared_prefix: acl.Tensor | None,
-    value_shared_prefix: acl.Tensor | None,
-    actual_shared_prefix_len: acl.IntArray | acl.Tensor | Sequence[int] | None, query_rope: acl.Tensor | None,
-    key_rope: acl.Tensor | None, key_rope_antiquant_scale: acl.Tensor | None, num_heads: int, scale_value: float,
-    pre_tokens: int, next_tokens: int, input_layout: str, num_key_value_heads: int, sparse_mode: int,
-    inner_precise: int, block_size: int, antiquant_mode: int, softmax_lse_flag: bool, key_antiquant_mode: int,
-    value_antiquant_mode: int, attention_out: acl.Tensor | None, softmax_lse: acl.Tensor | None, *,
-    strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """FusedInferAttentionScoreV2 with rope parts of their own. Phase 1: checks, plans, and says how much workspace
-    phase 2 needs."""
-
-aclnnFusedInferAttentionScoreV3: _Run
-
-def aclnnFusedInferAttentionScoreV4GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.TensorList | None, value: acl.TensorList | None, pse_shift: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, dequant_scale1: acl.Tensor | None,
-    quant_scale1: acl.Tensor | None, dequant_scale2: acl.Tensor | None, quant_scale2: acl.Tensor | None,
-    quant_offset2: acl.Tensor | None, antiquant_scale: acl.Tensor | None, antiquant_offset: acl.Tensor | None,
-    block_table: acl.Tensor | None, query_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None, key_antiquant_scale: acl.Tensor | None,
-    key_antiquant_offset: acl.Tensor | None, value_antiquant_scale: acl.Tensor | None,
-    value_antiquant_offset: acl.Tensor | None, key_shared_prefix: acl.Tensor | None,
-    value_shared_prefix: acl.Tensor | None,
-    actual_shared_prefix_len: acl.IntArray | acl.Tensor | Sequence[int] | None, query_rope: acl.Tensor | None,
-    key_rope: acl.Tensor | None, key_rope_antiquant_scale: acl.Tensor | None, dequant_scale_query: acl.Tensor | None,
-    learnable_sink: acl.Tensor | None, num_heads: int, scale_value: float, pre_tokens: int, next_tokens: int,
+def aclnnFusedInferAttentionScoreGetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors, pse_shift: _Tensor,
+    atten_mask: _Tensor, actual_seq_lengths: _Numbers, actual_seq_lengths_kv: _Numbers, dequant_scale1: _Tensor,
+    quant_scale1: _Tensor, dequant_scale2: _Tensor, quant_scale2: _Tensor, quant_offset2: _Tensor,
+    antiquant_scale: _Tensor, antiquant_offset: _Tensor, block_table: _Tensor, query_padding_size: _Numbers,
+    kv_padding_size: _Numbers, num_heads: int, scale_value: float, pre_tokens: int, next_tokens: int,
     input_layout: str, num_key_value_heads: int, sparse_mode: int, inner_precise: int, block_size: int,
-    antiquant_mode: int, softmax_lse_flag: bool, key_antiquant_mode: int, value_antiquant_mode: int,
-    query_quant_mode: int, attention_out: acl.Tensor | None, softmax_lse: acl.Tensor | None, *, strict: bool = True,
-    check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """FusedInferAttentionScoreV3 with a scale per query row, and sinks. Phase 1: checks, plans, and says how much
-    workspace phase 2 needs."""
-
+    antiquant_mode: int, softmax_lse_flag: bool, attention_out: _Tensor, softmax_lse: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """Attention of prompts and of new tokens over a cache: stacked, packed, listed or paged, of floats or
+    integers."""
+aclnnFusedInferAttentionScore: _Run
+def aclnnFusedInferAttentionScoreV2GetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors,
+    pse_shift: _Tensor, atten_mask: _Tensor, actual_seq_lengths: _Numbers, actual_seq_lengths_kv: _Numbers,
+    dequant_scale1: _Tensor, quant_scale1: _Tensor, dequant_scale2: _Tensor, quant_scale2: _Tensor,
+    quant_offset2: _Tensor, antiquant_scale: _Tensor, antiquant_offset: _Tensor, block_table: _Tensor,
+    query_padding_size: _Numbers, kv_padding_size: _Numbers, key_antiquant_scale: _Tensor,
+    key_antiquant_offset: _Tensor, value_antiquant_scale: _Tensor, value_antiquant_offset: _Tensor,
+    key_shared_prefix: _Tensor, value_shared_prefix: _Tensor, actual_shared_prefix_len: _Numbers, num_heads: int,
+    scale_value: float, pre_tokens: int, next_tokens: int, input_layout: str, num_key_value_heads: int,
+    sparse_mode: int, inner_precise: int, block_size: int, antiquant_mode: int, softmax_lse_flag: bool,
+    key_antiquant_mode: int, value_antiquant_mode: int, attention_out: _Tensor, softmax_lse: _Tensor, *,
+    strict: bool = True, check_content: bool = False) -> _Planned:
+    """FusedInferAttentionScore with scales of keys and values apart, and a shared prefix."""
+aclnnFusedInferAttentionScoreV2: _Run
+def aclnnFusedInferAttentionScoreV3GetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors,
+    pse_shift: _Tensor, atten_mask: _Tensor, actual_seq_lengths: _Numbers, actual_seq_lengths_kv: _Numbers,
+    dequant_scale1: _Tensor, quant_scale1: _Tensor, dequant_scale2: _Tensor, quant_scale2: _Tensor,
+    quant_offset2: _Tensor, antiquant_scale: _Tensor, antiquant_offset: _Tensor, block_table: _Tensor,
+    query_padding_size: _Numbers, kv_padding_size: _Numbers, key_antiquant_scale: _Tensor,
+    key_antiquant_offset: _Tensor, value_antiquant_scale: _Tensor, value_antiquant_offset: _Tensor,
+    key_shared_prefix: _Tensor, value_shared_prefix: _Tensor, actual_shared_prefix_len: _Numbers, query_rope: _Tensor,
+    key_rope: _Tensor, key_rope_antiquant_scale: _Tensor, num_heads: int, scale_value: float, pre_tokens: int,
+    next_tokens: int, input_layout: str, num_key_value_heads: int, sparse_mode: int, inner_precise: int,
+    block_size: int, antiquant_mode: int, softmax_lse_flag: bool, key_antiquant_mode: int, value_antiquant_mode: int,
+    attention_out: _Tensor, softmax_lse: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
+    """FusedInferAttentionScoreV2 with rope parts of their own."""
+aclnnFusedInferAttentionScoreV3: _Run
+def aclnnFusedInferAttentionScoreV4GetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors,
+    pse_shift: _Tensor, atten_mask: _Tensor, actual_seq_lengths: _Numbers, actual_seq_lengths_kv: _Numbers,
+    dequant_scale1: _Tensor, quant_scale1: _Tensor, dequant_scale2: _Tensor, quant_scale2: _Tensor,
+    quant_offset2: _Tensor, antiquant_scale: _Tensor, antiquant_offset: _Tensor, block_table: _Tensor,
+    query_padding_size: _Numbers, kv_padding_size: _Numbers, key_antiquant_scale: _Tensor,
+    key_antiquant_offset: _Tensor, value_antiquant_scale: _Tensor, value_antiquant_offset: _Tensor,
+    key_shared_prefix: _Tensor, value_shared_prefix: _Tensor, actual_shared_prefix_len: _Numbers, query_rope: _Tensor,
+    key_rope: _Tensor, key_rope_antiquant_scale: _Tensor, dequant_scale_query: _Tensor, learnable_sink: _Tensor,
+    num_heads: int, scale_value: float, pre_tokens: int, next_tokens: int, input_layout: str,
+    num_key_value_heads: int, sparse_mode: int, inner_precise: int, block_size: int, antiquant_mode: int,
+    softmax_lse_flag: bool, key_antiquant_mode: int, value_antiquant_mode: int, query_quant_mode: int,
+    attention_out: _Tensor, softmax_lse: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
+    """FusedInferAttentionScoreV3 with a scale per query row, and sinks."""
 aclnnFusedInferAttentionScoreV4: _Run
-
-def aclnnFusedInferAttentionScoreV5GetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.TensorList | None, value: acl.TensorList | None, pse_shift: acl.Tensor | None,
-    atten_mask: acl.Tensor | None, actual_seq_lengths: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, dequant_scale1: acl.Tensor | None,
-    quant_scale1: acl.Tensor | None, dequant_scale2: acl.Tensor | None, quant_scale2: acl.Tensor | None,
-    quant_offset2: acl.Tensor | None, antiquant_scale: acl.Tensor | None, antiquant_offset: acl.Tensor | None,
-    block_table: acl.Tensor | None, query_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_padding_size: acl.IntArray | acl.Tensor | Sequence[int] | None, key_antiquant_scale: acl.Tensor | None,
-    key_antiquant_offset: acl.Tensor | None, value_antiquant_scale: acl.Tensor | None,
-    value_antiquant_offset: acl.Tensor | None, key_shared_prefix: acl.Tensor | None,
-    value_shared_prefix: acl.Tensor | None,
-    actual_shared_prefix_len: acl.IntArray | acl.Tensor | Sequence[int] | None, query_rope: acl.Tensor | None,
-    key_rope: acl.Tensor | None, key_rope_antiquant_scale: acl.Tensor | None, dequant_scale_query: acl.Tensor | None,
-    learnable_sink: acl.Tensor | None, q_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    kv_start_idx: acl.IntArray | acl.Tensor | Sequence[int] | None, num_heads: int, scale_value: float,
-    pre_tokens: int, next_tokens: int, input_layout: str, num_key_value_heads: int, sparse_mode: int,
-    inner_precise: int, block_size: int, antiquant_mode: int, softmax_lse_flag: bool, key_antiquant_mode: int,
-    value_antiquant_mode: int, query_quant_mode: int, pse_type: int, attention_out: acl.Tensor | None,
-    softmax_lse: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """FusedInferAttentionScoreV4 on Ascend 950: this library computes what both chips know. Phase 1: checks, plans,
-    and says how much workspace phase 2 needs."""
-
+def aclnnFusedInferAttentionScoreV5GetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors,
+    pse_shift: _Tensor, atten_mask: _Tensor, actual_seq_lengths: _Numbers, actual_seq_lengths_kv: _Numbers,
+    dequant_scale1: _Tensor, quant_scale1: _Tensor, dequant_scale2: _Tensor, quant_scale2: _Tensor,
+    quant_offset2: _Tensor, antiquant_scale: _Tensor, antiquant_offset: _Tensor, block_table: _Tensor,
+    query_padding_size: _Numbers, kv_padding_size: _Numbers, key_antiquant_scale: _Tensor,
+    key_antiquant_offset: _Tensor, value_antiquant_scale: _Tensor, value_antiquant_offset: _Tensor,
+    key_shared_prefix: _Tensor, value_shared_prefix: _Tensor, actual_shared_prefix_len: _Numbers, query_rope: _Tensor,
+    key_rope: _Tensor, key_rope_antiquant_scale: _Tensor, dequant_scale_query: _Tensor, learnable_sink: _Tensor,
+    q_start_idx: _Numbers, kv_start_idx: _Numbers, num_heads: int, scale_value: float, pre_tokens: int,
+    next_tokens: int, input_layout: str, num_key_value_heads: int, sparse_mode: int, inner_precise: int,
+    block_size: int, antiquant_mode: int, softmax_lse_flag: bool, key_antiquant_mode: int, value_antiquant_mode: int,
+    query_quant_mode: int, pse_type: int, attention_out: _Tensor, softmax_lse: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """FusedInferAttentionScoreV4 on Ascend 950: this library computes what both chips know."""
 aclnnFusedInferAttentionScoreV5: _Run
-
-def aclnnLightningIndexerGetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, weights: acl.Tensor | None,
-    actual_seq_lengths_query: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_key: acl.IntArray | acl.Tensor | Sequence[int] | None, block_table: acl.Tensor | None,
-    layout_query: str, layout_key: str, sparse_count: int, sparse_mode: int, pre_tokens: int, next_tokens: int,
-    return_values: bool, sparse_indices_out: acl.Tensor | None, sparse_values_out: acl.Tensor | None, *,
-    strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Scores of keys by ReLU-weighted heads, and per row the keys that score highest. Phase 1: checks, plans, and
-    says how much workspace phase 2 needs."""
-
+def aclnnLightningIndexerGetWorkspaceSize(query: _Tensor, key: _Tensor, weights: _Tensor,
+    actual_seq_lengths_query: _Numbers, actual_seq_lengths_key: _Numbers, block_table: _Tensor, layout_query: str,
+    layout_key: str, sparse_count: int, sparse_mode: int, pre_tokens: int, next_tokens: int, return_values: bool,
+    sparse_indices_out: _Tensor, sparse_values_out: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """Scores of keys by ReLU-weighted heads, and per row the keys that score highest."""
 aclnnLightningIndexer: _Run
-
-def aclnnLightningIndexerGradGetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, dy: acl.Tensor | None, sparse_indices: acl.Tensor | None,
-    weights: acl.Tensor | None, actual_seq_lengths_query: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_key: acl.IntArray | acl.Tensor | Sequence[int] | None, head_num: int, layout: str,
-    sparse_mode: int, pre_tokens: int, next_tokens: int, deterministic: bool, dquery: acl.Tensor | None,
-    dkey: acl.Tensor | None, dweights: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Gradients of the values that LightningIndexer chose, padded or packed. Phase 1: checks, plans, and says how
-    much workspace phase 2 needs."""
-
+def aclnnLightningIndexerGradGetWorkspaceSize(query: _Tensor, key: _Tensor, dy: _Tensor, sparse_indices: _Tensor,
+    weights: _Tensor, actual_seq_lengths_query: _Numbers, actual_seq_lengths_key: _Numbers, head_num: int,
+    layout: str, sparse_mode: int, pre_tokens: int, next_tokens: int, deterministic: bool, dquery: _Tensor,
+    dkey: _Tensor, dweights: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
+    """Gradients of the values that LightningIndexer chose, padded or packed."""
 aclnnLightningIndexerGrad: _Run
-
-def aclnnLightningIndexerV2GetWorkspaceSize(
-    q: acl.Tensor | None, k: acl.Tensor | None, w: acl.Tensor | None,
-    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, block_table: acl.Tensor | None,
-    output_idx_offset: acl.Tensor | None, metadata: acl.Tensor | None, topk: int, max_seqlen_q: int, layout_q: str,
-    layout_k: str, mask_mode: int, cmp_ratio: int, return_value: int, sparse_indices: acl.Tensor | None,
-    sparse_values: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Scores of keys that may stand for several tokens each, and per row the keys that score highest. Phase 1:
-    checks, plans, and says how much workspace phase 2 needs."""
-
+def aclnnLightningIndexerV2GetWorkspaceSize(q: _Tensor, k: _Tensor, w: _Tensor, cu_seqlens_q: _Numbers,
+    cu_seqlens_k: _Numbers, seqused_q: _Numbers, seqused_k: _Numbers, cmp_residual_k: _Numbers, block_table: _Tensor,
+    output_idx_offset: _Tensor, metadata: _Tensor, topk: int, max_seqlen_q: int, layout_q: str, layout_k: str,
+    mask_mode: int, cmp_ratio: int, return_value: int, sparse_indices: _Tensor, sparse_values: _Tensor, *,
+    strict: bool = True, check_content: bool = False) -> _Planned:
+    """Scores of keys that may stand for several tokens each, and per row the keys that score highest."""
 aclnnLightningIndexerV2: _Run
-
-def aclnnSparseFlashAttentionGetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, sparse_indices: acl.Tensor | None,
-    block_table: acl.Tensor | None, actual_seq_lengths_query: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, query_rope: acl.Tensor | None,
-    key_rope: acl.Tensor | None, scale_value: float, sparse_block_size: int, layout_query: str, layout_kv: str,
+def aclnnSparseFlashAttentionGetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, sparse_indices: _Tensor,
+    block_table: _Tensor, actual_seq_lengths_query: _Numbers, actual_seq_lengths_kv: _Numbers, query_rope: _Tensor,
+    key_rope: _Tensor, scale_value: float, sparse_block_size: int, layout_query: str, layout_kv: str,
     sparse_mode: int, pre_tokens: int, next_tokens: int, attention_mode: int, return_softmax_lse: bool,
-    attention_out: acl.Tensor | None, softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None, *,
-    strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Attention over the blocks of keys that every row selects. Phase 1: checks, plans, and says how much workspace
-    phase 2 needs."""
-
+    attention_out: _Tensor, softmax_max: _Tensor, softmax_sum: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """Attention over the blocks of keys that every row selects."""
 aclnnSparseFlashAttention: _Run
-
-def aclnnSparseFlashAttentionGradGetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, value: acl.Tensor | None, sparse_indices: acl.Tensor | None,
-    d_out: acl.Tensor | None, out: acl.Tensor | None, softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None,
-    actual_seq_lengths_query: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, query_rope: acl.Tensor | None,
-    key_rope: acl.Tensor | None, scale_value: float, sparse_block_size: int, layout: str, sparse_mode: int,
-    pre_tokens: int, next_tokens: int, deterministic: bool, dquery: acl.Tensor | None, dkey: acl.Tensor | None,
-    dvalue: acl.Tensor | None, dquery_rope: acl.Tensor | None, dkey_rope: acl.Tensor | None, *, strict: bool = True,
-    check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Gradients of SparseFlashAttention, padded or packed. Phase 1: checks, plans, and says how much workspace phase
-    2 needs."""
-
+def aclnnSparseFlashAttentionGradGetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor,
+    sparse_indices: _Tensor, d_out: _Tensor, out: _Tensor, softmax_max: _Tensor, softmax_sum: _Tensor,
+    actual_seq_lengths_query: _Numbers, actual_seq_lengths_kv: _Numbers, query_rope: _Tensor, key_rope: _Tensor,
+    scale_value: float, sparse_block_size: int, layout: str, sparse_mode: int, pre_tokens: int, next_tokens: int,
+    deterministic: bool, dquery: _Tensor, dkey: _Tensor, dvalue: _Tensor, dquery_rope: _Tensor, dkey_rope: _Tensor, *,
+    strict: bool = True, check_content: bool = False) -> _Planned:
+    """Gradients of SparseFlashAttention, padded or packed."""
 aclnnSparseFlashAttentionGrad: _Run
-
-def aclnnSparseFlashMlaGetWorkspaceSize(
-    q: acl.Tensor | None, ori_kv: acl.Tensor | None, cmp_kv: acl.Tensor | None, ori_sparse_indices: acl.Tensor | None,
-    cmp_sparse_indices: acl.Tensor | None, ori_block_table: acl.Tensor | None, cmp_block_table: acl.Tensor | None,
-    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cmp_residual_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, ori_topk_length: acl.Tensor | None,
-    cmp_topk_length: acl.Tensor | None, sinks: acl.Tensor | None, metadata: acl.Tensor | None, softmax_scale: float,
-    cmp_ratio: int, ori_mask_mode: int, cmp_mask_mode: int, ori_win_left: int, ori_win_right: int, layout_q: str,
-    layout_kv: str, topk_value_mode: int, return_softmax_lse: bool, attn_out: acl.Tensor | None,
-    softmax_lse: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Attention to a window of keys and to compressed keys in one softmax; keys are values. Phase 1: checks, plans,
-    and says how much workspace phase 2 needs."""
-
+def aclnnSparseFlashMlaGetWorkspaceSize(q: _Tensor, ori_kv: _Tensor, cmp_kv: _Tensor, ori_sparse_indices: _Tensor,
+    cmp_sparse_indices: _Tensor, ori_block_table: _Tensor, cmp_block_table: _Tensor, cu_seqlens_q: _Numbers,
+    cu_seqlens_ori_kv: _Numbers, cu_seqlens_cmp_kv: _Numbers, seqused_q: _Numbers, seqused_ori_kv: _Numbers,
+    seqused_cmp_kv: _Numbers, cmp_residual_kv: _Numbers, ori_topk_length: _Tensor, cmp_topk_length: _Tensor,
+    sinks: _Tensor, metadata: _Tensor, softmax_scale: float, cmp_ratio: int, ori_mask_mode: int, cmp_mask_mode: int,
+    ori_win_left: int, ori_win_right: int, layout_q: str, layout_kv: str, topk_value_mode: int,
+    return_softmax_lse: bool, attn_out: _Tensor, softmax_lse: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """Attention to a window of keys and to compressed keys in one softmax; keys are values."""
 aclnnSparseFlashMla: _Run
-
-def aclnnSparseFlashMlaGradGetWorkspaceSize(
-    query: acl.Tensor | None, dout: acl.Tensor | None, out: acl.Tensor | None, lse: acl.Tensor | None,
-    ori_kv: acl.Tensor | None, cmp_kv: acl.Tensor | None, ori_sparse_indices: acl.Tensor | None,
-    cmp_sparse_indices: acl.Tensor | None, cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cmp_residual_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, ori_topk_length: acl.Tensor | None,
-    cmp_topk_length: acl.Tensor | None, sinks: acl.Tensor | None, metadata: acl.Tensor | None, scale_value: float,
-    cmp_ratio: int, ori_mask_mode: int, cmp_mask_mode: int, ori_win_left: int, ori_win_right: int, layout_q: str,
-    layout_kv: str, dquery: acl.Tensor | None, dori_kv: acl.Tensor | None, dcmp_kv: acl.Tensor | None,
-    dsinks: acl.Tensor | None, ori_softmax_l1_norm: acl.Tensor | None, cmp_softmax_l1_norm: acl.Tensor | None, *,
-    strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Gradients of SparseFlashMla, from its output and its softmax_lse. Phase 1: checks, plans, and says how much
-    workspace phase 2 needs."""
-
+def aclnnSparseFlashMlaGradGetWorkspaceSize(query: _Tensor, dout: _Tensor, out: _Tensor, lse: _Tensor,
+    ori_kv: _Tensor, cmp_kv: _Tensor, ori_sparse_indices: _Tensor, cmp_sparse_indices: _Tensor,
+    cu_seqlens_q: _Numbers, cu_seqlens_ori_kv: _Numbers, cu_seqlens_cmp_kv: _Numbers, seqused_q: _Numbers,
+    seqused_ori_kv: _Numbers, seqused_cmp_kv: _Numbers, cmp_residual_kv: _Numbers, ori_topk_length: _Tensor,
+    cmp_topk_length: _Tensor, sinks: _Tensor, metadata: _Tensor, scale_value: float, cmp_ratio: int,
+    ori_mask_mode: int, cmp_mask_mode: int, ori_win_left: int, ori_win_right: int, layout_q: str, layout_kv: str,
+    dquery: _Tensor, dori_kv: _Tensor, dcmp_kv: _Tensor, dsinks: _Tensor, ori_softmax_l1_norm: _Tensor,
+    cmp_softmax_l1_norm: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
+    """Gradients of SparseFlashMla, from its output and its softmax_lse."""
 aclnnSparseFlashMlaGrad: _Run
-
-def aclnnSparseFlashMlaMetadataGetWorkspaceSize(
-    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cmp_residual_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, ori_topk_length: acl.Tensor | None,
-    cmp_topk_length: acl.Tensor | None, num_heads_q: int, num_heads_kv: int, head_dim: int, batch_size: int,
-    max_seqlen_q: int, max_seqlen_ori_kv: int, max_seqlen_cmp_kv: int, ori_topk: int, cmp_topk: int, cmp_ratio: int,
-    ori_mask_mode: int, cmp_mask_mode: int, ori_win_left: int, ori_win_right: int, layout_q: str, layout_kv: str,
-    has_ori_kv: bool, has_cmp_kv: bool, meta_data: acl.Tensor | None, *, strict: bool = True,
-    check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Metadata of SparseFlashMla: zeros, for no work is divided here. Phase 1: checks, plans, and says how much
-    workspace phase 2 needs."""
-
+def aclnnSparseFlashMlaMetadataGetWorkspaceSize(cu_seqlens_q: _Numbers, cu_seqlens_ori_kv: _Numbers,
+    cu_seqlens_cmp_kv: _Numbers, seqused_q: _Numbers, seqused_ori_kv: _Numbers, seqused_cmp_kv: _Numbers,
+    cmp_residual_kv: _Numbers, ori_topk_length: _Tensor, cmp_topk_length: _Tensor, num_heads_q: int,
+    num_heads_kv: int, head_dim: int, batch_size: int, max_seqlen_q: int, max_seqlen_ori_kv: int,
+    max_seqlen_cmp_kv: int, ori_topk: int, cmp_topk: int, cmp_ratio: int, ori_mask_mode: int, cmp_mask_mode: int,
+    ori_win_left: int, ori_win_right: int, layout_q: str, layout_kv: str, has_ori_kv: bool, has_cmp_kv: bool,
+    meta_data: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
+    """Metadata of SparseFlashMla: zeros, for no work is divided here."""
 aclnnSparseFlashMlaMetadata: _Run
-
-def aclnnSparseFlashMlaGradMetadataGetWorkspaceSize(
-    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cmp_residual_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, ori_topk_length: acl.Tensor | None,
-    cmp_topk_length: acl.Tensor | None, num_heads_q: int, num_heads_kv: int, head_dim: int, batch_size: int,
-    max_seqlen_q: int, max_seqlen_ori_kv: int, max_seqlen_cmp_kv: int, ori_topk: int, cmp_topk: int, cmp_ratio: int,
-    ori_mask_mode: int, cmp_mask_mode: int, ori_win_left: int, ori_win_right: int, layout_q: str, layout_kv: str,
-    has_ori_kv: bool, has_cmp_kv: bool, meta_data: acl.Tensor | None, *, strict: bool = True,
-    check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Metadata of SparseFlashMlaGrad: zeros, for no work is divided here. Phase 1: checks, plans, and says how much
-    workspace phase 2 needs."""
-
+def aclnnSparseFlashMlaGradMetadataGetWorkspaceSize(cu_seqlens_q: _Numbers, cu_seqlens_ori_kv: _Numbers,
+    cu_seqlens_cmp_kv: _Numbers, seqused_q: _Numbers, seqused_ori_kv: _Numbers, seqused_cmp_kv: _Numbers,
+    cmp_residual_kv: _Numbers, ori_topk_length: _Tensor, cmp_topk_length: _Tensor, num_heads_q: int,
+    num_heads_kv: int, head_dim: int, batch_size: int, max_seqlen_q: int, max_seqlen_ori_kv: int,
+    max_seqlen_cmp_kv: int, ori_topk: int, cmp_topk: int, cmp_ratio: int, ori_mask_mode: int, cmp_mask_mode: int,
+    ori_win_left: int, ori_win_right: int, layout_q: str, layout_kv: str, has_ori_kv: bool, has_cmp_kv: bool,
+    meta_data: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
+    """Metadata of SparseFlashMlaGrad: zeros, for no work is divided here."""
 aclnnSparseFlashMlaGradMetadata: _Run
-
-def aclnnSparseFlashMlaSoftmaxL1NormGetWorkspaceSize(
-    q: acl.Tensor | None, k: acl.Tensor | None, softmax_lse: acl.Tensor | None, sparse_indices: acl.Tensor | None,
-    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, topk_length: acl.Tensor | None,
-    metadata: acl.Tensor | None, softmax_scale: float, max_seqlen_k: int, cmp_ratio: int, mask_mode: int,
-    layout_q: str, layout_k: str, out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Probabilities of compressed keys in SparseFlashMla's softmax, a mean over heads. Phase 1: checks, plans, and
-    says how much workspace phase 2 needs."""
-
+def aclnnSparseFlashMlaSoftmaxL1NormGetWorkspaceSize(q: _Tensor, k: _Tensor, softmax_lse: _Tensor,
+    sparse_indices: _Tensor, cu_seqlens_q: _Numbers, cu_seqlens_k: _Numbers, seqused_q: _Numbers, seqused_k: _Numbers,
+    cmp_residual_k: _Numbers, topk_length: _Tensor, metadata: _Tensor, softmax_scale: float, max_seqlen_k: int,
+    cmp_ratio: int, mask_mode: int, layout_q: str, layout_k: str, out: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """Probabilities of compressed keys in SparseFlashMla's softmax, a mean over heads."""
 aclnnSparseFlashMlaSoftmaxL1Norm: _Run
-
-def aclnnSparseFlashMlaSoftmaxL1NormMetadataGetWorkspaceSize(
-    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, topk_length: acl.Tensor | None,
-    num_heads_q: int, num_heads_k: int, head_dim: int, batch_size: int, max_seqlen_q: int, max_seqlen_k: int,
-    topk: int, layout_q: str, layout_k: str, mask_mode: int, cmp_ratio: int, meta_data: acl.Tensor | None, *,
-    strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Metadata of SparseFlashMlaSoftmaxL1Norm: zeros, for no work is divided here. Phase 1: checks, plans, and says
-    how much workspace phase 2 needs."""
-
+def aclnnSparseFlashMlaSoftmaxL1NormMetadataGetWorkspaceSize(cu_seqlens_q: _Numbers, cu_seqlens_k: _Numbers,
+    seqused_q: _Numbers, seqused_k: _Numbers, cmp_residual_k: _Numbers, topk_length: _Tensor, num_heads_q: int,
+    num_heads_k: int, head_dim: int, batch_size: int, max_seqlen_q: int, max_seqlen_k: int, topk: int, layout_q: str,
+    layout_k: str, mask_mode: int, cmp_ratio: int, meta_data: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """Metadata of SparseFlashMlaSoftmaxL1Norm: zeros, for no work is divided here."""
 aclnnSparseFlashMlaSoftmaxL1NormMetadata: _Run
-
-def aclnnCompressorGetWorkspaceSize(
-    x: acl.Tensor | None, wkv: acl.Tensor | None, wgate: acl.Tensor | None, state_cache: acl.Tensor | None,
-    ape: acl.Tensor | None, state_block_table: acl.Tensor | None,
-    cu_seqlens: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    start_pos: acl.IntArray | acl.Tensor | Sequence[int] | None, cmp_ratio: int, coff: int, cache_mode: int,
-    state_cache_stride_dim0: int, grad_enabled: bool, cmp_kv: acl.Tensor | None, softmax_score: acl.Tensor | None,
-    kv: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Projects rows to keys and gates, and pools every window of cmp_ratio rows to one compressed key. Phase 1:
-    checks, plans, and says how much workspace phase 2 needs."""
-
+def aclnnCompressorGetWorkspaceSize(x: _Tensor, wkv: _Tensor, wgate: _Tensor, state_cache: _Tensor, ape: _Tensor,
+    state_block_table: _Tensor, cu_seqlens: _Numbers, seqused: _Numbers, start_pos: _Numbers, cmp_ratio: int,
+    coff: int, cache_mode: int, state_cache_stride_dim0: int, grad_enabled: bool, cmp_kv: _Tensor,
+    softmax_score: _Tensor, kv: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
+    """Projects rows to keys and gates, and pools every window of cmp_ratio rows to one compressed key."""
 aclnnCompressor: _Run
-
-def aclnnCompressorGradGetWorkspaceSize(
-    x: acl.Tensor | None, wkv: acl.Tensor | None, wgate: acl.Tensor | None, dcmp_kv: acl.Tensor | None,
-    softmax_score: acl.Tensor | None, kv: acl.Tensor | None,
-    cu_seqlens: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    start_pos: acl.IntArray | acl.Tensor | Sequence[int] | None, cmp_ratio: int, coff: int, dx: acl.Tensor | None,
-    dwkv: acl.Tensor | None, dwgate: acl.Tensor | None, dape: acl.Tensor | None, *, strict: bool = True,
-    check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Gradients of Compressor, from the rows that it saved. Phase 1: checks, plans, and says how much workspace phase
-    2 needs."""
-
+def aclnnCompressorGradGetWorkspaceSize(x: _Tensor, wkv: _Tensor, wgate: _Tensor, dcmp_kv: _Tensor,
+    softmax_score: _Tensor, kv: _Tensor, cu_seqlens: _Numbers, seqused: _Numbers, start_pos: _Numbers, cmp_ratio: int,
+    coff: int, dx: _Tensor, dwkv: _Tensor, dwgate: _Tensor, dape: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """Gradients of Compressor, from the rows that it saved."""
 aclnnCompressorGrad: _Run
-
-def aclnnSparseLightningIndexerGradKLLossGetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, query_index: acl.Tensor | None, key_index: acl.Tensor | None,
-    weights: acl.Tensor | None, sparse_indices: acl.Tensor | None, softmax_max: acl.Tensor | None,
-    softmax_sum: acl.Tensor | None, query_rope: acl.Tensor | None, key_rope: acl.Tensor | None,
-    actual_seq_lengths_query: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_key: acl.IntArray | acl.Tensor | Sequence[int] | None, scale_value: float, layout: str,
-    sparse_mode: int, pre_tokens: int, next_tokens: int, deterministic: bool, dquery_index: acl.Tensor | None,
-    dkey_index: acl.Tensor | None, dweights: acl.Tensor | None, loss: acl.Tensor | None, *, strict: bool = True,
-    check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """How far the indexer's distribution over the selected keys is from the attention's, and the gradients. Phase 1:
-    checks, plans, and says how much workspace phase 2 needs."""
-
+def aclnnSparseLightningIndexerGradKLLossGetWorkspaceSize(query: _Tensor, key: _Tensor, query_index: _Tensor,
+    key_index: _Tensor, weights: _Tensor, sparse_indices: _Tensor, softmax_max: _Tensor, softmax_sum: _Tensor,
+    query_rope: _Tensor, key_rope: _Tensor, actual_seq_lengths_query: _Numbers, actual_seq_lengths_key: _Numbers,
+    scale_value: float, layout: str, sparse_mode: int, pre_tokens: int, next_tokens: int, deterministic: bool,
+    dquery_index: _Tensor, dkey_index: _Tensor, dweights: _Tensor, loss: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """How far the indexer's distribution over the selected keys is from the attention's, and the gradients."""
 aclnnSparseLightningIndexerGradKLLoss: _Run
-
-def aclnnDenseLightningIndexerGradKLLossGetWorkspaceSize(
-    query: acl.Tensor | None, key: acl.Tensor | None, query_index: acl.Tensor | None, key_index: acl.Tensor | None,
-    weights: acl.Tensor | None, softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None,
-    softmax_max_index: acl.Tensor | None, softmax_sum_index: acl.Tensor | None, query_rope: acl.Tensor | None,
-    key_rope: acl.Tensor | None, actual_seq_lengths_query: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_key: acl.IntArray | acl.Tensor | Sequence[int] | None, scale_value: float, layout: str,
-    sparse_mode: int, pre_tokens: int, next_tokens: int, dquery_index: acl.Tensor | None,
-    dkey_index: acl.Tensor | None, dweights: acl.Tensor | None, loss: acl.Tensor | None, *, strict: bool = True,
-    check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """How far the indexer's distribution over all keys is from the attention's, and the gradients. Phase 1: checks,
-    plans, and says how much workspace phase 2 needs."""
-
+def aclnnDenseLightningIndexerGradKLLossGetWorkspaceSize(query: _Tensor, key: _Tensor, query_index: _Tensor,
+    key_index: _Tensor, weights: _Tensor, softmax_max: _Tensor, softmax_sum: _Tensor, softmax_max_index: _Tensor,
+    softmax_sum_index: _Tensor, query_rope: _Tensor, key_rope: _Tensor, actual_seq_lengths_query: _Numbers,
+    actual_seq_lengths_key: _Numbers, scale_value: float, layout: str, sparse_mode: int, pre_tokens: int,
+    next_tokens: int, dquery_index: _Tensor, dkey_index: _Tensor, dweights: _Tensor, loss: _Tensor, *,
+    strict: bool = True, check_content: bool = False) -> _Planned:
+    """How far the indexer's distribution over all keys is from the attention's, and the gradients."""
 aclnnDenseLightningIndexerGradKLLoss: _Run
-
-def aclnnDenseLightningIndexerSoftmaxLseGetWorkspaceSize(
-    query_index: acl.Tensor | None, key_index: acl.Tensor | None, weight: acl.Tensor | None,
-    actual_seq_lengths_query: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    actual_seq_lengths_key: acl.IntArray | acl.Tensor | Sequence[int] | None, layout: str, sparse_mode: int,
-    pre_tokens: int, next_tokens: int, softmax_max: acl.Tensor | None, softmax_sum: acl.Tensor | None, *,
-    strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """The softmax statistics of an indexer's scores over all keys of a row. Phase 1: checks, plans, and says how much
-    workspace phase 2 needs."""
-
+def aclnnDenseLightningIndexerSoftmaxLseGetWorkspaceSize(query_index: _Tensor, key_index: _Tensor, weight: _Tensor,
+    actual_seq_lengths_query: _Numbers, actual_seq_lengths_key: _Numbers, layout: str, sparse_mode: int,
+    pre_tokens: int, next_tokens: int, softmax_max: _Tensor, softmax_sum: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """The softmax statistics of an indexer's scores over all keys of a row."""
 aclnnDenseLightningIndexerSoftmaxLse: _Run
-
-def aclnnSparseLightningIndexerKLLossGradGetWorkspaceSize(
-    q: acl.Tensor | None, k: acl.Tensor | None, w: acl.Tensor | None, sparse_indices: acl.Tensor | None,
-    attn_softmax_l1_norm: acl.Tensor | None, cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, metadata: acl.Tensor | None, layout_q: str,
-    layout_k: str, mask_mode: int, cmp_ratio: int, dq: acl.Tensor | None, dk: acl.Tensor | None,
-    dw: acl.Tensor | None, softmax_out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """The gradients that bring the indexer's distribution over selected keys nearer to a given target. Phase 1:
-    checks, plans, and says how much workspace phase 2 needs."""
-
+def aclnnSparseLightningIndexerKLLossGradGetWorkspaceSize(q: _Tensor, k: _Tensor, w: _Tensor, sparse_indices: _Tensor,
+    attn_softmax_l1_norm: _Tensor, cu_seqlens_q: _Numbers, cu_seqlens_k: _Numbers, seqused_q: _Numbers,
+    seqused_k: _Numbers, cmp_residual_k: _Numbers, metadata: _Tensor, layout_q: str, layout_k: str, mask_mode: int,
+    cmp_ratio: int, dq: _Tensor, dk: _Tensor, dw: _Tensor, softmax_out: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """The gradients that bring the indexer's distribution over selected keys nearer to a given target."""
 aclnnSparseLightningIndexerKLLossGrad: _Run
-
-def aclnnDenseLightningIndexerKLLossGradGetWorkspaceSize(
-    q: acl.Tensor | None, k: acl.Tensor | None, w: acl.Tensor | None, attn_softmax_l1_norm: acl.Tensor | None,
-    softmax_lse: acl.Tensor | None, cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, metadata: acl.Tensor | None, layout_q: str,
-    layout_k: str, mask_mode: int, cmp_ratio: int, dq: acl.Tensor | None, dk: acl.Tensor | None,
-    dw: acl.Tensor | None, softmax_out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """The gradients that bring the indexer's distribution over all keys nearer to a given target. Phase 1: checks,
-    plans, and says how much workspace phase 2 needs."""
-
+def aclnnDenseLightningIndexerKLLossGradGetWorkspaceSize(q: _Tensor, k: _Tensor, w: _Tensor,
+    attn_softmax_l1_norm: _Tensor, softmax_lse: _Tensor, cu_seqlens_q: _Numbers, cu_seqlens_k: _Numbers,
+    seqused_q: _Numbers, seqused_k: _Numbers, cmp_residual_k: _Numbers, metadata: _Tensor, layout_q: str,
+    layout_k: str, mask_mode: int, cmp_ratio: int, dq: _Tensor, dk: _Tensor, dw: _Tensor, softmax_out: _Tensor, *,
+    strict: bool = True, check_content: bool = False) -> _Planned:
+    """The gradients that bring the indexer's distribution over all keys nearer to a given target."""
 aclnnDenseLightningIndexerKLLossGrad: _Run
-
-def aclnnDenseLightningIndexerSoftmaxLseV2GetWorkspaceSize(
-    query_index: acl.Tensor | None, key_index: acl.Tensor | None, weight: acl.Tensor | None,
-    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, metadata: acl.Tensor | None, layout_q: str,
-    layout_k: str, mask_mode: int, cmp_ratio: int, softmax_lse: acl.Tensor | None, *, strict: bool = True,
-    check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """The log-sum-exp of an indexer's scores over all keys of a row. Phase 1: checks, plans, and says how much
-    workspace phase 2 needs."""
-
+def aclnnDenseLightningIndexerSoftmaxLseV2GetWorkspaceSize(query_index: _Tensor, key_index: _Tensor, weight: _Tensor,
+    cu_seqlens_q: _Numbers, cu_seqlens_k: _Numbers, seqused_q: _Numbers, seqused_k: _Numbers,
+    cmp_residual_k: _Numbers, metadata: _Tensor, layout_q: str, layout_k: str, mask_mode: int, cmp_ratio: int,
+    softmax_lse: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
+    """The log-sum-exp of an indexer's scores over all keys of a row."""
 aclnnDenseLightningIndexerSoftmaxLseV2: _Run
-
-def aclnnSparseLightningIndexerKLLossGradMetadataGetWorkspaceSize(
-    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, batch_size: int, max_seqlen_q: int,
+def aclnnSparseLightningIndexerKLLossGradMetadataGetWorkspaceSize(cu_seqlens_q: _Numbers, cu_seqlens_k: _Numbers,
+    seqused_q: _Numbers, seqused_k: _Numbers, cmp_residual_k: _Numbers, batch_size: int, max_seqlen_q: int,
     max_seqlen_k: int, num_heads_q: int, num_heads_k: int, head_dim: int, topk: int, layout_q: str, layout_k: str,
-    mask_mode: int, cmp_ratio: int, meta_data: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Metadata of SparseLightningIndexerKLLossGrad: zeros, for no work is divided here. Phase 1: checks, plans, and
-    says how much workspace phase 2 needs."""
-
+    mask_mode: int, cmp_ratio: int, meta_data: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """Metadata of SparseLightningIndexerKLLossGrad: zeros, for no work is divided here."""
 aclnnSparseLightningIndexerKLLossGradMetadata: _Run
-
-def aclnnDenseLightningIndexerKLLossGradMetadataGetWorkspaceSize(
-    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, batch_size: int, max_seqlen_q: int,
+def aclnnDenseLightningIndexerKLLossGradMetadataGetWorkspaceSize(cu_seqlens_q: _Numbers, cu_seqlens_k: _Numbers,
+    seqused_q: _Numbers, seqused_k: _Numbers, cmp_residual_k: _Numbers, batch_size: int, max_seqlen_q: int,
     max_seqlen_k: int, num_heads_q: int, num_heads_k: int, head_dim: int, layout_q: str, layout_k: str,
-    mask_mode: int, cmp_ratio: int, meta_data: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Metadata of DenseLightningIndexerKLLossGrad: zeros, for no work is divided here. Phase 1: checks, plans, and
-    says how much workspace phase 2 needs."""
-
+    mask_mode: int, cmp_ratio: int, meta_data: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """Metadata of DenseLightningIndexerKLLossGrad: zeros, for no work is divided here."""
 aclnnDenseLightningIndexerKLLossGradMetadata: _Run
-
-def aclnnDenseLightningIndexerSoftmaxLseV2MetadataGetWorkspaceSize(
-    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
-    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, batch_size: int, max_seqlen_q: int,
+def aclnnDenseLightningIndexerSoftmaxLseV2MetadataGetWorkspaceSize(cu_seqlens_q: _Numbers, cu_seqlens_k: _Numbers,
+    seqused_q: _Numbers, seqused_k: _Numbers, cmp_residual_k: _Numbers, batch_size: int, max_seqlen_q: int,
     max_seqlen_k: int, num_heads_q: int, num_heads_k: int, head_dim: int, layout_q: str, layout_k: str,
-    mask_mode: int, cmp_ratio: int, meta_data: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
-) -> tuple[int, int, acl.Executor | None]:
-    """Metadata of DenseLightningIndexerSoftmaxLseV2: zeros, for no work is divided here. Phase 1: checks, plans, and
-    says how much workspace phase 2 needs."""
-
+    mask_mode: int, cmp_ratio: int, meta_data: _Tensor, *, strict: bool = True,
+    check_content: bool = False) -> _Planned:
+    """Metadata of DenseLightningIndexerSoftmaxLseV2: zeros, for no work is divided here."""
 aclnnDenseLightningIndexerSoftmaxLseV2Metadata: _Run
-

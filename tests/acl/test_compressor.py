@@ -1,7 +1,5 @@
 """The two-phase interface's Compressor and CompressorGrad, and the package's function of it."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which back end is chosen, what it says when none is, and that none is needed to import the package."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

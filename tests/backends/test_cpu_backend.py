@@ -1,7 +1,5 @@
 """What is special to the CPU back end: its memory, its bits, its refusals. What it computes is checked elsewhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Calls of 4096 to 16384 tokens, judged at both ends, at boundaries of tiles and at tiles drawn by a seed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls on the meta device: every check and the shapes, dtypes and strides that the same call has elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

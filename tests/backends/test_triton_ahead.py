@@ -7,10 +7,6 @@ file for each Triton:
     python tests/support/triton_ahead.py     records it anew
 """
 
-from __future__ import annotations
-
-import json
-
 import pytest
 
 triton = pytest.importorskip("triton")
@@ -70,7 +66,7 @@ LATER = frozenset(
         "query 768 read sm_86",
     )
 )
-RECORDED = json.loads(ahead.RESOURCES.read_text(encoding="utf-8")) if ahead.RESOURCES.exists() else {}
+RECORDED = ahead.recorded(ahead.OF_DENSE)
 recorded = pytest.mark.skipif(not RECORDED, reason=f"nothing is recorded of Triton {triton.__version__}")
 unrecorded = pytest.mark.skip(reason=f"not recorded of Triton {triton.__version__}")
 
@@ -91,14 +87,7 @@ RUNS = [pytest.param(run, marks=marks(run)) for run in ahead.RUNS]
 @recorded
 @pytest.mark.parametrize("run", RUNS)
 def test_resources(run: str) -> None:
-    result, before = ahead.figures(run), RECORDED[run]
-    assert result["shared"] <= ahead.SHARED[ahead.RUNS[run][1]]
-    assert result["registers"] <= before["registers"] + 8
-    assert {key: result[key] for key in ("wgmma", "mma")} == {key: before[key] for key in ("wgmma", "mma")}
-    assert result["ahead"] >= before["ahead"]
-    # wgmma that the assembler runs one after the other waits after each.
-    risen = [key for key in ("spilled", "stacked", "shared", "waits", "cut", "whole") if result[key] > before[key]]
-    assert risen == []
+    assert ahead.worse(ahead.figures(run), RECORDED[run], ahead.SHARED[ahead.RUNS[run][1]]) == {}
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The Gluon forward without a GPU: when it is chosen, what it is launched with, what the compiler makes of it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run of the Triton back end finds out once, and on which device it asks."""
 
-from __future__ import annotations
-
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The C libraries, as a test finds them: none of them runs before it, and none after."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

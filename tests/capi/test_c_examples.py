@@ -2,8 +2,6 @@
 pkg-config; and that the libraries have what the headers declare.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -144,7 +142,7 @@ def test_a_build_through_pkg_config(tmp_path: Path) -> None:
 
 def test_libraries_have_what_headers_declare_and_no_more() -> None:
     texts = [path.read_text(encoding="utf-8") for path in environment.INCLUDE.rglob("*.h")]
-    declared = set(re.findall(r"ACL_FUNC_VISIBILITY [\w ]+?[ *](\w+)\(", "".join(texts)))
+    declared = set(re.findall(r"(?:ACL_FUNC_VISIBILITY|ACLNN_FUNCTION) [\w ]+?[ *](\w+)\(", "".join(texts)))
     assert {"aclInit", "aclCreateTensor", "aclnnFlashAttentionScore", "aclGetRecentErrMsg"} <= declared
     exported = set()
     for name in environment.LIBRARIES:

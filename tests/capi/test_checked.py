@@ -1,7 +1,5 @@
 """The checked mode: what the chip would let pass is reported, with the call and the memory that it concerns."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import subprocess

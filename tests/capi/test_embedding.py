@@ -1,7 +1,5 @@
 """Python inside C programs: which one is found, what it leaves alone, what is said where there is none."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """CANN's opaque handles in C: what they are, and anything whatever in every position of every function."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import threading

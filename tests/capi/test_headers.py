@@ -1,17 +1,16 @@
 """The C headers: what the records give, what CANN's pages print, and clean for every compiler that programs use."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from support.sources import ROOT
 
 from codegen import headers
+from codegen.c_definitions import definitions
 from fusion_attention.capi.environment import INCLUDE
+from fusion_attention.contract import Tensor
 from fusion_attention.ops import RECORDS
 
 COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
@@ -87,7 +86,6 @@ def test_what_is_there_is_what_the_records_give() -> None:
     assert there.keys() == expected.keys()
     for name, text in expected.items():
         assert there[name].read_text(encoding="utf-8") == text, f"{name}: make docs writes it"
-    assert (ROOT / "csrc/capi/operators.inc").read_text(encoding="utf-8") == headers.definitions(RECORDS)
 
 
 def test_every_operator_is_declared_and_defined_once_in_its_file() -> None:
@@ -95,18 +93,19 @@ def test_every_operator_is_declared_and_defined_once_in_its_file() -> None:
     texts = headers.files(RECORDS)
     declared = re.findall(r"aclnnStatus (aclnn\w+)\(", "".join(texts.values()))
     assert sorted(declared) == sorted(name + phase for name in operators for phase in ("", "GetWorkspaceSize"))
-    defined = re.findall(r"^OPERATOR\((\w+)", headers.definitions(RECORDS), re.MULTILINE)
+    defined = re.findall(r"^OPERATOR\((\w+),", definitions(INCLUDE), re.MULTILINE)
     assert sorted(f"aclnn{name}" for name in defined) == sorted(operators)
     for name, home in HOMES.items():
         assert f"aclnnStatus {name}(" in texts[f"aclnnop/{home}"]
 
 
-def test_outputs_are_marked() -> None:
-    """By their place: bit i of an operator's mask is its parameter i."""
-    masks = dict(re.findall(r"OPERATOR\((\w+), (0x[0-9a-f]+)", headers.definitions(RECORDS)))
-    assert masks["IncreFlashAttentionV4"] == hex(1 << 21)
-    assert masks["SparseFlashAttentionGrad"] == hex(0b11111 << 19)
-    assert masks["FlashAttentionUnpaddingScoreGradV5"] == hex(0b1111111 << 30)
+def test_outputs_are_the_last_tensors_that_follow_one_another() -> None:
+    """So csrc/capi/entry.cpp takes them."""
+    for op in (op for name, op in RECORDS.items() if name.startswith("aclnn")):
+        kinds = "".join("t" if kind == "const aclTensor *" else "." for kind, _ in headers.parameters(op))
+        last = re.search(r"t+(?=\.*$)", kinds)
+        assert last is not None
+        assert [i for i, p in enumerate(op.params) if isinstance(p, Tensor) and p.output] == list(range(*last.span()))
 
 
 @needs_compiler
@@ -134,6 +133,13 @@ def test_declarations_are_what_the_pages_print(tmp_path: Path) -> None:
     wrong = PRINTED.replace("const aclIntArray *", "const aclTensor *", 1)
     with pytest.raises(AssertionError, match="conflicting types"):
         compiles(COMPILERS[0], "c11", includes + wrong, tmp_path)
+
+
+@needs_compiler
+def test_programs_in_c_and_in_cpp_call_the_same_functions(tmp_path: Path) -> None:
+    """A second declaration with C's linkage would not compile beside one with C++'s."""
+    includes = "".join(f'#include "{name}"\n' for name in ["acl/acl.h", *headers.files(RECORDS)])
+    compiles(COMPILERS[0], "c++20", f'{includes}extern "C" {{{PRINTED}}}', tmp_path)
 
 
 @needs_compiler

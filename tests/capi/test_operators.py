@@ -1,7 +1,5 @@
 """Operators called from C: the bytes, codes and words of the two-phase interface in Python; executors; threads."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ programs of our own after the same interface. The bytes that the programs copy b
 calls in Python, of which tests/contract/test_page_programs.py says what they ought to be, and with the golden model's.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

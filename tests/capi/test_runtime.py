@@ -1,7 +1,5 @@
 """The C runtime: its configuration, devices, streams, memory; called as C programs call it, without an operator."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import shutil

@@ -3,8 +3,6 @@
 Slow: every source is compiled anew. tests/capi/test_handles.py asks the same of the libraries as they were built.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The pages of aclnnBlockSparseAttention and aclnnBlockSparseAttentionGrad, clause by clause."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import wraps
 from itertools import accumulate, pairwise
@@ -9,13 +7,13 @@ from typing import Any
 
 import torch
 
-from clauses.derived import listed, of_parameters
+from clauses.derived import of_parameters
 from clauses.dtypes import BF, H
 from clauses.near import Near, near, softmax
-from clauses.table import INVALID, NULL, Args, Page, clause, computes, filled, forbids, refuses, taken_over
+from clauses.table import INVALID, NULL, Args, Page, clause, computes, filled, forbids, prototype, refuses, taken_over
 from clauses.values import GENERATOR, draw, prepared, widened, zeros
 
-FORWARD = listed("""
+FORWARD = prototype("""
     aclTensor   query key value blockSparseMaskOptional attenMaskOptional
     aclIntArray blockShapeOptional actualSeqLengthsOptional actualSeqLengthsKvOptional
     aclTensor   blockTableOptional
@@ -25,7 +23,7 @@ FORWARD = listed("""
     int64_t     innerPrecise blockSize preTokens nextTokens softmaxLseFlag
     aclTensor   attentionOut softmaxLseOptional
 """)
-GRAD = listed("""
+GRAD = prototype("""
     aclTensor   dout query key value attentionOut softmaxLse blockSparseMaskOptional attenMaskOptional
     aclIntArray blockShapeOptional actualSeqLengthsOptional actualSeqLengthsKvOptional
     char        qInputLayout kvInputLayout

@@ -1,7 +1,5 @@
 """The pages of aclnnCompressor and aclnnCompressorGrad, clause by clause."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import wraps
 from itertools import accumulate
@@ -9,19 +7,19 @@ from typing import Any
 
 import torch
 
-from clauses.derived import listed, of_parameters
+from clauses.derived import of_parameters
 from clauses.dtypes import BF, I32, H
 from clauses.near import Near, cat, near, softmax, stack
-from clauses.table import NULL, Args, Page, clause, computes, filled, forbids, refuses, taken_over
+from clauses.table import NULL, Args, Page, clause, computes, filled, forbids, prototype, refuses, taken_over
 from clauses.values import draw, ints, longer, widened
 
-FORWARD = listed("""
+FORWARD = prototype("""
     aclTensor x wkv wgate stateCacheRef=state_cache ape stateBlockTable cuSeqlens seqused startPos
     int64_t   cmpRatio coff cacheMode stateCacheStrideDim0
     bool      gradEnabled
     aclTensor cmpKv softmaxScore kv
 """)
-GRAD = listed("""
+GRAD = prototype("""
     aclTensor x wkv wgate dCmpKv softmaxScore kv cuSeqlens seqused startPos
     int64_t   cmpRatio coff
     aclTensor dX dWkv dWgate dApe

@@ -1,22 +1,27 @@
-"""Prototypes and clauses that follow from the names of an operator's parameters."""
+"""Clauses that follow from the names of an operator's parameters, or from another page."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from clauses.dtypes import F32, I16
-from clauses.table import INVALID, NULL, RUN_TIME, Clause, Parameter, clause, computes, forbids, prototype, refuses
+from clauses.table import INVALID, NULL, RUN_TIME, Check, Clause, clause, computes, forbids, refuses
 from clauses.table import repeats as again
 from clauses.values import deeper, fractal, gapped, to
 
 
-def listed(text: str) -> tuple[Parameter, ...]:
-    """A prototype of lines "kind name name=record's name ...", in the page's order."""
-    lines = (line.split() for line in text.strip().splitlines())
-    return prototype("\n".join(f"{kind} {name.replace('=', ' = ')}" for kind, *names in lines for name in names))
+def of_page(
+    clauses: Iterable[Clause], names: Mapping[str, str], holds: Callable[[Check], bool]
+) -> tuple[Clause, ...]:  # fmt: skip
+    """The clauses of another page, without checks that do not hold here; names: parameters as this page spells them."""
+
+    def renamed(check: Check) -> Check:
+        over = {names.get(name, name): value for name, value in check.over.items()}
+        return replace(check, over=over, names=tuple(names.get(name, name) for name in check.names))
+
+    results = (replace(c, checks=tuple(renamed(check) for check in c.checks if holds(check))) for c in clauses)
+    return tuple(c for c in results if c.checks)
 
 
 def of_parameters(

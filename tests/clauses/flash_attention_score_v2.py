@@ -1,7 +1,5 @@
 """The page of aclnnFlashAttentionScoreV2, clause by clause: the edition for Atlas A2 that ends with a REG_OP."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """aclnnFlashAttentionScoreV2: its prototype, a legal call, and the page's formula."""
 
-from __future__ import annotations
-
 import torch
 
 from clauses.dtypes import F32, H
@@ -11,29 +9,13 @@ from clauses.training import band, biased, bits, given, grid, tabled
 from clauses.values import draw, heads_first, prepared
 
 PROTOTYPE = prototype("""
-    aclTensor   query
-    aclTensor   key
-    aclTensor   value
-    aclTensor   realShiftOptional = pse
-    aclTensor   dropMaskOptional
-    aclTensor   paddingMaskOptional
-    aclTensor   attenMaskOptional
-    aclIntArray prefixOptional
-    aclIntArray qStartIdxOptional
-    aclIntArray kvStartIdxOptional
-    double      scaleValueOptional = scale default 1.0
-    double      keepProbOptional default 1.0
-    int64_t     preTokensOptional default 2147483647
-    int64_t     nextTokensOptional default 2147483647
-    int64_t     headNum
+    aclTensor   query key value realShiftOptional=pse dropMaskOptional paddingMaskOptional attenMaskOptional
+    aclIntArray prefixOptional qStartIdxOptional kvStartIdxOptional
+    double      scaleValueOptional=scale:1.0 keepProbOptional:1.0
+    int64_t     preTokensOptional:2147483647 nextTokensOptional:2147483647 headNum
     char        inputLayout
-    int64_t     innerPreciseOptional default 0
-    int64_t     sparseModeOptional default 0
-    int64_t     pseTypeOptional default 1
-    aclTensor   softmaxMaxOut
-    aclTensor   softmaxSumOut
-    aclTensor   softmaxOutOut
-    aclTensor   attentionOutOut
+    int64_t     innerPreciseOptional:0 sparseModeOptional:0 pseTypeOptional:1
+    aclTensor   softmaxMaxOut softmaxSumOut softmaxOutOut attentionOutOut
 """)
 FLT_MAX = torch.finfo(torch.float32).max
 

@@ -1,7 +1,5 @@
 """The page of aclnnIncreFlashAttentionV4, clause by clause, for Atlas A2: inference cards take less."""
 
-from __future__ import annotations
-
 import torch
 
 from clauses.dtypes import BF, BOOL, F32, F64, I8, I16, I32, I64, U8, H

@@ -1,7 +1,5 @@
 """aclnnIncreFlashAttentionV4: its prototype, a legal call, and the page's formula."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -13,26 +11,15 @@ from clauses.values import draw, drawn_integers, heads_first, prepared
 
 PROTOTYPE = prototype("""
     aclTensor     query
-    aclTensorList key
-    aclTensorList value
-    aclTensor     pseShift
-    aclTensor     attenMask
+    aclTensorList key value
+    aclTensor     pseShift attenMask
     aclIntArray   actualSeqLengths
-    aclTensor     dequantScale1
-    aclTensor     quantScale1
-    aclTensor     dequantScale2
-    aclTensor     quantScale2
-    aclTensor     quantOffset2
-    aclTensor     antiquantScale
-    aclTensor     antiquantOffset
-    aclTensor     blocktable
-    aclTensor     kvPaddingSize
+    aclTensor     dequantScale1 quantScale1 dequantScale2 quantScale2 quantOffset2 antiquantScale
+    aclTensor     antiquantOffset blocktable kvPaddingSize
     int64_t       numHeads
     double        scaleValue
     char          inputLayout
-    int64_t       numKeyValueHeads default 0
-    int64_t       blockSize
-    int64_t       innerPrecise
+    int64_t       numKeyValueHeads:0 blockSize innerPrecise
     aclTensor     attentionOut
 """)
 

@@ -1,7 +1,5 @@
 """The page of aclnnSparseLightningIndexerGradKLLoss, clause by clause: the edition of 16-bit weights."""
 
-from __future__ import annotations
-
 import torch
 
 from clauses.dtypes import BF, F32, F64, I8, I16, I64, U8, H

@@ -1,7 +1,5 @@
 """aclnnSparseLightningIndexerGradKLLoss: its prototype, a legal call, and the page's formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -13,28 +11,13 @@ from clauses.table import Args, filled, prototype
 from clauses.values import draw
 
 PROTOTYPE = prototype("""
-    aclTensor   query
-    aclTensor   key
-    aclTensor   queryIndex
-    aclTensor   keyIndex
-    aclTensor   weights
-    aclTensor   sparseIndices
-    aclTensor   softmaxMax
-    aclTensor   softmaxSum
-    aclTensor   queryRope
-    aclTensor   keyRope
-    aclIntArray actualSeqLengthsQuery
-    aclIntArray actualSeqLengthsKey
+    aclTensor   query key queryIndex keyIndex weights sparseIndices softmaxMax softmaxSum queryRope keyRope
+    aclIntArray actualSeqLengthsQuery actualSeqLengthsKey
     double      scaleValue
     char        layout
-    int64_t     sparseMode
-    int64_t     pre_tokens
-    int64_t     next_tokens
+    int64_t     sparseMode pre_tokens next_tokens
     bool        deterministic
-    aclTensor   dQueryIndex
-    aclTensor   dKeyIndex
-    aclTensor   dWeights
-    aclTensor   loss
+    aclTensor   dQueryIndex dKeyIndex dWeights loss
 """)
 LENGTHS = ("actualSeqLengthsQuery", "actualSeqLengthsKey")
 

@@ -1,7 +1,5 @@
 """The page of aclnnSparseLightningIndexerKLLossGrad, clause by clause."""
 
-from __future__ import annotations
-
 import torch
 
 from clauses.dtypes import BF, F32, F64, I8, I16, I32, I64, H

@@ -1,7 +1,5 @@
 """aclnnSparseLightningIndexerKLLossGrad: its prototype, a legal call, and the formula of its outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -13,25 +11,11 @@ from clauses.table import Args, filled, prototype
 from clauses.values import GENERATOR, draw
 
 PROTOTYPE = prototype("""
-    aclTensor q
-    aclTensor k
-    aclTensor w
-    aclTensor sparseIndices
-    aclTensor attnSoftmaxL1Norm
-    aclTensor cuSeqLensQOptional
-    aclTensor cuSeqLensKOptional
-    aclTensor seqUsedQOptional
-    aclTensor seqUsedKOptional
-    aclTensor cmpResidualKOptional
-    aclTensor metadataOptional
-    char      layoutQ
-    char      layoutK
-    int64_t   maskMode
-    int64_t   cmpRatio
-    aclTensor dq
-    aclTensor dk
-    aclTensor dw
-    aclTensor softmaxOut
+    aclTensor q k w sparseIndices attnSoftmaxL1Norm cuSeqLensQOptional cuSeqLensKOptional seqUsedQOptional
+    aclTensor seqUsedKOptional cmpResidualKOptional metadataOptional
+    char      layoutQ layoutK
+    int64_t   maskMode cmpRatio
+    aclTensor dq dk dw softmaxOut
 """)
 ENDS = ("cuSeqLensQOptional", "cuSeqLensKOptional")
 USED = ("seqUsedQOptional", "seqUsedKOptional")

@@ -1,21 +1,19 @@
 """The page of aclnnLightningIndexerV2, clause by clause."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from clauses.derived import listed, of_parameters
+from clauses.derived import of_parameters
 from clauses.dtypes import BF, F32, I32, H
 from clauses.indexer_kl_loss_grad_calls import bound, has_bound, sequences
 from clauses.near import Near, near
-from clauses.table import NULL, Args, Page, clause, computes, filled, forbids, refuses
+from clauses.table import NULL, Args, Page, clause, computes, filled, forbids, prototype, refuses
 from clauses.values import draw, ints, longer, widened, zeros
 
-PROTOTYPE = listed("""
+PROTOTYPE = prototype("""
     aclTensor q k w cuSeqlensQ cuSeqlensK sequsedQ sequsedK cmpResidualK blockTable outputIdxOffset metadata
     int64_t   topk maxSeqlenQ
     char      layoutQ layoutK

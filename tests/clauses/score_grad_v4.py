@@ -1,19 +1,16 @@
 """The page of aclnnFlashAttentionScoreGradV4, clause by clause: packed rows by those of UnpaddingScoreGradV3."""
 
-from __future__ import annotations
-
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 
 from clauses import unpadding_score_grad_v3 as v3
 from clauses import unpadding_score_grad_v3_calls as calls
-from clauses.derived import listed
+from clauses.derived import of_page
 from clauses.near import Near
-from clauses.table import NULL, Args, Check, Page, clause, computes, filled, forbids, refuses
+from clauses.table import NULL, Args, Check, Page, clause, computes, filled, forbids, prototype, refuses
 from clauses.values import zeros
 
-PROTOTYPE = listed("""
+PROTOTYPE = prototype("""
     aclTensor   query key value dy pseShift=pse dropMask paddingMask attenMask softmaxMax softmaxSum
     aclTensor   softmaxIn attentionIn sinkIn queryRope keyRope dScaleQ dScaleK dScaleV dScaleDy dScaleO
     aclIntArray prefix actualSeqQLen actualSeqKvLen qStartIdx kvStartIdx
@@ -51,12 +48,6 @@ def finish(args: Args, changed: frozenset[str]) -> None:
     args.update({NAMES[name]: value for name, value in given.items()})
 
 
-def of_v4(check: Check) -> Check:
-    """A check of V3, by V4's names."""
-    over = {NAMES.get(name, name): value for name, value in check.over.items()}
-    return replace(check, over=over, names=tuple(NAMES.get(name, name) for name in check.names))
-
-
 def holds(check: Check) -> bool:
     """False for what is about rope parts, which are beside 128 elements here, or about what V4 takes: wide rows, no
     mask, padded rows; pseType 0 is for a bias."""
@@ -84,10 +75,6 @@ CLAUSES = (
         forbids("dkRope", **ROPE, dkRope=zeros(16, 2, 32)),
         ruling=47,
     ),
-    *(
-        replace(c, checks=checks)
-        for c in v3.CLAUSES
-        if (checks := tuple(of_v4(check) for check in c.checks if holds(check)))
-    ),
+    *of_page(v3.CLAUSES, NAMES, holds),
 )
 PAGE = Page("aclnnFlashAttentionScoreGradV4", PROTOTYPE, base, formula, CLAUSES, finish)

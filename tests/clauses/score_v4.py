@@ -1,8 +1,5 @@
 """The page of aclnnFlashAttentionScoreV4, clause by clause: what V2's page says too, by the clauses of V2."""
 
-from __future__ import annotations
-
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -10,13 +7,13 @@ import torch
 
 from clauses import flash_attention_score_v2 as v2
 from clauses import flash_attention_score_v2_calls as calls
-from clauses.derived import listed
+from clauses.derived import of_page
 from clauses.dtypes import H
 from clauses.near import Near
-from clauses.table import NULL, Args, Check, Page, clause, computes, filled, forbids, refuses
+from clauses.table import NULL, Args, Check, Page, clause, computes, filled, forbids, prototype, refuses
 from clauses.values import drawn, zeros
 
-PROTOTYPE = listed("""
+PROTOTYPE = prototype("""
     aclTensor   query key value realShift=pse dropMask paddingMask attenMask queryRope keyRope
     aclTensor   dScaleQ dScaleK dScaleV sink
     aclIntArray prefix actualSeqQLen actualSeqKvLen qStartIdx kvStartIdx
@@ -54,12 +51,6 @@ def formula(args: Args) -> dict[str, Near]:
     return {NAMES[name]: t for name, t in calls.formula(of_v2).items()}
 
 
-def of_v4(check: Check) -> Check:
-    """A check of V2, by V4's names."""
-    over = {NAMES.get(name, name): value for name, value in check.over.items()}
-    return replace(check, over=over, names=tuple(NAMES.get(name, name) for name in check.names))
-
-
 def holds(check: Check) -> bool:
     """False for what V2 refuses and V4 takes: packed rows, values of other elements, wide rows, drawn dropout."""
     over = check.over
@@ -86,10 +77,6 @@ CLAUSES = (
         forbids("softmaxOutLayout", softmaxOutLayout="TND"),
         ruling=47,
     ),
-    *(
-        replace(c, checks=checks)
-        for c in v2.CLAUSES
-        if (checks := tuple(of_v4(check) for check in c.checks if holds(check)))
-    ),
+    *of_page(v2.CLAUSES, NAMES, holds),
 )
 PAGE = Page("aclnnFlashAttentionScoreV4", PROTOTYPE, base, formula, CLAUSES)

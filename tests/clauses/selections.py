@@ -1,7 +1,5 @@
 """Lists of selected keys, sequences, and what a row sees: two pages share these."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """aclnnSparseFlashAttentionGrad: its prototype, a legal call, and the page's formula."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -13,30 +11,14 @@ from clauses.table import Args, filled, prototype
 from clauses.values import draw
 
 PROTOTYPE = prototype("""
-    aclTensor query
-    aclTensor key
-    aclTensor value
-    aclTensor sparseIndices
-    aclTensor dOut
-    aclTensor out
-    aclTensor softmaxMax
-    aclTensor softmaxSum
-    aclTensor actualSeqLengthsQueryOptional
-    aclTensor actualSeqLengthskvOptional
-    aclTensor queryRopeOptional
-    aclTensor keyRopeOptional
+    aclTensor query key value sparseIndices dOut out softmaxMax softmaxSum actualSeqLengthsQueryOptional
+    aclTensor actualSeqLengthskvOptional queryRopeOptional keyRopeOptional
     double    scaleValue
     int64_t   sparseBlockSize
     char      layoutOptional
-    int64_t   sparseMode
-    int64_t   preTokens
-    int64_t   nextTokens
+    int64_t   sparseMode preTokens nextTokens
     bool      deterministic
-    aclTensor dQueryOut
-    aclTensor dKeyOut
-    aclTensor dValueOut
-    aclTensor dQueryRopeOutOptional
-    aclTensor dKeyRopeOutOptional
+    aclTensor dQueryOut dKeyOut dValueOut dQueryRopeOutOptional dKeyRopeOutOptional
 """)
 LENGTHS = ("actualSeqLengthsQueryOptional", "actualSeqLengthskvOptional")
 INF = 2147483647

@@ -1,7 +1,5 @@
 """The page of aclnnSparseFlashMla, clause by clause: the forms that A2 and A3 have, and lists of keys."""
 
-from __future__ import annotations
-
 import torch
 
 from clauses.dtypes import BF, F32, F64, I8, I16, I32, I64, H

@@ -1,7 +1,5 @@
 """aclnnSparseFlashMla: its prototype, a legal call, and the formula of its outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -13,36 +11,15 @@ from clauses.table import Args, filled, prototype
 from clauses.values import GENERATOR, draw
 
 PROTOTYPE = prototype("""
-    aclTensor q
-    aclTensor oriKv
-    aclTensor cmpKv
-    aclTensor oriSparseIndices
-    aclTensor cmpSparseIndices
-    aclTensor oriBlockTable
-    aclTensor cmpBlockTable
-    aclTensor cuSeqlensQ
-    aclTensor cuSeqlensOriKv
-    aclTensor cuSeqlensCmpKv
-    aclTensor sequsedQ
-    aclTensor sequsedOriKv
-    aclTensor sequsedCmpKv
-    aclTensor cmpResidualKv
-    aclTensor oriTopkLength
-    aclTensor cmpTopkLength
-    aclTensor sinks
-    aclTensor metadata
+    aclTensor q oriKv cmpKv oriSparseIndices cmpSparseIndices oriBlockTable cmpBlockTable cuSeqlensQ
+    aclTensor cuSeqlensOriKv cuSeqlensCmpKv sequsedQ sequsedOriKv sequsedCmpKv cmpResidualKv oriTopkLength
+    aclTensor cmpTopkLength sinks metadata
     double    softmaxScale
-    int64_t   cmpRatio
-    int64_t   oriMaskMode
-    int64_t   cmpMaskMode
-    int64_t   oriWinLeft
-    int64_t   oriWinRight
-    char      layoutQ
-    char      layoutKv
+    int64_t   cmpRatio oriMaskMode cmpMaskMode oriWinLeft oriWinRight
+    char      layoutQ layoutKv
     int64_t   topkValueMode
     bool      returnSoftmaxLse
-    aclTensor attnOut
-    aclTensor softmaxLseOut
+    aclTensor attnOut softmaxLseOut
 """)
 SIDES = ("Q", "OriKv", "CmpKv")
 ENTRIES = 8  # slots of a list

@@ -1,21 +1,19 @@
 """The page of aclnnSparseFlashMlaGrad, clause by clause."""
 
-from __future__ import annotations
-
 from functools import wraps
 from typing import Any
 
 import torch
 
 from clauses import sparse_flash_mla_calls as forward
-from clauses.derived import listed, of_parameters
+from clauses.derived import of_parameters
 from clauses.dtypes import BF, F32, H
 from clauses.near import Near, near
 from clauses.sparse_flash_mla_calls import ENTRIES, SIDES, flat, keys_of, lengths_of, row_entries
-from clauses.table import NULL, TILING, Args, Page, clause, computes, forbids, refuses, taken_over
+from clauses.table import NULL, TILING, Args, Page, clause, computes, forbids, prototype, refuses, taken_over
 from clauses.values import draw, ints, widened, zeros
 
-PROTOTYPE = listed("""
+PROTOTYPE = prototype("""
     aclTensor query dOut out lse oriKv cmpKv oriSparseIndices cmpSparseIndices cuSeqlensQ cuSeqlensOriKv cuSeqlensCmpKv
     aclTensor sequsedQ sequsedOriKv sequsedCmpKv cmpResidualKv oriTopkLength cmpTopkLength sinks metadata
     double    scaleValue

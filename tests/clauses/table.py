@@ -6,8 +6,6 @@ page; a check says what it changes. Keywords of the base (sizes, dtype) change i
 parameter, spelled as the page spells it; a function of the old value gives a new one.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -135,13 +133,14 @@ class Parameter(NamedTuple):
 
 
 def prototype(lines: str) -> tuple[Parameter, ...]:
-    """Lines "kind name", with "= record's name" and "default number" where there are any."""
+    """Lines "kind name name=record's name name:default ...", in the page's order."""
     results = []
     for line in lines.strip().splitlines():
-        kind, name, *more = line.split()
-        added = dict(zip(more[::2], more[1::2], strict=True))
-        assert added.keys() <= {"=", "default"}, line
-        results.append(Parameter(kind, name, added.get("=", ""), added.get("default", "")))
+        kind, *names = line.split()
+        for text in names:
+            spelled, _, default = text.partition(":")
+            name, _, shown = spelled.partition("=")
+            results.append(Parameter(kind, name, shown, default))
     return tuple(results)
 
 

@@ -1,7 +1,5 @@
 """What the pages of training share: which keys a row sees in a sparse mode, biases, and bits of dropout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page of aclnnFlashAttentionUnpaddingScoreGradV3, clause by clause: the edition for Atlas A2 and A3."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

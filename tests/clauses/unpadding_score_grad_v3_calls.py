@@ -1,7 +1,5 @@
 """aclnnFlashAttentionUnpaddingScoreGradV3: its prototype, a legal call, and the page's formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -14,40 +12,15 @@ from clauses.training import INF, TRIANGLE, band, edge_mode, given
 from clauses.values import draw
 
 PROTOTYPE = prototype("""
-    aclTensor   query
-    aclTensor   queryRope
-    aclTensor   keyIn
-    aclTensor   keyInRope = key_rope
-    aclTensor   value
-    aclTensor   dy
-    aclTensor   pseShiftOptional = pse
-    aclTensor   dropMaskOptional
-    aclTensor   paddingMaskOptional
-    aclTensor   attenMaskOptional
-    aclTensor   softmaxMaxOptional
-    aclTensor   softmaxSumOptional
-    aclTensor   softmaxInOptional = softmax_in
-    aclTensor   attentionInOptional = attention_in
-    aclIntArray prefixOptional
-    aclIntArray actualSeqQLenOptional
-    aclIntArray actualSeqKvLenOptional
-    aclIntArray qStartIdxOptional
-    aclIntArray kvStartIdxOptional
-    double      scaleValue = scale
-    double      keepProb
-    int64_t     preTokens
-    int64_t     nextTokens
-    int64_t     headNum
+    aclTensor   query queryRope keyIn keyInRope=key_rope value dy pseShiftOptional=pse dropMaskOptional
+    aclTensor   paddingMaskOptional attenMaskOptional softmaxMaxOptional softmaxSumOptional
+    aclTensor   softmaxInOptional=softmax_in attentionInOptional=attention_in
+    aclIntArray prefixOptional actualSeqQLenOptional actualSeqKvLenOptional qStartIdxOptional kvStartIdxOptional
+    double      scaleValue=scale keepProb
+    int64_t     preTokens nextTokens headNum
     char        inputLayout
-    int64_t     innerPrecise
-    int64_t     sparseMode
-    int64_t     pseType
-    aclTensor   dqOut
-    aclTensor   dqRopeOut
-    aclTensor   dkOut
-    aclTensor   dkRopeOut
-    aclTensor   dvOut
-    aclTensor   dpseOut
+    int64_t     innerPrecise sparseMode pseType
+    aclTensor   dqOut dqRopeOut dkOut dkRopeOut dvOut dpseOut
 """)
 
 

@@ -1,7 +1,5 @@
 """`fusion-attention bench`: its rows, files and charts; and what it says of two runs."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

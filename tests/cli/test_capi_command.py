@@ -1,7 +1,5 @@
 """`fusion-attention capi`: lines for build systems."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

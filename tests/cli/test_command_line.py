@@ -1,7 +1,5 @@
 """All commands: one sentence and exit code 2 for wrong input, nothing of it executed; JSON, completion, help."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The demo's encoder and its verdict, on a handful of sentences."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

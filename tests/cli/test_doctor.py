@@ -1,7 +1,5 @@
 """`fusion-attention doctor`: what it says of the machine, and what its self test sees."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """`fusion-attention explain`: calls as text, as captures and as CANN's log; the rule that breaks, and its fix."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from pathlib import Path

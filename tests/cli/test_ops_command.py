@@ -1,7 +1,5 @@
 """`fusion-attention ops`: the list, and what every page says."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -1,7 +1,5 @@
 """`fusion-attention replay`: a session computed again, in order, timed and judged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

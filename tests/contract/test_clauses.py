@@ -7,23 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from clauses import (
-    block_sparse_attention,
-    compressor,
-    flash_attention_score_v2,
-    incre_flash_attention_v4,
-    indexer_grad_kl_loss,
-    indexer_kl_loss_grad,
-    indexer_v2,
-    score_grad_v4,
-    score_v4,
-    softmax_l1_norm,
-    sparse_flash_attention_grad,
-    sparse_flash_mla,
-    sparse_flash_mla_grad,
-    table,
-    unpadding_score_grad_v3,
-)
+from clauses import score_grad_v4, score_v4, table
+from clauses.pages import PAGES
 from clauses.table import KINDS, TYPES, Check, Clause, Page, bytes_of, called, outputs_of, record_of, wrong
 
 from fusion_attention import aclnn
@@ -32,25 +17,6 @@ from fusion_attention.contract import Attr
 
 pytestmark = pytest.mark.usefixtures("runtime")
 RULINGS = Path(__file__).parents[2] / "docs" / "rulings.md"
-# Each page, and how many of its calls and parameters are checked at least.
-PAGES: dict[Page, int] = {
-    unpadding_score_grad_v3.PAGE: 221,
-    sparse_flash_attention_grad.PAGE: 178,
-    flash_attention_score_v2.PAGE: 219,
-    incre_flash_attention_v4.PAGE: 245,
-    indexer_grad_kl_loss.PAGE: 151,
-    sparse_flash_mla.PAGE: 180,
-    indexer_kl_loss_grad.PAGE: 150,
-    sparse_flash_mla_grad.PAGE: 128,
-    softmax_l1_norm.PAGE: 87,
-    indexer_v2.PAGE: 93,
-    compressor.PAGE: 91,
-    compressor.GRAD_PAGE: 102,
-    block_sparse_attention.PAGE: 85,
-    block_sparse_attention.GRAD_PAGE: 101,
-    score_v4.PAGE: 379,
-    score_grad_v4.PAGE: 290,
-}
 # Pages most of whose clauses follow from their parameters or are another page's: one in so many runs every day.
 DAILY = dict.fromkeys([*PAGES][7:], 4) | dict.fromkeys((score_v4.PAGE, score_grad_v4.PAGE), 100)
 ROWS = [

@@ -1,7 +1,5 @@
 """Legal calls that probably mean something else: what they warn of, once, and that they are errors when strict."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import warnings

@@ -1,7 +1,5 @@
 """What a block or a process says for all calls: strictness, checks of content, back ends; in threads and traces."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from clauses.pages import PAGES
+from support.operators import declared
 from support.records import INTERFACES
 
 import fusion_attention
@@ -73,21 +75,7 @@ def test_every_parameter_of_decode_attention_reaches_its_record(monkeypatch: pyt
 
 
 KEYWORD_ONLY_FROM = {
-    "npu_fusion_attention": None,
-    "npu_fusion_attention_v2": "pse",
-    "npu_fusion_attention_v3": None,
-    "npu_fusion_attention_grad": "pse",
-    "npu_fusion_attention_grad_v2": "pse",
-    "npu_fusion_attention_grad_v3": "pse",
-    "npu_incre_flash_attention": "padding_mask",
-    "npu_prompt_flash_attention": "padding_mask",
-    "npu_fused_infer_attention_score": "pse_shift",
-    "npu_fused_infer_attention_score_v2": "query_rope",
     "attention": "layout",
-    "npu_lightning_indexer": "actual_seq_lengths_query",
-    "npu_lightning_indexer_grad": None,
-    "npu_sparse_flash_attention": "block_table",
-    "npu_sparse_flash_attention_grad": None,
     "npu_block_sparse_attention": "q_input_layout",
     "npu_block_sparse_attention_backward": None,
     "cann_ops_transformer.block_sparse_attention": "q_input_layout",
@@ -95,9 +83,6 @@ KEYWORD_ONLY_FROM = {
     "lightning_indexer": "layout",
     "sparse_attention": "layout",
     "compressed_attention": "ratio",
-    "npu_sparse_lightning_indexer_grad_kl_loss": "query_rope",
-    "npu_dense_lightning_indexer_softmax_lse": "actual_seq_qlen",
-    "npu_dense_lightning_indexer_grad_kl_loss": "query_rope",
     "indexer_loss": "layout",
     "indexer_target_loss": "layout",
     "cann_ops_transformer.sparse_lightning_indexer_kl_loss_grad": "cu_seqlens_q",
@@ -110,80 +95,21 @@ KEYWORD_ONLY_FROM = {
 }
 
 
-@pytest.mark.parametrize("name", INTERFACES)
+@pytest.mark.parametrize("name", KEYWORD_ONLY_FROM)
 def test_what_may_be_positional(name: str) -> None:
     parameters = inspect.signature(INTERFACES[name]).parameters.values()
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     assert (keywords or [None])[0] == KEYWORD_ONLY_FROM[name]
 
 
-# torch_npu's own signatures, of the newest op_plugin_functions.yaml: names, order and defaults.
-WINDOW = "pre_tockens=2147483647 next_tockens=2147483647 inner_precise=0"
-TOKENS = WINDOW.replace("tockens", "tokens")
-LENGTHS = "prefix actual_seq_qlen actual_seq_kvlen sparse_mode=0 gen_mask_parallel=True sync=False"
-STARTS = "pse_type=1 q_start_idx kv_start_idx"
-SAVED = "softmax_max softmax_sum softmax_in attention_in"
-HEAD = "query key value head_num input_layout pse padding_mask atten_mask"
-EVERY = "pre_tokens=9223372036854775807 next_tokens=9223372036854775807"
-GRAD_HEAD = f"query key value dy head_num input_layout pse padding_mask atten_mask {SAVED}"
+# Signatures of torch_npu that its op_plugin_functions.yaml alone has; tests/npu/test_torch_operators.py has the others.
 TORCH_NPU = {
-    "npu_fusion_attention": f"{HEAD} scale=1.0 keep_prob=1.0 {WINDOW} {LENGTHS} softmax_layout='' sink dropout_mask"
-    " seed=0 offset=0",
-    "npu_fusion_attention_v2": f"{HEAD} query_rope key_rope scale=1.0 keep_prob=1.0 {TOKENS} {LENGTHS} {STARTS}"
-    " softmax_layout='' sink dropout_mask seed=0 offset=0",
-    "npu_fusion_attention_v3": f"{HEAD} scale=1.0 keep_prob=1.0 {WINDOW} {LENGTHS} softmax_layout='' sink",
-    "npu_fusion_attention_grad": f"{GRAD_HEAD} scale_value=1.0 keep_prob=1.0 {WINDOW} seed=0 offset=0 numels=0"
-    f" {LENGTHS} softmax_layout='' sink",
-    "npu_fusion_attention_grad_v2": f"{GRAD_HEAD} query_rope key_rope scale_value=1.0 keep_prob=1.0 {TOKENS} seed=0"
-    f" offset=0 numels=0 {LENGTHS} {STARTS} softmax_layout='' sink",
-    "npu_fusion_attention_grad_v3": f"{GRAD_HEAD} scale_value=1.0 keep_prob=1.0 {WINDOW} seed offset {LENGTHS}"
-    " softmax_layout='' sink",
-    "npu_incre_flash_attention": "query key value padding_mask atten_mask pse_shift actual_seq_lengths antiquant_scale"
-    " antiquant_offset block_table dequant_scale1 quant_scale1 dequant_scale2 quant_scale2 quant_offset2"
-    " kv_padding_size num_heads=1 scale_value=1.0 input_layout='BSH' num_key_value_heads=0 block_size=0"
-    " inner_precise=1",
-    "npu_prompt_flash_attention": "query key value padding_mask atten_mask pse_shift actual_seq_lengths deq_scale1"
-    " quant_scale1 deq_scale2 quant_scale2 quant_offset2 num_heads=1 scale_value=1.0 pre_tokens=2147483647"
-    " next_tokens=0 input_layout='BSH' num_key_value_heads=0 actual_seq_lengths_kv sparse_mode=0",
-    "npu_fused_infer_attention_score": "query key value pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv"
-    " dequant_scale1 quant_scale1 dequant_scale2 quant_scale2 quant_offset2 antiquant_scale antiquant_offset"
-    " key_antiquant_scale key_antiquant_offset value_antiquant_scale value_antiquant_offset block_table"
-    " query_padding_size kv_padding_size key_shared_prefix value_shared_prefix actual_shared_prefix_len query_rope"
-    " key_rope key_rope_antiquant_scale num_heads=1 scale=1.0 pre_tokens=2147483647 next_tokens=2147483647"
-    " input_layout='BSH' num_key_value_heads=0 sparse_mode=0 inner_precise=0 block_size=0 antiquant_mode=0"
-    " key_antiquant_mode=0 value_antiquant_mode=0 softmax_lse_flag=False",
-    "npu_fused_infer_attention_score_v2": "query key value query_rope key_rope pse_shift atten_mask actual_seq_qlen"
-    " actual_seq_kvlen block_table dequant_scale_query dequant_scale_key dequant_offset_key dequant_scale_value"
-    " dequant_offset_value dequant_scale_key_rope quant_scale_out quant_offset_out quant_scale_p learnable_sink"
-    " num_query_heads=1 num_key_value_heads=0 softmax_scale=1.0 pre_tokens=2147483647 next_tokens=2147483647"
-    " input_layout='BSH' sparse_mode=0 block_size=0 query_quant_mode=0 key_quant_mode=0 value_quant_mode=0"
-    " inner_precise=0 return_softmax_lse=False query_dtype key_dtype value_dtype query_rope_dtype key_rope_dtype"
-    " key_shared_prefix_dtype value_shared_prefix_dtype dequant_scale_query_dtype dequant_scale_key_dtype"
-    " dequant_scale_value_dtype dequant_scale_key_rope_dtype out_dtype",
-    "npu_lightning_indexer": "query key weights actual_seq_lengths_query actual_seq_lengths_key block_table"
-    f" layout_query='BSND' layout_key='BSND' sparse_count=2048 sparse_mode=3 {EVERY} return_value=False",
-    "npu_lightning_indexer_grad": "query key dy sparse_indices weights actual_seq_lengths_query actual_seq_lengths_key"
-    f" layout='BSND' sparse_mode=3 {EVERY}",
-    "npu_sparse_flash_attention": "query key value sparse_indices scale_value block_table actual_seq_lengths_query"
-    " actual_seq_lengths_kv query_rope key_rope sparse_block_size=1 layout_query='BSND' layout_kv='BSND' sparse_mode=3"
-    f" {EVERY} attention_mode=0 return_softmax_lse=False sinks",
-    "npu_sparse_flash_attention_grad": "query key value sparse_indices d_out out softmax_max softmax_sum scale_value"
-    " sparse_block_size query_rope key_rope actual_seq_qlen actual_seq_kvlen layout='BSND' sparse_mode=3"
-    f" {EVERY} attention_mode=0",
     "npu_block_sparse_attention": "query key value block_sparse_mask block_shape q_input_layout='TND'"
     " kv_input_layout='TND' num_key_value_heads=1 scale_value=0.0 inner_precise=1 actual_seq_lengths"
     " actual_seq_lengths_kv softmax_lse_flag=0",
     "npu_block_sparse_attention_backward": "d_out query key value attention_out softmax_lse block_sparse_mask"
     " block_shape actual_seq_lengths actual_seq_lengths_kv q_input_layout='TND' kv_input_layout='TND'"
     " num_key_value_heads=1 scale_value=0.0",
-    "npu_sparse_lightning_indexer_grad_kl_loss": "query key query_index key_index weights sparse_indices softmax_max"
-    " softmax_sum scale_value query_rope key_rope actual_seq_qlen actual_seq_klen layout='BSND' sparse_mode=3"
-    f" {EVERY} sinks",
-    "npu_dense_lightning_indexer_softmax_lse": "query_index key_index weights actual_seq_qlen actual_seq_klen"
-    f" layout='BSND' sparse_mode=3 {EVERY}",
-    "npu_dense_lightning_indexer_grad_kl_loss": "query key query_index key_index weights softmax_max softmax_sum"
-    " softmax_max_index softmax_sum_index scale_value query_rope key_rope actual_seq_qlen actual_seq_klen"
-    f" layout='BSND' sparse_mode=3 {EVERY}",
 }
 
 
@@ -255,133 +181,58 @@ BLOCK_SCALES = " q_dequant_scale k_dequant_scale v_dequant_scale"
 BLOCK_NUMBERS = """ q_input_layout kv_input_layout num_key_value_heads mask_type scale_value inner_precise block_size
     pre_tokens next_tokens softmax_lse_flag"""
 BLOCK_OUT = " attention_out softmax_lse"
+MATRICES = "pse drop_mask padding_mask atten_mask"
+ENDS = "actual_seq_qlen actual_seq_kvlen"
+BEGINS = "q_start_idx kv_start_idx"
+NUMBERS = "scale keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode"
+SAVED = "softmax_max softmax_sum softmax_in attention_in"
+SCORE_OUT = "softmax_max softmax_sum softmax_out attention_out"
+ROPE_ROWS = "query query_rope key key_rope value"
+STEP = "query key value pse_shift atten_mask actual_seq_lengths"
+INTEGERS = "dequant_scale1 quant_scale1 dequant_scale2 quant_scale2 quant_offset2"
+STEP_NUMBERS = "num_heads scale_value input_layout num_key_value_heads"
+PROMPT_NUMBERS = "num_heads scale_value pre_tokens next_tokens input_layout num_key_value_heads"
+OF_LENGTHS = "cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k"
+SIZES = "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_k head_dim"
+LAYOUTS = "layout_q layout_k mask_mode cmp_ratio"
+WINDOW = "sparse_mode pre_tokens next_tokens"
+KEY_LENGTHS = "actual_seq_lengths_query actual_seq_lengths_key"
 ACLNN = {
-    "aclnnBlockSparseAttention": BLOCK_INPUTS + BLOCK_NUMBERS + BLOCK_OUT,
     "aclnnBlockSparseAttentionV2": BLOCK_INPUTS + BLOCK_SCALES + BLOCK_NUMBERS + BLOCK_OUT,
     "aclnnBlockSparseAttentionV3": BLOCK_INPUTS
     + f"{BLOCK_SCALES} p_quant_scale{BLOCK_NUMBERS} quant_mode dst_type_max{BLOCK_OUT}",
-    "aclnnBlockSparseAttentionGrad": f"""dout query key value attention_out softmax_lse {BLOCKS} q_input_layout
-        kv_input_layout num_key_value_heads mask_type scale_value pre_tokens next_tokens dq dk dv""",
-    "aclnnFlashAttentionScore": """
-        query key value pse drop_mask padding_mask atten_mask prefix scale keep_prob pre_tokens next_tokens head_num
-        input_layout inner_precise sparse_mode softmax_max softmax_sum softmax_out attention_out
-    """,
-    "aclnnFlashAttentionScoreV2": """
-        query key value pse drop_mask padding_mask atten_mask prefix q_start_idx kv_start_idx scale keep_prob
-        pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type softmax_max softmax_sum
-        softmax_out attention_out
-    """,
-    "aclnnFlashAttentionScoreV3": """
-        query key value pse drop_mask padding_mask atten_mask sink prefix q_start_idx kv_start_idx scale keep_prob
-        pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type softmax_max softmax_sum
-        softmax_out attention_out
-    """,
-    "aclnnFlashAttentionScoreV4": """query key value pse drop_mask padding_mask atten_mask query_rope key_rope
-        d_scale_q d_scale_k d_scale_v sink prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale
-        keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode out_dtype pse_type
-        softmax_layout seed offset softmax_max softmax_sum softmax_out attention_out""",
-    "aclnnFlashAttentionScoreGradV4": """query key value dy pse drop_mask padding_mask atten_mask softmax_max
-        softmax_sum softmax_in attention_in sink query_rope key_rope d_scale_q d_scale_k d_scale_v d_scale_dy
-        d_scale_o prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens
-        next_tokens head_num input_layout softmax_layout inner_precise sparse_mode pse_type seed offset out_dtype
-        dq dk dv dq_rope dk_rope dpse dsink""",
-    "aclnnFlashAttentionVarLenScore": """
-        query key value pse drop_mask padding_mask atten_mask prefix actual_seq_qlen actual_seq_kvlen scale
-        keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode softmax_max softmax_sum
-        softmax_out attention_out
-    """,
-    "aclnnFlashAttentionVarLenScoreV2": """
-        query key value pse drop_mask padding_mask atten_mask prefix actual_seq_qlen actual_seq_kvlen q_start_idx
-        kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type
-        softmax_max softmax_sum softmax_out attention_out
-    """,
-    "aclnnFlashAttentionVarLenScoreV3": """
-        query query_rope key key_rope value pse drop_mask padding_mask atten_mask prefix actual_seq_qlen
-        actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout
-        inner_precise sparse_mode pse_type softmax_max softmax_sum softmax_out attention_out
-    """,
-    "aclnnFlashAttentionVarLenScoreV4": """
-        query key value pse drop_mask padding_mask atten_mask prefix actual_seq_qlen actual_seq_kvlen scale
-        keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode softmax_layout softmax_max
-        softmax_sum softmax_out attention_out
-    """,
-    "aclnnFlashAttentionVarLenScoreV5": """
-        query query_rope key key_rope value pse drop_mask padding_mask atten_mask sink prefix actual_seq_qlen
-        actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout
-        inner_precise sparse_mode pse_type softmax_layout softmax_max softmax_sum softmax_out attention_out
-    """,
-    "aclnnFlashAttentionScoreGrad": """
-        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
-        prefix scale keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode dq dk dv dpse
-    """,
-    "aclnnFlashAttentionScoreGradV2": """
-        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
-        prefix q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout inner_precise
-        sparse_mode pse_type dq dk dv dpse
-    """,
-    "aclnnFlashAttentionScoreGradV3": """
-        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
-        sink prefix q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens head_num input_layout
-        inner_precise sparse_mode pse_type dq dk dv dpse dsink
-    """,
-    "aclnnFlashAttentionUnpaddingScoreGrad": """
-        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
-        prefix actual_seq_qlen actual_seq_kvlen scale keep_prob pre_tokens next_tokens head_num input_layout
-        inner_precise sparse_mode dq dk dv dpse
-    """,
-    "aclnnFlashAttentionUnpaddingScoreGradV2": """
-        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
-        prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens next_tokens
-        head_num input_layout inner_precise sparse_mode pse_type dq dk dv dpse
-    """,
-    "aclnnFlashAttentionUnpaddingScoreGradV3": """
-        query query_rope key key_rope value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in
-        attention_in prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale keep_prob pre_tokens
-        next_tokens head_num input_layout inner_precise sparse_mode pse_type dq dq_rope dk dk_rope dv dpse
-    """,
-    "aclnnFlashAttentionUnpaddingScoreGradV4": """
-        query key value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum softmax_in attention_in
-        prefix actual_seq_qlen actual_seq_kvlen scale keep_prob pre_tokens next_tokens head_num input_layout
-        inner_precise sparse_mode dq dk dv dpse softmax_layout
-    """,
-    "aclnnFlashAttentionUnpaddingScoreGradV5": """
-        query query_rope key key_rope value dy pse drop_mask padding_mask atten_mask softmax_max softmax_sum
-        softmax_in attention_in sink prefix actual_seq_qlen actual_seq_kvlen q_start_idx kv_start_idx scale
-        keep_prob pre_tokens next_tokens head_num input_layout inner_precise sparse_mode pse_type softmax_layout dq
-        dq_rope dk dk_rope dv dpse dsink
-    """,
-    "aclnnIncreFlashAttention": """
-        query key value pse_shift atten_mask actual_seq_lengths num_heads scale_value input_layout
-        num_key_value_heads attention_out
-    """,
-    "aclnnIncreFlashAttentionV2": """
-        query key value pse_shift atten_mask actual_seq_lengths dequant_scale1 quant_scale1 dequant_scale2 quant_scale2
-        quant_offset2 num_heads scale_value input_layout num_key_value_heads attention_out
-    """,
-    "aclnnIncreFlashAttentionV3": """
-        query key value pse_shift atten_mask actual_seq_lengths dequant_scale1 quant_scale1 dequant_scale2 quant_scale2
-        quant_offset2 antiquant_scale antiquant_offset block_table num_heads scale_value input_layout
-        num_key_value_heads block_size inner_precise attention_out
-    """,
-    "aclnnIncreFlashAttentionV4": """
-        query key value pse_shift atten_mask actual_seq_lengths dequant_scale1 quant_scale1 dequant_scale2 quant_scale2
-        quant_offset2 antiquant_scale antiquant_offset block_table kv_padding_size num_heads scale_value input_layout
-        num_key_value_heads block_size inner_precise attention_out
-    """,
-    "aclnnPromptFlashAttention": """
-        query key value pse_shift atten_mask actual_seq_lengths num_heads scale_value pre_tokens next_tokens
-        input_layout num_key_value_heads attention_out
-    """,
-    "aclnnPromptFlashAttentionV2": """
-        query key value pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv dequant_scale1 quant_scale1
-        dequant_scale2 quant_scale2 quant_offset2 num_heads scale_value pre_tokens next_tokens input_layout
-        num_key_value_heads sparse_mode attention_out
-    """,
-    "aclnnPromptFlashAttentionV3": """
-        query key value pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv dequant_scale1 quant_scale1
-        dequant_scale2 quant_scale2 quant_offset2 num_heads scale_value pre_tokens next_tokens input_layout
-        num_key_value_heads sparse_mode inner_precise attention_out
-    """,
+    "aclnnFlashAttentionScore": f"query key value {MATRICES} prefix {NUMBERS} {SCORE_OUT}",
+    "aclnnFlashAttentionScoreV3": f"query key value {MATRICES} sink prefix {BEGINS} {NUMBERS} pse_type {SCORE_OUT}",
+    "aclnnFlashAttentionVarLenScore": f"query key value {MATRICES} prefix {ENDS} {NUMBERS} {SCORE_OUT}",
+    "aclnnFlashAttentionVarLenScoreV2": f"query key value {MATRICES} prefix {ENDS} {BEGINS} {NUMBERS} pse_type"
+    f" {SCORE_OUT}",
+    "aclnnFlashAttentionVarLenScoreV3": f"{ROPE_ROWS} {MATRICES} prefix {ENDS} {BEGINS} {NUMBERS} pse_type {SCORE_OUT}",
+    "aclnnFlashAttentionVarLenScoreV4": f"query key value {MATRICES} prefix {ENDS} {NUMBERS} softmax_layout"
+    f" {SCORE_OUT}",
+    "aclnnFlashAttentionVarLenScoreV5": f"{ROPE_ROWS} {MATRICES} sink prefix {ENDS} {BEGINS} {NUMBERS} pse_type"
+    f" softmax_layout {SCORE_OUT}",
+    "aclnnFlashAttentionScoreGrad": f"query key value dy {MATRICES} {SAVED} prefix {NUMBERS} dq dk dv dpse",
+    "aclnnFlashAttentionScoreGradV2": f"query key value dy {MATRICES} {SAVED} prefix {BEGINS} {NUMBERS} pse_type dq"
+    " dk dv dpse",
+    "aclnnFlashAttentionScoreGradV3": f"query key value dy {MATRICES} {SAVED} sink prefix {BEGINS} {NUMBERS} pse_type"
+    " dq dk dv dpse dsink",
+    "aclnnFlashAttentionUnpaddingScoreGrad": f"query key value dy {MATRICES} {SAVED} prefix {ENDS} {NUMBERS} dq dk dv"
+    " dpse",
+    "aclnnFlashAttentionUnpaddingScoreGradV2": f"query key value dy {MATRICES} {SAVED} prefix {ENDS} {BEGINS}"
+    f" {NUMBERS} pse_type dq dk dv dpse",
+    "aclnnFlashAttentionUnpaddingScoreGradV4": f"query key value dy {MATRICES} {SAVED} prefix {ENDS} {NUMBERS} dq dk"
+    " dv dpse softmax_layout",
+    "aclnnFlashAttentionUnpaddingScoreGradV5": f"{ROPE_ROWS} dy {MATRICES} {SAVED} sink prefix {ENDS} {BEGINS}"
+    f" {NUMBERS} pse_type softmax_layout dq dq_rope dk dk_rope dv dpse dsink",
+    "aclnnIncreFlashAttention": f"{STEP} {STEP_NUMBERS} attention_out",
+    "aclnnIncreFlashAttentionV2": f"{STEP} {INTEGERS} {STEP_NUMBERS} attention_out",
+    "aclnnIncreFlashAttentionV3": f"{STEP} {INTEGERS} antiquant_scale antiquant_offset block_table {STEP_NUMBERS}"
+    " block_size inner_precise attention_out",
+    "aclnnPromptFlashAttention": f"{STEP} {PROMPT_NUMBERS} attention_out",
+    "aclnnPromptFlashAttentionV2": f"{STEP} actual_seq_lengths_kv {INTEGERS} {PROMPT_NUMBERS} sparse_mode"
+    " attention_out",
+    "aclnnPromptFlashAttentionV3": f"{STEP} actual_seq_lengths_kv {INTEGERS} {PROMPT_NUMBERS} sparse_mode"
+    " inner_precise attention_out",
     "aclnnFusedInferAttentionScore": f"{FUSED_INPUTS} {FUSED_NUMBERS} {FUSED_OUT}",
     "aclnnFusedInferAttentionScoreV2": f"{FUSED_INPUTS} {FUSED_SIDES} {FUSED_NUMBERS} {FUSED_MODES} {FUSED_OUT}",
     "aclnnFusedInferAttentionScoreV3": f"{FUSED_INPUTS} {FUSED_SIDES} {FUSED_ROPES} {FUSED_NUMBERS} {FUSED_MODES}"
@@ -390,78 +241,25 @@ ACLNN = {
     f" {FUSED_NUMBERS} {FUSED_MODES} query_quant_mode {FUSED_OUT}",
     "aclnnFusedInferAttentionScoreV5": f"{FUSED_INPUTS} {FUSED_SIDES} {FUSED_ROPES} dequant_scale_query learnable_sink"
     f" q_start_idx kv_start_idx {FUSED_NUMBERS} {FUSED_MODES} query_quant_mode pse_type {FUSED_OUT}",
-    "aclnnLightningIndexer": """
-        query key weights actual_seq_lengths_query actual_seq_lengths_key block_table layout_query layout_key
-        sparse_count sparse_mode pre_tokens next_tokens return_values sparse_indices_out sparse_values_out
-    """,
-    "aclnnLightningIndexerV2": """
-        q k w cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k block_table output_idx_offset metadata
-        topk max_seqlen_q layout_q layout_k mask_mode cmp_ratio return_value sparse_indices sparse_values
-    """,
-    "aclnnLightningIndexerGrad": """
-        query key dy sparse_indices weights actual_seq_lengths_query actual_seq_lengths_key head_num layout sparse_mode
-        pre_tokens next_tokens deterministic dquery dkey dweights
-    """,
-    "aclnnSparseFlashAttention": """
-        query key value sparse_indices block_table actual_seq_lengths_query actual_seq_lengths_kv query_rope key_rope
-        scale_value sparse_block_size layout_query layout_kv sparse_mode pre_tokens next_tokens attention_mode
-        return_softmax_lse attention_out softmax_max softmax_sum
-    """,
-    "aclnnSparseFlashAttentionGrad": """
-        query key value sparse_indices d_out out softmax_max softmax_sum actual_seq_lengths_query actual_seq_lengths_kv
-        query_rope key_rope scale_value sparse_block_size layout sparse_mode pre_tokens next_tokens deterministic
-        dquery dkey dvalue dquery_rope dkey_rope
-    """,
-    "aclnnSparseLightningIndexerGradKLLoss": """
-        query key query_index key_index weights sparse_indices softmax_max softmax_sum query_rope key_rope
-        actual_seq_lengths_query actual_seq_lengths_key scale_value layout sparse_mode pre_tokens next_tokens
-        deterministic dquery_index dkey_index dweights loss
-    """,
-    "aclnnSparseLightningIndexerKLLossGrad": """
-        q k w sparse_indices attn_softmax_l1_norm cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k metadata
-        layout_q layout_k mask_mode cmp_ratio dq dk dw softmax_out
-    """,
-    "aclnnDenseLightningIndexerKLLossGrad": """
-        q k w attn_softmax_l1_norm softmax_lse cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k metadata
-        layout_q layout_k mask_mode cmp_ratio dq dk dw softmax_out
-    """,
-    "aclnnDenseLightningIndexerSoftmaxLseV2": """
-        query_index key_index weight cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k metadata layout_q
-        layout_k mask_mode cmp_ratio softmax_lse
-    """,
-    "aclnnSparseLightningIndexerKLLossGradMetadata": """
-        cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k batch_size max_seqlen_q max_seqlen_k num_heads_q
-        num_heads_k head_dim topk layout_q layout_k mask_mode cmp_ratio meta_data
-    """,
-    "aclnnDenseLightningIndexerKLLossGradMetadata": """
-        cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k batch_size max_seqlen_q max_seqlen_k num_heads_q
-        num_heads_k head_dim layout_q layout_k mask_mode cmp_ratio meta_data
-    """,
-    "aclnnDenseLightningIndexerSoftmaxLseV2Metadata": """
-        cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k batch_size max_seqlen_q max_seqlen_k num_heads_q
-        num_heads_k head_dim layout_q layout_k mask_mode cmp_ratio meta_data
-    """,
-    "aclnnDenseLightningIndexerSoftmaxLse": """
-        query_index key_index weight actual_seq_lengths_query actual_seq_lengths_key layout sparse_mode pre_tokens
-        next_tokens softmax_max softmax_sum
-    """,
-    "aclnnDenseLightningIndexerGradKLLoss": """
-        query key query_index key_index weights softmax_max softmax_sum softmax_max_index softmax_sum_index query_rope
-        key_rope actual_seq_lengths_query actual_seq_lengths_key scale_value layout sparse_mode pre_tokens next_tokens
-        dquery_index dkey_index dweights loss
-    """,
-    "aclnnSparseFlashMla": """
-        q ori_kv cmp_kv ori_sparse_indices cmp_sparse_indices ori_block_table cmp_block_table cu_seqlens_q
-        cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv cmp_residual_kv ori_topk_length
-        cmp_topk_length sinks metadata softmax_scale cmp_ratio ori_mask_mode cmp_mask_mode ori_win_left ori_win_right
-        layout_q layout_kv topk_value_mode return_softmax_lse attn_out softmax_lse
-    """,
-    "aclnnSparseFlashMlaGrad": """
-        query dout out lse ori_kv cmp_kv ori_sparse_indices cmp_sparse_indices cu_seqlens_q cu_seqlens_ori_kv
-        cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv cmp_residual_kv ori_topk_length cmp_topk_length sinks
-        metadata scale_value cmp_ratio ori_mask_mode cmp_mask_mode ori_win_left ori_win_right layout_q layout_kv
-        dquery dori_kv dcmp_kv dsinks ori_softmax_l1_norm cmp_softmax_l1_norm
-    """,
+    "aclnnLightningIndexer": f"query key weights {KEY_LENGTHS} block_table layout_query layout_key sparse_count"
+    f" {WINDOW} return_values sparse_indices_out sparse_values_out",
+    "aclnnLightningIndexerGrad": f"query key dy sparse_indices weights {KEY_LENGTHS} head_num layout {WINDOW}"
+    " deterministic dquery dkey dweights",
+    "aclnnSparseFlashAttention": f"query key value sparse_indices block_table actual_seq_lengths_query"
+    f" actual_seq_lengths_kv query_rope key_rope scale_value sparse_block_size layout_query layout_kv {WINDOW}"
+    " attention_mode return_softmax_lse attention_out softmax_max softmax_sum",
+    "aclnnDenseLightningIndexerKLLossGrad": f"q k w attn_softmax_l1_norm softmax_lse {OF_LENGTHS} metadata {LAYOUTS}"
+    " dq dk dw softmax_out",
+    "aclnnDenseLightningIndexerSoftmaxLseV2": f"query_index key_index weight {OF_LENGTHS} metadata {LAYOUTS}"
+    " softmax_lse",
+    "aclnnSparseLightningIndexerKLLossGradMetadata": f"{OF_LENGTHS} {SIZES} topk {LAYOUTS} meta_data",
+    "aclnnDenseLightningIndexerKLLossGradMetadata": f"{OF_LENGTHS} {SIZES} {LAYOUTS} meta_data",
+    "aclnnDenseLightningIndexerSoftmaxLseV2Metadata": f"{OF_LENGTHS} {SIZES} {LAYOUTS} meta_data",
+    "aclnnDenseLightningIndexerSoftmaxLse": f"query_index key_index weight {KEY_LENGTHS} layout {WINDOW} softmax_max"
+    " softmax_sum",
+    "aclnnDenseLightningIndexerGradKLLoss": f"query key query_index key_index weights softmax_max softmax_sum"
+    f" softmax_max_index softmax_sum_index query_rope key_rope {KEY_LENGTHS} scale_value layout {WINDOW} dquery_index"
+    " dkey_index dweights loss",
     **{
         f"aclnnSparseFlashMla{suffix}Metadata": """
         cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv cmp_residual_kv
@@ -470,21 +268,8 @@ ACLNN = {
         layout_kv has_ori_kv has_cmp_kv meta_data"""
         for suffix in ("", "Grad")
     },
-    "aclnnSparseFlashMlaSoftmaxL1NormMetadata": """
-        cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k topk_length num_heads_q num_heads_k head_dim
-        batch_size max_seqlen_q max_seqlen_k topk layout_q layout_k mask_mode cmp_ratio meta_data
-    """,
-    "aclnnCompressor": """
-        x wkv wgate state_cache ape state_block_table cu_seqlens seqused start_pos cmp_ratio coff cache_mode
-        state_cache_stride_dim0 grad_enabled cmp_kv softmax_score kv
-    """,
-    "aclnnCompressorGrad": """
-        x wkv wgate dcmp_kv softmax_score kv cu_seqlens seqused start_pos cmp_ratio coff dx dwkv dwgate dape
-    """,
-    "aclnnSparseFlashMlaSoftmaxL1Norm": """
-        q k softmax_lse sparse_indices cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k topk_length metadata
-        softmax_scale max_seqlen_k cmp_ratio mask_mode layout_q layout_k out
-    """,
+    "aclnnSparseFlashMlaSoftmaxL1NormMetadata": f"{OF_LENGTHS} topk_length num_heads_q num_heads_k head_dim"
+    f" batch_size max_seqlen_q max_seqlen_k topk {LAYOUTS} meta_data",
 }
 
 
@@ -494,6 +279,9 @@ def test_aclnn_parameter_order(name: str) -> None:
 
 
 def test_every_record_is_compared() -> None:
-    assert set(ACLNN) | set(TORCH_NPU) | {"decode_attention", "compress", *INTERFACES} | set(CANN_OPS) == set(RECORDS)
+    pages = {page.operator for page in PAGES}  # test_clauses.py compares their prototypes
+    ours = {"decode_attention", "compress", *INTERFACES}
+    assert set(ACLNN) | pages | set(TORCH_NPU) | ours | set(CANN_OPS) == set(RECORDS)
     assert set(CANN_OPS) == {name for name in RECORDS if name.startswith(f"{cann_ops.NAME}.")}
-    assert set(TORCH_NPU) == {name for name in RECORDS if name.startswith("npu_")}
+    assert set(TORCH_NPU) == {name for name in RECORDS if name.startswith("npu_") and name not in declared()}
+    assert set(KEYWORD_ONLY_FROM) == set(INTERFACES) - set(declared())

@@ -1,7 +1,5 @@
 """A cache whose pages lie on several ranks: what it holds is what one process's holds, and decoding finds the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers whose sequences lie on several ranks beside layers written plainly: outputs, losses, gradients."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sparse attention, the indexer and its loss over several ranks beside one process: bits where they are promised."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any

@@ -1,8 +1,6 @@
 """Wrong calls of sparse attention, of its indexer and of shared caches, on one rank or on all: errors with words, on
 every rank, and never a wrong result."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

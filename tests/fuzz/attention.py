@@ -1,7 +1,5 @@
 """fa.attention and its derivatives: everything that its record lets a call combine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

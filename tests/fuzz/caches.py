@@ -1,7 +1,5 @@
 """Caches of decoding, drawn: one tensor, a list, shuffled pages or a PagedKVCache; floats, int8 or int4 with scales."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The families by name, a call that one draws from a number alone, what may come back from it, and the comparison."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """decode_attention over every kind of cache."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

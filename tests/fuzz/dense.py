@@ -1,7 +1,5 @@
 """What families of dense rows draw alike: sequences, matrices over [B, N, S1, S2], dropout, gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

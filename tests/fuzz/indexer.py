@@ -1,7 +1,5 @@
 """lightning_indexer and torch_npu's indexer: what is chosen, in which order, and the gradient of the values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """npu_incre_flash_attention: one tensor, lists and pages, left padding, masks, pse_shift, int8 caches and results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

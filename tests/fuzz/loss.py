@@ -1,7 +1,5 @@
 """The indexer's loss: indexer_loss, torch_npu's sparse and dense loss functions, and its statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """sparse_attention and torch_npu's sparse functions: lists of any kind, blocks, pages, shared values, all gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Where tensors lie: any strides, any offset, and NaN or garbage in every element that is not theirs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Mistakes on purpose: each is seen within a few dozen calls, so a suite that is green has looked."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

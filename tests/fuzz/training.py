@@ -1,7 +1,5 @@
 """torch_npu's training functions v1, v2, v3: forward, statistics, autograd and the gradient functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

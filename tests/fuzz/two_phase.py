@@ -4,8 +4,6 @@ A legal call gives the same bits wherever its tensors lie, and writes nothing bu
 nothing at all and says which code.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -19,11 +19,13 @@ pytest.importorskip("transformers")
 from support.hf_models import COLUMNS, FAMILIES, VOCABULARY, Family, in_float64
 from transformers import EncoderDecoderCache
 
+from fusion_attention.integrations import sparse_latent
 from fusion_attention.integrations import transformers as integration
 from fusion_attention.integrations.transformers_cache import PagedCache
 from fusion_attention.testing import check, drawn
 
 LENGTHS = 13, 6, 9
+COMPUTING = (integration, "attention"), (sparse_latent, "attention"), (sparse_latent, "sparse_attention")
 NEW = 5
 BY_NAME = {family.name: family for family in FAMILIES}
 # Compiling takes seconds: every day a decoder and an encoder.
@@ -208,8 +210,13 @@ def test_as_eager(
     mine, _ = batches(family, batch)
     model.set_attn_implementation("fusion_attention")
     calls = []
-    for function in (integration.attention, integration.sparse_attention):
-        monkeypatch.setattr(integration, function.__name__, lambda *a, f=function, **k: calls.append(f) or f(*a, **k))
+    for module, called in (
+        (integration, "attention"),
+        (sparse_latent, "attention"),
+        (sparse_latent, "sparse_attention"),
+    ):
+        function = getattr(module, called)
+        monkeypatch.setattr(module, called, lambda *a, f=function, **k: calls.append(f) or f(*a, **k))
     if column == "bfloat16":
         monkeypatch.setattr(torch.nn.functional, "layer_norm", layer_norm)
     if column == "torch.compile":

@@ -1,7 +1,5 @@
 """Triton's interpreter, repaired (support/interpreter.py), and low tiles: TRITON_INTERPRET=1 pytest tests/kernels."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

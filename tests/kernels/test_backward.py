@@ -1,8 +1,6 @@
 """The backward's rows by tensor descriptors or by pointers, its masks in tiles that rows see whole or in part, and
 float16's dS, under Triton's interpreter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Triton's kernels under its interpreter against golden: a case of every feature, forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A band of keys beside compressed keys under Triton's interpreter, against golden."""
 
-from __future__ import annotations
-
 import pytest
 from support.compressed import CASES, CompressedCase, arguments, compute, lowered, wanted
 

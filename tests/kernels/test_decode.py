@@ -1,7 +1,5 @@
 """The decode kernels under Triton's interpreter against golden: pages, quantised caches, and who meets which keys."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

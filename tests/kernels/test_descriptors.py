@@ -1,7 +1,5 @@
 """Rows by tensor descriptors, and by pointers where a descriptor cannot say how they lie."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.aligned import aligned

@@ -1,7 +1,5 @@
 """What a run costs in which all is NaN: some loads more for each row, not for each pair of a row and a key."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Faults that are edits of this library's Triton kernels, judged from a capture: the report names them."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from dataclasses import dataclass, field

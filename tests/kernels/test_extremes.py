@@ -1,7 +1,5 @@
 """Triton's kernels with operands as small and as large as their dtype holds, and every keep_prob."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

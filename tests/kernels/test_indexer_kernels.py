@@ -1,7 +1,5 @@
 """The indexer's kernels under Triton's interpreter against golden: what is chosen, in order, and its gradients."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from dataclasses import replace

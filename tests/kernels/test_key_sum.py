@@ -1,7 +1,5 @@
 """Sums of rows by key under Triton's interpreter: one order, whatever the list, and for any number of chunks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What is not finite in any tensor reaches exactly golden's gradients: lists, the indexer's values, its loss."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

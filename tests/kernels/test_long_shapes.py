@@ -1,7 +1,5 @@
 """Long rows of keys and long columns of rows under Triton's interpreter, judged at ends, boundaries and drawn tiles."""
 
-from __future__ import annotations
-
 import pytest
 from support.long_calls import decode, dense, failing, gradient, pieces, sparse, sparse_gradient
 

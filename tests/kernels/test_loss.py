@@ -1,7 +1,5 @@
 """The indexer's loss and the warm-up pair under the interpreter: golden's results, and the same bits for any chunks."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A value that is not finite reaches exactly golden's rows: the kernels that recompute, under Triton's interpreter."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

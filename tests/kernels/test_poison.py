@@ -1,7 +1,5 @@
 """Whatever a kernel forgets to write is noticed, of results and of the memory between two kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pooling of windows under the interpreter: roundings away from golden, of values that are not finite too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

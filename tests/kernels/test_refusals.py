@@ -1,7 +1,5 @@
 """What the Triton back end refuses, with every reason, and what no table of pages can make it read."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys

@@ -1,7 +1,5 @@
 """The backward over selected keys under Triton's interpreter, against golden."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Layers, interfaces and autograd over lists on the Triton back end, under its interpreter, against golden."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention to lists of selected keys under Triton's interpreter, against golden."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans over lists whose key lengths change, and graphs captured of them: the bits are those of fresh plans."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any

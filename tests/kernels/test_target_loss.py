@@ -1,7 +1,5 @@
 """The indexer's loss against a given target under the interpreter: golden's results, the same bits for any chunks."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import replace
 from typing import Any

@@ -2,8 +2,6 @@
 graph does, computes the new lengths.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

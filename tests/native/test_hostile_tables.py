@@ -2,8 +2,6 @@
 valid table. `make test-asan` runs these tests, so a read outside the tensors ends them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -3,8 +3,6 @@
 Random calls are support/native_dense.py's, and so is their judge.
 """
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -4,8 +4,6 @@ Calls are support/native_dense.py's. The forward's saved results are the input, 
 the errors allowed are those that roundings make.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

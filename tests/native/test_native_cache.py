@@ -4,8 +4,6 @@ scales of rows and of tokens that lie elsewhere, masks that begin at a later key
 Each is compared with the float64 specification of the same numbers laid out plainly, or with the same bits.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -4,8 +4,6 @@ or as integers, against the float64 specification of the same numbers laid out p
 Whatever no row may see is poison: unused pages and slots hold NaN, table entries behind a length name no page.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Operands as small and as large as their dtype holds, and every keep_prob, by every variant of the native core."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import partial

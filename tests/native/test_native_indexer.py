@@ -4,8 +4,6 @@ Where the order is tested, scores are small whole numbers: every format and orde
 and ties are frequent. Keys that no row sees, gaps between rows and unused pages hold NaN; results lie in poison.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

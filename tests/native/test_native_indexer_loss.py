@@ -4,8 +4,6 @@ Keys that no row weighs and gaps between rows hold NaN;
 results lie in poison. What the attention saved is computed here too, and given to all in float32.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """What is not finite in any tensor reaches exactly golden's gradients, on every variant: lists, the indexer's values,
 its losses over lists and over bands."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

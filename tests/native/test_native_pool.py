@@ -3,8 +3,6 @@
 Rows lie in strided memory between NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 """The native core's dense forward over caches: pages, rows in pieces, keys that values or sequences share. Packed, they
 are what rows at addresses are: every bit is the plain forward's."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

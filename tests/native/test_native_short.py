@@ -4,8 +4,6 @@ Every variant, forced, against the float64 specification; and bit by bit against
 mask that blocks nothing asks for.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -4,8 +4,6 @@ Memory is hostile: keys that no list names, gaps, and pages that no table names 
 would read far outside; results lie in poison.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

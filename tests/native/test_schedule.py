@@ -1,7 +1,5 @@
 """The schedules of the native plans on up to 64 threads: the real plans on a virtual clock (tests/native/schedule)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Scores are small whole numbers, which every order of summation computes exactly: lists are compared entry by entry.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from importlib import import_module

@@ -3,8 +3,6 @@
 Rows and keys are small whole numbers, whose products every order of summation computes exactly.
 """
 
-from __future__ import annotations
-
 import math
 from importlib import import_module
 from typing import Any

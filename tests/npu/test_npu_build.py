@@ -1,7 +1,5 @@
 """The device "npu" is compiled once for each torch; where it cannot be, "npu" is another name of the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """torch.compile with its own back end, for tensors on npu: the graph is compiled for the CPU, and results are npu's."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections.abc import Callable, Sequence

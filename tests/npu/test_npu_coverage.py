@@ -1,7 +1,5 @@
 """`fusion-attention npu`: every way in which a program names what the chip's packages have; sources nobody can read."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 An everyday sample, and a larger one that is slow; both are drawn by a seed.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

@@ -2,8 +2,6 @@
 them; and programs under a launcher.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """torch.npu.NPUGraph on a host: a replay computes with the inputs of now into the outputs of then, as eager calls."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

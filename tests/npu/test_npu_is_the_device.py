@@ -1,7 +1,5 @@
 """Every form in which programs ask whether they run on the chip says yes while install() is in force."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What device npu answers otherwise than the CPU would: the kernels of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

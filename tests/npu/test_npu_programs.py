@@ -1,7 +1,5 @@
 """Programs for the chip, unedited: a script or module, the processes that it starts, a run of pytest."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

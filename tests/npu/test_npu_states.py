@@ -1,7 +1,5 @@
 """The device "npu" of torch: what tensors on it share, what they survive, and what is refused in torch's own words."""
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import pickle

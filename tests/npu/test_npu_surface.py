@@ -2,8 +2,6 @@
 the names of other packages of the chip.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

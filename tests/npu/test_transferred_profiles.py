@@ -1,7 +1,5 @@
 """Profiles of programs for CUDA that transfer_to_npu runs are written, and with few words."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a mutation is, and the kinds of sources that they change."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

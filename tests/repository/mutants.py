@@ -6,8 +6,6 @@ cannot be imported, crashes or runs out of time proves nothing. Exit codes: 0 al
 no longer fits its source or the unmutated tests fail.
 """
 
-from __future__ import annotations
-
 import argparse
 import compileall
 import importlib.util
@@ -154,15 +152,22 @@ class Copy:
     def capi(self) -> None:
         """Builds the C API's libraries, what changed alone; the tests of the copy then call them."""
         csrc, package = self.root / "csrc", self.root / "src/fusion_attention/capi"
+        definitions = self.root / "capi" / "capi" / "operators.inc"
+        if not definitions.exists():
+            definitions.parent.mkdir(parents=True)
+            generated = self.run(
+                [sys.executable, self.root / "codegen/c_definitions.py", package / "include", definitions]
+            )
+            assert generated.code == 0, generated.text
         text = (csrc / "capi/CMakeLists.txt").read_text(encoding="utf-8")
         built_objects: list[str | Path] = []
         for name, exports, listed in re.findall(r"^fusion_capi\((\w+) (\S+\.map) ([^)]*)\)", text, re.MULTILINE):
-            (self.root / "capi").mkdir(exist_ok=True)
             objects = []
             for source in [csrc / "capi" / word for word in listed.split()]:
                 objects.append(self.root / "capi" / f"{source.stem}.o")
                 if stale(objects[-1]):
                     flags = ["-std=c++20", "-O0", "-w", "-fPIC", f"-I{csrc}", f"-I{package / 'include'}", "-MMD"]
+                    flags.append(f"-I{definitions.parents[1]}")
                     built = self.run([CORE[0], *flags, "-c", source, "-o", objects[-1]])
                     assert built.code == 0, built.text
             library = package / "lib64" / f"lib{name}.so"

@@ -4,8 +4,6 @@ A test is named by file and function: a file that is moved, a function that is r
 the text to change fail tests/repository/test_mutants.py at once.
 """
 
-from __future__ import annotations
-
 from mutant import Mutant, core, package
 from mutations_of_atb import ATB
 from mutations_of_auxiliary import AUXILIARY
@@ -442,23 +440,24 @@ NATIVE = [
 ]  # fmt: skip
 
 INTEGRATION, MODEL_TESTS = "integrations/transformers.py", "integrations/test_transformers_integration.py"
+MASKS = "integrations/transformers_masks.py"
 TRANSFORMERS = [
     package("a window of one key more", INTEGRATION,
           "window is None else 1 - window", "window is None else -window", f"{MODEL_TESTS}::test_a_prompt_in_parts"),
-    package("padding on the left is seen", INTEGRATION,
-          'return _Padding("run", first, end)', 'return _Padding("left", first, end)',
+    package("padding on the left is seen", MASKS,
+          'return Padding("run", first, end)', 'return Padding("left", first, end)',
           f"{MODEL_TESTS}::test_a_prompt_in_parts"),
-    package("positions that start anew start nothing", INTEGRATION,
+    package("positions that start anew start nothing", MASKS,
           "!= position_ids[:, :-1] + 1", "> position_ids[:, :-1] + 1",
           f"{MODEL_TESTS}::test_packed_sequences_beside_a_fresh_cache_stay_apart"),
     package("packed tokens all see the one before", INTEGRATION,
           "function(items, 0, rows, rows - 1)", "function(items, 0, rows, rows)",
           f"{MODEL_TESTS}::test_packed_sequences_compiled"),
-    package("a mask is read once for ever", INTEGRATION,
+    package("a mask is read once for ever", MASKS,
           "entries[name][0] != version", "not entries",
           f"{MODEL_TESTS}::test_a_mask_that_changes_in_place_is_read_again"),
     package("True hides a key", INTEGRATION,
-          '_cached(given, "blocked", torch.logical_not)', '_cached(given, "blocked", torch.clone)',
+          'cached(given, "blocked", torch.logical_not)', 'cached(given, "blocked", torch.clone)',
           f"{MODEL_TESTS}::test_masks_of_the_users_own"),
     package("a model that asks nobody is let in", INTEGRATION,
           "if not code.asks:", "if code.asks is None:",

@@ -1,7 +1,5 @@
 """The mutations of functions by ATB's names, of the loss, and of sparse attention over int8; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import package
 
 ATB = [

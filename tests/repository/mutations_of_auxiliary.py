@@ -1,7 +1,5 @@
 """The mutations of norms, rotary positions, caches and shapes around attention; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import package
 
 AUXILIARY = [

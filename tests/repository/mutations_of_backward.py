@@ -1,7 +1,5 @@
 """The mutations of the backward on GPUs; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import package
 
 TESTS = "kernels/test_backward.py"

@@ -1,13 +1,14 @@
 """The mutations of what C programs' operators go through; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import capi, package
 
 OPERATORS = "test_operators.py"
 ENTRY = [
     capi("tensors that moved are read where they were", "entry.cpp",
          "if (planned_.places[i].version != held_[i].tensor->version)", "if (held_[i].tensor == nullptr)",
+         f"{OPERATORS}::test_a_repeatable_executor_follows_its_tensors"),
+    capi("the first tensor that an operator writes counts as read", "entry.cpp",
+         "first <= i && i < end", "first < i && i < end",
          f"{OPERATORS}::test_a_repeatable_executor_follows_its_tensors"),
     capi("a workspace may be a little too small", "entry.cpp",
          "if (size < needed)", "if (size + 64 < needed)",

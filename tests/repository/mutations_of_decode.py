@@ -1,7 +1,5 @@
 """The mutations of decode on GPUs; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import package
 
 KERNEL, PAGES, LAUNCH = (f"backends/triton/{name}.py" for name in ("decode/kernel", "common/pages", "decode/launch"))

@@ -1,7 +1,5 @@
 """The mutations of the device npu; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import package
 
 STATES = "npu/test_npu_states.py::"

@@ -1,7 +1,5 @@
 """The mutations of functions for experts and integers, and of torch.ops.npu; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import package
 
 EXPERTS = [

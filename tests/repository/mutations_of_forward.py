@@ -1,7 +1,5 @@
 """The mutations of the forward on GPUs; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import package
 
 DESCRIPTORS, GLUON = "kernels/test_descriptors.py", "backends/test_triton_gluon.py"

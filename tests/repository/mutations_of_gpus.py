@@ -1,7 +1,5 @@
 """The mutations of how the Triton back end chooses, refuses and recomputes; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import package
 
 REFUSALS, RUNS = "kernels/test_refusals.py", "backends/test_triton_runs.py"

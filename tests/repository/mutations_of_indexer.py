@@ -1,7 +1,5 @@
 """The mutations of the indexer on GPUs and of its loss; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import package
 
 CHOICE, LOSS = "kernels/test_indexer_kernels.py", "kernels/test_loss.py"

@@ -1,7 +1,5 @@
 """The mutations of attention to lists on GPUs; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import package
 
 FORWARD, UPDATES = "kernels/test_sparse_forward.py", "kernels/test_sparse_updates.py"

@@ -1,7 +1,5 @@
 """The mutations that only calls of 1024 tokens and more can show; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import core, package
 
 TRAINING = "kernels/test_long_shapes.py::test_training_attention_and_its_gradients"

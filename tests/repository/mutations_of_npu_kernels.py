@@ -1,7 +1,5 @@
 """The mutations of device npu's own kernels; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import package
 
 NPU_KERNELS = [

@@ -1,7 +1,5 @@
 """The mutations of windows pooled to compressed keys, and of attention to them; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import core, package
 
 KERNEL, LAUNCH = "backends/triton/windows/kernel.py", "backends/triton/windows/launch.py"

@@ -1,7 +1,5 @@
 """The mutations of what several ranks compute together; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import package
 
 BITS = "distributed/test_attention.py::test_gathered_keys_give_the_bits_of_one_process"

@@ -1,7 +1,5 @@
 """The mutations of the C runtime; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import capi
 
 RUNTIME = [

@@ -1,7 +1,5 @@
 """The mutations of Triton's backward over selected keys and of its sums per key; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import package
 
 KERNELS, LAUNCH = "backends/triton/selected/backward.py", "backends/triton/selected/launch_backward.py"

@@ -1,7 +1,5 @@
 """The mutations of what stands around torch_npu's functions: programs, children, coverage; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import package
 
 PROGRAMS = "npu/test_npu_programs.py"

@@ -1,7 +1,5 @@
 """The mutations of what people look with: explorer, judge, command line; part of mutations.py's."""
 
-from __future__ import annotations
-
 from mutant import package
 
 RULES_TEST = "explorer/test_rules.py::test_the_page_says_what_the_library_says"

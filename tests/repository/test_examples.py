@@ -21,6 +21,7 @@ from fusion_attention.ops.auxiliary.definitions import CONTRACTS
 # The everyday suite trains for a moment only, and generates a few tokens where the weights are installed.
 ARGUMENTS = {
     "finetune_minilm": ["--steps", "2", "--pairs", "4"],
+    "finetune_sparse": ["--families", "deepseek_v4", "--steps", "1", "--tokens", "64"],
     "generate": ["--tokens", "8"],
     "long_context": ["--steps", "1", "--tokens", "512", "--folder", "{folder}"],
     "pack_and_train": ["--steps", "2", "--texts", "4", "--longest", "128"],

@@ -2,8 +2,6 @@
 lack: neither the native core nor any other package.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

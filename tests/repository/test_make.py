@@ -1,7 +1,5 @@
 """Every target of the Makefile works in a fresh clone: cheap ones run, and what others import is installed before."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import re

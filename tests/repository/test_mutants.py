@@ -1,7 +1,5 @@
 """That the mutations still fit what they mutate, and that only a failing test counts as having caught one."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """Compressed keys: fa.compress and CANN's compressor by loops and in several calls."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

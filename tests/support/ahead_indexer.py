@@ -1,7 +1,5 @@
 """What is compiled ahead of time of the indexer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from support.ahead_run import Compiled, Config, pointers

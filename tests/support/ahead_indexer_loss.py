@@ -1,7 +1,5 @@
 """What is compiled ahead of time of the loss of the indexer and the warm-up pair."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A kernel of lists, of the indexer or of its loss, as one launch of it is compiled ahead of time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What is compiled ahead of time of attention to lists."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from support.ahead_run import Compiled, Config, pointers

@@ -1,7 +1,5 @@
 """Cases whose rows start on 16 bytes, as kernels with wide loads and descriptors want; testing's own never do."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

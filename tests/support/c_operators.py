@@ -3,8 +3,6 @@
 Calls are a record's: arguments by canonical name, as the two-phase interface in Python takes them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """C and C++ programs on the C API, built and started as their authors would: a compiler, two folders, no Python."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -26,7 +26,7 @@ NUMBERS = {
     "aclError": ctypes.c_int, "aclnnStatus": ctypes.c_int32,
 }  # fmt: skip
 HANDLES = ("aclrtStream", "aclrtEvent", "aclrtContext")
-DECLARED = re.compile(r"ACL_FUNC_VISIBILITY\s+([\w ]+?[ *]+)(\w+)\(([^)]*)\);")
+DECLARED = re.compile(r"(?:ACL_FUNC_VISIBILITY|ACLNN_FUNCTION)\s+([\w ]+?[ *]+)(\w+)\(([^)]*)\);")
 
 
 @dataclass(frozen=True)

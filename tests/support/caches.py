@@ -3,8 +3,6 @@
 Memory that no key lies in holds NaN, the table's unused entries point far outside the pool.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass, field

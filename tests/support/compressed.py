@@ -1,7 +1,5 @@
 """Cases of attention to a window of keys beside compressed keys, and a witness that computes them row by row."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any

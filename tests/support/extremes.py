@@ -1,7 +1,5 @@
 """Cases whose operands are as small, or as large, as their dtype holds, and cases of a tiny keep_prob."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Gradients start from saved statistics that no forward has computed: whose they are does not matter to threads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

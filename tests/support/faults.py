@@ -1,7 +1,5 @@
 """Local faults, drawn by a seed, planted in one place of a right result."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace

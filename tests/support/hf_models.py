@@ -3,8 +3,6 @@
 python tests/support/hf_models.py          writes the page's table anew
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Iterator
@@ -115,7 +113,10 @@ FAMILIES = (
                     "layer_types": WINDOWS}, "sinks, windows in some layers"),
     text("DeepSeek-V3", "deepseek_v3", "DeepseekV3", SIZES | LATENT, "keys longer than values"),
     text("DeepSeek-V3.2", "deepseek_v32", "DeepseekV32",
-         SIZES | LATENT | {"index_n_heads": 5, "index_head_dim": 16, "index_topk": 6}, "keys chosen by an indexer"),
+         SIZES | LATENT | {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 6}, "keys chosen by an indexer"),
+    text("GLM-5", "glm_moe_dsa", "GlmMoeDsa",
+         SIZES | LATENT | {"index_n_heads": 32, "index_head_dim": 16, "index_topk": 6,
+                           "indexer_types": ["full", "shared"]}, "keys chosen by an indexer in some layers"),
     Family("BERT", "bert.BertForMaskedLM", "BertConfig", SIZES, ENCODER),
     Family("RoBERTa", "roberta.RobertaForMaskedLM", "RobertaConfig", SIZES, ENCODER),
     Family("ModernBERT", "modernbert.ModernBertForMaskedLM", "ModernBertConfig",

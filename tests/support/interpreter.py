@@ -10,8 +10,6 @@
    that are off: two thirds of the rest. Types and shapes are reused here, and nothing is computed for assertions.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

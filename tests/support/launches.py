@@ -1,7 +1,5 @@
 """What the Triton back end launches, seen by tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

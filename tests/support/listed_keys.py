@@ -1,7 +1,5 @@
 """A call of sparse_flash_mla with lists of keys, and the witness that computes it row by row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Calls whose loss goes through the lse of an attention, and what their gradients are in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 Whatever no row may see is poison: unused pages and slots hold NaN, table entries behind a length name no page.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 Calls have every feature, dtype, band and length; the errors allowed are those that roundings make.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

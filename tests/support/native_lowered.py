@@ -1,7 +1,5 @@
 """Lowered calls of cases on the native core: a forced variant, any number of threads, and hostile memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 A weight of 0 times an infinity is NaN: so the elements that matter are those whose scores are -inf, or not above 0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

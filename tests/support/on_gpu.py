@@ -1,7 +1,5 @@
 """Runs a case on a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

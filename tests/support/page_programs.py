@@ -12,8 +12,6 @@ a comment. Added is what a test needs:
 The programs' host data are odd: floats that tensors read as pairs of bfloat16 or float16, shorts read as float16.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

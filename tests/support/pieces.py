@@ -1,7 +1,5 @@
 """Calls of attention() whose sequences are cut into chunks: drawn at random, whole and chunk by chunk."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Shares nothing with the judge or the intermediate representation. A kernel is a 
 the mistake that it makes, and "" none. Sums are of float32; weights are rounded where a chip's kernel rounds them.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

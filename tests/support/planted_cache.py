@@ -1,7 +1,5 @@
 """Kernels of inference, of the indexer and of its loss with well-known mistakes, in plain torch (as planted.py)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """The corpus of captures: three or more of each mistake, over operators, dtypes, layouts; correct and noisy ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial

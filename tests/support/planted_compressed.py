@@ -1,7 +1,5 @@
 """Kernels of a window beside compressed keys, and of their indexer, with well-known mistakes, in plain torch."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

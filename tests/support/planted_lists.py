@@ -3,8 +3,6 @@
 Shares nothing with the judge. A fault is drawn by a seed, with its sizes.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

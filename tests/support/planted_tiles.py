@@ -3,8 +3,6 @@
 Shares nothing with the judge. A fault is drawn by a seed, with its tile, head, rows and sizes.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 That number decides how fast a kernel is where tensor cores are faster than what feeds them, and needs no GPU to count.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Scripts, each in a process forked from one that has imported torch, the package and transformers."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

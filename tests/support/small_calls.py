@@ -1,7 +1,5 @@
 """A small right call of every family of operators: (operator, inputs, outputs), computed by a back end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

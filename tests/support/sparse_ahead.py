@@ -4,9 +4,6 @@
 file for each area; with names of areas or of entries after it these alone.
 """
 
-from __future__ import annotations
-
-import json
 import sys
 from pathlib import Path
 
@@ -17,7 +14,7 @@ if __name__ == "__main__":
 
 from support import ahead_indexer, ahead_indexer_loss, ahead_sparse_backward, ahead_sparse_forward, ahead_windows
 from support.ahead_run import Compiled
-from support.triton_ahead import CHIPS, Figures, of_types, taken, workers
+from support.triton_ahead import CHIPS, RESOURCES, Figures, of_types, record, recorded, taken, workers
 
 AREAS = {
     "sparse_forward": ahead_sparse_forward,
@@ -53,20 +50,13 @@ def figures(run: str) -> Figures:
 
 def resources(area: str) -> Path:
     """Where this Triton's figures of an area are recorded."""
-    return Path(__file__).parent / "resources" / f"{area}-{triton.__version__}.json"
-
-
-def recorded(area: str) -> dict[str, Figures]:
-    """What was recorded of an area."""
-    path = resources(area)
-    result: dict[str, Figures] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return result
+    return RESOURCES / f"{area}-{triton.__version__}.json"
 
 
 def main() -> None:
     """Compiles all entries, or those of areas or names that are given, and records what they take."""
     requested = sys.argv[1:] or list(AREAS)
-    rows = {area: recorded(area) for area in AREAS}
+    rows = {area: recorded(resources(area)) for area in AREAS}
     with workers() as pool:
         running = {
             run: pool.submit(figures, run)
@@ -77,10 +67,7 @@ def main() -> None:
             area = RUNS[run][0]
             rows[area][run] = future.result()
             print(f"{run:44} {rows[area][run]}", flush=True)  # noqa: T201 (a tool's report)
-            lines = ",\n".join(
-                f"  {json.dumps(run)}: {json.dumps(rows[area][run])}" for run in RUNS if run in rows[area]
-            )
-            resources(area).write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+            record(resources(area), {run: rows[area][run] for run in RUNS if run in rows[area]})
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ The constants are those of a launch (launch_dense.py); what a launch finds out a
 pointers on 16 bytes - is said here by hand. Reads with the cuobjdump of Triton's own wheel.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -18,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -329,7 +327,8 @@ RUNS = {
     for chip in CHIPS
     if config.tile(chip) is not None
 }
-RESOURCES = Path(__file__).parent / "resources" / f"{triton.__version__}.json"
+RESOURCES = Path(__file__).parent / "resources"
+OF_DENSE = RESOURCES / f"{triton.__version__}.json"
 
 
 def figures(run: str) -> Figures:
@@ -341,6 +340,38 @@ def figures(run: str) -> Figures:
     return measure(config.kernel, config.problem, tile, chip, config.align)
 
 
+def recorded(path: Path) -> dict[str, Figures]:
+    """The figures by run that a file holds, none without the file."""
+    table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"columns": []}
+    columns = table.pop("columns")
+    return {
+        f"{name} {chip}": dict(zip(columns, row, strict=True))
+        for name, chips in table.items()
+        for chip, row in chips.items()
+    }
+
+
+def record(path: Path, rows: Mapping[str, Figures]) -> None:
+    """Writes the figures by run: the names of the columns, then a line for each kernel with a row for each chip."""
+    lines: dict[str, Any] = {"columns": list(next(iter(rows.values())))}
+    for run, row in rows.items():
+        name, _, chip = run.rpartition(" ")
+        lines.setdefault(name, {})[chip] = list(row.values())
+    text = ",\n".join(f"{json.dumps(name)}: {json.dumps(line)}" for name, line in lines.items())
+    path.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+
+
+def worse(result: Figures, before: Figures, shared: int) -> dict[str, tuple[float, float]]:
+    """The figures, now and before, in which a kernel takes more; shared: bytes that it may have in any case.
+
+    Waits: wgmma that the assembler runs one after the other waits after each.
+    """
+    most = before | {"registers": before["registers"] + 8, "shared": min(before["shared"], shared)}
+    risen = {key for key in most if key != "copies" and result[key] > most[key]} - {"ahead"}
+    fallen = {key for key in ("ahead", "wgmma", "mma") if result[key] < before[key]}
+    return {key: (result[key], before[key]) for key in risen | fallen}
+
+
 def workers() -> ProcessPoolExecutor:
     """Processes that compile; started afresh, since a fork of a process with threads may hang."""
     return ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
@@ -349,14 +380,13 @@ def workers() -> ProcessPoolExecutor:
 def main() -> None:
     """Compiles all entries, or those that are named, and records what they take."""
     requested = sys.argv[1:] or list(CONFIGS)
-    rows = json.loads(RESOURCES.read_text(encoding="utf-8")) if RESOURCES.exists() else {}
+    rows = recorded(OF_DENSE)
     with workers() as pool:
         running = {run: pool.submit(figures, run) for run, (name, _) in RUNS.items() if name in requested}
         for run, future in running.items():
             rows[run] = future.result()
             print(f"{run:34} {rows[run]}", flush=True)  # noqa: T201 (a tool's report)
-            lines = ",\n".join(f"  {json.dumps(run)}: {json.dumps(rows[run])}" for run in RUNS if run in rows)
-            RESOURCES.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+            record(OF_DENSE, {run: rows[run] for run in RUNS if run in rows})
 
 
 if __name__ == "__main__":

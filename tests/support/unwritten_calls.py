@@ -1,7 +1,5 @@
 """Calls of every family of operation kinds, for what a back end may forget of their results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

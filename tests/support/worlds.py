@@ -8,8 +8,6 @@ by how many a process has made, and ranks with two names for one group wait for 
 numbers behind, so every case begins to count at one of its own.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Calls of records as Python text: what `fusion-attention explain` reads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

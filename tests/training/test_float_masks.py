@@ -4,8 +4,6 @@ Golden is judged by loops over single numbers that pass such keys over; the CPU 
 where zeros lie in place of what is not finite; the interfaces by the same bits.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """A loss may go through the lse of an attention, as through its output: against the formula in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What the Python API takes in any form: sinks and slopes of every floating dtype, page tables of both integers; and
 what its cache says of itself and of what is no sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

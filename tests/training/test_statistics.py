@@ -4,8 +4,6 @@ Through the back ends, where every instruction-set variant is forced, and throug
 What the poisoned rows reach may be anything; everything else keeps its bits.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 

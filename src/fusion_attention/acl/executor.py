@@ -1,7 +1,5 @@
 """aclOpExecutor: the planned call that phase 1 returns and phase 2 runs, once or (if made repeatable) many times."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fusion_attention.acl.state import Refusal, coded, integer

@@ -1,7 +1,5 @@
 """Two-phase calls between their phases: a layout per signature, a job per call, and checks of outputs and workspace."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests for overlap of strided views, from addresses and strides only; no memory is read."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

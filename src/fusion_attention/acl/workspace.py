@@ -1,7 +1,5 @@
 """The workspace size that phase 1 returns: bytes that a call needs in addition to the caller's tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -4,8 +4,6 @@ Each back end is a module that reports what it cannot compute. Back ends never i
 selected one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol

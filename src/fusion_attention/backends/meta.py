@@ -1,7 +1,5 @@
 """The back end of the meta device: calls are checked and planned and return shapes, as torch's operators do there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Arguments and results are numbers, failures are exceptions. The C library validates addresses before it calls.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 

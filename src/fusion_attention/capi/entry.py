@@ -5,8 +5,6 @@ or None, data type, format) for a tensor that DLPack cannot describe; a list of 
 library validates handles, memory and the state of executors before it calls.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 The folders have the names of CANN's (include, lib64), so a build that uses CANN's path can use this one.
 """
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

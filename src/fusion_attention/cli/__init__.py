@@ -3,8 +3,6 @@
 A command's module loads torch when the command runs.
 """
 
-from __future__ import annotations
-
 import inspect
 import io
 import sys

@@ -1,7 +1,5 @@
 """`fusion-attention capi`: prints compiler flags and paths of the C API."""
 
-from __future__ import annotations
-
 import typer
 
 from fusion_attention.cli.output import refuse, show_json

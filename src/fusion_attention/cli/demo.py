@@ -1,7 +1,5 @@
 """`fusion-attention demo`: encodes sentences with packed attention, beside transformers' padded encoder."""
 
-from __future__ import annotations
-
 import typer
 
 

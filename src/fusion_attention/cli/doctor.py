@@ -44,6 +44,9 @@ def doctor(
     quick: bool = typer.Option(False, "--quick", help="Leave out the peaks and the self test: a second or two."),
     seconds: float = typer.Option(10.0, min=1.0, max=60.0, help="How long the self test may take."),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON, for a report of a bug."),
+    model: str = typer.Option(
+        "", "--model", help="Show the path of each layer of a model of transformers instead: a folder, file or name."
+    ),
 ) -> None:
     """Show what this machine has, what computes on it, and whether it computes right.
 
@@ -51,10 +54,18 @@ def doctor(
     used, versions against the tested ones, measured peaks, and a self test of every back end against the float64
     model: fixed calls, then drawn ones until the time is up.
 
-    Exit code: 0 where all is well, 1 where something that is needed is missing, or a result of the self test is wrong.
+    With --model nothing is run: every layer of the configuration is listed with the path that it takes under
+    attn_implementation="fusion_attention", and the calls that transformers' own code computes.
+
+    Exit code: 0 where all is well, 1 where something that is needed is missing, a result of the self test is wrong, or
+    a model is refused.
     """
     from rich.console import Console
 
+    if model:
+        from fusion_attention.cli.model_paths import show_paths
+
+        raise typer.Exit(show_paths(model, as_json))
     result = facts()
     if not quick:
         _measured(result, seconds)

@@ -3,8 +3,6 @@
 This module does not use the network.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Functions change nothing and raise nothing; facts that are not available are marked as missing.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import platform

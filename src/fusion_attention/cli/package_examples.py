@@ -1,7 +1,5 @@
 """Programs of CANN's newer operators, which its package cann_ops_transformer has too."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fusion_attention.cli.example_call import Call, named

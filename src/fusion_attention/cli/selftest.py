@@ -4,8 +4,6 @@ Results are judged as in this library's tests (testing.compare): by the expected
 tolerance.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable, Iterator

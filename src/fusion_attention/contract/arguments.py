@@ -2,8 +2,6 @@
 of their types, and tests that tensors' storages hold their elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Markdown pages of operator definitions: formula, parameters, shapes, rules by level and sources of an operator."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

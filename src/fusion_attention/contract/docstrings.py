@@ -1,7 +1,5 @@
 """Docstrings of functions that are made from operator definitions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Annotated, get_origin

@@ -4,8 +4,6 @@ call.
 The text of an expression is also the text of its error.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """Sample calls made from operator definitions: legal ones, and for every rule one that violates only that rule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any

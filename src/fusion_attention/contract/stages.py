@@ -1,7 +1,5 @@
 """The stages of validation: presence, dtypes, devices, layout, ranks, axes, domains and rules."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lists of selected blocks for sharded keys: validation, and the entries of one rank's keys."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -2,8 +2,6 @@
 code.
 """
 
-from __future__ import annotations
-
 from fusion_attention.explorer.visible import (
     BAND,
     FULL_MODES,

@@ -1,7 +1,5 @@
 """Draws a setting as text, SVG or PNG, and the gallery of all modes."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Sequence

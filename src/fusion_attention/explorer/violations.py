@@ -3,8 +3,6 @@
 Rules that read only a setting are evaluated as `contract` does for a call. translate.py must support `remarks`.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The visible keys of a setting at each interface, computed by the lowering. translate.py must support this code."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Names, rules and uses of the sparse modes as text. translate.py must support this code."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

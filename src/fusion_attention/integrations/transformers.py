@@ -28,11 +28,14 @@ from transformers.utils import logging
 from fusion_attention.api.attention import attention
 from fusion_attention.api.sparse import sparse_attention
 from fusion_attention.contract import ContractWarning
+from fusion_attention.integrations import sparse_models
+from fusion_attention.integrations.sparse_loss import indexer_loss
 from fusion_attention.integrations.transformers_cache import StoredRows
+from fusion_attention.integrations.transformers_masks import cached, hidden, packed_lengths, padding_of, read_padding
 from fusion_attention.ir.mask import INFINITE, Band
-from fusion_attention.torch_ops.dispatch import is_traced
+from fusion_attention.patches import Changes, Counted
 
-__all__ = ["TESTED", "attend", "mask", "register"]
+__all__ = ["TESTED", "attend", "indexer_loss", "mask", "register", "unregister"]
 
 Tensor = torch.Tensor
 
@@ -78,6 +81,40 @@ def register(name: str = NAME) -> None:
         )
     transformers.AttentionInterface.register(name, attend)
     masking_utils.AttentionMaskInterface.register(name, mask)
+    _SPARSE.__enter__()
+
+
+def unregister(name: str = NAME) -> None:
+    """Removes an attention implementation that register() added; models with it need another one.
+
+    Source: this library; docs/with_transformers.md.
+
+    Example:
+        >>> register("another_name")
+        >>> unregister("another_name")
+        >>> "another_name" in transformers.AttentionInterface()
+        False
+    """
+    if transformers.AttentionInterface._global_mapping.get(name) is attend:
+        del transformers.AttentionInterface._global_mapping[name]
+        del masking_utils.AttentionMaskInterface._global_mapping[name]
+        _SPARSE.__exit__()
+
+
+def _serves(config: Any) -> bool:
+    """True if a configuration's attention implementation is this module's."""
+    return transformers.AttentionInterface._global_mapping.get(config._attn_implementation) is attend
+
+
+class _Sparse(Counted):
+    """The patches of models with sparse attention, while a name is registered."""
+
+    def begin(self, changes: Changes) -> None:
+        """Patches the layers' classes."""
+        sparse_models.patch(changes, _serves)
+
+
+_SPARSE = _Sparse()
 
 
 class _Code(NamedTuple):
@@ -134,6 +171,7 @@ def mask(
     Raises:
         ValueError: the model's code does not call the attention interface.
     """
+    sparse_models.check(config)
     code = _code(type(config).__module__)
     if not code.asks:
         raise ValueError(
@@ -145,7 +183,10 @@ def mask(
     window = local_size is None or (
         local_size == getattr(config, "sliding_window", None) and code.windows and (causal or code.both_sides)
     )
-    if code.describes and window:
+    sparse = sparse_models.family_of(config) is not None  # such models never skip a mask; our layers do
+    if sparse and local_size is None:
+        allow_is_causal_skip = mask_function is masking_utils.causal_mask_function
+    if (code.describes or sparse) and window:
         if allow_is_causal_skip if causal else allow_is_bidirectional_skip:
             end = q_offset + q_length if causal else kv_offset + kv_length
             if not isinstance(end, Tensor) or not torch.compiler.is_compiling():
@@ -187,9 +228,9 @@ def _keys(
     if padding is None:
         return None if count == kv_length else torch.ones(1, 1, dtype=torch.bool, device=device).expand(batch, count)
     padding = masking_utils.prepare_padding_mask(padding, count, kv_offset)[:, kv_offset:end]
-    if _hidden(padding):
+    if hidden(padding):
         return padding
-    return None if count == kv_length and _padding(padding).kind == "none" else padding
+    return None if count == kv_length and padding_of(padding).kind == "none" else padding
 
 
 def _packs(function: Callable[..., Any], window: int | None, others: dict[str, Any]) -> bool:
@@ -206,80 +247,6 @@ def _packed_ids(function: Callable[..., Any], batch: int, length: int, device: t
     rows = torch.arange(1, length, device=device)[None]
     starts = ~function(items, 0, rows, rows - 1)  # a token that does not see the one before it
     return torch.nn.functional.pad(starts.expand(batch, -1).long().cumsum(1), (1, 0))
-
-
-class _Padding(NamedTuple):
-    """The position of tokens in padded rows: no padding ("none"), "left" of the padding, one "run", or "scattered"."""
-
-    kind: str
-    first: list[int]
-    end: list[int]
-
-
-def _padding(keys: Tensor) -> _Padding:
-    """Classifies the padding of a bool [B, T]; cached for all layers."""
-    return _cached(keys, "padding", _read_padding)
-
-
-def _read_padding(keys: Tensor) -> _Padding:
-    length = keys.shape[1]
-    if not keys.numel():
-        return _Padding("none", [0] * len(keys), [length] * len(keys))
-    ones = keys.to(torch.uint8)
-    count = ones.sum(1)
-    edges = torch.stack([ones.argmax(1), length - ones.flip(1).argmax(1), count])
-    first, end, counts = edges.tolist()
-    end = [e if n else f for e, f, n in zip(end, first, counts, strict=True)]
-    if any(e - f != n for f, e, n in zip(first, end, counts, strict=True)):
-        return _Padding("scattered", first, end)
-    if any(first):
-        return _Padding("run", first, end)
-    return _Padding("none" if all(e == length for e in end) else "left", first, end)
-
-
-def _cached(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
-    """Returns read(tensor), cached on the tensor until it changes; one mask serves all layers of a forward."""
-    entries = tensor.__dict__.get("_fusion_attention")
-    if tensor.is_inference() and entries is None:
-        return read(tensor)  # inference tensors have no version to compare
-    entries = {} if entries is None else entries
-    version = 0 if tensor.is_inference() else tensor._version
-    if name not in entries or entries[name][0] != version:
-        entries[name] = version, read(tensor)
-        tensor._fusion_attention = entries  # type: ignore[attr-defined]
-    return entries[name][1]
-
-
-def _hidden(tensor: Tensor) -> bool:
-    """True if a tensor's content must not be read: in a trace, and on the meta device."""
-    return tensor.is_meta or is_traced((tensor,))
-
-
-def _read(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
-    """Returns read(tensor), cached except in a trace."""
-    return read(tensor) if _hidden(tensor) else _cached(tensor, name, read)
-
-
-def _lengths(ids: Tensor) -> Any:
-    """Returns the lengths of the runs of equal ids in [B, S]; runs end with their row."""
-    apart = (ids + torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1]).flatten()
-    if _hidden(ids):
-        # A trace cannot depend on the number of runs: the result has one length per token, most of them 0.
-        run = (apart != apart.roll(1)).long()
-        run = torch.cat([run[:1] * 0, run[1:]]).cumsum(0)
-        return torch.zeros_like(run).scatter_add_(0, run, torch.ones_like(run))
-    return torch.unique_consecutive(apart, return_counts=True)[1].tolist()
-
-
-def _ends(ends: Tensor) -> Any:
-    """Returns lengths from cumulative ones; cached on a GPU only, as reading CPU memory is cheap."""
-    return _between(ends) if ends.device.type == "cpu" else _read(ends, "between", _between)
-
-
-def _between(ends: Tensor) -> Any:
-    """Returns lengths from cumulative lengths with a leading 0."""
-    lengths = ends[1:] - ends[:-1]
-    return lengths if _hidden(ends) else lengths.tolist()
 
 
 def attend(
@@ -300,12 +267,16 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     position_ids: Tensor | None = None,
     **others: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Computes one layer's attention: q [B, N, S, D], k and v [B, Nkv, T, D]; out [B, S, N, Dv].
 
     Raises:
         ContractError, BackendError: as fusion_attention.attention().
     """
+    if sparse_models.asks_for_weights(module, others):
+        assert attention_mask is not None  # their code makes one in every call
+        how = {"scaling": scaling, "dropout": dropout}
+        return sparse_models.weights(module, query, key, value, attention_mask, indices, **how)
     if others.get("output_attentions"):
         _log.warning_once('fusion_attention returns no attention weights: attn_implementation="eager" does.')
     q = query.transpose(1, 2)
@@ -333,16 +304,8 @@ def attend(
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         return _padded(q, k, v, attention_mask, causal, sliding_window, words), None
     words["band"] = _band(causal, sliding_window)
-    if attention_mask is not None:
-        q_len = kv_len = _read(attention_mask, "lengths", _lengths)
-    elif cu_seq_lens_q is not None:
-        q_len = _ends(cu_seq_lens_q)
-        kv_len = q_len if cu_seq_lens_k is None else _ends(cu_seq_lens_k)
-    elif causal and position_ids is not None and _may_restart(position_ids, q, k):
-        runs = functools.partial(_runs, batch=len(q))
-        q_len = kv_len = runs(position_ids) if q.device.type == "cpu" else _read(position_ids, "runs", runs)
-    else:
-        q_len = kv_len = None
+    positions = position_ids if causal else None
+    q_len, kv_len = packed_lengths(attention_mask, cu_seq_lens_q, cu_seq_lens_k, positions, q, k)
     if q_len is None or len(q_len) == len(q) == 1:
         return attention(q, k, v, **words), None
     return _packed(q, k, v, q_len, kv_len, words), None
@@ -355,22 +318,6 @@ def _of_pages(
     if isinstance(value, StoredRows):
         return key.layer.attend(q, given, band, words)
     return key.layer.rows()[0], value  # the model computed the values from those of the cache
-
-
-def _may_restart(position_ids: Tensor, q: Tensor, k: Tensor) -> bool:
-    """True if positions may be those of packed sequences, which only a forward without a cache has."""
-    rows = q.shape[1]
-    return position_ids.dim() == 2 and 1 < rows == k.shape[1] and rows == position_ids.shape[1]
-
-
-def _runs(position_ids: Tensor, batch: int) -> Any:
-    """Returns the lengths of sequences whose positions restart at 0; None if no row contains several."""
-    starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    packed = (~starts | (position_ids[:, 1:] == 0)).all()  # other jumps are within a sequence
-    if position_ids.is_meta or (not _hidden(position_ids) and not (starts.any() and packed)):
-        return None
-    starts = starts & packed
-    return _lengths(torch.nn.functional.pad(starts.long().cumsum(1), (1, 0)).expand(batch, -1))
 
 
 def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | None:
@@ -396,9 +343,9 @@ def _padded(
     rows, length = q.shape[1], keys.shape[1]
     k, v = k[:, :length], v[:, :length]
     one_sequence = rows == length and (causal or window is not None)  # else keys may belong to another sequence
-    if _hidden(keys):
+    if hidden(keys):
         return attention(q, k, v, band=_band(causal, window), blocked=~keys[:, None, None], **words)
-    kind, first, end = _padding(keys)
+    kind, first, end = padding_of(keys)
     if kind == "left":
         # Rows after a sequence's end are padding, which needs no result.
         words["q_len"], words["kv_len"] = end if one_sequence else None, end
@@ -409,7 +356,7 @@ def _padded(
         lengths = [n for f, e in zip(first, end, strict=True) for n in (f, e - f, length - e) if n]
         return _packed(q, k, v, lengths, lengths, words)
     if kind != "none":
-        words["blocked"] = _cached(keys, "blocked", torch.logical_not)[:, None, None]
+        words["blocked"] = cached(keys, "blocked", torch.logical_not)[:, None, None]
     return attention(q, k, v, **words)
 
 
@@ -418,16 +365,16 @@ def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
     if given.is_floating_point():
         bias = given.to(q.dtype)
         words["bias"] = words["bias"] + bias if "bias" in words else bias
-    elif given.dtype == torch.bool and _hidden(given):
+    elif given.dtype == torch.bool and hidden(given):
         words["blocked"] = ~given
     elif given.dtype == torch.bool:
         if given.shape[1] == 1 and (given.shape[2] == 1 or given.stride(2) == 0):
-            kind, _, end = _cached(given, "padding", lambda t: _read_padding(t[:, 0, 0]))
+            kind, _, end = cached(given, "padding", lambda t: read_padding(t[:, 0, 0]))
             if kind in ("none", "left"):
                 if kind == "left":
                     words["kv_len"] = end
                 return
-        words["blocked"] = _cached(given, "blocked", torch.logical_not)
+        words["blocked"] = cached(given, "blocked", torch.logical_not)
     else:
         raise TypeError(f"attention_mask: expected bool or floating elements in [B, N, S, T], got {given.dtype}")
 

@@ -4,8 +4,6 @@ A bias is a matrix in memory, a table of the last TABLE_ROWS rows from which ear
 slopes and distances.
 """
 
-from __future__ import annotations
-
 import torch
 
 from fusion_attention.ir.kv import MatrixView

@@ -4,8 +4,6 @@ The drawn bit of a position depends only on (seed, offset, sequence and head, ro
 packed and padded batches, and all back ends, drop the same positions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar

@@ -8,8 +8,6 @@ against a row with some. If neither has any, the sums are added: 0 if rows retur
 return the mean of V, so that the merged row is the mean over all keys.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Replacement of the tensors in a forward call's operands, by name, which prepared calls use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import replace

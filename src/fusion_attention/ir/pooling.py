@@ -1,7 +1,5 @@
 """Pooling of windows of rows to compressed keys, in terms of the intermediate representation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ numpy computes a few integers per tile from the bands only. Between full_begin a
 of a sequence do not depend on the other sequences of the batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -50,10 +50,12 @@ def set_stage(model: nn.Module, stage: Stage) -> None:
         ['indexer']
     """
     checked(stage, "set_stage")
-    layers = [module for module in model.modules() if isinstance(module, StagedAttention)]
+    # Classes of transformers get the attribute from register().
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, StagedAttention) or hasattr(type(m), "stage")]
     if not layers:
         raise ValueError(
-            "set_stage: model: expected a SparseAttention or a CompressedAttention among its modules, got none"
+            "set_stage: model: expected a SparseAttention, a CompressedAttention or a layer of transformers that "
+            "register() serves among its modules, got none"
         )
     indexers: set[Any] = set()
     for layer in layers:

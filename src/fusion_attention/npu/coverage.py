@@ -3,8 +3,6 @@
 Files are parsed with ast and not executed.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

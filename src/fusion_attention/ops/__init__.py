@@ -1,7 +1,5 @@
 """The operators: their definitions, by name, and their lowering to the intermediate representation."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Iterator, Mapping

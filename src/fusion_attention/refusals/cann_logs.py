@@ -4,8 +4,6 @@ RuntimeError: npu_fusion_attention:.. NPU function error: call aclnnFlashAttenti
 EZ9999[PID: 413] .. (EZ9999):  get unsupported atten_mask shape, the shape is [16, 1, 1, 1500] ..[FUNC:..][FILE:..]
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Such mistakes are lengths in place of cumulative ends, the string of another layout, or a mask that was not expanded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, islice
 from typing import Any

@@ -3,8 +3,6 @@
 CANN's messages contain its parameters in several spellings, which are compared with the rules' parameters.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

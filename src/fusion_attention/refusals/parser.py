@@ -6,8 +6,6 @@
 Supported are numbers and arithmetic, lists, bands, and torch's functions that create, reshape or cast a tensor.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 import operator

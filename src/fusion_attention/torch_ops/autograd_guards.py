@@ -1,7 +1,5 @@
 """Guards for unsupported derivatives: second derivatives and forward mode raise instead of returning zeros."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

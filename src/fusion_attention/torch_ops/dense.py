@@ -1,7 +1,5 @@
 """The entry point of this library's attention(), eager or as an operator in a trace."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Eager calls on ordinary tensors avoid the overhead of torch's dispatcher and of serialization (serialize.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 docs/coming_from.md has more, with examples.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Callable, Iterable

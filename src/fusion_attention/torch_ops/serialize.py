@@ -5,8 +5,6 @@ A trace therefore contains no lengths and no plan: validation, lowering and plan
 serializes arguments; read() and unpack() restore them.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import itertools

@@ -4,8 +4,6 @@ This module is loaded by the first trace, because torch's decorators import its 
 importing torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 The first runs a call of any operator with results, the second its derivative.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

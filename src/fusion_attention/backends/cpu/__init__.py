@@ -1,7 +1,5 @@
 """The CPU back end: all operations in the native core, and the means of empty rows in torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decoding on the CPU, few query rows over long, paged or quantized keys: converts views to the core's arguments."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conversion of cached rows to float32, and of results to their stored format, for computations in torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

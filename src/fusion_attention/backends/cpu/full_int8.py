@@ -4,8 +4,6 @@ Weights are rounded to int8 relative to the row's final maximum, so there are tw
 integers are exact in float32 if blocks of keys are short, so bits do not depend on threads.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The lightning indexer in the native core: selection of keys, gradients, statistics and loss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

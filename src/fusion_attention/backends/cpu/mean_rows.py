@@ -3,8 +3,6 @@
 Computed after the core, which writes 0 and a maximum of -inf for such rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import groupby

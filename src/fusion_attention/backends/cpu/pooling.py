@@ -1,7 +1,5 @@
 """Pooling of windows of rows in the native core."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

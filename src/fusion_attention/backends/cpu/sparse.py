@@ -1,7 +1,5 @@
 """Attention to selected keys in the native core: forward and backward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ The golden back end computes every problem on every device, dtype "float64" incl
 name only.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Reading of lists of selected blocks, for attention and for the indexer's gradients."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -4,8 +4,6 @@ This module builds complete score matrices and sorts complete rows. Keys that ar
 reach a result.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Pooling of windows of rows and its gradients in float64, written like the formulas."""
 
-from __future__ import annotations
-
 import torch
 
 from fusion_attention.ir.pooling import PoolingGrads, PoolingOperands, PoolingProblem

@@ -3,8 +3,6 @@
 The wheel contains the sources, since the compiled file depends on the release of torch and on the compiler.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Replacements for names of torch_npu, or of another package for the chip, that this library does not have."""
 
-from __future__ import annotations
-
 import re
 
 PAGE = "docs/ascend_code.md"

@@ -3,8 +3,6 @@
 Every function writes to a tensor that the caller passes. npu_fused_infer_attention_score computes the attention.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Operator definitions of the chip's transformer library (ATB) that store rows in caches and apply rotary embedding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

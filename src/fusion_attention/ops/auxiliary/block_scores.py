@@ -1,7 +1,5 @@
 """The operator definition of MsaIndexScore, which scores blocks of keys; a model then selects blocks for its rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Operator definitions of functions that write and read caches, paged or not."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

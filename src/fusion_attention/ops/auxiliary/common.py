@@ -1,7 +1,5 @@
 """Parameters, rules and check functions used by the definitions of several auxiliary operators."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Any
 

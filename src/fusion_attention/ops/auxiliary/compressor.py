@@ -1,7 +1,5 @@
 """The record of CANN's compressor, which projects rows and pools their windows to compressed keys."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The definitions of auxiliary operators, and all definitions by name; loaded on first use."""
 
-from __future__ import annotations
-
 from fusion_attention.contract import Op
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.auxiliary import (

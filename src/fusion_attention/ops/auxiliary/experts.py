@@ -1,7 +1,5 @@
 """Operator definitions of functions that permute tokens into the order of experts, and back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Operator definitions of activation functions, with and without a gate."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fusion_attention.contract import Attr

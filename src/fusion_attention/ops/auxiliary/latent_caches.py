@@ -1,7 +1,5 @@
 """The definition of npu_kv_rmsnorm_rope_cache, which stores normalized latents and rotated keys in two caches."""
 
-from __future__ import annotations
-
 import torch
 
 from fusion_attention.contract import Attr, Rule, Tensor, functions_in

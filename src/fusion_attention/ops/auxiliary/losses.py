@@ -1,7 +1,5 @@
 """Operator definitions of losses: cross entropy with its gradient, and a Kullback-Leibler loss."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

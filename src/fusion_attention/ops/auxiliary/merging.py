@@ -1,7 +1,5 @@
 """Operator definitions of functions that merge partial results of attention."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

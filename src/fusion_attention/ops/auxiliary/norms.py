@@ -1,7 +1,5 @@
 """Operator definitions of root-mean-square norms."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fusion_attention.contract import Attr

@@ -1,7 +1,5 @@
 """Operator definitions that prepare multi-head latent attention: queries from rows, and a latent stored in a cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

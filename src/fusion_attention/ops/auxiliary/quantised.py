@@ -1,7 +1,5 @@
 """Operator definitions of quantization to eight and four bits, and of matrix products of integers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Definitions of sparse attention and its indexer over int8, derived from those over floats, which compute."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Operator definitions of rotary position embedding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Operator definitions of expert selection (gating), and of the order of rows by experts (routing)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

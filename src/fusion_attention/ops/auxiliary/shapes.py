@@ -1,7 +1,5 @@
 """Operator definitions for transposing and reshaping tensors or changing their format, some with a matrix product."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Operator definitions of the softmax of masked scores, and its gradient."""
 
-from __future__ import annotations
-
 import torch
 
 from fusion_attention.contract import Attr, Tensor

@@ -1,7 +1,5 @@
 """Lowered calls of BlockSparseAttention: dense attention with one statistic per row, softmax_lse."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

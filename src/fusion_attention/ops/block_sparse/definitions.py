@@ -3,8 +3,6 @@
 Rules are in rules.py, lowering in call.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The rules of BlockSparseAttention and its gradient: lengths, blocks, forms, and the chip's limits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

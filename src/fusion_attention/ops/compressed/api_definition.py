@@ -1,7 +1,5 @@
 """The record of `fusion_attention.compressed_attention`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

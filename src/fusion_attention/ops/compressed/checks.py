@@ -1,7 +1,5 @@
 """Checks in the rules of SparseFlashMla; each returns True, or a text with the value that violates it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

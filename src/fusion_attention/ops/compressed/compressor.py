@@ -1,7 +1,5 @@
 """The definitions of CANN's Compressor and CompressorGrad, computed by torch's operators."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

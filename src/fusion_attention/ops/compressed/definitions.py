@@ -3,8 +3,6 @@
 Rules are in rules.py, lowering in lower.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

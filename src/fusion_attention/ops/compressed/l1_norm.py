@@ -1,7 +1,5 @@
 """The record of CANN's SparseFlashMlaSoftmaxL1Norm: probabilities of compressed keys, computed by torch's operators."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,8 +1,6 @@
 """Lowers a bound call with compressed keys to the intermediate representation: a call of ops/sparse with two sources of
 keys."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar

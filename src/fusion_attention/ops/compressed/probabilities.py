@@ -1,8 +1,6 @@
 """Probabilities of the keys that lists are of, in a softmax over all sources, averaged over heads: the target of an
 indexer's loss."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

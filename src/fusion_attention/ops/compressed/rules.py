@@ -1,7 +1,5 @@
 """The rules of SparseFlashMla and its gradient: lengths, layouts, forms, lists, and the chip's limits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 rules.py has the rules on inputs and lengths.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

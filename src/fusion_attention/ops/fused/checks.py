@@ -3,8 +3,6 @@
 The checks are functions of shapes, lengths and dtypes; some read the content of masks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

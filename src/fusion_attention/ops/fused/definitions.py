@@ -5,8 +5,6 @@ A version is a difference from an earlier one; parameters that IncreFlashAttenti
 ops/inference/definitions.py. Rules are in rules.py, lowering in lower.py.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Derived values of a fused inference attention call: axes, lengths, slots, visibility, and the shapes of results."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rules on mask, mode, window, pse_shift and sink of fused inference attention; rules.py has most others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Operator definitions, without rules, of torch_npu's functions that allocate the results of its fused attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fusion_attention.contract import Op

@@ -3,8 +3,6 @@
 rules.py has most other rules.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from fusion_attention.ops.fused.rules import LATENT, PAGES, ROPE

@@ -4,8 +4,6 @@ Rules on the cache are in cache_rules.py, on masks and biases in mask_rules.py, 
 that also apply to IncreFlashAttention are in ops/inference/rules.py. docs/rulings.md 15 explains levels and codes.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

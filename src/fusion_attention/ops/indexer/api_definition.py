@@ -1,7 +1,5 @@
 """The operator definition of this library's lightning_indexer()."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lowered calls of the lightning indexer, forward and gradient, with their views."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any

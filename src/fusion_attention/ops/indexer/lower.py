@@ -1,7 +1,5 @@
 """Lowering of a checked call of the indexer to a lowered call (Indexer)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 """Operator definitions of CANN's second lightning indexer, whose keys may each stand for several tokens, in the
 two-phase interface and in the package cann_ops_transformer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

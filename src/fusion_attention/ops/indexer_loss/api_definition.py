@@ -1,7 +1,5 @@
 """The operator definition of `fusion_attention.indexer_loss`, over selected keys or over all keys of a band."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fusion_attention.contract import Tensor

@@ -1,7 +1,5 @@
 """The operator definition of `fusion_attention.indexer_target_loss`, whose target is passed by the caller."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fusion_attention.contract import Tensor

@@ -1,7 +1,5 @@
 """Lowered calls of the indexer's losses and statistics: problem, views, and allocation of results."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any

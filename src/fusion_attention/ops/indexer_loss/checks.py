@@ -1,8 +1,6 @@
 """Checks of the lists of keys of losses against a target, where a key may be compressed from several tokens and packed
 sequences may be shorter than their memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

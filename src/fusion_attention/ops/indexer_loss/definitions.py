@@ -4,8 +4,6 @@ they need.
 Most of their rules are in ops/sparse/rules.py; lower.py makes the IndexerLossProblem.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

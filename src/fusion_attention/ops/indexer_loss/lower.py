@@ -1,7 +1,5 @@
 """Lowers a checked call of the indexer's loss or of its statistics to the intermediate representation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

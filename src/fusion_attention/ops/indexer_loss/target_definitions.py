@@ -1,8 +1,6 @@
 """Operator definitions of CANN's losses of the indexer against a target passed by the caller, and of the statistics for
 one of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Views of a KV cache (one tensor, one tensor per sequence, or pages), and of the scales of stored integers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 

@@ -3,8 +3,6 @@
 The checks are pure functions of shapes, lengths and page tables.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

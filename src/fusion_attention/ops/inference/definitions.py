@@ -3,8 +3,6 @@
 A version is a difference from the previous one. Rules are in rules.py, lowering in lower.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

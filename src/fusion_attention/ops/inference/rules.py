@@ -3,8 +3,6 @@
 A rule applies to every operator definition that has its parameter. docs/rulings.md 15 explains levels and codes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Base classes of lowered calls: tensors by canonical name, and calls derived from another call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Check functions for rules of several groups of operators; each returns True, or text with the actual value."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

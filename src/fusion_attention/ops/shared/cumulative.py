@@ -1,8 +1,6 @@
 """Length parameters of CANN's newer operators and their rules: cumulative ends that begin with 0 (cu_seqlens), and the
 number of used tokens of each sequence (seqused)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

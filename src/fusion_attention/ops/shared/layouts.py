@@ -3,8 +3,6 @@
 Views depend only on lengths and strides, and are cached with the lengths.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Cumulative ends of packed sequences: conversion to lengths, and validity checks."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

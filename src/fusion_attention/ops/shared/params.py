@@ -1,8 +1,6 @@
 """Parameter descriptions used by several groups of operators, functions that fill the tensors of sample calls, and the
 default softmax scale."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

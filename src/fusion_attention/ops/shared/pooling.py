@@ -1,7 +1,5 @@
 """Compressed keys: windows of rows pooled by a softmax per channel, in torch's operators."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Construction of definitions of CANN's operators."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from fusion_attention.contract import Op

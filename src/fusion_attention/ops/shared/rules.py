@@ -3,8 +3,6 @@
 The other rules are in rules.py of each group. docs/rulings.md 15 explains levels and codes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Conversion of CANN's sparse_mode to a band, the interval of visible keys of each row (docs/sparse_modes.md)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fusion_attention.ir.mask import INFINITE, Band, tokens

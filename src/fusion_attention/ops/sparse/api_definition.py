@@ -3,8 +3,6 @@
 Unlike CANN's operators it takes lengths, not cumulative ends, a flag `causal`, and values that are elements of keys.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from fusion_attention.contract import Array, Attr

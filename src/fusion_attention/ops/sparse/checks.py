@@ -4,8 +4,6 @@ value.
 The checks are pure functions of lengths, lists of selected blocks and page tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lowering of a checked call of sparse attention to a lowered call (Sparse)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

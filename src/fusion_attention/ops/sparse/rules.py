@@ -3,8 +3,6 @@
 A rule applies to every definition that has its parameters. docs/rulings.md 15 explains levels and codes.
 """
 
-from __future__ import annotations
-
 import torch
 
 from fusion_attention.contract import Rule

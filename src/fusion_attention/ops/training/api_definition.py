@@ -3,8 +3,6 @@
 Unlike CANN's operators it takes lengths, not cumulative ends, masks without a tensor, and biases that broadcast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

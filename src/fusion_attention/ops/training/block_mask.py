@@ -1,7 +1,5 @@
 """Conversion of masks over blocks of any size to what back ends read: tiles of 128 x 128 with bits, or a matrix."""
 
-from __future__ import annotations
-
 import torch
 
 from fusion_attention.ir.mask import ALL_BLOCKED, NONE_BLOCKED, TILE

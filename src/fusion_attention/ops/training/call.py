@@ -1,7 +1,5 @@
 """DenseCall, a lowered call of training attention, and the views of its tensors, outputs and gradients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ Parameters are in the order of the documentation, listed completely or as additi
 rules.py and mask_rules.py, lowering in lower.py.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

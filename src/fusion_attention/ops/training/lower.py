@@ -4,8 +4,6 @@ Forward and gradient operators are lowered alike; parameters that an operator la
 (Op.neutral).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

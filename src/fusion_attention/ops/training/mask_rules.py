@@ -3,8 +3,6 @@
 docs/rulings.md 15 explains levels and codes.
 """
 
-from __future__ import annotations
-
 from fusion_attention.ops.shared.rules import PACKED, PADDED, ROPE, content, doubt, limit, meaning, note, typed
 
 # --------------------------------------------------------------------------------------------- settings of sample calls

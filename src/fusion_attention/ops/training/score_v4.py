@@ -1,7 +1,5 @@
 """Records of FlashAttentionScoreV4 and its gradient: VarLenScoreV5 for padded layouts too, with drawn dropout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fusion_attention.contract import Attr, Op, Param, Tensor

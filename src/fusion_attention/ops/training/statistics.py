@@ -1,7 +1,5 @@
 """Conversion of softmax statistics between the kernels' format and CANN's: finite, repeated in eight equal lanes."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -4,8 +4,6 @@ A row's log-sum is at least that of a subset of its visible keys, whatever else 
 sink). Read in the wrong order it belongs to another row, and may be smaller. No other check computes scores.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

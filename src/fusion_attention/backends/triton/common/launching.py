@@ -1,7 +1,5 @@
 """Kernel launches with fixed arguments and arguments of each run, and the schedules of operations."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 from collections import OrderedDict

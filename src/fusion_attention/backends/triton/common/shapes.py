@@ -3,8 +3,6 @@
 The entries were found by compilation: the largest shapes that spill no registers and fit in shared memory.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Launches of the decode kernels: the work list of key ranges, page tables, and scratch of partial results."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 Tests compile kernels ahead of time with the constants made here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

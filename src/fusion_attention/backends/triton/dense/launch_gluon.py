@@ -1,7 +1,5 @@
 """Selection of the Gluon kernel for a forward, and its compile-time constants."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

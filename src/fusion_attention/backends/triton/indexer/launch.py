@@ -4,8 +4,6 @@ Scores and candidates of a chunk are in a workspace of bounded size. A row's sel
 sums per key continue from chunk to chunk in the same order, so results do not depend on the number of chunks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

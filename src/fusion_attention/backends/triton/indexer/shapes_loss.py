@@ -3,8 +3,6 @@
 Like the tables in shapes.py, the entries were found by compilation, not by timing.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from fusion_attention.backends.triton.common.shapes import Tile, power, widest

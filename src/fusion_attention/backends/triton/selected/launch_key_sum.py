@@ -8,8 +8,6 @@
 The id of a key numbers the keys of all sequences and heads: numbered().
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

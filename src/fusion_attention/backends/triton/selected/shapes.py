@@ -3,8 +3,6 @@
 Like the tables in common/shapes.py, the entries were found by compilation, not by timing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

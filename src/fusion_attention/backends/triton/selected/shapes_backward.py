@@ -4,8 +4,6 @@ Columns are processed in steps or in panels, so a tile supports rows of any leng
 the entries were found by compilation, not by timing.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from fusion_attention.backends.triton.common import shapes

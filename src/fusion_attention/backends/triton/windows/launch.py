@@ -1,7 +1,5 @@
 """Launches of the kernels that pool windows of rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

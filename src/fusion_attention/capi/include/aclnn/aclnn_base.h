@@ -5,7 +5,9 @@
 #include "aclnn/acl_meta.h"
 
 #ifdef __cplusplus
-extern "C" {
+#define ACLNN_FUNCTION extern "C" ACL_FUNC_VISIBILITY
+#else
+#define ACLNN_FUNCTION ACL_FUNC_VISIBILITY
 #endif
 
 /* Codes of operators. */
@@ -19,11 +21,7 @@ static const aclnnStatus ACLNN_ERR_INNER_FIND_KERNEL_ERROR = 561003;
 static const aclnnStatus ACLNN_ERR_INNER_NULLPTR = 561103;
 
 /* Programs begin with aclInit(), with aclnnInit() or with both; aclnnFinalize() ends what aclnnInit() alone began. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnInit(const char *configPath);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFinalize(void);
-
-#ifdef __cplusplus
-}
-#endif
+ACLNN_FUNCTION aclnnStatus aclnnInit(const char *configPath);
+ACLNN_FUNCTION aclnnStatus aclnnFinalize(void);
 
 #endif

@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_BLOCK_SPARSE_ATTENTION_H
-#define FUSION_ATTENTION_ACLNN_BLOCK_SPARSE_ATTENTION_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Attention to the blocks of keys that a mask leaves to each block of query rows.
  *   query: Query rows.
@@ -32,7 +26,7 @@ extern "C" {
  *   softmaxLseFlag: 1: return softmax_lse.
  *   attentionOut: The output rows.
  *   softmaxLseOptional: log(sum(exp(s))) of every row and head; -inf in a row that sees no key. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnBlockSparseAttentionGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnBlockSparseAttentionGetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *blockSparseMaskOptional,
     const aclTensor *attenMaskOptional, const aclIntArray *blockShapeOptional,
     const aclIntArray *actualSeqLengthsOptional, const aclIntArray *actualSeqLengthsKvOptional,
@@ -40,11 +34,5 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnBlockSparseAttentionGetWorkspaceSize(
     int64_t maskType, double scaleValue, int64_t innerPrecise, int64_t blockSize, int64_t preTokens,
     int64_t nextTokens, int64_t softmaxLseFlag, const aclTensor *attentionOut, const aclTensor *softmaxLseOptional,
     uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnBlockSparseAttention(
+ACLNN_FUNCTION aclnnStatus aclnnBlockSparseAttention(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_BLOCK_SPARSE_ATTENTION_GRAD_H
-#define FUSION_ATTENTION_ACLNN_BLOCK_SPARSE_ATTENTION_GRAD_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Gradients of BlockSparseAttention, from its output and its softmax_lse.
  *   dout: Gradient of the output.
@@ -32,7 +26,7 @@ extern "C" {
  *   dq: Gradient of query.
  *   dk: Gradient of key.
  *   dv: Gradient of value. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnBlockSparseAttentionGradGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnBlockSparseAttentionGradGetWorkspaceSize(
     const aclTensor *dout, const aclTensor *query, const aclTensor *key, const aclTensor *value,
     const aclTensor *attentionOut, const aclTensor *softmaxLse, const aclTensor *blockSparseMaskOptional,
     const aclTensor *attenMaskOptional, const aclIntArray *blockShapeOptional,
@@ -40,11 +34,5 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnBlockSparseAttentionGradGetWorkspaceSize(
     char *kvInputLayout, int64_t numKeyValueHeads, int64_t maskType, double scaleValue, int64_t preTokens,
     int64_t nextTokens, const aclTensor *dq, const aclTensor *dk, const aclTensor *dv, uint64_t *workspaceSize,
     aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnBlockSparseAttentionGrad(
+ACLNN_FUNCTION aclnnStatus aclnnBlockSparseAttentionGrad(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

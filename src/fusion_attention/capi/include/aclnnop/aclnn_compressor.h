@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_COMPRESSOR_H
-#define FUSION_ATTENTION_ACLNN_COMPRESSOR_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Projects rows to keys and gates, and pools every window of cmp_ratio rows to one compressed key.
  *   x: Rows [B, S, H], or packed [T, H] with cu_seqlens.
@@ -30,17 +24,11 @@ extern "C" {
  *       cmp_kv is; with coff 2 rows of the window before and of the window alternate.
  *   kv: Rows of windows, [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as cmp_kv is; with coff 2 rows of
  *       the window before and of the window alternate. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnCompressorGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnCompressorGetWorkspaceSize(
     const aclTensor *x, const aclTensor *wkv, const aclTensor *wgate, const aclTensor *stateCacheRef,
     const aclTensor *ape, const aclTensor *stateBlockTable, const aclTensor *cuSeqlens, const aclTensor *seqused,
     const aclTensor *startPos, int64_t cmpRatio, int64_t coff, int64_t cacheMode, int64_t stateCacheStrideDim0,
     bool gradEnabled, const aclTensor *cmpKv, const aclTensor *softmaxScore, const aclTensor *kv,
     uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnCompressor(
+ACLNN_FUNCTION aclnnStatus aclnnCompressor(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_COMPRESSOR_GRAD_H
-#define FUSION_ATTENTION_ACLNN_COMPRESSOR_GRAD_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Gradients of Compressor, from the rows that it saved.
  *   x: Rows [B, S, H], or packed [T, H] with cu_seqlens.
@@ -24,16 +18,10 @@ extern "C" {
  *   dWkv: Gradient of wkv, in its shape.
  *   dWgate: Gradient of wgate, in its shape.
  *   dApe: Gradient of ape, [cmp_ratio, coff * D]. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnCompressorGradGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnCompressorGradGetWorkspaceSize(
     const aclTensor *x, const aclTensor *wkv, const aclTensor *wgate, const aclTensor *dCmpKv,
     const aclTensor *softmaxScore, const aclTensor *kv, const aclTensor *cuSeqlens, const aclTensor *seqused,
     const aclTensor *startPos, int64_t cmpRatio, int64_t coff, const aclTensor *dX, const aclTensor *dWkv,
     const aclTensor *dWgate, const aclTensor *dApe, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnCompressorGrad(
+ACLNN_FUNCTION aclnnStatus aclnnCompressorGrad(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_DENSE_LIGHTNING_INDEXER_GRAD_KL_LOSS_H
-#define FUSION_ATTENTION_ACLNN_DENSE_LIGHTNING_INDEXER_GRAD_KL_LOSS_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* How far the indexer's distribution over all keys is from the attention's, and the gradients.
  *   query: Query rows.
@@ -31,7 +25,7 @@ extern "C" {
  *   dKeyIndexOut: Gradient of key_index.
  *   dWeightOut: Gradient of weights.
  *   lossOut: The loss, summed over all rows. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnDenseLightningIndexerGradKLLossGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnDenseLightningIndexerGradKLLossGetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *queryIndex, const aclTensor *keyIndex,
     const aclTensor *weight, const aclTensor *softmaxMax, const aclTensor *softmaxSum,
     const aclTensor *softmaxMaxIndex, const aclTensor *softmaxSumIndex, const aclTensor *queryRopeOptional,
@@ -39,11 +33,5 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnDenseLightningIndexerGradKLLossGetWorkspace
     const aclIntArray *actualSeqLengthsKeyOptional, double scaleValue, char *layoutOptional, int64_t sparseMode,
     int64_t preTokens, int64_t nextTokens, const aclTensor *dQueryIndexOut, const aclTensor *dKeyIndexOut,
     const aclTensor *dWeightOut, const aclTensor *lossOut, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnDenseLightningIndexerGradKLLoss(
+ACLNN_FUNCTION aclnnStatus aclnnDenseLightningIndexerGradKLLoss(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_DENSE_LIGHTNING_INDEXER_KL_LOSS_GRAD_H
-#define FUSION_ATTENTION_ACLNN_DENSE_LIGHTNING_INDEXER_KL_LOSS_GRAD_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* The gradients that bring the indexer's distribution over all keys nearer to a given target.
  *   q: Query rows of the indexer.
@@ -30,18 +24,12 @@ extern "C" {
  *   dk: Gradient of k.
  *   dw: Gradient of w.
  *   softmaxOut: y of the target's elements; 0 where a row does not read them. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnDenseLightningIndexerKLLossGradGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnDenseLightningIndexerKLLossGradGetWorkspaceSize(
     const aclTensor *q, const aclTensor *k, const aclTensor *w, const aclTensor *attnSoftmaxL1Norm,
     const aclTensor *softmaxLse, const aclTensor *cuSeqLensQOptional, const aclTensor *cuSeqLensKOptional,
     const aclTensor *seqUsedQOptional, const aclTensor *seqUsedKOptional, const aclTensor *cmpResidualKOptional,
     const aclTensor *metadataOptional, char *layoutQ, char *layoutK, int64_t maskMode, int64_t cmpRatio,
     const aclTensor *dq, const aclTensor *dk, const aclTensor *dw, const aclTensor *softmaxOut,
     uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnDenseLightningIndexerKLLossGrad(
+ACLNN_FUNCTION aclnnStatus aclnnDenseLightningIndexerKLLossGrad(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

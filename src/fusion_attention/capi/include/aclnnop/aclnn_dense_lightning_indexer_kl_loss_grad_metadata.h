@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_DENSE_LIGHTNING_INDEXER_KL_LOSS_GRAD_METADATA_H
-#define FUSION_ATTENTION_ACLNN_DENSE_LIGHTNING_INDEXER_KL_LOSS_GRAD_METADATA_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Metadata of DenseLightningIndexerKLLossGrad: zeros, for no work is divided here.
  *   cuSeqLensQOptional: Ends of packed sequences of rows, a 0 before them: TND alone, needed. Null: absent.
@@ -26,16 +20,10 @@ extern "C" {
  *   maskMode: Without effect.
  *   cmpRatio: Without effect.
  *   metadata: Zeros. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnDenseLightningIndexerKLLossGradMetadataGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnDenseLightningIndexerKLLossGradMetadataGetWorkspaceSize(
     const aclTensor *cuSeqLensQOptional, const aclTensor *cuSeqLensKOptional, const aclTensor *seqUsedQOptional,
     const aclTensor *seqUsedKOptional, const aclTensor *cmpResidualKOptional, int64_t batchSize, int64_t maxSeqLenQ,
     int64_t maxSeqLenK, int64_t numHeadsQ, int64_t numHeadsK, int64_t headDim, char *layoutQ, char *layoutK,
     int64_t maskMode, int64_t cmpRatio, const aclTensor *metadata, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnDenseLightningIndexerKLLossGradMetadata(
+ACLNN_FUNCTION aclnnStatus aclnnDenseLightningIndexerKLLossGradMetadata(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

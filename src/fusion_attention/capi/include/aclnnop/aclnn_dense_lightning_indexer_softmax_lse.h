@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_DENSE_LIGHTNING_INDEXER_SOFTMAX_LSE_H
-#define FUSION_ATTENTION_ACLNN_DENSE_LIGHTNING_INDEXER_SOFTMAX_LSE_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* The softmax statistics of an indexer's scores over all keys of a row.
  *   queryIndex: Query rows of the indexer.
@@ -20,16 +14,10 @@ extern "C" {
  *   nextTokens: Without effect.
  *   softmaxMaxOut: Row maxima of the scores; 0 where a row sees no key.
  *   softmaxSumOut: Row sums of exp(score - max); 0 where a row sees none. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnDenseLightningIndexerSoftmaxLseGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnDenseLightningIndexerSoftmaxLseGetWorkspaceSize(
     const aclTensor *queryIndex, const aclTensor *keyIndex, const aclTensor *weight,
     const aclIntArray *actualSeqLengthsQueryOptional, const aclIntArray *actualSeqLengthsKeyOptional,
     char *layoutOptional, int64_t sparseMode, int64_t preTokens, int64_t nextTokens, const aclTensor *softmaxMaxOut,
     const aclTensor *softmaxSumOut, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnDenseLightningIndexerSoftmaxLse(
+ACLNN_FUNCTION aclnnStatus aclnnDenseLightningIndexerSoftmaxLse(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

@@ -1,16 +1,8 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_DENSE_LIGHTNING_INDEXER_SOFTMAX_LSE_V2_H
-#define FUSION_ATTENTION_ACLNN_DENSE_LIGHTNING_INDEXER_SOFTMAX_LSE_V2_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* The log-sum-exp of an indexer's scores over all keys of a row.
- *   queryIndex: Query rows of the indexer.
- *   keyIndex: Key rows of the indexer, one head for all of its query heads.
  *   weight: Weight of every head; scale factors belong into it.
  *   cuSeqLensQOptional: Ends of packed sequences of rows, a 0 before them: TND alone, needed. Null: absent.
  *   cuSeqLensKOptional: Ends of packed sequences of keys, a 0 before them: TND alone, needed. Null: absent.
@@ -23,18 +15,13 @@ extern "C" {
  *   layoutK: Axis order of key rows: as the queries'.
  *   maskMode: 0: rows see all keys; 3: causal, the last row sees the last key.
  *   cmpRatio: Tokens that a key stands for.
- *   softmaxLse: log(sum(exp(I))); -inf where a row sees no key. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnDenseLightningIndexerSoftmaxLseV2GetWorkspaceSize(
+ *   softmaxLse: log(sum(exp(I))); -inf where a row sees no key.
+ * Its other parameters: aclnn_dense_lightning_indexer_softmax_lse.h. */
+ACLNN_FUNCTION aclnnStatus aclnnDenseLightningIndexerSoftmaxLseV2GetWorkspaceSize(
     const aclTensor *queryIndex, const aclTensor *keyIndex, const aclTensor *weight,
     const aclTensor *cuSeqLensQOptional, const aclTensor *cuSeqLensKOptional, const aclTensor *seqUsedQOptional,
     const aclTensor *seqUsedKOptional, const aclTensor *cmpResidualKOptional, const aclTensor *metadataOptional,
     char *layoutQ, char *layoutK, int64_t maskMode, int64_t cmpRatio, const aclTensor *softmaxLse,
     uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnDenseLightningIndexerSoftmaxLseV2(
+ACLNN_FUNCTION aclnnStatus aclnnDenseLightningIndexerSoftmaxLseV2(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

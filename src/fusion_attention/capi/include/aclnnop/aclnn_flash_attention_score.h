@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_FLASH_ATTENTION_SCORE_H
-#define FUSION_ATTENTION_ACLNN_FLASH_ATTENTION_SCORE_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Attention for training, forward, padded layouts.
  *   query: Query rows.
@@ -30,14 +24,14 @@ extern "C" {
  *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes.
  *   softmaxOutOut: Reserved: empty.
  *   attentionOutOut: The output rows. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionScoreGetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
     const aclIntArray *prefixOptional, double scaleValue, double keepProb, int64_t preTokens, int64_t nextTokens,
     int64_t headNum, char *inputLayout, int64_t innerPrecise, int64_t sparseMode, const aclTensor *softmaxMaxOut,
     const aclTensor *softmaxSumOut, const aclTensor *softmaxOutOut, const aclTensor *attentionOutOut,
     uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScore(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionScore(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* FlashAttentionScore with pse_type and start indices.
@@ -51,7 +45,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScore(
  *   sparseModeOptional: How mask, window and prefix combine (docs/sparse_modes.md).
  *   pseTypeOptional: 1: scale * (qk + pse); 0: scale * qk + pse; 2 and 3: pse holds slopes, and slope * distance,
  *       or slope * sqrt(distance), is subtracted, with distance = |key + kv_start_idx - row - q_start_idx|. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV2GetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionScoreV2GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
     const aclIntArray *prefixOptional, const aclIntArray *qStartIdxOptional, const aclIntArray *kvStartIdxOptional,
@@ -60,14 +54,14 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV2GetWorkspaceSize(
     int64_t pseTypeOptional, const aclTensor *softmaxMaxOut, const aclTensor *softmaxSumOut,
     const aclTensor *softmaxOutOut, const aclTensor *attentionOutOut, uint64_t *workspaceSize,
     aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV2(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionScoreV2(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* FlashAttentionScoreV2 with sinks.
  *   sinkOptional: One more logit per query head in every denominator. Null: absent.
  *   pseType: 1: scale * (qk + pse); 0: scale * qk + pse; 2 and 3: pse holds slopes, and slope * distance, or slope
  *       * sqrt(distance), is subtracted, with distance = |key + kv_start_idx - row - q_start_idx|. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV3GetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionScoreV3GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
     const aclTensor *sinkOptional, const aclIntArray *prefixOptional, const aclIntArray *qStartIdxOptional,
@@ -75,7 +69,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV3GetWorkspaceSize(
     int64_t headNum, char *inputLayout, int64_t innerPrecise, int64_t sparseMode, int64_t pseType,
     const aclTensor *softmaxMaxOut, const aclTensor *softmaxSumOut, const aclTensor *softmaxOutOut,
     const aclTensor *attentionOutOut, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV3(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionScoreV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* FlashAttentionScoreV3 and VarLenScoreV5 in one, with drawn dropout.
@@ -105,7 +99,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV3(
  *       token by token only where a softmax_layout asks for it.
  *   softmaxOut: Reserved: empty.
  *   attentionOut: The output rows. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV4GetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionScoreV4GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShift,
     const aclTensor *dropMask, const aclTensor *paddingMask, const aclTensor *attenMask, const aclTensor *queryRope,
     const aclTensor *keyRope, const aclTensor *dScaleQ, const aclTensor *dScaleK, const aclTensor *dScaleV,
@@ -115,7 +109,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV4GetWorkspaceSize(
     int64_t innerPrecise, int64_t sparseMode, int64_t outDtype, int64_t pseType, char *softmaxOutLayout,
     int64_t seed, int64_t offset, const aclTensor *softmaxMax, const aclTensor *softmaxSum,
     const aclTensor *softmaxOut, const aclTensor *attentionOut, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV4(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionScoreV4(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* Attention for training, forward, packed sequences.
@@ -125,7 +119,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV4(
  *       token by token only where a softmax_layout asks for it.
  *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to
  *       end, token by token only where a softmax_layout asks for it. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScoreGetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
     const aclIntArray *prefixOptional, const aclIntArray *actualSeqQLenOptional,
@@ -133,11 +127,11 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreGetWorkspaceSize(
     int64_t nextTokens, int64_t headNum, char *inputLayout, int64_t innerPrecise, int64_t sparseMode,
     const aclTensor *softmaxMaxOut, const aclTensor *softmaxSumOut, const aclTensor *softmaxOutOut,
     const aclTensor *attentionOutOut, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScore(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScore(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* VarLenScore with pse_type and start indices. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV2GetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScoreV2GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
     const aclIntArray *prefixOptional, const aclIntArray *actualSeqQLenOptional,
@@ -146,11 +140,11 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV2GetWorkspaceSize
     int64_t headNum, char *inputLayout, int64_t innerPrecise, int64_t sparseMode, int64_t pseType,
     const aclTensor *softmaxMaxOut, const aclTensor *softmaxSumOut, const aclTensor *softmaxOutOut,
     const aclTensor *attentionOutOut, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV2(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScoreV2(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* VarLenScoreV2 with rope parts of query and key. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV3GetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScoreV3GetWorkspaceSize(
     const aclTensor *query, const aclTensor *queryRope, const aclTensor *key, const aclTensor *keyRope,
     const aclTensor *value, const aclTensor *realShiftOptional, const aclTensor *dropMaskOptional,
     const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional, const aclIntArray *prefixOptional,
@@ -160,11 +154,11 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV3GetWorkspaceSize
     int64_t sparseMode, int64_t pseType, const aclTensor *softmaxMaxOut, const aclTensor *softmaxSumOut,
     const aclTensor *softmaxOutOut, const aclTensor *attentionOutOut, uint64_t *workspaceSize,
     aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV3(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScoreV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* VarLenScore with a choice of the statistics' order. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV4GetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScoreV4GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
     const aclIntArray *prefixOptional, const aclIntArray *actualSeqQLenOptional,
@@ -173,11 +167,11 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV4GetWorkspaceSize
     char *softmaxOutLayout, const aclTensor *softmaxMaxOut, const aclTensor *softmaxSumOut,
     const aclTensor *softmaxOutOut, const aclTensor *attentionOutOut, uint64_t *workspaceSize,
     aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV4(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScoreV4(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* VarLenScoreV3 with sinks and a choice of the statistics' order. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV5GetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScoreV5GetWorkspaceSize(
     const aclTensor *query, const aclTensor *queryRope, const aclTensor *key, const aclTensor *keyRope,
     const aclTensor *value, const aclTensor *realShiftOptional, const aclTensor *dropMaskOptional,
     const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional, const aclTensor *sinkOptional,
@@ -188,11 +182,5 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV5GetWorkspaceSize
     char *softmaxOutLayout, const aclTensor *softmaxMaxOut, const aclTensor *softmaxSumOut,
     const aclTensor *softmaxOutOut, const aclTensor *attentionOutOut, uint64_t *workspaceSize,
     aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV5(
+ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScoreV5(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

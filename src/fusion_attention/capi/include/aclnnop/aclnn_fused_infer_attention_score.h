@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_FUSED_INFER_ATTENTION_SCORE_H
-#define FUSION_ATTENTION_ACLNN_FUSED_INFER_ATTENTION_SCORE_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Attention of prompts and of new tokens over a cache: stacked, packed, listed or paged, of floats or integers.
  *   query: Query rows.
@@ -49,7 +43,7 @@ extern "C" {
  *       key, the mean of the values where the mask alone hides all.
  *   softmaxLse: max + ln(sum) of every row's scores; +inf where it has no key. Written where asked for. Null:
  *       absent. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFusedInferAttentionScoreGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnFusedInferAttentionScoreGetWorkspaceSize(
     const aclTensor *query, const aclTensorList *key, const aclTensorList *value, const aclTensor *pseShift,
     const aclTensor *attenMask, const aclIntArray *actualSeqLengths, const aclIntArray *actualSeqLengthsKv,
     const aclTensor *deqScale1, const aclTensor *quantScale1, const aclTensor *deqScale2,
@@ -59,11 +53,5 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFusedInferAttentionScoreGetWorkspaceSize(
     char *inputLayout, int64_t numKeyValueHeads, int64_t sparseMode, int64_t innerPrecise, int64_t blockSize,
     int64_t antiquantMode, bool softmaxLseFlag, const aclTensor *attentionOut, const aclTensor *softmaxLse,
     uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnFusedInferAttentionScore(
+ACLNN_FUNCTION aclnnStatus aclnnFusedInferAttentionScore(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

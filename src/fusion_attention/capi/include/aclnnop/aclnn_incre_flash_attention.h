@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_INCRE_FLASH_ATTENTION_H
-#define FUSION_ATTENTION_ACLNN_INCRE_FLASH_ATTENTION_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Attention of one new token per item over its cache.
  *   query: Query rows, one per item; more see the cache as the last rows of a prompt do.
@@ -22,16 +16,10 @@ extern "C" {
  *   numKeyValueHeads: Key heads; 0: as many as query heads.
  *   attentionOut: The output rows: zeros without tokens, the mean of the values where all are masked. int8 beside
  *       quant_scale2. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnIncreFlashAttentionGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnIncreFlashAttentionGetWorkspaceSize(
     const aclTensor *query, const aclTensorList *key, const aclTensorList *value, const aclTensor *pseShift,
     const aclTensor *attenMask, const aclIntArray *actualSeqLengths, int64_t numHeads, double scaleValue,
     char *inputLayout, int64_t numKeyValueHeads, const aclTensor *attentionOut, uint64_t *workspaceSize,
     aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnIncreFlashAttention(
+ACLNN_FUNCTION aclnnStatus aclnnIncreFlashAttention(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

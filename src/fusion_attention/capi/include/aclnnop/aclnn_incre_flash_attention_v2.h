@@ -1,44 +1,20 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_INCRE_FLASH_ATTENTION_V2_H
-#define FUSION_ATTENTION_ACLNN_INCRE_FLASH_ATTENTION_V2_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 /* IncreFlashAttention with int8 output.
- *   query: Query rows, one per item; more see the cache as the last rows of a prompt do.
- *   key: Key rows: one tensor, one per item, or pages [blocks, block_size, N2*D] or [blocks, N2, block_size, D].
- *   value: Value rows, as the keys lie.
- *   pseShift: Added to the scaled scores: [B or 1, N1, S1, S2]. Null: absent.
- *   attenMask: 1 = this token is not seen: [B, S2], [B, 1, S2] or [B, 1, 1, S2]. Null: absent.
- *   actualSeqLengths: Tokens of every item in the cache; one number serves all; None: the whole cache. Null:
- *       absent.
  *   dequantScale1: Of an int8 query: reserved. Null: absent.
  *   quantScale1: Of an int8 query: reserved. Null: absent.
  *   dequantScale2: Of an int8 query: reserved. Null: absent.
  *   quantScale2: Scale of int8 output, 1 or N1*D elements; halves round to even (one scale) or away from zero.
  *       Null: absent.
  *   quantOffset2: Offset of int8 output, as quant_scale2. Null: absent.
- *   numHeads: Query heads.
- *   scaleValue: Factor on query . key; 1.0 unless said, not 1 / sqrt(D).
- *   inputLayout: Axis order of query, the output, and a cache without pages.
- *   numKeyValueHeads: Key heads; 0: as many as query heads.
- *   attentionOut: The output rows: zeros without tokens, the mean of the values where all are masked. int8 beside
- *       quant_scale2. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnIncreFlashAttentionV2GetWorkspaceSize(
+ * Its other parameters: aclnn_incre_flash_attention.h. */
+ACLNN_FUNCTION aclnnStatus aclnnIncreFlashAttentionV2GetWorkspaceSize(
     const aclTensor *query, const aclTensorList *key, const aclTensorList *value, const aclTensor *pseShift,
     const aclTensor *attenMask, const aclIntArray *actualSeqLengths, const aclTensor *dequantScale1,
     const aclTensor *quantScale1, const aclTensor *dequantScale2, const aclTensor *quantScale2,
     const aclTensor *quantOffset2, int64_t numHeads, double scaleValue, char *inputLayout, int64_t numKeyValueHeads,
     const aclTensor *attentionOut, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnIncreFlashAttentionV2(
+ACLNN_FUNCTION aclnnStatus aclnnIncreFlashAttentionV2(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

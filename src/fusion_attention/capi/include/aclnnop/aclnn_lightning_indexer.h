@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_LIGHTNING_INDEXER_H
-#define FUSION_ATTENTION_ACLNN_LIGHTNING_INDEXER_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Scores of keys by ReLU-weighted heads, and per row the keys that score highest.
  *   query: Query rows.
@@ -24,17 +18,11 @@ extern "C" {
  *   returnValues: Return the scores of the chosen keys.
  *   sparseIndicesOut: The keys chosen, best first; -1 behind the last.
  *   sparseValuesOut: Their scores; -inf behind the last. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnLightningIndexerGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnLightningIndexerGetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *weights,
     const aclTensor *actualSeqLengthsQueryOptional, const aclTensor *actualSeqLengthsKeyOptional,
     const aclTensor *blockTableOptional, char *layoutQueryOptional, char *layoutKeyOptional, int64_t sparseCount,
     int64_t sparseMode, int64_t preTokens, int64_t nextTokens, bool returnValues, const aclTensor *sparseIndicesOut,
     const aclTensor *sparseValuesOut, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnLightningIndexer(
+ACLNN_FUNCTION aclnnStatus aclnnLightningIndexer(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_LIGHTNING_INDEXER_V2_H
-#define FUSION_ATTENTION_ACLNN_LIGHTNING_INDEXER_V2_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Scores of keys that may stand for several tokens each, and per row the keys that score highest.
  *   q: Query rows.
@@ -31,17 +25,11 @@ extern "C" {
  *   returnValue: 1: return the scores of the chosen keys.
  *   sparseIndices: The keys chosen, best first; -1 behind the last, and in rows of no sequence.
  *   sparseValues: Their scores; -inf where an index is -1. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnLightningIndexerV2GetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnLightningIndexerV2GetWorkspaceSize(
     const aclTensor *q, const aclTensor *k, const aclTensor *w, const aclTensor *cuSeqlensQ,
     const aclTensor *cuSeqlensK, const aclTensor *sequsedQ, const aclTensor *sequsedK, const aclTensor *cmpResidualK,
     const aclTensor *blockTable, const aclTensor *outputIdxOffset, const aclTensor *metadata, int64_t topk,
     int64_t maxSeqlenQ, char *layoutQ, char *layoutK, int64_t maskMode, int64_t cmpRatio, int64_t returnValue,
     const aclTensor *sparseIndices, const aclTensor *sparseValues, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnLightningIndexerV2(
+ACLNN_FUNCTION aclnnStatus aclnnLightningIndexerV2(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

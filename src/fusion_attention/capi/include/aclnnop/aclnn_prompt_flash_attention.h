@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_PROMPT_FLASH_ATTENTION_H
-#define FUSION_ATTENTION_ACLNN_PROMPT_FLASH_ATTENTION_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Attention of prompts.
  *   query: Query rows.
@@ -26,16 +20,10 @@ extern "C" {
  *   numKeyValueHeads: Key heads; 0: as many as query heads.
  *   attentionOut: The output rows: int8 beside quant_scale2, float16 of other int8 rows. Zeros where a row sees no
  *       key, the mean of the values where the mask alone hides all. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnPromptFlashAttentionGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnPromptFlashAttentionGetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *pseShift,
     const aclTensor *attenMask, const aclIntArray *actualSeqLengths, int64_t numHeads, double scaleValue,
     int64_t preTokens, int64_t nextTokens, char *inputLayout, int64_t numKeyValueHeads,
     const aclTensor *attentionOut, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnPromptFlashAttention(
+ACLNN_FUNCTION aclnnStatus aclnnPromptFlashAttention(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_SPARSE_FLASH_ATTENTION_H
-#define FUSION_ATTENTION_ACLNN_SPARSE_FLASH_ATTENTION_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Attention over the blocks of keys that every row selects.
  *   query: Query rows.
@@ -31,7 +25,7 @@ extern "C" {
  *   attentionOut: The output rows.
  *   softmaxMax: Row maxima of the scaled scores; 0 where a row sees no key.
  *   softmaxSum: Row sums of exp(score - max); 0 where a row sees no key. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashAttentionGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnSparseFlashAttentionGetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *sparseIndices,
     const aclTensor *blockTableOptional, const aclTensor *actualSeqLengthsQueryOptional,
     const aclTensor *actualSeqLengthsKvOptional, const aclTensor *queryRopeOptional,
@@ -39,11 +33,5 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashAttentionGetWorkspaceSize(
     char *layoutKvOptional, int64_t sparseMode, int64_t preTokens, int64_t nextTokens, int64_t attentionMode,
     bool returnSoftmaxLse, const aclTensor *attentionOut, const aclTensor *softmaxMax, const aclTensor *softmaxSum,
     uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashAttention(
+ACLNN_FUNCTION aclnnStatus aclnnSparseFlashAttention(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

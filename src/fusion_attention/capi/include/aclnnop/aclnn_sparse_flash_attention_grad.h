@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_SPARSE_FLASH_ATTENTION_GRAD_H
-#define FUSION_ATTENTION_ACLNN_SPARSE_FLASH_ATTENTION_GRAD_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Gradients of SparseFlashAttention, padded or packed.
  *   query: Query rows.
@@ -34,7 +28,7 @@ extern "C" {
  *   dValueOut: Gradient of value.
  *   dQueryRopeOutOptional: Gradient of query_rope.
  *   dKeyRopeOutOptional: Gradient of key_rope. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashAttentionGradGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnSparseFlashAttentionGradGetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *sparseIndices,
     const aclTensor *dOut, const aclTensor *out, const aclTensor *softmaxMax, const aclTensor *softmaxSum,
     const aclTensor *actualSeqLengthsQueryOptional, const aclTensor *actualSeqLengthskvOptional,
@@ -43,11 +37,5 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashAttentionGradGetWorkspaceSize(
     const aclTensor *dQueryOut, const aclTensor *dKeyOut, const aclTensor *dValueOut,
     const aclTensor *dQueryRopeOutOptional, const aclTensor *dKeyRopeOutOptional, uint64_t *workspaceSize,
     aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashAttentionGrad(
+ACLNN_FUNCTION aclnnStatus aclnnSparseFlashAttentionGrad(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

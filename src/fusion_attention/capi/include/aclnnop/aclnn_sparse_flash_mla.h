@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_SPARSE_FLASH_MLA_H
-#define FUSION_ATTENTION_ACLNN_SPARSE_FLASH_MLA_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Attention to a window of keys and to compressed keys in one softmax; keys are values.
  *   q: Query rows.
@@ -43,7 +37,7 @@ extern "C" {
  *   returnSoftmaxLse: Return softmax_lse.
  *   attnOut: The output rows.
  *   softmaxLseOut: log(sum(exp(s))) over both sources and the sink; 0 without keys. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashMlaGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnSparseFlashMlaGetWorkspaceSize(
     const aclTensor *q, const aclTensor *oriKv, const aclTensor *cmpKv, const aclTensor *oriSparseIndices,
     const aclTensor *cmpSparseIndices, const aclTensor *oriBlockTable, const aclTensor *cmpBlockTable,
     const aclTensor *cuSeqlensQ, const aclTensor *cuSeqlensOriKv, const aclTensor *cuSeqlensCmpKv,
@@ -53,11 +47,5 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashMlaGetWorkspaceSize(
     int64_t cmpMaskMode, int64_t oriWinLeft, int64_t oriWinRight, char *layoutQ, char *layoutKv,
     int64_t topkValueMode, bool returnSoftmaxLse, const aclTensor *attnOut, const aclTensor *softmaxLseOut,
     uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashMla(
+ACLNN_FUNCTION aclnnStatus aclnnSparseFlashMla(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

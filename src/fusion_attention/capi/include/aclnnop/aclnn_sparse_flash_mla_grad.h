@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_SPARSE_FLASH_MLA_GRAD_H
-#define FUSION_ATTENTION_ACLNN_SPARSE_FLASH_MLA_GRAD_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Gradients of SparseFlashMla, from its output and its softmax_lse.
  *   query: Query rows.
@@ -48,7 +42,7 @@ extern "C" {
  *       read.
  *   cmpSoftmaxL1Norm: Mean over heads of the probabilities of cmp_sparse_indices' entries; 0 of those that are not
  *       read. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashMlaGradGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnSparseFlashMlaGradGetWorkspaceSize(
     const aclTensor *query, const aclTensor *dOut, const aclTensor *out, const aclTensor *lse,
     const aclTensor *oriKv, const aclTensor *cmpKv, const aclTensor *oriSparseIndices,
     const aclTensor *cmpSparseIndices, const aclTensor *cuSeqlensQ, const aclTensor *cuSeqlensOriKv,
@@ -59,11 +53,5 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashMlaGradGetWorkspaceSize(
     char *layoutQ, char *layoutKv, const aclTensor *dQuery, const aclTensor *dOriKv, const aclTensor *dCmpKv,
     const aclTensor *dSinks, const aclTensor *oriSoftmaxL1Norm, const aclTensor *cmpSoftmaxL1Norm,
     uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashMlaGrad(
+ACLNN_FUNCTION aclnnStatus aclnnSparseFlashMlaGrad(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

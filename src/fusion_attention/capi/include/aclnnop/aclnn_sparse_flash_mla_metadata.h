@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_SPARSE_FLASH_MLA_METADATA_H
-#define FUSION_ATTENTION_ACLNN_SPARSE_FLASH_MLA_METADATA_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Metadata of SparseFlashMla: zeros, for no work is divided here.
  *   cuSeqlensQ: Cumulative lengths of query rows, a 0 before them: TND alone, where they are needed. Null: absent.
@@ -39,7 +33,7 @@ extern "C" {
  *   hasOriKv: Without effect.
  *   hasCmpKv: Without effect.
  *   metaData: Zeros. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashMlaMetadataGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnSparseFlashMlaMetadataGetWorkspaceSize(
     const aclTensor *cuSeqlensQ, const aclTensor *cuSeqlensOriKv, const aclTensor *cuSeqlensCmpKv,
     const aclTensor *sequsedQ, const aclTensor *sequsedOriKv, const aclTensor *sequsedCmpKv,
     const aclTensor *cmpResidualKv, const aclTensor *oriTopkLength, const aclTensor *cmpTopkLength,
@@ -47,11 +41,5 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashMlaMetadataGetWorkspaceSize(
     int64_t maxSeqlenOriKv, int64_t maxSeqlenCmpKv, int64_t oriTopk, int64_t cmpTopk, int64_t cmpRatio,
     int64_t oriMaskMode, int64_t cmpMaskMode, int64_t oriWinLeft, int64_t oriWinRight, char *layoutQ, char *layoutKv,
     bool hasOriKv, bool hasCmpKv, const aclTensor *metaData, uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashMlaMetadata(
+ACLNN_FUNCTION aclnnStatus aclnnSparseFlashMlaMetadata(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

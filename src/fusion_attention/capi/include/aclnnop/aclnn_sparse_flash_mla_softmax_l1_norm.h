@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_SPARSE_FLASH_MLA_SOFTMAX_L1_NORM_H
-#define FUSION_ATTENTION_ACLNN_SPARSE_FLASH_MLA_SOFTMAX_L1_NORM_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Probabilities of compressed keys in SparseFlashMla's softmax, a mean over heads.
  *   q: Query rows.
@@ -28,17 +22,11 @@ extern "C" {
  *   layoutQ: Axis order of query rows.
  *   layoutK: Axis order of key rows: the queries'.
  *   out: A column for each entry of a list, or for each compressed key; 0 of those that are not read. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashMlaSoftmaxL1NormGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnSparseFlashMlaSoftmaxL1NormGetWorkspaceSize(
     const aclTensor *q, const aclTensor *k, const aclTensor *softmaxLse, const aclTensor *sparseIndices,
     const aclTensor *cuSeqlensQ, const aclTensor *cuSeqlensK, const aclTensor *sequsedQ, const aclTensor *sequsedK,
     const aclTensor *cmpResidualK, const aclTensor *topkLength, const aclTensor *metadata, double softmaxScale,
     int64_t maxSeqlenK, int64_t cmpRatio, int64_t maskMode, char *layoutQ, char *layoutK, const aclTensor *out,
     uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashMlaSoftmaxL1Norm(
+ACLNN_FUNCTION aclnnStatus aclnnSparseFlashMlaSoftmaxL1Norm(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_SPARSE_FLASH_MLA_SOFTMAX_L1_NORM_METADATA_H
-#define FUSION_ATTENTION_ACLNN_SPARSE_FLASH_MLA_SOFTMAX_L1_NORM_METADATA_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* Metadata of SparseFlashMlaSoftmaxL1Norm: zeros, for no work is divided here.
  *   cuSeqlensQ: Cumulative lengths of q, a 0 before them; TND alone: needed. Null: absent.
@@ -27,17 +21,11 @@ extern "C" {
  *   maskMode: Without effect.
  *   cmpRatio: Without effect.
  *   metaData: Zeros. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashMlaSoftmaxL1NormMetadataGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnSparseFlashMlaSoftmaxL1NormMetadataGetWorkspaceSize(
     const aclTensor *cuSeqlensQ, const aclTensor *cuSeqlensK, const aclTensor *sequsedQ, const aclTensor *sequsedK,
     const aclTensor *cmpResidualK, const aclTensor *topkLength, int64_t numHeadsQ, int64_t numHeadsK,
     int64_t headDim, int64_t batchSize, int64_t maxSeqlenQ, int64_t maxSeqlenK, int64_t topk, char *layoutQ,
     char *layoutK, int64_t maskMode, int64_t cmpRatio, const aclTensor *metaData, uint64_t *workspaceSize,
     aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashMlaSoftmaxL1NormMetadata(
+ACLNN_FUNCTION aclnnStatus aclnnSparseFlashMlaSoftmaxL1NormMetadata(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

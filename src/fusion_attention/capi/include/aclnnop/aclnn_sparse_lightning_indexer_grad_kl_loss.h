@@ -1,12 +1,6 @@
 /* Written from the operators' records by `python -m codegen`. */
-#ifndef FUSION_ATTENTION_ACLNN_SPARSE_LIGHTNING_INDEXER_GRAD_KL_LOSS_H
-#define FUSION_ATTENTION_ACLNN_SPARSE_LIGHTNING_INDEXER_GRAD_KL_LOSS_H
-
+#pragma once
 #include "aclnn/aclnn_base.h"
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 /* How far the indexer's distribution over the selected keys is from the attention's, and the gradients.
  *   query: Query rows.
@@ -31,7 +25,7 @@ extern "C" {
  *   dKeyIndex: Gradient of key_index.
  *   dWeights: Gradient of weights.
  *   loss: The loss, summed over all rows. */
-ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseLightningIndexerGradKLLossGetWorkspaceSize(
+ACLNN_FUNCTION aclnnStatus aclnnSparseLightningIndexerGradKLLossGetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *queryIndex, const aclTensor *keyIndex,
     const aclTensor *weights, const aclTensor *sparseIndices, const aclTensor *softmaxMax,
     const aclTensor *softmaxSum, const aclTensor *queryRope, const aclTensor *keyRope,
@@ -39,11 +33,5 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseLightningIndexerGradKLLossGetWorkspac
     char *layout, int64_t sparseMode, int64_t pre_tokens, int64_t next_tokens, bool deterministic,
     const aclTensor *dQueryIndex, const aclTensor *dKeyIndex, const aclTensor *dWeights, const aclTensor *loss,
     uint64_t *workspaceSize, aclOpExecutor **executor);
-ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseLightningIndexerGradKLLoss(
+ACLNN_FUNCTION aclnnStatus aclnnSparseLightningIndexerGradKLLoss(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

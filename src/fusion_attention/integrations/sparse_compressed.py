@@ -1,0 +1,315 @@
+"""The attention layers of DeepSeek-V4 in transformers: a window of keys beside compressed keys, all or chosen ones.
+
+Caches are transformers' own, so calls may alternate with calls of the original's code.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from fusion_attention.api.attention import attention
+from fusion_attention.api.compress import compress
+from fusion_attention.api.compressed import compressed_attention
+from fusion_attention.api.sparse import indexer_target_loss, lightning_indexer
+from fusion_attention.integrations.sparse_loss import Loss
+from fusion_attention.integrations.transformers_masks import hidden, packed_lengths, padding_of
+from fusion_attention.ir.mask import Band
+from fusion_attention.nn.compressed import probabilities
+
+__all__ = ["forward", "indexer_of", "reason_against"]
+
+Tensor = torch.Tensor
+
+
+class Call(NamedTuple):
+    """The sequences of one call.
+
+    Attributes:
+        lengths: tokens of packed sequences; None: a batch of rows of one length.
+        tokens: tokens of a sequence with those of its cache.
+        positions: int64 [S], of the rows in their sequences (packed: of all rows).
+        cache: the layer's cache of transformers, or None.
+    """
+
+    lengths: list[int] | None
+    tokens: int
+    positions: Tensor
+    cache: Any
+
+    def rows(self, t: Tensor) -> Tensor:
+        """Rows [B, S, ...] in the layout of the calls."""
+        return t if self.lengths is None else t.flatten(0, 1)
+
+    def windows(self, ratio: int) -> Tensor:
+        """The position of the first token of every compressed key that the call completes."""
+        device = self.positions.device
+        if self.lengths is None:
+            first = (self.tokens - len(self.positions)) // ratio
+            return torch.arange(first, self.tokens // ratio, device=device) * ratio
+        return torch.cat([torch.arange(n // ratio, device=device) * ratio for n in self.lengths])
+
+    def words(self, batch: int, ratio: int) -> dict[str, Any]:
+        """Length arguments of the indexer and its loss."""
+        if self.lengths is not None:
+            kv_len = [n // ratio for n in self.lengths]
+            return {
+                "layout": "TND",
+                "q_len": self.lengths,
+                "kv_len": kv_len,
+                "residual": [n % ratio for n in self.lengths],
+            }
+        return {"residual": [self.tokens % ratio] * batch}
+
+
+def forward(
+    code: ModuleType,
+    module: Any,
+    *,
+    hidden_states: Tensor,
+    position_embeddings: dict[str, tuple[Tensor, Tensor]],
+    position_ids: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Computes a layer's output [B, S, hidden].
+
+    Args:
+        code: transformers' module of the family, which has the rotary function.
+        module: the layer.
+        hidden_states, position_embeddings, position_ids, attention_mask, past_key_values, others: the arguments of its
+            forward, for which reason_against() has no reason.
+    """
+    cos, sin = position_embeddings[module.rope_layer_type]
+    rotate = code.apply_rotary_pos_emb
+    q_latent = module.q_a_norm(module.q_a_proj(hidden_states))
+    q = module.q_b_norm(module.q_b_proj(q_latent).unflatten(-1, (-1, module.head_dim)))
+    q = rotate(q, cos, sin, unsqueeze_dim=2)
+    k = rotate(module.kv_norm(module.kv_proj(hidden_states)).unsqueeze(2), cos, sin, unsqueeze_dim=2)
+    call = _call(module, hidden_states, attention_mask, position_ids, past_key_values, others)
+    if past_key_values is not None:
+        rows = k.transpose(1, 2)
+        k = past_key_values.update(rows, rows, module.layer_idx)[0].transpose(1, 2)
+    inputs = hidden_states, q_latent, position_ids
+    padded = attention_mask is not None and attention_mask.dtype == torch.bool
+    real = attention_mask[:, -q.shape[1] :] if padded and attention_mask is not None else None
+    out = _attend(code, module, call, inputs, (call.rows(q), call.rows(k), real)).view(q.shape)
+    out = rotate(out, cos, -sin, unsqueeze_dim=2)
+    grouped = out.reshape(*hidden_states.shape[:-1], module.config.o_groups, -1)
+    return module.o_b_proj(module.o_a_proj(grouped).flatten(2)), None
+
+
+def _call(module: Any, rows: Tensor, mask: Tensor | None, position_ids: Tensor, cache: Any, others: Any) -> Call:
+    lengths = _lengths(rows, mask, position_ids, others, cache)
+    first = 0 if cache is None else cache.get_seq_length(module.layer_idx)
+    tokens = first + rows.shape[1]
+    if lengths is None:
+        layer = None if cache is None else cache.layers[module.layer_idx]
+        return Call(None, tokens, torch.arange(first, tokens, device=rows.device), layer)
+    if cache is not None:
+        raise ValueError(
+            f"{type(module).__name__}: packed sequences: expected no cache, got one (pass use_cache=False)"
+        )
+    positions = torch.cat([torch.arange(n, device=rows.device) for n in lengths])
+    return Call(lengths, tokens, positions, None)
+
+
+def _lengths(rows: Tensor, mask: Tensor | None, position_ids: Tensor, others: Any, cache: Any) -> Any:
+    """The lengths of packed sequences; None if the rows are not packed."""
+    if mask is not None and mask.dtype == torch.bool:
+        return None
+    fresh = cache is None or cache.get_seq_length() == 0
+    ends = others.get("cu_seq_lens_q")
+    lengths, _ = packed_lengths(mask, ends, None, position_ids if fresh else None, rows, rows)
+    return None if lengths is None or len(lengths) == len(rows) == 1 else lengths
+
+
+def reason_against(layer: Any, given: dict[str, Any]) -> str:
+    """The reason why forward() does not compute a call; "" if it does."""
+    mask, positions, rows = given["attention_mask"], given["position_ids"], given["hidden_states"]
+    cache, count = given.get("past_key_values"), given["hidden_states"].shape[1]
+    if mask is not None and mask.dim() == 4:
+        return "a four-dimensional attention_mask may hide any key"
+    lengths = _lengths(rows, mask, positions, given, cache)
+    if lengths is not None:
+        return "lengths of packed sequences are not read in a trace" if isinstance(lengths, Tensor) else ""
+    # Padding behind the tokens of complete sequences is read by no token; other padding is in compressed keys.
+    if mask is not None and (cache is not None or hidden(mask) or padding_of(mask).kind in ("run", "scattered")):
+        return "compressed keys contain padding (to train padded batches: on the right, with use_cache=False)"
+    if hidden(positions):
+        return ""
+    first = 0 if cache is None else cache.get_seq_length(layer.layer_idx)
+    agrees = positions == torch.arange(first, first + count, device=positions.device)
+    if mask is not None:
+        agrees = agrees | ~mask[:, mask.shape[1] - count :]
+    return "" if agrees.all() else "position_ids are not those of the tokens"
+
+
+def indexer_of(layer: Any) -> Any:
+    """The indexer of a layer; None if it has none."""
+    return getattr(layer.compressor, "indexer", None)
+
+
+def _attend(code: ModuleType, module: Any, call: Call, inputs: Any, projected: Any) -> Tensor:
+    """Attention of projected rows; the indexer's loss is stored on the layer."""
+    q, k, real = projected
+    band, sink = Band.window(module.sliding_window - 1), module.sinks
+    how: dict[str, Any] = {"band": band, "sink": sink, "scale": module.scaling}
+    if call.lengths is not None:
+        how |= {"layout": "TND", "q_len": call.lengths}
+    compressor, indexer = module.compressor, indexer_of(module)
+    if compressor is None:
+        return attention(q, k, k, **how)
+    ratio = compressor.compress_rate
+    entries = _entries(code, compressor, "compressor", call, inputs[0], indexer is not None)
+    trains = (
+        indexer is not None and module.stage in ("warmup", "sparse") and module.training and torch.is_grad_enabled()
+    )
+    index, lists, batch = None, None, len(inputs[0])
+    if indexer is not None:
+        most = entries.shape[1] if call.lengths is None else max(call.lengths) // ratio
+        chooses = module.stage not in ("dense", "warmup") and most > indexer.index_topk
+        index = _index(code, indexer, call, inputs, chooses or trains, trains)
+        if chooses and index is not None:
+            with torch.no_grad():
+                lists, _ = lightning_indexer(*index, indexer.index_topk, ratio=ratio, **call.words(batch, ratio))
+    if call.lengths is None:
+        how["residual"] = [call.tokens % ratio] * batch
+    else:
+        how["compressed_len"] = [n // ratio for n in call.lengths]
+    result = compressed_attention(q, k, entries, lists, ratio=ratio, return_lse=trains, **how)
+    if not isinstance(result, tuple):
+        return result
+    out, lse = result
+    if index is not None:
+        module.indexer_loss = Loss(_loss(module, call, Compared(q, entries, lse, *index), lists, real))
+    return out
+
+
+def _entries(code: ModuleType, compressor: Any, name: str, call: Call, x: Tensor, overlap: bool) -> Tensor:
+    """The compressed keys [B, T, 1, D] of a compressor or an indexer, those of the cache among them.
+
+    Args:
+        code, call: as before.
+        compressor: the module with kv_proj, gate_proj, position_bias, kv_norm and rotary_emb.
+        name: its name in the cache.
+        x: hidden states, [B, S, hidden].
+        overlap: windows overlap.
+    """
+    ratio, cache = compressor.compress_rate, call.cache
+    windows = call.windows(ratio)
+    kv, gate = compressor.kv_proj(x), compressor.gate_proj(x)
+    if cache is not None:
+        kv, gate, _ = cache.store_compression_weights(name, kv, gate)
+    if cache is None or kv.shape[1]:
+        pooled = _pooled(compressor, name, call, kv, gate, overlap)
+        new = compressor.kv_norm(pooled)
+        turns = compressor.rotary_emb(new, position_ids=windows[None], layer_type=compressor.rope_layer_type)
+        batched = new[None] if call.lengths is not None else new
+        new = code.apply_rotary_pos_emb(batched.unsqueeze(2), *turns, unsqueeze_dim=2)
+        new = new.flatten(0, 1) if call.lengths is not None else new
+    else:
+        new = kv.new_zeros(len(x), 0, 1, compressor.head_dim)
+    if cache is not None:
+        new = cache.update_compressor_states(name, new.squeeze(2)).unsqueeze(2)
+    return new
+
+
+def _pooled(compressor: Any, name: str, call: Call, kv: Tensor, gate: Tensor, overlap: bool) -> Tensor:
+    """The rows of complete windows, [B, windows, D] or packed [windows, D], before their norm."""
+    ratio, cache, dim = compressor.compress_rate, call.cache, compressor.head_dim
+    bias = compressor.position_bias
+    if cache is None:
+        gate = call.rows(gate) + bias[call.positions % ratio]
+    else:  # whole windows
+        gate = gate + bias.repeat(gate.shape[1] // ratio, 1)
+    dtype, kv = kv.dtype, call.rows(kv)
+    prior: Any = None, None
+    if overlap and cache is not None:
+        prior = cache.update_overlap_state(name, *(t.unflatten(1, (-1, ratio)) for t in (kv, gate)), dim)
+        if prior[0] is not None:  # a window before the first, of which only the first half is read
+            kv, gate = (
+                torch.cat((torch.cat((old, torch.zeros_like(old)), -1).to(t.dtype), t), 1)
+                for old, t in zip(prior, (kv, gate), strict=True)
+            )
+    how: dict[str, Any] = {} if call.lengths is None else {"layout": "TND", "kv_len": call.lengths}
+    pooled = compress(kv.to(gate.dtype).unsqueeze(-2), gate.unsqueeze(-2), ratio=ratio, overlap=overlap, **how)
+    pooled = pooled.squeeze(-2).to(dtype)
+    return pooled if prior[0] is None else pooled[:, 1:]
+
+
+def _index(
+    code: ModuleType, indexer: Any, call: Call, inputs: Any, used: bool, trains: bool
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The indexer's rows, keys and weights; None if they are not used. A cache gets its keys in any case."""
+    if call.cache is None and not used:
+        return None
+    x, q_latent, position_ids = inputs
+    with torch.set_grad_enabled(trains):
+        x = x.detach()
+        keys = _entries(code, indexer, "indexer", call, x, overlap=True)
+        if not used:
+            return None
+        q = indexer.q_b_proj(q_latent.detach()).unflatten(-1, (-1, indexer.head_dim))
+        turns = indexer.rotary_emb(x, position_ids=position_ids, layer_type=indexer.rope_layer_type)
+        q = code.apply_rotary_pos_emb(q, *turns, unsqueeze_dim=2)
+        scorer = indexer.scorer
+        weights = scorer.weights_proj(x)
+        weights = weights if weights.dtype == torch.float64 else weights.float()
+        weights = weights * (scorer.weights_scaling * scorer.softmax_scale)
+        return call.rows(q), keys, call.rows(weights)
+
+
+class Compared(NamedTuple):
+    """Operands of an indexer's loss, [B, S, ...] or packed.
+
+    The attention's rows, compressed keys and lse; the indexer's rows, keys and weights.
+    """
+
+    q: Tensor
+    entries: Tensor
+    lse: Tensor
+    index_q: Tensor
+    index_k: Tensor
+    weights: Tensor
+
+
+def _loss(module: Any, call: Call, rows: Compared, lists: Tensor | None, real: Tensor | None) -> Tensor:
+    """The indexer's loss, the mean over tokens, as CompressedAttention has it.
+
+    Args:
+        module, call: as before.
+        rows: the operands.
+        lists: chosen keys; None: all visible ones.
+        real: bool [B, S], false for padding; None: all rows are tokens.
+    """
+    ratio = module.compressor.compress_rate
+    if call.lengths is None:
+        tokens: Any = rows.q.shape[0] * rows.q.shape[1] if real is None else real.sum().clamp(min=1)
+        return _of_batch(rows, lists, real, ratio, call.tokens) / tokens
+    losses, row, key = [], 0, 0
+    for length in call.lengths:
+        mine, my_keys = slice(row, row + length), slice(key, key + length // ratio)
+        one = Compared(
+            rows.q[None, mine], rows.entries[None, my_keys], rows.lse[mine].mT[None],
+            rows.index_q[None, mine], rows.index_k[None, my_keys], rows.weights[None, mine],
+        )  # fmt: skip
+        losses.append(_of_batch(one, None if lists is None else lists[None, mine], None, ratio, length))
+        row, key = mine.stop, my_keys.stop
+    return torch.stack(losses).sum() / row
+
+
+def _of_batch(rows: Compared, lists: Tensor | None, real: Tensor | None, ratio: int, tokens: int) -> Tensor:
+    """The sum of the losses of rows [B, S, ...]; tokens: of their sequences."""
+    if not rows.entries.shape[1]:
+        return rows.index_q.new_zeros((), dtype=torch.float32)
+    target = probabilities(rows.q, rows.entries, rows.lse, lists, ratio, tokens % ratio)
+    if real is not None:
+        target = target.where(real[..., None, None], 0)
+    how: dict[str, Any] = {"ratio": ratio, "residual": [tokens % ratio] * len(rows.q)}
+    loss = indexer_target_loss(rows.index_q, rows.index_k, rows.weights, target, lists, **how)
+    mass = target.sum(-1)
+    return loss - torch.xlogy(mass, mass).sum()  # of p / m, not of p: no gradient changes

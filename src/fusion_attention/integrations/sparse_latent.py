@@ -1,0 +1,200 @@
+"""The attention layers of DeepSeek-V3.2 and GLM-5 in transformers, over the keys that their indexers choose.
+
+A row whose visible keys are at most top_k reads all of them, so the first rows of a sequence are dense and need no
+indexer. Other rows read latents that all heads share ("absorbed": kv_b_proj is multiplied into query and output).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fusion_attention.api.attention import attention
+from fusion_attention.api.sparse import indexer_loss, lightning_indexer, sparse_attention
+from fusion_attention.integrations.sparse_loss import Loss
+from fusion_attention.integrations.sparse_sequences import Sequences, sequences_of
+from fusion_attention.ir.mask import Band
+
+__all__ = ["forward"]
+
+Tensor = torch.Tensor
+_CAUSAL = Band.causal()
+
+
+class Latents(NamedTuple):
+    """Rows and keys of a layer in the order of the operators' calls."""
+
+    q: Tensor  # [..., N, nope]
+    q_rope: Tensor  # [..., N, rope]
+    latent: Tensor  # [..., 1, rank]
+    k_rope: Tensor  # [..., 1, rope]
+
+
+class Index(NamedTuple):
+    """Rows, keys and weights of an indexer in the order of the operators' calls."""
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+
+
+def forward(
+    rotate: Callable[..., tuple[Tensor, Tensor]],
+    rotate_index: Callable[..., tuple[Tensor, Tensor]],
+    module: Any,
+    *,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    past_key_values: Any = None,
+    position_ids: Tensor | None = None,
+    prev_topk_indices: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes a layer: (its output [B, S, hidden], the chosen keys for later layers without an indexer).
+
+    Args:
+        rotate, rotate_index: the rotary functions of the layer and of its indexer.
+        module: the layer.
+        hidden_states, position_embeddings, attention_mask, past_key_values, position_ids, others: the arguments of its
+            forward; masks as sequences_of() reads them.
+        prev_topk_indices: chosen keys of an earlier layer.
+    """
+    batch = len(hidden_states)
+    q_latent = module.q_a_layernorm(module.q_a_proj(hidden_states))
+    q = module.q_b_proj(q_latent).unflatten(-1, (-1, module.qk_head_dim))
+    q, q_rope = q.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+    latent, k_rope = module.kv_a_proj_with_mqa(hidden_states).unsqueeze(2).split(
+        [module.kv_lora_rank, module.qk_rope_head_dim], -1
+    )  # fmt: skip
+    q_rope, k_rope = rotate(q_rope, k_rope, *position_embeddings, unsqueeze_dim=2)
+    latent = module.kv_a_layernorm(latent)
+    if past_key_values is not None:
+        stored = past_key_values.update(latent.transpose(1, 2), k_rope.transpose(1, 2), module.layer_idx)
+        latent, k_rope = (t.transpose(1, 2) for t in stored)
+    sequences = sequences_of(attention_mask, q, latent, position_ids, **others)
+    first = dense_rows(module, sequences, q.shape[1])
+    index = None
+    if module.indexer is not None:
+        inputs = hidden_states.detach(), q_latent.detach(), position_embeddings
+        index = _index(rotate_index, module, sequences, inputs, past_key_values, first is not None)
+    rows = Latents(*map(sequences.rows, (q, q_rope)), *map(sequences.keys, (latent, k_rope)))
+    out, lists, loss = _attend(module, sequences, rows, index, first, prev_topk_indices)
+    if loss is not None:
+        module.indexer_loss = Loss(loss / sequences.tokens(q))
+    return module.o_proj(sequences.back(out, batch).flatten(2)), lists
+
+
+def dense_rows(module: Any, sequences: Sequences, rows: int) -> int | None:
+    """Number of the first rows of every sequence that read all their visible keys; None: all do."""
+    top_k = module.config.index_topk
+    if module.stage in ("dense", "warmup") or sequences.longest <= top_k:
+        return None
+    aligned = sequences.layout == "BSND" and sequences.described == rows  # row i is at position i
+    return top_k if aligned else 0
+
+
+def _index(
+    rotate: Callable[..., tuple[Tensor, Tensor]], module: Any, sequences: Sequences, inputs: Any, cache: Any, used: bool
+) -> Index | None:
+    """The indexer's rows; None if they are not used. A cache gets its keys in any case."""
+    trains = _trains(module)
+    if cache is None and not used and not trains:
+        return None
+    hidden_states, q_latent, (cos, sin) = inputs
+    indexer, rope = module.indexer, module.qk_rope_head_dim
+    with torch.set_grad_enabled(trains):
+        q = indexer.wq_b(q_latent).unflatten(-1, (-1, indexer.head_dim))
+        k = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
+        rotated = rotate(q[..., :rope], k[..., :rope], cos, sin, unsqueeze_dim=2)
+        q, k = (torch.cat((a, b[..., rope:]), -1) for a, b in zip(rotated, (q, k), strict=True))
+        if cache is not None:
+            k = cache.update_indexer(k.squeeze(2), module.layer_idx).unsqueeze(2)
+            if not used and not trains:
+                return None
+        # weights_proj may be float32 in a model of another dtype.
+        weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype))
+        weights = weights if weights.dtype == torch.float64 else weights.float()
+        weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+        return Index(sequences.rows(q), sequences.keys(k), sequences.rows(weights))
+
+
+def _trains(module: Any) -> bool:
+    """True if the indexer's loss is asked for."""
+    staged = module.stage in ("warmup", "sparse") and module.indexer is not None
+    return staged and module.training and torch.is_grad_enabled()
+
+
+def _attend(
+    module: Any, sequences: Sequences, rows: Latents, index: Index | None, first: int | None, lists: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Attention of all rows, [..., N, v], the lists of rows that are not dense, and the sum of the indexer's losses."""
+    if first is None:
+        out, loss = _of_rows(module, rows, index, None, sequences.lengths())
+        return out, None, loss
+    results = []
+    if first:
+        near = Latents(*(t[:, :first] for t in rows))
+        near_index = None if index is None else Index(*(t[:, :first] for t in index))
+        results.append(_of_rows(module, near, near_index, None, sequences.lengths(0, first, first)))
+        rows = rows._replace(q=rows.q[:, first:], q_rope=rows.q_rope[:, first:])
+        index = None if index is None else Index(index.q[:, first:], index.k, index.weights[:, first:])
+    how = sequences.lengths(first)
+    if index is not None:
+        with torch.no_grad():
+            lists, _ = lightning_indexer(*index, module.config.index_topk, **how)
+    assert lists is not None  # sparse_models.check() refuses a first layer without an indexer
+    results.append(_of_rows(module, rows, index, lists, how))
+    outs, losses = zip(*results, strict=True)
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1), lists, None if None in losses else sum(losses)
+
+
+def _of_rows(
+    module: Any, rows: Latents, index: Index | None, lists: Tensor | None, how: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Attention over the keys of lists [..., 1, K], or all visible keys: (out [..., N, v], the indexer's loss).
+
+    Scores of absorbed latents take 2 rank + rope products instead of nope + rope + v, but no key is expanded.
+    """
+    trains, factors = _trains(module), _factors(module)
+    if factors is not None and (lists is not None or _absorbs(module, rows)):
+        q, k, v = torch.einsum("...nd,ndr->...nr", rows.q, factors[0]), rows.latent, None
+    else:
+        q, factors = rows.q, None
+        k, v = module.kv_b_proj(rows.latent.squeeze(-2)).unflatten(-1, (q.shape[-2], -1)).split(
+            [module.qk_nope_head_dim, module.v_head_dim], -1
+        )  # fmt: skip
+    words = {**how, "q_rope": rows.q_rope, "k_rope": rows.k_rope.expand(*k.shape[:-1], -1), "scale": module.scaling}
+    if lists is None:
+        result = attention(q, k, k if v is None else v, band=_CAUSAL, return_lse=trains, **words)
+    else:
+        result = sparse_attention(q, k, v, lists.expand(*lists.shape[:-2], k.shape[-2], -1), return_lse=trains, **words)
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    loss = None
+    if lse is not None and index is not None:
+        loss = indexer_loss(q, k, lse, *index, lists, **words)
+    return out if factors is None else torch.einsum("...nr,ndr->...nd", out, factors[1]), loss
+
+
+def _factors(module: Any) -> tuple[Tensor, Tensor] | None:
+    """The factors of kv_b_proj for keys and values, [N, nope, rank] and [N, v, rank]; None if it is not a plain Linear.
+
+    An adapter, a quantised layer, hooks or a layer that is loaded for its call compute more than a weight shows.
+    """
+    linear = module.kv_b_proj
+    hooks = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
+    if type(linear) is not torch.nn.Linear or hooks:
+        return None
+    up_k, up_v = linear.weight.unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim)).split(
+        [module.qk_nope_head_dim, module.v_head_dim], 1
+    )  # fmt: skip
+    return up_k, up_v
+
+
+def _absorbs(module: Any, rows: Latents) -> bool:
+    """True if dense attention over absorbed latents takes fewer products than over expanded keys."""
+    count, keys = (t.shape[-3] for t in (rows.q, rows.latent))
+    rank, expanded = module.kv_lora_rank, module.qk_nope_head_dim + module.v_head_dim
+    return bool(count * rank * expanded + count * keys * 2 * rank < keys * rank * expanded + count * keys * expanded)

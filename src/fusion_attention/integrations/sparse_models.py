@@ -1,0 +1,288 @@
+"""Models of transformers whose layers choose keys: the families that register() serves, and their patches."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers.utils import logging
+
+from fusion_attention.integrations import sparse_blocks, sparse_compressed, sparse_latent
+from fusion_attention.integrations.sparse_sequences import expressible, matrix
+from fusion_attention.patches import Changes, Layer
+
+Tensor = torch.Tensor
+_log = logging.get_logger(__name__)
+
+
+class Family(NamedTuple):
+    """A family of models with sparse attention.
+
+    Attributes:
+        name: its name in texts.
+        config: the class of its configurations.
+        layer: the class of its attention layers.
+        releases: releases of transformers with the code that the patch replaces.
+        make: makes a layer's function from the loaded module.
+        faults: the contradictions of a configuration, one sentence each.
+        reason_against: the reason why the function does not compute a call; "" if it does.
+        bias: the original's code needs masks that are added to scores.
+        stages: the indexer can be trained.
+        traced: the function can be part of a trace of torch.compile; others run outside of it.
+    """
+
+    name: str
+    config: str
+    layer: str
+    releases: tuple[str, ...]
+    make: Callable[[ModuleType], Callable[..., Any]]
+    faults: Callable[[Any], list[str]]
+    reason_against: Callable[[Any, dict[str, Any]], str]
+    bias: bool = False
+    stages: bool = True
+    traced: bool = True
+
+
+def _latent(module: ModuleType, index_rotation: str) -> Callable[..., Any]:
+    """The function of layers with multi-head latent attention: (out, lists)."""
+
+    def compute(layer: Any, **given: Any) -> Any:
+        return sparse_latent.forward(
+            module.apply_rotary_pos_emb_interleave, getattr(module, index_rotation), layer, **given
+        )
+
+    return compute
+
+
+def _deepseek_v32(module: ModuleType) -> Callable[..., Any]:
+    compute = _latent(module, "apply_rotary_pos_emb")
+    return lambda layer, **given: (compute(layer, **given)[0], None)
+
+
+def _glm_moe_dsa(module: ModuleType) -> Callable[..., Any]:
+    compute = _latent(module, "apply_rotary_pos_emb_interleave")
+
+    def with_lists(layer: Any, **given: Any) -> Any:
+        out, lists = compute(layer, **given)
+        return out, None, lists
+
+    return with_lists
+
+
+def _latent_faults(config: Any) -> list[str]:
+    """The contradictions of a configuration of DeepSeek-V3.2 or GLM-5."""
+    kinds = getattr(config, "indexer_types", ["full"] * config.num_hidden_layers)
+    rules = {
+        f"index_topk: expected at least 1, got {config.index_topk}": config.index_topk >= 1,
+        f"index_head_dim: expected at least qk_rope_head_dim ({config.qk_rope_head_dim}), got {config.index_head_dim}":
+            config.index_head_dim >= config.qk_rope_head_dim,
+        f"num_key_value_heads: expected num_attention_heads ({config.num_attention_heads}), got "
+        f"{config.num_key_value_heads}": config.num_key_value_heads == config.num_attention_heads,
+        f"layer_types: expected indexed_attention in {config.num_hidden_layers} layers, got {config.layer_types}":
+            list(config.layer_types) == ["indexed_attention"] * config.num_hidden_layers,
+        f"indexer_types: expected 'full' or 'shared' for {config.num_hidden_layers} layers, first 'full', got {kinds}":
+            len(kinds) == config.num_hidden_layers and {*kinds} <= {"full", "shared"} and kinds[0] == "full",
+    }  # fmt: skip
+    return [text for text, holds in rules.items() if not holds]
+
+
+def _latent_reason(layer: Any, given: dict[str, Any]) -> str:
+    if not expressible(given["attention_mask"], given["hidden_states"].shape[1]):
+        return "a four-dimensional attention_mask may hide any key"
+    return ""
+
+
+def _deepseek_v4(module: ModuleType) -> Callable[..., Any]:
+    return functools.partial(sparse_compressed.forward, module)
+
+
+def _compressed_faults(config: Any) -> list[str]:
+    """The contradictions of a configuration of DeepSeek-V4."""
+    rates = {kind: config.compress_rates.get(kind, 0) for kind in {*config.layer_types} - {"sliding_attention"}}
+    rules = {
+        f"index_topk: expected at least 1, got {config.index_topk}": config.index_topk >= 1,
+        f"sliding_window: expected at least 1, got {config.sliding_window}": config.sliding_window >= 1,
+        f"num_key_value_heads: expected 1, got {config.num_key_value_heads}": config.num_key_value_heads == 1,
+        f"compress_rates: expected at least 1 for every kind of layer, got {rates}":
+            all(rate >= 1 for rate in rates.values()),
+        f"index_head_dim: expected at least the {config.qk_rope_head_dim} elements that rotate, got "
+        f"{config.index_head_dim}": config.index_head_dim >= config.qk_rope_head_dim,
+    }  # fmt: skip
+    return [text for text, holds in rules.items() if not holds]
+
+
+def _qwen4_exp(module: ModuleType) -> Callable[..., Any]:
+    return functools.partial(sparse_blocks.forward, module)
+
+
+def _block_faults(config: Any) -> list[str]:
+    """The contradictions of a configuration of Qwen4 that transformers does not refuse itself."""
+    if "indexed_attention" in config.layer_types and config.indexer_budget is None:
+        return ["indexer_budget: expected a number for layers of indexed_attention, got None"]
+    return []
+
+
+_BOTH = ("5.22", "5.23")
+FAMILIES = {
+    "deepseek_v32": Family(
+        "DeepSeek-V3.2", "DeepseekV32Config", "DeepseekV32Attention", _BOTH,
+        _deepseek_v32, _latent_faults, _latent_reason,
+    ),
+    "glm_moe_dsa": Family(
+        "GLM-5", "GlmMoeDsaConfig", "GlmMoeDsaAttention", _BOTH,
+        _glm_moe_dsa, _latent_faults, _latent_reason,
+    ),
+    "deepseek_v4": Family(
+        "DeepSeek-V4", "DeepseekV4Config", "DeepseekV4Attention", _BOTH,
+        _deepseek_v4, _compressed_faults, sparse_compressed.reason_against, bias=True, traced=False,
+    ),
+    "qwen4_exp": Family(
+        "Qwen4", "Qwen4ExpTextConfig", "Qwen4ExpTextAttention", ("5.23",),
+        _qwen4_exp, _block_faults, _latent_reason, stages=False, traced=False,
+    ),
+}  # fmt: skip
+
+
+def family_of(config: Any) -> Family | None:
+    """The family of a configuration of transformers' own; None for other models."""
+    kind = type(config).__module__.removeprefix("transformers.models.").partition(".")[0]
+    family = FAMILIES.get(kind)
+    return family if family is not None and family.config == type(config).__name__ else None
+
+
+def check(config: Any) -> None:
+    """Refuses a configuration of a served family.
+
+    Raises:
+        ValueError: a release of transformers that is not in the family's table, or a configuration that contradicts
+            itself.
+    """
+    family = family_of(config)
+    if family is None:
+        return
+    name = type(config).__name__
+    if not served(family):
+        raise ValueError(
+            f"{name}: fusion_attention serves {family.name} in transformers {' and '.join(family.releases)}, got "
+            f'{transformers.__version__}: use attn_implementation="eager" or install one of these releases'
+        )
+    if faults := family.faults(config):
+        raise ValueError(f"{name}: {'; '.join(faults)} (correct the configuration)")
+
+
+def served(family: Family) -> bool:
+    """True if the installed release is in the family's table."""
+    return ".".join(re.findall(r"\d+", transformers.__version__)[:2]) in family.releases
+
+
+def patch(changes: Changes, serves: Callable[[Any], bool]) -> None:
+    """Patches the layers of all families, loaded ones now and others when they are loaded.
+
+    Args:
+        changes: gets the patches.
+        serves: true for a configuration whose attention implementation is this library's.
+    """
+    for kind, family in FAMILIES.items():
+        if served(family):
+            change = functools.partial(_patch, changes, family, serves)
+            changes.when_loaded(f"transformers.models.{kind}.modeling_{kind}", change)
+
+
+def _patch(changes: Changes, family: Family, serves: Callable[[Any], bool], module: ModuleType) -> None:
+    owner, compute = getattr(module, family.layer), family.make(module)
+    if family.stages:
+        changes.set(owner, "stage", None)  # fusion_attention.nn.set_stage() sets it on a layer
+    if family.bias:
+        changes.set(owner, "indexer", property(sparse_compressed.indexer_of))
+    changes.wrap(owner, "forward", lambda layer: _forward(layer, family, compute, serves))
+
+
+def _forward(
+    layer: Layer, family: Family, compute: Callable[..., Any], serves: Callable[[Any], bool]
+) -> Callable[..., Any]:
+    """The forward of a layer's class."""
+    original = layer.below
+    names = original.__code__.co_varnames[1 : original.__code__.co_argcount]
+
+    def serve(self: Any, given: dict[str, Any]) -> Any:
+        if reason := _reason_against(family, self, given):
+            if not torch.compiler.is_compiling():
+                _log.warning_once(f"fusion_attention: {reason}: the layers are computed by transformers' own code")
+            return layer.below(self, **{**given, "attention_mask": _matrix(family, self, given)})
+        return compute(self, **given)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **given: Any) -> Any:
+        if not serves(self.config):
+            return layer.below(self, *args, **given)
+        given = {**dict(zip(names, args, strict=False)), **given}
+        if not family.traced and torch.compiler.is_compiling():
+            from fusion_attention.torch_ops import trace_constants
+
+            return trace_constants.outside(serve, self, given)
+        return serve(self, given)
+
+    return forward
+
+
+def _reason_against(family: Family, layer: Any, given: dict[str, Any]) -> str:
+    """The reason why a call cannot be computed over chosen keys; "" if it can."""
+    if asks_for_weights(layer, given):
+        return "output_attentions asks for all weights"
+    if layer.training and layer.attention_dropout:
+        return "attention_dropout is not computed over chosen keys"
+    return family.reason_against(layer, given)
+
+
+def _matrix(family: Family, layer: Any, given: dict[str, Any]) -> Tensor:
+    """The mask of a call as the original's code reads it."""
+    rows_in, cache, mask = given["hidden_states"], given.get("past_key_values"), given["attention_mask"]
+    rows = rows_in.shape[1]
+    keys = rows if cache is None else cache.get_mask_sizes(rows, layer.layer_idx)[0]
+    ends = {name: given.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    window = layer.sliding_window if family.bias else None
+    visible = matrix(mask, rows_in, keys, given.get("position_ids"), window=window, **ends)
+    if not family.bias or visible.dtype != torch.bool:
+        return visible
+    return _added(visible, rows_in.dtype)
+
+
+def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that is added to scores, as transformers' eager code makes it."""
+    least = torch.finfo(dtype).min
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, least)
+
+
+def asks_for_weights(layer: Any, given: dict[str, Any]) -> bool:
+    """True if a call of a served family's layer asks for attention weights."""
+    config = getattr(layer, "config", None)
+    wanted = given.get("output_attentions") or getattr(config, "output_attentions", False)
+    return bool(wanted) and family_of(config) is not None
+
+
+def weights(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, indices: Tensor | None, **how: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention by the code of the layer's module, which returns its weights [B, N, S, T] too.
+
+    Args:
+        module: the layer.
+        q, k, v: [B, N, S, D], [B, Nkv, T, D].
+        mask: [B, 1, S, T].
+        indices: chosen keys [B, S, K], or None.
+        how: scaling and dropout.
+    """
+    if mask.dtype == torch.bool:
+        mask = _added(mask, q.dtype)
+    if indices is not None:
+        others = torch.ones_like(mask[:, 0], dtype=torch.bool).scatter(-1, indices.long(), False)
+        mask = mask.masked_fill(others[:, None], torch.finfo(q.dtype).min)
+    code = sys.modules[type(module).__module__]
+    result: tuple[Tensor, Tensor] = code.eager_attention_forward(module, q, k, v, mask, **how)
+    return result

@@ -1,0 +1,133 @@
+"""Contents of the masks, lengths and positions that models of transformers pass to attention."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fusion_attention.torch_ops.dispatch import is_traced
+
+Tensor = torch.Tensor
+
+
+class Padding(NamedTuple):
+    """The position of tokens in padded rows: no padding ("none"), "left" of the padding, one "run", or "scattered"."""
+
+    kind: str
+    first: list[int]
+    end: list[int]
+
+
+def padding_of(keys: Tensor) -> Padding:
+    """Classifies the padding of a bool [B, T]; cached for all layers."""
+    return cached(keys, "padding", read_padding)
+
+
+def read_padding(keys: Tensor) -> Padding:
+    """Classifies the padding of a bool [B, T]."""
+    length = keys.shape[1]
+    if not keys.numel():
+        return Padding("none", [0] * len(keys), [length] * len(keys))
+    ones = keys.to(torch.uint8)
+    count = ones.sum(1)
+    edges = torch.stack([ones.argmax(1), length - ones.flip(1).argmax(1), count])
+    first, end, counts = edges.tolist()
+    end = [e if n else f for e, f, n in zip(end, first, counts, strict=True)]
+    if any(e - f != n for f, e, n in zip(first, end, counts, strict=True)):
+        return Padding("scattered", first, end)
+    if any(first):
+        return Padding("run", first, end)
+    return Padding("none" if all(e == length for e in end) else "left", first, end)
+
+
+def cached(tensor: Tensor, name: str, compute: Callable[[Tensor], Any]) -> Any:
+    """Returns compute(tensor), cached on the tensor until it changes; one mask serves all layers of a forward."""
+    entries = tensor.__dict__.get("_fusion_attention")
+    if tensor.is_inference() and entries is None:
+        return compute(tensor)  # inference tensors have no version to compare
+    entries = {} if entries is None else entries
+    version = 0 if tensor.is_inference() else tensor._version
+    if name not in entries or entries[name][0] != version:
+        entries[name] = version, compute(tensor)
+        tensor._fusion_attention = entries  # type: ignore[attr-defined]
+    return entries[name][1]
+
+
+def hidden(tensor: Tensor) -> bool:
+    """True if a tensor's content must not be read: in a trace, and on the meta device."""
+    return tensor.is_meta or is_traced((tensor,))
+
+
+def content_of(tensor: Tensor, name: str, compute: Callable[[Tensor], Any]) -> Any:
+    """Returns compute(tensor), cached except in a trace."""
+    return compute(tensor) if hidden(tensor) else cached(tensor, name, compute)
+
+
+def run_lengths(ids: Tensor) -> Any:
+    """Returns the lengths of the runs of equal ids in [B, S]; runs end with their row."""
+    apart = (ids + torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1]).flatten()
+    if hidden(ids):
+        # A trace cannot depend on the number of runs: the result has one length per token, most of them 0.
+        run = (apart != apart.roll(1)).long()
+        run = torch.cat([run[:1] * 0, run[1:]]).cumsum(0)
+        return torch.zeros_like(run).scatter_add_(0, run, torch.ones_like(run))
+    return torch.unique_consecutive(apart, return_counts=True)[1].tolist()
+
+
+def _between(ends: Tensor) -> Any:
+    """Returns lengths from cumulative lengths with a leading 0."""
+    lengths = ends[1:] - ends[:-1]
+    return lengths if hidden(ends) else lengths.tolist()
+
+
+def _may_restart(position_ids: Tensor, q: Tensor, k: Tensor) -> bool:
+    """True if positions may be those of packed sequences, which only a forward without a cache has."""
+    rows = q.shape[1]
+    return position_ids.dim() == 2 and 1 < rows == k.shape[1] and rows == position_ids.shape[1]
+
+
+def _restarting(position_ids: Tensor, batch: int) -> Any:
+    """Returns the lengths of sequences whose positions restart at 0; None if no row contains several."""
+    starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    packed = (~starts | (position_ids[:, 1:] == 0)).all()  # other jumps are within a sequence
+    if position_ids.is_meta or (not hidden(position_ids) and not (starts.any() and packed)):
+        return None
+    starts = starts & packed
+    return run_lengths(torch.nn.functional.pad(starts.long().cumsum(1), (1, 0)).expand(batch, -1))
+
+
+def packed_lengths(
+    ids: Tensor | None,
+    ends: Tensor | None,
+    key_ends: Tensor | None,
+    position_ids: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+) -> tuple[Any, Any]:
+    """Returns the lengths of packed sequences that span a batch, of rows and of keys; None if it is not packed.
+
+    Args:
+        ids: int64 [B, S], the sequence number of each token; or None.
+        ends, key_ends: cumulative lengths with a leading 0; or None.
+        position_ids: [B or 1, S], of a causal layer; or None.
+        q, k: rows [B, S, ...] and keys [B, T, ...].
+    """
+    if ids is not None:
+        lengths = content_of(ids, "lengths", run_lengths)
+        return lengths, lengths
+    if ends is not None:
+        lengths = _of_ends(ends)
+        return lengths, lengths if key_ends is None else _of_ends(key_ends)
+    if position_ids is None or not _may_restart(position_ids, q, k):
+        return None, None
+    runs = functools.partial(_restarting, batch=len(q))
+    lengths = runs(position_ids) if q.device.type == "cpu" else content_of(position_ids, "runs", runs)
+    return lengths, lengths
+
+
+def _of_ends(ends: Tensor) -> Any:
+    """Returns lengths from cumulative ones; cached on a GPU only, as reading CPU memory is cheap."""
+    return _between(ends) if ends.device.type == "cpu" else content_of(ends, "between", _between)

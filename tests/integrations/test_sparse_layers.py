@@ -1,0 +1,164 @@
+"""Layers of transformers that choose keys, by our attention: float32, choices in bfloat16, memory, traces."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from support.sparse_models import EAGER, MODELS, in_float64, layers_of, make, tokens
+
+import fusion_attention as fa
+from fusion_attention.integrations import sparse_latent
+from fusion_attention.integrations import transformers as integration
+from fusion_attention.testing import check, drawn
+
+NUMBER = {"deepseek_v4": 1}  # of the layer that chooses keys
+# transformers' linear attention allocates more than linearly, and has a gradient that no trace computes.
+INDEXED = {"qwen4_exp": {"layer_types": ["indexed_attention"] * 2}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    integration.register()
+
+
+def inputs_of(model: Any, number: int, ids: Tensor) -> dict[str, Any]:
+    """What the model gives to an attention layer."""
+    given: dict[str, Any] = {}
+
+    def note(module: Any, args: Any, words: Any) -> None:
+        given.update(words, **dict(zip(("hidden_states", "position_embeddings"), args, strict=False)))
+
+    hook = layers_of(model)[number].register_forward_pre_hook(note, with_kwargs=True)
+    with in_float64(model), torch.no_grad():
+        model(ids, use_cache=False)
+    hook.remove()
+    return given
+
+
+def converted(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments with their numbers in a dtype."""
+
+    def of(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    result: dict[str, Any] = torch.utils._pytree.tree_map(of, given)
+    return result
+
+
+def trained(layer: Any, given: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    """A layer's output and gradients."""
+    layer.zero_grad()
+    hidden = given["hidden_states"].detach().requires_grad_()
+    out = layer(**given | {"hidden_states": hidden})[0]
+    out.backward(torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view_as(out).to(dtype).to(out.dtype))
+    grads = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    return {"out": out.detach(), "hidden": hidden.grad} | grads
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_within_the_error_bound(name: str, dtype: torch.dtype) -> None:
+    model, number = make(name), NUMBER.get(name, 0)
+    given = converted(inputs_of(model, number, tokens(2, 20)), dtype)
+    layer = copy.deepcopy(layers_of(model)[number]).to(dtype)
+    ours = trained(layer, given, dtype)
+    theirs = copy.deepcopy(layer).double()
+    theirs.config = copy.copy(theirs.config)
+    theirs.config._attn_implementation = EAGER
+    visible = torch.ones(20, 20, dtype=torch.bool).tril()
+    if name == "deepseek_v4":
+        visible = visible.triu(1 - theirs.sliding_window)
+    mask = torch.zeros(2, 1, 20, 20, dtype=torch.float64).masked_fill(~visible, torch.finfo(torch.float64).min)
+    exact = converted(given, torch.float64) | {"attention_mask": mask}
+    with in_float64(model):
+        check(name, ours, drawn.expected_of(lambda: trained(theirs, exact, dtype), ours))
+
+
+# -------------------------------------------------------------------------------------------------------------- choices
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_choices_in_bfloat16_are_those_of_the_original(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for keys whose scores differ by less than the two orders of summation may."""
+    model = make(name, index_topk=16)
+    given = converted(inputs_of(model, 0, tokens(2, 96)), torch.bfloat16)
+    layer = layers_of(model)[0].bfloat16()
+    layer.indexer.weights_proj.float()  # as transformers loads it
+    calls: list[Any] = []
+
+    def choose(*args: Any, **words: Any) -> Any:
+        result = fa.lightning_indexer(*args, **words)
+        calls.append((args[:3], result[0][:, :, 0].long()))
+        return result
+
+    monkeypatch.setattr(sparse_latent, "lightning_indexer", choose)
+    hidden, turns = given["hidden_states"], given["position_embeddings"]
+    with torch.no_grad():
+        layer(**given)
+        mask = torch.ones(2, 96, 96, dtype=torch.bool).tril()
+        latent = layer.q_a_layernorm(layer.q_a_proj(hidden))
+        theirs = layer.indexer(hidden, latent, turns, mask, None)[:, 16:].long()
+    (((q, k, weights), ours),) = calls
+    products = torch.einsum("bshd,btd->bsht", q.double(), k[:, :, 0].double())
+    scores = (products.relu() * weights.double()[..., None]).sum(2)
+    sizes = torch.einsum("bshd,btd->bsht", q.double().abs(), k[:, :, 0].double().abs())
+    terms = q.shape[2] + q.shape[3] + 3  # roundings of a score: products, heads, scale, weights
+    bound = terms * torch.finfo(torch.float32).eps * (sizes * weights.double().abs()[..., None]).sum(2)
+    for b, row in torch.cartesian_prod(torch.arange(2), torch.arange(80)).tolist():
+        mine, other = set(ours[b, row].tolist()), set(theirs[b, row].tolist())
+        for one, another in zip(sorted(mine - other), sorted(other - mine), strict=True):
+            apart = (scores[b, row, one] - scores[b, row, another]).abs()
+            assert apart <= bound[b, row, one] + bound[b, row, another]
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def largest(model: Any, rows: int) -> tuple[int, int]:
+    """(the largest, the sum) of the bytes that operations of a forward and a backward allocate."""
+    ids = tokens(1, rows)
+    with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
+        model(ids, use_cache=False).logits[:, -1].sum().backward()
+    sizes = [event.self_cpu_memory_usage for event in profile.function_events]
+    return max(sizes), sum(size for size in sizes if size > 0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_is_linear_in_the_number_of_tokens(name: str) -> None:
+    """No operation allocates a number for every row and key: 16 times as many for 4 times as many rows."""
+    model = make(name, **INDEXED.get(name, {})).float()
+    largest(model, 64)
+    few, many = largest(model, 512), largest(model, 2048)
+    assert few[0] > 0
+    assert many[0] <= 4 * few[0] + 2**16
+    assert many[1] <= 4 * few[1] + 2**20
+
+
+# --------------------------------------------------------------------------------------------------------------- traces
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_model(name: str) -> None:
+    torch._dynamo.reset()
+    results = []
+    for compiles in (False, True):
+        model = make(name, **INDEXED.get(name, {})).float()
+        if compiles:
+            model.compile(backend="aot_eager")
+        logits = model(tokens(2, 20), use_cache=False).logits
+        logits.square().mean().backward()
+        results.append(
+            {"logits": logits.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        )
+    assert results[0].keys() == results[1].keys()
+    for result, expected in results[0].items():
+        error = (results[1][result] - expected).abs().max()
+        assert error <= 2**10 * torch.finfo(torch.float32).eps * expected.abs().max(), result

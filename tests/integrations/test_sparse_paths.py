@@ -1,0 +1,102 @@
+"""`fusion-attention doctor --model`: the path of every layer, from a configuration alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from support.sparse_models import MODELS, config_of, make, tokens
+from typer.testing import CliRunner
+
+from fusion_attention.cli import app
+from fusion_attention.integrations import sparse_blocks, sparse_compressed, sparse_latent
+from fusion_attention.integrations import transformers as integration
+from fusion_attention.integrations.sparse_paths import configuration, paths
+
+EXPECTED = {
+    "deepseek_v32": ["keys of an indexer: 6 of T latents a row; rows before position 6 read all keys, dense"] * 2,
+    "glm_moe_dsa": [
+        "keys of an indexer: 6 of T latents a row; rows before position 6 read all keys, dense",
+        "keys of layer 0's indexer: 6 of T latents a row; rows before position 6 read all keys, dense",
+    ],
+    "deepseek_v4": [
+        "a window of 5 keys",
+        "a window of 5 keys beside 3 of T / 2 compressed keys",
+        "a window of 5 keys beside all T / 4 compressed keys",
+    ],
+    "qwen4_exp": [
+        "transformers' own code: linear attention",
+        "blocks of an indexer: 2 of T / 2, of 2 keys each",
+    ],
+}
+
+
+def doctor(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["doctor", "--model", *arguments])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_of_a_model(name: str, tmp_path: Path) -> None:
+    config_of(name).save_pretrained(tmp_path)
+    for source in (tmp_path, tmp_path / "config.json"):
+        assert paths(configuration(str(source))).layers == EXPECTED[name]
+    shown = doctor(str(tmp_path))
+    assert shown.exit_code == 0
+    assert all(text in shown.output for text in EXPECTED[name])
+    assert "transformers' own code" in shown.output
+    result = json.loads(doctor(str(tmp_path), "--json").output)
+    assert result["layers"] == EXPECTED[name]
+    assert result["problems"] == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_paths_are_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    integration.register()
+    model, ran = make(name).float(), []
+    for module in (sparse_latent, sparse_compressed, sparse_blocks, integration):
+        for function in ("attention", "sparse_attention", "compressed_attention", "lightning_indexer"):
+            if original := getattr(module, function, None):
+                monkeypatch.setattr(module, function, lambda *a, f=original, **k: ran.append(f.__name__) or f(*a, **k))
+    with torch.no_grad():
+        model(tokens(1, 24), use_cache=False)
+    chosen = ["attention", "lightning_indexer", "sparse_attention"]
+    assert (
+        ran
+        == {
+            "deepseek_v32": chosen * 2,
+            "glm_moe_dsa": [*chosen, "attention", "sparse_attention"],
+            "deepseek_v4": ["attention", "lightning_indexer", "compressed_attention", "compressed_attention"],
+            "qwen4_exp": chosen,
+        }[name]
+    )
+
+
+def test_models_without_an_indexer() -> None:
+    assert paths(configuration("llama")).layers == ["all keys: attention()"] * 32
+    assert paths(configuration("mistral")).layers == ["a window of 4096 keys: attention()"] * 32
+    assert {*paths(configuration("gemma3")).layers} == {
+        "a window of 4096 keys: attention()", "all keys: attention()"
+    }  # fmt: skip
+    assert {*paths(configuration("t5")).layers} == {"all keys: attention() with a mask of S x T"}
+    refused = doctor("bloom")
+    assert refused.exit_code == 1
+    assert 'BloomConfig: attention in code of its own: attn_implementation="eager" computes it' in refused.output
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    wrong = tmp_path / "config.json"
+    for text in ("{}", "[1]", "not json"):
+        wrong.write_text(text)
+        result = doctor(str(wrong))
+        assert result.exit_code == 1
+        assert f"doctor: --model: {wrong}: " in result.output
+    config_of("deepseek_v32", index_head_dim=4).save_pretrained(tmp_path)
+    result = doctor(str(tmp_path))
+    assert result.exit_code == 1
+    assert "index_head_dim: expected at least qk_rope_head_dim (8), got 4" in result.output

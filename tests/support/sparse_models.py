@@ -1,0 +1,111 @@
+"""Models of transformers whose layers choose keys, tiny, with random weights, and their original results."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.hf_models import EXPERTS, LATENT, SIZES, Float64Torch
+from torch import Tensor
+
+import fusion_attention as fa
+
+Batch = dict[str, Any]
+OURS, EAGER = "fusion_attention", "eager"
+VOCABULARY = SIZES["vocab_size"]
+# Indexers with few heads score 0 for some keys, which tie.
+INDEX = {"index_n_heads": 32, "index_head_dim": 16}
+SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+_DENSE = {name: size for name, size in SIZES.items() if name != "intermediate_size"}
+# fmt: off
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config", SIZES | LATENT | INDEX | {"index_topk": 6}),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig",
+                    SIZES | LATENT | INDEX | {"index_topk": 6, "indexer_types": ["full", "shared"]}),
+    "deepseek_v4": ("DeepseekV4ForCausalLM", "DeepseekV4Config",
+                    _DENSE | EXPERTS | INDEX
+                    | {"num_hidden_layers": 3, "head_dim": 16, "q_lora_rank": 24, "n_routed_experts": 4,
+                       "sliding_window": 5, "layer_types": [SLIDING, CSA, HCA], "compress_rates": {CSA: 2, HCA: 4},
+                       "mlp_layer_types": ["moe"] * 3, "o_groups": 2, "o_lora_rank": 8,
+                       "partial_rotary_factor": 0.5, "index_topk": 3}),
+    "qwen4_exp": ("Qwen4ExpForCausalLM", "Qwen4ExpTextConfig",
+                  _DENSE | EXPERTS
+                  | {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4,
+                     "shared_expert_intermediate_size": 24, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+                     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "hc_count": 2, "hc_lowrank": 8,
+                     "layer_types": ["linear_attention", "indexed_attention"], "indexer_n_heads": 32,
+                     "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 4,
+                     "indexer_compress_ratio": 2, "rope_parameters": _ROPE}),
+}
+# fmt: on
+
+
+def code_of(name: str) -> Any:
+    """The module of a family's code."""
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def config_of(name: str, **changed: Any) -> Any:
+    """A configuration of a family."""
+    configuration = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
+    return getattr(configuration, MODELS[name][1])(**MODELS[name][2] | changed)
+
+
+def make(name: str, attention: str = OURS, **changed: Any) -> Any:
+    """A model in float64 and evaluation mode, with scores far enough apart that a wrong choice shows."""
+    torch.manual_seed(0)
+    model = getattr(code_of(name), MODELS[name][0])(config_of(name, **changed)).eval()
+    for text, parameter in model.named_parameters():
+        if parameter.dim() == 2 and not any(word in text for word in ("embed", "router", "_hc", "hyper")):
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+        if text.endswith(("sinks", "position_bias")):
+            torch.nn.init.normal_(parameter)
+    model.set_experts_implementation("eager")  # which float64 goes through too
+    model.set_attn_implementation(attention)
+    return model.double()
+
+
+def layers_of(model: Any) -> list[Any]:
+    """The attention layers of a model that a patch serves."""
+    return [
+        module
+        for module in model.modules()
+        if type(module).__name__.endswith(("V32Attention", "DsaAttention", "V4Attention", "ExpTextAttention"))
+    ]
+
+
+@contextlib.contextmanager
+def in_float64(model: Any) -> Iterator[None]:
+    """Their modules compute in float64 throughout, and so do ours."""
+    with pytest.MonkeyPatch.context() as patch, fa.use_backend("golden"):
+        patch.setattr(sys.modules[type(model).__module__], "torch", Float64Torch())
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: Any, calls: list[tuple[Batch, Tensor]]) -> dict[str, Tensor]:
+    """The logits of tokens that are no padding, and the gradients of all parameters that have one."""
+    model.zero_grad()
+    with in_float64(model):
+        out = torch.cat([model(**batch).logits[keep] for batch, keep in calls])
+        (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).sin().view_as(out)).sum().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": out.detach()} | grads
+
+
+def agree(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Compares results in float64, whose roundings differ."""
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        error = (ours[name] - expected).abs().max()
+        assert error <= 1e-11 * expected.abs().max(), f"{name}: {float(error)} of {float(expected.abs().max())}"
