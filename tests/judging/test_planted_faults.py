@@ -1,16 +1,17 @@
-"""Faults of caches and of lists are named, with their parameters; right results are not accused."""
+"""Faults of tiled kernels, of caches and of lists are named, with their parameters; right results are not accused."""
 
 from __future__ import annotations
 
 from types import ModuleType
 
 import pytest
-from support import planted_decodes, planted_lists
+from support import planted_decodes, planted_lists, planted_tiles
 
 from fusion_attention.judging.judge import diagnose
 
 SEEDS = 5
-FAULTS = [(module, fault) for module in (planted_decodes, planted_lists) for fault in module.FAULTS]
+MODULES = (planted_tiles, planted_decodes, planted_lists)
+FAULTS = [(module, fault) for module in MODULES for fault in module.FAULTS]
 
 
 @pytest.mark.sampled(40)
@@ -27,7 +28,7 @@ def test_a_fault_is_named(module: ModuleType, fault: str, seed: int) -> None:
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("module", [planted_decodes, planted_lists], ids=["caches", "lists"])
+@pytest.mark.parametrize("module", MODULES, ids=["tiles", "caches", "lists"])
 def test_a_right_result_is_not_accused(module: ModuleType, seed: int) -> None:
     capture = module.right(seed)
     result = diagnose(capture.operator, capture.inputs, capture.outputs)
