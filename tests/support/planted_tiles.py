@@ -62,6 +62,9 @@ def drawn(seed: int) -> Call:
     )  # fmt: skip
 
 
+EVERY = -2
+
+
 def _prepared(x: Call) -> tuple[Tensor, Tensor, Tensor]:
     group = x.q.shape[2] // x.k.shape[2]
     q, k, v = (t.transpose(1, 2).double() for t in (x.q, x.k, x.v))
@@ -74,15 +77,19 @@ def kernel(
     order: list[int] | None = None,
     skip: int | None = None,
     again: int | None = None,
-    stale: tuple[int, str] | None = None,
     hidden: int | None = None,
     unscaled: str = "",
     base: float = 1.0,
     padded: bool = False,
+    moved: tuple[int, str, int] = (-1, "", 0),
+    exchanged: tuple[int, ...] = (),
     apart: str = "",
     change: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> Tensor:
-    """The output rows, in float32 sums over weights of the dtype; every argument is a fault."""
+    """The output rows, in float32 sums over weights of the dtype; every argument is a fault.
+
+    moved: (a tile or EVERY, "k", "v" or "kv", how many keys further it is read). exchanged: tiles of values.
+    """
     q, k, v = _prepared(x)
     if change is not None:
         q, k, v = change(q, k, v)
@@ -98,10 +105,13 @@ def kernel(
             keys, values = k[:, :, a:b], v[:, :, a:b]
             if n == skip:
                 continue
-            if stale is not None and stale[0] == n:
-                before = slice(a - x.tile, b - x.tile)
-                keys = k[:, :, before] if "k" in stale[1] else keys
-                values = v[:, :, before] if "v" in stale[1] else values
+            if n and moved[0] in (n, EVERY):
+                other = slice(a + moved[2], b + moved[2])
+                keys = k[:, :, other] if "k" in moved[1] else keys
+                values = v[:, :, other] if "v" in moved[1] else values
+            if n in exchanged:
+                other = [exchanged[1], exchanged[0]][exchanged.index(n)]
+                values = v[:, :, slice(*tiles[other])]
             scores = q @ keys.mT * (x.scale * base)
             unseen = torch.arange(a, b) > row if x.causal else torch.zeros(b - a, dtype=torch.bool)
             if hidden is not None:
@@ -152,7 +162,29 @@ def _at_tile(which: str, word: str, run: Callable[[Call, int], Tensor]) -> Fault
 
 def _stale(what: str) -> Fault:
     word = {"v": "the values", "k": "the keys", "kv": "keys and values"}[what]
-    return _at_tile("inner", f"with {word} of the tile before", lambda x, n: kernel(x, stale=(n, what)))
+    return _at_tile("inner", f"with {word} of the tile before", lambda x, n: kernel(x, moved=(n, what, -x.tile)))
+
+
+def _late(what: str, word: str) -> Fault:
+    return lambda x: (kernel(x, moved=(EVERY, what, -x.tile)), (f"every tile of {x.tile}", f"with {word} of the tile"))
+
+
+def _offset(what: str, word: str, by: int) -> Fault:
+    return _at_tile("inner", f"with {word} from one key", lambda x, n: kernel(x, moved=(n, what, by)))
+
+
+def _exchanged(x: Call) -> tuple[Tensor, Words]:
+    number = x.rng.randrange(len(x.tiles()) - 2)
+    return kernel(x, exchanged=(number, number + 1)), (f"keys {number * x.tile} to", "exchanged")
+
+
+def _first(order: str, word: str) -> Fault:
+    def fault(x: Call) -> tuple[Tensor, Words]:
+        last = len(x.tiles()) - 1
+        tiles = [*range(last, -1, -1)] if order == "reversed" else [last, *range(last)]
+        return kernel(x, unscaled="out", order=tiles), (f"accumulator, key tiles of {x.tile}", word)
+
+    return fault
 
 
 def _stored(edit: Callable[[Tensor, Call], str]) -> Fault:
@@ -237,7 +269,7 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     ),
     "softmaxes of tiles are added": (_fixed(f"sum of {_TILES}", apart="sum"), ("tile-softmax",)),
     "softmaxes of tiles are averaged": (_fixed(f"mean of {_TILES}", apart="mean"), ("tile-softmax",)),
-    "padding counts as zeros": (_fixed(_TILES, padded=True), ("padding-weighed",)),
+    "padding counts as zeros": (_fixed(" {tile}", padded=True), ("padding-weighed",)),
     "2^s for e^s": (_fixed("2^s for e^s", base=math.log(2)), ("exponent-base",)),
     "e^(s log2 e)": (_fixed("e^(s log2 e) for e^s", base=1 / math.log(2)), ("exponent-base",)),
     "the first tile left out": (_at_tile("first", "left out", lambda x, n: kernel(x, skip=n)), ("tile-left-out",)),
@@ -251,6 +283,13 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "stale values": (_stale("v"), ("tile-stale",)),
     "stale keys": (_stale("k"), ("tile-stale",)),
     "stale keys and values": (_stale("kv"), ("tile-stale",)),
+    "every tile of keys is stale": (_late("k", "the keys"), ("tile-stale",)),
+    "every tile of values is stale": (_late("v", "the values"), ("tile-stale",)),
+    "values a key too early": (_offset("v", "the values", -1), ("tile-stale",)),
+    "keys and values a key too late": (_offset("kv", "keys and values", 1), ("tile-stale",)),
+    "tiles of values exchanged": (_exchanged, ("tile-stale",)),
+    "the edge tile first, the accumulator not rescaled": (_first("last", ""), ("rescale-missing",)),
+    "backwards, the accumulator not rescaled": (_first("reversed", "from the last"), ("rescale-missing",)),
     "values of another head": (_changed("values of", lambda x, k, v: (k, _neighbour(x, v))), ("head-offset",)),
     "keys of another head": (_changed("keys of", lambda x, k, v: (_neighbour(x, k), v)), ("head-offset",)),
     "values of another sequence": (_changed("values:", lambda x, k, v: (k, v.flip(0))), ("sequence-offset",)),

@@ -337,7 +337,6 @@ MISTAKES = (
     band_uncalled,
     mask_polarity,
     window_by_one,
-    edge_tiles,
     window_ignored,
     window_mirrored,
     prefix_ignored,
@@ -345,4 +344,5 @@ MISTAKES = (
     mask_ends,
     sequences_mixed,
     empty_rows,
+    edge_tiles,
 )

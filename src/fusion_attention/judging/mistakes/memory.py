@@ -19,8 +19,11 @@ from fusion_attention.judging.setting import Setting
 )  # fmt: skip
 def group_order(case: Case) -> Iterator[Try]:
     s, p = case.setting, case.setting.problem
-    if p.heads_kv > 1 and p.group > 1 and s.grads is None:
+    if p.heads_kv > 1 and p.group > 1:
         heads = np.arange(p.heads_q)
+        if s.grads is not None:
+            order = heads.reshape(p.group, p.heads_kv).T.reshape(-1)
+            yield Try("key head n sums over query heads h with h % N2 = n", s.changed(q_heads=order))
         yield Try("head h meets key head h % N2, not h // (N1 / N2)", s.changed(kv_heads=heads % p.heads_kv))
         yield Try("every head meets the first key head", s.changed(kv_heads=0 * heads))
         yield Try("in the other direction", s.changed(kv_heads=(heads // p.group)[::-1].copy()))
@@ -32,7 +35,7 @@ def group_order(case: Case) -> Iterator[Try]:
 )  # fmt: skip
 def head_offset(case: Case) -> Iterator[Try]:
     s, p = case.setting, case.setting.problem
-    if p.heads_kv == 1 or s.grads is not None:
+    if p.heads_kv == 1:
         return
     right = np.arange(p.heads_q) // p.group
     for word, by in (("next", 1), ("previous", -1)):

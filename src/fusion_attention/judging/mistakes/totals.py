@@ -9,6 +9,7 @@ import torch
 
 from fusion_attention.judging.evaluate import of_total
 from fusion_attention.judging.expected_error import PROGRAM
+from fusion_attention.judging.mistakes.kinds import factor_of
 from fusion_attention.judging.outputs import Output, Wanted, totals
 from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.verdict import Explanation
@@ -40,9 +41,7 @@ def _of_output(setting: Setting, o: Output) -> Iterator[Explanation]:
 def _ways(setting: Setting, o: Output, mine: Tensor, right: Wanted) -> Iterator[tuple[str, Wanted]]:
     value, variance = right.value, right.variance
     if mine.isfinite().all() and value.any():
-        factor = float((mine * value).sum() / value.square().sum())
-        short = float(f"{factor:.2g}")
-        factor = short if abs(short - factor) < 2e-3 * abs(factor) else factor
+        factor = factor_of(mine, value)
         detail = "the other sign" if factor == -1 else "zeros" if not factor else f"{factor:.4g} times the right one"
         yield detail, Wanted(factor * value, max(factor**2, 1.0) * variance)
     if o.kind == "dsink":
