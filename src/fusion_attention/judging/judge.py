@@ -23,6 +23,7 @@ from fusion_attention.judging.screening import alien, remarks
 from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.standards import STANDARDS, Tally
 from fusion_attention.judging.verdict import Explanation, Judgement, judgement, opinion
+from fusion_attention.ops.shared.call import OfCall
 from fusion_attention.ops.shared.metadata import NO_SEQUENCE
 
 Tensor = torch.Tensor
@@ -161,7 +162,8 @@ def _searched(
     call: Recorded, lowered: Any, setting: Setting, outputs: list[Output], base: Result, watch: Watch
 ) -> tuple[tuple[Explanation, ...], bool]:
     names = dict(call.bound().names)
-    layout = getattr(lowered, "out_layout", "") or getattr(lowered, "layout", "") or lowered.call.form.layout
+    of = lowered.call if isinstance(lowered, OfCall) else lowered
+    layout = getattr(of, "out_layout", "") or getattr(of, "layout", "") or of.form.layout
     wrong = {name: map_.wrong for name, map_ in base.maps.items()}
     marks = {name: [m.golden for m in tally.marks] for name, tally in base.tallies.items()}
     return diagnosed(Case(setting, tuple(outputs), names, layout, wrong, marks), base, watch=watch)
