@@ -13,11 +13,10 @@ import torch
 from fusion_attention.judging import formulas
 from fusion_attention.judging.expected_error import Grade
 from fusion_attention.judging.formulas import Precision
-from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, grown, out_of, returning, wrong_rows
+from fusion_attention.judging.mistakes.kinds import SIZES, Case, Mistake, Try, grown, out_of, returning, wrong_rows
 from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
-SIZES = (16, 32, 64, 128, 256)
 # A candidate explains a row if at most this fraction of its error remains.
 _LEFT = 0.25
 _SCREENED = 4  # rows
