@@ -219,14 +219,14 @@ def stored(x: Call, kind: str, read: Meaning) -> Capture:
     return Capture("", "aclnnFusedInferAttentionScore", names, {"attention_out": out})
 
 
-Places = Callable[[Tensor], Tensor]  # from positions in a sequence to those of their scales
+Position = Callable[[Tensor], Tensor]  # from positions in a sequence to those of their scales
 
 
-def _scales_in_pages(place: Callable[[Call], Places], word: str) -> Fault:
+def _scales_in_pages(place: Callable[[Call], Position], word: str) -> Fault:
     return lambda x: (stored_in_pages(x, place(x)), (word,))
 
 
-def stored_in_pages(x: Call, place: Places) -> Capture:
+def stored_in_pages(x: Call, place: Position) -> Capture:
     """Integers and one scale per token, both in pages; place: where the kernel looks for a token's scale."""
     generator = torch.Generator().manual_seed(x.rng.randrange(1 << 30))
     rows = [torch.randint(-100, 100, x.pool[0].shape, generator=generator) for _ in range(2)]

@@ -12,7 +12,7 @@ import torch
 from fusion_attention.judging import indexer, pooling
 from fusion_attention.judging.calls import BACKENDS, JudgeError, Recorded, recorded
 from fusion_attention.judging.diagnosis import diagnosed
-from fusion_attention.judging.error_location import looks_like, most
+from fusion_attention.judging.error_location import looks_like, mask_of, most
 from fusion_attention.judging.evaluate import Result, graded, measured
 from fusion_attention.judging.expected_error import Grade
 from fusion_attention.judging.grid import rows_by_columns
@@ -128,7 +128,9 @@ def judged(
     if not (mistakes or noisy):
         call = replace(call, notes=(*alien(result), *call.notes))
     errors = {who: {n: t.z for n, t in tallies.items()} for who, tallies in result.beside.items()}
-    return judgement(call, opinions, reasons | errors, [*opinions], standard, search, mistakes, noisy)
+    wrong = next((b for map_ in result.maps.values() for b, w in enumerate(map_.wrong) if w.any()), None)
+    mask = None if wrong is None else mask_of(setting, wrong)
+    return judgement(call, opinions, reasons | errors, [*opinions], standard, search, mistakes, noisy, mask)
 
 
 def _beside(

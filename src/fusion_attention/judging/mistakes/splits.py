@@ -109,7 +109,7 @@ def _merged_weights(loop: Loop, **how: Any) -> Tensor:
 @partial(
     Mistake, "tile-softmax",
     "Every tile or split of keys has a softmax alone, and their results are merged with the wrong weights.",
-    "Partial results merge with the weights exp(lse of the part - lse of all).",
+    "After the loop, partial results merge with the weights exp(lse of the part - lse of all).",
 )  # fmt: skip
 def tile_softmax(case: Case) -> Iterator[Try]:
     def candidates() -> Iterator[Way]:

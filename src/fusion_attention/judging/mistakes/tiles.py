@@ -201,7 +201,7 @@ def _online_weights(loop: Loop, size: int, order: str, rescaled: Mapping[str, bo
 
 @partial(
     Mistake, "rescale-missing", "Sums over tiles of keys are not rescaled when the maximum rises.",
-    "Both the accumulator and the sum of weights take the factor exp(old maximum - new maximum).",
+    "In the loop over tiles of keys the accumulator and the sum both take the factor exp(old maximum - new maximum).",
 )  # fmt: skip
 def rescale_missing(case: Case) -> Iterator[Try]:
     sums = (
@@ -232,7 +232,7 @@ def padded(loop: Loop, size: int) -> Sums:
 
 @partial(
     Mistake, "padding-weighed", "Missing keys of the last tile count as scores of zero.",
-    "Set scores behind the last key to -inf before the maximum and the exponentials.",
+    "In the loop's last pass, set scores behind the last key to -inf before the maximum and the exponentials.",
 )  # fmt: skip
 def padding_weighed(case: Case) -> Iterator[Try]:
     sizes: dict[tuple[int, ...], list[int]] = {}  # by the number of missing keys of each sequence
@@ -254,7 +254,7 @@ def _powered(loop: Loop, factor: float) -> Sums:
 
 @partial(
     Mistake, "exponent-base", "Exponentials have another base than the scores are prepared for.",
-    "exp2 needs scores times log2(e), exp needs them without.",
+    "Inside the loop over tiles of keys: exp2 needs scores times log2(e), exp needs them without.",
 )  # fmt: skip
 def exponent_base(case: Case) -> Iterator[Try]:
     factors = ("2^s for e^s", math.log(2)), ("e^(s log2 e) for e^s", 1 / math.log(2))
@@ -405,11 +405,12 @@ MISTAKES = (
         "Look at the bounds of the loop over tiles of keys.",
     ),
     _tile_mistake(
-        "tile-twice", "A tile of keys, or one key, is counted twice.", "Look at the step of the loop over tiles."
+        "tile-twice", "A tile of keys, or one key, is counted twice.",
+        "Look at the step and the first tile of the loop over tiles of keys.",
     ),
     _tile_mistake(
         "tile-stale", "A tile of keys meets keys or values of its neighbour.",
-        "Look at the offset of the load, and at the buffers of the pipeline: is there a barrier before the product?",
+        "Look at the loads in the loop over tiles of keys: their offset, and the barrier before the product.",
         _every_stale,
     ),
 )  # fmt: skip
