@@ -131,7 +131,7 @@ def _tables(change: Callable[[Tensor, Call], Tensor], sides: str, word: str) -> 
 
 
 def _dropped(x: Call) -> tuple[Capture, tuple[str, ...]]:
-    return capture(x, paged(x, beyond="dropped")), (f"partial tile of {x.page}",)
+    return capture(x, paged(x, beyond="dropped")), ("the last, partial tile of", f" {x.page}")
 
 
 def _one_page(x: Call) -> tuple[Capture, tuple[str, ...]]:

@@ -154,8 +154,8 @@ def _at_tile(which: str, word: str, run: Callable[[Call, int], Tensor]) -> Fault
     def fault(x: Call) -> tuple[Tensor, Words]:
         last = len(x.tiles()) - 1
         number = {"first": 0, "last": last}.get(which, x.rng.randrange(1, last))
-        partial = f"partial tile of {x.tile}"
-        return run(x, number), (partial,) if which == "last" else (f"keys {number * x.tile} to", word)
+        partial = "the last, partial tile of", f" {x.tile}"
+        return run(x, number), partial if which == "last" else (f"keys {number * x.tile} to", word)
 
     return fault
 

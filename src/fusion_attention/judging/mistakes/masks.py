@@ -256,23 +256,21 @@ def prefix_ignored(case: Case) -> Iterator[Try]:
     "Look at the loop over tiles of keys: its end, and its last, partial tile.",
 )  # fmt: skip
 def tile_skipped(case: Case) -> Iterator[Try]:
-    s = case.setting
-    longest = int(s.extents.kv_len.max(initial=0))
+    s, lengths = case.setting, case.setting.extents.kv_len
+    words: dict[tuple[int, ...], list[str]] = {}  # by the first key that is left out
     for tile in TILES:
-        if longest > tile:
-
-            def first(x: Block, tile: int = tile) -> Block:
-                return replace(x, visible=x.visible & (x.positions < tile))
-
-            yield Try(f"from key {tile} on", s.changed(first))
+        if int(lengths.max(initial=0)) > tile:
+            words.setdefault(tuple(np.minimum(lengths, tile).tolist()), []).append(f"from key {tile} on")
     for tile in TILES:
-        rests = s.extents.kv_len % tile
-        if longest > tile and rests.any():
+        if int(lengths.max(initial=0)) > tile and (lengths % tile).any():
+            named = words.setdefault(tuple((lengths // tile * tile).tolist()), [])
+            named.append(f"{'or' if 'partial' in ''.join(named) else 'the last, partial tile of'} {tile}")
+    for ends, named in words.items():
 
-            def full_tiles(x: Block, tile: int = tile) -> Block:
-                return replace(x, visible=x.visible & (x.positions < x.kv_len // tile * tile))
+        def before(x: Block, ends: tuple[int, ...] = ends) -> Block:
+            return replace(x, visible=x.visible & (x.positions < ends[x.b]))
 
-            yield Try(f"the last, partial tile of {tile}", s.changed(full_tiles))
+        yield Try(" ".join(named).replace(" the last", ", the last"), s.changed(before))
 
 
 @partial(

@@ -1,4 +1,4 @@
-"""Mistakes of loops over tiles of keys: tiles left out, counted twice or stale, and the online softmax."""
+"""Mistakes of loops over tiles of keys: the online softmax, and the programs that other modules compute in a loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
 # A candidate explains a row if at most this fraction of its error remains.
-_LEFT = 0.25
+LEFT = 0.25
 _SCREENED = 4  # rows
 
 
@@ -72,13 +72,13 @@ def exponentials(scores: Tensor) -> Tensor:
     return (scores - top.masked_fill(top == -math.inf, 0)).exp()
 
 
-def summed(scores: Tensor, values: Tensor, times: Tensor | float = 1.0) -> Sums:
-    """A softmax over all keys; times: the multiplicity of each key."""
-    weights = exponentials(scores) * times
+def summed(scores: Tensor, values: Tensor) -> Sums:
+    """A softmax over all keys."""
+    weights = exponentials(scores)
     return Sums(weights @ values, scores.amax(-1, keepdim=True), weights.sum(-1, keepdim=True))
 
 
-def _suits(case: Case) -> bool:
+def suits(case: Case) -> bool:
     """True if a block's weights follow from its scores alone."""
     p, s = case.setting.problem, case.setting
     return (
@@ -87,7 +87,7 @@ def _suits(case: Case) -> bool:
     )  # fmt: skip
 
 
-def _loop(s: Setting, x: Block, p: Precision) -> Loop:
+def loop_of(s: Setting, x: Block, p: Precision) -> Loop:
     """Returns the loop of a block's rows, over its keys and the tiles beside them, which a fault may read."""
     keys = slice(max(x.keys.start - SIZES[-1], 0), min(x.keys.stop + SIZES[-1], x.kv_len))
     x = formulas.narrowed(s.block(x.b, x.heads, x.rows, keys), p)
@@ -107,22 +107,22 @@ class Way:
 def explaining(case: Case, candidates: Iterable[Way]) -> Iterator[Try]:
     """Yields the programs that explain some wrong output rows."""
     s, o = case.setting, out_of(case)
-    if not _suits(case) or o is None:
+    if not suits(case) or o is None:
         return
     samples: list[tuple[Loop, Tensor, float]] = []
     for b, head, row in case.wrong_rows_of(o, _SCREENED):
         at = b, slice(head, head + 1), slice(row, row + 1)
-        loop, mine = _loop(s, s.block(*at), formulas.GOLDEN), o.rows(s, *at).double()
+        loop, mine = loop_of(s, s.block(*at), formulas.GOLDEN), o.rows(s, *at).double()
         error = float((summed(loop.scores, loop.values).result("out") - mine).norm())
         if 0 < error < math.inf:  # NaN of a row without a key that counts
             samples.append((loop, mine, error))
     for way in candidates if samples else ():
         left = (float((way.program(loop).result("out") - mine).norm()) / error for loop, mine, error in samples)
-        if all(not fraction > _LEFT for fraction in left):
-            yield _by(case, way.detail, way.program, way.weights)
+        if all(not fraction > LEFT for fraction in left):
+            yield by_program(case, way.detail, way.program, way.weights)
 
 
-def _by(case: Case, detail: str, program: Program, weights: Callable[[Loop], Tensor] | None = None) -> Try:
+def by_program(case: Case, detail: str, program: Program, weights: Callable[[Loop], Tensor] | None = None) -> Try:
     """A way whose wrong rows come from another program."""
     o = out_of(case)
     wrong = wrong_rows(case, o)
@@ -132,7 +132,7 @@ def _by(case: Case, detail: str, program: Program, weights: Callable[[Loop], Ten
         changed = wrong(x) & ~(raw["max"] == -math.inf)
         if not changed.any():
             return value
-        result = program(_loop(case.setting, x, p)).result(kind)
+        result = program(loop_of(case.setting, x, p)).result(kind)
         if kind == "out" and not nan:
             result = result.nan_to_num(0.0)
         return result.to(value.dtype).where(changed, value)
@@ -140,7 +140,7 @@ def _by(case: Case, detail: str, program: Program, weights: Callable[[Loop], Ten
     def errors(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
         if weights is None or kind != "out":
             return grown(kind, variance, before, after, x, grade)
-        loop = _loop(case.setting, x, formulas.GOLDEN)
+        loop = loop_of(case.setting, x, formulas.GOLDEN)
         squares = loop.values.square()
         mine, right = (w.square() @ squares for w in (weights(loop), loop.scores.softmax(-1)))
         return variance * (mine / right).nan_to_num(1.0).clamp_min(1.0)
@@ -148,7 +148,7 @@ def _by(case: Case, detail: str, program: Program, weights: Callable[[Loop], Ten
     return Try(detail, returning(case.setting, change, errors))
 
 
-def _sizes(case: Case) -> list[int]:
+def sizes_of(case: Case) -> list[int]:
     return [size for size in SIZES if size < int(case.setting.extents.kv_len.max(initial=0))]
 
 
@@ -211,7 +211,7 @@ def rescale_missing(case: Case) -> Iterator[Try]:
 
     def candidates() -> Iterator[Way]:
         for order, word in _ORDERS.items():
-            for size in _sizes(case):
+            for size in sizes_of(case):
                 for what, values, total in sums:
                     given: dict[str, Any] = {"size": size, "order": order}
                     given["rescaled"] = {"values": values, "sum": total}
@@ -265,152 +265,4 @@ def exponent_base(case: Case) -> Iterator[Try]:
     )
 
 
-# ----------------------------------------------------------------------------------------------------- tiles and keys
-
-
-def _skip(loop: Loop, at: Tensor, by: int) -> Sums:
-    return summed(loop.scores.masked_fill(at, -math.inf), loop.values)
-
-
-def _twice(loop: Loop, at: Tensor, by: int) -> Sums:
-    return summed(loop.scores, loop.values, 1.0 + at.double())
-
-
-def _unadded(loop: Loop, at: Tensor, by: int) -> Sums:
-    return replace(summed(loop.scores, loop.values), values=summed(loop.scores, loop.values, 1.0 - at.double()).values)
-
-
-def _uncounted(loop: Loop, at: Tensor, by: int) -> Sums:
-    return replace(summed(loop.scores, loop.values), total=summed(loop.scores, loop.values, 1.0 - at.double()).total)
-
-
-def _stale_values(loop: Loop, at: Tensor, by: int) -> Sums:
-    return summed(loop.scores, loop.values.roll(by, -2).where(at[:, None], loop.values))
-
-
-def _stale_keys(loop: Loop, at: Tensor, by: int) -> Sums:
-    scores = loop.every.roll(by, -1).where(at & (loop.scores != -math.inf), loop.scores)
-    return summed(scores, loop.values)
-
-
-def _stale(loop: Loop, at: Tensor, by: int) -> Sums:
-    scores = loop.every.roll(by, -1).where(at & (loop.scores != -math.inf), loop.scores)
-    return summed(scores, loop.values.roll(by, -2).where(at[:, None], loop.values))
-
-
-def _exchanged(loop: Loop, at: Tensor, by: int) -> Sums:
-    behind = at.roll(-by) & (loop.positions >= -by)
-    values = loop.values.roll(by, -2).where(at[:, None], loop.values)
-    return summed(loop.scores, loop.values.roll(-by, -2).where(behind[:, None], values))
-
-
-_KINDS: dict[str, tuple[str, Callable[[Loop, Tensor, int], Sums]]] = {
-    "left out": ("tile-left-out", _skip),
-    "counted twice": ("tile-twice", _twice),
-    "left out of the product with V": ("tile-left-out", _unadded),
-    "left out of the sum of weights": ("tile-left-out", _uncounted),
-    "its values and those of the tile behind exchanged": ("tile-stale", _exchanged),
-}
-_STALE = {"the values": _stale_values, "the keys": _stale_keys, "keys and values": _stale}
-for _what, _program in _STALE.items():
-    for _from in ("of the tile before", "of the tile behind", "from one key before", "from one key behind"):
-        _KINDS[f"with {_what} {_from}"] = "tile-stale", _program
-
-
-def _by_keys(kind: str, size: int) -> int:
-    """Returns the distance of the keys that a kind of mistake takes for a tile's; negative for keys behind."""
-    return (1 if "one key" in kind else size) * (1 if "before" in kind else -1)
-
-
-_Key = tuple[str, int, int]  # kind, size and number of a tile
-
-
-def _candidates(case: Case, mistake: str) -> list[_Key]:
-    """Returns the tiles of a mistake that explain some wrong rows, by their remaining error."""
-    o = out_of(case)
-    left: dict[_Key, float] = {}
-    possible: set[_Key] | None = None
-    for b, head, row in [] if o is None else case.wrong_rows_of(o, 8):
-        assert o is not None
-        at = b, slice(head, head + 1), slice(row, row + 1)
-        loop, mine = _loop(case.setting, case.setting.block(*at), formulas.GOLDEN), o.rows(case.setting, *at).double()
-        error = float((summed(loop.scores, loop.values).result("out") - mine).norm())
-        if not 0 < error < math.inf:  # NaN of a row without a key that counts
-            continue
-        results = {key: value / error for key, value in _without(loop, mine, mistake, possible)}
-        possible = {key for key, value in results.items() if not value >= _LEFT}
-        left = {key: left.get(key, 0.0) + (0.0 if math.isnan(results[key]) else results[key]) for key in possible}
-    return sorted((key for key in left if left[key]), key=lambda key: (left[key], -key[1]))[:4]
-
-
-def _without(loop: Loop, mine: Tensor, mistake: str, possible: set[_Key] | None) -> Iterator[tuple[_Key, float]]:
-    """Yields the error of a row that remains under each way of a mistake; NaN if no key of the row is left."""
-    visible = loop.scores[0, 0] != -math.inf
-    for kind, (name, program) in _KINDS.items():
-        if name != mistake:
-            continue
-        for size in SIZES if "tile" in kind else (1, *SIZES):
-            for tile in loop.tiles(size):
-                key = kind, size, (loop.first + tile.start) // size
-                if possible is not None and key not in possible:
-                    continue
-                if kind == "left out" and size > 1 and (key[2] + 1) * size >= loop.length:
-                    continue  # named tile-skipped
-                marks = torch.zeros_like(visible)
-                marks[tile] = True
-                if not (marks & visible).any():
-                    continue
-                if (visible & ~marks).any():
-                    result = program(loop, marks, _by_keys(kind, size)).result("out")
-                    yield key, float((result - mine).norm())
-                else:
-                    yield key, math.nan
-
-
-def _at(loop: Loop, kind: str, size: int, tile: int) -> Sums:
-    return _KINDS[kind][1](loop, loop.positions // size == tile, _by_keys(kind, size))
-
-
-def _every(loop: Loop, program: Callable[[Loop, Tensor, int], Sums], size: int) -> Sums:
-    return program(loop, loop.positions >= size, size)
-
-
-def _every_stale(case: Case) -> Iterator[Try]:
-    """Yields loops whose every tile but the first has keys or values of the tile before."""
-    return explaining(case, (
-        Way(f"every tile of {size}, with {what} of the tile before", partial(_every, program=f, size=size))
-        for size in _sizes(case) for what, f in _STALE.items()
-    ))  # fmt: skip
-
-
-def _tile_mistake(
-    name: str, means: str, fix: str, further: Callable[[Case], Iterator[Try]] = lambda case: iter(())
-) -> Mistake:
-    def tries(case: Case) -> Iterator[Try]:
-        yield from further(case)
-        for kind, size, tile in _candidates(case, name) if _suits(case) else []:
-            first = tile * size
-            keys = f"key {first}" if size == 1 else f"keys {first} to {first + size - 1}, tile {tile} of {size}"
-            yield _by(case, f"{keys}, {kind}", partial(_at, kind=kind, size=size, tile=tile))
-
-    return Mistake(name, means, fix, tries)
-
-
-MISTAKES = (
-    rescale_missing,
-    padding_weighed,
-    exponent_base,
-    _tile_mistake(
-        "tile-left-out", "A tile of keys, or one key, is left out.",
-        "Look at the bounds of the loop over tiles of keys.",
-    ),
-    _tile_mistake(
-        "tile-twice", "A tile of keys, or one key, is counted twice.",
-        "Look at the step and the first tile of the loop over tiles of keys.",
-    ),
-    _tile_mistake(
-        "tile-stale", "A tile of keys meets keys or values of its neighbour.",
-        "Look at the loads in the loop over tiles of keys: their offset, and the barrier before the product.",
-        _every_stale,
-    ),
-)  # fmt: skip
+MISTAKES = (rescale_missing, padding_weighed, exponent_base)
