@@ -10,7 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from support import planted_decodes, planted_gradients, planted_lists, planted_tiles, right_gradients, right_results
+from support import (
+    planted_compressed,
+    planted_decodes,
+    planted_gradients,
+    planted_lists,
+    planted_tiles,
+    right_gradients,
+    right_results,
+)
 from support.planted import Capture
 from support.planted_cache import planted_caches
 from support.planted_cases import Make, correct, planted
@@ -61,7 +69,8 @@ def _low(make: Any) -> Any:
 
 def kinds(low: bool) -> dict[str, Planted]:
     """The faults by name; low: of cases in bfloat16 alone."""
-    modules = (planted_tiles, planted_gradients, planted_decodes, planted_lists)
+    modules = [planted_tiles, planted_gradients, planted_decodes, planted_lists]
+    modules += [] if low else [planted_compressed]  # of a float32 model
     results: dict[str, Planted] = {
         f"{module.__name__.rpartition('planted_')[2]}: {fault}": partial(module.planted, fault)
         for module in modules
