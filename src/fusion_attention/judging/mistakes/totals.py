@@ -9,7 +9,6 @@ import torch
 
 from fusion_attention.judging.evaluate import of_total
 from fusion_attention.judging.expected_error import PROGRAM
-from fusion_attention.judging.mistakes.kinds import factor_of
 from fusion_attention.judging.outputs import Output, Wanted, totals
 from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.verdict import Explanation
@@ -41,9 +40,11 @@ def _of_output(setting: Setting, o: Output) -> Iterator[Explanation]:
 def _ways(setting: Setting, o: Output, mine: Tensor, right: Wanted) -> Iterator[tuple[str, Wanted]]:
     value, variance = right.value, right.variance
     if mine.isfinite().all() and value.any():
-        factor = factor_of(mine, value)
+        factor = float((mine * value).sum() / value.square().sum())
+        ways = {by: Wanted(by * value, max(by**2, 1.0) * variance) for by in (float(f"{factor:.2g}"), factor)}
+        factor = next((by for by, wanted in ways.items() if of_total(setting, o, wanted).passes), factor)
         detail = "the other sign" if factor == -1 else "zeros" if not factor else f"{factor:.4g} times the right one"
-        yield detail, Wanted(factor * value, max(factor**2, 1.0) * variance)
+        yield detail, ways[factor]
     if o.kind == "dsink":
         for word, by in (("next", -1), ("previous", 1)):
             yield f"that of the {word} head", Wanted(value.roll(by), variance.roll(by))
