@@ -31,7 +31,7 @@ def upstream_of(op: Op) -> dict[str, str]:
 def gradients_of(op: Op) -> dict[str, str]:
     """Returns the names of the gradients of an operator's inputs, by that name and by the input's as users write it."""
     inputs = {name: None for names in op.trains.values() for name in names} if upstream_of(op) else {}
-    names = {name: gradient_name(op, name) for name in inputs}
+    names = {name: gradient_name(op, name) for name in inputs if name in op.by_name}
     return {f"d{op.by_name[n].shown}": g for n, g in names.items()} | {g: g for g in names.values()}
 
 
