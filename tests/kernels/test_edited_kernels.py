@@ -89,7 +89,7 @@ EDITS = (
          ("unnormalised", "probabilities-wrong")),
 )  # fmt: skip
 KERNELS = ("forward", "prepare", "backward_query", "backward_key")
-NAMED = 23  # edits, at least
+NAMED = 22  # edits, at least
 
 
 def edited(edit: Edit, folder: Path) -> ModuleType:

@@ -41,7 +41,8 @@ def _ways(setting: Setting, o: Output, mine: Tensor, right: Wanted) -> Iterator[
     value, variance = right.value, right.variance
     if mine.isfinite().all() and value.any():
         factor = float((mine * value).sum() / value.square().sum())
-        ways = {by: Wanted(by * value, max(by**2, 1.0) * variance) for by in (float(f"{factor:.2g}"), factor)}
+        factors = float(f"{factor:.1g}"), float(f"{factor:.2g}"), factor
+        ways = {by: Wanted(by * value, max(by**2, 1.0) * variance) for by in factors}
         factor = next((by for by, wanted in ways.items() if of_total(setting, o, wanted).passes), factor)
         detail = "the other sign" if factor == -1 else "zeros" if not factor else f"{factor:.4g} times the right one"
         yield detail, ways[factor]
