@@ -101,9 +101,9 @@ def mask_of(setting: Setting, b: int) -> Mask | None:
     steps = cells_of(sizes, OF_MASK)
     rows = (setting.block(b, slice(0, 1), slice(r, r + 1), slice(0, sizes[1])) for r in range(0, sizes[0], steps[0]))
     visible = torch.stack([x.visible[0, 0] for x in rows])
-    seen = torch.stack([cell.float().mean(-1) for cell in visible.split(steps[1], -1)], -1)
+    fractions = torch.stack([cell.float().mean(-1) for cell in visible.split(steps[1], -1)], -1)
     count = len(setting.extents)
-    return None if bool(visible.all()) else Mask(seen, steps, f" of sequence {b}" if count > 1 else "")
+    return None if bool(visible.all()) else Mask(fractions, steps, f" of sequence {b}" if count > 1 else "")
 
 
 _LOOKS = (("zero", "is zero", "are zero"), ("nan", "holds NaN", "hold NaN"),

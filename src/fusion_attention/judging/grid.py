@@ -37,20 +37,20 @@ class Mask:
     """The keys that rows of a sequence's first head see.
 
     Attributes:
-        seen: the fraction of a cell's keys that its first row sees [rows, keys]. steps: rows and keys in a cell.
+        visible: the fraction of a cell's keys that its first row sees [rows, keys]. steps: rows and keys in a cell.
         of: the sequence, in words.
     """
 
-    seen: Tensor
+    visible: Tensor
     steps: tuple[int, int]
     of: str = ""
 
     def lines(self) -> list[str]:
         """Draws rows by keys in characters."""
-        marks = [["█" if f == 1 else "▒" if f else _WITHIN for f in row] for row in self.seen.tolist()]
+        marks = [["█" if f == 1 else "▒" if f else _WITHIN for f in row] for row in self.visible.tolist()]
         margin = len(f"rows {(len(marks) - 1) * self.steps[0]}")
         title = f"the mask{self.of}: keys that a row sees; █ all, ▒ some, · none of {self.steps[1]}"
-        ticks = "".join(f"{cell * self.steps[1]:<16}" for cell in range(0, self.seen.shape[1], 16)).rstrip()
+        ticks = "".join(f"{cell * self.steps[1]:<16}" for cell in range(0, self.visible.shape[1], 16)).rstrip()
         rows = [f"{i * self.steps[0]:>{margin}} {''.join(row)}" for i, row in enumerate(marks)]
         return [title, f"{'rows':{margin}} {ticks} keys", *rows]
 

@@ -28,7 +28,7 @@ from fusion_attention.judging.mistakes.tiles import (
 Tensor = torch.Tensor
 _EXCHANGED = "its values and those of the tile behind exchanged"
 _STALE = ("the values", "the keys", "keys and values")
-_PLACES = ("of the tile before", "of the tile behind", "from one key before", "from one key behind")
+_OTHERS = ("of the tile before", "of the tile behind", "from one key before", "from one key behind")
 # Ways to treat a tile, and the mistakes that they are.
 _KINDS = {
     "left out": "tile-left-out",
@@ -36,7 +36,7 @@ _KINDS = {
     "left out of the product with V": "tile-left-out",
     "left out of the sum of weights": "tile-left-out",
     _EXCHANGED: "tile-stale",
-    **{f"with {what} {place}": "tile-stale" for what in _STALE for place in _PLACES},
+    **{f"with {what} {other}": "tile-stale" for what in _STALE for other in _OTHERS},
 }
 
 
