@@ -103,3 +103,17 @@ def test_the_page_shows_what_its_example_prints(tmp_path: Path) -> None:
     (diff,) = re.findall(r"```diff\n(.*?)```", written, re.S)
     source = script.read_text(encoding="utf-8")
     assert all(line[1:].strip() in source for line in diff.splitlines())
+
+
+def test_the_mask_is_drawn_beside_the_error() -> None:
+    q = torch.randn(2, 32, 2, 16)
+    out = fa.attention(q, q, q, band=fa.Band.causal())
+    out[1, 3] = 0
+    judgement = fa.judge("attention", {**dict.fromkeys("qkv", q), "band": fa.Band.causal()}, {"out": out})
+    title, ticks, *rows = judgement.pictures().splitlines()[-10:]
+    assert title.startswith("the mask of sequence 1: ")
+    assert re.fullmatch(r"rows +0 +16 +keys", ticks)
+    assert [line.split()[0] for line in rows] == [str(row) for row in range(0, 32, 4)]
+    assert [line.split()[1] for line in rows] == [(row + 1) * "█" + (31 - row) * "·" for row in range(0, 32, 4)]
+    assert "the mask of sequence 1" in page([judgement])
+    assert "the mask" not in fa.judge("attention", dict.fromkeys("qkv", q), {"out": out}).pictures()

@@ -1,13 +1,24 @@
 """Mistakes of DeepSeek-V4's layers, planted in captures of examples/train_v4.py: the judge's verdict on each."""
 
-import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support.planted_compressed import EARLY, LATE, RESIDUAL, attended, chosen
-from support.sources import ROOT
+from support.planted_compressed import (
+    ALL,
+    BOTH,
+    EARLY,
+    FAR,
+    LATE,
+    RESIDUAL,
+    TOKENS,
+    Captures,
+    attended,
+    captured,
+    chosen,
+    pooled,
+    recording,
+)
 
 import fusion_attention as fa
 from fusion_attention.captures.reader import Recording, read
@@ -15,32 +26,10 @@ from fusion_attention.judging.calls import JudgeError, from_recording
 from fusion_attention.judging.judge import diagnose, judged
 from fusion_attention.judging.verdict import Judgement
 
-TOKENS, FAR = 72, 16  # 18 keys of 4 tokens, 4 keys of 16 and a rest of 8: every mistake shows other keys
-Captures = dict[str, list[Path]]
-
 
 @pytest.fixture(scope="module")
 def captures(tmp_path_factory: pytest.TempPathFactory) -> Captures:
-    """The files of one training step of the example in its last stage, by operator and direction."""
-    script = runpy.run_path(str(ROOT / "examples" / "train_v4.py"))
-    names = script["Model"].__init__.__globals__
-    names["CONTEXT"], names["BATCH"] = TOKENS, 2
-    names["KINDS"] = ({}, names["CHOSEN"], {"ratio": FAR})
-    torch.manual_seed(0)
-    model, (tokens, _) = script["Model"](), script["draw"](script["read_text"](), 0)
-    for block in model.blocks:
-        torch.nn.init.normal_(block.attention.sinks)
-    with fa.capture(tmp_path_factory.mktemp("captures")) as recorded:
-        logits, index_loss = model(tokens)
-        (logits.square().mean() + index_loss).backward()
-    files: Captures = {}
-    for file in recorded.files:
-        files.setdefault(file.stem.partition("-")[2], []).append(file)
-    return files
-
-
-def recording(files: Captures, name: str, number: int = 0) -> Recording:
-    return read(files[name][number], torch.device("cpu"))
+    return captured(tmp_path_factory.mktemp("captures"))
 
 
 def explained(recorded: Recording, outputs: dict[str, torch.Tensor]) -> Judgement:
@@ -69,10 +58,6 @@ def test_a_right_kernel_is_right(listed: bool, captures: Captures) -> None:
     call = recording(captures, "compressed_attention", 0 if listed else 1)
     assert (call.args.get("sparse_indices") is not None) == listed
     assert explained(call, attended(call.args)).verdict == "right"
-
-
-BOTH = ("scale-missing", "window-off-by-one", "lse-sink", LATE)
-ALL = (*BOTH, EARLY, RESIDUAL, "compressed-unmasked", "compressed-unmasked:both")
 
 
 @pytest.mark.sampled(4)
@@ -113,27 +98,6 @@ def test_mistakes_of_the_chips_function(wrong: str, captures: Captures) -> None:
     assert result.verdict == ("wrong" if wrong else "right"), result
     assert [m.name for m in result.mistakes][:1] == ([wrong.partition(":")[0]] if wrong else []), result
     assert {*result.outputs} == {*outputs}
-
-
-def pooled(args: dict[str, Any], wrong: str = "") -> torch.Tensor:
-    """The compressed keys of whole sequences, window by window, in float64."""
-    kv, gate, bias, ratio = (args[name] for name in ("kv", "gate", "position_bias", "ratio"))
-    kv, z = kv.double(), gate.double()
-    if bias is not None and wrong != "position-bias-missing":
-        z = z + bias.double()[torch.arange(kv.shape[1]) % ratio][:, None]
-    dim = kv.shape[-1] // 2 if args["overlap"] else kv.shape[-1]
-    first, last = (slice(dim), slice(-dim, None))[:: -1 if wrong == "compressor-halves" else 1]
-    results = []
-    for w in range(kv.shape[1] // ratio):
-        here = slice(w * ratio, (w + 1) * ratio)
-        x, scores = kv[:, here, :, last], z[:, here, :, last]
-        if args["overlap"] and w:
-            before = slice((w - 1) * ratio, w * ratio)
-            x, scores = torch.cat((kv[:, before, :, first], x), 1), torch.cat((z[:, before, :, first], scores), 1)
-        elif args["overlap"] and wrong == "compressor-first-window":
-            x, scores = (torch.cat((torch.zeros_like(t), t), 1) for t in (x, scores))
-        results.append((scores.softmax(1) * x).sum(1))
-    return torch.stack(results, 1).to(args["kv"].dtype)
 
 
 @pytest.mark.parametrize("wrong", ["", "compressor-halves", "compressor-first-window", "position-bias-missing"])

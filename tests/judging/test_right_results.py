@@ -1,112 +1,22 @@
-"""Right results are called right, whoever computed them: 2000 draws of programs, dtypes, lengths and inputs.
-
-The programs are plain torch: eager in the dtype, scaled_dot_product_attention, FlexAttention, tiles of keys in any
-order by the online softmax, keys split and merged by their log-sum-exps, and sums over keys in random order; and this
-library's native core by every variant that runs here. A share runs every day.
-"""
-
-from __future__ import annotations
-
-import random
-from collections.abc import Callable
+"""Right outputs are called right, whichever program computes them: 2000 draws, of which a few run every day, and 250 of
+this library's native core by every variant that runs here."""
 
 import pytest
-import torch
 from support.native_dense import VARIANTS, draw_call, judge, native
 from support.oracle import forward
-from torch.nn.attention.flex_attention import flex_attention
-
-import fusion_attention as fa
+from support.right_results import right
 
 # FlexAttention asks to be compiled.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
-Tensor = torch.Tensor
 EVERYDAY, DRAWS = 60, 2000
-Program = Callable[[Tensor, Tensor, Tensor, Tensor, float, random.Random], Tensor]
-
-
-def eager(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: random.Random) -> Tensor:
-    """All in the dtype, but the softmax's exponentials."""
-    scores = (q @ k.mT * scale).masked_fill(~visible, float("-inf"))
-    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
-
-
-def torch_sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: random.Random) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
-
-
-def flex(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: random.Random) -> Tensor:
-    def shown(score: Tensor, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return torch.where(visible[row, key], score, float("-inf"))
-
-    return flex_attention(q, k, v, score_mod=shown, scale=scale)
-
-
-def tiled(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: random.Random) -> Tensor:
-    """The online softmax over tiles of keys in any order; weights in the dtype, sums in float32."""
-    step = rng.choice([16, 64, 100])
-    starts = list(range(0, k.shape[-2], step))
-    rng.shuffle(starts)
-    top = torch.full((*q.shape[:-1], 1), -1e30)
-    total, out = torch.zeros_like(top), torch.zeros(*q.shape[:-1], v.shape[-1])
-    for first in starts:
-        here = slice(first, first + step)
-        scores = (q.float() @ k[..., here, :].float().mT * scale).masked_fill(~visible[:, here], float("-inf"))
-        higher = torch.maximum(top, scores.amax(-1, keepdim=True))
-        weights, decay = (scores - higher).exp(), (top - higher).exp()
-        total = total * decay + weights.sum(-1, keepdim=True)
-        out = out * decay + weights.to(q.dtype).float() @ v[..., here, :].float()
-        top = higher
-    return (out / total).to(q.dtype)
-
-
-def split(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: random.Random) -> Tensor:
-    """Two parts of the keys, merged by their log-sum-exps in float32."""
-    at = rng.randint(1, k.shape[-2])
-    parts = []
-    for here in (slice(0, at), slice(at, None)):
-        scores = (q.float() @ k[..., here, :].float().mT * scale).masked_fill(~visible[:, here], float("-inf"))
-        top = torch.nn.functional.pad(scores, (0, 1), value=-1e30).amax(-1, keepdim=True)
-        weights = (scores - top).exp()
-        total = weights.sum(-1, keepdim=True)
-        out = weights.to(q.dtype).float() @ v[..., here, :].float() / total.clamp(min=1e-30)
-        parts.append((out, top + total.log()))
-    (one, first), (two, second) = parts
-    higher = torch.maximum(first, second)
-    first, second = (first - higher).exp(), (second - higher).exp()
-    return ((one * first + two * second) / (first + second)).to(q.dtype)
-
-
-def reordered(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: random.Random) -> Tensor:
-    order = torch.randperm(k.shape[-2])
-    return eager(q, k[..., order, :], v[..., order, :], visible[:, order], scale, rng)
-
-
-PROGRAMS: dict[str, Program] = {f.__name__: f for f in (eager, torch_sdpa, flex, tiled, split, reordered)}
 
 
 @pytest.mark.parametrize(
     "seed", [pytest.param(n, marks=pytest.mark.slow if n >= EVERYDAY else ()) for n in range(DRAWS)]
 )
 def test_a_right_program_is_called_right(seed: int) -> None:
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
-    heads, dim = rng.choice([1, 2, 5]), rng.choice([16, 32, 64, 128])
-    rows, keys = (rng.choice([1, 7, rng.randint(2, 400), rng.randint(2, 900)]) for _ in range(2))
-    scale = rng.choice([1.0, 1.0, 3.0]) * dim**-0.5
-    q, k, v = (torch.randn(1, heads, n, dim, dtype=dtype) * rng.choice([1, 1, 4]) for n in (rows, keys, keys))
-    q, k, v = (t.to(dtype) for t in (q, k, v))
-    name = rng.choice([*PROGRAMS])
-    causal = rng.random() < 0.5 and rows <= keys
-    visible = torch.ones(rows, keys, dtype=torch.bool)
-    visible = visible.tril(keys - rows) if causal else visible
-    out = PROGRAMS[name](q, k, v, visible, scale, rng)
-    band = {"band": fa.Band.causal("end")} if causal else {}
-    result = fa.judge(
-        "attention", {"q": q, "k": k, "v": v, "layout": "BNSD", "scale": scale, **band}, {"out": out}, backends=False
-    )
-    assert result.verdict == "right", (name, dtype, q.shape, k.shape, result)
+    program, result = right(seed)
+    assert result.verdict == "right", (program, result)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow) for n in range(5000, 5250)])

@@ -43,10 +43,8 @@ WEIGHTS = """p = tl.exp2(s * exponent - (base * exponent)[:, None])
     # The difference comes first: with a fused multiply-add of two products earlier weights would drift every iteration.
     fade = tl.exp2("""
 EDITS = (
-    Edit("accumulator not rescaled", forward, "acc0 = acc0 * fade[:, None]", "acc0 = acc0", ("rescale-missing",),
-         keys=64),
-    Edit("sum not rescaled", forward, "now, l * fade + tl.sum(p, 1)", "now, l + tl.sum(p, 1)", ("rescale-missing",),
-         keys=64),
+    Edit("accumulator not rescaled", forward, "acc0 = acc0 * fade[:, None]", "acc0 = acc0", ("rescale-missing",)),
+    Edit("sum not rescaled", forward, "now, l * fade + tl.sum(p, 1)", "now, l + tl.sum(p, 1)", ("rescale-missing",)),
     Edit("natural exponentials", forward, WEIGHTS, WEIGHTS.replace("exp2", "exp"), ("exponent-base",)),
     Edit("key heads in turns", forward, "h // GROUP, layout_index", "h % (heads_q // GROUP), layout_index",
          ("gqa-order",), count=3),
@@ -61,7 +59,7 @@ EDITS = (
     Edit("the last full tile", forward, "(full, (again - full) // BN, again, 0)",
          "(full, (again - full) // BN - 1, again, 0)", ("tile-left-out", "tile-skipped")),
     Edit("a stale tile of keys", forward, "load_rows(k, j0, inside,", "load_rows(k, tl.maximum(j0 - BN, 0), inside,",
-         ("tile-stale",), keys=64),
+         ("tile-stale",)),
     Edit("the last tile", forward, "(begin, left, again, right), True", "(begin, left, again, right * 0), True",
          ("tile-left-out", "tile-skipped")),
     Edit("no division", forward, "fade / (tl.where(none, 1.0, l) * keep_prob)", "fade", ("unnormalised",)),

@@ -105,6 +105,8 @@ def row_block(case: Case, args: dict[str, Any], b: int, wrong: str, rough: Round
 
     def keys_of(name: str) -> Tensor:
         result = part(case, args[name], "kv", case.heads_kv, b).float()
+        if wrong == "input-layout":
+            result = result.transpose(0, 1).reshape(result.shape)
         return result.repeat(group, 1, 1) if wrong == "gqa-order" else result.repeat_interleave(group, 0)
 
     q, k, v = part(case, args["query"], "q", case.heads_q, b).float(), keys_of("key"), keys_of("value")
@@ -121,10 +123,14 @@ def row_block(case: Case, args: dict[str, Any], b: int, wrong: str, rough: Round
     if case.softcap and wrong != "softcap-missing":
         scaled = products * scale
         scores = case.softcap * torch.tanh(scaled / case.softcap) + bias
+        if wrong == "softcap-order:mask":
+            scores = scores.where(visible(case, args, b, ""), -case.softcap)
         if wrong == "softcap-order":
             scores = case.softcap * torch.tanh((scaled + bias) / case.softcap)
-    scores = scores.masked_fill(~visible(case, args, b, wrong), -math.inf)
+    hidden = torch.tensor(False) if wrong == "softcap-order:mask" else ~visible(case, args, b, wrong)
+    scores = scores.masked_fill(hidden, -math.inf)
     top = scores.amax(-1, keepdim=True)
+    top = top.clamp(min=0) if wrong == "lse-parts:zero" else top
     sink = args["sink"].float()[:, None, None] if case.sink and wrong != "sink-missing" else None
     top = top if sink is None else torch.maximum(top, sink)
     weights = (scores - top).exp().nan_to_num(0.0)
@@ -236,6 +242,8 @@ def planted_call(
     from fusion_attention.ops import RECORDS
 
     args = arguments(case)
+    if wrong == "input-layout":
+        args |= {name: args[name].contiguous() for name in ("key", "value")}
     names = RECORDS[operator].by_name
     inputs = {n: v for n, v in args.items() if n in names and v is not None and n not in ("dy", "seed", "offset")}
     results = forward(case, args, wrong, rough)
@@ -267,7 +275,9 @@ def made_own(case: Case, wrong: str) -> Capture:
     given = pythonic(case, args)
     assert given is not None
     inputs = {n: v for n, v in given.items() if v is not None}
-    return Capture(wrong, "attention", inputs, {"out": forward(case, args, wrong)["attention_out"]}, case.id)
+    return Capture(
+        wrong.partition(":")[0], "attention", inputs, {"out": forward(case, args, wrong)["attention_out"]}, case.id
+    )
 
 
 UNNAMED = {

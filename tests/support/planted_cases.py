@@ -66,6 +66,8 @@ DENSE: dict[str, list[Case]] = {
     "lse-unscaled": over(CAUSAL),
     "lse-base": over(CAUSAL, OTHERS),
     "lse-parts": over(CAUSAL),
+    "lse-parts:zero": over(replace(BASE, sparse_mode=2, mask="compressed")),
+    "input-layout": over(CAUSAL, tuple(("BSND", dtype) for _, dtype in THREE)),
     "output-layout": [c for c in over(CAUSAL, OTHERS) if c.layout in ("BSND", "BNSD")] + over(CAUSAL)[:1],
     "unnormalised": over(CAUSAL, OTHERS),
 }  # fmt: skip
@@ -77,6 +79,7 @@ GRADIENTS: dict[str, list[Case]] = {
 
 OTHER_CASES: dict[str, list[Case]] = {
     "softcap-missing": over(replace(CAUSAL, scale=1.0, softcap=5.0), OTHERS),
+    "softcap-order:mask": over(replace(CAUSAL, scale=1.0, softcap=2.0), OTHERS),
     "softcap-order": over(replace(BASE, scale=1.0, softcap=5.0, pse="full", pse_type=0)),
 }
 

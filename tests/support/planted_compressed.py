@@ -1,9 +1,18 @@
 """Kernels of a window beside compressed keys, and of their indexer, with well-known mistakes, in plain torch."""
 
 import math
+import runpy
+import tempfile
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from support.planted import Capture
+from support.sources import ROOT
+
+import fusion_attention as fa
+from fusion_attention.captures.reader import Recording, read
 
 Tensor = torch.Tensor
 Results = dict[str, Tensor]
@@ -61,3 +70,80 @@ def chosen(args: dict[str, Any], wrong: str = "") -> Results:
     indices = indices.masked_fill(values == -math.inf, -1)[..., :count]
     dtype = args["query"].dtype
     return {"sparse_indices_out": indices[:, :, None].int(), "sparse_values_out": values[:, :, None, :count].to(dtype)}
+
+
+def pooled(args: dict[str, Any], wrong: str = "") -> torch.Tensor:
+    """The compressed keys of whole sequences, window by window, in float64."""
+    kv, gate, bias, ratio = (args[name] for name in ("kv", "gate", "position_bias", "ratio"))
+    kv, z = kv.double(), gate.double()
+    if bias is not None and wrong != "position-bias-missing":
+        z = z + bias.double()[torch.arange(kv.shape[1]) % ratio][:, None]
+    dim = kv.shape[-1] // 2 if args["overlap"] else kv.shape[-1]
+    first, last = (slice(dim), slice(-dim, None))[:: -1 if wrong == "compressor-halves" else 1]
+    results = []
+    for w in range(kv.shape[1] // ratio):
+        here = slice(w * ratio, (w + 1) * ratio)
+        x, scores = kv[:, here, :, last], z[:, here, :, last]
+        if args["overlap"] and w:
+            before = slice((w - 1) * ratio, w * ratio)
+            x, scores = torch.cat((kv[:, before, :, first], x), 1), torch.cat((z[:, before, :, first], scores), 1)
+        elif args["overlap"] and wrong == "compressor-first-window":
+            x, scores = (torch.cat((torch.zeros_like(t), t), 1) for t in (x, scores))
+        results.append((scores.softmax(1) * x).sum(1))
+    return torch.stack(results, 1).to(args["kv"].dtype)
+
+
+TOKENS, FAR = 72, 16  # 18 keys of 4 tokens, 4 keys of 16 and a rest of 8: every mistake shows other keys
+Captures = dict[str, list[Path]]
+
+
+def captured(folder: Path) -> Captures:
+    """The files of one training step of the example in its last stage, by operator and direction."""
+    script = runpy.run_path(str(ROOT / "examples" / "train_v4.py"))
+    names = script["Model"].__init__.__globals__
+    names["CONTEXT"], names["BATCH"] = TOKENS, 2
+    names["KINDS"] = ({}, names["CHOSEN"], {"ratio": FAR})
+    torch.manual_seed(0)
+    model, (tokens, _) = script["Model"](), script["draw"](script["read_text"](), 0)
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attention.sinks)
+    with fa.capture(folder) as recorded:
+        logits, index_loss = model(tokens)
+        (logits.square().mean() + index_loss).backward()
+    files: Captures = {}
+    for file in recorded.files:
+        files.setdefault(file.stem.partition("-")[2], []).append(file)
+    return files
+
+
+def recording(files: Captures, name: str, number: int = 0) -> Recording:
+    return read(files[name][number], torch.device("cpu"))
+
+
+@cache
+def _calls() -> tuple[Recording, ...]:
+    """Attention to listed compressed keys, to all of them, and the indexer."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = captured(Path(folder))
+        attention = (recording(files, "compressed_attention", number) for number in (0, 1))
+        return (*attention, recording(files, "lightning_indexer"))
+
+
+def _planted(number: int, wrong: str) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
+    call, program = _calls()[number], chosen if number == 2 else attended
+    inputs = {name: value for name, value in call.args.items() if value is not None}
+    return Capture("", call.op.name, inputs, program(call.args, wrong)), (wrong.partition(":")[0],), ()
+
+
+BOTH = ("scale-missing", "window-off-by-one", "lse-sink", LATE)  # of listed and of all compressed keys
+ALL = (*BOTH, EARLY, RESIDUAL, "compressed-unmasked", "compressed-unmasked:both")
+FAULTS = {
+    **{f"listed {wrong}": partial(_planted, 0, wrong) for wrong in BOTH},
+    **{wrong: partial(_planted, 1, wrong) for wrong in ALL},
+    **{f"indexer {wrong}": partial(_planted, 2, wrong) for wrong in (LATE, EARLY, RESIDUAL, "mask-ignored")},
+}
+
+
+def planted(fault: str, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
+    """Returns (a call of the example with wrong results, the mistakes that name the fault, no words)."""
+    return FAULTS[fault]()

@@ -96,7 +96,7 @@ def paged(
     tables, rows = tables or (x.table, x.table), []
     for b, length in enumerate(x.lengths):
         full = -(-length // x.page) * x.page
-        read = full if beyond == "seen" else length - shorter
+        read = {"seen": full, "dropped": length // x.page * x.page}.get(beyond, length - shorter)
         k, v = (heads(x.gathered(side, tables[side], b, read), side) for side in (0, 1))
         if beyond == "zeros":
             k, v = (torch.nn.functional.pad(t, (0, 0, 0, 0, 0, full - length)) for t in (k, v))
@@ -126,6 +126,10 @@ def _tables(change: Callable[[Tensor, Call], Tensor], sides: str, word: str) -> 
         return capture(x, paged(x, tables=tables)), (word,)
 
     return fault
+
+
+def _dropped(x: Call) -> tuple[Capture, tuple[str, ...]]:
+    return capture(x, paged(x, beyond="dropped")), ("the last, partial tile of", f" {x.page}")
 
 
 def _one_page(x: Call) -> tuple[Capture, tuple[str, ...]]:
@@ -213,6 +217,34 @@ def stored(x: Call, kind: str, read: Meaning) -> Capture:
     return Capture("", "aclnnFusedInferAttentionScore", names, {"attention_out": out})
 
 
+Position = Callable[[Tensor], Tensor]  # from positions in a sequence to those of their scales
+
+
+def _scales_in_pages(place: Callable[[Call], Position], word: str) -> Fault:
+    return lambda x: (stored_in_pages(x, place(x)), (word,))
+
+
+def stored_in_pages(x: Call, place: Position) -> Capture:
+    """Integers and one scale per token, both in pages; place: where the kernel looks for a token's scale."""
+    generator = torch.Generator().manual_seed(x.rng.randrange(1 << 30))
+    rows = [torch.randint(-100, 100, x.pool[0].shape, generator=generator) for _ in range(2)]
+    scale = (torch.rand(2, *x.pool[0].shape[:2], generator=generator) * 1.5 + 0.1) / 100
+    outs = []
+    for b, length in enumerate(x.lengths):
+        pages = x.table[b, : -(-length // x.page)].long()
+        at = place(torch.arange(length)).clamp(0, len(pages) * x.page - 1)
+        k, v = (
+            rows[side][pages].flatten(0, 1)[:length].float() * scale[side, pages].flatten()[at][:, None, None]
+            for side in (0, 1)
+        )
+        outs.append(attended(x, x.q[b], k, v))
+    names = capture(x, torch.stack(outs).to(x.dtype))
+    inputs = names.inputs | {"key": [rows[0].flatten(2).to(torch.int8)], "value": [rows[1].flatten(2).to(torch.int8)]}
+    for side, name in enumerate(("key", "value")):
+        inputs |= {f"{name}_antiquant_scale": scale[side], f"{name}_antiquant_mode": 4}
+    return replace(names, operator="aclnnFusedInferAttentionScoreV3", inputs=inputs)
+
+
 def right_meaning(stored: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     return (stored + offset) * scale
 
@@ -238,6 +270,7 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "the first sequence's pages": (_tables(lambda t, x: t[:1].repeat(3, 1), "kv", "first sequence"), ("page-table",)),
     "another block for a page": (_one_page, ("page-wrong", "tile-stale")),
     "slots behind the last key": (_fixed("last page", beyond="seen"), ("padding-seen",)),
+    "the last, partial page left out": (_dropped, ("tile-skipped",)),
     "zeros behind the last key": (_fixed("", beyond="zeros"), ("padding-weighed",)),
     "the new token left out": (_fixed("", shorter=1), ("length-off-by-one",)),
     "splits averaged": (_splits("mean", "mean"), ("tile-softmax",)),
@@ -252,6 +285,13 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "scales of the next head": (_quantised("channel", _next(1), "next head"), ("dequantisation",)),
     "scales of the next channel": (_quantised("channel", _next(2), "next channel"), ("dequantisation",)),
     "scales of the next token": (_quantised("token", _next(0), "next token"), ("dequantisation",)),
+    "scales of the next token in pages": (
+        _scales_in_pages(lambda x: lambda at: at + 1, "next token"), ("dequantisation",)
+    ),
+    "scales of the page before": (
+        _scales_in_pages(lambda x: lambda at: (at - x.page).where(at >= x.page, at), "previous page"),
+        ("dequantisation",),
+    ),
     "offsets of the other sign": (
         _quantised("channel", lambda t, s, o: (t - o) * s, "other sign"), ("dequantisation",)
     ),
@@ -281,6 +321,8 @@ def planted(fault: str, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str,
 def right(seed: int) -> Capture:
     """A right result: of splits in any number, or of stored integers."""
     x = drawn(seed)
-    if seed % 2:
+    if seed % 3 == 2:
+        return stored_in_pages(x, lambda at: at)
+    if seed % 3:
         return stored(x, x.rng.choice(["channel", "token", "int4"]), right_meaning)
     return capture(x, paged(x, splits=x.rng.choice([0, 2, 3, 5, 8])))

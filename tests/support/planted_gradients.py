@@ -134,12 +134,21 @@ def kernel(
     sloped: bool = True,
     times: Times = lambda kind, i, j: 1.0,
     stale: tuple[str, int] | None = None,
+    heads: tuple[str, Callable[[int, int], int]] | None = None,
+    given: tuple[Tensor, ...] = (),
 ) -> Grads:
     """The gradients, in float32 sums over weights of the dtype; every argument is a fault.
 
     times: the multiplicity of a tile of rows i and of keys j in a gradient, a number or [B, N1, 1, 1].
+    heads: ("k", "v" or "kv", the key head that a query head reads, of its number and the size of a group).
+    given: in place of the forward's results.
     """
-    out, top, sums = x.forward()
+    group, (out, top, sums) = x.group, given or x.forward()
+    if heads is not None:
+        which, of = heads
+        order = [of(h, x.group) % x.k.shape[1] for h in range(x.q.shape[1])]
+        k, v = (t[:, order] if n in which else x.per_head(t).to(t.dtype) for n, t in (("k", x.k), ("v", x.v)))
+        x = replace(x, k=k, v=v)
     q, k, v, dout = (x.per_head(t) for t in (x.q, x.k, x.v, x.dout))
     scores, slope = x.scores()
     products = (dout * out.float()).sum(-1, keepdim=True)
@@ -170,7 +179,7 @@ def kernel(
             grads["dq"][:, :, r] += times("dq", i, j) * of_dq * (ds[:, :, r, c] @ k_tile)
             grads["dk"][:, :, c] += times("dk", i, j) * of_dk * (ds[:, :, r, c].mT @ q_tile)
             grads["dv"][:, :, c] += times("dv", i, j) * (dropped[:, :, r, c].mT @ dout_tile)
-    grads |= {n: grads[n].unflatten(1, (-1, x.group)).sum(2) for n in ("dk", "dv")}
+    grads |= {n: grads[n].unflatten(1, (-1, group)).sum(2) for n in ("dk", "dv")}
     grads = {n: g.to(x.q.dtype) for n, g in grads.items()}
     if x.sink is not None:
         at_sink = (x.sink[:, None, None] - top).exp() / sums
@@ -298,6 +307,15 @@ def _edited(edit: Callable[[Grads, Call], str]) -> Fault:
     return fault
 
 
+def _summed_in_turns(x: Call) -> tuple[Grads, tuple[str, ...]]:
+    """dk and dv of key head n sum over the query heads n, n + N2, ..."""
+    heads = x.k.shape[1]
+    order = torch.arange(x.q.shape[1]).view(x.group, heads).T.reshape(-1)
+    grads = kernel(x)
+    of = kernel(replace(x, q=x.q[:, order], dout=x.dout[:, order]), given=tuple(t[:, order] for t in x.forward()))
+    return grads | {name: of[name] for name in ("dk", "dv")}, ("h % N2 = n",)
+
+
 def _exchanged(one: str, other: str) -> Callable[[Grads, Call], str]:
     def edit(grads: Grads, x: Call) -> str:
         grads[one], grads[other] = grads[other], grads[one]
@@ -394,6 +412,18 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...], dict[str, Any]]] = {
     "rows of dk shifted": (_edited(_shifted("dk")), ("rows-moved",), {}),
     "a head of dv times a factor": (_edited(_factor("dv")), ("output-factor",), {}),
     "the last rows of dk are zeros": (_edited(_zero_tail("dk")), ("rows-unwritten", "tile-skipped"), {}),
+    "heads in turns": (_fixed("h % N2", heads=("kv", lambda h, group: h)), ("gqa-order",), {"grouped": True}),
+    "keys of the next head": (
+        _fixed("keys of the", heads=("k", lambda h, group: h // group + 1)),
+        ("head-offset",),
+        {},
+    ),
+    "values of the next head": (
+        _fixed("values of the", heads=("v", lambda h, group: h // group + 1)),
+        ("head-offset",),
+        {},
+    ),
+    "dk and dv of heads in turns": (_summed_in_turns, ("gqa-order",), {"grouped": True}),
     "columns of dk rolled": (_edited(_rolled), ("columns-order",), {}),
     "P not divided by the sum": (_fixed("not divided", total="missing"), ("probabilities-wrong",), {}),
     "P of the next head's statistics": (_fixed("next head", total="next"), ("probabilities-wrong",), {"grouped": True}),

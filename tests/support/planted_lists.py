@@ -6,7 +6,8 @@ Shares nothing with the judge. A fault is drawn by a seed, with its sizes.
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from support.planted import Capture
@@ -56,10 +57,10 @@ def drawn(seed: int, ends: bool) -> Call:
     return Call(q, k, v, lists, block, dim**-0.5 * 2, rng)
 
 
-def attended(
+def scored(
     x: Call, lists: Tensor | None = None, *, block: int = 0, once: bool = False, ends: str = "", dense: bool = False
-) -> Tensor:
-    """The output; every argument is a fault."""
+) -> tuple[Tensor, Tensor]:
+    """(scores, how often a row's list has a key) [B, N1, S1, S2]; every argument is a fault."""
     keys, block = x.k.shape[1], block or x.block
     lists = (x.lists if lists is None else lists)[:, :, 0].long()
     times = torch.zeros(*lists.shape[:2], -(-keys // block) + 1)
@@ -71,12 +72,40 @@ def attended(
     times = times[..., :-1].repeat_interleave(block, -1)[..., :keys]
     times = times.clamp(max=1) if once else torch.ones_like(times) if dense else times
     scores = torch.einsum("brhd,bkd->bhrk", x.q.float(), x.k[:, :, 0].float()) * x.scale
-    scores = scores.masked_fill(~x.visible | (times[:, None] == 0), -math.inf)
-    weights = (scores - scores.amax(-1, keepdim=True)).exp() * times[:, None]
-    weights = weights.nan_to_num(0.0)
-    total = weights.sum(-1, keepdim=True)
+    return scores.masked_fill(~x.visible | (times[:, None] == 0), -math.inf), times[:, None]
+
+
+def softmax(scores: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights, maximum, sum) of rows."""
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp().nan_to_num(0.0) * times
+    return weights, top, weights.sum(-1, keepdim=True)
+
+
+def attended(x: Call, lists: Tensor | None = None, **fault: Any) -> Tensor:
+    """The output."""
+    weights, _, total = softmax(*scored(x, lists, **fault))
     out = weights.to(x.q.dtype).float() @ x.v.transpose(1, 2).float() / total.where(total > 0, 1.0)
     return out.transpose(1, 2).to(x.q.dtype)
+
+
+def differentiated(
+    x: Call, lists: Tensor | None = None, *, delta: float = 1.0, of_dk: float = 1.0, **fault: Any
+) -> Capture:
+    """A backward without statistics: dq, dk, dv from q, k, v, lists and dout; every argument is a fault."""
+    dout = torch.randn(x.q.shape, generator=torch.Generator().manual_seed(x.rng.randrange(1 << 30))).to(x.q.dtype)
+    _, top, total = softmax(*scored(x))
+    scores, times = scored(x, lists, **fault)
+    p = ((scores - top).exp().nan_to_num(0.0) * times / total.where(total > 0, 1.0)).nan_to_num(0.0)
+    q, do, k, v = (t.transpose(1, 2).float() for t in (x.q, dout, x.k, x.v))
+    out = attended(x).transpose(1, 2).float()
+    ds = p * (do @ v.mT - delta * (do * out).sum(-1, keepdim=True))
+    p, ds = p.to(x.q.dtype).float(), ds.to(x.q.dtype).float()
+    grads = {"dq": x.scale * ds @ k, "dk": of_dk * x.scale * (ds.mT @ q).sum(1, keepdim=True),
+             "dv": (p.mT @ do).sum(1, keepdim=True)}  # fmt: skip
+    outputs = {name: g.transpose(1, 2).to(x.q.dtype) for name, g in grads.items()}
+    call = capture(x, dout)
+    return replace(call, inputs=call.inputs | {"dout": dout}, outputs=outputs)
 
 
 def capture(x: Call, out: Tensor) -> Capture:
@@ -156,6 +185,14 @@ def _list(change: Callable[[Call], Tensor], word: str, *, ends: bool = True) -> 
     return fault
 
 
+def _backward(word: str, fault: Callable[[Call], dict[str, Any]]) -> Fault:
+    def planted(seed: int) -> tuple[Capture, tuple[str, ...]]:
+        x = drawn(seed, True)
+        return differentiated(x, **fault(x)), (word,)
+
+    return planted
+
+
 def _twice(seed: int) -> tuple[Capture, tuple[str, ...]]:
     x = drawn(seed, True)
     while x.block > 1:
@@ -191,6 +228,14 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "lists of the row behind": (_list(lambda x: attended(x, _moved(x.lists, 1)), "behind"), ("list-of-another-row",)),
     "lists are ignored": (_list(lambda x: attended(x, dense=True), ""), ("list-ignored",)),
     "blocks of 32": (_list(lambda x: attended(x, block=32), "blocks of 32"), ("list-block",)),
+    "a backward without delta": (_backward("", lambda x: {"delta": 0.0}), ("delta-missing",)),
+    "dk lacks the scale": (_backward("not at all", lambda x: {"of_dk": 1 / x.scale}), ("gradient-scale",)),
+    "a backward without the first entry": (
+        _backward("the first", lambda x: {"lists": x.lists[..., 1:]}), ("list-shortened",)
+    ),
+    "a backward with lists of the row before": (
+        _backward("before", lambda x: {"lists": _moved(x.lists, -1)}), ("list-of-another-row",)
+    ),
     "no relu": (_index("", relu=False), ("relu-missing",)),
     "weights of the next head": (_index("next head", by=1), ("index-weights-moved",)),
     "a bound one too large": (_index("behind the right edge", bound=1), ("window-off-by-one",)),
@@ -212,4 +257,6 @@ def right(seed: int) -> Capture:
     if seed % 2:
         return chosen(drawn_indexer(seed))
     x = drawn(seed, seed % 4 == 0)
+    if seed % 3 == 0:
+        return differentiated(x)
     return capture(x, attended(x))

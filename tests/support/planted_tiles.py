@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support.planted import Capture
 
 Tensor = torch.Tensor
 
@@ -59,6 +60,9 @@ def drawn(seed: int) -> Call:
     )  # fmt: skip
 
 
+EVERY = -2
+
+
 def _prepared(x: Call) -> tuple[Tensor, Tensor, Tensor]:
     group = x.q.shape[2] // x.k.shape[2]
     q, k, v = (t.transpose(1, 2).double() for t in (x.q, x.k, x.v))
@@ -71,15 +75,19 @@ def kernel(
     order: list[int] | None = None,
     skip: int | None = None,
     again: int | None = None,
-    stale: tuple[int, str] | None = None,
     hidden: int | None = None,
     unscaled: str = "",
     base: float = 1.0,
     padded: bool = False,
+    moved: tuple[int, str, int] = (-1, "", 0),
+    exchanged: tuple[int, ...] = (),
     apart: str = "",
     change: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> Tensor:
-    """The output rows, in float32 sums over weights of the dtype; every argument is a fault."""
+    """The output rows, in float32 sums over weights of the dtype; every argument is a fault.
+
+    moved: (a tile or EVERY, "k", "v" or "kv", how many keys further it is read). exchanged: tiles of values.
+    """
     q, k, v = _prepared(x)
     if change is not None:
         q, k, v = change(q, k, v)
@@ -95,10 +103,13 @@ def kernel(
             keys, values = k[:, :, a:b], v[:, :, a:b]
             if n == skip:
                 continue
-            if stale is not None and stale[0] == n:
-                before = slice(a - x.tile, b - x.tile)
-                keys = k[:, :, before] if "k" in stale[1] else keys
-                values = v[:, :, before] if "v" in stale[1] else values
+            if n and moved[0] in (n, EVERY):
+                other = slice(a + moved[2], b + moved[2])
+                keys = k[:, :, other] if "k" in moved[1] else keys
+                values = v[:, :, other] if "v" in moved[1] else values
+            if n in exchanged:
+                other = [exchanged[1], exchanged[0]][exchanged.index(n)]
+                values = v[:, :, slice(*tiles[other])]
             scores = q @ keys.mT * (x.scale * base)
             unseen = torch.arange(a, b) > row if x.causal else torch.zeros(b - a, dtype=torch.bool)
             if hidden is not None:
@@ -125,98 +136,162 @@ def kernel(
 
 # ------------------------------------------------------------------------------------------------------------- faults
 
-Fault = Callable[[Call], Tensor]
+# Returns the wrong output, and words of the diagnosis that give the fault's parameters.
+Words = tuple[str, ...]
+Fault = Callable[[Call], tuple[Tensor, Words]]
 
 
-def _inner(x: Call) -> int:
-    return x.rng.randrange(1, len(x.tiles()) - 1)
+def _fixed(word: str, **fault: Any) -> Fault:
+    """word: with {tile} for the tile's size."""
+    return lambda x: (kernel(x, **fault), (word.format(tile=x.tile),))
 
 
-def _stored(edit: Callable[[Tensor, Call], None]) -> Fault:
-    def fault(x: Call) -> Tensor:
-        out = kernel(x).clone()
-        edit(out, x)
-        return out
+def _at_tile(which: str, word: str, run: Callable[[Call, int], Tensor]) -> Fault:
+    """A fault of one tile; which: "first", "inner" or "last"."""
+
+    def fault(x: Call) -> tuple[Tensor, Words]:
+        last = len(x.tiles()) - 1
+        number = {"first": 0, "last": last}.get(which, x.rng.randrange(1, last))
+        partial = "the last, partial tile of", f" {x.tile}"
+        return run(x, number), partial if which == "last" else (f"keys {number * x.tile} to", word)
 
     return fault
 
 
-def _neighbour(which: str) -> Fault:
-    def change(q: Tensor, k: Tensor, v: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-        return q, k.roll(group, 1) if "k" in which else k, v.roll(group, 1) if "v" in which else v
-
-    return lambda x: kernel(x, change=lambda q, k, v: change(q, k, v, q.shape[1] // x.k.shape[2]))
+def _stale(what: str) -> Fault:
+    word = {"v": "the values", "k": "the keys", "kv": "keys and values"}[what]
+    return _at_tile("inner", f"with {word} of the tile before", lambda x, n: kernel(x, moved=(n, what, -x.tile)))
 
 
-def _other_sequence(which: str) -> Fault:
-    return lambda x: kernel(
-        x, change=lambda q, k, v: (q, k.flip(0) if "k" in which else k, v.flip(0) if "v" in which else v)
-    )
+def _late(what: str, word: str) -> Fault:
+    return lambda x: (kernel(x, moved=(EVERY, what, -x.tile)), (f"every tile of {x.tile}", f"with {word} of the tile"))
 
 
-def _half_head(out: Tensor, x: Call) -> None:
-    out[:, :, x.rng.randrange(out.shape[2])] *= x.rng.choice([0.5, 2.0, -1.0])
+def _offset(what: str, word: str, by: int) -> Fault:
+    return _at_tile("inner", f"with {word} from one key", lambda x, n: kernel(x, moved=(n, what, by)))
 
 
-def _zero_tail(out: Tensor, x: Call) -> None:
+def _exchanged(x: Call) -> tuple[Tensor, Words]:
+    number = x.rng.randrange(len(x.tiles()) - 2)
+    return kernel(x, exchanged=(number, number + 1)), (f"keys {number * x.tile} to", "exchanged")
+
+
+def _first(order: str, word: str) -> Fault:
+    def fault(x: Call) -> tuple[Tensor, Words]:
+        last = len(x.tiles()) - 1
+        tiles = [*range(last, -1, -1)] if order == "reversed" else [last, *range(last)]
+        return kernel(x, unscaled="out", order=tiles), (f"accumulator, key tiles of {x.tile}", word)
+
+    return fault
+
+
+def _stored(edit: Callable[[Tensor, Call], str]) -> Fault:
+    def fault(x: Call) -> tuple[Tensor, Words]:
+        out = kernel(x).clone()
+        word = edit(out, x)
+        return out, (word,)
+
+    return fault
+
+
+def _changed(word: str, change: Callable[[Call, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Fault:
+    """Other keys and values [B, N1, S2, D]."""
+    return lambda x: (kernel(x, change=lambda q, k, v: (q, *change(x, k, v))), (word,))
+
+
+def _neighbour(x: Call, t: Tensor) -> Tensor:
+    return t.roll(x.q.shape[2] // x.k.shape[2], 1)
+
+
+def _half_head(out: Tensor, x: Call) -> str:
+    head, by = x.rng.randrange(out.shape[2]), x.rng.choice([0.5, 2.0, -1.0])
+    out[:, :, head] *= by
+    return f"{by:g} times"
+
+
+def _zero_tail(out: Tensor, x: Call) -> str:
     out[:, out.shape[1] // 16 * 16 - 16 :] = 0
+    return ""
 
 
-def _zero_columns(out: Tensor, x: Call) -> None:
+def _zero_columns(out: Tensor, x: Call) -> str:
     first = x.rng.randrange(0, out.shape[3] // 16) * 16
     out[..., first : first + 16] = 0
+    return f"columns {first} to {first + 15}"
 
 
-def _exchange_halves(out: Tensor, x: Call) -> None:
+def _exchange_halves(out: Tensor, x: Call) -> str:
     out.copy_(out.roll(out.shape[3] // 2, 3))
+    return "halves exchanged"
 
 
-def _roll_columns(out: Tensor, x: Call) -> None:
-    out.copy_(out.roll(x.rng.choice([1, 4, 8]), 3))
+def _roll_columns(out: Tensor, x: Call) -> str:
+    by = x.rng.choice([1, 4, 8])
+    out.copy_(out.roll(by, 3))
+    return f"columns rolled by {by}"
 
 
-def _copy_tile(out: Tensor, x: Call) -> None:
+def _copy_tile(out: Tensor, x: Call) -> str:
     out[:, -16:] = out[:, -32:-16].clone()
+    return "row r - 16"
 
 
-def _copy_head(out: Tensor, x: Call) -> None:
+def _copy_head(out: Tensor, x: Call) -> str:
     out[:, :, 1] = out[:, :, 0].clone()
+    return "head"
 
 
-def _reverse_heads(out: Tensor, x: Call) -> None:
+def _reverse_heads(out: Tensor, x: Call) -> str:
     out.copy_(out.flip(2))
+    return "head"
 
 
-def _shift_rows(out: Tensor, x: Call) -> None:
-    out.copy_(out.roll(x.rng.choice([1, -1, 16]), 1))
+def _shift_rows(out: Tensor, x: Call) -> str:
+    by = x.rng.choice([1, -1, 16])
+    out.copy_(out.roll(by, 1))
+    return f"row r {'-' if by > 0 else '+'} {abs(by)}"
 
 
-def _swap_sequences(out: Tensor, x: Call) -> None:
+def _swap_sequences(out: Tensor, x: Call) -> str:
     out.copy_(out.flip(0))
+    return "sequence b"
 
 
+_TILES = "key tiles of {tile}"
 # The fault, and the mistakes that name it.
 FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
-    "the accumulator is not rescaled": (lambda x: kernel(x, unscaled="out"), ("rescale-missing",)),
-    "the sum is not rescaled": (lambda x: kernel(x, unscaled="sum"), ("rescale-missing",)),
-    "nothing is rescaled": (lambda x: kernel(x, unscaled="out sum"), ("rescale-missing",)),
-    "softmaxes of tiles are added": (lambda x: kernel(x, apart="sum"), ("tile-softmax",)),
-    "softmaxes of tiles are averaged": (lambda x: kernel(x, apart="mean"), ("tile-softmax",)),
-    "padding counts as zeros": (lambda x: kernel(x, padded=True), ("padding-weighed",)),
-    "2^s for e^s": (lambda x: kernel(x, base=math.log(2)), ("exponent-base",)),
-    "e^(s log2 e)": (lambda x: kernel(x, base=1 / math.log(2)), ("exponent-base",)),
-    "the first tile left out": (lambda x: kernel(x, skip=0), ("tile-left-out",)),
-    "an inner tile left out": (lambda x: kernel(x, skip=_inner(x)), ("tile-left-out",)),
-    "the last tile left out": (lambda x: kernel(x, skip=len(x.tiles()) - 1), ("tile-skipped",)),
-    "the last key left out": (lambda x: kernel(x, hidden=x.k.shape[1] - 1), ("tile-left-out", "window-off-by-one")),
-    "a tile counted twice": (lambda x: kernel(x, again=_inner(x)), ("tile-twice",)),
-    "stale values": (lambda x: kernel(x, stale=(_inner(x), "v")), ("tile-stale",)),
-    "stale keys": (lambda x: kernel(x, stale=(_inner(x), "k")), ("tile-stale",)),
-    "stale keys and values": (lambda x: kernel(x, stale=(_inner(x), "kv")), ("tile-stale",)),
-    "values of another head": (_neighbour("v"), ("head-offset",)),
-    "keys of another head": (_neighbour("k"), ("head-offset",)),
-    "values of another sequence": (_other_sequence("v"), ("sequence-offset",)),
-    "keys of another sequence": (_other_sequence("k"), ("sequence-offset",)),
+    "the accumulator is not rescaled": (_fixed(f"accumulator, {_TILES}", unscaled="out"), ("rescale-missing",)),
+    "the sum is not rescaled": (_fixed(f"sum of weights, {_TILES}", unscaled="sum"), ("rescale-missing",)),
+    "nothing is rescaled": (
+        _fixed(f"accumulator and sum of weights, {_TILES}", unscaled="out sum"), ("rescale-missing",)
+    ),
+    "softmaxes of tiles are added": (_fixed(f"sum of {_TILES}", apart="sum"), ("tile-softmax",)),
+    "softmaxes of tiles are averaged": (_fixed(f"mean of {_TILES}", apart="mean"), ("tile-softmax",)),
+    "padding counts as zeros": (_fixed(" {tile}", padded=True), ("padding-weighed",)),
+    "2^s for e^s": (_fixed("2^s for e^s", base=math.log(2)), ("exponent-base",)),
+    "e^(s log2 e)": (_fixed("e^(s log2 e) for e^s", base=1 / math.log(2)), ("exponent-base",)),
+    "the first tile left out": (_at_tile("first", "left out", lambda x, n: kernel(x, skip=n)), ("tile-left-out",)),
+    "an inner tile left out": (_at_tile("inner", "left out", lambda x, n: kernel(x, skip=n)), ("tile-left-out",)),
+    "the last tile left out": (_at_tile("last", "", lambda x, n: kernel(x, skip=n)), ("tile-skipped",)),
+    "the last key left out": (
+        lambda x: (kernel(x, hidden=x.k.shape[1] - 1), ()),
+        ("tile-left-out", "window-off-by-one", "length-off-by-one"),
+    ),
+    "a tile counted twice": (_at_tile("inner", "twice", lambda x, n: kernel(x, again=n)), ("tile-twice",)),
+    "stale values": (_stale("v"), ("tile-stale",)),
+    "stale keys": (_stale("k"), ("tile-stale",)),
+    "stale keys and values": (_stale("kv"), ("tile-stale",)),
+    "every tile of keys is stale": (_late("k", "the keys"), ("tile-stale",)),
+    "every tile of values is stale": (_late("v", "the values"), ("tile-stale",)),
+    "values a key too early": (_offset("v", "the values", -1), ("tile-stale",)),
+    "keys and values a key too late": (_offset("kv", "keys and values", 1), ("tile-stale",)),
+    "tiles of values exchanged": (_exchanged, ("tile-stale",)),
+    "the edge tile first, the accumulator not rescaled": (_first("last", ""), ("rescale-missing",)),
+    "backwards, the accumulator not rescaled": (_first("reversed", "from the last"), ("rescale-missing",)),
+    "values of another head": (_changed("values of", lambda x, k, v: (k, _neighbour(x, v))), ("head-offset",)),
+    "keys of another head": (_changed("keys of", lambda x, k, v: (_neighbour(x, k), v)), ("head-offset",)),
+    "values of another sequence": (_changed("values:", lambda x, k, v: (k, v.flip(0))), ("sequence-offset",)),
+    "keys of another sequence": (_changed("keys:", lambda x, k, v: (k.flip(0), v)), ("sequence-offset",)),
     "a head times a factor": (_stored(_half_head), ("output-factor",)),
     "the last rows are zeros": (_stored(_zero_tail), ("rows-unwritten",)),
     "16 columns are zeros": (_stored(_zero_columns), ("rows-unwritten",)),
@@ -227,11 +302,20 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "heads in reverse": (_stored(_reverse_heads), ("rows-moved",)),
     "rows shifted": (_stored(_shift_rows), ("rows-moved",)),
     "sequences exchanged": (_stored(_swap_sequences), ("rows-moved",)),
-}
+}  # fmt: skip
 
 
-def reordered(x: Call) -> Tensor:
+def planted(fault: str, seed: int) -> tuple[Capture, tuple[str, ...], Words]:
+    """Returns (a call with wrong results, the mistakes that name the fault, words of its parameters)."""
+    program, names = FAULTS[fault]
+    x = drawn(1000 * seed + [*FAULTS].index(fault))
+    out, words = program(x)
+    return Capture("", "attention", x.inputs, {"out": out}), names, words
+
+
+def right(seed: int) -> Capture:
     """A right result whose tiles come in another order."""
+    x = drawn(seed)
     order = [*range(len(x.tiles()))]
     x.rng.shuffle(order)
-    return kernel(x, order=order)
+    return Capture("", "attention", x.inputs, {"out": kernel(x, order=order)})

@@ -16,7 +16,6 @@ from fusion_attention.captures.results import returned
 from fusion_attention.contract import Array, Attr, BackendError, ContractError, ContractWarning, Op, Tensors, bind
 from fusion_attention.judging import gradients
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.training.run import RESULTS, DenseForward
 from fusion_attention.plan import compute
 
 Tensor = torch.Tensor
@@ -75,7 +74,7 @@ class Recorded:
         call = call.complete() if self.op.trains else call
         if not self.upstream:
             return call
-        if isinstance(call, DenseForward) and not {*call.names} <= self.saved.keys():
+        if gradients.is_training(call) and not gradients.names_of(call).keys() <= self.saved.keys():
             if "backward" not in self.cached:
                 self.cached["backward"] = gradients.backward_of(call, *self._beside(call))
             return self.cached["backward"]
@@ -84,13 +83,13 @@ class Recorded:
             raise JudgeError(f"{self.op.name}: a backward that cannot be judged from what was recorded")
         return backward
 
-    def _beside(self, call: DenseForward) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _beside(self, call: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Returns the saved results and the gradients of results, in the call's shapes and dtypes."""
-        call_results = gradients.with_kernel_statistics(call).results()
+        call_results, names = gradients.with_kernel_statistics(call).results(), gradients.names_of(call)
         result: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
         for given, checked, prefix in zip((self.saved, self.upstream), result, ("", "gradient of "), strict=True):
             for name, t in given.items():
-                want = call_results[RESULTS[call.names.index(name)]]
+                want = call_results[names[name]]
                 if t.shape != want.shape or not t.is_floating_point():
                     raise JudgeError(
                         f"{self.op.name}: {prefix}{name}: expected {_described(want)}, got {_described(t)}"
@@ -108,7 +107,7 @@ class Recorded:
         unknown = sorted(self.outputs.keys() - call_results.keys() - {p.name for p in self.op.tensors(output=True)})
         unknown = [name for name in unknown if name not in returned(self.op)]
         if unknown:
-            backward = not self.upstream and {*unknown} <= {*gradients.gradients_of(self.op)}
+            backward = not self.upstream and {*unknown} <= gradients.gradients_of(self.op).keys()
             advice = f"; gradients need {gradients.DOUT} among the inputs" if backward else ""
             names = f"it has {', '.join(call_results)}{advice}"
             raise JudgeError(f"{self.op.name} has no output {', '.join(unknown)} ({names})")
@@ -199,7 +198,8 @@ def recorded(
             f"{operator} has no parameter {', '.join(unknown)} (it has {', '.join(p.shown for p in op.params)})"
         )
     args = {shown[name]: _value(op, shown[name], value) for name, value in inputs.items() if value is not None}
-    results = {name: torch.empty(0) if t is None else t for name, t in outputs.items()}
+    names = gradients.gradients_of(op) if upstream else {}
+    results = {names.get(name, name): torch.empty(0) if t is None else t for name, t in outputs.items()}
     result = {name: _in_memory(f"{operator}: output {name}", t).contiguous() for name, t in results.items()}
     missing = [p.shown for p in op.params if not p.optional and p.name not in args and _needed(p)]
     lacks = [f"the call lacks {', '.join(missing)}"] if missing else []

@@ -62,7 +62,7 @@ def _of_rows(case: Case, base: Result, seed: int, watch: Watch) -> tuple[tuple[E
         return (), False
     tried = [Match(m, way, result) for m, way, result in _tried(case, base, pieces, watch)]
     full = [f for f in tried if f.result.passes and _left(f.result, sample, failing) <= LEFT]
-    confirmed = _confirmed(case, full, failing)
+    confirmed = _confirmed(case, full, sample, failing)
     if confirmed:
         return confirmed, False
     if measured(case.setting, case.outputs, pieces, grade=POOR).passes:
@@ -116,12 +116,19 @@ def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:
     return max(shares)
 
 
-def _confirmed(case: Case, matches: list[Match], failing: tuple[str, ...]) -> tuple[Explanation, ...]:
-    """Returns the matches that pass on the complete call, with all that explain it equally."""
+def _confirmed(case: Case, matches: list[Match], sample: Result, failing: tuple[str, ...]) -> tuple[Explanation, ...]:
+    """Returns the matches that pass on the complete call, with all that explain it equally.
+
+    Those that leave less of the error come first; equal ones stay in the order of MISTAKES.
+    """
+
+    def order(f: Match) -> tuple[bool, float]:
+        return f.mistake.general, float(f"{_left(f.result, sample, failing):.2g}")
+
     e = case.setting.extents
     left = _CONFIRMED if case.setting.problem.heads_q * int(e.q_len @ e.kv_len) < _LARGE else 1
     named: dict[str, Explanation] = {}
-    for f in sorted(matches, key=lambda f: (f.mistake.general, f.result.z)):
+    for f in sorted(matches, key=order):
         name = f.mistake.name
         if name in named:
             continue
@@ -171,7 +178,7 @@ def _alone(case: Case, tried: list[Match], sample: Result, failing: tuple[str, .
             and _left(f.result, sample, [name]) <= LEFT
         ]
         one = replace(case, outputs=tuple(o for o in case.outputs if o.name == name))
-        for e in _confirmed(one, matches, (name,)):
+        for e in _confirmed(one, matches, sample, (name,)):
             same = results.get((e.name, e.detail))
             results[e.name, e.detail] = e if same is None else replace(e, outputs=(*same.outputs, name))
     return tuple(results.values())

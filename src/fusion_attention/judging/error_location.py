@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fusion_attention.judging.error_bound import LEAST
-from fusion_attention.judging.grid import Surface
+from fusion_attention.judging.grid import OF_MASK, Mask, Surface, cells_of
+from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.standards import Tally
 
 Tensor = torch.Tensor
@@ -90,6 +91,19 @@ def looks_like(tally: Tally, word: str = "row", rows: Callable[[int], Tensor] | 
             head, row, other, of = result
             return [*sentences, f"{word} {row} of head {head}, sequence {b}, is a copy of {word} {of} of head {other}"]
     return sentences
+
+
+def mask_of(setting: Setting, b: int) -> Mask | None:
+    """Returns the mask of a sequence's first head, to be drawn; None if its rows see all keys."""
+    sizes = int(setting.extents.q_len[b]), setting.extents.all_keys(b)
+    if not all(sizes):
+        return None
+    steps = cells_of(sizes, OF_MASK)
+    rows = (setting.block(b, slice(0, 1), slice(r, r + 1), slice(0, sizes[1])) for r in range(0, sizes[0], steps[0]))
+    visible = torch.stack([x.visible[0, 0] for x in rows])
+    fractions = torch.stack([cell.float().mean(-1) for cell in visible.split(steps[1], -1)], -1)
+    count = len(setting.extents)
+    return None if bool(visible.all()) else Mask(fractions, steps, f" of sequence {b}" if count > 1 else "")
 
 
 _LOOKS = (("zero", "is zero", "are zero"), ("nan", "holds NaN", "hold NaN"),

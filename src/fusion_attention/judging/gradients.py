@@ -3,48 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from fusion_attention.captures.gradients import gradient_name
 from fusion_attention.contract import Op
 from fusion_attention.judging.outputs import computed, setting_of, units
-from fusion_attention.ops.training.run import RESULTS, DenseBackward, DenseForward
+from fusion_attention.ops.compressed.call import LSE as SHARED_LSE
+from fusion_attention.ops.sparse.call import RESULTS as SPARSE
+from fusion_attention.ops.sparse.call import Sparse
+from fusion_attention.ops.training.run import RESULTS, DenseForward
 
 Tensor = torch.Tensor
 DOUT, DLSE, LSE = "dout", "dlse", "lse"
+OUT = SPARSE[0]
 
 
 def upstream_of(op: Op) -> dict[str, str]:
     """Returns the results with a gradient, by the gradient's name: dout of the output, dlse of its statistic."""
-    results = list(op.trains) if op.trains and "keep_prob" in op.by_name else []
-    return dict(zip((DOUT, DLSE), results, strict=False))
+    if "keep_prob" in op.by_name:
+        return dict(zip((DOUT, DLSE), op.trains, strict=False))
+    of_lists = "sparse_indices" in op.by_name and "sinks" in op.by_name and SHARED_LSE not in op.trains
+    return {DOUT: OUT} if of_lists and op.trains else {}
 
 
-def gradients_of(op: Op) -> tuple[str, ...]:
-    """Returns the names of the gradients of an operator's inputs."""
+def gradients_of(op: Op) -> dict[str, str]:
+    """Returns the names of the gradients of an operator's inputs, by that name and by the input's as users write it."""
     inputs = {name: None for names in op.trains.values() for name in names} if upstream_of(op) else {}
-    return tuple(gradient_name(op, name) for name in inputs)
+    names = {name: gradient_name(op, name) for name in inputs if name in op.by_name}
+    return {f"d{op.by_name[n].shown}": g for n, g in names.items()} | {g: g for g in names.values()}
 
 
-def with_kernel_statistics(call: DenseForward) -> DenseForward:
-    """Returns a call with statistics in the kernels' format: one number per row and head."""
-    return DenseForward(call.call)
+def is_training(call: Any) -> bool:
+    """True if a lowered call has a backward whose statistics can be computed here."""
+    return isinstance(call, DenseForward) or type(call) is Sparse
 
 
-def backward_of(call: DenseForward, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> DenseBackward:
+def with_kernel_statistics(call: Any) -> Any:
+    """Returns a dense call with statistics in the kernels' format: one number per row and head; others as they are."""
+    return DenseForward(call.call) if isinstance(call, DenseForward) else call
+
+
+def names_of(call: Any) -> dict[str, str]:
+    """Returns the names of a call's results in with_kernel_statistics(call)."""
+    return dict(zip(call.names, RESULTS, strict=True)) if isinstance(call, DenseForward) else {n: n for n in SPARSE}
+
+
+def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Any:
     """Lowers the backward of a forward whose statistics were not saved.
 
     The output is that of the file, or else the right one in the call's dtype.
     """
-    forward = with_kernel_statistics(call)
+    forward, names = with_kernel_statistics(call), names_of(call)
     results = {name: torch.zeros_like(t) for name, t in forward.results().items()}
     setting, outputs = setting_of(forward, results)
     for unit in units(setting, outputs):
         wanted = computed(setting, unit, outputs, None)
         for o in outputs:
             o.rows(setting, unit.b, unit.heads, unit.rows).copy_(wanted[o.name].value)
-    given = dict(zip(RESULTS, (saved.get(name) for name in call.names), strict=True))
-    results["out"] = results["out"] if given["out"] is None else given["out"]
-    by_name = dict(zip(RESULTS, (upstream.get(name) for name in call.names), strict=True))
-    return forward.backward(results, {name: t for name, t in by_name.items() if t is not None})
+    for o in outputs:
+        if o.form == "sparse" and o.view is not None:
+            results[o.name] = forward.grouped(o.view.keep[0])
+    results |= {names[name]: t for name, t in saved.items() if names[name] == next(iter(results))}
+    return forward.backward(results, {names[name]: t for name, t in upstream.items()})

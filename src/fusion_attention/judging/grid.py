@@ -24,11 +24,35 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 TERMINAL = (16, 64)  # cells down and across, at most
+OF_MASK = (8, 64)
 PAGE = (96, 96)
 _FINITE = 1e14  # Errors has numbers above it for errors that are not finite
 _MARKS = "░▒▓█"
 _STYLES = ("yellow", "yellow", "red", "bold red")
 _WITHIN, _STRANGE = "·", "!"
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """The keys that rows of a sequence's first head see.
+
+    Attributes:
+        visible: the fraction of a cell's keys that its first row sees [rows, keys]. steps: rows and keys in a cell.
+        of: the sequence, in words.
+    """
+
+    visible: Tensor
+    steps: tuple[int, int]
+    of: str = ""
+
+    def lines(self) -> list[str]:
+        """Draws rows by keys in characters."""
+        marks = [["█" if f == 1 else "▒" if f else _WITHIN for f in row] for row in self.visible.tolist()]
+        margin = len(f"rows {(len(marks) - 1) * self.steps[0]}")
+        title = f"the mask{self.of}: keys that a row sees; █ all, ▒ some, · none of {self.steps[1]}"
+        ticks = "".join(f"{cell * self.steps[1]:<16}" for cell in range(0, self.visible.shape[1], 16)).rstrip()
+        rows = [f"{i * self.steps[0]:>{margin}} {''.join(row)}" for i, row in enumerate(marks)]
+        return [title, f"{'rows':{margin}} {ticks} keys", *rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,11 +123,17 @@ def grid(surface: Surface, b: int, most: tuple[int, int]) -> Grid:
     """Reduces a sequence's errors to at most `most` cells, by maxima over powers of two of positions."""
     z, wrong = surface.z[b], surface.wrong[b]
     z = z.masked_fill(z.isnan() | (z > _FINITE), math.inf)
-    steps = tuple(1 << (-(-n // cells) - 1).bit_length() for n, cells in zip(z.shape, most, strict=True))
+    steps = cells_of(z.shape, most)
     reduced = (_reduced(t, steps) for t in (z, wrong.float()))
     sizes = z.shape[0], z.shape[1] * surface.step
     worst, any_wrong = reduced
     return Grid(worst, any_wrong > 0, surface.down, surface.across, (steps[0], steps[1] * surface.step), sizes)
+
+
+def cells_of(sizes: Sequence[int], most: tuple[int, int]) -> tuple[int, int]:
+    """Returns the positions of a cell down and across: powers of two that make at most `most` cells."""
+    down, across = (1 << (-(-max(n, 1) // cells) - 1).bit_length() for n, cells in zip(sizes, most, strict=True))
+    return down, across
 
 
 def _reduced(t: Tensor, steps: Sequence[int]) -> Tensor:

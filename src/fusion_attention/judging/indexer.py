@@ -283,11 +283,8 @@ def _explained(x: Index, lowered: Any, captured: Mapping[str, Tensor], base: Res
     for m in INDEX_MISTAKES:
         for detail, other in m.tries(x):
             result = measured(other, lowered, captured, PROGRAM)
-            left = [
-                result.tallies[n].rms / base.tallies[n].rms
-                for n in failing
-                if base.tallies[n].rms and not base.tallies[n].strange
-            ]
+            tiles = [(result.tallies[n], base.tallies[n]) for n in failing if not base.tallies[n].strange]
+            left = [after.errors.z_tile / before.errors.z_tile for after, before in tiles if before.errors.z_tile]
             if result.passes and all(fraction <= _LEFT for fraction in left):
                 error = max(result.tallies[n].z for n in failing)
                 results.append(Explanation(m.name, detail, m.means, m.fix, tuple(failing), error, True))

@@ -12,7 +12,7 @@ import torch
 from fusion_attention.judging import indexer, pooling
 from fusion_attention.judging.calls import BACKENDS, JudgeError, Recorded, recorded
 from fusion_attention.judging.diagnosis import diagnosed
-from fusion_attention.judging.error_location import looks_like, most
+from fusion_attention.judging.error_location import looks_like, mask_of, most
 from fusion_attention.judging.evaluate import Result, graded, measured
 from fusion_attention.judging.expected_error import Grade
 from fusion_attention.judging.grid import rows_by_columns
@@ -23,6 +23,7 @@ from fusion_attention.judging.screening import alien, remarks
 from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.standards import STANDARDS, Tally
 from fusion_attention.judging.verdict import Explanation, Judgement, judgement, opinion
+from fusion_attention.ops.shared.call import OfCall
 from fusion_attention.ops.shared.metadata import NO_SEQUENCE
 
 Tensor = torch.Tensor
@@ -127,7 +128,9 @@ def judged(
     if not (mistakes or noisy):
         call = replace(call, notes=(*alien(result), *call.notes))
     errors = {who: {n: t.z for n, t in tallies.items()} for who, tallies in result.beside.items()}
-    return judgement(call, opinions, reasons | errors, [*opinions], standard, search, mistakes, noisy)
+    wrong = next((b for map_ in result.maps.values() for b, w in enumerate(map_.wrong) if w.any()), None)
+    mask = None if wrong is None else mask_of(setting, wrong)
+    return judgement(call, opinions, reasons | errors, [*opinions], standard, search, mistakes, noisy, mask)
 
 
 def _beside(
@@ -161,7 +164,8 @@ def _searched(
     call: Recorded, lowered: Any, setting: Setting, outputs: list[Output], base: Result, watch: Watch
 ) -> tuple[tuple[Explanation, ...], bool]:
     names = dict(call.bound().names)
-    layout = getattr(lowered, "out_layout", "") or getattr(lowered, "layout", "") or lowered.call.form.layout
+    of = lowered.call if isinstance(lowered, OfCall) else lowered
+    layout = getattr(of, "out_layout", "") or getattr(of, "layout", "") or of.form.layout
     wrong = {name: map_.wrong for name, map_ in base.maps.items()}
     marks = {name: [m.golden for m in tally.marks] for name, tally in base.tallies.items()}
     return diagnosed(Case(setting, tuple(outputs), names, layout, wrong, marks), base, watch=watch)

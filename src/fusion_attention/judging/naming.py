@@ -64,7 +64,8 @@ class _Names:
 
     def __str__(self) -> str:
         inputs = [p.shown for p in self.op.params if not getattr(p, "output", False)]
-        more = f"; of its backward {', '.join((*upstream_of(self.op), *self.gradients))}" if self.gradients else ""
+        names = dict.fromkeys((*upstream_of(self.op), *self.gradients.values()))
+        more = f"; of its backward {', '.join(names)}" if self.gradients else ""
         return f"it has {', '.join(inputs)}; results {', '.join(self.results)}{more}"
 
     def target(self, name: str) -> str:

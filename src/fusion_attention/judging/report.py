@@ -34,6 +34,7 @@ def table(judgement: Judgement) -> RenderableType:
     for o in judgement.outputs.values():
         lines += [Text(f"  {o.name}: {line}") for line in (_figures(o),) if line]
         lines += [text(name, surface) for name, surface in judgement.drawn.items() if name == o.name]
+    lines += [] if judgement.mask is None else map(Text, judgement.mask.lines())
     lines += [Text(f"  {name}: not judged: {why}") for name, why in judgement.unjudged.items()]
     notes = (Text(f"  note: {note}", "yellow") for note in judgement.notes)
     return Group(grid, *notes, *lines, *(Text(line) for line in _below(judgement)), Text(""))
@@ -67,7 +68,7 @@ def _reasons(judgement: Judgement) -> list[str]:
         word = "or equally by" if before else "explained by"
         outputs_named = "" if set(m.outputs) == set(judgement.failing()) else f" [{', '.join(m.outputs)} alone]"
         left = "but for noise" if m.noisy else f"leaves {times(m.error)} of what is expected"
-        lines += [f"  {word} {m}", f"    {left}{outputs_named}; {m.fix}"]
+        lines += [f"  {word} {m}", f"    {m.fix}", f"    {left}{outputs_named}"]
     return lines
 
 
@@ -119,7 +120,7 @@ def _section(judgement: Judgement) -> str:
     head = "".join(f"<th>{_e(h)}</th>" for h in names)
     notes = "".join(f"<p>note: {_e(note)}</p>" for note in judgement.notes)
     reasons = "".join(f"<p>{_e(line.strip())}</p>" for line in _below(judgement))
-    pictures = "".join(map(_pictures, judgement.outputs.values()))
+    pictures = "".join(map(_pictures, judgement.outputs.values())) + judgement.mask_in_html()
     return (
         f"<section><h2>{_e(judgement.source or judgement.operator)}: "
         f"<span class='{judgement.verdict}'>{judgement.verdict}</span></h2>"

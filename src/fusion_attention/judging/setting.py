@@ -95,7 +95,8 @@ class Setting:
     """A call with all parameters that a mistake may change.
 
     Attributes:
-        kv_heads: the key head of each query head. v_heads: that of its values, if it is another one.
+        kv_heads: the key head of each query head. v_heads: that of its values, if it is another one. q_heads: the head
+            that is read as each query head.
         edits: functions applied to every block.
         offset_outside: dequantise as stored * scale + offset, in place of (stored + offset) * scale.
         high_first: the even element of an int4 pair is in the high half. unsigned: integers of 4 bits have no sign.
@@ -114,6 +115,7 @@ class Setting:
     grads: Grads | None = None
     kv_heads: np.ndarray | None = None
     v_heads: np.ndarray | None = None
+    q_heads: np.ndarray | None = None
     edits: tuple[Edit, ...] = ()
     offset_outside: bool = False
     high_first: bool = False
@@ -213,7 +215,10 @@ class Setting:
         return np.arange(self.problem.heads_q) // self.group if self.kv_heads is None else self.kv_heads
 
     def _query(self, view: RowView, b: int, heads: slice, rows: slice) -> Tensor:
-        return _rows(view, b, self.problem.heads_q, int(self.extents.q_len[b]), heads, rows)
+        count, length = self.problem.heads_q, int(self.extents.q_len[b])
+        if self.q_heads is None:
+            return _rows(view, b, count, length, heads, rows)
+        return _rows(view, b, count, length, slice(None), rows)[torch.from_numpy(self.q_heads[heads])]
 
     def _saved(self, b: int, heads: slice, rows: slice) -> tuple[Tensor, ...]:
         if self.grads is None:

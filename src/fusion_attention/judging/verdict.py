@@ -14,7 +14,7 @@ from typing import Any
 from fusion_attention.judging.calls import Recorded
 from fusion_attention.judging.error_location import Map
 from fusion_attention.judging.expected_error import Grade
-from fusion_attention.judging.grid import Surface, figure, text
+from fusion_attention.judging.grid import Mask, Surface, figure, text
 from fusion_attention.judging.standards import STANDARDS, Judged, Tally
 
 RIGHT, NOISY, WRONG = "right", "noisy", "wrong"
@@ -115,7 +115,7 @@ class Judgement:
         outputs: verdicts by name. unjudged: reasons by name of other outputs.
         backends: for each back end of this machine its error by output, in expected sizes, or a reason for none.
         mistakes: explanations, best first; empty if not searched, or if none fits.
-        searched: True if mistakes were searched.
+        searched: True if mistakes were searched. mask: that of the first sequence with an error, to be drawn, or None.
     """
 
     operator: str
@@ -128,6 +128,7 @@ class Judgement:
     searched: bool = False
     notes: tuple[str, ...] = ()
     standard: str = "error-bound"
+    mask: Mask | None = field(default=None, repr=False)
 
     @property
     def passes(self) -> bool:
@@ -189,13 +190,18 @@ class Judgement:
         return {name: surface for name, surface in surfaces.items() if surface.order()}
 
     def pictures(self) -> str:
-        """Draws each wrong output in block characters: heads by rows (or keys), the worst z of every cell."""
-        return "\n".join(str(text(name, surface)) for name, surface in self.drawn.items()).rstrip()
+        """Draws wrong outputs in block characters, heads by rows (or keys) with the worst z of a cell, and the mask."""
+        drawn = [str(text(name, surface)) for name, surface in self.drawn.items()]
+        return "\n".join([*drawn, *([] if self.mask is None else self.mask.lines())]).rstrip()
 
     def _repr_html_(self) -> str:
         """The lines and the pictures, in a notebook."""
         figures = (figure(name, surface, surface.order()[0]) for name, surface in self.drawn.items())
-        return f"<pre>{html.escape(str(self))}</pre>{''.join(figures)}"
+        return f"<pre>{html.escape(str(self))}</pre>{''.join(figures)}{self.mask_in_html()}"
+
+    def mask_in_html(self) -> str:
+        """Returns the mask as preformatted text; "" without one."""
+        return "" if self.mask is None else f"<pre>{html.escape(chr(10).join(self.mask.lines()))}</pre>"
 
     def json(self) -> dict[str, Any]:
         """Converts everything but pictures to JSON values; numbers that are not finite become strings."""
@@ -237,7 +243,7 @@ class Judgement:
 
 def judgement(
     call: Recorded, opinions: dict[str, Opinion], backends: dict[str, Any], judged: Collection[str], standard: str,
-    search: bool, mistakes: tuple[Explanation, ...], noisy: bool,
+    search: bool, mistakes: tuple[Explanation, ...], noisy: bool, mask: Mask | None = None,
 ) -> Judgement:  # fmt: skip
     """Makes the judgement of a call.
 
@@ -248,7 +254,7 @@ def judgement(
     verdict, notes = RIGHT if right else NOISY if noisy else WRONG, (*call.notes, *call.doubts())
     unjudged = call.unjudged(judged)
     return Judgement(
-        call.op.name, call.source, verdict, opinions, unjudged, backends, mistakes, search, notes, standard
+        call.op.name, call.source, verdict, opinions, unjudged, backends, mistakes, search, notes, standard, mask
     )
 
 

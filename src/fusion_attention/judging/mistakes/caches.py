@@ -159,9 +159,32 @@ def _reread(s: Setting, view: RowView | PagedView | None, change: Callable[[Tens
     return RowView(keep, np.zeros_like(lengths), view.dim if by_token else 0, lengths * view.dim, view.dim)
 
 
-def _next(view: Any) -> Any:
-    """Returns a view of the next token's scales; scales in pages are left as they are."""
-    return replace(view, address=view.address + view.stride_token) if isinstance(view, RowView) else view
+def _next(s: Setting, view: Any) -> Any:
+    """Returns a view of the next token's scales; in pages, the last slot of a sequence's last page has its own."""
+    if isinstance(view, RowView):
+        return replace(view, address=view.address + view.stride_token)
+    if view is None:
+        return None
+    slots = -(-s.extents.kv_len // view.page_size) * view.page_size
+    every = s.of_extents(kv_len=slots)
+    return _reread(every, view, lambda t: torch.cat((t[:, 1:], t[:, -1:]), 1))
+
+
+def _beside(s: Setting, view: Any, by: int) -> Any:
+    """Returns a view of the scales of pages that many further; those at the edge have their own."""
+    if not isinstance(view, PagedView):
+        return view
+    last = -(-s.extents.kv_len // view.page_size) - 1
+    columns = np.clip(np.arange(view.table.shape[1]) + by, 0, last[:, None])
+    return replace(view, table=view.table.gather(1, torch.from_numpy(columns)).contiguous())
+
+
+def _ordered(view: Any) -> Any:
+    return replace(view, table=_in_order(view)) if isinstance(view, PagedView) else view
+
+
+def _moved(s: Setting, change: Callable[[Any], Any]) -> Setting:
+    return _rescaled(s, lambda d: Dequant(change(d.scale), change(d.offset)))
 
 
 def _transposed(rows: Tensor) -> Tensor:
@@ -205,7 +228,11 @@ def dequantisation(case: Case) -> Iterator[Try]:
             word = "" if len(sides) == 2 else ", of keys alone" if "k" in sides else ", of values alone"
             yield Try(f"{detail}{word}", _rescaled(s, partial(_of, s, change), sides))
     if "token" in (p.dequant_k, p.dequant_v):
-        yield Try("the scales of the next token", _rescaled(s, lambda d: Dequant(_next(d.scale), _next(d.offset))))
+        yield Try("the scales of the next token", _moved(s, partial(_next, s)))
+        if any(d is not None and isinstance(d.scale, PagedView) for d in (o.dequant_k, o.dequant_v)):
+            for word, by in (("next", 1), ("previous", -1)):
+                yield Try(f"the scales of the {word} page", _moved(s, partial(_beside, s, by=by)))
+            yield Try("the scales of pages in order, without the table", _moved(s, _ordered))
     if any(d is not None and d.offset is not None for d in (o.dequant_k, o.dequant_v)):
         yield Try("stored * scale + offset, not (stored + offset) * scale", s.changed(offset_outside=True))
         yield Try("offsets left out", _rescaled(s, lambda d: Dequant(d.scale)))

@@ -15,6 +15,7 @@ from fusion_attention.judging.setting import Block
 
 Tensor = torch.Tensor
 _LN2 = math.log(2)
+_LOOP = "over tiles (of keys for dq, of rows for dk and dv)"
 
 
 @partial(
@@ -63,7 +64,7 @@ def _of_other(case: Case, x: Block, by: int) -> tuple[Tensor, ...]:
 
 @partial(
     Mistake, "gradient-scale", "dq and dk lack the scale, or have it twice.",
-    "dq = scale * dS k, dk = scale * dS^T q.",
+    "Behind the loop: dq = scale * dS k, dk = scale * dS^T q.",
 )  # fmt: skip
 def gradient_scale(case: Case) -> Iterator[Try]:
     s, scale = case.setting, case.setting.problem.scale
@@ -132,7 +133,7 @@ def exchanged(case: Case) -> Iterator[Try]:
 
 @partial(
     Mistake, "group-sum", "dk and dv are not summed over the query heads of a group.",
-    "Key heads receive from N1 / N2 query heads.",
+    "Look at the loop over the query heads of a group: key heads receive from N1 / N2 of them.",
 )  # fmt: skip
 def group_sum(case: Case) -> Iterator[Try]:
     s = case.setting
@@ -156,22 +157,23 @@ MISTAKES = (
     group_sum,
     Mistake(
         "update-lost", "The contributions of a tile to a gradient are missing.",
-        "Look at the bounds of the loop, and at sums that several blocks add to at once: they need atomic additions.",
+        f"Look at the bounds of the loop {_LOOP}, and at sums to which several blocks add at once: they need atomic "
+        "additions.",
         partial(_of_tiles, word="left out"),
     ),
     Mistake(
         "update-twice", "The contributions of a tile to a gradient are added twice.",
-        "Look at the step of the loop, and at blocks that add the same tile.",
+        f"Look at the step of the loop {_LOOP}, and at blocks that add the same tile.",
         partial(_of_tiles, word="twice"),
     ),
     Mistake(
         "update-alone", "A gradient has the contributions of one tile alone.",
-        "Sums over tiles are added to what is there: look for a store in place of an addition.",
+        f"Look for a store in place of an addition in the loop {_LOOP}.",
         partial(_of_tiles, word="alone"),
     ),
     Mistake(
         "update-stale", "A tile's contributions to a gradient are products with the vectors of its neighbour.",
-        "Look at the buffers of the pipeline: a barrier between the copy and the product is missing.",
+        f"Look at the loads in the loop {_LOOP}: their offset, and the barrier between a copy and the product.",
         partial(_of_tiles, word="with"),
     ),
 )  # fmt: skip

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.judging.expected_error import Grade
 from fusion_attention.judging.outputs import Output, Unit
 from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
+SIZES = (16, 32, 64, 128, 256)  # of tiles
 Result = TypeVar("Result")
 
 
@@ -117,6 +119,36 @@ def _filled(wrong: Tensor) -> Tensor:
     return wrong
 
 
+def layouts(case: Case, view: RowView, heads: int, *, of_keys: bool = False) -> Iterator[tuple[str, RowView]]:
+    """Yields views of the same memory in other layouts, with their names."""
+    e, dim = case.setting.extents, view.dim
+    lengths, starts = (e.kv_len, e.kv_start) if of_keys else (e.q_len, e.q_start)
+    count = len(e)
+    if heads == 1 or len(view.keep) != 1:
+        return
+    if case.layout in ("TND", "NTD"):
+        total = int(lengths.sum())
+        ways = {"NTD": (starts * dim, dim, total * dim), "TND": (starts * heads * dim, heads * dim, dim)}
+    else:
+        rows = int(case.names.get("S2" if of_keys else "S1") or lengths.max(initial=1))
+        batch = np.arange(count) * rows * heads * dim
+        ways = {"BNSD": (batch, dim, rows * dim), "BSND": (batch, heads * dim, dim)}
+        ways["SBH"] = (np.arange(count) * heads * dim, count * heads * dim, dim)
+    for layout, (address, token, head) in ways.items():
+        other = RowView(view.keep, np.asarray(address, np.int64), token, np.full(count, head, np.int64), dim)
+        same = token == view.stride_token and (other.stride_head == view.stride_head).all()
+        if not (same and (other.address == view.address).all()):
+            yield layout, other
+
+
+def factor_of(mine: Tensor, right: Tensor) -> float:
+    """Returns the factor that makes `right` nearest to `mine`, with two digits if they are nearly as near."""
+    factor = float((mine * right).sum() / right.square().sum())
+    short = float(f"{factor:.2g}")
+    left, left_of_short = (float((mine - by * right).norm()) for by in (factor, short))
+    return short if left_of_short <= 1.5 * left else factor
+
+
 def returning(setting: Setting, change: Callable[..., Tensor], errors: Callable[..., Tensor] | None = None) -> Setting:
     """Returns a setting with one more function on results, and on the variance of their errors."""
     added = () if errors is None else (errors,)
@@ -140,6 +172,23 @@ def finite(edge: np.ndarray) -> np.ndarray:
 def moved(edge: np.ndarray, by: np.ndarray | int) -> np.ndarray:
     """Shifts an edge; an infinite edge stays infinite."""
     return np.where(finite(edge), edge + by, edge)
+
+
+def opened(s: Setting) -> Setting:
+    """Returns a setting whose rows see all keys that the mask's elements leave."""
+    e = s.extents
+    lo, hi = np.full_like(e.lo, -INFINITE), np.full_like(e.hi, INFINITE)
+    return s.of_extents(lo=lo, hi=hi, prefix=np.zeros_like(e.prefix))
+
+
+def without_matrix(s: Setting) -> Setting:
+    """Returns a setting without the mask's elements."""
+    return s.of_problem(has_blocked=False, has_blocked_tiles=False)
+
+
+def unmasked(s: Setting) -> Setting:
+    """Returns a setting whose rows see all keys."""
+    return without_matrix(opened(s))
 
 
 def same_band(one: Setting, other: Setting) -> bool:

@@ -12,7 +12,17 @@ import torch
 from fusion_attention.ir.kv import MatrixView, PagedView
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import Extents
-from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, finite, moved, same_band
+from fusion_attention.judging.mistakes.kinds import (
+    Case,
+    Mistake,
+    Try,
+    finite,
+    moved,
+    opened,
+    same_band,
+    unmasked,
+    without_matrix,
+)
 from fusion_attention.judging.setting import Block, Setting
 
 _LOOKS = 64  # rows, or keys, at which a candidate is compared with the wrong ones
@@ -47,16 +57,6 @@ def causal_alignment(case: Case) -> Iterator[Try]:
             yield from _other(case, f"from the {corner} corner", s.of_extents(lo=moved(e.lo, by), hi=moved(e.hi, by)))
 
 
-def _open(s: Setting) -> Setting:
-    e = s.extents
-    lo, hi = np.full_like(e.lo, -INFINITE), np.full_like(e.hi, INFINITE)
-    return s.of_extents(lo=lo, hi=hi, prefix=np.zeros_like(e.prefix))
-
-
-def _unmasked(s: Setting) -> Setting:
-    return s.of_problem(has_blocked=False, has_blocked_tiles=False)
-
-
 @partial(
     Mistake, "mask-ignored", "Keys that the call removes are seen.",
     "Without an atten_mask the training operators ignore sparse_mode; in inference look at the mask's shape.",
@@ -65,11 +65,11 @@ def mask_ignored(case: Case) -> Iterator[Try]:
     s = case.setting
     blocks = s.problem.has_blocked or s.problem.has_blocked_tiles
     if blocks:
-        yield Try("the mask's elements", _unmasked(s))
+        yield Try("the mask's elements", without_matrix(s))
     if _bands(s):
-        yield Try("the sparse mode or band", _open(s))
+        yield Try("the sparse mode or band", opened(s))
         if blocks:
-            yield Try("both the mask and the band", _unmasked(_open(s)))
+            yield Try("both the mask and the band", unmasked(s))
 
 
 @partial(
@@ -109,7 +109,7 @@ def mask_polarity(case: Case) -> Iterator[Try]:
             inside = (x.positions >= low) & (x.positions < high)
             return replace(x, visible=x.visible & ~inside, in_band=~inside.all(-1))
 
-        yield Try("the sparse mode or band", _open(s).changed(complement))
+        yield Try("the sparse mode or band", opened(s).changed(complement))
 
 
 @partial(
@@ -201,7 +201,7 @@ def _in_tiles(case: Case, *edges: tuple[str, int | None, int | None]) -> Iterato
             for detail, left, right in edges:
                 change = _Tiled(s.extents, rows, keys, left, right)
                 if change.explains(case):
-                    yield Try(f"{detail}, tiles of {rows} rows and {keys} keys", _open(s).changed(change))
+                    yield Try(f"{detail}, tiles of {rows} rows and {keys} keys", opened(s).changed(change))
 
 
 @partial(
@@ -256,23 +256,21 @@ def prefix_ignored(case: Case) -> Iterator[Try]:
     "Look at the loop over tiles of keys: its end, and its last, partial tile.",
 )  # fmt: skip
 def tile_skipped(case: Case) -> Iterator[Try]:
-    s = case.setting
-    longest = int(s.extents.kv_len.max(initial=0))
+    s, lengths = case.setting, case.setting.extents.kv_len
+    words: dict[tuple[int, ...], list[str]] = {}  # by the first key that is left out
     for tile in TILES:
-        if longest > tile:
-
-            def first(x: Block, tile: int = tile) -> Block:
-                return replace(x, visible=x.visible & (x.positions < tile))
-
-            yield Try(f"from key {tile} on", s.changed(first))
+        if int(lengths.max(initial=0)) > tile:
+            words.setdefault(tuple(np.minimum(lengths, tile).tolist()), []).append(f"from key {tile} on")
     for tile in TILES:
-        rests = s.extents.kv_len % tile
-        if longest > tile and rests.any():
+        if int(lengths.max(initial=0)) > tile and (lengths % tile).any():
+            named = words.setdefault(tuple((lengths // tile * tile).tolist()), [])
+            named.append(f"{'or' if 'partial' in ''.join(named) else 'the last, partial tile of'} {tile}")
+    for ends, named in words.items():
 
-            def full_tiles(x: Block, tile: int = tile) -> Block:
-                return replace(x, visible=x.visible & (x.positions < x.kv_len // tile * tile))
+        def before(x: Block, ends: tuple[int, ...] = ends) -> Block:
+            return replace(x, visible=x.visible & (x.positions < ends[x.b]))
 
-            yield Try(f"the last, partial tile of {tile}", s.changed(full_tiles))
+        yield Try(" ".join(named).replace(" the last", ", the last"), s.changed(before))
 
 
 @partial(
@@ -284,7 +282,7 @@ def mask_ends(case: Case) -> Iterator[Try]:
     if not (s.problem.has_blocked or _bands(s)):
         return
     longest = int(s.extents.kv_len.max(initial=0))
-    everything = _unmasked(_open(s))
+    everything = unmasked(s)
     for tile in TILES:
         if longest > tile:
 
@@ -316,7 +314,7 @@ def sequences_mixed(case: Case) -> Iterator[Try]:
     banded = joined.of_extents(kv_len=total, lo=moved(e.lo, starts), hi=moved(e.hi, starts))
     yield Try("all keys of the batch that the band leaves", banded)
     if _bands(s):
-        yield Try("all keys of the batch", _open(joined.of_extents(kv_len=total)))
+        yield Try("all keys of the batch", opened(joined.of_extents(kv_len=total)))
 
 
 @partial(
@@ -337,7 +335,6 @@ MISTAKES = (
     band_uncalled,
     mask_polarity,
     window_by_one,
-    edge_tiles,
     window_ignored,
     window_mirrored,
     prefix_ignored,
@@ -345,4 +342,5 @@ MISTAKES = (
     mask_ends,
     sequences_mixed,
     empty_rows,
+    edge_tiles,
 )

@@ -7,10 +7,13 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import torch
 
 from fusion_attention.ir.kv import PagedView, RowView
-from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, finite
+from fusion_attention.judging.mistakes.kinds import SIZES, Case, Mistake, Try, finite, layouts
 from fusion_attention.judging.setting import Setting
+
+Tensor = torch.Tensor
 
 
 @partial(
@@ -19,8 +22,11 @@ from fusion_attention.judging.setting import Setting
 )  # fmt: skip
 def group_order(case: Case) -> Iterator[Try]:
     s, p = case.setting, case.setting.problem
-    if p.heads_kv > 1 and p.group > 1 and s.grads is None:
+    if p.heads_kv > 1 and p.group > 1:
         heads = np.arange(p.heads_q)
+        if s.grads is not None:
+            order = heads.reshape(p.group, p.heads_kv).T.reshape(-1)
+            yield Try("key head n sums over query heads h with h % N2 = n", s.changed(q_heads=order))
         yield Try("head h meets key head h % N2, not h // (N1 / N2)", s.changed(kv_heads=heads % p.heads_kv))
         yield Try("every head meets the first key head", s.changed(kv_heads=0 * heads))
         yield Try("in the other direction", s.changed(kv_heads=(heads // p.group)[::-1].copy()))
@@ -32,7 +38,7 @@ def group_order(case: Case) -> Iterator[Try]:
 )  # fmt: skip
 def head_offset(case: Case) -> Iterator[Try]:
     s, p = case.setting, case.setting.problem
-    if p.heads_kv == 1 or s.grads is not None:
+    if p.heads_kv == 1:
         return
     right = np.arange(p.heads_q) // p.group
     for word, by in (("next", 1), ("previous", -1)):
@@ -63,6 +69,24 @@ def sequence_offset(case: Case) -> Iterator[Try]:
         yield Try(f"values: {detail}", s.of_operands(v=v))
         yield Try(f"keys: {detail}", s.of_operands(k=k))
         yield Try(f"keys and values: {detail}", s.of_operands(k=k, v=v))
+
+
+@partial(
+    Mistake, "input-layout", "Queries, keys or values are read as in another layout.",
+    "Look at the strides of heads and tokens that the kernel is given.",
+)  # fmt: skip
+def input_layout(case: Case) -> Iterator[Try]:
+    s, o, p = case.setting, case.setting.operands, case.setting.problem
+    for names in (("q",), ("k",), ("v",), ("k", "v"), ("q", "k", "v")):
+        views: dict[str, dict[str, RowView]] = {}  # by layout
+        for name in names:
+            view, of_keys = getattr(o, name), name != "q"
+            if isinstance(view, RowView) and view.keep[0].is_contiguous():
+                for layout, other in layouts(case, view, p.heads_kv if of_keys else p.heads_q, of_keys=of_keys):
+                    views.setdefault(layout, {})[name] = other
+        for layout, changed in views.items():
+            if changed.keys() == {*names}:
+                yield Try(f"{', '.join(names)} as {layout} has them", s.of_operands(**changed))
 
 
 @partial(Mistake, "kv-confused", "Keys and values are confused.", "Look at the order of key and value in the call.")
@@ -127,6 +151,7 @@ def length_by_one(case: Case) -> Iterator[Try]:
     "Mask the last page, or the padding, by actual_seq_lengths.",
 )  # fmt: skip
 def lengths_ignored(case: Case) -> Iterator[Try]:
+    yield from _past_the_end(case)
     e, buffer = case.setting.extents, _capacity(case)
     if buffer is None or (buffer == e.kv_len).all():
         return
@@ -140,6 +165,30 @@ def lengths_ignored(case: Case) -> Iterator[Try]:
     )
 
 
+def _past_the_end(case: Case) -> Iterator[Try]:
+    """Yields last tiles whose keys behind the end are read from memory: zeros behind the tensor's."""
+    s, o, e = case.setting, case.setting.operands, case.setting.extents
+    views = {name: getattr(o, name) for name in ("k", "v", "k_rope") if getattr(o, name) is not None}
+    if not all(isinstance(v, RowView) and len(v.keep) == 1 and v.keep[0].is_contiguous() for v in views.values()):
+        return
+    ends: dict[tuple[int, ...], list[int]] = {}  # of tiles, by the keys that are read
+    for size in SIZES:
+        ends.setdefault(tuple((-(-e.kv_len // size) * size).tolist()), []).append(size)
+    for lengths, sizes in ends.items():
+        if lengths != tuple(e.kv_len.tolist()):
+            longer = {
+                name: replace(view, keep=(_with_zeros(view.keep[0], sizes[0] * view.stride_token),))
+                for name, view in views.items()
+            }
+            detail = f"keys behind the last, in tiles of {' or '.join(map(str, sizes))}"
+            yield Try(detail, s.of_operands(**longer).of_extents(kv_len=np.array(lengths)))
+
+
+def _with_zeros(t: Tensor, count: int) -> Tensor:
+    return torch.cat((t.reshape(-1), t.new_zeros(count)))
+
+
 MISTAKES = (
-    group_order, head_offset, sequence_offset, values_confused, lengths_cumulative, length_by_one, lengths_ignored,
+    group_order, head_offset, sequence_offset, input_layout, values_confused, lengths_cumulative, length_by_one,
+    lengths_ignored,
 )  # fmt: skip

@@ -14,7 +14,7 @@ from fusion_attention.ir.kv import RowView
 from fusion_attention.judging import formulas
 from fusion_attention.judging.expected_error import Grade
 from fusion_attention.judging.formulas import Precision
-from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, grown, returning
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, grown, layouts, returning
 from fusion_attention.judging.outputs import Output
 from fusion_attention.judging.setting import Block
 
@@ -90,6 +90,10 @@ def lse_parts(case: Case) -> Iterator[Try]:
             return raw["sum"] * raw["max"].exp()
         return torch.zeros_like(value) if kind == "max" else value
 
+    def from_zero(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
+        top = raw["max"].clamp_min(0)
+        return {"max": top, "sum": raw["sum"] * (raw["max"] - top).exp()}.get(kind, value)
+
     def inverse(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         return 1 / raw["sum"] if kind == "sum" else value
 
@@ -100,6 +104,8 @@ def lse_parts(case: Case) -> Iterator[Try]:
         yield Try("log(sum) for the sum", returning(s, logarithm))
         yield Try("the sum of exp(score), with no maximum", returning(s, unshifted))
         yield Try("1 / sum for the sum", returning(s, inverse))
+    if kinds & {*_PAIR}:
+        yield Try("the maximum starts at 0, not at -inf", returning(s, from_zero))
     if {*_PAIR} <= kinds:
         yield Try("max + log(sum) in both", returning(s, both))
 
@@ -188,25 +194,10 @@ def statistics_order(case: Case) -> Iterator[Try]:
 
 @partial(Mistake, "output-layout", "The output's rows lie as in another layout.", "Look at the output's strides.")
 def output_layout(case: Case) -> Iterator[Try]:
-    s, p, e = case.setting, case.setting.problem, case.setting.extents
-    if s.grads is not None or p.heads_q == 1:
-        return
-    for o in case.outputs:
-        if o.kind != "out" or o.view is None or not o.tensor.is_contiguous():
-            continue
-        count, dim, heads = len(e), p.dim_v, p.heads_q
-        if case.layout in ("TND", "NTD"):
-            total = int(e.q_len.sum())
-            ways = {"NTD": (e.q_start * dim, dim, total * dim), "TND": (e.q_start * heads * dim, heads * dim, dim)}
-        else:
-            rows = int(case.names.get("S1") or e.q_len.max(initial=1))
-            batch = np.arange(count) * rows * heads * dim
-            ways = {"BNSD": (batch, dim, rows * dim), "BSND": (batch, heads * dim, dim)}
-            ways["SBH"] = (np.arange(count) * heads * dim, count * heads * dim, dim)
-        for layout, (address, token, head) in ways.items():
-            view = RowView(o.view.keep, np.asarray(address, np.int64), token, np.full(count, head, np.int64), dim)
-            same = token == o.view.stride_token and (view.stride_head == o.view.stride_head).all()
-            if not (same and (view.address == o.view.address).all()):
+    s = case.setting
+    for o in case.outputs if s.grads is None else ():
+        if o.kind == "out" and o.view is not None and o.tensor.is_contiguous():
+            for layout, view in layouts(case, o.view, s.problem.heads_q):
                 outputs = tuple(replace(o, view=view) if other is o else other for other in case.outputs)
                 yield Try(f"as {layout} has them", s, outputs)
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import torch
 
-from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, unmasked
 from fusion_attention.judging.setting import Block
 
 
@@ -99,13 +100,45 @@ def softcap_missing(case: Case) -> Iterator[Try]:
 
 
 @partial(
-    Mistake, "softcap-order", "The cap is applied after the bias.",
+    Mistake, "softcap-order", "The cap is applied after the bias or the mask.",
     "flash-attn's order: the scaled product is capped, then the bias is added.",
 )  # fmt: skip
 def softcap_order(case: Case) -> Iterator[Try]:
     p = case.setting.problem
     if p.softcap and p.bias != "none":
         yield Try("the bias is capped too", case.setting.changed(lambda x: replace(x, bias_capped=True)))
+    if p.softcap and p.bias == "none":
+        yield from _masked_keys_capped(case)
+
+
+def _masked_keys_capped(case: Case) -> Iterator[Try]:
+    """Yields a mask that is added before the cap, which makes -softcap of -inf."""
+    s = case.setting
+
+    def capped(x: Block) -> Block:
+        visible = s.block(x.b, x.heads, x.rows, x.keys).visible
+        hidden = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -math.inf)
+        return replace(x, bias=hidden, bias_capped=True, in_band=torch.ones_like(x.in_band))
+
+    yield Try("the mask is applied before the cap", unmasked(s).changed(capped))
+
+
+@partial(
+    Mistake, "overflow", "Scores overflow in float16.", "Sum products in float32; scale the query before the product."
+)
+def overflow(case: Case) -> Iterator[Try]:
+    s, most = case.setting, torch.finfo(torch.float16).max
+    if s.problem.dtype != "float16":
+        return
+
+    def infinite(x: Block, *, scaled: bool) -> Block:
+        scores = x.q @ x.k.mT * (x.scores_by if scaled else 1.0)
+        beyond = scores.where(scores.abs() > most, 0) * math.inf
+        beyond = beyond.nan_to_num(0.0, math.inf, -math.inf)
+        return replace(x, bias=beyond if x.bias is None else x.bias + beyond)
+
+    yield Try("products, before the scale", s.changed(partial(infinite, scaled=False)))
+    yield Try("scaled products", s.changed(partial(infinite, scaled=True)))
 
 
 @partial(
@@ -179,12 +212,7 @@ def uniform_average(case: Case) -> Iterator[Try]:
 
     yield Try("over the keys that a row sees", s.changed(flat))
     if p.has_blocked or (np.abs(s.extents.hi) < 1 << 39).any():
-        far = 1 << 40
-        e = s.extents
-        everything = s.of_problem(has_blocked=False, has_blocked_tiles=False).of_extents(
-            lo=np.full_like(e.lo, -far), hi=np.full_like(e.hi, far), prefix=np.zeros_like(e.prefix)
-        )
-        yield Try("over all keys", everything.changed(flat))
+        yield Try("over all keys", unmasked(s).changed(flat))
 
 
 MISTAKES = (
@@ -197,6 +225,7 @@ MISTAKES = (
     slopes_wrong,
     softcap_missing,
     softcap_order,
+    overflow,
     rope_missing,
     sink_missing,
     dropout_scale,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from fusion_attention.ir.kv import PagedView
-from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
-from fusion_attention.judging.mistakes.tiles import SIZES, Loop, Sums, Way, explaining, exponentials, summed
+from fusion_attention.judging.mistakes.kinds import SIZES, Case, Mistake, Try
+from fusion_attention.judging.mistakes.tiles import Loop, Sums, Way, explaining, exponentials, summed
 
 Tensor = torch.Tensor
 _COUNTS = (2, 3, 4, 5, 6, 7, 8, 12, 16)
@@ -109,7 +109,7 @@ def _merged_weights(loop: Loop, **how: Any) -> Tensor:
 @partial(
     Mistake, "tile-softmax",
     "Every tile or split of keys has a softmax alone, and their results are merged with the wrong weights.",
-    "Partial results merge with the weights exp(lse of the part - lse of all).",
+    "After the loop, partial results merge with the weights exp(lse of the part - lse of all).",
 )  # fmt: skip
 def tile_softmax(case: Case) -> Iterator[Try]:
     def candidates() -> Iterator[Way]:

@@ -11,7 +11,16 @@ import torch
 
 from fusion_attention.judging.expected_error import KERNEL, Grade
 from fusion_attention.judging.formulas import Precision
-from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, grown, returning, wrong_outputs, wrong_rows
+from fusion_attention.judging.mistakes.kinds import (
+    Case,
+    Mistake,
+    Try,
+    factor_of,
+    grown,
+    returning,
+    wrong_outputs,
+    wrong_rows,
+)
 from fusion_attention.judging.outputs import Output, Unit, Wanted, computed
 from fusion_attention.judging.setting import Block, Setting
 from fusion_attention.judging.standards import marked
@@ -77,10 +86,8 @@ def multiplied(case: Case) -> Iterator[Try]:
 
 def _multiplied(case: Case, o: Output, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[Try]:
     mine, right = (torch.cat(rows) for rows in zip(*pairs, strict=True))
-    factor = float(mine @ right / (right @ right))
+    factor = factor_of(mine, right)
     if (mine - factor * right).norm() < _LEFT * (mine - right).norm() and factor:
-        short = float(f"{factor:.2g}")
-        factor = short if abs(short - factor) < 2e-3 * abs(factor) else factor
         yield _changed(case, o, f"{factor:.4g} times", lambda value, x: factor * value)
 
 

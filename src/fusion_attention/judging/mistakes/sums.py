@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 
 from fusion_attention.judging import formulas
-from fusion_attention.judging.mistakes.kinds import Case, Try, wrong_area, wrong_outputs
+from fusion_attention.judging.mistakes.kinds import SIZES, Case, Try, wrong_area, wrong_outputs
 from fusion_attention.judging.outputs import Output
 from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
-SIZES = (16, 32, 64, 128, 256)
 _SAMPLES = 8
 # A candidate explains wrong rows if at most this fraction of their error remains.
 _LEFT = 0.25

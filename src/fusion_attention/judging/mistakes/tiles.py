@@ -1,4 +1,4 @@
-"""Mistakes of loops over tiles of keys: tiles left out, counted twice or stale, and the online softmax."""
+"""Mistakes of loops over tiles of keys: the online softmax, and the programs that other modules compute in a loop."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ import torch
 from fusion_attention.judging import formulas
 from fusion_attention.judging.expected_error import Grade
 from fusion_attention.judging.formulas import Precision
-from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, grown, out_of, returning, wrong_rows
-from fusion_attention.judging.setting import Block
+from fusion_attention.judging.mistakes.kinds import SIZES, Case, Mistake, Try, grown, out_of, returning, wrong_rows
+from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
-SIZES = (16, 32, 64, 128, 256)
 # A candidate explains a row if at most this fraction of its error remains.
-_LEFT = 0.25
+LEFT = 0.25
 _SCREENED = 4  # rows
 
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """Scores [heads, rows, keys], -inf for invisible keys, and values [heads or 1, keys, elements] of a block."""
+    """Scores [heads, rows, keys], -inf for invisible keys, and values [heads or 1, keys, elements] of a block.
+
+    Attributes:
+        every: scores, also of invisible keys.
+    """
 
     scores: Tensor
+    every: Tensor
     values: Tensor
     first: int  # position of the first key
     length: int  # keys of the sequence
@@ -68,13 +72,13 @@ def exponentials(scores: Tensor) -> Tensor:
     return (scores - top.masked_fill(top == -math.inf, 0)).exp()
 
 
-def summed(scores: Tensor, values: Tensor, times: Tensor | float = 1.0) -> Sums:
-    """A softmax over all keys; times: the multiplicity of each key."""
-    weights = exponentials(scores) * times
+def summed(scores: Tensor, values: Tensor) -> Sums:
+    """A softmax over all keys."""
+    weights = exponentials(scores)
     return Sums(weights @ values, scores.amax(-1, keepdim=True), weights.sum(-1, keepdim=True))
 
 
-def _suits(case: Case) -> bool:
+def suits(case: Case) -> bool:
     """True if a block's weights follow from its scores alone."""
     p, s = case.setting.problem, case.setting
     return (
@@ -83,9 +87,12 @@ def _suits(case: Case) -> bool:
     )  # fmt: skip
 
 
-def _loop(x: Block, p: Precision) -> Loop:
-    x = formulas.narrowed(x, p)
-    return Loop(formulas.scores_of(x)[0], x.v, x.keys.start, x.kv_len)
+def loop_of(s: Setting, x: Block, p: Precision) -> Loop:
+    """Returns the loop of a block's rows, over its keys and the tiles beside them, which a fault may read."""
+    keys = slice(max(x.keys.start - SIZES[-1], 0), min(x.keys.stop + SIZES[-1], x.kv_len))
+    x = formulas.narrowed(s.block(x.b, x.heads, x.rows, keys), p)
+    every = formulas.scores_of(replace(x, visible=torch.ones_like(x.visible)))[0]
+    return Loop(every.masked_fill(~x.visible, -math.inf), every, x.v, keys.start, x.kv_len)
 
 
 @dataclass(frozen=True)
@@ -100,22 +107,22 @@ class Way:
 def explaining(case: Case, candidates: Iterable[Way]) -> Iterator[Try]:
     """Yields the programs that explain some wrong output rows."""
     s, o = case.setting, out_of(case)
-    if not _suits(case) or o is None:
+    if not suits(case) or o is None:
         return
     samples: list[tuple[Loop, Tensor, float]] = []
     for b, head, row in case.wrong_rows_of(o, _SCREENED):
         at = b, slice(head, head + 1), slice(row, row + 1)
-        loop, mine = _loop(s.block(*at), formulas.GOLDEN), o.rows(s, *at).double()
+        loop, mine = loop_of(s, s.block(*at), formulas.GOLDEN), o.rows(s, *at).double()
         error = float((summed(loop.scores, loop.values).result("out") - mine).norm())
         if 0 < error < math.inf:  # NaN of a row without a key that counts
             samples.append((loop, mine, error))
     for way in candidates if samples else ():
         left = (float((way.program(loop).result("out") - mine).norm()) / error for loop, mine, error in samples)
-        if all(not fraction > _LEFT for fraction in left):
-            yield _by(case, way.detail, way.program, way.weights)
+        if all(not fraction > LEFT for fraction in left):
+            yield by_program(case, way.detail, way.program, way.weights)
 
 
-def _by(case: Case, detail: str, program: Program, weights: Callable[[Loop], Tensor] | None = None) -> Try:
+def by_program(case: Case, detail: str, program: Program, weights: Callable[[Loop], Tensor] | None = None) -> Try:
     """A way whose wrong rows come from another program."""
     o = out_of(case)
     wrong = wrong_rows(case, o)
@@ -125,7 +132,7 @@ def _by(case: Case, detail: str, program: Program, weights: Callable[[Loop], Ten
         changed = wrong(x) & ~(raw["max"] == -math.inf)
         if not changed.any():
             return value
-        result = program(_loop(x, p)).result(kind)
+        result = program(loop_of(case.setting, x, p)).result(kind)
         if kind == "out" and not nan:
             result = result.nan_to_num(0.0)
         return result.to(value.dtype).where(changed, value)
@@ -133,7 +140,7 @@ def _by(case: Case, detail: str, program: Program, weights: Callable[[Loop], Ten
     def errors(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
         if weights is None or kind != "out":
             return grown(kind, variance, before, after, x, grade)
-        loop = _loop(x, formulas.GOLDEN)
+        loop = loop_of(case.setting, x, formulas.GOLDEN)
         squares = loop.values.square()
         mine, right = (w.square() @ squares for w in (weights(loop), loop.scores.softmax(-1)))
         return variance * (mine / right).nan_to_num(1.0).clamp_min(1.0)
@@ -141,51 +148,75 @@ def _by(case: Case, detail: str, program: Program, weights: Callable[[Loop], Ten
     return Try(detail, returning(case.setting, change, errors))
 
 
-def _sizes(case: Case) -> list[int]:
+def sizes_of(case: Case) -> list[int]:
     return [size for size in SIZES if size < int(case.setting.extents.kv_len.max(initial=0))]
 
 
 # ------------------------------------------------------------------------------------------------------- online softmax
 
 
-def online(loop: Loop, size: int, rescaled: Mapping[str, bool]) -> Sums:
+_ORDERS = {
+    "": "", "last": ", the last tile first", "visible": ", the last visible tile first",
+    "reversed": ", from the last tile on",
+}  # fmt: skip
+
+
+def _maxima(loop: Loop, size: int, order: str) -> Tensor:
+    """Returns the maximum so far when a key's tile is added [heads, rows, keys]; order: a key of _ORDERS."""
+    tiles = [*loop.tiles(size)]
+    tops = torch.stack([loop.scores[..., tile].amax(-1) for tile in tiles], -1)
+    number = torch.arange(len(tiles))
+    if order == "reversed":
+        tops = tops.flip(-1).cummax(-1).values.flip(-1)
+    elif order:
+        live = tops != -math.inf if order == "visible" else number == (loop.length - 1) // size - loop.first // size
+        live = live.expand(tops.shape)
+        last = live.shape[-1] - 1 - live.flip(-1).int().argmax(-1, keepdim=True)
+        first = tops.gather(-1, last).where(live.any(-1, keepdim=True), -math.inf)
+        tops = torch.maximum(tops.cummax(-1).values, first).where(number != last, first)
+    else:
+        tops = tops.cummax(-1).values
+    return tops.repeat_interleave(torch.tensor([tile.stop - tile.start for tile in tiles]), -1)
+
+
+def _unscaled(loop: Loop, size: int, order: str) -> Tensor:
+    """Returns the weights of keys as they are added, tile by tile."""
+    tops = _maxima(loop, size, order)
+    return (loop.scores - tops.masked_fill(tops == -math.inf, 0)).exp()
+
+
+def online(loop: Loop, size: int, order: str, rescaled: Mapping[str, bool]) -> Sums:
     """A softmax tile by tile, in which a risen maximum rescales the sums so far, or not."""
-    shape = (*loop.scores.shape[:-1], 1)
-    top, total = loop.scores.new_full(shape, -math.inf), loop.scores.new_zeros(shape)
-    values = loop.scores.new_zeros((*shape[:-1], loop.values.shape[-1]))
-    for tile in loop.tiles(size):
-        new = torch.maximum(top, loop.scores[..., tile].amax(-1, keepdim=True))
-        shift = new.masked_fill(new == -math.inf, 0)
-        fade, weights = (top - shift).exp(), (loop.scores[..., tile] - shift).exp()
-        total = total * (fade if rescaled["sum"] else 1) + weights.sum(-1, keepdim=True)
-        values = values * (fade if rescaled["values"] else 1) + weights @ loop.values[:, tile]
-        top = new
-    return Sums(values, top, total)
+    right, wrong = exponentials(loop.scores), _unscaled(loop, size, order)
+    values, total = (right if rescaled[name] else wrong for name in ("values", "sum"))
+    return Sums(values @ loop.values, loop.scores.amax(-1, keepdim=True), total.sum(-1, keepdim=True))
 
 
-def _online_weights(loop: Loop, size: int, rescaled: Mapping[str, bool]) -> Tensor:
+def _online_weights(loop: Loop, size: int, order: str, rescaled: Mapping[str, bool]) -> Tensor:
     """The weights of keys in the sums of `online`."""
-    weights, top = [], loop.scores.new_full((*loop.scores.shape[:-1], 1), -math.inf)
-    for tile in loop.tiles(size):
-        top = torch.maximum(top, loop.scores[..., tile].amax(-1, keepdim=True))
-        weights.append((loop.scores[..., tile] - top.masked_fill(top == -math.inf, 0)).exp())
-    if rescaled["values"]:
-        weights = [exponentials(loop.scores)]
-    return torch.cat(weights, -1) / online(loop, size, rescaled).total
+    right, wrong = exponentials(loop.scores), _unscaled(loop, size, order)
+    values, total = (right if rescaled[name] else wrong for name in ("values", "sum"))
+    return values / total.sum(-1, keepdim=True)
 
 
 @partial(
     Mistake, "rescale-missing", "Sums over tiles of keys are not rescaled when the maximum rises.",
-    "Both the accumulator and the sum of weights take the factor exp(old maximum - new maximum).",
+    "In the loop over tiles of keys the accumulator and the sum both take the factor exp(old maximum - new maximum).",
 )  # fmt: skip
 def rescale_missing(case: Case) -> Iterator[Try]:
+    sums = (
+        ("accumulator", False, True), ("sum of weights", True, False),
+        ("accumulator and sum of weights", False, False),
+    )  # fmt: skip
+
     def candidates() -> Iterator[Way]:
-        for size in _sizes(case):
-            for what, values, total in (("accumulator", False, True), ("sum of weights", True, False),
-                                        ("accumulator and sum of weights", False, False)):  # fmt: skip
-                given: dict[str, Any] = {"size": size, "rescaled": {"values": values, "sum": total}}
-                programs = partial(online, **given), partial(_online_weights, **given)
-                yield Way(f"{what}, key tiles of {size}", *programs)
+        for order, word in _ORDERS.items():
+            for size in sizes_of(case):
+                for what, values, total in sums:
+                    given: dict[str, Any] = {"size": size, "order": order}
+                    given["rescaled"] = {"values": values, "sum": total}
+                    programs = partial(online, **given), partial(_online_weights, **given)
+                    yield Way(f"{what}, key tiles of {size}{word}", *programs)
 
     return explaining(case, candidates())
 
@@ -201,11 +232,16 @@ def padded(loop: Loop, size: int) -> Sums:
 
 @partial(
     Mistake, "padding-weighed", "Missing keys of the last tile count as scores of zero.",
-    "Set scores behind the last key to -inf before the maximum and the exponentials.",
+    "In the loop's last pass, set scores behind the last key to -inf before the maximum and the exponentials.",
 )  # fmt: skip
 def padding_weighed(case: Case) -> Iterator[Try]:
-    sizes = [size for size in (8, *SIZES) if (case.setting.extents.kv_len % size).any()]
-    return explaining(case, (Way(f"key tiles of {size}", partial(padded, size=size)) for size in sizes))
+    sizes: dict[tuple[int, ...], list[int]] = {}  # by the number of missing keys of each sequence
+    for size in (8, *SIZES):
+        missing = tuple((-case.setting.extents.kv_len % size).tolist())
+        if any(missing):
+            sizes.setdefault(missing, []).append(size)
+    ways = {" or ".join(map(str, same)): same[0] for same in sizes.values()}
+    return explaining(case, (Way(f"key tiles of {of}", partial(padded, size=size)) for of, size in ways.items()))
 
 
 def _multiplied(loop: Loop, factor: float) -> Sums:
@@ -218,7 +254,7 @@ def _powered(loop: Loop, factor: float) -> Sums:
 
 @partial(
     Mistake, "exponent-base", "Exponentials have another base than the scores are prepared for.",
-    "exp2 needs scores times log2(e), exp needs them without.",
+    "Inside the loop over tiles of keys: exp2 needs scores times log2(e), exp needs them without.",
 )  # fmt: skip
 def exponent_base(case: Case) -> Iterator[Try]:
     factors = ("2^s for e^s", math.log(2)), ("e^(s log2 e) for e^s", 1 / math.log(2))
@@ -229,123 +265,4 @@ def exponent_base(case: Case) -> Iterator[Try]:
     )
 
 
-# ----------------------------------------------------------------------------------------------------- tiles and keys
-
-
-def _skip(loop: Loop, at: Tensor, by: int) -> Sums:
-    return summed(loop.scores.masked_fill(at, -math.inf), loop.values)
-
-
-def _twice(loop: Loop, at: Tensor, by: int) -> Sums:
-    return summed(loop.scores, loop.values, 1.0 + at.double())
-
-
-def _unadded(loop: Loop, at: Tensor, by: int) -> Sums:
-    return replace(summed(loop.scores, loop.values), values=summed(loop.scores, loop.values, 1.0 - at.double()).values)
-
-
-def _uncounted(loop: Loop, at: Tensor, by: int) -> Sums:
-    return replace(summed(loop.scores, loop.values), total=summed(loop.scores, loop.values, 1.0 - at.double()).total)
-
-
-def _stale_values(loop: Loop, at: Tensor, by: int) -> Sums:
-    return summed(loop.scores, loop.values.roll(by, -2).where(at[:, None], loop.values))
-
-
-def _stale_keys(loop: Loop, at: Tensor, by: int) -> Sums:
-    scores = loop.scores.roll(by, -1).where(at & (loop.scores != -math.inf), loop.scores)
-    return summed(scores, loop.values)
-
-
-def _stale(loop: Loop, at: Tensor, by: int) -> Sums:
-    scores = loop.scores.roll(by, -1).where(at & (loop.scores != -math.inf), loop.scores)
-    return summed(scores, loop.values.roll(by, -2).where(at[:, None], loop.values))
-
-
-_KINDS: dict[str, tuple[str, Callable[[Loop, Tensor, int], Sums]]] = {
-    "left out": ("tile-left-out", _skip),
-    "counted twice": ("tile-twice", _twice),
-    "left out of the product with V": ("tile-left-out", _unadded),
-    "left out of the sum of weights": ("tile-left-out", _uncounted),
-    "with the values of the tile before": ("tile-stale", _stale_values),
-    "with the keys of the tile before": ("tile-stale", _stale_keys),
-    "with keys and values of the tile before": ("tile-stale", _stale),
-    "with the values of the tile behind": ("tile-stale", _stale_values),
-    "with the keys of the tile behind": ("tile-stale", _stale_keys),
-    "with keys and values of the tile behind": ("tile-stale", _stale),
-}
-
-
-_Key = tuple[str, int, int]  # kind, size and number of a tile
-
-
-def _candidates(case: Case, mistake: str) -> list[_Key]:
-    """Returns the tiles of a mistake that explain some wrong rows, by their remaining error."""
-    o = out_of(case)
-    left: dict[_Key, float] = {}
-    possible: set[_Key] | None = None
-    for b, head, row in [] if o is None else case.wrong_rows_of(o, 8):
-        assert o is not None
-        at = b, slice(head, head + 1), slice(row, row + 1)
-        loop, mine = _loop(case.setting.block(*at), formulas.GOLDEN), o.rows(case.setting, *at).double()
-        error = float((summed(loop.scores, loop.values).result("out") - mine).norm())
-        if not 0 < error < math.inf:  # NaN of a row without a key that counts
-            continue
-        results = {key: value / error for key, value in _without(loop, mine, mistake, possible)}
-        possible = {key for key, value in results.items() if not value >= _LEFT}
-        left = {key: left.get(key, 0.0) + (0.0 if math.isnan(results[key]) else results[key]) for key in possible}
-    return sorted((key for key in left if left[key]), key=lambda key: (left[key], -key[1]))[:4]
-
-
-def _without(loop: Loop, mine: Tensor, mistake: str, possible: set[_Key] | None) -> Iterator[tuple[_Key, float]]:
-    """Yields the error of a row that remains under each way of a mistake; NaN if no key of the row is left."""
-    visible = loop.scores[0, 0] != -math.inf
-    for kind, (name, program) in _KINDS.items():
-        if name != mistake:
-            continue
-        for size in SIZES if "tile" in kind else (1, *SIZES):
-            for tile in loop.tiles(size):
-                key = kind, size, (loop.first + tile.start) // size
-                if possible is not None and key not in possible:
-                    continue
-                if kind == "left out" and size > 1 and (key[2] + 1) * size >= loop.length:
-                    continue  # named tile-skipped
-                marks = torch.zeros_like(visible)
-                marks[tile] = True
-                if (visible & ~marks).any():
-                    result = program(loop, marks, size if "before" in kind else -size).result("out")
-                    yield key, float((result - mine).norm())
-                else:
-                    yield key, math.nan
-
-
-def _at(loop: Loop, kind: str, size: int, tile: int) -> Sums:
-    return _KINDS[kind][1](loop, loop.positions // size == tile, size if "before" in kind else -size)
-
-
-def _tile_mistake(name: str, means: str, fix: str) -> Mistake:
-    def tries(case: Case) -> Iterator[Try]:
-        for kind, size, tile in _candidates(case, name) if _suits(case) else []:
-            first = tile * size
-            keys = f"key {first}" if size == 1 else f"keys {first} to {first + size - 1}, tile {tile} of {size}"
-            yield _by(case, f"{keys}, {kind}", partial(_at, kind=kind, size=size, tile=tile))
-
-    return Mistake(name, means, fix, tries)
-
-
-MISTAKES = (
-    rescale_missing,
-    padding_weighed,
-    exponent_base,
-    _tile_mistake(
-        "tile-left-out", "A tile of keys, or one key, is left out.",
-        "Look at the bounds of the loop over tiles of keys.",
-    ),
-    _tile_mistake(
-        "tile-twice", "A tile of keys, or one key, is counted twice.", "Look at the step of the loop over tiles."
-    ),
-    _tile_mistake(
-        "tile-stale", "A tile of keys meets the keys or values of its neighbour.",
-        "Look at the buffers of the pipeline: a barrier between the copy and the product is missing.",
-    ),
-)  # fmt: skip
+MISTAKES = (rescale_missing, padding_weighed, exponent_base)

@@ -41,10 +41,11 @@ def _ways(setting: Setting, o: Output, mine: Tensor, right: Wanted) -> Iterator[
     value, variance = right.value, right.variance
     if mine.isfinite().all() and value.any():
         factor = float((mine * value).sum() / value.square().sum())
-        short = float(f"{factor:.2g}")
-        factor = short if abs(short - factor) < 2e-3 * abs(factor) else factor
+        factors = float(f"{factor:.1g}"), float(f"{factor:.2g}"), factor
+        ways = {by: Wanted(by * value, max(by**2, 1.0) * variance) for by in factors}
+        factor = next((by for by, wanted in ways.items() if of_total(setting, o, wanted).passes), factor)
         detail = "the other sign" if factor == -1 else "zeros" if not factor else f"{factor:.4g} times the right one"
-        yield detail, Wanted(factor * value, max(factor**2, 1.0) * variance)
+        yield detail, ways[factor]
     if o.kind == "dsink":
         for word, by in (("next", -1), ("previous", 1)):
             yield f"that of the {word} head", Wanted(value.roll(by), variance.roll(by))

@@ -1,0 +1,199 @@
+"""Mistakes of single tiles of keys: left out, counted twice, or read from another place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from fusion_attention.judging import formulas
+from fusion_attention.judging.mistakes.kinds import SIZES, Case, Mistake, Try, out_of
+from fusion_attention.judging.mistakes.tiles import (
+    LEFT,
+    Loop,
+    Sums,
+    Way,
+    by_program,
+    explaining,
+    exponentials,
+    loop_of,
+    sizes_of,
+    suits,
+    summed,
+)
+
+Tensor = torch.Tensor
+_EXCHANGED = "its values and those of the tile behind exchanged"
+_STALE = ("the values", "the keys", "keys and values")
+_OTHERS = ("of the tile before", "of the tile behind", "from one key before", "from one key behind")
+# Ways to treat a tile, and the mistakes that they are.
+_KINDS = {
+    "left out": "tile-left-out",
+    "counted twice": "tile-twice",
+    "left out of the product with V": "tile-left-out",
+    "left out of the sum of weights": "tile-left-out",
+    _EXCHANGED: "tile-stale",
+    **{f"with {what} {other}": "tile-stale" for what in _STALE for other in _OTHERS},
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Treated:
+    """Another treatment of keys.
+
+    Attributes:
+        scores: the scores that count in the maximum. product, total: weights in the product with V and in the sum, of
+            the right maximum [heads, rows, keys]. values: of the keys.
+    """
+
+    scores: Tensor
+    product: Tensor
+    total: Tensor
+    values: Tensor
+
+
+def _treated(loop: Loop, kind: str, by: int) -> Treated:
+    """Returns a kind of treatment of all keys; by: the distance of the keys that are read, negative for keys behind."""
+    right, scores, values = exponentials(loop.scores), loop.scores, loop.values
+    none = torch.zeros_like(right)
+    if kind == "left out":
+        return Treated(torch.full_like(scores, -math.inf), none, none, values)
+    if kind == "counted twice":
+        return Treated(scores, 2 * right, 2 * right, values)
+    if kind.startswith("left out of"):
+        return Treated(scores, *((none, right) if "product" in kind else (right, none)), values)
+    if "keys" in kind:
+        scores = loop.every.roll(by, -1).where(loop.scores != -math.inf, -math.inf)
+        right = (scores - loop.scores.amax(-1, keepdim=True)).exp().nan_to_num(0.0)
+    return Treated(scores, right, right, values.roll(by, -2) if "values" in kind else values)
+
+
+def _distances(kind: str, size: int) -> list[int]:
+    """Returns the distances of the keys that a tile, and the tile behind it, are read from."""
+    if kind == _EXCHANGED:
+        return [-size, size]
+    return [(1 if "one key" in kind else size) * (1 if "before" in kind else -1)]
+
+
+def _with(loop: Loop, kind: str, marks: list[Tensor], distances: list[int]) -> Sums:
+    """A softmax in which marked keys are treated in another way."""
+    scores, product = loop.scores, exponentials(loop.scores)
+    total, results = product, []
+    for at, by in zip(marks, distances, strict=True):
+        other = _treated(loop, kind, by)
+        scores, total = other.scores.where(at, scores), other.total.where(at, total)
+        results.append((other.product * at) @ other.values)
+        product = product * ~at
+    top = scores.amax(-1, keepdim=True)
+    fade = (loop.scores.amax(-1, keepdim=True) - top).exp().nan_to_num(0.0, posinf=0.0)
+    values = sum(results, product @ loop.values)
+    return Sums(values * fade, top, total.sum(-1, keepdim=True) * fade)
+
+
+def _at(loop: Loop, kind: str, size: int, tile: int) -> Sums:
+    distances, number = _distances(kind, size), loop.positions // size
+    return _with(loop, kind, [number == tile + n for n in range(len(distances))], distances)
+
+
+def _every(loop: Loop, kind: str, size: int) -> Sums:
+    return _with(loop, kind, [loop.positions >= size], [size])
+
+
+_Key = tuple[str, int, int]  # kind, size and number of a tile
+
+
+def _candidates(case: Case, mistake: str) -> list[_Key]:
+    """Returns the tiles of a mistake that explain some wrong rows, by their remaining error."""
+    o = out_of(case)
+    left: dict[_Key, float] = {}
+    possible: set[_Key] | None = None
+    for b, head, row in [] if o is None else case.wrong_rows_of(o, 8):
+        assert o is not None
+        at = b, slice(head, head + 1), slice(row, row + 1)
+        loop, mine = loop_of(case.setting, case.setting.block(*at), formulas.GOLDEN), o.rows(case.setting, *at).double()
+        error = float((summed(loop.scores, loop.values).result("out") - mine).norm())
+        if not 0 < error < math.inf:  # NaN of a row without a key that counts
+            continue
+        results = {key: value / error for key, value in _without(loop, mine, mistake, possible)}
+        possible = {key for key, value in results.items() if not value >= LEFT}
+        left = {key: left.get(key, 0.0) + (0.0 if math.isnan(results[key]) else results[key]) for key in possible}
+    return sorted((key for key in left if left[key]), key=lambda key: (left[key], -key[1]))[:4]
+
+
+def _without(loop: Loop, mine: Tensor, mistake: str, possible: set[_Key] | None) -> Iterator[tuple[_Key, float]]:
+    """Yields the error of a row that remains under each way of a mistake; NaN if no key of the row is left."""
+    for kind, name in _KINDS.items():
+        for size in SIZES if "tile" in kind else (1, *SIZES):
+            if name == mistake and (possible is None or any(key[:2] == (kind, size) for key in possible)):
+                errors = _errors(loop, mine, kind, size).tolist()
+                for tile, error in enumerate(errors, loop.first // size):
+                    key = kind, size, tile
+                    skipped = kind == "left out" and size > 1 and (tile + 1) * size >= loop.length  # tile-skipped
+                    if not (math.isinf(error) or skipped) and (possible is None or key in possible):
+                        yield key, error
+
+
+def _errors(loop: Loop, mine: Tensor, kind: str, size: int) -> Tensor:
+    """Returns the remaining errors of a row, tile by tile: NaN if a tile has all of its keys, infinite if none."""
+    number = loop.positions // size - loop.first // size
+    tiles = int(number[-1]) + 1
+
+    def by_tile(t: Tensor) -> Tensor:
+        return t.new_zeros(tiles, *t.shape[1:]).index_add_(0, number, t)
+
+    weights, values, visible = exponentials(loop.scores)[0, 0], loop.values[0], loop.scores[0, 0] != -math.inf
+    of_tile, result, total = by_tile(visible.double()), weights @ values, weights.sum()
+    changed, divisor = torch.zeros(tiles, values.shape[-1], dtype=values.dtype), weights.new_zeros(tiles)
+    for further, by in enumerate(_distances(kind, size)):
+        other = _treated(loop, kind, by)
+        product = by_tile(other.product[0, 0, :, None] * other.values[0] - weights[:, None] * values)
+        sums = by_tile(other.total[0, 0] - weights)
+        changed[: tiles - further] += product[further:]
+        divisor[: tiles - further] += sums[further:]
+    errors = ((result + changed) / (total + divisor)[:, None] - mine[0, 0]).norm(dim=-1)
+    errors = errors.nan_to_num(math.nan, posinf=1e300)
+    errors[of_tile == visible.sum()] = math.nan
+    errors[of_tile == 0] = math.inf
+    return errors
+
+
+def _every_stale(case: Case) -> Iterator[Try]:
+    """Yields loops whose every tile but the first has keys or values of the tile before."""
+    kinds = [f"with {what} of the tile before" for what in _STALE]
+    return explaining(case, (
+        Way(f"every tile of {size}, {kind}", partial(_every, kind=kind, size=size))
+        for size in sizes_of(case) for kind in kinds
+    ))  # fmt: skip
+
+
+def _mistake(
+    name: str, means: str, fix: str, further: Callable[[Case], Iterator[Try]] = lambda case: iter(())
+) -> Mistake:
+    def tries(case: Case) -> Iterator[Try]:
+        yield from further(case)
+        for kind, size, tile in _candidates(case, name) if suits(case) else []:
+            first = tile * size
+            keys = f"key {first}" if size == 1 else f"keys {first} to {first + size - 1}, tile {tile} of {size}"
+            yield by_program(case, f"{keys}, {kind}", partial(_at, kind=kind, size=size, tile=tile))
+
+    return Mistake(name, means, fix, tries)
+
+
+MISTAKES = (
+    _mistake(
+        "tile-left-out", "A tile of keys, or one key, is left out.",
+        "Look at the bounds of the loop over tiles of keys.",
+    ),
+    _mistake(
+        "tile-twice", "A tile of keys, or one key, is counted twice.",
+        "Look at the step and the first tile of the loop over tiles of keys.",
+    ),
+    _mistake(
+        "tile-stale", "A tile of keys meets keys or values of its neighbour.",
+        "Look at the loads in the loop over tiles of keys: their offset, and the barrier before the product.",
+        _every_stale,
+    ),
+)  # fmt: skip

@@ -1,0 +1,61 @@
+"""Faults of tiled kernels, of caches and of lists are named, with their parameters; right results are not accused."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from support import planted_decodes, planted_lists, planted_tiles
+
+from fusion_attention.judging.judge import diagnose
+
+SEEDS = 5
+MODULES = (planted_tiles, planted_decodes, planted_lists)
+FAULTS = [(module, fault) for module in MODULES for fault in module.FAULTS]
+
+
+@pytest.mark.sampled(40)
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize(("module", "fault"), [pytest.param(*f, id=f[1]) for f in FAULTS])
+def test_a_fault_is_named(module: ModuleType, fault: str, seed: int) -> None:
+    capture, names, words = module.planted(fault, seed)
+    result = diagnose(capture.operator, capture.inputs, capture.outputs)
+    assert result.verdict == "wrong"
+    confirmed = [m for m in result.mistakes if m.confirmed]
+    assert {m.name for m in confirmed[:1]} & {*names}, result
+    assert any(m.name in names and all(word in m.detail for word in words) for m in confirmed), result
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("module", MODULES, ids=["tiles", "caches", "lists"])
+def test_a_right_result_is_not_accused(module: ModuleType, seed: int) -> None:
+    capture = module.right(seed)
+    result = diagnose(capture.operator, capture.inputs, capture.outputs)
+    assert result.verdict == "right", result
+
+
+def test_an_overflow_of_products_is_named() -> None:
+    q, k, v = (torch.randn(1, 2, 50, 64) for _ in range(3))
+    q, k, v = (120 * q).half(), (80 * k).half(), v.half()
+    scores = (q.float() @ k.float().mT).half().float() * 1e-3  # the fault: products of up to 3e5 in float16
+    out = (scores.softmax(-1) @ v.float()).half()
+    assert out.isnan().any()
+    result = diagnose("attention", {"q": q, "k": k, "v": v, "layout": "BNSD", "scale": 1e-3}, {"out": out})
+    assert [(m.name, m.detail) for m in result.mistakes] == [("overflow", "products, before the scale")], result
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(16, "16"), (64, "32 or 64")])
+def test_keys_behind_the_end_are_named(size: int, sizes: str) -> None:
+    q, k, v = (torch.randn(2, 45, 2, 32) for _ in range(3))
+    more = -45 % size
+    k2, v2 = (torch.cat((t.flatten(0, 1), torch.zeros(more, 2, 32))) for t in (k, v))
+    out = torch.zeros_like(q)
+    for b in range(2):  # the fault: keys of the next sequence, and zeros behind the tensor
+        read = slice(45 * b, 45 * b + 45 + more)
+        rows = (t.transpose(0, 1) for t in (q[b], k2[read], v2[read]))
+        out[b] = torch.nn.functional.scaled_dot_product_attention(*rows).transpose(0, 1)
+    result = diagnose("attention", {"q": q, "k": k, "v": v}, {"out": out})
+    detail = f"keys behind the last, in tiles of {sizes}"
+    assert (result.mistakes[0].name, result.mistakes[0].detail) == ("padding-seen", detail), result

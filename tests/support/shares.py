@@ -1,0 +1,144 @@
+"""Faults and right results drawn by a seed over all families of planted programs, and the judge's verdicts on them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from support import (
+    planted_compressed,
+    planted_decodes,
+    planted_gradients,
+    planted_lists,
+    planted_tiles,
+    right_gradients,
+    right_results,
+)
+from support.planted import Capture
+from support.planted_cache import planted_caches
+from support.planted_cases import Make, correct, planted
+from torch.overrides import TorchFunctionMode
+
+from fusion_attention.judging.calls import Recorded
+from fusion_attention.judging.judge import diagnose, judged
+from fusion_attention.judging.verdict import Judgement
+from fusion_attention.testing.cases import Case
+
+Tensor = torch.Tensor
+Planted = Callable[[int], tuple[Capture | Recorded, tuple[str, ...], tuple[str, ...]]]
+LOW = torch.bfloat16
+
+
+class Roundings(TorchFunctionMode):
+    """Rounds to bfloat16 in place of every dtype, with errors that many times as large as a rounding's.
+
+    An error of a rounding is uniform over the distance of two numbers; a normal one is added before it.
+    """
+
+    def __init__(self, times: float, seed: int) -> None:
+        super().__init__()
+        self.more = ((times**2 - 1) / 12) ** 0.5
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        to = args[1] if func is Tensor.to and len(args) > 1 else None
+        if not isinstance(to, torch.dtype) or not to.is_floating_point or args[0].dtype == LOW:
+            return func(*args, **(kwargs or {}))
+        x = args[0].double()
+        distance = torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 8).where(x != 0, 0.0)
+        return (x + self.more * distance * torch.randn(x.shape, generator=self.generator, dtype=x.dtype)).to(LOW)
+
+
+def _of_case(make: Make, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
+    capture = make()
+    return capture, (capture.mistake,), ()
+
+
+def _low(make: Any) -> Any:
+    """A program of a case, in bfloat16."""
+    dtypes = {Case: lambda case: replace(case, dtype="bfloat16"), torch.dtype: lambda dtype: LOW}
+    return partial(make.func, *(dtypes.get(type(a), lambda a: a)(a) for a in make.args), **make.keywords)
+
+
+def kinds(low: bool) -> dict[str, Planted]:
+    """The faults by name; low: of cases in bfloat16 alone."""
+    modules = [planted_tiles, planted_gradients, planted_decodes, planted_lists]
+    modules += [] if low else [planted_compressed]  # of a float32 model
+    results: dict[str, Planted] = {
+        f"{module.__name__.rpartition('planted_')[2]}: {fault}": partial(module.planted, fault)
+        for module in modules
+        for fault in module.FAULTS
+    }
+    cases: dict[str, list[Make]] = {}
+    for name, make in (*planted(), *planted_caches()):
+        cases.setdefault(name.rpartition("-")[0], []).append(_low(make) if low else make)
+    for name, makes in cases.items():
+        results[f"calls: {name}"] = lambda seed, makes=makes: _of_case(makes[seed % len(makes)], seed)
+    return results
+
+
+@dataclass(frozen=True)
+class Named:
+    """A drawn fault and its verdict.
+
+    Attributes:
+        family, parameters: True if the first explanation is right, and one with the right parameters is among them.
+        has_parameters: True if the fault has some. wrongly: True if all explanations are wrong.
+    """
+
+    fault: str
+    family: bool
+    parameters: bool
+    has_parameters: bool
+    wrongly: bool
+    verdict: Judgement
+
+
+def _verdict(call: Capture | Recorded) -> Judgement:
+    if isinstance(call, Recorded):
+        return judged(call, search=True, backends=False)
+    return diagnose(call.operator, call.inputs, call.outputs)
+
+
+def faults(count: int, seed: int, noise: float) -> Iterator[Named]:
+    """Yields drawn faults; noise: of bfloat16, in a good kernel's; 1: of any dtype."""
+    rng, drawn = random.Random(seed), kinds(noise != 1)
+    for _ in range(count):
+        fault, number = rng.choice([*drawn]), rng.randrange(1000)
+        with nullcontext() if noise == 1 else Roundings(noise, number):
+            call, names, words = drawn[fault](number)
+        result = _verdict(call)
+        named = [m.name in names for m in result.mistakes]
+        exact = any(m.name in names and all(word in m.detail for word in words) for m in result.mistakes)
+        yield Named(
+            f"{fault}, {number}", named[:1] == [True], exact, any(words), bool(named) and not any(named), result
+        )
+
+
+def _call(capture: Capture) -> Judgement:
+    return diagnose(capture.operator, capture.inputs, capture.outputs)
+
+
+def rights(count: int, seed: int) -> Iterator[tuple[str, Judgement]]:
+    """Yields drawn right results, and their verdicts."""
+    rng = random.Random(seed)
+    cases = [make for _, make in (*correct(), *planted_caches(False))]
+    sources: dict[str, Callable[[int], tuple[str, Judgement]]] = {
+        "forward": right_results.right,
+        "backward": right_gradients.right,
+        "tiles": lambda n: ("", _call(planted_tiles.right(n))),
+        "decode": lambda n: ("", _call(planted_decodes.right(n))),
+        "lists": lambda n: ("", _call(planted_lists.right(n))),
+        "calls": lambda n: ("", _call(cases[n % len(cases)]())),
+    }
+    for _ in range(count):
+        source, number = rng.choice([*sources]), rng.randrange(100_000)
+        what, result = sources[source](number)
+        yield f"{source} {number} {what}", result
