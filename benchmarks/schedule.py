@@ -78,7 +78,7 @@ def build(folder: Path, *, sleeps: bool = False) -> Path:
         raise FileNotFoundError("the schedule test needs a C++ compiler: install g++, or name one in CXX")
     here, core, program = ROOT / "tests/native/schedule", ROOT / "csrc", folder / ("sleeping" if sleeps else "schedule")
     sources = [here / f"{name}.cpp" for name in ("schedule_test", "cases", "kernels")]
-    plans = sorted((core / "plan").glob("*.cpp"))
+    plans = [*sorted((core / "plan").glob("*.cpp")), core / "system_linux.cpp"]
     # plan/team.h is the first that is found: the core's with real threads, the fibers' otherwise.
     sources += [path for path in plans if sleeps or path.stem not in ("team", "threads")]
     sources.append(here / ("sleeping.cpp" if sleeps else "clock.cpp"))

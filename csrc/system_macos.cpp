@@ -31,7 +31,7 @@ std::chrono::nanoseconds thread_time() {
     return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
 }
 
-// Of a cluster of fast cores, which share it.
+// The cache of a cluster of fast cores, which share it.
 std::size_t second_level_cache() { return static_cast<std::size_t>(number("hw.perflevel0.l2cachesize")); }
 
 std::vector<std::string> arm_features() {
