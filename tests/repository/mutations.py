@@ -434,7 +434,7 @@ NATIVE = [
     core("core: a thread that came late is waited for again", "plan/team.cpp",
          "!experience.recommends_team(alone, begun)", "false"),
     core("core: what the others computed is not counted", "plan/team.cpp",
-         "const Alone saved = computed() - waits.computed - before;", "const Alone saved(0);"),
+         "const Alone saved = system::thread_time() - waits.computed - before;", "const Alone saved(0);"),
     core("core: one loss of a team outweighs many gains", "plan/experience.h",
          "saved - waited, most_credit)", "saved - waited, first_credit)"),
 ]  # fmt: skip

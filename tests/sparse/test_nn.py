@@ -247,7 +247,7 @@ def test_wrong_calls() -> None:
         dsa.set_stage(make("heads"), "warm")
     with pytest.raises(ValueError, match="stage: expected one of"):
         dsa.SparseAttention(dsa.LightningIndexer(8, 2, 4, 3), stage="")
-    with pytest.raises(ValueError, match="set_stage: model: expected a SparseAttention or a CompressedAttention among"):
+    with pytest.raises(ValueError, match="set_stage: model: expected a SparseAttention, a CompressedAttention or a"):
         dsa.set_stage(nn.Linear(2, 2), "dense")
     with pytest.raises(ValueError, match=r"rope: expected at most 4 columns, got 5 \(rows have 8 elements"):
         dsa.apply_rope(torch.zeros(1, 2, 8), dsa.rope_table(torch.arange(1), 10))

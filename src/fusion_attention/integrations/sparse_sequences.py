@@ -156,7 +156,7 @@ def matrix(
     if mask is not None and mask.dtype == torch.bool:
         tokens = torch.nn.functional.pad(mask, (0, keys - count))
         return visible & tokens[:, None, None]
-    like = q.new_empty(batch, keys, 0)
+    like = q.new_empty(0).expand(batch, keys, 0)
     lengths, _ = packed_lengths(mask, others.get("cu_seq_lens_q"), None, position_ids, q, like)
     if lengths is None:
         return visible
