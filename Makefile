@@ -143,9 +143,10 @@ NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*.
   examples/capi/*.h src/fusion_attention/capi/include/acl/*.h src/fusion_attention/capi/include/aclnn/*.h \
   src/fusion_attention/capi/include/aclnn/opdev/*.h src/fusion_attention/npu/device/cpp/*.*)
 # The core without the way from Python, and headers of kernels as the base variant includes them: no build is needed,
-# as it is for the definitions that operators.cpp includes.
-TIDIED := $(filter-out csrc/capi/operators.cpp, $(wildcard csrc/*.cpp csrc/plan/*.cpp csrc/capi/*.cpp \
-  tests/native/*.cpp tests/native/schedule/*.cpp))
+# as it is for the definitions that operators.cpp includes, nor headers of another system.
+UNTIDIED := csrc/capi/operators.cpp csrc/system_macos.cpp csrc/system_windows.cpp
+TIDIED := $(filter-out $(UNTIDIED), $(wildcard csrc/*.cpp csrc/plan/*.cpp csrc/capi/*.cpp tests/native/*.cpp \
+  tests/native/schedule/*.cpp))
 AS_BASE := -std=c++20 -Icsrc -Isrc/fusion_attention/capi/include -Wall -Wextra -DFUSION_VARIANT_ENTRY=fusion_variant_base
 
 # The device npu is compiled against torch, which is there.

@@ -46,6 +46,18 @@ def test_an_overflow_of_products_is_named() -> None:
     assert [(m.name, m.detail) for m in result.mistakes] == [("overflow", "products, before the scale")], result
 
 
+@pytest.mark.parametrize("what", ["q, k and v", "the output"])
+def test_flushed_denormals_are_named(what: str) -> None:
+    q, k, v = (torch.randn(1, 2, 40, 32) for _ in range(3))
+    q, k, v = q.half(), k.half(), (v * (3e-5 if "v" in what else 2e-4)).half()
+    least = 2**-14
+    read = v.where(v.abs() >= least, 0) if "v" in what else v
+    out = ((q.float() @ k.float().mT * 0.3).softmax(-1) @ read.float()).half()
+    out = out if "v" in what else out.where(out.abs() >= least, 0)
+    result = diagnose("attention", {"q": q, "k": k, "v": v, "layout": "BNSD", "scale": 0.3}, {"out": out})
+    assert [(m.name, m.detail) for m in result.mistakes] == [("denormals-flushed", f"of {what}")], result
+
+
 @pytest.mark.parametrize(("size", "sizes"), [(16, "16"), (64, "32 or 64")])
 def test_keys_behind_the_end_are_named(size: int, sizes: str) -> None:
     q, k, v = (torch.randn(2, 45, 2, 32) for _ in range(3))

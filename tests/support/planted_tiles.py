@@ -203,6 +203,13 @@ def _neighbour(x: Call, t: Tensor) -> Tensor:
     return t.roll(x.q.shape[2] // x.k.shape[2], 1)
 
 
+def _turned(t: Tensor) -> Tensor:
+    """Rows [B, N, S2, D] whose tiles of D rows are transposed."""
+    keys, size = t.shape[2:]
+    squares = torch.nn.functional.pad(t, (0, 0, 0, -keys % size)).unflatten(2, (-1, size)).mT
+    return squares.flatten(2, 3)[:, :, :keys]
+
+
 def _half_head(out: Tensor, x: Call) -> str:
     head, by = x.rng.randrange(out.shape[2]), x.rng.choice([0.5, 2.0, -1.0])
     out[:, :, head] *= by
@@ -290,6 +297,8 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "backwards, the accumulator not rescaled": (_first("reversed", "from the last"), ("rescale-missing",)),
     "values of another head": (_changed("values of", lambda x, k, v: (k, _neighbour(x, v))), ("head-offset",)),
     "keys of another head": (_changed("keys of", lambda x, k, v: (_neighbour(x, k), v)), ("head-offset",)),
+    "tiles of keys transposed": (_changed("keys,", lambda x, k, v: (_turned(k), v)), ("tile-transposed",)),
+    "tiles of values transposed": (_changed("values,", lambda x, k, v: (k, _turned(v))), ("tile-transposed",)),
     "values of another sequence": (_changed("values:", lambda x, k, v: (k, v.flip(0))), ("sequence-offset",)),
     "keys of another sequence": (_changed("keys:", lambda x, k, v: (k.flip(0), v)), ("sequence-offset",)),
     "a head times a factor": (_stored(_half_head), ("output-factor",)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -24,6 +24,7 @@ from fusion_attention.judging.mistakes.tiles import (
     suits,
     summed,
 )
+from fusion_attention.judging.setting import Block
 
 Tensor = torch.Tensor
 _EXCHANGED = "its values and those of the tile behind exchanged"
@@ -169,6 +170,22 @@ def _every_stale(case: Case) -> Iterator[Try]:
     ))  # fmt: skip
 
 
+def _transposed(case: Case) -> Iterator[Try]:
+    """Yields all square tiles of keys, or of values, with rows and columns exchanged; the last one ends in zeros."""
+    s = case.setting
+
+    def turned(x: Block, *, name: str, size: int) -> Block:
+        first = x.keys.start // size * size
+        keys = slice(first, min(-(-x.keys.stop // size) * size, x.kv_len))
+        rows = getattr(s.block(x.b, x.heads, x.rows, keys), name)
+        squares = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[-2] % size)).unflatten(-2, (-1, size)).mT
+        return replace(x, **{name: squares.flatten(-3, -2)[..., x.keys.start - first : x.keys.stop - first, :]})
+
+    for what, name, size in (("keys", "k", s.problem.dim_qk), ("values", "v", s.problem.dim_v)):
+        if suits(case) and size > 1:
+            yield Try(f"{what}, tiles of {size}", s.changed(partial(turned, name=name, size=size)))
+
+
 def _mistake(
     name: str, means: str, fix: str, further: Callable[[Case], Iterator[Try]] = lambda case: iter(())
 ) -> Mistake:
@@ -195,5 +212,11 @@ MISTAKES = (
         "tile-stale", "A tile of keys meets keys or values of its neighbour.",
         "Look at the loads in the loop over tiles of keys: their offset, and the barrier before the product.",
         _every_stale,
+    ),
+    Mistake(
+        "tile-transposed",
+        "Square tiles of keys or values are read with rows and columns exchanged.",
+        "Look at the loads in the loop over tiles of keys: strides, and the flag that transposes an operand.",
+        _transposed,
     ),
 )  # fmt: skip

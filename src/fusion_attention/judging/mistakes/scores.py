@@ -10,8 +10,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, unmasked
+from fusion_attention.judging.formulas import Precision
+from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, returning, unmasked
 from fusion_attention.judging.setting import Block
+
+Tensor = torch.Tensor
 
 
 @partial(Mistake, "scale-missing", "Products are not scaled.", "Is scale passed, and is its default 1.0?")
@@ -142,6 +145,28 @@ def overflow(case: Case) -> Iterator[Try]:
 
 
 @partial(
+    Mistake, "denormals-flushed", "Subnormal numbers of float16 are taken as zeros.",
+    "Numbers below 2^-14 are subnormal in float16: switch off flushing, or convert to float32 first.",
+)  # fmt: skip
+def denormals_flushed(case: Case) -> Iterator[Try]:
+    s, least = case.setting, torch.finfo(torch.float16).tiny
+    if s.problem.dtype != "float16":
+        return
+
+    def flushed(t: Tensor) -> Tensor:
+        return t.where(t.abs() >= least, 0)
+
+    def of_inputs(x: Block) -> Block:
+        return replace(x, q=flushed(x.q), k=flushed(x.k), v=flushed(x.v))
+
+    def of_rows(kind: str, value: Tensor, raw: dict[str, Tensor], x: Block, p: Precision) -> Tensor:
+        return flushed(value) if kind == "out" else value
+
+    yield Try("of q, k and v", s.changed(of_inputs))
+    yield Try("of the output", returning(s, of_rows))
+
+
+@partial(
     Mistake, "rope-missing", "The rope parts of query and key do not reach the scores.",
     "Are query_rope and key_rope passed, or the parts joined before the call?",
 )  # fmt: skip
@@ -226,6 +251,7 @@ MISTAKES = (
     softcap_missing,
     softcap_order,
     overflow,
+    denormals_flushed,
     rope_missing,
     sink_missing,
     dropout_scale,
