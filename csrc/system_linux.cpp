@@ -1,6 +1,7 @@
 // Compiled for the baseline instruction set.
 
 #include "system.h"
+#include "system_posix.h"
 
 #include <cstdlib>
 
@@ -64,13 +65,7 @@ void after_fork(void (*child)()) { pthread_atfork(nullptr, nullptr, child); }
 // Global symbols of the process come first, as for torch; then torch's own library, whatever its runtime is called; the
 // last one is for programs without torch.
 bool find_openmp(const std::vector<const char *> &names, std::vector<void *> &entries) {
-    const auto in = [&](void *library) {
-        for (std::size_t i = 0; i < names.size(); ++i) {
-            entries[i] = dlsym(library, names[i]);
-            if (!entries[i]) return false;
-        }
-        return true;
-    };
+    const auto in = [&](void *library) { return functions_of(library, names, entries); };
     if (in(RTLD_DEFAULT)) return true;
     void *const torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
     if (torch && in(torch)) return true;

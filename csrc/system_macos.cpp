@@ -1,6 +1,7 @@
 // Compiled for the baseline instruction set.
 
 #include "system.h"
+#include "system_posix.h"
 
 #include <cstdint>
 #include <cstdlib>
@@ -55,13 +56,7 @@ void after_fork(void (*child)()) { pthread_atfork(nullptr, nullptr, child); }
 
 // torch's packages for macOS bring LLVM's runtime, which has these entries of GNU's too.
 bool find_openmp(const std::vector<const char *> &names, std::vector<void *> &entries) {
-    const auto in = [&](void *library) {
-        for (std::size_t i = 0; i < names.size(); ++i) {
-            entries[i] = dlsym(library, names[i]);
-            if (!entries[i]) return false;
-        }
-        return true;
-    };
+    const auto in = [&](void *library) { return functions_of(library, names, entries); };
     if (in(RTLD_DEFAULT)) return true;
     for (const char *name : {"@rpath/libtorch_cpu.dylib", "libtorch_cpu.dylib", "libomp.dylib"}) {
         void *const library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
