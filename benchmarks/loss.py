@@ -60,7 +60,7 @@ class Loss:
         index = IndexerOperands(one(self.qi), one(self.ki), one(self.w), listed, stats=None if listed else statistics)
         stats, heads = Stats(one(self.lse), one(torch.ones_like(self.lse))), one(self.q, 0, dim)
         ropes = one(self.q, dim, ROPE), one(self.k, dim, ROPE)
-        operands = IndexerLossOperands(heads, one(self.k, 0, dim), stats, index, torch.empty(1), *ropes)
+        operands = IndexerLossOperands(index, torch.empty(1), None, heads, one(self.k, 0, dim), stats, *ropes)
         grads = IndexerGrads(*(one(torch.empty_like(t)) for t in (self.qi, self.ki, self.w)))
         plan = cpu.schedule(p, extents, "indexer_loss")
         before = IndexerProblem(INDEX_HEADS, INDEX_DIM, p.dtype, p.weights_dtype, top_k=0)

@@ -30,7 +30,10 @@ def figures(folder: Path, group: str) -> dict[str, list[dict[str, float]]]:
         ("packed", 7),
         *(
             pytest.param(*row, marks=slow)
-            for row in (("gradients", 20), ("steps", 4), ("threads", 9), ("integrations", 8), ("npu", 2))
+            for row in (
+                *(("gradients", 20), ("steps", 4), ("threads", 9), ("loss", 10), ("compressed", 7)),
+                *(("integrations", 8), ("npu", 2)),
+            )
         ),
     ],
 )
