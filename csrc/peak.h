@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "simd/formats.h"
+#include "simd/tile.h"
 
 namespace fusion {
 namespace {
@@ -25,7 +25,21 @@ inline double float_work(std::int64_t turns, float *result) {
     return 2.0 * lanes * chains * static_cast<double>(turns);
 }
 
-#if defined(FUSION_BRAIN_PRODUCTS)
+#if defined(FUSION_TILES) && !defined(FUSION_TILES_MODEL)
+double pair_work(std::int64_t turns, float *result) {
+    const TileRegion region;
+    alignas(64) float sums[tiles::side * tiles::side] = {};
+    for (std::int64_t t = 0; t < turns; ++t) {  // of zeros, which configured tiles contain
+        tiles::multiply<0, 4, 6>();
+        tiles::multiply<1, 4, 7>();
+        tiles::multiply<2, 5, 6>();
+        tiles::multiply<3, 5, 7>();
+    }
+    tiles::store<0>(sums, 4 * tiles::side);
+    *result += sums[0];
+    return 4.0 * tiles::side * tiles::side * 4 * tiles::side * static_cast<double>(turns);
+}
+#elif defined(FUSION_BRAIN_PRODUCTS)
 double pair_work(std::int64_t turns, float *result) {
     Floats sums[chains];
     for (int i = 0; i < chains; ++i) sums[i] = all(static_cast<float>(i));

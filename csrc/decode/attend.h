@@ -291,6 +291,19 @@ template <class F> void stage_values(const DecodeWork<F> &w, const DecodeTile &t
 }
 
 #if defined(FUSION_TILES)
+// Attends R rows from `row` on to a tile of keys in tile registers; prefetches so many lines at each step.
+template <int R>
+void attend_tiled_rows(const DecodeWork<Paired> &w, std::int64_t row, const DecodeTile &t, LinePrefetch &values,
+                       std::int64_t value_lines, LinePrefetch &keys, std::int64_t key_lines) {
+    score_tiles<R>(w, row, t, values, value_lines);
+    for (int i = 0; i < R; ++i) {
+        float *const scores = w.s.scores + i * decode_tile;
+        finish_scores(w, row + i, t, scores);
+        weigh_row(w, row + i, i, t, scores, keys, 0);
+    }
+    value_tiles<R>(w, row, t, keys, key_lines);
+}
+
 // attend_tile() in tile registers. Prefetches of so many bytes of each key are divided between the steps of the first
 // rows.
 inline void attend_tiled(const DecodeWork<Paired> &w, const DecodeTile &t, LinePrefetch values,
@@ -300,13 +313,11 @@ inline void attend_tiled(const DecodeWork<Paired> &w, const DecodeTile &t, LineP
     stage_values(w, t);
     interleave_values(w, t);
     for (std::int64_t row = 0; row < w.rows(); row += tiled_rows) {
-        score_tiles(w, row, t, values, value_lines);
-        for (int i = 0; i < tiled_rows; ++i) {
-            float *const scores = w.s.scores + i * decode_tile;
-            finish_scores(w, row + i, t, scores);
-            weigh_row(w, row + i, i, t, scores, keys, 0);
+        if (row + tiled_rows <= w.rows()) {
+            attend_tiled_rows<tiled_rows>(w, row, t, values, value_lines, keys, key_lines);
+        } else {
+            attend_tiled_rows<tiled_rows / 2>(w, row, t, values, value_lines, keys, key_lines);
         }
-        value_tiles(w, row, t, keys, key_lines);
         values = keys = {};
     }
 }

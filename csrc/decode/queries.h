@@ -13,7 +13,7 @@ namespace decode {
 constexpr std::int64_t column_unit = 2 * lanes;  // least number of columns of values per block
 constexpr int value_rows = lanes == 16 ? 8 : 4;  // most rows per block of values
 constexpr std::int64_t partial_head = 16;        // floats before the values of a partial row: maximum, sum
-constexpr int tiled_rows = 2 * lanes;            // rows of a block in tile registers; units of as many or more use them
+constexpr int tiled_rows = 2 * lanes;            // most rows of a block in tile registers; the least is half of them
 
 // True if three or four rows have loops with vectors of sixteen lanes.
 #if defined(__AVX512F__)
@@ -159,7 +159,7 @@ template <class F> struct DecodeWork {  // a unit with its parameters and scratc
     std::int64_t rows() const { return unit.row1 - unit.row0; }
     // Rows of common keys never use tile registers, because their bits do not depend on the number of rows.
     bool fits_tiles() const {
-        return uses_tiles<F> && !careful && !unit.tokens && rows() % tiled_rows == 0 &&
+        return uses_tiles<F> && !careful && !unit.tokens && rows() % (tiled_rows / 2) == 0 &&
                (sizes.key_words | sizes.rope_words) % lanes == 0;
     }
     std::int64_t token(std::int64_t row) const {

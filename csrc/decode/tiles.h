@@ -1,4 +1,5 @@
-// The two products of a decode in tile registers, for units with many query rows (MLA: 64 or 128 heads share each key).
+// The two products of a decode in tile registers, for units of a multiple of 16 query rows (MLA: all heads share each
+// key).
 //
 // Scores are computed as keys times query rows, [key][row], because rows of a cache are operands as they are stored and
 // query rows are packed as [word][row]; they are transposed afterwards. Values of a tile of keys are interleaved once
@@ -34,8 +35,8 @@ RowMajor<Pair::Word> even_rows(const char *const *rows, std::int64_t words, char
     return {reinterpret_cast<const Pair::Word *>(copies), words};
 }
 
-// Scores of M keys from `key` on for tiled_rows rows from `row` on.
-template <int M>
+// Scores of M keys from `key` on for R rows from `row` on.
+template <int M, int R>
 __attribute__((noinline)) void score_tiles(const DecodeWork<Paired> &w, std::int64_t row, std::int64_t key) {
     const std::int64_t words = w.sizes.key_words, rope_words = w.sizes.rope_words;
     const auto *const q = reinterpret_cast<const Pair::Word *>(w.query(row));
@@ -43,16 +44,16 @@ __attribute__((noinline)) void score_tiles(const DecodeWork<Paired> &w, std::int
     auto *const copies = reinterpret_cast<char *>(w.s.copies);
     float *const sums = w.s.weights;  // [key][row]; weights are written later
     {
-        SumBlock<Pair, M, 2, 2, false> block({sums, tiled_rows});
+        SumBlock<Pair, M, R / lanes, R / lanes, false> block({sums, R});
         const auto *next = block.add(0, words, even_rows<M>(w.s.key_rows + key, words, copies), q, lanes, place);
         if (rope_words)
             block.add(0, rope_words, even_rows<M>(w.s.rope_rows + key, rope_words, copies), next, lanes, place);
         block.finish();
     }
     for (int from = 0; from < M; from += lanes) {
-        for (int i = 0; i < tiled_rows; i += lanes) {
+        for (int i = 0; i < R; i += lanes) {
             Words square[lanes];
-            FUSION_UNROLL for (int k = 0; k < lanes; ++k) square[k] = load<Words>(sums + (from + k) * tiled_rows + i);
+            FUSION_UNROLL for (int k = 0; k < lanes; ++k) square[k] = load<Words>(sums + (from + k) * R + i);
             transpose(square);
             FUSION_UNROLL for (int r = 0; r < lanes; ++r) {
                 store(w.s.scores + (i + r) * decode_tile + key + from, square[r]);
@@ -61,13 +62,14 @@ __attribute__((noinline)) void score_tiles(const DecodeWork<Paired> &w, std::int
     }
 }
 
-inline void score_tiles(const DecodeWork<Paired> &w, std::int64_t row, const DecodeTile &t, LinePrefetch &ahead,
-                        std::int64_t lines) {
+template <int R>
+void score_tiles(const DecodeWork<Paired> &w, std::int64_t row, const DecodeTile &t, LinePrefetch &ahead,
+                 std::int64_t lines) {
     constexpr int most_keys = 2 * tiles::side;
     for (std::int64_t key = 0; key < t.count; key += most_keys) {  // count is a multiple of `lanes`
         if (ahead.any()) ahead.fetch(lines);
-        if (key + most_keys <= t.count) score_tiles<most_keys>(w, row, key);
-        else score_tiles<tiles::side>(w, row, key);
+        if (key + most_keys <= t.count) score_tiles<most_keys, R>(w, row, key);
+        else score_tiles<tiles::side, R>(w, row, key);
     }
 }
 
@@ -85,15 +87,16 @@ inline void interleave_values(const DecodeWork<Paired> &w, const DecodeTile &t) 
     }
 }
 
-// Adds weighted values to tiled_rows rows from `row` on.
-__attribute__((noinline)) inline void value_tiles(const DecodeWork<Paired> &w, std::int64_t row, const DecodeTile &t,
-                                                  LinePrefetch &ahead, std::int64_t lines) {
+// Adds weighted values to R rows from `row` on.
+template <int R>
+__attribute__((noinline)) void value_tiles(const DecodeWork<Paired> &w, std::int64_t row, const DecodeTile &t,
+                                           LinePrefetch &ahead, std::int64_t lines) {
     const RowMajor<Pair::Word> weights = {reinterpret_cast<const Pair::Word *>(w.s.weights), pair_rows};
     const std::int64_t words = round_up<std::int64_t>(t.count, 2 * lanes) / 2;
     const auto *values = w.s.interleaved;
     for (std::int64_t d = 0; d < w.sizes.columns; d += 2 * lanes, values += pair_rows * 2 * lanes) {
         if (ahead.any()) ahead.fetch(lines);
-        SumBlock<Pair, tiled_rows, 2, 2, true> block({w.out(row) + d, w.stride, 2 * lanes, true, w.s.fade});
+        SumBlock<Pair, R, 2, 2, true> block({w.out(row) + d, w.stride, 2 * lanes, true, w.s.fade});
         block.add(0, words, weights, values, 2 * lanes);
         block.finish();
     }
