@@ -53,7 +53,7 @@ test: $(VENV)/.extra-test $(VENV)/.extra-demo ## the everyday test suite
 	$(call both)
 
 # FUSION_ATTENTION_CPU caps the processor; the strongest instruction set is `make test`'s.
-VARIANTS = $(shell $(BIN)/python -c "from fusion_attention import _native; print(*_native.cpu_features()['runnable'][:-1])")
+VARIANTS = $(shell $(BIN)/python -c "from fusion_attention import _native; f = _native.cpu_features(); print(*(n for n in f['runnable'] if n != f['chosen']))")
 VARIANT_TESTS ?= tests/training tests/inference tests/sparse tests/native tests/integrations tests/cli/test_doctor.py
 test-variants: $(VENV)/.extra-test $(VENV)/.extra-demo ## what ends in the native core, on each weaker instruction set of this machine
 	for name in $(VARIANTS); do \

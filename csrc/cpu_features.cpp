@@ -100,6 +100,14 @@ std::vector<std::string> find_features() {
 #endif
 }
 
+bool has_slow_pairs() {
+#if defined(__x86_64__)
+    return cpuid(0, 0).b == signature_INTEL_ebx;
+#else
+    return false;
+#endif
+}
+
 std::size_t second_level_cache() {
     constexpr std::size_t unit = 512 << 10;
     const std::size_t bytes = system::second_level_cache();

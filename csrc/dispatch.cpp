@@ -152,12 +152,14 @@ const std::vector<Built> &built_variants() {
     return built;
 }
 
-const Variant &chosen_variant() {
+const Variant &fastest(const std::vector<Built> &rows, bool slow_pairs) {
     const Variant *best = nullptr;
-    for (const Built &built : built_variants()) {
-        if (built.variant) best = built.variant;
+    for (const Built &row : rows) {
+        if (row.variant && !(slow_pairs && row.name == std::string("v4+avx512bf16"))) best = row.variant;
     }
     return *best;  // base always runs
 }
+
+const Variant &chosen_variant() { return fastest(built_variants(), has_slow_pairs() && forced_variant().empty()); }
 
 }  // namespace fusion

@@ -32,6 +32,8 @@ std::string forced_variant();
 
 const std::vector<std::string> &cpu_features();  // by the names of /proc/cpuinfo
 const std::vector<Built> &built_variants();      // weakest first
-const Variant &chosen_variant();                 // the strongest that runs
+// The strongest variant that runs; with slow_pairs, not the one whose only gain are vector products of bfloat16 pairs.
+const Variant &fastest(const std::vector<Built> &rows, bool slow_pairs);
+const Variant &chosen_variant();
 
 }  // namespace fusion

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,11 +19,15 @@ BUILT, RUNNABLE = FEATURES["built"], FEATURES["runnable"]
 NEEDS = FEATURES["needs"]
 
 
-def test_the_chosen_variant_is_the_strongest_that_runs() -> None:
+def test_the_chosen_variant_is_the_strongest_that_is_fast() -> None:
+    """Intel's vector products of bfloat16 pairs are slow: what adds only these is not chosen there."""
     assert BUILT[0] == RUNNABLE[0] == "base"
     assert list(NEEDS) == BUILT
     assert [name for name in BUILT if name in RUNNABLE] == RUNNABLE
-    assert FEATURES["chosen"] == RUNNABLE[-1]
+    vendor = Path("/proc/cpuinfo")
+    intel = vendor.exists() and "GenuineIntel" in vendor.read_text(encoding="utf-8")
+    slow = {"v4+avx512bf16"} if intel and not FEATURES["forced"] else set()
+    assert FEATURES["chosen"] == [name for name in RUNNABLE if name not in slow][-1]
 
 
 def test_a_variant_runs_where_all_that_it_needs_is_found() -> None:

@@ -32,6 +32,22 @@ void test_refusal(Report &report) {
         report.fail("tiles were granted that are not there");
 }
 
+// Where products of bfloat16 pairs are slow, the variant that adds only these is not chosen, but one with tiles is.
+void test_slow_pairs(Report &report) {
+    std::vector<fusion::Built> rows = fusion::built_variants();
+    for (const bool slow : {false, true}) {
+        std::string expected;
+        for (const char *left_out : {"", "v4+amx"}) {
+            for (fusion::Built &row : rows) {
+                if (row.name == std::string(left_out)) row.variant = nullptr;
+                if (row.variant && !(slow && row.name == std::string("v4+avx512bf16"))) expected = row.variant->name;
+            }
+            if (fusion::fastest(rows, slow).name != expected) report.fail("chosen, not " + expected);
+        }
+        rows = fusion::built_variants();
+    }
+}
+
 constexpr double product_work = 16 * 16 * 32;  // multiply-adds of two tiles
 
 struct Bound {
@@ -144,6 +160,7 @@ void count_decode(Report &report, const fusion::Variant &variant, const char *na
 
 void test_tiles(Report &report) {
     test_refusal(report);
+    test_slow_pairs(report);
     for (const fusion::Built &built : fusion::built_variants()) {
         if (!report.tests(built) || built.name != std::string("amx_model")) continue;
         count_dense(report, *built.variant);
