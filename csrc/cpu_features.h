@@ -13,7 +13,7 @@ namespace fusion {
 std::vector<std::string> find_features();
 
 // True for Intel's processors: a vector product of bfloat16 pairs (VDPBF16PS) takes as long as four multiply-adds of
-// float32 there (Sapphire Rapids), as long as one on AMD's. Tile products are not affected.
+// float32 there (Emerald Rapids), as long as one on AMD's. Tile products are not affected.
 bool has_slow_pairs();
 
 // Bytes of a core's second-level cache as the system tells, between 512 KiB and 2 MiB: larger values were not measured:

@@ -15,12 +15,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 AMX_NOTE = (
-    "This processor has AMX, which the library uses for bfloat16 in {}; "
-    "torch's own attention uses it for float16 too. Its instructions were checked on a model of tiles, and nothing was "
-    "measured on such processors: torch.nn.functional.scaled_dot_product_attention may be faster."
+    "This processor has AMX, which the library uses for bfloat16 in {}; float16, float32 and integers are computed "
+    "by vectors."
 )
 AMX_REFUSED_NOTE = "This processor has AMX, but {}: the library computes without it."
-AMX_FAMILIES = "dense attention, decode with many heads to a key, selections, the indexer and its loss"
+AMX_FAMILIES = "dense attention, decode with a multiple of 16 heads to a key, selections, the indexer and its loss"
 RUNTIMES_NOTE = (
     "More than one OpenMP runtime is loaded: each has threads of its own, and they may take each other's cores. "
     "Import torch first, and nothing that brings its own (some builds of numpy, scikit-learn, onnxruntime)."
