@@ -1,7 +1,5 @@
 """Times attention over selected keys and the lightning indexer beside eager torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Compressed keys of transformers' DeepSeek-V4 layers and those of fa.compress, by loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.compressed import pooled_by_loops

@@ -1,7 +1,5 @@
 """Models of transformers whose layers choose keys compute with our attention what their own code computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`fusion-attention doctor --model`: the path of every layer, from a configuration alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Contents of the masks, lengths and positions that models of transformers pass to attention."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ This is stochastic arithmetic (M. La Porte and J. Vignes, 1974): it measures the
 program, with cancellation and gradients, without formulas for their propagation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

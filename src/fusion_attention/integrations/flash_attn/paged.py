@@ -3,8 +3,6 @@
 decode_attention() computes the attention, or attention() if there are ALiBi slopes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
