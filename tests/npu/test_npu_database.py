@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fusion_attention import npu
 
+pytest.importorskip("expecttest", reason="torch's tests import it")
+
 DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.complex64, torch.bool)
 EVERYDAY, LARGE = 40, 500  # rows
 SAMPLES = 4  # of one row
@@ -50,7 +52,6 @@ def title(op: Any) -> str:
 
 def database() -> list[Any]:
     """All operators; the import takes five seconds."""
-    pytest.importorskip("expecttest", reason="torch's tests import it")
     from torch.testing._internal.common_methods_invocations import op_db
 
     return op_db

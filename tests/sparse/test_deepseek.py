@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.hf_models import Float64Torch
+from support.sparse_models import code_of
 from torch import Tensor, nn
 
 import fusion_attention as fa
@@ -14,12 +15,7 @@ from fusion_attention.nn import SparseLatentAttention, set_stage
 from fusion_attention.testing import check, compare
 from fusion_attention.testing.drawn import compare_with, expected_of
 
-
-def code() -> Any:
-    """The module of the model's code; importing it takes seconds."""
-    return pytest.importorskip("transformers.models.deepseek_v32.modeling_deepseek_v32")
-
-
+pytest.importorskip("transformers")
 TOP_K = 6
 SIZES = {
     "hidden_size": 48,
@@ -39,7 +35,7 @@ SIZES = {
 @pytest.fixture
 def model() -> Any:
     """Two layers, one of them with experts, in float32 on the eager path."""
-    deepseek = code()
+    deepseek = code_of("deepseek_v32")
     config = deepseek.DeepseekV32Config(
         **SIZES,
         vocab_size=50,
@@ -103,7 +99,7 @@ def golden(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
         def call() -> Any:
             with monkeypatch.context() as patched:
-                patched.setattr(code(), "torch", Float64Torch())
+                patched.setattr(code_of("deepseek_v32"), "torch", Float64Torch())
                 return run(own, **wide)
 
         return call
@@ -186,17 +182,22 @@ def test_bare_operators(model: Any, golden: Callable[..., Any]) -> None:
         nope, rope, v_dim = SIZES["qk_nope_head_dim"], SIZES["qk_rope_head_dim"], SIZES["v_head_dim"]
         latent_q = attention.q_a_layernorm(attention.q_a_proj(hidden))
 
+        deepseek = code_of("deepseek_v32")
         indexer = attention.indexer
         index_q = indexer.wq_b(latent_q).unflatten(-1, (SIZES["index_n_heads"], -1))
         index_k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
-        turned = code().apply_rotary_pos_emb(index_q[..., :rope], index_k[..., :rope], cos, sin, unsqueeze_dim=2)
+        turned = deepseek.apply_rotary_pos_emb(
+            index_q[..., :rope], index_k[..., :rope], cos, sin, unsqueeze_dim=2
+        )
         index_q, index_k = (torch.cat([a, b[..., rope:]], -1) for a, b in zip(turned, (index_q, index_k), strict=True))
         w = indexer.weights_proj(hidden) * (SIZES["index_n_heads"] * SIZES["index_head_dim"]) ** -0.5
         indices, _ = fa.lightning_indexer(index_q, index_k, w, TOP_K)
 
         q, q_rope = attention.q_b_proj(latent_q).unflatten(-1, (4, -1)).split([nope, rope], -1)
         latent, k_rope = attention.kv_a_proj_with_mqa(hidden).unsqueeze(2).split([SIZES["kv_lora_rank"], rope], -1)
-        q_rope, k_rope = code().apply_rotary_pos_emb_interleave(q_rope, k_rope, cos, sin, unsqueeze_dim=2)
+        q_rope, k_rope = deepseek.apply_rotary_pos_emb_interleave(
+            q_rope, k_rope, cos, sin, unsqueeze_dim=2
+        )
         up_k, up_v = attention.kv_b_proj.weight.unflatten(0, (4, -1)).split([nope, v_dim], 1)
         absorbed = torch.einsum("bshd,hdr->bshr", q, up_k)
         ropes = {"q_rope": q_rope, "k_rope": k_rope}
