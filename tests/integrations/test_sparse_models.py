@@ -8,17 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from support.sparse_models import (
-    EAGER,
-    MODELS,
-    OURS,
-    Batch,
-    agree,
-    gradients,
-    in_float64,
-    make,
-    tokens,
-)
+from support.sparse_models import EAGER, MODELS, OURS, Batch, agree, gradients, in_float64, make, tokens
 from transformers import DynamicCache, StaticCache
 
 from fusion_attention.integrations import transformers as integration

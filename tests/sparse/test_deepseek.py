@@ -186,18 +186,14 @@ def test_bare_operators(model: Any, golden: Callable[..., Any]) -> None:
         indexer = attention.indexer
         index_q = indexer.wq_b(latent_q).unflatten(-1, (SIZES["index_n_heads"], -1))
         index_k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
-        turned = deepseek.apply_rotary_pos_emb(
-            index_q[..., :rope], index_k[..., :rope], cos, sin, unsqueeze_dim=2
-        )
+        turned = deepseek.apply_rotary_pos_emb(index_q[..., :rope], index_k[..., :rope], cos, sin, unsqueeze_dim=2)
         index_q, index_k = (torch.cat([a, b[..., rope:]], -1) for a, b in zip(turned, (index_q, index_k), strict=True))
         w = indexer.weights_proj(hidden) * (SIZES["index_n_heads"] * SIZES["index_head_dim"]) ** -0.5
         indices, _ = fa.lightning_indexer(index_q, index_k, w, TOP_K)
 
         q, q_rope = attention.q_b_proj(latent_q).unflatten(-1, (4, -1)).split([nope, rope], -1)
         latent, k_rope = attention.kv_a_proj_with_mqa(hidden).unsqueeze(2).split([SIZES["kv_lora_rank"], rope], -1)
-        q_rope, k_rope = deepseek.apply_rotary_pos_emb_interleave(
-            q_rope, k_rope, cos, sin, unsqueeze_dim=2
-        )
+        q_rope, k_rope = deepseek.apply_rotary_pos_emb_interleave(q_rope, k_rope, cos, sin, unsqueeze_dim=2)
         up_k, up_v = attention.kv_b_proj.weight.unflatten(0, (4, -1)).split([nope, v_dim], 1)
         absorbed = torch.einsum("bshd,hdr->bshr", q, up_k)
         ropes = {"q_rope": q_rope, "k_rope": k_rope}
