@@ -1,7 +1,5 @@
 """`python -m benchmarks`: times every call beside its alternatives; optionally writes JSON and a chart."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

@@ -8,8 +8,6 @@ programs and SDPA's gradients, which accumulate in the dtype, are compared with 
 with those of kernels that accumulate in float32.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -139,6 +137,16 @@ def of_triton(length: int) -> list[Row]:
     return [Row(**row) for row in json.loads(done.stdout)]
 
 
+def worst(results: list[Row]) -> dict[str, dict[str, list[float | None]]]:
+    """Returns the largest tile z by family, program and dtype, of all calls, outputs and instruction sets."""
+    tiles: dict[str, dict[str, list[float | None]]] = {}
+    for row in results:
+        of_dtypes = tiles.setdefault(row.family, {}).setdefault(row.program.split()[0], [None] * len(DTYPES))
+        place = DTYPES.index(row.dtype)
+        of_dtypes[place] = max(of_dtypes[place] or 0.0, *row.tile.values())
+    return tiles
+
+
 # ---------------------------------------------------------------------------------------------------------- the picture
 
 
@@ -207,15 +215,14 @@ def main(
         return
     console = Console(width=None if sys.stdout.isatty() else 150)
     report = Report(console, "Errors in expected errors, over the whole and of the worst tile of 32 rows", COLUMNS)
-    results = []
-    for row in [*rows(length), *of_triton(short)]:
-        results.append(row)
+    results = [*rows(length), *of_triton(short)]
+    for row in results:
         for name, z in row.z.items():
             report.add(row.dtype, row.program, name, f"{z:.3f}", f"{row.tile[name]:.3f}", section=row.family)
     if output:
         facts = {"torch": torch.__version__, "variants": VARIANTS, "length": length, "short": short}
-        facts |= {"picture": right_and_wrong(long), "rows": [asdict(row) for row in results]}
-        output.write_text(json.dumps(facts).replace("}, {", "},\n{") + "\n", encoding="utf-8")  # a row per line
+        facts |= {"picture": right_and_wrong(long), "worst": worst(results)}
+        output.write_text(json.dumps(facts).replace("}, ", "},\n") + "\n", encoding="utf-8")  # a family per line
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Defines the calls whose errors benchmarks/accuracy.py measures: one or several for every family of operators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

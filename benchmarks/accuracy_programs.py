@@ -3,8 +3,6 @@
 All compute on a judge's Block: queries, keys and values of a sequence, exact in the dtype or made of stored integers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Times gradients of training attention with bands, biases and dropout, for packed sequences and on several threads."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

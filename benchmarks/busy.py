@@ -1,7 +1,5 @@
 """Times short calls while another process computes on every core."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -3,8 +3,6 @@
 benchmarks/capi_calls.cpp is the program. Times are of the processor, on one thread: neighbours disturb them little.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import statistics

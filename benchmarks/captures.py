@@ -3,8 +3,6 @@
 python -m benchmarks.captures      # the lowest of all turns, in microseconds
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable

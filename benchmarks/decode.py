@@ -4,8 +4,6 @@ Peers: torch's SDPA with the heads of a group folded into query rows, SDPA with 
 SDPA, and onnxruntime's GroupQueryAttention where it is installed. decode_rows.py measures them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

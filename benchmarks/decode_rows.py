@@ -5,8 +5,6 @@ registers, so that a machine whose speed changes affects all equally. bandwidth_
 divided by the rate of reading memory in pages of the same size.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

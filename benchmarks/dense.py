@@ -1,7 +1,5 @@
 """Times training attention beside torch's SDPA, with a mask where necessary, and FlexAttention where it applies."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

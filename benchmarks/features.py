@@ -1,7 +1,5 @@
 """Times optional features, shapes and bands beside a call without them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import time

@@ -4,8 +4,6 @@ Every row is a planned call in the intermediate representation, beside the same 
 pages [heads, page, dim] in random order unless a row says otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 

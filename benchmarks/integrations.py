@@ -4,8 +4,6 @@ A model's peer is the same model with the same weights on torch's SDPA. "attenti
 the tensors, the mask and the words that the layer hands over.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import statistics

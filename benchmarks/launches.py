@@ -4,8 +4,6 @@ Launches are counted and left out; all else runs as on a GPU, on the CPU's memor
 thread: neighbours disturb them little.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import statistics

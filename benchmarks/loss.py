@@ -1,7 +1,5 @@
 """Times the indexer's loss with its gradients beside eager torch: autograd in chunks of the fastest size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

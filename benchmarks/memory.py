@@ -3,8 +3,6 @@
 python -m benchmarks.memory bf16 65536      # one row, as JSON
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

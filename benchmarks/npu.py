@@ -1,7 +1,5 @@
 """Times a model on device "npu" beside the same model on the CPU; both run the same kernels."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Times pooling of compressed keys, forward and backward, beside reading memory and beside torch's operators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ machine's rates. It ignores contention and stragglers, and assumes point-to-poin
 compared with measurements of gloo on this machine.
 """
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ tests/native/schedule has the program: the real plans on a virtual clock, with k
 computing. It ignores caches, links between cores and the rate of memory.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Times attention over selected keys and the lightning indexer beside eager torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -16,15 +14,7 @@ from fusion_attention.bench.pair import Pair, seconds
 from fusion_attention.contract import dtype_text
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.mask import INFINITE
-from fusion_attention.ir.problem import (
-    Extents,
-    Grads,
-    IndexerOperands,
-    IndexerProblem,
-    Operands,
-    Problem,
-    Stats,
-)
+from fusion_attention.ir.problem import Extents, Grads, IndexerOperands, IndexerProblem, Operands, Problem, Stats
 
 HEADS, DIM, ROPE, KEYS, CHOSEN = 64, 512, 64, 8192, 2048
 INDEX_HEADS, INDEX_DIM = 32, 128

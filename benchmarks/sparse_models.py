@@ -10,8 +10,6 @@ it returns lists computed before. "eager" is the original as it ships: at 8192 t
 are 16 GiB, twice.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import resource

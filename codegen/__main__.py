@@ -1,7 +1,5 @@
 """python -m codegen: writes stubs, the operators' C headers, and README's picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from codegen import headers, stub

@@ -4,8 +4,6 @@ A header declares two functions of every operator, with CANN's names and C types
 the headers (c_definitions.py). The tensors that an operator writes are the last ones that follow one another.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """The stubs of aclnn and of torch_npu's functions, which are made from records, for type checkers and editors."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from textwrap import wrap

@@ -5,8 +5,6 @@ python examples/find_the_bug.py
 Without a GPU the kernel runs under Triton's interpreter. docs/find_the_bug.md walks through it.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -3,8 +3,6 @@
 python examples/verify_kernel.py
 """
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

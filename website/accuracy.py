@@ -1,7 +1,5 @@
 """Generates the table and chart of docs/accuracy.md from the results of `python -m benchmarks.accuracy`."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -12,7 +10,6 @@ from website.svg import Picture
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "figures" / "accuracy.json"
-DTYPES = ("bfloat16", "float16", "float32")
 PROGRAMS = {"core": "native core", "Triton": "Triton", "golden": "golden", "SDPA": "SDPA", "tiles": "tiles",
             "eager": "eager"}  # fmt: skip
 RIGHT = {"core": ("a", "this library"), "SDPA": ("b", "torch SDPA"), "tiles": ("c", "tiles, as flash-attn")}
@@ -28,21 +25,12 @@ def figures() -> dict[str, Any]:
 
 def table() -> str:
     """Formats the z of the worst tile by family and program in bfloat16, float16 and float32."""
-    rows = figures()["rows"]
+    families = figures()["worst"]
     lines = ["| worst tile of | " + " | ".join(PROGRAMS.values()) + " |", "|---" * (len(PROGRAMS) + 1) + "|"]
-    for family in dict.fromkeys(row["family"] for row in rows):
-        cells = []
-        for program in PROGRAMS:
-            tiles = [worst(rows, family, dtype, program) for dtype in DTYPES]
-            cells.append(", ".join("-" if z is None else f"{z:.1f}" for z in tiles) if any(tiles) else "")
+    for family, programs in families.items():
+        cells = [", ".join("-" if z is None else f"{z:.1f}" for z in programs.get(who, ())) for who in PROGRAMS]
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def worst(rows: list[dict[str, Any]], family: str, dtype: str, program: str) -> float | None:
-    """Returns the largest tile z of all calls and outputs; for the native core, of all instruction sets."""
-    matching = (r for r in rows if (r["family"], r["dtype"], r["program"].split()[0]) == (family, dtype, program))
-    return max((tile for r in matching for tile in r["tile"].values()), default=None)
 
 
 class _Panel:

@@ -1,7 +1,5 @@
 """Generates the tables and picture of docs/ascend_code.md from the library: functions, call counts, command output."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

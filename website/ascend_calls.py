@@ -4,8 +4,6 @@ Python files outside tests and benchmarks, torch_npu.* and torch.ops.npu.* toget
 those that belong to one family of formats, stand under the family's name.
 """
 
-from __future__ import annotations
-
 # Functions of each row, and their calls.
 EVERYWHERE: tuple[tuple[str, int], ...] = (
     ("npu_rms_norm", 76),

@@ -3,8 +3,6 @@
 A bar begins at 1.0, where both are equally fast, and its length is what is gained.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Generates files of the site that are not in git: operator pages, the reference, pictures, and tables in pages."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Implements mkdocs' hooks: generated pages and tables, pictures in pages, the mask explorer, and search weights."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

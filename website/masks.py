@@ -4,8 +4,6 @@ All keys are equal and values are unit vectors, so element j of a row's output i
 is seen.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import Any
 

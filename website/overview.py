@@ -1,7 +1,5 @@
 """Draws overviews of the package: its interfaces, back ends and layers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import fusion_attention as fa

@@ -1,7 +1,5 @@
 """Draws pictures of memory layouts, of a paged cache and of training; masks.py draws masks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """Generates the reference of the Python API from signatures and docstrings."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from dataclasses import dataclass

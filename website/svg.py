@@ -4,8 +4,6 @@ A picture follows the scheme of the reader's system where it stands alone; the s
 gives it the page's own colours by assets/pictures.css.
 """
 
-from __future__ import annotations
-
 from html import escape
 
 # Name -> in the light scheme, in the dark one. A letter is a colour, with a 2 its faint form.

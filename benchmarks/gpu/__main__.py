@@ -1,7 +1,5 @@
 """`python -m benchmarks.gpu [--quick] [--only GROUP] [--output FOLDER]`: one table, figures.json and a chart."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

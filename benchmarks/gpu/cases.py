@@ -1,7 +1,5 @@
 """Defines the measured calls: our kernels and torch's functions on the same tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 

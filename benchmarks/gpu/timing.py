@@ -1,7 +1,5 @@
 """Measures times on a GPU with events around many launches, and the rates that the machine reaches in the same run."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass

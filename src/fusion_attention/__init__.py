@@ -3,8 +3,6 @@
 Importing this package loads neither torch nor anything else; a name, or a submodule, is loaded when it is first used.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

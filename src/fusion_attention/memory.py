@@ -6,8 +6,6 @@ therefore come from a free list by size, to which a block returns when its stora
 are marked MADV_FREE, so the system can reclaim them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import weakref

@@ -1,7 +1,5 @@
 """Defaults of strictness, content checks and back end, for a block of code or the process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -42,10 +42,8 @@ def gradients_of(args: dict[str, Any], saved: dict[str, Tensor]) -> dict[str, Te
     return done(GRAD_V4, given)
 
 
-@pytest.mark.parametrize("layout", SCORE_V4.layouts)
-@pytest.mark.parametrize(("seed", "offset"), [(7, 3), (1, 0), (2**63 - 1, 2**32 - 1)])
-def test_drawn_dropout_has_torch_npus_bits(layout: str, seed: int, offset: int) -> None:
-    args = drawn(layout, seed, offset, sink=True)
+def check_bits_of_torch_npu(args: dict[str, Any]) -> None:
+    """Results and gradients."""
     want, gradients = by_torch_npu(args)
     results = done(SCORE_V4, args)
     for name, value in want.items():
@@ -53,6 +51,12 @@ def test_drawn_dropout_has_torch_npus_bits(layout: str, seed: int, offset: int) 
     written = gradients_of(args, results)
     for name, value in gradients.items():
         same_bits(written[name], value, name)
+
+
+@pytest.mark.parametrize("layout", SCORE_V4.layouts)
+@pytest.mark.parametrize(("seed", "offset"), [(7, 3), (1, 0), (2**63 - 1, 2**32 - 1)])
+def test_drawn_dropout_has_torch_npus_bits(layout: str, seed: int, offset: int) -> None:
+    check_bits_of_torch_npu(drawn(layout, seed, offset, sink=True))
 
 
 def test_seed_0_draws() -> None:
@@ -83,14 +87,7 @@ def test_a_mask_decides_beside_a_seed() -> None:
 @pytest.mark.parametrize("more", [{}, {"sink": True, "out_dtype": 27}], ids=["alone", "sink"])
 def test_rope_parts_in_every_layout(layout: str, more: dict[str, Any]) -> None:
     """Without a mask, and beside drawn dropout and a sink."""
-    args = drawn(layout, 11, 2, **ROPE, **more)
-    want, gradients = by_torch_npu(args)
-    results = done(SCORE_V4, args)
-    for name, value in want.items():
-        same_bits(results[name], value, name)
-    written = gradients_of(args, results)
-    for name, value in gradients.items():
-        same_bits(written[name], value, name)
+    check_bits_of_torch_npu(drawn(layout, 11, 2, **ROPE, **more))
 
 
 def test_switched_off_tails() -> None:

@@ -109,10 +109,7 @@ def compiled(p: Problem) -> Any:
 @gluon
 @pytest.mark.parametrize(
     "p",
-    [
-        problem(has_sink=True, empty_rows="mean_in_band"),
-        pytest.param(problem(dtype="float16"), marks=pytest.mark.slow),
-    ],
+    [problem(has_sink=True, empty_rows="mean_in_band"), pytest.param(problem(dtype="float16"), marks=pytest.mark.slow)],
     ids=["bfloat16", "float16"],
 )
 def test_ahead(p: Problem, tmp_path: Path) -> None:

@@ -324,9 +324,7 @@ CLAUSES = (
         forbids("blockSize key", page=16, blockSize=32),
     ),
     clause(
-        "pages-off",
-        "Without blocktable blockSize has no effect.",
-        *(computes(blockSize=n) for n in (1, 16, 24, 1024)),
+        "pages-off", "Without blocktable blockSize has no effect.", *(computes(blockSize=n) for n in (1, 16, 24, 1024))
     ),
     clause(
         "pages-lengths",

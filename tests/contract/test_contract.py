@@ -19,18 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import fusion_attention.contract.binding as binding
 from fusion_attention import ContractError, ContractWarning
-from fusion_attention.contract import (
-    INVALID,
-    LEVELS,
-    NULL_POINTER,
-    STAGES,
-    TILING,
-    Array,
-    Op,
-    Rule,
-    Tensor,
-    bind,
-)
+from fusion_attention.contract import INVALID, LEVELS, NULL_POINTER, STAGES, TILING, Array, Op, Rule, Tensor, bind
 from fusion_attention.contract.sampling import invalid_samples, sample
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.auxiliary.definitions import CONTRACTS

@@ -115,14 +115,7 @@ def objects(a: int, b: int) -> list[Any]:
     pair = Pair(a)
     other = Pair.doubled(b)
     merged = {**TABLE, "c": a} | {"a": b}
-    return [
-        pair.total(),
-        other.total(a),
-        pair == Pair(a, (3,)),
-        other.left,
-        [merged[k] for k in merged],
-        "b" in TABLE,
-    ]
+    return [pair.total(), other.total(a), pair == Pair(a, (3,)), other.left, [merged[k] for k in merged], "b" in TABLE]
 
 
 @pytest.mark.parametrize("function", [numbers, chains, texts, slices, loops, choices, arrays, objects])

@@ -1,7 +1,5 @@
 """Tests on a real GPU: `make test-gpu`. They need torch with CUDA, triton and pytest, and nothing built."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

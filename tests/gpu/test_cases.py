@@ -1,7 +1,5 @@
 """The same cases as everywhere, and larger ones, on a real GPU against golden on the CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A band of keys beside compressed keys on a real GPU against golden on the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Gluon forward on an sm_90: the cases that it computes, against golden and against plain Triton."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.aligned import aligned

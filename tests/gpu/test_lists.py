@@ -1,7 +1,5 @@
 """Lists of selected keys, the indexer and its loss on a real GPU against golden on the CPU."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

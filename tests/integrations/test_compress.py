@@ -1,11 +1,9 @@
 """Compressed keys of transformers' DeepSeek-V4 layers and those of fa.compress, by loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.compressed import pooled_by_loops
-from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+from support.sparse_models import code_of
 
 import fusion_attention as fa
 from fusion_attention.testing.drawn import compare_with
@@ -21,7 +19,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["HCA", "CSA"])
 def test_the_layers_of_transformers_pool_alike(kind: str) -> None:
     """Before their norm and rotation."""
-    overlap = kind == "CSA"
+    v4, overlap = code_of("deepseek_v4"), kind == "CSA"
     config = v4.DeepseekV4Config(hidden_size=16, head_dim=2 * DIM, index_head_dim=8, index_n_heads=2, q_lora_rank=8)
     layer = getattr(v4, f"DeepseekV4{kind}Compressor")(config)
     layer.compress_rate = RATIO

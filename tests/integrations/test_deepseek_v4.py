@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 from support.selected import close
+from support.sparse_models import code_of
 from transformers import DynamicCache
-from transformers.models.deepseek_v4 import DeepseekV4Config
-from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
 import fusion_attention as fa
 
@@ -19,7 +18,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def layer(kind: str) -> tuple[Any, Any]:
     """An attention layer in float64, with sinks that matter."""
-    config = DeepseekV4Config(
+    modeling = code_of("deepseek_v4")
+    config = modeling.DeepseekV4Config(
         hidden_size=32, num_attention_heads=4, head_dim=16, q_lora_rank=24, o_groups=2, o_lora_rank=8,
         index_n_heads=64, index_head_dim=16, index_topk=3, sliding_window=WINDOW, compress_rates=RATES,
         num_hidden_layers=1, layer_types=[kind], mlp_layer_types=["moe"], attn_implementation="eager",
@@ -63,6 +63,7 @@ class Both:
 
 @pytest.fixture
 def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Both:
+    modeling = code_of("deepseek_v4")
     result = Both(RATES.get(request.param, 4), modeling.eager_attention_forward)
     monkeypatch.setattr(modeling, "eager_attention_forward", result)
     return result
@@ -71,7 +72,7 @@ def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bot
 def run(config: Any, module: Any, hidden: torch.Tensor, first: int = 0, cache: Any = None) -> torch.Tensor:
     rows = hidden.shape[1]
     position = torch.arange(first, first + rows)[None]
-    rotary = modeling.DeepseekV4RotaryEmbedding(config)
+    rotary = code_of("deepseek_v4").DeepseekV4RotaryEmbedding(config)
     turned = {name: rotary(hidden, position_ids=position, layer_type=name) for name in ("main", "compress")}
     keys = rows if rows > 1 else min(first + 1, WINDOW)  # without a mask a row would see keys that are not chosen
     visible = torch.ones(rows, keys).tril(keys - rows).triu(1 - WINDOW) > 0
@@ -125,7 +126,7 @@ def indexer() -> tuple[Any, Any, list[Any]]:
     """An indexer, and the scores that it has computed: rows, keys and weights, and the scores."""
     config, _ = layer(CSA)
     config.index_n_heads = 64  # with few heads some keys score 0, and tie
-    chooses, computed = modeling.DeepseekV4Indexer(config).eval(), []
+    chooses, computed = code_of("deepseek_v4").DeepseekV4Indexer(config).eval(), []
     for parameter in chooses.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     scorer = chooses.scorer

@@ -8,11 +8,11 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.compiled import compiled
+from support.hf_models import Float64Torch
 from support.selected import close
+from support.sparse_models import code_of
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.models.deepseek_v4 import DeepseekV4Config
-from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
 import fusion_attention as fa
 from fusion_attention.nn import STAGES, CompressedAttention, CompressedCache, Stage, rope_table, set_stage
@@ -35,19 +35,10 @@ def ours(kind: str) -> CompressedAttention:
     return layer
 
 
-class Float64Torch:
-    """torch, in which what is called float32 is float64: their modules go through float32 in any dtype."""
-
-    float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 @pytest.fixture
 def float64_throughout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Their modules compute in float64 throughout, and so do ours."""
-    monkeypatch.setattr(modeling, "torch", Float64Torch())
+    monkeypatch.setattr(code_of("deepseek_v4"), "torch", Float64Torch())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     with fa.use_backend("golden"):
         yield
@@ -57,7 +48,8 @@ class Theirs:
     """The layer of transformers with the weights of one of ours."""
 
     def __init__(self, layer: CompressedAttention, kind: str) -> None:
-        self.config = DeepseekV4Config(
+        modeling = code_of("deepseek_v4")
+        self.config = modeling.DeepseekV4Config(
             hidden_size=DIM, num_attention_heads=4, head_dim=16, q_lora_rank=24, o_groups=2, o_lora_rank=8,
             index_n_heads=HEADS, index_head_dim=16, index_topk=TOP_K, sliding_window=WINDOW, compress_rates=RATES,
             num_hidden_layers=1, layer_types=[kind], mlp_layer_types=["moe"], attn_implementation="eager",

@@ -1,7 +1,5 @@
 """Models of transformers on device "npu": to the bit what they compute on the CPU, gradients too."""
 
-from __future__ import annotations
-
 import copy
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Layers of transformers that choose keys, by our attention: float32, choices in bfloat16, memory, traces."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of transformers whose layers choose keys compute with our attention what their own code computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,17 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from support.sparse_models import (
-    EAGER,
-    MODELS,
-    OURS,
-    Batch,
-    agree,
-    gradients,
-    in_float64,
-    make,
-    tokens,
-)
+from support.sparse_models import EAGER, MODELS, OURS, Batch, agree, gradients, in_float64, make, tokens
 from transformers import DynamicCache, StaticCache
 
 from fusion_attention.integrations import transformers as integration

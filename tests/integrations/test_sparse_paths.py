@@ -1,7 +1,5 @@
 """`fusion-attention doctor --model`: the path of every layer, from a configuration alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -30,10 +28,7 @@ EXPECTED = {
         "a window of 5 keys beside 3 of T / 2 compressed keys",
         "a window of 5 keys beside all T / 4 compressed keys",
     ],
-    "qwen4_exp": [
-        "transformers' own code: linear attention",
-        "blocks of an indexer: 2 of T / 2, of 2 keys each",
-    ],
+    "qwen4_exp": ["transformers' own code: linear attention", "blocks of an indexer: 2 of T / 2, of 2 keys each"],
 }
 
 

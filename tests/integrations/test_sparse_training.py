@@ -1,8 +1,6 @@
 """Models of transformers whose layers choose keys: patches, refusals, what transformers computes itself, losses of
 indexers, checkpoints, traces, memory, float32 and bfloat16."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

@@ -3,8 +3,6 @@
 The truth is eager attention in float64, and the measure how large the errors of its roundings are.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """generate() over pages: the tokens that transformers' own caches give, and no more in memory than is needed."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping

@@ -1,8 +1,6 @@
 """The integration itself: registering, masks of the user's own, what is refused, caches in parts, training as users
 train."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each is refused or called wrong in one sentence that says what and where, and never passes for right.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable

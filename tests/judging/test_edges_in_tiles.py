@@ -1,7 +1,5 @@
 """Edges of a mask that are wrong inside the tiles that they cross are named."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,7 +1,5 @@
 """Expected errors of the indexer's family: beside drawn roundings, of right results, and of wrong ones."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

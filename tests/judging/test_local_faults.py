@@ -4,8 +4,6 @@
 is below two expected errors in every tile: a right kernel may be off as far.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import cache

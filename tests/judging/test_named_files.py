@@ -1,7 +1,5 @@
 """Files with names of any kind: each output alone, gradients without statistics, nested dicts, bands in words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

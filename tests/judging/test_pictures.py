@@ -1,7 +1,5 @@
 """Pictures of where a result is wrong, the bar of a long verdict, and the page that reads one."""
 
-from __future__ import annotations
-
 import io
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Faults of tiled kernels, of caches and of lists are named, with their parameters; right results are not accused."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

@@ -1,7 +1,5 @@
 """Faults of backward kernels are named, with their parameters; mistakes whose results overflow are not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

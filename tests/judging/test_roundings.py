@@ -1,7 +1,5 @@
 """Copies of a program's memory: operations without errors of their own do to every copy what they do to one tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What the judge says of numbers that a dtype holds only as subnormal ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

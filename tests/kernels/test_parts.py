@@ -28,8 +28,7 @@ def call_of(dtype: torch.dtype, empty_rows: str, seed: int) -> Call:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "empty_rows"),
-    [(torch.float32, "mean"), pytest.param(torch.bfloat16, "zero", marks=pytest.mark.slow)],
+    ("dtype", "empty_rows"), [(torch.float32, "mean"), pytest.param(torch.bfloat16, "zero", marks=pytest.mark.slow)]
 )
 def test_parts_merge_to_the_whole(dtype: torch.dtype, empty_rows: str) -> None:
     call = call_of(dtype, empty_rows, 5)

@@ -165,14 +165,7 @@ def test_every_reason_of_every_back_end_is_said(chip: pytest.MonkeyPatch) -> Non
     with pytest.raises(BackendError) as caught:
         choose(wrong, CUDA, "auto")
     message = str(caught.value)
-    words = (
-        "sm_7x",
-        "out_quant",
-        "common_keys",
-        "dim_rope up to 256",
-        "no dropout",
-        "cpu: ",
-    )
+    words = ("sm_7x", "out_quant", "common_keys", "dim_rope up to 256", "no dropout", "cpu: ")
     assert [word for word in words if word not in message] == []
     assert message.count("triton: ") == 5
 

@@ -262,11 +262,7 @@ def test_memory_of_another_dtype_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"heads_q": 3, "heads_kv": 2}, "no multiple"),
-        ({"dim_qk": 0}, "head dim"),
-    ],
+    ("change", "message"), [({"heads_q": 3, "heads_kv": 2}, "no multiple"), ({"dim_qk": 0}, "head dim")]
 )
 def test_problems_that_do_not_fit_are_an_error(change: dict[str, Any], message: str) -> None:
     problem = Problem(2, 2, 4, 4)

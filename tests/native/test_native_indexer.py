@@ -19,12 +19,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.ir.problem import IndexerProblem
 from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.testing.expected_indexer import check_index
-from fusion_attention.testing.sparse import (
-    IndexerCase,
-    indexer_arguments,
-    lowered_indexer,
-    part,
-)
+from fusion_attention.testing.sparse import IndexerCase, indexer_arguments, lowered_indexer, part
 
 
 def drawn(case: IndexerCase) -> Args:

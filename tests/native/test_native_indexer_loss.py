@@ -18,14 +18,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, INDEX_STATISTICS, Loss, Statistics
 from fusion_attention.testing.expected_indexer import check_index
-from fusion_attention.testing.indexer_loss import (
-    LossCase,
-    arguments,
-    lowered,
-    plain,
-    statistics,
-    tokens_of,
-)
+from fusion_attention.testing.indexer_loss import LossCase, arguments, lowered, plain, statistics, tokens_of
 
 DTYPES = ("float32", "float16", "bfloat16")
 

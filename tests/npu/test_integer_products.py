@@ -129,11 +129,7 @@ def test_rows_of_eight_bits_meet_blocks_of_four() -> None:
     out = npu.npu_quant_matmul(x1, packed, by, group_sizes=sizes, **call)
     truncated = (scale.view(torch.int32) & ~0x1FFF).view(torch.float32).double().repeat_interleave(K // 4, 0)
     high, low = x1.int() // 16, (x1.int() & 15) - 8  # as the chip parts a row, whence the 8
-    compare_with(
-        "out",
-        out,
-        lambda: ((high * 16 + low).double() @ (x2 * truncated) + offset.double()) * rows.double(),
-    )
+    compare_with("out", out, lambda: ((high * 16 + low).double() @ (x2 * truncated) + offset.double()) * rows.double())
     with pytest.raises(ContractError, match="group_sizes: expected"):
         npu.npu_quant_matmul(x1, packed, by, **call)
 

@@ -5,6 +5,7 @@ An everyday sample, and a larger one that is slow; both are drawn by a seed.
 
 import random
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,10 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fusion_attention import npu
 
 pytest.importorskip("expecttest", reason="torch's tests import it")
-from torch.testing._internal.common_methods_invocations import op_db
 
 DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.complex64, torch.bool)
-ROWS = [(op, dtype) for op in op_db for dtype in DTYPES if dtype in op.dtypes]
+EVERYDAY, LARGE = 40, 500  # rows
 SAMPLES = 4  # of one row
 
 # What differs by what it means, and why.
@@ -50,14 +50,17 @@ def title(op: Any) -> str:
     return ".".join(filter(None, (op.name, op.variant_test_name)))
 
 
-def drawn(count: int) -> list[Any]:
-    rows = [row for row in ROWS if title(row[0]) not in APART]
-    chosen = random.Random(28).sample(rows, count)
-    return [pytest.param(op, dtype, id=f"{title(op)}-{str(dtype)[6:]}") for op, dtype in chosen]
+def database() -> list[Any]:
+    """All operators; the import takes five seconds."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return op_db
 
 
-EVERYDAY = drawn(40)
-LARGE = drawn(500)
+@cache
+def drawn(count: int) -> list[tuple[Any, torch.dtype]]:
+    rows = [(op, dtype) for op in database() for dtype in DTYPES if dtype in op.dtypes and title(op) not in APART]
+    return random.Random(28).sample(rows, count)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -119,18 +122,18 @@ def judge(op: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("op", "dtype"), EVERYDAY)
+@pytest.mark.parametrize("row", range(EVERYDAY))
 @pytest.mark.filterwarnings("ignore")
-def test_an_operator_of_torch(op: Any, dtype: torch.dtype) -> None:
-    judge(op, dtype)
+def test_an_operator_of_torch(row: int) -> None:
+    judge(*drawn(EVERYDAY)[row])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("op", "dtype"), LARGE)
+@pytest.mark.parametrize("row", range(LARGE))
 @pytest.mark.filterwarnings("ignore")
-def test_an_operator_of_torch_of_many(op: Any, dtype: torch.dtype) -> None:
-    judge(op, dtype)
+def test_an_operator_of_torch_of_many(row: int) -> None:
+    judge(*drawn(LARGE)[row])
 
 
 def test_what_is_left_apart_is_in_the_database() -> None:
-    assert APART.keys() <= {title(op) for op in op_db}
+    assert APART.keys() <= {title(op) for op in database()}

@@ -7,7 +7,6 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.operators import CHECKED, declared, normalised, sampled
-from torch._dynamo.backends.common import aot_autograd
 
 from fusion_attention import npu
 from fusion_attention.contract import ContractError
@@ -128,6 +127,8 @@ def test_errors_are_the_function_s(ops: Any) -> None:
 
 def test_a_graph_holds_the_operator(ops: Any) -> None:
     """So that passes that look for it find it, and a graph that holds it outlives the installation."""
+    from torch._dynamo.backends.common import aot_autograd
+
     graphs: list[Any] = []
     q = torch.randn(1, 16, 2, 64)
 

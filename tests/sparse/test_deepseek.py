@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.hf_models import Float64Torch
+from support.sparse_models import code_of
 from torch import Tensor, nn
 
 import fusion_attention as fa
@@ -13,8 +15,7 @@ from fusion_attention.nn import SparseLatentAttention, set_stage
 from fusion_attention.testing import check, compare
 from fusion_attention.testing.drawn import compare_with, expected_of
 
-deepseek = pytest.importorskip("transformers.models.deepseek_v32.modeling_deepseek_v32")
-
+pytest.importorskip("transformers")
 TOP_K = 6
 SIZES = {
     "hidden_size": 48,
@@ -34,6 +35,7 @@ SIZES = {
 @pytest.fixture
 def model() -> Any:
     """Two layers, one of them with experts, in float32 on the eager path."""
+    deepseek = code_of("deepseek_v32")
     config = deepseek.DeepseekV32Config(
         **SIZES,
         vocab_size=50,
@@ -87,15 +89,6 @@ def halves(position_embeddings: Any) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
-class Wide:
-    """torch, in which what is called float32 is float64: their modules go through float32 in any dtype."""
-
-    float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 @pytest.fixture
 def golden(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Programs that call a copy of their module in float64."""
@@ -106,7 +99,7 @@ def golden(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
         def call() -> Any:
             with monkeypatch.context() as patched:
-                patched.setattr(deepseek, "torch", Wide())
+                patched.setattr(code_of("deepseek_v32"), "torch", Float64Torch())
                 return run(own, **wide)
 
         return call
@@ -189,6 +182,7 @@ def test_bare_operators(model: Any, golden: Callable[..., Any]) -> None:
         nope, rope, v_dim = SIZES["qk_nope_head_dim"], SIZES["qk_rope_head_dim"], SIZES["v_head_dim"]
         latent_q = attention.q_a_layernorm(attention.q_a_proj(hidden))
 
+        deepseek = code_of("deepseek_v32")
         indexer = attention.indexer
         index_q = indexer.wq_b(latent_q).unflatten(-1, (SIZES["index_n_heads"], -1))
         index_k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)

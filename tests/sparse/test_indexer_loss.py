@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.records import by_name
-from support.selected import Args, Results, backends, cloned, close, leaves_of, operands
+from support.selected import Args, Results, backends, check_half_of_a_loss, cloned, close, leaves_of, operands
 
 import fusion_attention as fa
 from fusion_attention import npu
@@ -293,12 +293,7 @@ def test_the_pythonic_api_scales_what_came_with_the_loss(case: LossCase) -> None
     loss = fa.indexer_loss(**by_name(own_loss.RECORD, {**args, **leaves}), backend=backend)
     assert loss.shape == ()
     assert loss.dtype == torch.float32
-    same_bits(loss.detach().reshape(1), want["loss"], "loss")
-    (loss * 0.5).backward()
-    for name in DIFFERENTIABLE:
-        gradient = leaves[name].grad
-        assert gradient is not None
-        same_bits(gradient, want[f"d{name}"] * 0.5, name)
+    check_half_of_a_loss(loss, leaves, want)
     assert leaves["query"].grad is leaves["key"].grad is None
     with torch.no_grad():
         assert not fa.indexer_loss(**by_name(own_loss.RECORD, {**args, **leaves}), backend=backend).requires_grad

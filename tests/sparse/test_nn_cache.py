@@ -247,10 +247,7 @@ def test_an_empty_cache() -> None:
 # ---------------------------------------------------------------------------------------------------------- wrong calls
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "packed": (
-        lambda x, c: (x[0], c, {"lengths": [4]}),
-        r"x: expected padded \[B, S, dim\] beside a cache, got",
-    ),
+    "packed": (lambda x, c: (x[0], c, {"lengths": [4]}), r"x: expected padded \[B, S, dim\] beside a cache, got"),
     "batch": (lambda x, c: (x[:1], c, {}), r"x: expected 2 sequences, as its cache has, got float32 \[1, 4, 32\]"),
     "full": (
         lambda x, c: (x, c, {"lengths": [2, 4]}),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.records import by_name
-from support.selected import Args, Results, close, leaves_of
+from support.selected import Args, Results, check_half_of_a_loss, close, leaves_of
 
 import fusion_attention as fa
 from fusion_attention import ContractError
@@ -127,12 +127,7 @@ def test_the_pythonic_api_scales_what_came_with_the_loss(case: TargetCase) -> No
     want = run(lowered(case, args), "cpu")
     loss = fa.indexer_target_loss(**by_name(record.RECORD, {**args, **leaves}))
     assert loss.shape == ()
-    same_bits(loss.detach().reshape(1), want["loss"], "loss")
-    (loss * 0.5).backward()
-    for name in DIFFERENTIABLE:
-        gradient = leaves[name].grad
-        assert gradient is not None
-        same_bits(gradient, want[f"d{name}"] * 0.5, name)
+    check_half_of_a_loss(loss, leaves, want)
 
 
 def test_it_is_the_loss_against_an_attention() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import create_mask, noop_mask
 
 from fusion_attention.testing.drawn import attend
@@ -130,6 +129,8 @@ def formula(q: Tensor, k: Tensor, v: Tensor, score_mod: Mod | None, mask: Mod | 
     def scores_of() -> Tensor:
         scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
         if score_mod is not None:
+            from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
             with TransformGetItemToIndex():
                 scores = score_mod(scores, *map(torch.arange, scores.shape))
         return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)

@@ -58,10 +58,7 @@ LIMITS = {
     ("query_rope", "pse is None and drop_mask is None and keep_prob == 1"),
 }
 CONTENT = {
-    (
-        "softmax_max",
-        "statistics with each sequence's heads end to end, token-major only where softmax_layout says so",
-    ),
+    ("softmax_max", "statistics with each sequence's heads end to end, token-major only where softmax_layout says so"),
     ("atten_mask", "a mask that agrees with pre_tokens and next_tokens"),
     ("pse", "compressed rows that are shifted copies of each other"),
 }

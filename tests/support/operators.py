@@ -26,11 +26,7 @@ def declared() -> dict[str, str]:
 def normalised(schema: str) -> str:
     """A schema without what differs on purpose: which sizes a trace may hold as symbols, and what is written."""
     text = str(torch._C.parse_schema(f"npu::{schema}"))
-    for theirs, ours in (
-        ("SymInt", "int"),
-        ("Scalar scale=1,", "float scale=1.,"),
-        ("Scalar", "float"),
-    ):
+    for theirs, ours in (("SymInt", "int"), ("Scalar scale=1,", "float scale=1.,"), ("Scalar", "float")):
         text = text.replace(theirs, ours)
     return re.sub(r"\([a-z]!\)", "", text)
 

@@ -219,10 +219,7 @@ def incre_flash_attention_v4(given: Given) -> Printed:
     key_list = acl.create_tensor_list(list(device["key"]))
     device.create_all(("value", floats(512, 1), keys, half))
     value_list = acl.create_tensor_list(list(device["value"]))
-    device.create_all(
-        ("atten", np.zeros(16, np.int8), [1, 1, 1, 16], acl.ACL_INT8),
-        ("out", floats(32, 1), rows, half),
-    )
+    device.create_all(("atten", np.zeros(16, np.int8), [1, 1, 1, 16], acl.ACL_INT8), ("out", floats(32, 1), rows, half))
     lengths = acl.create_int_array([16])
     scales = [None] * 9  # from dequantScale1 to kvPaddingSize
     heads, kv_heads, block_size, inner_precise, scale, layout = 2, 2, 1, 1, 1 / math.sqrt(16), "BNSD"

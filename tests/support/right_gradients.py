@@ -5,8 +5,6 @@ FlexAttention, and backwards as kernels write them: tile by tile from the log-su
 from probabilities, keys split, rows in random order, sums over a group in the dtype or in float32.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The programs are plain torch: eager in the dtype, scaled_dot_product_attention, 
 order by the online softmax, keys split and merged by their log-sum-exps, and sums over keys in random order.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

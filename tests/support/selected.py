@@ -6,9 +6,11 @@ from functools import cache
 from typing import Any
 
 import torch
+from support.bits import same_bits
 
 from fusion_attention.backends import cpu
 from fusion_attention.contract import Op
+from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE
 from fusion_attention.testing import indexer_loss as loss
 from fusion_attention.testing import sparse
 from fusion_attention.testing.sparse import IndexerCase, Rows, SparseCase, part, scores_of
@@ -35,6 +37,16 @@ def operands(case: Rows) -> Args:
 def leaves_of(args: Args, *names: str) -> Results:
     """The tensors of a call that want a gradient."""
     return {name: args[name].detach().requires_grad_() for name in names if args[name] is not None}
+
+
+def check_half_of_a_loss(result: torch.Tensor, leaves: Results, want: Results) -> None:
+    """A loss, and gradients of half of it."""
+    same_bits(result.detach().reshape(1), want["loss"], "loss")
+    (result * 0.5).backward()
+    for name in DIFFERENTIABLE:
+        gradient = leaves[name].grad
+        assert gradient is not None
+        same_bits(gradient, want[f"d{name}"] * 0.5, name)
 
 
 def cloned(args: Args) -> Args:

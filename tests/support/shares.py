@@ -1,7 +1,5 @@
 """Faults and right results drawn by a seed over all families of planted programs, and the judge's verdicts on them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Models of transformers whose layers choose keys, tiny, with random weights, and their original results."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

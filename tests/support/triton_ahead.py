@@ -130,9 +130,7 @@ def measure(kernel: str, problem: Problem, tile: Tile, chip: int, align: int = 0
 def taken(given: ASTSource, tile: Tile, chip: int, counted: bool) -> Figures:
     """measure() of a kernel with its arguments; cut and whole: instructions of a turn of its main loop, if counted."""
     compiled = triton.compile(
-        given,
-        target=GPUTarget("cuda", chip, 32),
-        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        given, target=GPUTarget("cuda", chip, 32), options={"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

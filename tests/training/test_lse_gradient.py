@@ -7,20 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.lse_calls import (
-    CASES,
-    DIM,
-    HEADS,
-    HEADS_KV,
-    KEYS,
-    ROWS,
-    dense,
-    drawn,
-    formula,
-    judge,
-    lists,
-    results,
-)
+from support.lse_calls import CASES, DIM, HEADS, HEADS_KV, KEYS, ROWS, dense, drawn, formula, judge, lists, results
 from torch.utils.checkpoint import checkpoint
 
 import fusion_attention as fa

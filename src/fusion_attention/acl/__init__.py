@@ -4,8 +4,6 @@ Names and returns follow pyACL (functions return ret, or (value, ret)); function
 Constants of CANN's enums are attributes: acl.ACL_FLOAT16, acl.ACL_FORMAT_ND, acl.ACL_MEMCPY_HOST_TO_DEVICE.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -13,8 +13,6 @@ allocations is an error and is never accessed.
     (0, 0)
 """
 
-from __future__ import annotations
-
 import enum
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """acl.util: conversion between host data and addresses, with pyACL's names. An address keeps its data alive."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from fusion_attention.acl.rt import Pointer, bytes_at

@@ -1,7 +1,5 @@
 """The public function attention(): softmax attention with a band, a mask, biases and dropout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 

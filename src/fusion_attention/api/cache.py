@@ -1,7 +1,5 @@
 """PagedKVCache: keys and values of many sequences in pages of one pool."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Python API of compressed keys: pooling of windows of rows, for whole sequences and token by token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

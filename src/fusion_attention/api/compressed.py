@@ -1,7 +1,5 @@
 """The Python API of attention to a window of keys beside compressed keys, as DeepSeek-V4's layers attend."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 

@@ -1,7 +1,5 @@
 """The public function decode_attention(): attention of each sequence's newest tokens over its KV cache."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 

@@ -1,7 +1,5 @@
 """divided_rope(), which prepares the rope elements of an int8 query over int8 latents."""
 
-from __future__ import annotations
-
 import torch
 
 from fusion_attention.torch_ops.aliases import aliased

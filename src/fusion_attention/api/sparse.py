@@ -1,8 +1,6 @@
 """The public functions of sparse attention: lightning_indexer() selects keys, sparse_attention() attends to them, and
 indexer_loss() trains the indexer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, overload
 

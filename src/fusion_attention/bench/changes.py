@@ -3,8 +3,6 @@
 A row and its peer alternate in both runs, so a change of the machine's speed affects both times equally.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

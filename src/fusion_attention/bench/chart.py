@@ -1,7 +1,5 @@
 """Draws the ratios of a run as a bar chart, with a line at equal speed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fusion_attention.bench.pair import Timing

@@ -1,7 +1,5 @@
 """Times two ways to compute the same result in alternation, A B A B ..., so that drift affects both equally."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

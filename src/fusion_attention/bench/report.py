@@ -1,7 +1,5 @@
 """Prints a table row by row while a benchmark runs, without a thread that would disturb the timing."""
 
-from __future__ import annotations
-
 from rich.console import Console
 
 

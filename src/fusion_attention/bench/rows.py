@@ -3,8 +3,6 @@
 The rows are few and short on purpose; the repository's `benchmarks` have more.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

@@ -3,8 +3,6 @@
 A saved call is one .safetensors file: inputs and outputs by the operator's names, everything else as JSON in metadata.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

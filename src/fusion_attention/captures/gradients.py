@@ -4,8 +4,6 @@ A backward's file has the arguments of its forward, the forward's results (`save
 the gradients of the inputs as outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

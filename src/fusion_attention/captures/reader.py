@@ -1,7 +1,5 @@
 """Reads the files that capture.py writes, and validates every field before use."""
 
-from __future__ import annotations
-
 import json
 import math
 import reprlib

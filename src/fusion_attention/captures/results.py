@@ -1,7 +1,5 @@
 """Names of the results of functions whose calls capture() saves."""
 
-from __future__ import annotations
-
 from fusion_attention.contract import Op
 
 FORWARD = ("attention_out", "softmax_max", "softmax_sum", "softmax_out", "seed", "offset", "numels")

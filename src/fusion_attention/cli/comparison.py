@@ -1,7 +1,5 @@
 """The comparison of `fusion-attention demo`: a sentence encoder with packed attention beside the padded one."""
 
-from __future__ import annotations
-
 import ast
 import math
 import random

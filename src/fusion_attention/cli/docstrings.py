@@ -1,7 +1,5 @@
 """Converts docstrings and signatures to Markdown, for operator pages and for the site's reference."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """`fusion-attention doctor --model`: the path of every layer of a model of transformers."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 

@@ -117,11 +117,7 @@ INDEX_GRAD = Call(
         "dy = torch.randn_like(values)",
     ),
     named("query", "key", "weights", "sparse_indices", "dy") | {"head_num": "8"},
-    {
-        "dquery": "torch.empty_like(query)",
-        "dkey": "torch.empty_like(key)",
-        "dweights": "torch.empty_like(weights)",
-    },
+    {"dquery": "torch.empty_like(query)", "dkey": "torch.empty_like(key)", "dweights": "torch.empty_like(weights)"},
     "dquery, dkey, dweights",
 )
 SELECT = Call(

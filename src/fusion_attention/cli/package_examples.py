@@ -57,13 +57,7 @@ SHARED_KEYS_GRAD = Call(
 SHARED_KEYS_L1 = Call(
     SHARED_KEYS_SAVED,
     named("query", "softmax_lse", "sparse_indices")
-    | {
-        "key": "key_compressed",
-        "cmp_residual_k": "[0]",
-        "scale_value": "512**-0.5",
-        "ratio": "4",
-        "mask_mode": "3",
-    },
+    | {"key": "key_compressed", "cmp_residual_k": "[0]", "scale_value": "512**-0.5", "ratio": "4", "mask_mode": "3"},
     {"l1_norm": "torch.empty(1, 64, 1, 16)"},
     "target",
 )

@@ -1,7 +1,5 @@
 """Attention over sequences that are sharded over the ranks of torch.distributed. Modules load on first use."""
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

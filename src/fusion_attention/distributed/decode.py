@@ -1,7 +1,5 @@
 """Decoding over a cache whose pages are sharded: each rank attends to its pages, and partial results are merged."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any

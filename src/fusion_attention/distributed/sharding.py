@@ -1,7 +1,5 @@
 """shard(), unshard() and positions(): conversion between complete sequences and the shard of a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

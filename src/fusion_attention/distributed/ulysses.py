@@ -137,10 +137,7 @@ class Heads:
         """Exchanges [batch, local tokens, all heads, dim] for [batch, all tokens, local heads, dim]."""
         first, end = heads[self.call.rank]
         passing = [
-            (
-                [t[:, :, a:b].contiguous() for a, b in heads],
-                [(t.shape[0], n, end - first, t.shape[-1]) for n in sizes],
-            )
+            ([t[:, :, a:b].contiguous() for a, b in heads], [(t.shape[0], n, end - first, t.shape[-1]) for n in sizes])
             for t in tensors
             if t is not None
         ]

@@ -4,8 +4,6 @@ The page has no rules: functions of `visible`, `violations`, `words` and `calls`
 calls; translate.py translates them when the page is made.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import asdict

@@ -4,8 +4,6 @@ Functions, dataclasses, numbers and strings that a function uses are translated 
 operators and built-ins of Python and numpy. Any other syntax is an Untranslatable error with its line.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import dataclasses

@@ -4,8 +4,6 @@ Calls are converted to attention(). torch computes calls that this library does 
 tensor subclasses) and reports the errors of invalid ones.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

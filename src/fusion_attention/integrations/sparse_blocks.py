@@ -4,8 +4,6 @@ A row reads the blocks of `indexer_compress_ratio` keys with the largest scores 
 block. A block's key is the mean of its rows, and its score the sum over heads of max(0, q . key).
 """
 
-from __future__ import annotations
-
 import itertools
 from types import ModuleType
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Caches are transformers' own, so calls may alternate with calls of the original's code.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any, NamedTuple
 

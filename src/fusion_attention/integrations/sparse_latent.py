@@ -4,8 +4,6 @@ A row whose visible keys are at most top_k reads all of them, so the first rows 
 indexer. Other rows read latents that all heads share ("absorbed": kv_b_proj is multiplied into query and output).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

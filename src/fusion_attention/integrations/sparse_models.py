@@ -1,7 +1,5 @@
 """Models of transformers whose layers choose keys: the families that register() serves, and their patches."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

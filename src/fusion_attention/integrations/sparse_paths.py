@@ -1,7 +1,5 @@
 """The path that each layer of a model of transformers takes here, from its configuration alone."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable

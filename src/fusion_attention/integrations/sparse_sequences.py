@@ -1,7 +1,5 @@
 """The sequences of a batch that a sparse layer of transformers computes: their lengths and their order in memory."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -10,8 +10,6 @@ returns tensors that models, caches and checkpoints handle like any mask:
     float [B, 1 or N, S or 1, T]    added to the scores; attributes of the module are ignored
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

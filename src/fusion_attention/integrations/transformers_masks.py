@@ -1,7 +1,5 @@
 """Contents of the masks, lengths and positions that models of transformers pass to attention."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -100,12 +98,7 @@ def _restarting(position_ids: Tensor, batch: int) -> Any:
 
 
 def packed_lengths(
-    ids: Tensor | None,
-    ends: Tensor | None,
-    key_ends: Tensor | None,
-    position_ids: Tensor | None,
-    q: Tensor,
-    k: Tensor,
+    ids: Tensor | None, ends: Tensor | None, key_ends: Tensor | None, position_ids: Tensor | None, q: Tensor, k: Tensor
 ) -> tuple[Any, Any]:
     """Returns the lengths of packed sequences that span a batch, of rows and of keys; None if it is not packed.
 

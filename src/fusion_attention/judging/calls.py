@@ -1,7 +1,5 @@
 """A call of any operator with outputs to judge: validated, lowered, and computed by every back end."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

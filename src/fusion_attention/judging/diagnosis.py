@@ -1,8 +1,6 @@
 """Finds the mistake that explains a call's outputs: all are tried on some rows, matching mistakes on the complete
 call."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

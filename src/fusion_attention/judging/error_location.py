@@ -1,7 +1,5 @@
 """Locates wrong results: sequence, heads, rows or keys, and patterns of tiles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

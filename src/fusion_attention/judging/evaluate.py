@@ -1,7 +1,5 @@
 """Measures the outputs of a call against the formulas, completely or on samples, under any setting."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType

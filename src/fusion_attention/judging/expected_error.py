@@ -10,8 +10,6 @@ docs/accuracy.md states the model and its formulas. All functions return varianc
     w       relative variance of a weight from rounding it to the dtype
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@
 u, r, a and w are defined in expected_error. All functions return variances: squares of expected sizes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

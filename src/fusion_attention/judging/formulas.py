@@ -4,8 +4,6 @@ A baseline program computes in float32 and rounds weights and results to the cal
 compares errors with it. Tests compare these formulas with the golden back end.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace

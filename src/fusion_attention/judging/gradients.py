@@ -1,7 +1,5 @@
 """Backwards of which no statistics were saved: the formulas compute them from the forward's inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ A list of keys is judged by the keys' scores: of two similar scores rounding may
 smaller index comes first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Well-known mistakes of the indexer and of its loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial

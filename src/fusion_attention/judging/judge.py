@@ -1,7 +1,5 @@
 """judge() and diagnose(): judge the results of a call, and explain errors by well-known mistakes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial

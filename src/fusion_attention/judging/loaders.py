@@ -5,8 +5,6 @@ No code in a file is executed: torch's restricted reader reads pickles, unless t
 checked before values are read.
 """
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads dumps of msprobe (mindstudio-probe): dump.json with a file per tensor."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

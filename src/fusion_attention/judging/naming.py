@@ -1,7 +1,5 @@
 """Matches the names in a file to the parameters and results of an operator: the calls that the file holds."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ The formulas are those of attention: for a channel of a window, a query with one
 keys are the window's rows, and whose scores are their gates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Reports of judgements: a table for a terminal, and an HTML file with pictures of the errors."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Remarks on a call that come before its verdict: inputs and outputs that cannot be those of a working kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

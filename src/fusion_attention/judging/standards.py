@@ -3,8 +3,6 @@
 Outputs are processed in blocks, so that no complete float64 copy is in memory.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import NamedTuple

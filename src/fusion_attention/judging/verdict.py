@@ -3,8 +3,6 @@
 A verdict contains numbers and text, and no tensors except pictures of errors.
 """
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """The KV cache of the attention layers, for generation."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Iterator

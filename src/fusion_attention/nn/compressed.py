@@ -1,7 +1,5 @@
 """Attention layers with a window of keys and compressed keys: those of DeepSeek-V4."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import torch

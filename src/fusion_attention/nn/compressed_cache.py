@@ -1,7 +1,5 @@
 """The cache of attention layers with compressed keys, for generation."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from typing import Any

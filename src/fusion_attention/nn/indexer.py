@@ -1,7 +1,5 @@
 """The lightning indexer as a module, which scores every key for every row and selects the best."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 

@@ -1,7 +1,5 @@
 """Attention layers with a lightning indexer."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import torch

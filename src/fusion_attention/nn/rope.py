@@ -1,7 +1,5 @@
 """Rotary position embedding: tables of cosines and sines, and their application to rows."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

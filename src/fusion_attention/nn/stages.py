@@ -1,7 +1,5 @@
 """The stages in which layers with an indexer are trained."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from torch import nn

@@ -3,8 +3,6 @@
 In processes that the program starts torch_npu is importable too (npu/subprocesses/sitecustomize.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import inspect

@@ -4,8 +4,6 @@ The plugin calls install() before conftests are read, and uninstall() at the end
 same.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 capture() replaces forward() and backward() while it saves calls, so callers must look them up in this module.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 contract.bind checks the call twice: once for its meaning, and once for the chip's limits. No operator is special here.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import warnings

@@ -7,8 +7,6 @@
 There are no tolerances: errors are compared with the expected size of rounding errors (docs/accuracy.md).
 """
 
-from __future__ import annotations
-
 from fusion_attention.testing.cases import Case, arguments, hostile, in_band, part, poisoned, seen, stats_part
 from fusion_attention.testing.compare import check, compare
 from fusion_attention.testing.expected import expected, expected_of

@@ -3,8 +3,6 @@
 The visible keys of rows are restated from CANN's page: this module uses neither the lowering nor a back end.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Comparison of results with golden's, relative to the expected size of rounding errors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import numpy as np

@@ -10,8 +10,6 @@ This is stochastic arithmetic (M. La Porte and J. Vignes, 1974): it measures the
 program, with cancellation and gradients, without formulas for their propagation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,11 +64,7 @@ def drawn(program: Callable[[], Structure], dtype: torch.dtype, draws: int = 24,
 
 
 def expected_of(
-    program: Callable[[], Structure],
-    ours: Structure,
-    draws: int = 24,
-    seed: int = 0,
-    dtype: torch.dtype | None = None,
+    program: Callable[[], Structure], ours: Structure, draws: int = 24, seed: int = 0, dtype: torch.dtype | None = None
 ) -> Structure:
     """Returns expected results and error sizes, each in its dtype and including the rounding of its storage.
 

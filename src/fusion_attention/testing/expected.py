@@ -3,8 +3,6 @@
 Values come from the golden back end, error sizes from judging.expected_error.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Values come from the golden back end, error sizes from judging.expected_indexer_error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

@@ -4,8 +4,6 @@ by row.
 A case is one of sparse attention with additional fields for its indexer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A reference for golden: the formulas by dense matrices in float64, from the case alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

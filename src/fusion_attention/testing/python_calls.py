@@ -1,7 +1,5 @@
 """Runs a case through the interfaces and operators: arguments, lowered call, outputs, golden's results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

@@ -255,12 +255,7 @@ class Roundings(TorchDispatchMode):
         return self._vmapped(func, args, kwargs, change, _is_float)
 
     def _vmapped(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        change: Callable[[Tensor], Tensor],
-        differs: Callable[[Tensor], bool],
+        self, func: Any, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor], differs: Callable[[Tensor], bool]
     ) -> Any:
         """Returns the results of an operation for the copies of those arguments that differ between copies."""
         flat, spec = tree_flatten((args, kwargs))

@@ -3,8 +3,6 @@
 The reference reads lists entry by entry as on CANN's page; it uses neither the lowering nor a back end.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Cases of the indexer's loss against a given target: operands in memory of NaN, and a second reference by loops."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Converts a blocked matrix to tiles of 128 x 128, for fusion_attention.attention(blocked_tiles=, blocked_bits=)."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -130,11 +130,7 @@ def _stored(problem: Problem, view: RowView | PagedView, b: int, length: int) ->
 
 
 def _meant(
-    problem: Problem,
-    views: tuple[RowView | PagedView, RowView | None],
-    b: int,
-    length: int,
-    dequant: Dequant | None,
+    problem: Problem, views: tuple[RowView | PagedView, RowView | None], b: int, length: int, dequant: Dequant | None
 ) -> torch.Tensor:
     """The keys or values [heads_kv, length, dim] of sequence b, after its common prefix; integers are dequantized as
     (stored + offset) * scale.

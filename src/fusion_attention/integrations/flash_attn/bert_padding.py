@@ -1,7 +1,5 @@
 """flash_attn.bert_padding: differentiable conversion between padded and packed tensors."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -3,8 +3,6 @@
 Every function is differentiable in q, k and v.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

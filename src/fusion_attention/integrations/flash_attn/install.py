@@ -3,8 +3,6 @@
 Another installed flash_attn stays unchanged. The module has attention and the helpers that programs commonly import.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import threading

@@ -3,8 +3,6 @@
 Each layer is torch's own operation under flash_attn's name.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 decode_attention() computes the attention, or attention() if there are ALiBi slopes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,15 +111,7 @@ def flash_attn_with_kvcache(
 
 
 def attend_pages(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    q_len: Any,
-    kv_len: Any,
-    *,
-    alibi_slopes: Tensor | None,
-    **how: Any,
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, q_len: Any, kv_len: Any, *, alibi_slopes: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, lse [T1, N1]) of packed rows [T1, N1, D] over pages."""
     ends = list(kv_len)

@@ -3,8 +3,6 @@
 torch computes it, in float32 for every dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Conversion of flash-attn's arguments and results: windows, cumulative lengths, lse."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Sequence

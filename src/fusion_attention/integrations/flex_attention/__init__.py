@@ -4,8 +4,6 @@ Masks become bands, lengths or tiles (`masks.py`), a score_mod becomes a softcap
 functions are refused. attention() computes the call.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 A mask becomes a band only after every row was compared, never because of its function's name or code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Well-known mistakes of attention kernels, each with its description and the settings that reproduce it."""
 
-from __future__ import annotations
-
 from fusion_attention.judging.mistakes import (
     caches,
     compressed,

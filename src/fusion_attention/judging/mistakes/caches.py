@@ -1,7 +1,5 @@
 """Mistakes in caches: pages and their table, dequantisation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Mistakes in the second source of keys, each of which stands for several tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

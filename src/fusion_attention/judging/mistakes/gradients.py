@@ -1,7 +1,5 @@
 """Mistakes of backward kernels: dS = P (dP - delta) and its parts, sums over heads and tiles, exchanged gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

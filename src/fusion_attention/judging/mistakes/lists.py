@@ -1,7 +1,5 @@
 """Mistakes in lists of selected keys or blocks of keys."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial

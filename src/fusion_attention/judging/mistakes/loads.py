@@ -1,7 +1,5 @@
 """Mistakes of single tiles of keys: left out, counted twice, or read from another place."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

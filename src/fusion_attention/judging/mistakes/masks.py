@@ -1,7 +1,5 @@
 """Mistakes in the visible keys of a row."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Mistakes in addresses: heads, sequences, lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Mistakes in results: statistics, their base and order, the output's layout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

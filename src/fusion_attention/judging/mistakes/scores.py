@@ -1,7 +1,5 @@
 """Mistakes in scores and weights: scale, bias, softcap, rope, sink, dropout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Mistakes of kernels that split a row's keys, compute a softmax of each split and merge the results."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Mistakes in stored rows of outputs and gradients: multiples, unwritten rows, rows and columns of other places."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Parts of the sums that gradients are: contributions of query heads and tiles, of which some are missing or wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Mistakes of loops over tiles of keys: the online softmax, and the programs that other modules compute in a loop."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Mistakes in gradients that are sums over all sequences: of sinks and of biases."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

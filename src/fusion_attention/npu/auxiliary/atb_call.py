@@ -1,7 +1,5 @@
 """Helpers of ATB's attention functions: lengths, masks, and the call of npu_fused_infer_attention_score."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

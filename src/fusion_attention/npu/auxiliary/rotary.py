@@ -7,13 +7,7 @@ import torch
 from fusion_attention.npu.auxiliary.call import as_given, computed
 from fusion_attention.ops.auxiliary import rotary
 
-__all__ = [
-    "npu_apply_rotary_pos_emb",
-    "npu_interleave_rope",
-    "npu_mrope",
-    "npu_rotary_mul",
-    "npu_rotary_mul_backward",
-]
+__all__ = ["npu_apply_rotary_pos_emb", "npu_interleave_rope", "npu_mrope", "npu_rotary_mul", "npu_rotary_mul_backward"]
 
 Tensor = torch.Tensor
 

@@ -1,7 +1,5 @@
 """Autograd for functions that save the same tensors as the chip's, not the intermediates of torch's operators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

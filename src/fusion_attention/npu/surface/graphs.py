@@ -4,8 +4,6 @@ A replay writes to the tensors of the capture, as on the chip, so programs can f
 outputs.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Iterator

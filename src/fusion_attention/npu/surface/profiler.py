@@ -3,8 +3,6 @@
 Settings that only a chip has (levels, counters of its cores) are accepted without effect.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable
 from enum import Enum

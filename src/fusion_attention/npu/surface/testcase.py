@@ -1,7 +1,5 @@
 """torch_npu.testing: test cases and helpers, based on unittest."""
 
-from __future__ import annotations
-
 import os
 import random
 import unittest

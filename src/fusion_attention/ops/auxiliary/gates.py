@@ -34,10 +34,7 @@ SWIGLU_BACKWARD = auxiliary(
     "The gradient of npu_swiglu.",
     (floats("grad_output", "Gradient of y."), floats("input", "Both halves.", like="grad_output"), DIM),
     (result("dx", "In the shape of input.", "=input"),),
-    rules=(
-        *two_halves(grad_output="3 2"),
-        GRADIENT_OF_HALF,
-    ),
+    rules=(*two_halves(grad_output="3 2"), GRADIENT_OF_HALF),
     formula="s = 1 / (1 + exp(-a))\nda = dy * b * s * (1 + a * (1 - s)),  db = dy * a * s",
     sample={**SAMPLE, "grad_output": "B S1 H"},
     example="""\

@@ -132,11 +132,7 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
 KEY = {"BSND": "B S2 N2 D", "TND": "T2 N2 D"}
 LENGTHS = (
     *(
-        Array(
-            f"cu_seqlens_{side}",
-            f"Cumulative lengths of {of}, a 0 before them; TND alone: needed.",
-            True,
-        )
+        Array(f"cu_seqlens_{side}", f"Cumulative lengths of {of}, a 0 before them; TND alone: needed.", True)
         for side, of in (("q", "q"), ("k", "k"))
     ),
     *(Array(f"seqused_{side}", f"Lengths of {side}'s sequences.", True) for side in ("q", "k")),
@@ -211,11 +207,7 @@ V1 = of_cann(
         *LENGTHS,
         TOPK,
         *(forward.METADATA, forward.SCALE),
-        Attr(
-            "max_seqlen_k",
-            "Columns of packed rows without lists: the longest sequence's keys, or more.",
-            default=0,
-        ),
+        Attr("max_seqlen_k", "Columns of packed rows without lists: the longest sequence's keys, or more.", default=0),
         *(
             forward.RATIO,
             Attr(

@@ -8,17 +8,7 @@ from dataclasses import replace
 import torch
 
 from fusion_attention.contract import INVALID
-from fusion_attention.ops.fused.rules import (
-    CACHE,
-    FUSED_ONLY,
-    GAPS,
-    HEADS,
-    LATENT,
-    PADDED,
-    PAGES,
-    PREFIX,
-    ROPE,
-)
+from fusion_attention.ops.fused.rules import CACHE, FUSED_ONLY, GAPS, HEADS, LATENT, PADDED, PAGES, PREFIX, ROPE
 from fusion_attention.ops.inference.rules import POOLS, SHORT_LIST, SIZED_PAGES
 from fusion_attention.ops.shared.rules import (
     limit,

@@ -337,10 +337,7 @@ PROMPT_V1 = of_cann(
 PROMPT_V2 = PROMPT_V1.version(
     "aclnnPromptFlashAttentionV2",
     "PromptFlashAttention with key lengths, sparse modes, int8 queries and int8 output.",
-    after={
-        "actual_seq_lengths": (KV_LENGTHS, *PROMPT_QUANT),
-        "num_key_value_heads": (PROMPT_MODE,),
-    },
+    after={"actual_seq_lengths": (KV_LENGTHS, *PROMPT_QUANT), "num_key_value_heads": (PROMPT_MODE,)},
     rules=PROMPTS + INTEGERS + OUTPUTS + UNREAD_BIAS,
 )
 PROMPT_V3 = PROMPT_V2.version(

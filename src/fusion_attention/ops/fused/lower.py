@@ -16,14 +16,7 @@ from fusion_attention.contract import Bound, dtype_text, members
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.memory import empty
-from fusion_attention.ops.fused.geometry import (
-    geometry,
-    lse_shape,
-    of_inputs,
-    of_output,
-    out_dtype,
-    out_shape,
-)
+from fusion_attention.ops.fused.geometry import geometry, lse_shape, of_inputs, of_output, out_dtype, out_shape
 from fusion_attention.ops.inference.cache import UNSCALED, Cache, Scales, stored_as
 from fusion_attention.ops.inference.call import LSE, InferenceCall, extents_of
 

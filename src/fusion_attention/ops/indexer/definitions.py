@@ -239,11 +239,7 @@ GRAD_V1 = V1.version(
     repeats=False,
     samples={"TND": PACKED_SAMPLE},
     c=replace(C, output="Out").but(
-        actual_seq_qlen="actualSeqQLen",
-        actual_seq_kvlen="actualSeqKvLen",
-        layout="inputLayout",
-        dquery="dq",
-        dkey="dk",
+        actual_seq_qlen="actualSeqQLen", actual_seq_kvlen="actualSeqKvLen", layout="inputLayout", dquery="dq", dkey="dk"
     ),
 )
 TORCH = V1.version(

@@ -12,15 +12,7 @@ from fusion_attention.contract import INVALID, Array, Attr, Declared, Tensor, Te
 from fusion_attention.ops.inference.checks import FUNCTIONS
 from fusion_attention.ops.inference.lower import RESULTS, fresh, geometry, lower
 from fusion_attention.ops.inference.rules import EARLY, RULES
-from fusion_attention.ops.shared.params import (
-    FLOATS,
-    PAGE_IDS,
-    TENSOR_FIRST,
-    in_order,
-    keeps_or_adds,
-    output,
-    unmasked,
-)
+from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, TENSOR_FIRST, in_order, keeps_or_adds, output, unmasked
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import own_scale, untrained
 

@@ -466,11 +466,7 @@ TORCH_GRAD_V2 = TORCH_GRAD_V1.version(
     "Gradients of npu_fusion_attention_v2, from its statistics and its output.",
     returns="(dq, dk, dv, dpse, dq_rope, dk_rope, dsink); absent ones are empty, and slopes get zeros.",
     example=TORCH_GRAD_V1.example.replace("attention(", "attention_v2(").replace("_grad(", "_grad_v2("),
-    after={
-        "attention_in": (QUERY_ROPE, KEY_ROPE),
-        "sync": (PSE_TYPE, *STARTS),
-        "dpse": (DQ_ROPE, DK_ROPE),
-    },
+    after={"attention_in": (QUERY_ROPE, KEY_ROPE), "sync": (PSE_TYPE, *STARTS), "dpse": (DQ_ROPE, DK_ROPE)},
     instead=(PRE, NEXT),
     rulings=TORCH_V2.rulings,
 )

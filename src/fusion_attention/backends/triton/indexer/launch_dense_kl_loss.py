@@ -14,12 +14,7 @@ from fusion_attention.backends.triton.common.launching import Constants, Family,
 from fusion_attention.backends.triton.indexer import dense_kl_loss, loss_parts, shapes_loss
 from fusion_attention.ir import tiles
 from fusion_attention.ir.mask import INFINITE
-from fusion_attention.ir.problem import (
-    Extents,
-    IndexerLossProblem,
-    IndexerOperands,
-    IndexerProblem,
-)
+from fusion_attention.ir.problem import Extents, IndexerLossProblem, IndexerOperands, IndexerProblem
 from fusion_attention.memory import empty
 
 BUFFER = 1 << 25  # (row, key) differences per chunk, in float32: 128 MiB

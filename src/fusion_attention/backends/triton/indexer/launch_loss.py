@@ -38,13 +38,7 @@ from fusion_attention.backends.triton.selected.launch_key_sum import Where
 from fusion_attention.backends.triton.selected.selection import read_lists
 from fusion_attention.backends.triton.selected.shapes_backward import LISTS
 from fusion_attention.ir import tiles
-from fusion_attention.ir.problem import (
-    Extents,
-    IndexerGrads,
-    IndexerLossOperands,
-    IndexerLossProblem,
-    IndexerProblem,
-)
+from fusion_attention.ir.problem import Extents, IndexerGrads, IndexerLossOperands, IndexerLossProblem, IndexerProblem
 
 __all__ = ["run_loss", "run_lse", "workspace_bytes"]
 

@@ -90,12 +90,7 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Cons
 
 
 def forward_constants(
-    problem: Problem,
-    tile: shapes.Tile,
-    align: int,
-    is_near: bool = True,
-    split: bool = False,
-    page_compressed: int = 0,
+    problem: Problem, tile: shapes.Tile, align: int, is_near: bool = True, split: bool = False, page_compressed: int = 0
 ) -> launching.Constants:
     """The compile-time arguments of the forward kernel.
 
