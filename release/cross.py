@@ -29,9 +29,10 @@ SYSTEMS = {
 }
 # Windows' own libraries, of which the second is a name for several: the C library of Windows 10.
 WINDOWS = ("kernel32.dll", "api-ms-win-crt-")
-# zig's linker cannot hide C++'s replaceable functions of memory: operator new and delete of its libc++, which take
-# memory from malloc as those of the system do.
-NEW = ("_Zn", "_Zd")
+# What a module exports besides. macOS: C++'s replaceable functions, operator new and delete, and two names of the file
+# itself, none of which zig's linker can hide; the functions take memory from malloc as those of the system do. Windows:
+# exceptions that nanobind marks for export.
+BESIDES = {"macos": ("_Zn", "_Zd", "_mh_dylib_header", "__dso_handle"), "windows": ("_ZTVN8nanobind",)}
 MACOS = ("/usr/lib/libSystem.B.dylib", "/usr/lib/libc++.1.dylib")
 
 
@@ -102,7 +103,7 @@ def check_module(wheel: Path, name: str) -> None:
     with zipfile.ZipFile(wheel) as archive:
         content = archive.read(f"fusion_attention/{SYSTEMS[name].module}")
     exports, libraries = (of_windows if name == "windows" else of_macos)(wheel.name, content)
-    if [export for export in exports if not (name == "macos" and export.startswith(NEW))] != ["PyInit__native"]:
+    if [export for export in exports if not export.startswith(BESIDES[name])] != ["PyInit__native"]:
         fail(f"{wheel.name}: expected a module that exports PyInit__native alone, got {exports}")
     allowed = ("python3.dll", *WINDOWS) if name == "windows" else MACOS
     if foreign := [library for library in libraries if not library.startswith(allowed)]:
