@@ -135,8 +135,8 @@ WINE := $(shell command -v wine)
 test-windows: $(VENV)/.extra-cross ## the same test, compiled for Windows and run by wine: every instruction set of this machine
 	@test -n "$(WINE)" || { echo >&2 "make test-windows: needs Windows' functions: apt-get install wine64"; exit 1; }
 	$(CORE_TEST) -B build/windows -DFUSION_SCHEDULE_TEST=OFF -DFUSION_AMX_MODEL=OFF \
-	  -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/release/zig.cmake -DFUSION_PYTHON=$(CURDIR)/$(BIN)/python \
-	  -DFUSION_TARGET=x86_64-windows-gnu
+	  -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/release/zig.cmake -DFUSION_TARGET=x86_64-windows-gnu \
+	  -DFUSION_PYTHON=$(CURDIR)/$(BIN)/python
 	cmake --build build/windows --parallel
 	WINEDEBUG=-all wine build/windows/core_test.exe
 
