@@ -54,7 +54,8 @@ def build(python: str, name: str, archive: Path, work: Path) -> Path:
     settings = [f"--config-settings=cmake.define.{key}={value}" for key, value in definitions.items()]
     settings.append(f"--config-settings=build-dir={folder}/objects")
     command = [sys.executable, "-m", "pip", "--python", python, "wheel", "--quiet", "--no-deps", *settings]
-    run(*command, "--wheel-dir", folder, archive, _PYTHON_HOST_PLATFORM=system.platform)
+    # On Windows scikit-build-core would take another generator for the default.
+    run(*command, "--wheel-dir", folder, archive, _PYTHON_HOST_PLATFORM=system.platform, CMAKE_GENERATOR="Ninja")
     (wheel,) = folder.glob("*.whl")
     if name == "macos":
         check_leaks(folder / "objects")
