@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-variants test-amx test-asan test-core test-tsan test-aarch64 test-gpu wheels lint bench bench-gpu docs clean
+.PHONY: help demo test test-all test-variants test-amx test-asan test-core test-tsan test-aarch64 test-windows test-gpu wheels lint bench bench-gpu docs clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -80,7 +80,7 @@ build/triton/%:
 test-all: $(VENV)/.extra-test $(VENV)/.extra-demo $(OTHER_TRITONS) ## the suite with its slow tests, the other instruction sets, and the mutants that tests must catch
 	$(call both,-m "")
 	$(foreach folder,$(OTHER_TRITONS),PYTHONPATH=$(folder) $(BIN)/python -m pytest -n auto -m "" tests/backends/test_triton_ahead.py && ) true
-	$(MAKE) test-variants test-amx
+	$(MAKE) test-variants test-amx $(if $(WINE),test-windows)
 	$(BIN)/python tests/repository/mutants.py
 
 # Both take a Python with torch (CUDA) and triton as it is; the package's sources, nothing built: make test-gpu GPU_PYTHON=python3
@@ -130,10 +130,20 @@ test-aarch64: ## the same test, compiled for aarch64 and run by qemu as three pr
 	qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu neoverse-n1 build/aarch64/core_test asimddp
 	qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu max build/aarch64/core_test asimddp+bf16
 
+# Where wine is, test-all has it too. Windows is not asked for tile registers: no variant for AMX is built.
+WINE := $(shell command -v wine)
+test-windows: $(VENV)/.extra-cross ## the same test, compiled for Windows and run by wine: every instruction set of this machine
+	@test -n "$(WINE)" || { echo >&2 "make test-windows: needs Windows' functions: apt-get install wine64"; exit 1; }
+	$(CORE_TEST) -B build/windows -DFUSION_SCHEDULE_TEST=OFF -DFUSION_AMX_MODEL=OFF \
+	  -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/release/zig.cmake -DFUSION_TARGET=x86_64-windows-gnu \
+	  -DFUSION_PYTHON=$(CURDIR)/$(BIN)/python
+	cmake --build build/windows --parallel
+	WINEDEBUG=-all wine build/windows/core_test.exe
+
 # Each of 3.10, 3.11, and 3.12 or later, by name or path; one that is tested gets torch by PIP_ARGS.
 WHEEL_PYTHONS ?= python3.10 python3.11 python3.12
 WHEEL_TESTS ?= $(PYTHON)
-wheels: $(VENV)/.extra-release ## wheels for x86_64 and aarch64, checked, into dist/ (docs/dev/release.md)
+wheels: $(VENV)/.extra-release ## wheels for Linux, macOS and Windows, checked, into dist/ (docs/dev/release.md)
 	@command -v aarch64-linux-gnu-g++ >/dev/null || { echo >&2 \
 	  "make wheels: needs a cross compiler: apt-get install g++-aarch64-linux-gnu"; exit 1; }
 	$(BIN)/python release/wheels.py --pythons $(WHEEL_PYTHONS) --test $(WHEEL_TESTS) --pip="$(PIP_ARGS)"

@@ -39,16 +39,16 @@ FUSION_OLD(fusion_old_dlerror, dlerror);
 int dladdr(const void *address, Dl_info *info) noexcept { return fusion_old_dladdr(address, info); }
 char *dlerror() noexcept { return fusion_old_dlerror(); }
 
-// In libc since 2.34; before in libpthread, which is linked for them. Threads of the standard library's begin and end
-// by them; the types are those of a thread's number, of its attributes and of its result.
+// In libc since 2.34; before in libpthread, which is linked for them. Threads of the standard library's begin by them;
+// the types are those of a thread's number, of its attributes and of its result.
 int fusion_old_pthread_create(unsigned long *thread, const void *how, void *(*work)(void *), void *context);
-int fusion_old_pthread_join(unsigned long thread, void **result);
+int fusion_old_pthread_detach(unsigned long thread);
 FUSION_OLD(fusion_old_pthread_create, pthread_create);
-FUSION_OLD(fusion_old_pthread_join, pthread_join);
+FUSION_OLD(fusion_old_pthread_detach, pthread_detach);
 int pthread_create(unsigned long *thread, const void *how, void *(*work)(void *), void *context) noexcept {
     return fusion_old_pthread_create(thread, how, work, context);
 }
-int pthread_join(unsigned long thread, void **result) { return fusion_old_pthread_join(thread, result); }
+int pthread_detach(unsigned long thread) noexcept { return fusion_old_pthread_detach(thread); }
 
 // Exists since 2.32: nonzero if counters of shared pointers need no atomic instructions. Always zero here.
 char __libc_single_threaded = 0;  // NOLINT(bugprone-reserved-identifier)

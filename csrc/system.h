@@ -14,7 +14,8 @@ namespace fusion::system {
 void *allocate(std::size_t alignment, std::size_t bytes);
 void release(void *memory);
 
-std::chrono::nanoseconds thread_time();  // CPU time of the calling thread since its start
+// CPU time of the calling thread, for differences; where the system counts it too coarsely, time.
+std::chrono::nanoseconds thread_time();
 
 std::size_t second_level_cache();  // bytes of a core; 0 where the system does not tell
 

@@ -17,7 +17,7 @@
 namespace fusion {
 namespace {
 
-std::atomic<bool> granted = false;
+[[maybe_unused]] std::atomic<bool> granted = false;
 
 std::string ask() {
 #if defined(FUSION_ASKS_FOR_TILES)

@@ -23,7 +23,7 @@ public:
     KeptTiles &operator=(const KeptTiles &) = delete;
 
 private:
-    alignas(64) unsigned char config_[64] = {};
+    [[maybe_unused]] alignas(64) unsigned char config_[64] = {};
 };
 
 }  // namespace fusion

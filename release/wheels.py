@@ -1,4 +1,4 @@
-"""`make wheels`: builds the source archive, a wheel per processor and Python from it, and tests each wheel.
+"""`make wheels`: builds the source archive, a wheel per system, processor and Python from it, and tests each.
 
 Whatever is not as docs/dev/release.md says ends it with an error. What is built lies in dist/ afterwards.
 """
@@ -8,34 +8,18 @@ import os
 import re
 import shutil
 import struct
-import subprocess
 import sys
 import time
 import zipfile
 from pathlib import Path
-from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parents[1]
+import cross
+from programs import ROOT, fail, run
+
 GLIBC = 28  # of manylinux_2_28
 MEGABYTES, SECONDS = 15, 30  # of a wheel; of its installation
 LIBRARIES = {f"fusion_attention/capi/lib64/lib{name}.so" for name in ("ascendcl", "nnopbase", "opapi")}
 MACHINES = {"x86_64": 62, "aarch64": 183}  # as an ELF file says it
-
-
-def run(*command: object, **environment: str) -> str:
-    """Returns a command's output; if it fails, prints the output and exits."""
-    print("  $", *(Path(str(word)).name if str(word).startswith("/") else word for word in command), flush=True)
-    done = subprocess.run(
-        [str(word) for word in command], env={**os.environ, **environment}, cwd=ROOT, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    if done.returncode:
-        fail(f"{command[0]} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.stdout + done.stderr
-
-
-def fail(why: str) -> NoReturn:
-    sys.exit(f"make wheels: {why}")
 
 
 def interpreter(name: str) -> str:
@@ -100,13 +84,13 @@ def tagged(wheel: Path, machine: str, dist: Path) -> Path:
     return dist / words.split()[-1]
 
 
-def check_contents(wheel: Path, machine: str) -> None:
-    """Checks that a wheel contains only the package: one module and the three C libraries for the processor."""
+def check_contents(wheel: Path, suffix: str, libraries: set[str]) -> dict[str, bytes]:
+    """Checks that a wheel contains only the package, one module and libraries; returns what is native."""
     if wheel.stat().st_size > MEGABYTES << 20:
         fail(f"{wheel.name} has {wheel.stat().st_size >> 20} MB, expected at most {MEGABYTES}")
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
-        natives = {name: archive.read(name) for name in names if name.endswith(".so")}
+        natives = {name: archive.read(name) for name in names if name.endswith((".so", ".pyd", ".dylib", ".dll"))}
     source = ROOT / "src"
     expected = {
         path.relative_to(source).as_posix()
@@ -116,13 +100,28 @@ def check_contents(wheel: Path, machine: str) -> None:
     if set(names) - set(natives) != expected:
         odd = sorted((set(names) - set(natives)) ^ expected)
         fail(f"{wheel.name}: expected what src/ holds, these are too many or missing: {odd}")
-    expected_suffix = ".abi3.so" if "-abi3-" in wheel.name else f"-{machine}-linux-gnu.so"
-    modules = set(natives) - LIBRARIES
-    if len(modules) != 1 or not modules.pop().endswith(expected_suffix) or not set(natives) > LIBRARIES:
-        fail(f"{wheel.name}: expected one module named *{expected_suffix} and {LIBRARIES}, got {sorted(natives)}")
-    for name, content in natives.items():
+    modules = set(natives) - libraries
+    if len(modules) != 1 or not modules.pop().endswith(suffix) or not set(natives) > libraries:
+        fail(
+            f"{wheel.name}: expected one module named *{suffix} and {libraries or 'no library'}, got {sorted(natives)}"
+        )
+    return natives
+
+
+def linux_wheel(python: str, machine: str, archive: Path, work: Path, dist: Path) -> Path:
+    wheel = tagged(build(python, machine, archive, work), machine, dist)
+    suffix = ".abi3.so" if "-abi3-" in wheel.name else f"-{machine}-linux-gnu.so"
+    for name, content in check_contents(wheel, suffix, LIBRARIES).items():
         if struct.unpack_from("<H", content, 18)[0] != MACHINES[machine]:
             fail(f"{wheel.name}: {name} is for another processor than {machine}")
+    return wheel
+
+
+def other_wheel(python: str, system: str, archive: Path, work: Path, dist: Path) -> Path:
+    wheel = cross.build(python, system, archive, work)
+    check_contents(wheel, f"/{cross.SYSTEMS[system].module}", set())
+    cross.check_module(wheel, system)
+    return Path(shutil.copy(wheel, dist))
 
 
 def check_metadata(files: list[Path]) -> None:
@@ -162,7 +161,8 @@ def main() -> None:
     parser.add_argument(
         "--pythons", nargs="+", required=True, help="CPython 3.10, 3.11, and 3.12 or later, to build by"
     )
-    parser.add_argument("--machines", nargs="+", default=list(MACHINES), choices=list(MACHINES))
+    parser.add_argument("--machines", nargs="*", default=list(MACHINES), choices=list(MACHINES), help="of Linux")
+    parser.add_argument("--systems", nargs="*", default=list(cross.SYSTEMS), choices=list(cross.SYSTEMS))
     parser.add_argument("--test", nargs="*", default=[], help="Pythons to install a wheel for, with torch, and run it")
     parser.add_argument("--pip", default="", help="options of these installations")
     given = parser.parse_args()
@@ -173,13 +173,10 @@ def main() -> None:
         folder.mkdir(parents=True)
     run(sys.executable, "-m", "build", "--sdist", "--outdir", dist)
     (archive,) = dist.glob("*.tar.gz")
-    wheels = []
-    for machine in given.machines:
-        for python in pythons:
-            wheel = tagged(build(python, machine, archive, work), machine, dist)
-            check_contents(wheel, machine)
-            wheels.append(wheel)
-            print(f"  {wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
+    wheels = [linux_wheel(python, machine, archive, work, dist) for machine in given.machines for python in pythons]
+    wheels += [other_wheel(pythons[-1], system, archive, work, dist) for system in given.systems]
+    for wheel in wheels:
+        print(f"  {wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
     check_metadata([archive, *wheels])
     for python in tests:
         version = run(python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip()

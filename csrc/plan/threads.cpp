@@ -6,6 +6,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -21,20 +22,17 @@ std::atomic<bool> forked = false;
 
 using Work = void (*)(const void *context, int thread, int members);
 
-// The threads of one calling thread, which exist until it ends, as in OpenMP.
-class Pool {
+// The threads of one calling thread, which end after it, as in OpenMP. Nothing waits for their end: Windows ends
+// thread-local objects under a lock that an ending thread needs, or when it has already ended all other threads.
+class Pool : public std::enable_shared_from_this<Pool> {
 public:
-    Pool() = default;
-    ~Pool() {
+    void end() {
         {
             const std::lock_guard<std::mutex> lock(mutex_);
             ends_ = true;
         }
         changed_.notify_all();
-        for (std::thread &thread : threads_) thread.join();
     }
-    Pool(const Pool &) = delete;
-    Pool &operator=(const Pool &) = delete;
 
     void run(int size, Work work, const void *context) {
         if (busy_) return work(context, 0, 1);  // a nested call
@@ -42,12 +40,11 @@ public:
         {
             const std::lock_guard<std::mutex> lock(mutex_);
             try {
-                while (static_cast<int>(threads_.size()) < size - 1) {
-                    const int number = static_cast<int>(threads_.size()) + 1;
-                    threads_.emplace_back([this, number] { serve(number); });
+                for (; threads_ < size - 1; ++threads_) {
+                    std::thread([own = shared_from_this(), number = threads_ + 1] { own->serve(number); }).detach();
                 }
             } catch (const std::system_error &) {  // the system allows no more of them
-                size = static_cast<int>(threads_.size()) + 1;
+                size = threads_ + 1;
             }
             work_ = work, context_ = context, members_ = size, working_ = size - 1;
             ++round_;
@@ -76,19 +73,18 @@ private:
 
     std::mutex mutex_;
     std::condition_variable changed_;
-    std::vector<std::thread> threads_;
     Work work_ = nullptr;
     const void *context_ = nullptr;
-    int members_ = 0, working_ = 0;
+    int threads_ = 0, members_ = 0, working_ = 0;
     std::int64_t round_ = 0;
     bool ends_ = false, busy_ = false;
 };
 
 void in_pool(int size, Work work, const void *context) {
     struct Owner {
-        Pool *const pool = new Pool;
+        const std::shared_ptr<Pool> pool = std::make_shared<Pool>();
         ~Owner() {
-            if (!forked) delete pool;  // a child of fork() would wait for threads that do not exist
+            if (!forked) pool->end();  // in a child of fork() a thread that does not exist may hold the lock
         }
     };
     static thread_local const Owner owner;

@@ -66,6 +66,16 @@ def test_a_note_on_processors_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     assert module.notes(["avx2", "avx512_bf16"]) == []
 
 
+@pytest.mark.parametrize(
+    ("system", "words"), [("darwin", "never run on a Mac"), ("win32", "never run with torch on Windows")]
+)
+def test_a_note_on_systems_where_it_never_ran(system: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Experimental" not in output_of()
+    monkeypatch.setattr(module, "sys", SimpleNamespace(platform=system))
+    (note,) = (note for note in facts()["notes"] if words in note)
+    assert note.endswith("fusion-attention doctor --json")
+
+
 # ------------------------------------------------------------------------------------------------------------- threads
 
 

@@ -136,7 +136,9 @@ void come_late(Report &report) {
         while (!found && std::chrono::steady_clock::now() < end) found = second_has_team(alone, 2, how) == team;
         return found;
     };
+#if !defined(_WIN32)  // whose thread_time() goes on while a thread sleeps
     expect(report, ever(Passing::asleep, false), "a thread that came late is waited for again", 2);
+#endif
     expect(report, ever(Passing::computing, true), "a thread that computes is not waited for", 2);
     expect(report, second_has_team(fusion::never_alone, 2, Passing::asleep), "much work has no team", 2);
 }

@@ -134,6 +134,22 @@ def test_every_name_of_the_interface(facts: dict[str, Any]) -> None:
         assert getattr(fa, name) is getattr(sys.modules[str(module)], name)
 
 
+def test_no_module_of_linux_alone_is_needed_before_its_use() -> None:
+    program = """
+import pkgutil, importlib, torch, rich.console, typer
+for name in ("fcntl", "grp", "pwd", "resource", "termios"):
+    sys.modules[name] = None
+import fusion_attention.npu, fusion_attention.aclnn, fusion_attention.cli.doctor, fusion_attention.testing
+folders = ("acl", "api", "backends.cpu", "backends.golden", "contract", "ir", "nn", "npu", "ops", "torch_ops")
+for folder in folders:
+    package = importlib.import_module(f"fusion_attention.{folder}")
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+print(json.dumps(len(sys.modules)))
+"""
+    assert run(program) > 100
+
+
 def test_star_reload_and_pickle(facts: dict[str, Any]) -> None:
     assert facts["missing"] == []
     assert facts["reloaded"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,11 @@ FORKED_NOTE = (
     "This process is a child of fork(), which has none of its parent's threads: the core computes on one. "
     'Start processes by "spawn".'
 )
+EXPERIMENTAL = {  # by sys.platform
+    "darwin": "macOS: built, and its arithmetic tested as Linux arm64, but never run on a Mac.",
+    "win32": "Windows: built, and the core tested under wine, but never run with torch on Windows.",
+}
+EXPERIMENTAL_NOTE = "Experimental on {} Please send the authors the output of: fusion-attention doctor --json"
 SHOWN = 5  # failed steps; --json has all
 MANY_THREADS_NOTE = "torch has more threads than this process may use cores: set OMP_NUM_THREADS={}."
 
@@ -95,7 +101,8 @@ def facts() -> dict[str, Any]:
     except ImportError as error:
         problems.append(f"the native core cannot be loaded ({error}): the float64 model alone computes on the CPU")
     runtimes, cores = machine.openmp_runtimes(), machine.cores()
-    messages = notes(native["features"], native["tiles_refused"]) + [FORKED_NOTE] * native["forked"]
+    messages = [EXPERIMENTAL_NOTE.format(text) for system, text in EXPERIMENTAL.items() if sys.platform == system]
+    messages += notes(native["features"], native["tiles_refused"]) + [FORKED_NOTE] * native["forked"]
     messages += [RUNTIMES_NOTE] * (len(runtimes) > 1)
     allowed = int(cores["quota"] or cores["usable"] or 1) or 1
     messages += [MANY_THREADS_NOTE.format(allowed)] * (torch.get_num_threads() > max(allowed, 1))
@@ -173,7 +180,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("cores", f"{cores['usable']} of {cores['system']}{quota}"),
         ("threads", str(report["threads"])),
         ("environment", " ".join(f"{k}={v}" for k, v in report["environment"].items()) or "says nothing of threads"),
-        ("OpenMP runtimes", " ".join(report["openmp"]) or "none loaded"),
+        ("OpenMP runtimes", " ".join(report["openmp"]) or "none found"),
     ]
     for one in report["releases"]:
         installed = one["installed"] or "-"

@@ -3,7 +3,6 @@
 The wheel contains the sources, since the compiled file depends on the release of torch and on the compiler.
 """
 
-import fcntl
 import hashlib
 import os
 import platform
@@ -35,6 +34,8 @@ def library() -> str:
     if target.exists():
         return str(target)
     compiler = _compiler()
+    import fcntl  # Windows has none
+
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (target.parent / "lock").open("w") as lock:
