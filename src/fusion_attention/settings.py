@@ -55,12 +55,13 @@ def override(**changes: Any) -> Iterator[None]:
 def strict(on: bool = True, *, check_content: bool = False) -> Iterator[None]:
     """Inside the block, or the function that it decorates, calls of every interface but the two-phase one are strict.
 
-    What the chip would refuse is then an error, and so is what a legal call probably does not mean. The block counts in
-    this thread (and asyncio task); for the whole process: npu.install(strict=True). A graph that torch.compile or
-    torch.export traces inside stays strict; one that was traced outside is strict where it runs inside.
+    Calls beyond the chip's limits are then errors, and so are warnings about legal calls that are probably mistakes.
+    The block applies to this thread and asyncio task; for the whole process: npu.install(strict=True). A graph that
+    torch.compile or torch.export traces inside stays strict; one that was traced outside is strict where it runs
+    inside.
 
     Args:
-        on: False takes strictness back, inside a stricter block or process.
+        on: False turns strict mode off, inside a strict block or process.
         check_content: also asks the rules that read tensor data: masks, lists, compressed biases.
 
     Example:

@@ -149,10 +149,11 @@ class ShardedCall:
         return self._on(tensors, self.extents(segments))
 
     def keys_of(self, tensors: Given, segments: Sequence[Segment]) -> Any:
-        """Returns the call of all rows over some of this rank's keys; indices count from their first key.
+        """Returns the call of the rows of all ranks over the keys of segments; key 0 is the first of a segment.
 
         Args:
-            tensors: flat rows of all ranks, and flat keys of this one. segments: at most one per sequence.
+            tensors: queries of all ranks and keys of this one, batch and tokens on one axis. segments: parts of this
+                rank's keys, at most one per sequence.
         """
         e: Extents = self.full.extents
         b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T

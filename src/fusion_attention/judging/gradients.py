@@ -49,9 +49,9 @@ def names_of(call: Any) -> dict[str, str]:
 
 
 def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Any:
-    """Lowers the backward of a forward whose statistics were not saved.
+    """Lowers the backward of a forward whose statistics were not saved: the formulas give them.
 
-    The output is that of the file, or else the right one in the call's dtype.
+    The forward's output is that in `saved`, or else computed and rounded to the call's dtype.
     """
     forward, names = with_kernel_statistics(call), names_of(call)
     results = {name: torch.zeros_like(t) for name, t in forward.results().items()}

@@ -97,8 +97,10 @@ class Output:
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a call that is computed at once: query heads and rows (keys if by_keys) of a sequence; second: keys of
-    a second source, numbered after those of the first."""
+    """A part of a call that is computed in one step: query heads, and rows (keys if by_keys), of sequence b.
+
+    second: compressed keys, which are numbered after the others.
+    """
 
     b: int
     heads: slice

@@ -27,10 +27,10 @@ def over(watch: Watch, words: str, items: Sequence[Item]) -> Iterator[Item]:
 
 
 class Bar:
-    """A Watch that draws a bar on stderr, if that is a terminal, once PATIENCE has passed; the bar leaves nothing.
+    """Shows progress as a bar if the console is a terminal, after PATIENCE seconds; erased at the end.
 
     Args:
-        name: the words before those of the steps. console: None: stderr.
+        name: text before each step's text. console: where to draw; None: stderr.
     """
 
     def __init__(self, name: str = "", console: Console | None = None) -> None:

@@ -37,9 +37,10 @@ def capped(x, scale, CAP: tl.constexpr):
 @triton.jit
 def biased(x, scale, factor, bias, slopes, strides, count, b, h, heads, row, key, there, lengths, KIND: tl.constexpr,
            CAP: tl.constexpr):  # fmt: skip
-    """scale * x, beneath the cap if CAP is not 0, + factor * bias, for rows and keys given as broadcast axes.
+    """Computes scale * x, with a softcap (CAP * tanh(scale * x / CAP)) if CAP is not 0, plus factor * bias.
 
-    lengths = (q_len, kv_len, shift).
+    row, key: indices that broadcast against each other. lengths = (q_len, kv_len, shift); the distance of a bias of
+    slopes is key - row + shift.
     """
     q_len, kv_len, shift = lengths
     if CAP != 0:

@@ -154,8 +154,10 @@ def recompute_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq
                        count: tl.int32, first: tl.int64, HEADS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
                        D2: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, Q: tl.constexpr,
                        K: tl.constexpr, VIEWED: tl.constexpr, THREADS: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Computes the rows of flagged tokens again, and those elements of their dq that are NaN, head by head; grid
-    (tokens)."""
+    """Computes again what index_gradient() flagged; grid: (tokens).
+
+    For a flagged token these are `rows` (a gradient per selected key) and the NaN elements of dq, head by head.
+    """
     list_index = tl.program_id(0).to(tl.int64)
     b, row = token_at(tokens, first + list_index)
     slots = tl.where(tl.load(noted + list_index) > 0, tl.load(used + list_index), 0)

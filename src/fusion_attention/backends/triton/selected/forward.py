@@ -164,11 +164,12 @@ def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_com
                    D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr,
                    V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, BUFFER: tl.constexpr,
                    SPLIT: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Writes out, max and sum of BM heads of a token; grid (tokens * programs of a token, splits of its slots).
+    """Computes out, max and sum of BM heads of one token; grid: (tokens * programs per token, splits).
 
-    Programs of a token are adjacent, so that rows are in the cache for the next one. SHARED: values are the first
-    column blocks of the keys. SPLIT: a program computes `per` slots and writes (weighted values, max, sum) to
-    `partials`, BUFFER floats per head. With a second source (RATIO), slots of the band come first.
+    A slot is a key to read, from the token's list or from its band. Programs of a token are adjacent, so that the next
+    one finds key rows in the cache. SHARED: values are the first column blocks of the keys. SPLIT: a program computes
+    `per` slots and writes (weighted values, max, sum) to `partials`, BUFFER floats per head. With compressed keys
+    (RATIO), slots of the band come first.
     """
     programs = heads_kv * ((GROUP + BM - 1) // BM)
     b, row = token_at(tokens, tl.program_id(0) // programs)
