@@ -30,7 +30,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.bench.report import Report
 from fusion_attention.contract import BackendError
 from fusion_attention.ir.call import Lowered
-from fusion_attention.judging import evaluate, indexer
+from fusion_attention.judging import indexer, measure
 from fusion_attention.judging.error_bound import Errors
 from fusion_attention.judging.expected_error import KERNEL, PROGRAM, Grade
 from fusion_attention.judging.outputs import setting_of, units
@@ -108,7 +108,7 @@ def measured(call: Any, by_program: Mapping[str, Results], grade: Grade) -> Iter
     else:
         setting, outputs = setting_of(call, given)
         outputs_of = {who: setting_of(call, results)[1] for who, results in by_program.items()}
-        result = evaluate.measured(
+        result = measure.measured(
             setting, outputs, units(setting, outputs), grade=grade, complete=True, beside=outputs_of
         )
     for who, theirs in result.beside.items():

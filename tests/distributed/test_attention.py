@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same
-from support.ranks import CASES, all_of, judge, named, one
+from support.sharded_calls import CASES, all_of, judge, named, one
 from support.worlds import Worlds
 
 import fusion_attention as fa

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.bits import same_bits
-from support.ranks import summed
+from support.sharded_calls import summed
 from support.worlds import Worlds
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -4,12 +4,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from support import planted_decodes, planted_lists, planted_tiles
+from support import faulty_list_kernels, planted_decodes, planted_tiles
 
 from fusion_attention.judging.judge import diagnose
 
 SEEDS = 5
-MODULES = (planted_tiles, planted_decodes, planted_lists)
+MODULES = (planted_tiles, planted_decodes, faulty_list_kernels)
 FAULTS = [(module, fault) for module in MODULES for fault in module.FAULTS]
 
 

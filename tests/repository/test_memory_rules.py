@@ -28,7 +28,7 @@ MAY_ALLOCATE = {
     "npu.operators::_parameter": "a parameter without a default",
     "npu.interface::": "a parameter without a default",
     "npu.surface.metadata::_parameters": "a parameter without a default",
-    "torch_ops.spelling::misused": "a parameter without a default",
+    "torch_ops.misspelled_arguments::misused": "a parameter without a default",
     "capi.device::allocate": "as acl.rt's",
     "npu.device.compiled::_elsewhere": "an input of a trace, which has no memory",
 }

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from support import (
+    faulty_list_kernels,
     planted_compressed,
     planted_decodes,
     planted_gradients,
-    planted_lists,
     planted_tiles,
     right_gradients,
     right_results,
@@ -67,7 +67,7 @@ def _low(make: Any) -> Any:
 
 def kinds(low: bool) -> dict[str, Planted]:
     """The faults by name; low: of cases in bfloat16 alone."""
-    modules = [planted_tiles, planted_gradients, planted_decodes, planted_lists]
+    modules = [planted_tiles, planted_gradients, planted_decodes, faulty_list_kernels]
     modules += [] if low else [planted_compressed]  # of a float32 model
     results: dict[str, Planted] = {
         f"{module.__name__.rpartition('planted_')[2]}: {fault}": partial(module.planted, fault)
@@ -133,7 +133,7 @@ def rights(count: int, seed: int) -> Iterator[tuple[str, Judgement]]:
         "backward": right_gradients.right,
         "tiles": lambda n: ("", _call(planted_tiles.right(n))),
         "decode": lambda n: ("", _call(planted_decodes.right(n))),
-        "lists": lambda n: ("", _call(planted_lists.right(n))),
+        "lists": lambda n: ("", _call(faulty_list_kernels.right(n))),
         "calls": lambda n: ("", _call(cases[n % len(cases)]())),
     }
     for _ in range(count):

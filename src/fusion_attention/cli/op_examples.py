@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fusion_attention.cli import package_examples
 from fusion_attention.cli.docstrings import filled
-from fusion_attention.cli.example_call import Call, named
+from fusion_attention.cli.example_arguments import Call, named
 
 if TYPE_CHECKING:
     from fusion_attention.contract import Op

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from fusion_attention.cli.example_call import Call, named
+from fusion_attention.cli.example_arguments import Call, named
 
 INDEX_OF_TOKENS = Call(
     (

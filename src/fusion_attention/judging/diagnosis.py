@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusion_attention.contract import ContractError
-from fusion_attention.judging.evaluate import Result, drawn, measured
 from fusion_attention.judging.expected_error import POOR, PROGRAM
+from fusion_attention.judging.measure import Result, drawn, measured
 from fusion_attention.judging.mistakes import MISTAKES, Case, Mistake, Try, totals
 from fusion_attention.judging.outputs import Output, Unit, units
 from fusion_attention.judging.progress import Watch, over, silent

@@ -15,11 +15,11 @@ import torch
 from fusion_attention.judging.calls import BACKENDS, JudgeError, Recorded
 from fusion_attention.judging.error_bound import Errors
 from fusion_attention.judging.error_location import Map, looks_like
-from fusion_attention.judging.evaluate import Result, graded
 from fusion_attention.judging.expected_error import KERNEL, POOR, PROGRAM, Grade
 from fusion_attention.judging.expected_indexer_error import TOTALS, at_keys, completed, wanted
 from fusion_attention.judging.indexer_formulas import Index, chosen, compared, given, gradients, softmax
 from fusion_attention.judging.indexer_mistakes import INDEX_MISTAKES
+from fusion_attention.judging.measure import Result, graded
 from fusion_attention.judging.outputs import Wanted
 from fusion_attention.judging.standards import Tally
 from fusion_attention.judging.verdict import Explanation, Judgement, judgement, opinion

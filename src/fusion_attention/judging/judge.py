@@ -11,9 +11,9 @@ from fusion_attention.judging import indexer, pooling
 from fusion_attention.judging.calls import BACKENDS, JudgeError, Recorded, recorded
 from fusion_attention.judging.diagnosis import diagnosed
 from fusion_attention.judging.error_location import looks_like, mask_of, most
-from fusion_attention.judging.evaluate import Result, graded, measured
 from fusion_attention.judging.expected_error import Grade
 from fusion_attention.judging.grid import rows_by_columns
+from fusion_attention.judging.measure import Result, graded, measured
 from fusion_attention.judging.mistakes import Case
 from fusion_attention.judging.outputs import Output, setting_of, units
 from fusion_attention.judging.progress import Bar, Watch, over, silent

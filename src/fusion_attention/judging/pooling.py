@@ -17,9 +17,9 @@ from fusion_attention.judging import expected_error, formulas
 from fusion_attention.judging.calls import BACKENDS, Recorded
 from fusion_attention.judging.error_bound import Errors
 from fusion_attention.judging.error_location import Map, looks_like
-from fusion_attention.judging.evaluate import Result, graded
 from fusion_attention.judging.expected_error import KERNEL, PROGRAM, Grade
 from fusion_attention.judging.formulas import Precision
+from fusion_attention.judging.measure import Result, graded
 from fusion_attention.judging.outputs import Wanted
 from fusion_attention.judging.setting import Block
 from fusion_attention.judging.standards import Tally

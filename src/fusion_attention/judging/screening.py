@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fusion_attention.judging.calls import JudgeError, Recorded
-from fusion_attention.judging.evaluate import Result
+from fusion_attention.judging.measure import Result
 
 Tensor = torch.Tensor
 

@@ -16,7 +16,7 @@ import torch
 
 from fusion_attention.contract import REQUIRED, Array, Attr, Op, Tensors, docstring
 from fusion_attention.torch_ops.aliases import crossing
-from fusion_attention.torch_ops.spelling import misused
+from fusion_attention.torch_ops.misspelled_arguments import misused
 
 R = TypeVar("R")
 Args = dict[str, Any]

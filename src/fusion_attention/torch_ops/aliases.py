@@ -17,7 +17,7 @@ import torch
 
 from fusion_attention.ir import dropout
 from fusion_attention.torch_ops import dispatch
-from fusion_attention.torch_ops.spelling import suggested
+from fusion_attention.torch_ops.misspelled_arguments import suggested
 
 Tensor = torch.Tensor
 P = ParamSpec("P")

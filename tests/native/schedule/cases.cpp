@@ -1,7 +1,7 @@
 #include "cases.h"
 
 #include "kernels.h"
-#include "work.h"
+#include "kernel_times.h"
 
 #include "plan/backward.h"
 #include "plan/decode.h"

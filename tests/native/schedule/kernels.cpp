@@ -1,7 +1,7 @@
 #include "kernels.h"
 
 #include "clock.h"
-#include "work.h"
+#include "kernel_times.h"
 
 #include "plan/schedule.h"
 

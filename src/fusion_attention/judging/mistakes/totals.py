@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from fusion_attention.judging.evaluate import of_total
 from fusion_attention.judging.expected_error import PROGRAM
+from fusion_attention.judging.measure import of_total
 from fusion_attention.judging.outputs import Output, Wanted, totals
 from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.verdict import Explanation
