@@ -99,14 +99,14 @@ def formula(args: Args) -> dict[str, Near]:
     q, k = (t if t.dim() == 3 else t.flatten(0, 1) for t in (args["q"], args["k"]))
     w, target, saved = args["w"].flatten(0, -2), args["attnSoftmaxL1Norm"].flatten(0, -3)[:, 0], args["softmaxLse"]
     d_q, d_k, d_w, out = (near(torch.zeros(t.shape)) for t in (q, k[:, 0], w, target))
-    for row, seen, products, score in scores(args):
-        at, visible = slice(row, row + 1), seen.stop - seen.start
+    for row, its_keys, products, score in scores(args):
+        at, visible = slice(row, row + 1), its_keys.stop - its_keys.start
         y = (score - near(saved.flatten()[row])).exp()
         d_i = y - near(target[at, :visible])
         d_s = (d_i * near(w[row])[:, None] * products.step()).rounded(q.dtype)
-        d_q.prepare(at, d_s @ near(k[seen, 0]))
+        d_q.prepare(at, d_s @ near(k[its_keys, 0]))
         d_w.prepare(at, (d_i * products.relu()).sum(1))
-        d_k.prepare(seen, d_k[seen] + d_s.T @ near(q[row]))
+        d_k.prepare(its_keys, d_k[its_keys] + d_s.T @ near(q[row]))
         out.prepare(at, y @ near(torch.eye(visible, target.shape[1])))
     results = {"dq": d_q, "dk": d_k, "dw": d_w, "softmaxOut": out}
     return {name: x.rounded(args[name].dtype).reshape(tuple(args[name].shape)) for name, x in results.items()}
