@@ -138,9 +138,8 @@ LENGTHS = (
         computes(ratio=2),
         forbids("cuSeqlens", cuSeqlens=ints(0, 9, 999, d=I32), **PACKED),
         forbids("cuSeqlens", cuSeqlens=ints(1, 9, 15, d=I32), **PACKED),
-        forbids("cuSeqlens", seqused=ints(10, 2, d=I32)),
-        forbids("cuSeqlens", start=(-1, 0)),
-        forbids("cuSeqlens startPos", startPos=ints(0, d=I32)),
+        *(forbids("seqused", seqused=ints(*n, d=I32)) for n in ((10, 2), (-1, 2), (1,))),
+        *(forbids("startPos", startPos=ints(*n, d=I32)) for n in ((-1, 0), (0,))),
         ruling=44,
     ),
     clause(

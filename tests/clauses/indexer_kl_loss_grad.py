@@ -67,7 +67,7 @@ CLAUSES = (
         *(computes(residual=(n, 3 - n)) for n in range(4)),
         *(forbids(RESIDUAL, **{RESIDUAL: ints(*n, d=I32)}) for n in ((4, 2), (-1, 2), (1,), (1, 2, 0))),
         *(refuses(NULL, RESIDUAL, ratio=n, mode=m, **{RESIDUAL: ints(0, 0, d=I32)}) for n, m in ((1, 3), (4, 0))),
-        ruling=44,
+        ruling=45,
     ),
     clause(
         "layouts",
@@ -117,14 +117,14 @@ CLAUSES = (
         "dI = y * sum p - p, with p as it is given.",
         *(computes(mass=m, **over) for m in (0.0, 0.3, 1.0, 2.0) for over in ({}, BSND)),
         computes(rows=(20, 30), keys=(5, 8), residual=(2, 3), N=16),
-        ruling=44,
+        ruling=45,
     ),
     clause(
         "rows-without-keys",
         "A row that sees no key has zeros.",
         computes(rows=(30, 5), keys=(3, 2)),
         computes(keys=(0, 2), residual=(3, 0)),
-        ruling=44,
+        ruling=45,
     ),
     clause(
         "lists",
@@ -137,7 +137,7 @@ CLAUSES = (
             forbids("sparseIndices", sparseIndices=lambda old, n=n: old.index_fill(-1, torch.tensor(0), n))
             for n in (3, -2, 2**30)
         ),
-        ruling=44,
+        ruling=45,
     ),
     clause(
         "strides",

@@ -3,6 +3,7 @@
 from clauses import (
     block_sparse_attention,
     compressor,
+    dense_indexer,
     flash_attention_score_v2,
     incre_flash_attention_v4,
     indexer_grad_kl_loss,
@@ -29,6 +30,8 @@ PAGES: dict[Page, int] = {
     indexer_kl_loss_grad.PAGE: 150,
     sparse_flash_mla_grad.PAGE: 128,
     softmax_l1_norm.PAGE: 87,
+    dense_indexer.PAGE: 222,
+    dense_indexer.LSE_PAGE: 167,
     indexer_v2.PAGE: 93,
     compressor.PAGE: 91,
     compressor.GRAD_PAGE: 102,

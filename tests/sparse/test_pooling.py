@@ -76,6 +76,9 @@ def test_compressed_keys_are_those_that_attention_takes() -> None:
     assert out.isfinite().all()
 
 
+PACKED: dict[str, Any] = {"layout": "TND", "kv": torch.zeros(8, 1, 6), "gate": torch.zeros(8, 1, 6), "ratio": 1}
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -90,6 +93,11 @@ def test_compressed_keys_are_those_that_attention_takes() -> None:
         ({"layout": "TND"}, "compress: kv_len: expected the lengths of packed sequences, got None"),
         ({"kv_len": [1, 2]}, "compress: kv_len:"),
         ({"kv_len": [4], "state": fa.CompressionState()}, "compress: state: expected None beside kv_len"),
+        ({"state": 1}, "compress: state: expected a CompressionState, got 1"),
+        ({**PACKED, "kv_len": [1 << 62] * 4 + [8]}, "kv_len: expected the lengths of all sequences in kv"),
+        ({**PACKED, "kv_len": [(1 << 63) - 1] * 9}, "kv_len: expected the lengths of all sequences in kv"),
+        ({**PACKED, "kv_len": [float("inf")]}, "compress: kv_len: expected integers"),
+        ({**PACKED, "kv_len": torch.zeros(1, device="meta").long()}, "compress: kv_len: expected integers"),
     ],
 )  # fmt: skip
 def test_what_is_refused(changed: dict[str, Any], words: str) -> None:
@@ -218,3 +226,26 @@ def test_blocks_that_are_not_there_are_refused() -> None:
         compressor(drawn(1, 9, H), **w, state_cache=cache, cmp_ratio=RATIO, state_block_table=table)
     with pytest.raises(ContractError, match="a block for every row that is kept"):
         compressor(drawn(1, 9, H), **w, state_cache=cache, cmp_ratio=RATIO, start_pos=[30], state_block_table=table)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"seqused": [10]}, "seqused: expected a length within every sequence, got [10] of sequences with [9] rows"),
+        ({"seqused": [-1]}, "seqused: expected a length within every sequence, got [-1] of 1 sequences"),
+        ({"seqused": []}, "seqused: expected a length within every sequence, got [] of 1 sequences"),
+        ({"start_pos": [-4]}, "start_pos: expected a position for every sequence, got [-4] of 1 sequences"),
+        ({"start_pos": [0, 0]}, "start_pos: expected a position for every sequence, got [0, 0] of 1 sequences"),
+        ({"start_pos": [(1 << 63) - 2]}, "whose positions overflow int64"),
+        ({"x": torch.zeros(9, H), "cu_seqlens": [0, 5, 8]}, "cu_seqlens: expected 0, and ends that never fall"),
+        ({"x": torch.zeros(9, H), "cu_seqlens": [0, 9], "seqused": [10]}, "seqused: expected a length within"),
+        ({"wkv": torch.zeros(0, H), "wgate": torch.zeros(0, H), "ape": torch.zeros(RATIO, 0),
+          "state_cache": torch.zeros(4, 16, 0)}, "wkv: expected [coff * D, H]"),
+    ],
+)  # fmt: skip
+def test_lengths_and_positions_of_the_compressor_that_are_refused(changed: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {"x": torch.zeros(1, 9, H), **weights(1), "state_cache": torch.zeros(4, 16, 2 * DIM)}
+    with pytest.raises(ContractError) as error:
+        compressor(**{**given, "cmp_ratio": RATIO, **changed})
+    assert "cann_ops_transformer.compressor: " in str(error.value)
+    assert words in str(error.value)

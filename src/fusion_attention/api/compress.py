@@ -119,6 +119,8 @@ def compress(
         "kv_len": kv_len, "before": False,
     }  # fmt: skip
     if state is not None:
+        if not isinstance(state, CompressionState):
+            raise _refused("a CompressionState", repr(state), "keep one object for all calls of a sequence")
         return state.continued(args, backend)
     if layout == "TND":
         args["windows"] = _windows(kv_len, ratio)
@@ -128,8 +130,8 @@ def compress(
 def _windows(kv_len: Any, ratio: Any) -> int:
     """The number of results of packed sequences, which the results' shape needs; 0 for a call that is refused."""
     try:
-        return sum(max(int(n), 0) // ratio for n in kv_len)
-    except (TypeError, ValueError, ZeroDivisionError):
+        return min(int(sum(max(int(n), 0) // ratio for n in kv_len)), torch.iinfo(torch.int64).max)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):  # RuntimeError: of a tensor on meta
         return 0
 
 

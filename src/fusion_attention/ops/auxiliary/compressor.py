@@ -27,21 +27,43 @@ def lengths_of(
     return first, tokens, [0] * len(first) if start is None else [int(n) for n in start]
 
 
+def ends_fit(x: torch.Tensor, cumulative: Sequence[int] | None) -> bool | str:
+    """True if cumulative ends divide the rows of x; otherwise what they are."""
+    if cumulative is None:
+        return True
+    ends = [int(n) for n in cumulative]
+    fits = bool(ends) and ends[0] == 0 and ends[-1] == x.shape[0] and ends == sorted(ends)
+    return fits or f"{ends} of {x.shape[0]} rows"
+
+
+def used_fit(x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[int] | None) -> bool | str:
+    """True if as many rows of every sequence as `used` says are in x; otherwise what does not fit."""
+    first, tokens, _ = lengths_of(x, cumulative, None, None)
+    if used is not None and any(n > most for n, most in zip(used, tokens, strict=False)):
+        return f"{[int(n) for n in used]} of sequences with {tokens} rows"
+    return _one_each(used, len(first))
+
+
+def starts_fit(x: torch.Tensor, cumulative: Sequence[int] | None, start: Sequence[int] | None) -> bool | str:
+    """True if every sequence begins at a position, from which all rows have one in int64; otherwise what does not."""
+    first, _, _ = lengths_of(x, cumulative, None, None)
+    if start is not None and max(start, default=0) > torch.iinfo(torch.int64).max - x.shape[-2]:
+        return f"{[int(n) for n in start]} of {x.shape[-2]} rows, whose positions overflow int64"
+    return _one_each(start, len(first))
+
+
+def _one_each(given: Sequence[int] | None, count: int) -> bool | str:
+    numbers = [0] * count if given is None else [int(n) for n in given]
+    return (len(numbers) == count and min(numbers, default=0) >= 0) or f"{numbers} of {count} sequences"
+
+
 def lengths_fit(
     x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[int] | None, start: Sequence[int] | None
-) -> bool | str:
-    """True if lengths describe sequences of x; otherwise what does not fit."""
-    if cumulative is not None:
-        ends = [int(n) for n in cumulative]
-        if not ends or ends[0] or ends[-1] != x.shape[0] or ends != sorted(ends):
-            return f"cu_seqlens {ends} of {x.shape[0]} rows"
-    first, tokens, _ = lengths_of(x, cumulative, None, None)
-    for name, given in (("seqused", used), ("start_pos", start)):
-        if given is not None and (len(given) != len(first) or min(given, default=0) < 0):
-            return f"{name} {[int(n) for n in given]} of {len(first)} sequences"
-    if used is not None and any(n > most for n, most in zip(used, tokens, strict=True)):
-        return f"seqused {[int(n) for n in used]} of sequences with {tokens} rows"
-    return True
+) -> bool:
+    """True if lengths and positions describe sequences of x."""
+    return ends_fit(x, cumulative) is True and (
+        used_fit(x, cumulative, used) is True and starts_fit(x, cumulative, start) is True
+    )
 
 
 def positions_fit(
@@ -68,10 +90,14 @@ def positions_fit(
 
 def shapes_fit(x: torch.Tensor, weight: torch.Tensor, coff: int) -> bool:
     """True if a projection [coff * D, H] takes rows of x."""
-    return weight.dim() == 2 and weight.shape[1] == x.shape[-1] and weight.shape[0] % coff == 0
+    sized = weight.dim() == 2 and weight.shape[1] == x.shape[-1]
+    return sized and weight.shape[0] >= coff and weight.shape[0] % coff == 0
 
 
+_AXES = "x.dim() == (3 if cu_seqlens is None else 2)"
+_ENDS = f"{_AXES} and ends_fit(x, cu_seqlens) is True"
 _LENGTHS = "x, cu_seqlens, seqused, start_pos"
+_FUNCTIONS = (ends_fit, used_fit, starts_fit, lengths_fit, positions_fit, shapes_fit, apart)
 
 
 def _of_float32(rules: Callable[..., tuple[Rule, ...]], sample: torch.Tensor) -> tuple[Rule, ...]:
@@ -115,7 +141,7 @@ COMPRESSOR = replace(
                    "last window of a sequence, packed behind that of the last.", "=x"),
         ),
         rules=(
-            invalid("x.dim() == (3 if cu_seqlens is None else 2)",
+            invalid(_AXES,
                     "x: [B, S, H], or [T, H] with cu_seqlens (packed rows need cu_seqlens)", invalid={"x": "4 W"}),
             invalid("shapes_fit(x, wkv, coff)", "wkv: [coff * D, H], H as x has (a row for each channel)",
                     invalid={"wkv": "4 6", "wgate": "4 6"}, when="x.dim() > 1"),
@@ -127,13 +153,17 @@ COMPRESSOR = replace(
             invalid("state_cache.dim() == 3 and state_cache.shape[2] == 2 * wkv.shape[0]",
                     "state_cache: [blocks, rows, 2 * coff * D] (keys, then gates)", invalid={"state_cache": "3 4 6"},
                     when="wkv.dim() == 2"),
-            meaning(f"lengths_fit({_LENGTHS})", "cu_seqlens: lengths of sequences within x (they count rows of x)",
-                    invalid={"seqused": [7, 2]}, when="x.dim() == (3 if cu_seqlens is None else 2)"),
+            meaning("ends_fit(x, cu_seqlens)", "cu_seqlens: 0, and ends that never fall, up to the rows of x (where "
+                    "sequences end)", invalid={"x": "6 W", "cu_seqlens": [1, 4, 6]}, when=_AXES),
+            meaning("used_fit(x, cu_seqlens, seqused)", "seqused: a length within every sequence (rows that count, of "
+                    "those in x)", invalid={"seqused": [7, 2]}, when=_ENDS),
+            meaning("starts_fit(x, cu_seqlens, start_pos)", "start_pos: a position for every sequence (how many rows "
+                    "came before)", invalid={"start_pos": [-1, 0]}, when=_ENDS),
             meaning(f"positions_fit(state_block_table, state_cache, {_LENGTHS}, cache_mode, coff * cmp_ratio - 1)",
                     "state_block_table: a block for every row that is kept (earlier rows are read from there)",
                     invalid={"start_pos": [30, 0]},
-                    when=f"x.dim() == (3 if cu_seqlens is None else 2) and state_cache.dim() == 3"
-                    f" and lengths_fit({_LENGTHS}) is True"),
+                    when=f"{_AXES} and state_cache.dim() == 3"
+                    f" and lengths_fit({_LENGTHS})"),
             meaning("state_block_table is None or within(state_block_table, state_cache.shape[0])",
                     "state_block_table: blocks that state_cache has (numbers of blocks)", reads=True,
                     when="state_cache.dim() == 3",
@@ -141,7 +171,7 @@ COMPRESSOR = replace(
             *_of_float32(waits_for_none, torch.zeros(3, 4, 8, requires_grad=True)),
             *_of_float32(own_memory, torch.zeros(3, 1, 1).expand(3, 4, 8)),
         ),
-        functions={one.__name__: one for one in (lengths_fit, positions_fit, shapes_fit, apart)},
+        functions={one.__name__: one for one in _FUNCTIONS},
         sizes={"Cw": 4},
         sample={
             "x": "B 6 W", "wkv": "Cw W", "wgate": "Cw W", "state_cache": "3 4 8", "ape": "4 Cw",

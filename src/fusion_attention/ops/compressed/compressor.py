@@ -168,7 +168,7 @@ def _shaped(p: Param) -> Tensor:
 _P = COMPRESSOR.by_name
 _CALL = "x, wkv, cmp_ratio, coff, cu_seqlens, seqused, start_pos"
 _WHEN = ("wkv.dim() == 2 and x.dim() == (3 if cu_seqlens is None else 2)"
-         " and lengths_fit(x, cu_seqlens, seqused, start_pos) is True")  # fmt: skip
+         " and lengths_fit(x, cu_seqlens, seqused, start_pos)")  # fmt: skip
 
 
 def _placed(name: str, advice: str, sample: str) -> Rule:
@@ -182,6 +182,8 @@ def _sized(rule: Rule) -> Rule:
     if isinstance(cache, torch.Tensor):
         rows = torch.zeros(3, 4, 256, requires_grad=True) if cache.requires_grad else torch.zeros(3, 1, 1)
         return replace(rule, invalid={"state_cache": rows.expand(3, 4, 256) if rows.shape[1] == 1 else rows})
+    if rule.param == "cu_seqlens":
+        return replace(rule, invalid={**rule.invalid, "x": ("6 H", "float16")})
     return replace(rule, invalid={"wkv": "Cw 6", "wgate": "Cw 6"}) if rule.param == "wkv" else rule
 
 

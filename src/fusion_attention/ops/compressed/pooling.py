@@ -134,8 +134,8 @@ def _fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def lengths_add_up(given: np.ndarray, tokens: int) -> Outcome:
     """True if lengths are those of all packed rows."""
-    total = int(given.sum())
-    return bool((given >= 0).all() and total == tokens) or f"{given.tolist()}, {tokens} rows in the tensor"
+    each = bool(((given >= 0) & (given <= tokens)).all())  # Their sum cannot overflow then.
+    return (each and int(given.sum()) == tokens) or f"{given.tolist()}, {tokens} rows in the tensor"
 
 
 _SHAPE = {"BSND": "B S N2 C", "TND": "T N2 C"}

@@ -1,0 +1,170 @@
+"""The pages of aclnnDenseLightningIndexerKLLossGrad and aclnnDenseLightningIndexerSoftmaxLseV2, clause by clause: by
+those of the loss over lists.
+"""
+
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+
+from clauses import indexer_kl_loss_grad as lists
+from clauses import indexer_kl_loss_grad_calls as calls
+from clauses.derived import of_page
+from clauses.dtypes import BF, F32, F64, I32, H
+from clauses.indexer_kl_loss_grad import BSND
+from clauses.indexer_kl_loss_grad_calls import ENDS, RESIDUAL, USED, bound, sequences
+from clauses.near import Near, near, softmax
+from clauses.table import INVALID, NULL, Args, Check, Page, clause, computes, filled, forbids, prototype, refuses
+from clauses.values import deeper, draw, drawn, fractal, gapped, ints, longer, to, widened, zeros
+
+GRAD = prototype("""
+    aclTensor q k w attnSoftmaxL1Norm softmaxLse cuSeqLensQOptional cuSeqLensKOptional seqUsedQOptional
+    aclTensor seqUsedKOptional cmpResidualKOptional metadataOptional
+    char      layoutQ layoutK
+    int64_t   maskMode cmpRatio
+    aclTensor dq dk dw softmaxOut
+""")
+LSE = prototype("""
+    aclTensor queryIndex keyIndex weight cuSeqLensQOptional cuSeqLensKOptional seqUsedQOptional seqUsedKOptional
+    aclTensor cmpResidualKOptional metadataOptional
+    char      layoutQ layoutK
+    int64_t   maskMode cmpRatio
+    aclTensor softmaxLse
+""")
+NAMES = {"q": "queryIndex", "k": "keyIndex", "w": "weight"}
+
+
+@wraps(calls.base)
+def base(**over: Any) -> Args:
+    """The loss against a target for every key; packed, for one more than the longest sequence has."""
+    args = calls.base(**over)
+    q, k = args["q"], args["k"]
+    packed = q.dim() == 3
+    columns = 1 + max(n for _, n in sequences(args, "k", ENDS[1], USED[1])) if packed else k.shape[1]
+    target = draw(*q.shape[:-2], 1, columns).softmax(-1)  # Not zero where rows see no key either.
+    given = {p.name: args[p.name] for p in GRAD if p.name in args}
+    return filled(GRAD, **given | {
+        "attnSoftmaxL1Norm": target,
+        "softmaxLse": torch.zeros((1, len(q)) if packed else (len(q), 1, q.shape[1])),
+        "softmaxOut": torch.empty_like(target),
+    })  # fmt: skip
+
+
+@wraps(calls.base)
+def lse_base(**over: Any) -> Args:
+    """The statistics of the same rows and keys."""
+    args = base(**over)
+    args |= {new: args[name] for name, new in NAMES.items()}
+    return filled(LSE, **{p.name: args[p.name] for p in LSE})
+
+
+def finish(args: Args, changed: frozenset[str]) -> None:
+    """softmaxLse of the statistics' operator."""
+    if "softmaxLse" not in changed:
+        args["softmaxLse"] = lse(args)["softmaxLse"].value.float()
+
+
+def scores(args: Args) -> Iterator[tuple[int, slice, Near, Near]]:
+    """(row, its keys, q k^T by head, I) of every row that sees a key."""
+    q, k = (t if t.dim() == 3 else t.flatten(0, 1) for t in (args["q"], args["k"]))
+    w = args["w"].flatten(0, -2)
+    sides = zip(sequences(args, "q", ENDS[0], USED[0]), sequences(args, "k", ENDS[1], USED[1]), strict=True)
+    for b, ((first, rows), (key, keys)) in enumerate(sides):
+        residual = 0 if args[RESIDUAL] is None else int(args[RESIDUAL][b])
+        for i in range(rows):
+            visible = bound(i, rows, keys, args["cmpRatio"], residual, args["maskMode"])
+            if visible:
+                products = near(q[first + i]) @ near(k[key : key + visible, 0]).T
+                score = (near(w[first + i])[:, None] * products.relu()).sum(0)
+                yield first + i, slice(key, key + visible), products, score
+
+
+def lse(args: Args) -> dict[str, Near]:
+    """log(sum(exp(I))) over the keys that a row sees; -inf where it sees none."""
+    result = near(torch.full((args["w"].shape[:-1].numel(), 1), -torch.inf))
+    for row, _, _, score in scores(args):
+        _, top, total = softmax(score, torch.ones_like(score.value, dtype=torch.bool))
+        result.prepare(slice(row, row + 1), top + total.log())
+    return {"softmaxLse": result.rounded(F32).reshape(tuple(args["softmaxLse"].shape))}
+
+
+def lse_formula(args: Args) -> dict[str, Near]:
+    """The same by the page's names."""
+    return lse(args | {name: args[new] for name, new in NAMES.items()})
+
+
+def formula(args: Args) -> dict[str, Near]:
+    """y = exp(I - softmaxLse), dI = y - p, and the gradients from it."""
+    q, k = (t if t.dim() == 3 else t.flatten(0, 1) for t in (args["q"], args["k"]))
+    w, target, saved = args["w"].flatten(0, -2), args["attnSoftmaxL1Norm"].flatten(0, -3)[:, 0], args["softmaxLse"]
+    d_q, d_k, d_w, out = (near(torch.zeros(t.shape)) for t in (q, k[:, 0], w, target))
+    for row, its_keys, products, score in scores(args):
+        at, visible = slice(row, row + 1), its_keys.stop - its_keys.start
+        y = (score - near(saved.flatten()[row])).exp()
+        d_i = y - near(target[at, :visible])
+        d_s = (d_i * near(w[row])[:, None] * products.step()).rounded(q.dtype)
+        d_q.prepare(at, d_s @ near(k[its_keys, 0]))
+        d_w.prepare(at, (d_i * products.relu()).sum(1))
+        d_k.prepare(its_keys, d_k[its_keys] + d_s.T @ near(q[row]))
+        out.prepare(at, y @ near(torch.eye(visible, target.shape[1])))
+    results = {"dq": d_q, "dk": d_k, "dw": d_w, "softmaxOut": out}
+    return {name: x.rounded(args[name].dtype).reshape(tuple(args[name].shape)) for name, x in results.items()}
+
+
+def shared(check: Check) -> bool:
+    """False for what is about lists."""
+    return not {"sparseIndices", "K", "mass"} & {*check.over, *check.names}
+
+
+def of_statistics(check: Check) -> bool:
+    """False for what only the gradients' page has."""
+    return not {"attnSoftmaxL1Norm", "dq", "dk", "dw", "softmaxOut"} & {*check.over, *check.names}
+
+
+CLAUSES = (
+    clause(
+        "formula",
+        "softmaxLse is log(sum(exp(I))) of the indexer's scores, dI = exp(I - softmaxLse) - p.",
+        *(computes(dtype=d, mode=m, ratio=r, **over)
+          for d in (H, BF) for m in (0, 3) for r in (1, 4) for over in ({}, BSND)),
+        computes(rows=(20, 30), keys=(5, 8), residual=(2, 3), N=16),
+        computes(rows=(3, 9), keys=(300, 2), residual=(3, 3)),
+        ruling=45,
+    ),
+    clause(
+        "softmaxLse",
+        "FLOAT32, a number for every row, without an axis of heads.",
+        *(refuses(INVALID, "softmaxLse", softmaxLse=to(d)) for d in (H, BF, F64)),
+        refuses(INVALID, "softmaxLse", softmaxLse=fractal),
+        refuses(NULL, "softmaxLse", softmaxLse=None),
+        *(forbids("softmaxLse", softmaxLse=change, **over)
+          for change in (deeper, longer, widened) for over in ({}, BSND)),
+        computes(softmaxLse=gapped),
+        ruling=45,
+    ),
+    clause(
+        "empty",
+        "Nothing is computed of no rows; rows without keys have -inf, and gradients of 0.",
+        computes(seqUsedKOptional=ints(0, 2, d=I32), **BSND),
+        computes(keys=(0, 0), residual=(3, 3)),
+        computes(rows=(0, 5), keys=(3, 0), residual=(0, 1)),
+        computes(rows=(0, 0)),
+    ),
+    *of_page((c for c in lists.CLAUSES if c.id != "formula"), {}, shared),
+)  # fmt: skip
+LSE_CLAUSES = of_page(CLAUSES, NAMES, of_statistics)
+TARGETS = (
+    clause(
+        "target",
+        "p as it is given, of every key that a row sees; packed, of the longest sequence's keys or more.",
+        *(computes(attnSoftmaxL1Norm=drawn(12, 1, n), softmaxOut=zeros(12, 1, n)) for n in (3, 9)),
+        computes(attnSoftmaxL1Norm=torch.zeros_like),
+        computes(softmaxLse=torch.ones_like),  # not of these scores
+        forbids("attnSoftmaxL1Norm", attnSoftmaxL1Norm=drawn(12, 1, 2), softmaxOut=zeros(12, 1, 2)),
+        forbids("attnSoftmaxL1Norm", attnSoftmaxL1Norm=widened, softmaxOut=widened, **BSND),
+        ruling=45,
+    ),
+)
+PAGE = Page("aclnnDenseLightningIndexerKLLossGrad", GRAD, base, formula, (*TARGETS, *CLAUSES), finish)
+LSE_PAGE = Page("aclnnDenseLightningIndexerSoftmaxLseV2", LSE, lse_base, lse_formula, LSE_CLAUSES)
