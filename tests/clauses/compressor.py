@@ -154,7 +154,7 @@ CLAUSES = (
     *of_parameters(
         "x wkv wgate stateCacheRef ape cmpKv", "wkv wgate cmpKv", "ape stateCacheRef softmaxScore kv", "",
         {"cmpRatio": (0, 129), "coff": (0, 3), "cacheMode": (0, 3)}, "x wkv wgate cmpKv softmaxScore kv",
-        workspace=False,
+        workspace=False, repeats=False,
     ),
     *LENGTHS,
     clause(
@@ -236,7 +236,7 @@ GRAD_CLAUSES = (
     *of_parameters(
         "x wkv wgate dCmpKv softmaxScore kv dX dWkv dWgate dApe", "wkv wgate dCmpKv dX dWkv dWgate",
         "softmaxScore kv dApe", "", {"cmpRatio": (0, 129), "coff": (0, 3)},
-        "x wkv wgate dCmpKv dX dWkv dWgate dApe", workspace=False,
+        "x wkv wgate dCmpKv dX dWkv dWgate dApe", workspace=False, repeats=False,
     ),
     *LENGTHS,
     clause(

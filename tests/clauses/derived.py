@@ -26,7 +26,7 @@ def of_page(
 
 def of_parameters(
     needed: str, rows: str, singles: str = "", integers: str = "", bad: Mapping[str, Sequence[object]] | None = None,
-    outputs: str = "", workspace: bool = True,
+    outputs: str = "", workspace: bool = True, repeats: bool = True,
 ) -> tuple[Clause, ...]:  # fmt: skip
     """The clauses of what any page says of its parameters.
 
@@ -34,6 +34,7 @@ def of_parameters(
         needed: tensors without which a call is refused. rows: those of the call's dtype. singles: those of FLOAT32.
         integers: tensors of integers. outputs: those among needed tensors, which may have gaps.
         bad: attributes, and values that they do not take. workspace: a call needs one.
+        repeats: two threads give the same bits, which torch's own products do not on every processor.
     """
 
     def clauses() -> Iterator[Clause]:
@@ -56,7 +57,8 @@ def of_parameters(
             values = (forbids(name, **{name: value}) for name, values in bad.items() for value in values)
             yield clause("attributes", "Values of attributes.", *values)
         yield clause("strides", "Gaps.", *(computes(**{name: gapped}) for name in (outputs or rows).split()))
-        yield clause("repeats", "The same bits again.", again())
+        if repeats:
+            yield clause("repeats", "The same bits again.", again())
         yield RUN_TIME if workspace else replace(RUN_TIME, checks=RUN_TIME.checks[2:])
 
     return tuple(clauses())
