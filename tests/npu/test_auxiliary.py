@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusion_attention import npu
+from fusion_attention import ContractError, npu
 from fusion_attention.testing.drawn import compare_with
 
 GENERATOR = torch.Generator().manual_seed(28)
@@ -151,6 +151,18 @@ def test_of_equal_places_the_last_row_stays() -> None:
     for result in (cache.view(64, 512), other.view(64, 512), flat):
         assert torch.equal(result[:7], torch.tensor(last, dtype=torch.float32).view(-1, 1).expand(-1, 512))
         assert not result[7:].any()
+
+
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t[1:], lambda t: t[:]], ids=["leaf", "rows", "view"])
+def test_a_leaf_is_not_written_after_a_legal_call(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Calls of one signature are checked once, but whether a tensor is a leaf at every call."""
+    slots, rows = torch.tensor([[4], [0], [2]]), torch.ones(3, 8)
+    size = 6 if view(torch.zeros(6, 8)).shape[0] == 5 else 5
+    leaf = torch.zeros(size, 8, requires_grad=True)
+    npu.npu_scatter_nd_update_(view(leaf) * 1, slots, rows)
+    with pytest.raises(ContractError, match="npu_scatter_nd_update_: input: expected no leaf"):
+        npu.npu_scatter_nd_update_(view(leaf), slots, rows)
+    assert not leaf.any()
 
 
 def test_the_row_that_stays_alone_has_a_gradient() -> None:

@@ -61,7 +61,9 @@ def _pages_used(caches: tuple[Tensor, ...], table: Tensor | None) -> tuple[tuple
     A call usually reads a small fraction of a cache. Invalid page numbers are not changed.
     """
     pages = caches[0].shape[0]
-    if table is None or dispatch.is_traced((*caches, table)) or table.numel() >= pages or table.is_meta:
+    if table is None or table.dim() != 2 or table.dtype not in (torch.int32, torch.int64):  # None, or refused later
+        return caches, table
+    if dispatch.is_traced((*caches, table)) or table.numel() >= pages or table.is_meta:
         return caches, table
     there = (table >= 0) & (table < pages)
     used = table[there].unique()

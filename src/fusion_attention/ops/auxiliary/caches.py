@@ -61,6 +61,11 @@ def apart(tensor: torch.Tensor) -> bool:
     return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
+def of_leaf(tensor: torch.Tensor) -> bool:
+    """True if a tensor is a leaf of autograd's graph, or a view of one: autograd refuses to write it in place."""
+    return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)
+
+
 def lengths_fill(seq_lens: torch.Tensor, cumulative: bool, rows: int) -> bool:
     """True if lengths, or cumulative ends from 0, are not negative and sum to the number of rows; reads them."""
     if seq_lens.is_meta or seq_lens.dim() != 1:
@@ -73,7 +78,7 @@ def lengths_fill(seq_lens: torch.Tensor, cumulative: bool, rows: int) -> bool:
     return min(lengths, default=0) >= 0 and sum(lengths) == rows
 
 
-FUNCTIONS = {"holds": holds, "slots": slots, "apart": apart, "lengths_fill": lengths_fill}
+FUNCTIONS = {"holds": holds, "slots": slots, "apart": apart, "of_leaf": of_leaf, "lengths_fill": lengths_fill}
 PAGES = (3, 4, 2, 8)
 STORED = "what is stored in a cache has no derivative: call it under torch.no_grad()"
 
@@ -290,9 +295,11 @@ SCATTER_ND_ = SCATTER_ND.version(
     "Replaces some rows by their places, in place.",
     rules=(
         *SCATTER_ND.rules,
-        invalid(
-            "not (trained(input) and input.is_leaf)",
-            "input: no leaf that waits for a gradient (it is written in place: detach() it, or use torch.no_grad())",
+        invalid(  # read at every call: calls of one signature differ in it
+            "not (trained(input) and of_leaf(input))",
+            "input: no leaf that waits for a gradient, nor a view of one (it is written in place: detach() it, or use "
+            "torch.no_grad())",
+            reads=True,
             invalid={"input": torch.zeros(5, 8, requires_grad=True)},
         ),
         invalid(
