@@ -141,11 +141,14 @@ def test_keys_in_pages(cann: Any) -> None:
 @pytest.mark.parametrize(("mode", "band"), [(0, fa.Band.full()), (3, fa.Band.causal()), (4, fa.Band.window(2, 1))])
 def test_without_compressed_keys(mode: int, band: fa.Band, cann: Any) -> None:
     q, k, _, sinks = rows(9)
-    window = {"ori_win_left": 2, "ori_win_right": 1} if mode == 4 else {}
-    out, lse = cann.sparse_flash_mla(q, k, sinks=sinks, ori_mask_mode=mode, softmax_scale=0.25, **window)
-    assert (lse.shape, float(lse)) == ((), 0.0)
-    none = k[:, :0]
-    same_bits(out, fa.compressed_attention(q, k, none, ratio=16, band=band, sink=sinks, scale=0.25))
+    words = {"ori_mask_mode": mode, "softmax_scale": 0.25, "sinks": sinks, "seqused_cmp_kv": [7, 7]}  # counts nothing
+    words |= {"ori_win_left": 2, "ori_win_right": 1} if mode == 4 else {}
+    out, nothing = cann.sparse_flash_mla(q, k, **words)
+    assert (nothing.shape, float(nothing)) == ((), 0.0)
+    same_bits(out, fa.compressed_attention(q, k, k[:, :0], ratio=16, band=band, sink=sinks, scale=0.25))
+    _, lse = cann.sparse_flash_mla(q, k, **words, return_softmax_lse=True)
+    grads = [cann.sparse_flash_mla_grad(q, q, out, lse, k, **{**words, "seqused_cmp_kv": n}) for n in ([7, 7], None)]
+    assert all(map(torch.equal, *grads))
 
 
 @pytest.mark.parametrize("sunk", [True, False])
@@ -477,8 +480,7 @@ def test_entries_past_the_bound_are_counted(cann: Any) -> None:
         bind(op, {p.name: args.get(p.name, p.default if isinstance(p, Attr) else None) for p in op.params},
              check_content=True)  # fmt: skip
     out, _ = cann.sparse_flash_mla(q, k, c, **words)
-    ignored = past.clone()
-    ignored[:, :7] = -1
+    ignored = past.masked_fill(torch.arange(8)[:, None, None] < 7, -1)
     same_bits(out, cann.sparse_flash_mla(q, k, c, **{**words, "cmp_sparse_indices": ignored})[0])
 
 
@@ -493,7 +495,5 @@ def test_metadata_of_any_content_changes_nothing(cann: Any) -> None:
 def test_keys_in_pages_have_no_gradient(cann: Any) -> None:
     q, k, _, sinks = rows(8)
     out, lse = cann.sparse_flash_mla(q, k, sinks=sinks, return_softmax_lse=True)
-    with pytest.raises(
-        fa.ContractError, match=r"layout_kv: expected what the queries have, got .*keys in pages have no"
-    ):
+    with pytest.raises(fa.ContractError, match=r"layout_kv: expected what the queries have, .*keys in pages have no"):
         cann.sparse_flash_mla_grad(q, out, out, lse, k, sinks=sinks, layout_kv="PA_BBND")

@@ -41,11 +41,11 @@ def axes_of(op: Op, args: Args) -> dict[str, int]:
 
 
 def windows_of(op: Op, args: Args) -> dict[str, int]:
-    """The axes that a legal call derives from its windows."""
+    """The axes that a call of legal shapes derives from its windows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ContractWarning)
         try:
-            names = bind(op, args, strict=False).names
+            names = bind(op, args, strict=False, reads=False).names
         except ContractError:
             return {}
     return {axis: size for axis, size in names.items() if axis[0].isupper() and isinstance(size, int)}

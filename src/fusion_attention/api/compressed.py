@@ -118,8 +118,6 @@ def compressed_attention(
         >>> compressed_attention(q, k, pairs, ratio=2, band=Band.window(2)).shape
         torch.Size([1, 8, 4, 16])
     """
-    if isinstance(indices, Tensor) and indices.dim() > 2 and indices.shape[-2] == 1:
-        indices = indices.expand(*indices.shape[:-2], k.shape[-2], -1)
     args: dict[str, Any] = {
         "query": q, "key": k, "key_compressed": k_compressed, "sparse_indices": indices, "ratio": ratio,
         "band": band, "value": v, "value_compressed": v_compressed, "layout": layout, "actual_seq_qlen": q_len,

@@ -44,6 +44,7 @@ AXES = {
     "Pcs": "compressed keys of a page",
     "Pk": "elements of a row of the target",
     "Mc": "pages of a sequence's compressed keys",
+    "Nl": "lists of a row",
     "Ko": "keys of a row's list",
     "Kc": "entries of a row's list, or compressed keys",
     "T": "tokens",

@@ -61,6 +61,9 @@ LISTS = replace(
     optional=True,
     spelled="indices",
 )
+SHARED_LISTS = replace(
+    LISTS, text=f"{LISTS.text} Nl is N2, or 1: one list for all heads.", shape={"BSND": "B S1 Nl K", "TND": "T1 Nl K"}
+)
 RATIO = Attr("ratio", "Tokens that a compressed key stands for.", domain="ratio >= 1")
 BAND = Attr("band", "The interval of k's keys that each row sees; None: Band.causal().", type=Band, default=None)
 LENGTHS_COMPRESSED = Array("compressed_len", "Compressed keys of every sequence (TND, pages: needed).", True)
@@ -119,6 +122,12 @@ RULES = (
         "band: a band of whole numbers, its prefix empty or one per sequence (one prefix for each sequence)",
         invalid={"band": Band.prefix_causal([1, 2, 3])},
     ),
+    meaning(
+        "Nl in (1, N2)",
+        "sparse_indices: N2 lists per row, or one (one for each of the N2 heads, or one for all)",
+        when="sparse_indices is not None",
+        invalid={"sparse_indices": True, "Nl": 3},
+    ),
     *own_entries("sparse_indices", "sparse_indices is None or entries_fit(sparse_indices, layout, q_len, c_len, 1)"),
     doubt(
         "residual is not None or keys_closed(c_len, kv_len, ratio)",
@@ -164,7 +173,7 @@ RECORD = V1.version(
     source="",
     params=(
         spelled(QUERY, "q", dtypes=OWN_FLOATS),
-        *(spelled(KEY, "k"), KEY_COMPRESSED, LISTS, RATIO, BAND),
+        *(spelled(KEY, "k"), KEY_COMPRESSED, SHARED_LISTS, RATIO, BAND),
         *(
             spelled(VALUE, "v"),
             VALUE_COMPRESSED,
@@ -187,13 +196,13 @@ t_e = scale\; q \cdot k^{compressed}_e \quad e < \lfloor (position + 1) / ratio 
 out &= \frac{\sum_j e^{s_j} v_j + \sum_e e^{t_e} v^{compressed}_e}{\sum_j e^{s_j} + \sum_e e^{t_e} + e^{sink}}
 \end{aligned}""",
     rulings=(1, 2, 6, 10, 11, 12),
-    neutral={**NEUTRAL, **dict.fromkeys(("S3", "T3", "Pc", "Pcs", "Mc")), "cumulative": False, "sparse_mode": 3},
+    neutral={**NEUTRAL, **dict.fromkeys(("S3", "T3", "Pc", "Pcs", "Mc", "Nl")), "cumulative": False, "sparse_mode": 3},
     lower=lower,
     trains=dict.fromkeys(("attention_out", "softmax_max"), (*DIFFERENTIABLE, *COMPRESSED)),
     blank_is_absent=False,
     derive=derive,
     functions={**FUNCTIONS, "keys_closed": keys_closed, "band_fits": band_fits},
-    sizes={**V1.sizes, "S3": 2, "T3": 4, "Pc": 3, "Pcs": 16, "Mc": 1},
+    sizes={**V1.sizes, "S3": 2, "T3": 4, "Pc": 3, "Pcs": 16, "Mc": 1, "Nl": 1},
     samples={
         "BSND": {"value": True, "value_compressed": True, "ratio": 3},
         "TND": {"value": True, "value_compressed": True, "ratio": 3, **sparse.SAMPLE, "compressed_len": [1, 2]},

@@ -137,6 +137,8 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
     )
     left, right = (UNLIMITED if n[f"ori_win_{side}"] < 0 else n[f"ori_win_{side}"] for side in ("left", "right"))
     band = {0: Band.full(), 3: None, 4: Band.window(left, right)}.get(n["ori_mask_mode"])
+    if all(n[axis] is None for axis in ("S3", "T3", "Pc")):  # lengths of an absent tensor count nothing
+        c_len = c_start = np.zeros_like(q_len)
     result = {"q_len": q_len, "kv_len": kv_len, "c_len": c_len, "band": band, "Dv": n["D"]}
     result |= {"q_start": q_start, "kv_start": kv_start, "c_start": c_start}
     if n["ratio"] is None:

@@ -32,6 +32,8 @@ def call_of(bound: Bound, kind: type[Call]) -> Call:
     if n["K"] == 0:  # empty lists
         lists = n["sparse_indices"]
         tensors["sparse_indices"] = lists.new_full((*lists.shape[:-1], 1), -1)
+    if (lists := tensors["sparse_indices"]) is not None:  # one list for all heads
+        tensors["sparse_indices"] = lists.expand(*lists.shape[:-2], n["N2"], -1)
     if tensors["key_compressed"] is None:  # a second source without keys
         k, form = n["key"], n["layout"]
         tensors["key_compressed"] = k.new_zeros((len(n["q_len"]), 0, *k.shape[-2:])[form == "TND" :])
