@@ -16,6 +16,12 @@ struct PoolProblem {
 
     std::int64_t channels() const { return overlap ? 2 * dim : dim; }
     std::int64_t window_rows() const { return overlap ? 2 * ratio : ratio; }
+    // Elements of a row of gathered gradients: an odd number of cache lines, so that a column of a window takes all
+    // sets of a cache.
+    std::int64_t gathered_row() const {
+        const std::int64_t line = dtype == Dtype::float32 ? 16 : 32;
+        return ((dim + line - 1) / line | 1) * line;
+    }
 };
 
 // Results of a sequence and its rows in memory, which begin with the rows of a window. `before`: the first window in
@@ -29,7 +35,8 @@ struct PoolOperands {
     const float *bias = nullptr;  // [ratio, channels], added to gates; null: none
     Rows dout, dkv, dgate;        // of the backward
     float *dbias = nullptr;       // [ratio, channels]; null: not wanted
-    bool streamed = false;        // dkv and dgate are written past the caches
+    bool streamed = false;        // dkv and dgate are written past the caches, block by block
+    bool gathered = false;        // they are gathered in scratch, and written past the caches window by window
 };
 
 struct PoolJob {
@@ -49,7 +56,7 @@ struct PoolKernels {
     // scratch: pool_block floats for each row of a window.
     void (*forward)(const PoolJob &, const PoolItem &, float *scratch);
     // Writes the gradients of the rows of these results, and adds to dbias of the thread: [ratio][1 or 2][padded dim]
-    // floats, null: not wanted.
+    // floats, null: not wanted. scratch: if gathered, also 2 * gathered_row() elements for each row of a window.
     void (*backward)(const PoolJob &, const PoolItem &, float *dbias, float *scratch);
 };
 

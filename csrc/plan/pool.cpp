@@ -18,9 +18,10 @@ constexpr Require require{"pooling"};
 
 constexpr std::int64_t item_bytes = 64 << 10;  // of rows that an item reads, about
 constexpr double bytes_per_thread = 64 << 10;  // 10 us
-// Larger results are written past the caches, unless the rows of a window are so many that their lines are far apart.
+// Larger results are written past the caches: block by block, or window by window if the rows of a window are so many
+// that the lines of a block are far apart, and a cache holds the gradients of a window.
 constexpr double streamed_bytes = 8 << 20;
-constexpr std::int64_t streamed_rows = 16;
+constexpr std::int64_t streamed_rows = 16, gathered_bytes = 1 << 20;
 // Sums of dbias begin anew after a number of windows, so that threads can share the work: 64 sums, each of at least 4
 // windows, whose rows take as much memory, and of at most 256, so that rounding errors stay small.
 constexpr std::int64_t most_sums = 64, least_windows = 4, most_windows = 256;
@@ -145,13 +146,17 @@ void add_sums(const PoolProblem &p, const float *sums, std::int64_t items, std::
 void PoolCall::backward(PoolOperands operands, int threads) const {
     Division division(*this);
     refuse_endless(division.windows());
-    const std::int64_t padded = round_up(problem.dim, pool_padding), scratch = division.scratch();
+    const std::int64_t padded = round_up(problem.dim, pool_padding);
+    std::int64_t scratch = division.scratch();
     const std::int64_t sums = operands.dbias ? problem.ratio * (problem.overlap ? 2 : 1) * padded : 0;
     division.per_item = operands.dbias
                             ? std::clamp(ceil_div(division.windows(), most_sums), least_windows, most_windows)
                             : std::max<std::int64_t>(item_bytes / division.bytes, 1);
-    operands.streamed = problem.window_rows() <= streamed_rows &&
-                        static_cast<double>(division.windows() * division.bytes) > streamed_bytes;
+    const bool large = static_cast<double>(division.windows() * division.bytes) > streamed_bytes;
+    const std::int64_t gathered = 2 * problem.window_rows() * problem.gathered_row() * size_of(problem.dtype);
+    operands.streamed = large && problem.window_rows() <= streamed_rows;
+    operands.gathered = large && !operands.streamed && gathered <= gathered_bytes;
+    if (operands.gathered) scratch += ceil_div(gathered, static_cast<std::int64_t>(sizeof(float)));
     const PoolJob job = {&problem, &operands, sequences.data()};
     const std::int64_t items = division.items();
     int size = division.team(threads);

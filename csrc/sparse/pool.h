@@ -137,8 +137,7 @@ FUSION_RARE void pool_exactly(const PoolWindow<T> &window, std::int64_t d, std::
 // The gradients of those of channels [d, d + n) in which `check` is not finite. dgate: a vector of each row.
 template <class T>
 FUSION_RARE void differentiate_exactly(const PoolWindow<T> &window, std::int64_t d, std::int64_t n, Floats check,
-                                       float *dgate, std::int64_t stride) {
-    const WindowRows<T> dkv = window.template of<T>(window.operands.dkv);
+                                       const WindowRows<T> &dkv, float *dgate, std::int64_t stride) {
     for (std::int64_t lane = 0; lane < least<std::int64_t>(n, lanes); ++lane) {
         if (check[lane] == 0.0f) continue;
         const PoolChannel<T> channel(window, d + lane);
@@ -189,6 +188,20 @@ template <class T> FUSION_INLINE void stream_finite(T *to, Floats x) {
     T values[lanes];
     store_finite(values, x);
     stream<sizeof values>(reinterpret_cast<char *>(to), reinterpret_cast<const char *>(values));
+}
+
+// Copies `dim` elements of each row past the caches.
+template <class T>
+void stream_rows(const WindowRows<T> &to, const WindowRows<T> &from, std::int64_t rows, std::int64_t dim) {
+    constexpr std::int64_t step = sizeof(Floats), line = 64;
+    for (std::int64_t i = 0; i < rows; ++i) {
+        char *const target = reinterpret_cast<char *>(to[i]);
+        const char *const source = reinterpret_cast<const char *>(from[i]);
+        const std::int64_t bytes = dim * static_cast<std::int64_t>(sizeof(T));
+        const std::int64_t lines = reinterpret_cast<std::uintptr_t>(target) % line ? 0 : bytes / line * line;
+        for (std::int64_t at = 0; at < lines; at += step) stream<step>(target + at, source + at);
+        std::memcpy(target + lines, source + lines, static_cast<std::size_t>(bytes - lines));
+    }
 }
 
 // ------------------------------------------------------------------------------------------------------- a block
@@ -288,7 +301,7 @@ template <class T, bool complete> struct PoolBlock {
         }
         each_vector([&](std::int64_t v) {
             if (__builtin_expect(any(bits_of(check[v])), 0)) {
-                differentiate_exactly(window, d + v * lanes, n - v * lanes, check[v], scratch_at(0, v), size);
+                differentiate_exactly(window, d + v * lanes, n - v * lanes, check[v], dkv, scratch_at(0, v), size);
             }
         });
         for (std::int64_t i = 0; i < window.rows; ++i) {
@@ -333,13 +346,21 @@ template <class T> void pool_forward(const PoolJob &job, const PoolItem &item, f
 }
 
 template <class T> void pool_backward(const PoolJob &job, const PoolItem &item, float *dbias, float *scratch) {
+    const PoolProblem &problem = *job.problem;
+    const std::int64_t stride = problem.gathered_row(), floats = pool_block * problem.window_rows();
+    T *const gathered = job.operands->gathered ? reinterpret_cast<T *>(scratch + floats) : nullptr;
     for (std::int64_t w = item.first; w < item.end; ++w) {
         const PoolWindow<T> window(job, item, w);
         const WindowRows<T> dkv = window.template of<T>(job.operands->dkv),
                             dgate = window.template of<T>(job.operands->dgate);
+        WindowRows<T> to = dkv, gate_to = dgate;
+        if (gathered) to = {gathered, stride, 0, 0}, gate_to = {gathered + window.rows * stride, stride, 0, 0};
         WindowRows<float> sums = {};
-        if (dbias) sums = window.by_position(dbias, round_up(job.problem->dim, pool_padding));
-        each_block(window, scratch, [&](auto block) { block.backward(dkv, dgate, sums); });
+        if (dbias) sums = window.by_position(dbias, round_up(problem.dim, pool_padding));
+        each_block(window, scratch, [&](auto block) { block.backward(to, gate_to, sums); });
+        if (!gathered) continue;
+        stream_rows(dkv, to, window.rows, problem.dim);
+        stream_rows(dgate, gate_to, window.rows, problem.dim);
     }
 }
 

@@ -21,6 +21,9 @@ const Case cases[] = {
     {"pooling, overlap", {1, 37, 3, true, {}}, {{14, 4, 0, 4}, {7, 1, 1, 2}, {2, 0, 0, 0}}},
     {"pooling, long windows", {1, 70, 40, false, {}}, {{90, 2, 0, 2}}},
     {"pooling, an infinity", {1, 8, 4, true, {}}, {{8, 2, 0, 2}}, 300},
+    {"pooling, streamed gradients", {1, 256, 4, true, {}}, {{4214, 1053, 0, 1053}}},
+    {"pooling, gathered gradients", {1, 488, 24, false, {}}, {{4401, 183, 0, 183}, {25, 1, 0, 2}}},
+    {"pooling, gathered gradients, overlap", {1, 256, 12, true, {}}, {{4212, 351, 0, 351}}},
 };
 // clang-format on
 
