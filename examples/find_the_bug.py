@@ -1,8 +1,8 @@
-"""Finds a fault that was put into a Triton kernel: from the file of a call to the line that is wrong.
+"""Finds a bug in a Triton kernel: verifies the saved tensors of a call, and those of a call with the bug repaired.
 
 python examples/find_the_bug.py
 
-Without a GPU the kernel runs under Triton's interpreter. docs/find_the_bug.md walks through it.
+Without a GPU the kernel runs in Triton's interpreter. docs/find_the_bug.md explains each step.
 """
 
 import os
@@ -72,7 +72,7 @@ def verify(path: Path) -> int:
 
 
 def main() -> None:
-    """Saves what the kernel computes, judges the file, and does it again with the line that was missing."""
+    """Saves the kernel's tensors and verifies the file, without and with the line that the kernel lacks."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k, v = (torch.randn(1, 200, 4, 32, device=device) for _ in range(3))

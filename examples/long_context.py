@@ -1,17 +1,17 @@
-"""Trains a small language model on sequences that are sharded over the ranks of a process group.
+"""Trains a small language model on texts that are distributed over the ranks (processes) of a process group.
 
-Each rank holds its share of every text and of the weights (FSDP2); attention sees whole texts. A byte-level transformer
-learns Python's own help topics. The losses are those of one process:
+Each rank has a part of every text, and of the weights (FSDP2), and attention computes over whole texts. The model is a
+transformer whose tokens are bytes, and it learns Python's help topics. The losses equal those of one process:
 
     python examples/long_context.py --steps 20 --folder build/one
     torchrun --nproc-per-node 4 examples/long_context.py --steps 20 --compare build/one
 
-A run goes on where its last checkpoint was saved, also with another number of ranks. Under torchrun it does so by
-itself when a rank dies: try `--max-restarts 3` and kill -9 one of the processes.
+A run continues from its last checkpoint, also with another number of ranks. With `--max-restarts`, torchrun restarts
+the run when a rank dies. To try it, end one of the processes by `kill -9`:
 
     torchrun --nproc-per-node 4 --max-restarts 3 examples/long_context.py --steps 60 --every 5
 
-Exit code 1 where --compare finds a loss that differs by more than TOLERANCE.
+The exit code is 1 if --compare finds a loss that differs by more than TOLERANCE.
 """
 
 import argparse
@@ -38,7 +38,7 @@ import fusion_attention as fa
 from fusion_attention import distributed
 from fusion_attention.nn import apply_rope, rope_table
 
-TOLERANCE = 2e-5  # of a loss near 5: float32 rounding, carried through the steps
+TOLERANCE = 2e-5  # for losses near 5: float32 rounding errors, which grow over the steps
 DIM, HEADS, KV_HEADS, LAYERS = 128, 4, 2, 2
 
 
@@ -53,7 +53,13 @@ class Block(nn.Module):
         self.network = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], tokens: int) -> Tensor:
-        """Computes the layer; x: this rank's [batch, tokens of the rank, DIM] of texts of `tokens` bytes."""
+        """Computes the layer.
+
+        Args:
+            x: [batch, this rank's tokens, DIM].
+            rope: cosines and sines of the tokens' positions.
+            tokens: of whole texts.
+        """
         q, k, v = self.rows(self.before(x)).unflatten(-1, (-1, DIM // HEADS)).split((HEADS, KV_HEADS, KV_HEADS), 2)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         mixed = distributed.attention(q, k, v, schedule=self.schedule, tokens=tokens, band=fa.Band.causal())
@@ -71,7 +77,13 @@ class Model(nn.Module):
         self.head = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, 256, bias=False))
 
     def forward(self, bytes_: Tensor, positions: Tensor, tokens: int) -> Tensor:
-        """Returns logits; bytes_: this rank's [batch, n]; positions: of the n bytes in their text."""
+        """Returns logits [batch, n, 256].
+
+        Args:
+            bytes_: this rank's part of the texts, [batch, n].
+            positions: of the n bytes in their text.
+            tokens: of whole texts.
+        """
         x, rope = self.embed(bytes_), rope_table(positions, DIM // HEADS)
         for block in self.blocks:
             x = block(x, rope, tokens)
@@ -112,7 +124,8 @@ class Run:
         self.losses.append(total.item())
 
     def save(self) -> None:
-        """Writes a checkpoint beside the last one, then names it as the last: one checkpoint is always complete."""
+        """Writes a new checkpoint, then the file last.json that names it, then removes older ones: at any time, the
+        checkpoint that last.json names is complete."""
         folder, step = self.given.folder, len(self.losses)
         model, optimizer = get_state_dict(self.model, self.optimizer)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / f"step-{step}")
@@ -132,7 +145,7 @@ class Run:
             return
         last = json.loads(path.read_text())
         if last["settings"] != settings(self.given):
-            raise SystemExit(f"{path} belongs to a run of other settings; remove its folder, or name another --folder")
+            raise SystemExit(f"{path} was written with other options; remove its folder, or give another --folder")
         model, optimizer = get_state_dict(self.model, self.optimizer)
         state: dict[str, Any] = {"model": model, "optimizer": optimizer}
         dcp.load(state, checkpoint_id=self.given.folder / f"step-{last['step']}")
@@ -148,7 +161,7 @@ def read_text() -> Tensor:
 
 
 def settings(given: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options on which the losses depend; the number of ranks and the schedule are not among them."""
+    """Returns the options on which the losses depend; they do not depend on the number of ranks and the schedule."""
     return {"tokens": given.tokens, "rate": given.rate}
 
 
@@ -183,11 +196,11 @@ def join() -> None:
     store: Any
     if "RANK" in os.environ:
         result, rank, world = next(dist.rendezvous("env://"))
-        # The store outlives ranks that die: those that start anew must not find where the dead ones listened.
+        # The store continues after a restart; another prefix hides the addresses of the ranks that died.
         store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", result)
     else:
         store, rank, world = dist.HashStore(), 0, 1
-    # A rank that died is noticed by the others within this time, and torchrun starts all of them anew.
+    # When a rank dies, the others fail after this time at the latest, and torchrun restarts all of them.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=20))
 
 

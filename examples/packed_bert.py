@@ -1,11 +1,11 @@
-"""Embeds texts of mixed lengths with an unmodified BERT of transformers, in one packed row and padded as usual.
+"""Embeds texts of different lengths with an unmodified BERT of transformers: packed into one sequence, and padded.
 
-No line of the model is changed. DataCollatorWithFlattening lays texts one behind the other; the positions that it
-gives start anew in every text, and cu_seq_lens_q says where texts end.
+DataCollatorWithFlattening concatenates the texts. It also returns position_ids, which start at 0 in every text, and
+cu_seq_lens_q, the cumulative lengths of the texts, from which the attention knows where a text ends.
 
     python examples/packed_bert.py            # needs pip install "fusion-attention[demo]"
 
-Exit code 1 where the embeddings differ.
+The exit code is 1 if the embeddings differ.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def padded(model: Any, ids: list[list[int]]) -> Tensor:
 
 
 def packed(model: Any, ids: list[list[int]]) -> Tensor:
-    """Returns the same from one row of real tokens."""
+    """Returns the same vectors, computed from one sequence without padding."""
     batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True)([{"input_ids": text} for text in ids])
     del batch["labels"]
     (hidden,) = model(**batch).last_hidden_state
@@ -54,7 +54,7 @@ def timed(embed: Callable[[Any, list[list[int]]], Tensor], model: Any, ids: list
 
 
 def main() -> None:
-    """Runs both in alternation on one batch."""
+    """Embeds one batch in both ways, in alternation, and compares speed and results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=32)
     parser.add_argument("--turns", type=int, default=5)

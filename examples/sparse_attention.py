@@ -1,6 +1,6 @@
 """Runs a small example of DeepSeek's sparse attention: an indexer selects 32 of 256 keys for every row.
 
-Forward and gradients, each beside the same thing computed densely; on a GPU where there is one.
+Results and gradients are compared with those of dense computation. The program runs on a GPU if there is one.
 """
 
 import torch
@@ -11,7 +11,7 @@ torch.manual_seed(0)
 torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
 TOKENS, HEADS, DIM, ROPE, CHOSEN = 256, 8, 64, 16, 32
 
-# The lightning indexer: small heads, one shared key row per token, weights that carry the scale.
+# The lightning indexer: small heads, one key row per token that all heads share, weights that include the scale.
 index_q = torch.randn(1, TOKENS, 4, 32, requires_grad=True)
 index_k = torch.randn(1, TOKENS, 1, 32, requires_grad=True)
 index_w = (torch.rand(1, TOKENS, 4) * (4 * 32) ** -0.5).requires_grad_()
@@ -31,7 +31,7 @@ worst = max((a - b).abs().max() for a, b in zip(mine, theirs, strict=True))
 assert worst < 1e-3, worst
 print(f"indexer: gradients of its values agree with autograd through a dense top-k to {worst:.1e}")
 
-# Attention in MLA's absorbed form: one key row per token for all heads, whose rows are the values too.
+# Attention in MLA's absorbed form: one key row per token for all heads, and the same rows are the values.
 q, q_rope = (torch.randn(1, TOKENS, HEADS, d, requires_grad=True) for d in (DIM, ROPE))
 latent, k_rope = (torch.randn(1, TOKENS, 1, d, requires_grad=True) for d in (DIM, ROPE))
 leaves = (q, latent, q_rope, k_rope)
