@@ -58,7 +58,7 @@ def unpadded(padded: Any, packed: Any) -> torch.Tensor:
 
 def test_peers_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows.peers(CPU)["torch SDPA"] == torch.__version__
-    assert rows.peers(CPU)["FlashAttention (flash_attn)"] == "computes on GPUs alone"
+    assert rows.peers(CPU)["FlashAttention (flash_attn)"] == "computes only on GPUs"
     monkeypatch.setattr(rows.importlib.util, "find_spec", lambda name: None)
     assert rows.peers(torch.device("cuda"))["FlashAttention (flash_attn)"] == "not installed"
 

@@ -135,7 +135,7 @@ def test_a_mask_of_ones_own(tmp_path: Path) -> None:
         (["3", "--q", "4", "--kv", "4,5"], "expected 1 numbers as in --q, got 2"),
         (["3", "--q", "0", "--kv", "0"], "expected at least one row and one key"),
         (["4", "--pre", "9" * 20], "9223372036854775807"),
-        (["3", "--q", "9999", "--kv", "9999"], "cells: ask for at most"),
+        (["3", "--q", "9999", "--kv", "9999"], "expected at most 16777216 cells"),
         (["3", "--prefix", "2"], "mode 3 has no prefix"),
         (["6", "--q", "4"], "mode 6 needs a prefix"),
         (["3", "--mask", "/nowhere.npy"], "only modes 0, 1, 5 and 9 read a mask"),

@@ -138,7 +138,9 @@ FAMILIES = (
 )
 # fmt: on
 NOT_SERVED = {
-    "Bloom": "its attention does not use the attention interface of transformers: an error; eager attention computes it",
+    "Bloom": (
+        "its attention does not use the attention interface of transformers: an error; eager attention computes it"
+    ),
     "MPT": "the same",
 }
 
