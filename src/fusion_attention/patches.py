@@ -234,7 +234,7 @@ class Counted(ContextDecorator):
         self._changes = Changes()
 
     def begin(self, changes: Changes) -> None:
-        """Applies the patches to `changes`."""
+        """Makes the patches by calling methods of `changes`."""
         raise NotImplementedError
 
     def __enter__(self: _Entered) -> _Entered:

@@ -1,6 +1,6 @@
 """compared(): compares two runs of the benchmark, row by row, from their JSON files.
 
-In both runs this library and the peer are timed in turns, so a change of the machine's speed affects both equally.
+In both runs this library and the peer are timed alternately, so a change of the machine's speed affects both equally.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""measure(): times two functions in turns, A B A B ..., so that changes of the machine's speed affect both equally."""
+"""measure(): times two functions alternately, A B A B ..., so changes of the machine's speed affect both equally."""
 
 import math
 import statistics
@@ -114,7 +114,7 @@ class Probe:
 
 
 def measure(pair: Pair, turns: int) -> Timing:
-    """Times a pair, and the peak rate, in turns after one warm-up; returns the medians.
+    """Times both functions of a pair, and the peak rate, alternately after one warm-up; returns the medians.
 
     turns: the number of turns; fewer if the pair takes long and has no goal.
     """

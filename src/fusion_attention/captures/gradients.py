@@ -1,7 +1,7 @@
-"""Backwards of saved calls: watch() passes them on when autograd runs them, backward_of() lowers one from its file.
+"""Gradients in saved calls: watch() observes autograd to save backwards, backward_of() lowers a backward from its file.
 
-A backward's file has the arguments of its forward, the forward's results (`saved.`), their gradients (`upstream.`), and
-the gradients of the inputs as outputs.
+A backward's file contains the arguments of its forward, the forward's results (names with `saved.`), their gradients
+(`upstream.`), and as outputs the gradients of the inputs.
 """
 
 from collections.abc import Callable, Mapping

@@ -47,7 +47,7 @@ def bench(
         False, "--repository", help="Run every benchmark of the repository (an hour); needs a clone, and `make bench`."
     ),
 ) -> None:
-    """Time this library and the usual alternative (the peer), in turns in one process.
+    """Time this library and the usual alternative (the peer), alternately in one process.
 
     The peer is torch's scaled_dot_product_attention; on a GPU also FlashAttention, if it is installed. Takes a minute
     or less. The benchmarks of the repository have more cases and peers.

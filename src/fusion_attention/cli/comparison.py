@@ -122,7 +122,7 @@ def draw_sentences(encoder: Encoder, texts: Sequence[str], count: int, seed: int
 def compare(
     encoder: Encoder, tokens: list[list[int]], attention: Attention, settings: Settings, progress: Progress
 ) -> Comparison:
-    """Runs both encoders once, for their embeddings and as warm-up, then times them in turns."""
+    """Runs both encoders once, for their embeddings and as warm-up, then times them alternately."""
     batches = padded_batches([len(ids) for ids in tokens], settings.tokens_per_batch, by_length=True)
     task = progress.add_task("encoding", total=2 * (settings.runs + 1) * len(tokens))
 

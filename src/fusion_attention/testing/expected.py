@@ -116,7 +116,7 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
 
 
 def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = None) -> dict[str, Expected]:
-    """Returns given results of a training call with the error sizes of a right program, by name as in run().
+    """Returns given results of a training call with the error sizes of a correct program, by name as in run().
 
     Args:
         call: the lowered call.

@@ -174,7 +174,7 @@ class Roundings(TorchDispatchMode):
         return target.copy_(value)
 
     def _result(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """Returns the result of an operation without errors, and stores its copies with errors."""
+        """Returns an operation's result, computed without errors; also computes and stores its copies, with errors."""
         if base in _EXACT:
             return self._exact(func, base, args, kwargs)
         if base in _ROUNDED:
@@ -390,7 +390,7 @@ def _floats(x: Any) -> bool:
 
 
 def _aligned(copies: Tensor, rank: int) -> Tensor:
-    """Returns copies of a tensor with axes of length 1 in front of its own, up to a rank."""
+    """Returns copies of a tensor with axes of length 1 in front of its own, until they have this rank."""
     return copies.view(copies.shape[0], *(1,) * (rank + 1 - copies.dim()), *copies.shape[1:])
 
 

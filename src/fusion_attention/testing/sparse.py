@@ -72,8 +72,7 @@ class Rows(Named):
         return rest + (sum(lengths) if self.packed else max(lengths, default=3))
 
     def seen(self, b: int, row: int) -> int:
-        """Returns how many keys a row of sequence b sees: in a causal call, those whose last token is not after its
-        own."""
+        """Returns the number of keys that a row of sequence b sees; causal: their last tokens are not after the row."""
         keys, tokens = self.kv_len[b], self.kv_len[b] * self.ratio + (self.residual[b] if self.residual else 0)
         if self.mode == 0:
             return keys
@@ -87,8 +86,7 @@ class SparseCase(Rows):
     Args:
         heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: as in ir.problem.Problem.
         shares_kv: values are the first dim_v elements of the key's rows.
-        block: tokens of a block, which an entry of a list selects.
-        count: entries of a list.
+        block: tokens of a block, which an entry of a list selects. count: entries of a list.
         lists: "random" (distinct blocks), "all" (every block, in random order), "repeated" (few blocks, repeated),
             "short" (ends early), "none" (empty), "wild" (-1 and invisible blocks anywhere).
         wide: lists are int64, else int32.
@@ -114,8 +112,7 @@ class IndexerCase(Rows):
     """A call of the indexer, forward and backward.
 
     Args:
-        heads, dim, top_k: as in ir.problem.IndexerProblem.
-        weights: the dtype of weights.
+        heads, dim, top_k: as in ir.problem.IndexerProblem. weights: the dtype of weights.
         exact: operands are small integers, so every sum is exact in every dtype, and many scores are equal.
     """
 
@@ -215,8 +212,7 @@ def layouts_of(case: Rows) -> dict[str, Any]:
 
 
 def arguments(case: SparseCase) -> dict[str, Any]:
-    """Returns the arguments of npu_sparse_flash_attention by canonical name, and dy: strided views, NaN outside of
-    sequences."""
+    """Returns the arguments of npu_sparse_flash_attention, and dy, by canonical name: views in memory of NaN."""
     make = Maker(case)
     table = make.table() if case.page else None
 
@@ -271,8 +267,7 @@ def _list(case: SparseCase, b: int, row: int, generator: torch.Generator) -> Ten
 
 
 def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
-    """Returns the arguments of npu_lightning_indexer by canonical name, and dy: strided views, NaN outside of
-    sequences."""
+    """Returns the arguments of npu_lightning_indexer, and dy, by canonical name: views in memory of NaN."""
     make = Maker(case)
     table = make.table() if case.page else None
     keys = make.rows("kv", 1, case.dim, whole=case.exact)
@@ -424,12 +419,9 @@ def plain(case: SparseCase, args: Mapping[str, Any]) -> Results:
 def _plain_row(
     case: SparseCase, args: Mapping[str, Any], place: tuple[int, int, int, list[int]], found: Results
 ) -> None:
-    """Computes a row of the query heads of one key head: stores its forward results, and adds its part to every
-    gradient.
+    """Computes a row of one key head's query heads: writes its results to `found`, and adds to every gradient there.
 
-    Args:
-        place: (b, key head, row, tokens), as _each_row() yields.
-        found: the results, written in place.
+    place: (b, key head, row, tokens), as _each_row() yields.
     """
     b, head, row, tokens = place
     group = case.heads_q // case.heads_kv
