@@ -39,9 +39,9 @@ fused = stepped("npu", torch.float32, config, tokens)
 eager = stepped("cpu", torch.float32, config, tokens)
 # Compares every tensor with float64's. The allowed errors are those of 8 steps in float64 with random rounding errors.
 compare_with("fused", fused, lambda: stepped("cpu", torch.float64, config, tokens), draws=8)
-apart = max(((fused[name] - eager[name]).norm() / eager[name].norm()).item() for name in fused)
+difference = max(((fused[name] - eager[name]).norm() / eager[name].norm()).item() for name in fused)
 print(f"fused on npu and eager on cpu: losses {fused['loss']:.6f} + {fused['index_loss']:.6f} and")
-print(f"{eager['loss']:.6f} + {eager['index_loss']:.6f}; {len(fused)} tensors of a step at most {apart:.0e} apart")
+print(f"{eager['loss']:.6f} + {eager['index_loss']:.6f}; {len(fused)} tensors of a step at most {difference:.0e} apart")
 
 with npu.strict():  # calls that the chip would refuse are errors
     half = stepped("npu", torch.bfloat16, Config(), tokens)

@@ -25,8 +25,8 @@ def work() -> None:
 torch.manual_seed(0)
 work()
 for file in sorted(folder.iterdir()):
-    same, judged = fa.replay(file), fa.replay(file, backend="golden")
-    assert same.worst == 0, "the same back end gives the same bits, dropout included"
+    repeated, judged = fa.replay(file), fa.replay(file, backend="golden")
+    assert repeated.worst == 0, "the same back end gives the same bits, dropout included"
     assert judged.worst < 0.1
     shown = ", ".join(f"{name} {difference:.1e}" for name, difference in judged.differences.items())
     print(f"{file.name}: {file.stat().st_size} bytes; against golden: {shown}")

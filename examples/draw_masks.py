@@ -22,8 +22,8 @@ assert written is not None
 print(f"{verdict(remarks_on(batch, 'training'))}: {written['call']}")
 
 # With more rows than keys the first rows have no key in their window: this library computes it, the chip refuses it.
-beside = Setting(mode=4, q_len=(6,), kv_len=(4,), packed=True, pre=3, next=0)
-remark = remarks_on(beside, "training")[0]
+more_rows = Setting(mode=4, q_len=(6,), kv_len=(4,), packed=True, pre=3, next=0)
+remark = remarks_on(more_rows, "training")[0]
 print(f"{verdict([remark])}: {remark['code']}, expected {remark['expected']}, got {remark['got']}")
 
 folder = Path(tempfile.mkdtemp())

@@ -29,8 +29,8 @@ def attention_kernel(
     """Computes BM rows of one head of causal attention; rows of all tensors are [sequence, token, head, dim]."""
     tile, batch, head = tl.program_id(0), tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     at_m, at_d = tile * BM + tl.arange(0, BM), tl.arange(0, DIM)
-    here = at_m[:, None] < rows
-    q = tl.load(Q + ((batch * rows + at_m[:, None]) * HEADS + head) * DIM + at_d, mask=here, other=0.0)
+    in_range = at_m[:, None] < rows
+    q = tl.load(Q + ((batch * rows + at_m[:, None]) * HEADS + head) * DIM + at_d, mask=in_range, other=0.0)
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DIM], tl.float32)
@@ -50,7 +50,7 @@ def attention_kernel(
         acc += tl.dot(weights, v, input_precision="ieee")
         top = new
     out = acc / total[:, None]
-    tl.store(OUT + ((batch * rows + at_m[:, None]) * HEADS + head) * DIM + at_d, out, mask=here)
+    tl.store(OUT + ((batch * rows + at_m[:, None]) * HEADS + head) * DIM + at_d, out, mask=in_range)
     tl.store(LSE + (batch * HEADS + head) * rows + at_m, top + tl.log(total), mask=at_m < rows)
 
 

@@ -124,8 +124,8 @@ def main(
             results[name] = result = json.loads(done.stdout.splitlines()[-1])
             numbers = f"loss {result['losses'][0]:.5f} to {result['losses'][-1]:.5f}, {result['seconds']:.2f} s a step"
             print(f"{family}, {name}: {numbers}, {result['peak']:.0f} MB, generated {bytes(result['new'])!r}")
-        ours, theirs = (result["losses"] for result in results.values())
-        differs |= not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(ours, theirs, strict=True))
+        losses, eager_losses = (result["losses"] for result in results.values())
+        differs |= not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(losses, eager_losses, strict=True))
     if differs:
         sys.exit("the losses differ")
 

@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--text", type=int, default=400, help="tokens of the text for the perplexity")
     parser.add_argument("--backend", default="auto")
-    given = parser.parse_args()
+    options = parser.parse_args()
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         print(f'This example needs {", ".join(missing)}: pip install "fusion-attention[generate]"')
@@ -171,25 +171,25 @@ def main() -> None:
     current = register()
     model, tokenizer = load(torch.float32)
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-    eager, seconds, logits = by_transformers(model, ids, given.tokens, "eager")
+    eager, seconds, logits = by_transformers(model, ids, options.tokens, "eager")
     print(PROMPT + tokenizer.decode(eager), flush=True)
     print(f"\nfloat32  transformers eager  {1 / seconds:6.1f} tokens/s")
-    print(f"float32  transformers sdpa   {1 / by_transformers(model, ids, given.tokens, 'sdpa')[1]:6.1f} tokens/s")
+    print(f"float32  transformers sdpa   {1 / by_transformers(model, ids, options.tokens, 'sdpa')[1]:6.1f} tokens/s")
     for name, stored in (("float32 pages", ""), ("int8 pages", "int8")):
-        tokens, seconds, nbytes = by_pages(model, current, ids, given.tokens, stored, given.backend)
+        tokens, seconds, nbytes = by_pages(model, current, ids, options.tokens, stored, options.backend)
         agree, _ = close_calls(tokens, eager, logits)
         print(f"float32  {name:18}  {1 / seconds:6.1f} tokens/s, {nbytes} bytes of cache; {agree}")
         assert stored or tokens == eager, "float32 pages must choose the tokens that eager chooses"
-    words = tokenizer(text(), return_tensors="pt").input_ids[:, : given.text]
-    full_precision, narrow = (perplexity(model, current, words, stored, given.backend) for stored in ("", "int8"))
-    print(f"perplexity of {given.text} tokens: {full_precision:.4f} from float32 pages, {narrow:.4f} from int8 ones")
+    words = tokenizer(text(), return_tensors="pt").input_ids[:, : options.text]
+    full_precision, narrow = (perplexity(model, current, words, stored, options.backend) for stored in ("", "int8"))
+    print(f"perplexity of {options.text} tokens: {full_precision:.4f} from float32 pages, {narrow:.4f} from int8 ones")
     assert abs(narrow / full_precision - 1) < 0.01, "int8 pages must not change the perplexity by 1 %"
     model = model.to(torch.bfloat16)
-    tokens, seconds, nbytes = by_pages(model, current, ids, given.tokens, "", given.backend)
+    tokens, seconds, nbytes = by_pages(model, current, ids, options.tokens, "", options.backend)
     agree, gap = close_calls(tokens, eager, logits)
     print(f"bfloat16 bfloat16 pages      {1 / seconds:6.1f} tokens/s, {nbytes} bytes of cache; {agree}")
     assert gap < 2, "bfloat16 pages may choose another token than eager only if its two best logits are almost equal"
-    _, seconds, _ = by_transformers(model, ids, given.tokens, "sdpa")
+    _, seconds, _ = by_transformers(model, ids, options.tokens, "sdpa")
     print(f"bfloat16 transformers sdpa   {1 / seconds:6.1f} tokens/s")
 
 

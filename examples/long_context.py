@@ -94,28 +94,28 @@ class Model(nn.Module):
 class Run:
     """The model, its optimizer, and the progress of the run."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         torch.manual_seed(0)  # the same weights on every rank, whatever their number
-        self.given, self.model = given, Model(given.schedule)
+        self.options, self.model = options, Model(options.schedule)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for module in (*self.model.blocks, self.model):
             fully_shard(module, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=given.rate)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.rate)
         self.losses: list[float] = []
         self.text = read_text()
-        self.positions = distributed.positions(None, given.schedule, given.tokens)
+        self.positions = distributed.positions(None, options.schedule, options.tokens)
 
     def step(self) -> None:
         """Trains on one text: forward, backward, update."""
-        given, world = self.given, dist.get_world_size()
+        options, world = self.options, dist.get_world_size()
         start = torch.Generator().manual_seed(1000 + len(self.losses))
-        first = int(torch.randint(len(self.text) - given.tokens, (), generator=start))
-        full = self.text[first : first + given.tokens + 1][None]
+        first = int(torch.randint(len(self.text) - options.tokens, (), generator=start))
+        full = self.text[first : first + options.tokens + 1][None]
         tokens, following = (
-            distributed.shard(tensor, None, given.schedule, given.tokens) for tensor in (full[:, :-1], full[:, 1:])
+            distributed.shard(tensor, None, options.schedule, options.tokens) for tensor in (full[:, :-1], full[:, 1:])
         )
-        logits = self.model(tokens, self.positions, given.tokens)
-        loss = cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum") / given.tokens
+        logits = self.model(tokens, self.positions, options.tokens)
+        loss = cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum") / options.tokens
         (loss * world).backward()  # FSDP takes the mean over ranks; the loss is their sum
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -126,12 +126,12 @@ class Run:
     def save(self) -> None:
         """Writes a new checkpoint, then the file last.json that names it, then removes older ones: at any time, the
         checkpoint that last.json names is complete."""
-        folder, step = self.given.folder, len(self.losses)
+        folder, step = self.options.folder, len(self.losses)
         model, optimizer = get_state_dict(self.model, self.optimizer)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / f"step-{step}")
         if dist.get_rank() == 0:
             draft = folder / "last.draft"
-            draft.write_text(json.dumps({"step": step, "losses": self.losses, "settings": settings(self.given)}))
+            draft.write_text(json.dumps({"step": step, "losses": self.losses, "settings": settings(self.options)}))
             draft.replace(folder / "last.json")
             for older in folder.glob("step-*"):
                 if older.name != f"step-{step}":
@@ -140,15 +140,15 @@ class Run:
 
     def load(self) -> None:
         """Loads the last checkpoint of the folder, if there is one."""
-        path = self.given.folder / "last.json"
+        path = self.options.folder / "last.json"
         if not path.exists():
             return
         last = json.loads(path.read_text())
-        if last["settings"] != settings(self.given):
+        if last["settings"] != settings(self.options):
             raise SystemExit(f"{path} was written with other options; remove its folder, or give another --folder")
         model, optimizer = get_state_dict(self.model, self.optimizer)
         state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        dcp.load(state, checkpoint_id=self.given.folder / f"step-{last['step']}")
+        dcp.load(state, checkpoint_id=self.options.folder / f"step-{last['step']}")
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.losses = last["losses"]
 
@@ -160,21 +160,21 @@ def read_text() -> Tensor:
     return torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
 
 
-def settings(given: argparse.Namespace) -> dict[str, Any]:
+def settings(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the options on which the losses depend; they do not depend on the number of ranks and the schedule."""
-    return {"tokens": given.tokens, "rate": given.rate}
+    return {"tokens": options.tokens, "rate": options.rate}
 
 
 def train(run: Run, console: Console) -> None:
     """Runs the remaining steps."""
-    given, world = run.given, dist.get_world_size()
+    options, world = run.options, dist.get_world_size()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=given.steps, completed=len(run.losses))
-        while len(run.losses) < given.steps:
+        bar = progress.add_task("", total=options.steps, completed=len(run.losses))
+        while len(run.losses) < options.steps:
             run.step()
             progress.update(bar, completed=len(run.losses), description=f"ranks: {world}, loss {run.losses[-1]:.3f}")
-            if len(run.losses) % given.every == 0 or len(run.losses) == given.steps:
+            if len(run.losses) % options.every == 0 or len(run.losses) == options.steps:
                 run.save()
 
 
@@ -214,24 +214,24 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
     parser.add_argument("--folder", type=Path, default=Path("build/long_context"))
     parser.add_argument("--compare", type=Path, help="folder of another run, whose losses must be the same")
-    given = parser.parse_args()
+    options = parser.parse_args()
     join()
     console = Console(quiet=dist.get_rank() != 0, soft_wrap=True)
-    given.folder.mkdir(parents=True, exist_ok=True)
-    run = Run(given)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    run = Run(options)
     run.load()
     console.print(
-        f"{given.tokens} bytes a text, {len(run.positions)} of them on rank 0 of {dist.get_world_size()}, "
-        f"{given.schedule}, process {os.getpid()}; begins at step {len(run.losses)}"
+        f"{options.tokens} bytes a text, {len(run.positions)} of them on rank 0 of {dist.get_world_size()}, "
+        f"{options.schedule}, process {os.getpid()}; begins at step {len(run.losses)}"
     )
     start, done = time.perf_counter(), len(run.losses)
     train(run, console)
     if len(run.losses) > done:
         seconds = (time.perf_counter() - start) / (len(run.losses) - done)
         console.print(
-            f"loss {run.losses[0]:.4f} at first, {run.losses[-1]:.4f} at last; {given.tokens / seconds:.0f} tokens/s"
+            f"loss {run.losses[0]:.4f} at first, {run.losses[-1]:.4f} at last; {options.tokens / seconds:.0f} tokens/s"
         )
-    good = given.compare is None or agrees(run.losses, given.compare, console)
+    good = options.compare is None or agrees(run.losses, options.compare, console)
     dist.destroy_process_group()
     raise SystemExit(0 if good else 1)
 

@@ -95,17 +95,17 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=16, help="in a batch")
     parser.add_argument("--longest", type=int, default=512, help="tokens that a text is cut to")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    given = parser.parse_args()
+    options = parser.parse_args()
     register()
-    dtype = getattr(torch, given.dtype)
+    dtype = getattr(torch, options.dtype)
     flatten = DataCollatorWithFlattening()
     runs = [
         Run("sdpa, padded", "sdpa", pad, dtype),
         Run("sdpa, packed", "sdpa", flatten, dtype),
         Run("ours, packed", "fusion_attention", flatten, dtype),
     ]
-    texts = draw(given.steps * given.texts, given.longest)
-    batches = [texts[i : i + given.texts] for i in range(0, len(texts), given.texts)]
+    texts = draw(options.steps * options.texts, options.longest)
+    batches = [texts[i : i + options.texts] for i in range(0, len(texts), options.texts)]
     for run in runs:  # a first step, not measured: it also starts threads and allocates memory
         run.step(batches[0])
         run.losses.clear()
@@ -119,7 +119,7 @@ def main() -> None:
     show(runs, batches)
     losses = torch.tensor([run.losses for run in runs])
     difference = float((losses.amax(0) - losses.amin(0)).max())
-    agree = given.dtype != "float32" or difference <= TOLERANCE
+    agree = options.dtype != "float32" or difference <= TOLERANCE
     print(f"largest difference of a loss {difference:.1e}: " + ("the curves agree" if agree else "FAILED: they differ"))
     raise SystemExit(0 if agree else 1)
 

@@ -58,28 +58,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=32)
     parser.add_argument("--turns", type=int, default=5)
-    given = parser.parse_args()
+    options = parser.parse_args()
     register()
     logging.disable_progress_bar()
     folder = model_folder()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    texts = random.Random(0).sample(library_texts(), given.texts)
+    texts = random.Random(0).sample(library_texts(), options.texts)
     ids = tokenizer(texts, truncation=True, max_length=256)["input_ids"]
     real, rectangle = sum(map(len, ids)), len(ids) * max(map(len, ids))
     print(f"{len(ids)} docstrings, {real} tokens, padded {rectangle}: {rectangle / real:.2f} times as many")
     for dtype, tolerance in TOLERANCE.items():
-        ours, theirs = (
+        packed_model, padded_model = (
             AutoModel.from_pretrained(folder, attn_implementation=name, dtype=dtype, local_files_only=True).eval()
             for name in ("fusion_attention", "sdpa")
         )
-        pairs = [(timed(padded, theirs, ids), timed(packed, ours, ids)) for _ in range(given.turns + 1)][1:]
+        turns = range(options.turns + 1)
+        pairs = [(timed(padded, padded_model, ids), timed(packed, packed_model, ids)) for _ in turns][1:]
         slow, fast = (statistics.median(pair[i][1] for pair in pairs) for i in (0, 1))
-        far = float((pairs[0][0][0] - pairs[0][1][0]).norm(dim=-1).max())
+        difference = float((pairs[0][0][0] - pairs[0][1][0]).norm(dim=-1).max())
         print(
             f"{dtype}: padded with sdpa {real / slow:.0f} tokens/s, packed {real / fast:.0f} tokens/s, "
-            f"{statistics.median(a[1] / b[1] for a, b in pairs):.2f} times; largest difference {far:.1e}"
+            f"{statistics.median(a[1] / b[1] for a, b in pairs):.2f} times; largest difference {difference:.1e}"
         )
-        if not far <= tolerance:
+        if not difference <= tolerance:
             raise SystemExit("FAILED: the embeddings differ")
 
 

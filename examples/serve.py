@@ -215,17 +215,17 @@ def main() -> None:
     """Answers all questions together and one by one, and compares tokens and speed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if importlib.util.find_spec("transformers") is None:
         print('This example needs transformers: pip install "fusion-attention[generate]"')
         return
     model, prompts, name = load()
-    wanted, seconds = one_by_one(model, prompts, given.tokens)
+    wanted, seconds = one_by_one(model, prompts, options.tokens)
     count = sum(map(len, wanted))
     print(f"{name}, {len(prompts)} requests of {min(map(len, prompts))} to {max(map(len, prompts))} tokens")
     print(f"transformers, one by one   {count / seconds:6.1f} tokens/s")
     server = Server(model)
-    requests = [Request(3 * i, prompt, given.tokens) for i, prompt in enumerate(prompts)]
+    requests = [Request(3 * i, prompt, options.tokens) for i, prompt in enumerate(prompts)]
     seconds = server.serve(requests)
     print(f"packed, pages shared       {count / seconds:6.1f} tokens/s in {len(server.packed)} steps")
     print(f"tokens packed into each step: {' '.join(map(str, server.packed))}")

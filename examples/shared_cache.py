@@ -33,16 +33,16 @@ def main() -> None:
             cache.append([cache.allocate()], prompt)
     furthest = 0.0
     for _ in range(STEPS):
-        for here, there, band in zip(shared, full, BANDS, strict=True):
+        for shared_cache, full_cache, band in zip(shared, full, BANDS, strict=True):
             latent, q = torch.randn(1, 1, 1, LATENT), torch.randn(1, 1, HEADS, LATENT)
-            here.append([0], latent)
-            there.append([0], latent)
-            out, expected = (fa.decode_attention(q, cache, band=band) for cache in (here, there))
+            shared_cache.append([0], latent)
+            full_cache.append([0], latent)
+            out, expected = (fa.decode_attention(q, cache, band=band) for cache in (shared_cache, full_cache))
             furthest = max(furthest, float((out - expected).abs().max()))
             if HEADS % ranks == 0:  # The same if each rank has only some of the query heads.
                 local_q = q.chunk(ranks, 2)[rank]
-                mine = fa.distributed.decode_attention(local_q, here, band=band, own_heads=True)
-                assert torch.equal(mine, out.chunk(ranks, 2)[rank])
+                local_out = fa.distributed.decode_attention(local_q, shared_cache, band=band, own_heads=True)
+                assert torch.equal(local_out, out.chunk(ranks, 2)[rank])
     assert furthest < 1e-5, furthest
     page_count = sum(len(page_list) for cache in shared for page_list in cache.own_pages())
     for turn in range(ranks):

@@ -25,9 +25,9 @@ assert torch.allclose(values[:, :, 0], expected, atol=1e-5)
 print(f"indexer: the {CHOSEN} best of up to {TOKENS} keys; row 2 sees three: {indices[0, 2, 0, :5].tolist()}")
 
 visible = values > -torch.inf
-mine = torch.autograd.grad(values.masked_fill(~visible, 0).sum(), (index_q, index_k, index_w))
-theirs = torch.autograd.grad(expected[expected > -torch.inf].sum(), (index_q, index_k, index_w))
-worst = max((a - b).abs().max() for a, b in zip(mine, theirs, strict=True))
+gradients = torch.autograd.grad(values.masked_fill(~visible, 0).sum(), (index_q, index_k, index_w))
+expected_gradients = torch.autograd.grad(expected[expected > -torch.inf].sum(), (index_q, index_k, index_w))
+worst = max((a - b).abs().max() for a, b in zip(gradients, expected_gradients, strict=True))
 assert worst < 1e-3, worst
 print(f"indexer: gradients of its values agree with autograd through a dense top-k to {worst:.1e}")
 
@@ -42,7 +42,7 @@ chosen.scatter_(-1, indices[:, :, 0].long().where(indices[:, :, 0] >= 0, TOKENS)
 blocked = ~(chosen[..., :TOKENS] & causal)
 dense = fa.attention(q, latent, latent, q_rope=q_rope, k_rope=k_rope, blocked=blocked[:, None])
 assert torch.allclose(out, dense, atol=1e-5)
-mine, theirs = (torch.autograd.grad(o.square().sum(), leaves) for o in (out, dense))
-worst = max((a - b).abs().max() for a, b in zip(mine, theirs, strict=True))
+gradients, expected_gradients = (torch.autograd.grad(o.square().sum(), leaves) for o in (out, dense))
+worst = max((a - b).abs().max() for a, b in zip(gradients, expected_gradients, strict=True))
 assert worst < 1e-3, worst
 print(f"attention: out and gradients agree with dense attention under a mask to {worst:.1e}")

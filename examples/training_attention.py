@@ -24,8 +24,8 @@ cases = {
 for name, (band, mask) in cases.items():
     out = fa.attention(q, k, v, layout="BNSD", band=band)
     expected = sdpa(q, k, v, attn_mask=mask)
-    mine, theirs = (torch.autograd.grad(o.square().sum(), (q, k, v)) for o in (out, expected))
-    worst = max((a - b).abs().max() for a, b in zip((out, *mine), (expected, *theirs), strict=True))
+    gradients, expected_gradients = (torch.autograd.grad(o.square().sum(), (q, k, v)) for o in (out, expected))
+    worst = max((a - b).abs().max() for a, b in zip((out, *gradients), (expected, *expected_gradients), strict=True))
     assert worst < 1e-4, (name, worst)
     print(f"{name:20} out and gradients agree with a masked softmax to {worst:.1e}")
 

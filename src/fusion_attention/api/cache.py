@@ -196,11 +196,11 @@ class PagedKVCache:
         where = torch.tensor(pages, dtype=torch.int64, device=self._pools[0].device)
         results = []
         for pool, scales, dim in zip(self._pools, self._scales or (None, None), (self.dim, self.dim_v), strict=False):
-            taken = pool[where].transpose(0, 1).flatten(1, 2)[:, :count].transpose(0, 1)
+            gathered = pool[where].transpose(0, 1).flatten(1, 2)[:, :count].transpose(0, 1)
             if scales is not None:
                 scale = scales[where].transpose(0, 1).flatten(1, 2)[:, :count].transpose(0, 1)
-                taken = _widen(taken, self.stored, dim) * scale[..., None]
-            results.append(taken.to(self.dtype))
+                gathered = _widen(gathered, self.stored, dim) * scale[..., None]
+            results.append(gathered.to(self.dtype))
         return results[0], results[0][..., : self.dim_v] if self.shares_kv else results[1]
 
     def lengths(self, sequences: Sequence[int] | None = None) -> list[int]:
@@ -317,12 +317,12 @@ class PagedKVCache:
     def _keep(self, sequence: int, retained: slice, tokens: int) -> None:
         """Reduces a sequence to a slice of its pages with `tokens` tokens, and releases the others."""
         pages, _ = self._sequences[sequence]
-        left = pages[retained]
-        if len(left) < len(pages):
+        remaining = pages[retained]
+        if len(remaining) < len(pages):
             self._tables.clear()
             for page in (*pages[: retained.start or 0], *pages[retained.stop :]):
                 self._release(page)
-        self._sequences[sequence] = (left, tokens)
+        self._sequences[sequence] = (remaining, tokens)
 
     def _release(self, page: int) -> None:
         """Removes one sequence from the users of a page, which becomes free without users."""
@@ -337,11 +337,11 @@ class PagedKVCache:
     def _of_rank(self, runs: list[_Slots]) -> tuple[list[_Slots], Tensor]:
         """Returns the runs of slots in this rank's pool, and the indices of the new rows that are stored there."""
         ends = np.cumsum([count for _, _, count in runs], dtype=np.int64)
-        mine = [page % self._ranks == self._rank for page, _, _ in runs]
-        rows = [np.arange(end - run[2], end) for end, run, is_local in zip(ends, runs, mine, strict=True) if is_local]
+        local = [page % self._ranks == self._rank for page, _, _ in runs]
+        rows = [np.arange(end - run[2], end) for end, run, is_local in zip(ends, runs, local, strict=True) if is_local]
         results = [
             (page // self._ranks, first, count)
-            for (page, first, count), is_local in zip(runs, mine, strict=True)
+            for (page, first, count), is_local in zip(runs, local, strict=True)
             if is_local
         ]
         return results, torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.int64)])).to(self._pools[0].device)

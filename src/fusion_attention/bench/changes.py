@@ -100,8 +100,8 @@ def _row(path: Path, number: int, row: Any) -> tuple[tuple[str, str, str], Row]:
         raise FiguresError(f"{path}: rows[{number}]: expected group, name, peer_name, and times and a ratio above zero")
     ours, peer, ratio = map(float, values)
     between = [row.get(word) for word in ("low", "high")]
-    apart = all(type(q) in (int, float) and math.isfinite(q) and q > 0 for q in between)
-    low, high = map(float, between) if apart else (ratio, ratio)  # files of older releases have no range
+    has_range = all(type(q) in (int, float) and math.isfinite(q) and q > 0 for q in between)
+    low, high = map(float, between) if has_range else (ratio, ratio)  # files of older releases have no range
     return (str(words[0]), str(words[1]), str(words[2])), Row(ours, peer, ratio, low, high)
 
 

@@ -67,9 +67,9 @@ def training(device: torch.device, quick: bool) -> Iterator[Pair]:
         q, k, v = (t.requires_grad_() for t in _rows(dtype, device, (HEADS, HEADS), size))
         dout = torch.randn_like(q)
         ours = partial(_step, partial(fa.attention, layout="BNSD", band=fa.Band.causal()), (q, k, v), dout)
-        theirs = partial(_step, partial(sdpa, is_causal=True), (q, k, v), dout)
+        peer_call = partial(_step, partial(sdpa, is_causal=True), (q, k, v), dout)
         flops = 14 * HEADS * size * (size + 1) // 2 * DIM
-        yield _pair("training", f"{label}, causal step, S{size}", "torch SDPA", ours, theirs, flops, device, label)
+        yield _pair("training", f"{label}, causal step, S{size}", "torch SDPA", ours, peer_call, flops, device, label)
 
 
 def windows(device: torch.device, quick: bool) -> Iterator[Pair]:
@@ -79,10 +79,10 @@ def windows(device: torch.device, quick: bool) -> Iterator[Pair]:
     row, key = torch.arange(size, device=device)[:, None], torch.arange(size, device=device)
     inside = (key <= row) & (row - key <= left)
     ours = _without_grad(fa.attention, q, k, v, layout="BNSD", band=fa.Band.window(left, 0))
-    theirs = _without_grad(sdpa, q, k, v, attn_mask=inside)
+    peer_call = _without_grad(sdpa, q, k, v, attn_mask=inside)
     flops = 4 * HEADS * int(inside.sum()) * DIM
     yield _pair(
-        "windows", f"bf16, window {left + 1}, S{size}", "torch SDPA + mask", ours, theirs, flops, device, "bf16"
+        "windows", f"bf16, window {left + 1}, S{size}", "torch SDPA + mask", ours, peer_call, flops, device, "bf16"
     )
 
 
@@ -100,9 +100,9 @@ def packed(device: torch.device, quick: bool) -> Iterator[Pair]:
         ends = torch.tensor(lengths, device=device)[:, None]
         mask = (torch.arange(longest, device=device) < ends)[:, None, None]
         ours = _without_grad(fa.attention, *rows, layout="TND", q_len=lengths)
-        theirs = _without_grad(sdpa, *padded_rows, attn_mask=mask)
+        peer_call = _without_grad(sdpa, *padded_rows, attn_mask=mask)
         name = f"{label}, {count} sequences, {total} of {count * longest} tokens"
-        yield _pair("packed", name, "padded torch SDPA", ours, theirs, flops, device, label)
+        yield _pair("packed", name, "padded torch SDPA", ours, peer_call, flops, device, label)
 
 
 def decoding(device: torch.device, quick: bool) -> Iterator[Pair]:
@@ -114,10 +114,10 @@ def decoding(device: torch.device, quick: bool) -> Iterator[Pair]:
         k, v = torch.randn(2, items, tokens, heads, DIM, generator=generator).to(device, DTYPES[label])
         ours = _without_grad(fa.decode_attention, q, (k, v), kv_len=[tokens] * items)
         by_head = [t.transpose(1, 2) for t in (q, k, v)]
-        theirs = _without_grad(sdpa, *by_head, enable_gqa=True)
+        peer_call = _without_grad(sdpa, *by_head, enable_gqa=True)
         flops = 4 * items * 8 * heads * tokens * DIM
         name = f"{label}, {items} sequences of {tokens} tokens"
-        yield _pair("decoding", name, "torch SDPA", ours, theirs, flops, device, "")
+        yield _pair("decoding", name, "torch SDPA", ours, peer_call, flops, device, "")
 
 
 GROUPS: dict[str, tuple[Callable[[torch.device, bool], Iterator[Pair]], int]] = {
@@ -155,13 +155,13 @@ def _dense_peers(
 
 
 def _pair(
-    group: str, name: str, peer: str, ours: Call, theirs: Call, flops: int, device: torch.device, label: str
+    group: str, name: str, peer: str, ours: Call, peer_call: Call, flops: int, device: torch.device, label: str
 ) -> Pair:
     """Returns a pair; on a GPU its functions wait for the result, and there is no peak rate."""
     if device.type == "cuda":
-        ours, theirs = _finished(ours), _finished(theirs)
-        return Pair(group, name, peer, ours, theirs, flops)
-    return Pair(group, name, peer, ours, theirs, flops, PEAKS.get(label, ""))
+        ours, peer_call = _finished(ours), _finished(peer_call)
+        return Pair(group, name, peer, ours, peer_call, flops)
+    return Pair(group, name, peer, ours, peer_call, flops, PEAKS.get(label, ""))
 
 
 def _finished(call: Call) -> Call:

@@ -107,7 +107,7 @@ class capture(Counted):
         def record(upstream: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
             if self in _recorders:
                 above = {UPSTREAM + n: t for n, t in upstream.items()}
-                self.write(op, args, gradients, seed, backend, beside={**above, **saved})
+                self.write(op, args, gradients, seed, backend, forward_tensors={**above, **saved})
 
         watch(op, args, outputs, record)
 
@@ -118,11 +118,11 @@ class capture(Counted):
         outputs: Mapping[str, Any],
         seed: int,
         backend: str,
-        beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        forward_tensors: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         """Writes one call to a file, completely or not at all.
 
-        beside: for a backward, the forward's results and their gradients, under the names of their prefixes.
+        forward_tensors: for a backward, the forward's results and their gradients, under the names of their prefixes.
         """
         inputs = [p for p in op.params if not (isinstance(p, Tensor) and p.output)]
         given = {p.name: args.get(p.name) for p in inputs if args.get(p.name) is not None}
@@ -146,12 +146,12 @@ class capture(Counted):
             "library": sys.modules["fusion_attention"].__version__,
             "backend": backend,
         }
-        content = tensors | {OUTPUT + name: value for name, value in results.items()} | dict(beside)
+        content = tensors | {OUTPUT + name: value for name, value in results.items()} | dict(forward_tensors)
         text = {k: v if isinstance(v, str) else json.dumps(v) for k, v in metadata.items()}
         # The format stores contiguous tensors that share no memory.
         values = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in content.items()}
         values |= {n: packed_bits(values[n]) for n in metadata["bits"]}  # one bit per element of a mask
-        self._save(f"{op.name}-backward" if beside else op.name, values, text)
+        self._save(f"{op.name}-backward" if forward_tensors else op.name, values, text)
 
     def _save(self, name: str, values: dict[str, torch.Tensor], text: dict[str, str]) -> None:
         """Writes a file under the next free number; a .part file reserves the number until the file is complete."""

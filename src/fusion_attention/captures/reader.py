@@ -74,8 +74,8 @@ def read(path: Path, device: torch.device) -> Recording:
     if op is None:
         raise CaptureError(f"{path}: operator {reprlib.repr(text['operator'])} has no definition here")
     try:
-        beside = {prefix: _taken(tensors, prefix, device) for prefix in (SAVED, UPSTREAM)}
-        return Recording(op, *_parts(op, text, tensors, device), beside[SAVED], beside[UPSTREAM])
+        prefixed = {prefix: _taken(tensors, prefix, device) for prefix in (SAVED, UPSTREAM)}
+        return Recording(op, *_parts(op, text, tensors, device), prefixed[SAVED], prefixed[UPSTREAM])
     except _Fault as fault:
         raise CaptureError(f"{path}: {fault} (of a call of {op.name})") from None
 

@@ -170,9 +170,9 @@ def _compare(before: Path, after: Path, console: Console, as_json: bool) -> None
     from fusion_attention.bench.changes import compared
     from fusion_attention.bench.report import Report
 
-    changes, gone, new = compared(before, after)
+    changes, removed, added = compared(before, after)
     if as_json:
-        show_json({"changes": [asdict(change) for change in changes], "only_before": gone, "only_after": new})
+        show_json({"changes": [asdict(change) for change in changes], "only_before": removed, "only_after": added})
         return
     report = Report(console, CHANGES_TITLE, CHANGES)
     for c in changes:
@@ -180,7 +180,7 @@ def _compare(before: Path, after: Path, console: Console, as_json: bool) -> None
         report.add(c.name, c.peer_name, *times, "" if c.says == "same" else c.says, section=c.group)
     counts = {says: sum(c.says == says for c in changes) for says in ("faster", "slower", "same")}
     console.print(", ".join(f"{count} {says}" for says, count in counts.items()), style="bold", highlight=False)
-    for names, where in ((gone, before), (new, after)):
+    for names, where in ((removed, before), (added, after)):
         if names:
             console.print(f"only in {where}: {', '.join(names)}", highlight=False, markup=False, soft_wrap=True)
 

@@ -225,8 +225,8 @@ def neighbour_table(sentences: list[str], padded: Tensor, packed: Tensor, agree:
         verdict = Text("agree", "green") if agree[query] else Text("DIFFER", "bold red")
         table.add_row(_line(sentences[query], "bold"), "", verdict)
         for rank, (other, wanted) in enumerate(zip(nearest[query].tolist(), expected[query].tolist(), strict=True), 1):
-            mine = f"{padded[query, other]:.4f}" if other == wanted else f"not {rank}."
-            table.add_row(_line(f"{rank}. {sentences[other]}"), mine, f"{packed[query, other]:.4f}")
+            similarity = f"{padded[query, other]:.4f}" if other == wanted else f"not {rank}."
+            table.add_row(_line(f"{rank}. {sentences[other]}"), similarity, f"{packed[query, other]:.4f}")
         table.add_section()
     return table
 

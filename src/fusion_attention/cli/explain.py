@@ -126,8 +126,8 @@ def _show(explanation: Explanation, console: Console) -> None:
     if explanation.log is not None:
         for reason in explanation.log.reasons:
             line(f"CANN printed: {reason}", "dim")
-    for one in explanation.findings:
-        _finding(one, line)
+    for finding in explanation.findings:
+        _finding(finding, line)
     if explanation.fixes:
         line("")
         line("changes that make it legal (each was checked)", "bold green")
@@ -141,17 +141,17 @@ def _show(explanation: Explanation, console: Console) -> None:
         line(f"All rules: fusion-attention ops {explanation.operator}", "dim")
 
 
-def _finding(one: Finding, line: object) -> None:
+def _finding(finding: Finding, line: object) -> None:
     from fusion_attention.refusals.cann_logs import CODES
 
     assert callable(line)
-    style, heading = _HEADINGS[one.where]
-    code = f" [{one.code} {CODES[one.code][0]}]" if one.code in CODES else ""
+    style, heading = _HEADINGS[finding.where]
+    code = f" [{finding.code} {CODES[finding.code][0]}]" if finding.code in CODES else ""
     line("")
     line(f"{heading}{code}", style)
-    line(one.sentence, "", 2)
-    if one.fix:
-        line(one.fix, "green", 2)
+    line(finding.sentence, "", 2)
+    if finding.fix:
+        line(finding.fix, "green", 2)
 
 
 def _reading(explanation: Explanation, line: object) -> None:

@@ -146,8 +146,8 @@ def _replayed(file: Path, backend: str, device: Any, runs: int) -> Call:
     verdict, reason = _verdict(result)
     first = next(iter(result.recorded.values()), None)
     sizes = "" if first is None else f"{str(first.dtype).removeprefix('torch.')}{list(first.shape)}"
-    taken = _milliseconds(result, backend, runs) if runs else 0.0
-    return Call(str(file), result.operator, sizes, verdict, reason, result.worst, taken)
+    milliseconds = _milliseconds(result, backend, runs) if runs else 0.0
+    return Call(str(file), result.operator, sizes, verdict, reason, result.worst, milliseconds)
 
 
 def _milliseconds(replayed: Replay, backend: str, runs: int) -> float:

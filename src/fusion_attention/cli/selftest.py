@@ -40,7 +40,7 @@ class Outcome:
 
 
 def outcomes(
-    backends: list[str], seconds: float, advance: Callable[[float, str], None] = lambda gone, words: None
+    backends: list[str], seconds: float, advance: Callable[[float, str], None] = lambda elapsed, words: None
 ) -> Iterator[Outcome]:
     """Yields the outcomes of all fixed steps, then of random calls with a fixed seed, until the time limit.
 
@@ -52,10 +52,10 @@ def outcomes(
     fixed = sorted((step for backend in backends for step in _of(backend)), key=lambda step: step.name)
     start = time.monotonic()
     for step in chain(fixed, _drawn(backends)):
-        gone = time.monotonic() - start
-        if gone > seconds:
+        elapsed = time.monotonic() - start
+        if elapsed > seconds:
             return
-        advance(gone, f"{step.name} ({step.backend})")
+        advance(elapsed, f"{step.name} ({step.backend})")
         fault, begun = "", time.perf_counter()
         try:
             with warnings.catch_warnings():
@@ -187,5 +187,5 @@ def _judge_indexer(backend: str) -> None:
     from fusion_attention.testing import sparse
 
     call = sparse.lowered_indexer(sparse.indexer_arguments(sparse.IndexerCase()))
-    ours, theirs = (sparse.chosen(call, name)[0] for name in (backend, "golden"))
-    assert bool((ours == theirs).all()), "the selected keys differ from those of the float64 model"
+    ours, expected = (sparse.chosen(call, name)[0] for name in (backend, "golden"))
+    assert bool((ours == expected).all()), "the selected keys differ from those of the float64 model"

@@ -91,14 +91,14 @@ class CompressedStep:
 
         new: keys of the call's tokens, [B, S, 1, D].
         """
-        every = new
+        all_rows = new
         if self.cache is not None:
             old = self.cache._keys
             if old is not None:
                 self._check_rows("x", new, old)
-                every = torch.cat((old, new), 1)
-            self.last = every[:, max(0, every.shape[1] - window + 1) :].clone()
-        return every
+                all_rows = torch.cat((old, new), 1)
+            self.last = all_rows[:, max(0, all_rows.shape[1] - window + 1) :].clone()
+        return all_rows
 
     def pooled(self, name: str, kv: Tensor, gate: Tensor, **windows: Any) -> tuple[Tensor, int]:
         """Returns the pooled rows of the windows that the call completes, and the number of windows before them.

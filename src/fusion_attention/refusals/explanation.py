@@ -199,11 +199,11 @@ def _arguments(op: Op, call: Written) -> tuple[dict[str, Any], list[Finding]]:
     function = _function(op)
     positional = call.positional
     extra = [word for word in _BESIDE if word not in (p.shown for p in op.params)]
-    beside = {word: given.pop(word) for word in extra if word in given}
+    further = {word: given.pop(word) for word in extra if word in given}
     try:
         parameters = inspect.signature(function)
-        from_log = [word for word in beside if word in parameters.parameters]
-        bound = parameters.bind_partial(*positional, **given, **{word: beside[word] for word in from_log})
+        from_log = [word for word in further if word in parameters.parameters]
+        bound = parameters.bind_partial(*positional, **given, **{word: further[word] for word in from_log})
     except TypeError as error:
         return {}, [_wrong_words(op, function, given, str(error))]
     if foreign := bound.arguments.pop("foreign", None):
@@ -249,10 +249,10 @@ def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) ->
     elif strange:
         import difflib
 
-        meant, advice = _FOREIGN.get(strange[0], ("", ""))
+        canonical, advice = _FOREIGN.get(strange[0], ("", ""))
         near = difflib.get_close_matches(strange[0], [n for n in parameters if n not in _BESIDE], 1, 0.6)
         fix = f"did you mean {near[0]}=?" if near else f"`fusion-attention ops {op.name}` lists its parameters"
-        fix = f"a parameter of another library; here: {advice}" if meant in parameters else fix
+        fix = f"a parameter of another library; here: {advice}" if canonical in parameters else fix
     return Finding("everywhere", "", f"{op.name}() {error}", fix=fix, code=0)
 
 
@@ -373,8 +373,10 @@ def _compared_with_log(log: Log, findings: list[Finding]) -> str:
     """Returns the end of a verdict, which compares the log's error code with the codes of the findings."""
     if not findings:
         return f"; but the log has code {log.code}: another call failed, or CANN has a rule that is missing here"
-    same = [f for f in findings if f.code in (log.code, SAME.get(log.code))]
-    return f"; code {log.code} of the log " + ("agrees" if same else "does not agree: CANN returns it for other rules")
+    agrees = any(f.code in (log.code, SAME.get(log.code)) for f in findings)
+    return f"; code {log.code} of the log " + (
+        "agrees" if agrees else "does not agree: CANN returns it for other rules"
+    )
 
 
 def _reading(op: Op, args: Mapping[str, Any], in_memory: bool) -> dict[str, dict[str, Any]]:

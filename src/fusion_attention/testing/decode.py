@@ -209,11 +209,11 @@ def answer(case: DecodeCase) -> Tensor:
             scores = scores + n["pse"][item if case.pse == "batch" else 0][..., columns].double()
         if case.mask or case.blank:
             scores = scores.masked_fill(n["mask"][item, columns], -math.inf)
-        late = torch.arange(length) > torch.arange(case.rows)[:, None] + length - case.rows
-        probabilities = scores.masked_fill(late, -math.inf).softmax(-1)
+        invisible = torch.arange(length) > torch.arange(case.rows)[:, None] + length - case.rows
+        probabilities = scores.masked_fill(invisible, -math.inf).softmax(-1)
         empty = probabilities.isnan().all(-1, keepdim=True)
         # A row before the first token returns zeros; a row whose mask removes all tokens returns the mean of V.
-        blank = torch.full_like(probabilities, 1 / length).masked_fill(late.all(-1, keepdim=True), 0)
+        blank = torch.full_like(probabilities, 1 / length).masked_fill(invisible.all(-1, keepdim=True), 0)
         out[item] = torch.where(empty, blank, probabilities) @ v
     return _narrow(case, n, out) if case.out else out
 

@@ -92,9 +92,9 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
     results = {o.name: torch.zeros(indices[o.name].numel(), dtype=torch.float64) for o in outputs}
     values = {o.name: torch.full_like(results[o.name], math.inf if o.kind == "lse" else 0) for o in outputs}
     for unit in units(setting, [o for o in outputs if o.view is not None]):
-        here = [o for o in outputs if o.of_unit(unit)]
-        wanted = computed(setting, unit, here, grade)
-        for o in here:
+        with_unit = [o for o in outputs if o.of_unit(unit)]
+        wanted = computed(setting, unit, with_unit, grade)
+        for o in with_unit:
             if o.name not in wanted:  # keys without rows have no gradient
                 continue
             at = o.rows(setting, unit.b, of_heads(setting, unit), unit.rows).long()

@@ -158,8 +158,8 @@ class Maker:
         """Draws the rows of every sequence."""
         tensor = self.empty(side, *inner, dtype=dtype or self.dtype)
         for b in range(len(self.case.lengths(side))):
-            own = part(self.case, tensor, side, b)
-            own.copy_(self.draw(*own.shape, whole=whole))
+            sequence = part(self.case, tensor, side, b)
+            sequence.copy_(self.draw(*sequence.shape, whole=whole))
         return tensor
 
     def paged(self, keys: Tensor, table: Tensor) -> Tensor:
@@ -169,9 +169,9 @@ class Maker:
         pages = int(used.max()) + 2 if len(used) else 1
         pool = poisoned((pages, case.page, *keys.shape[-2:]), self.dtype)
         for b, length in enumerate(case.kv_len):
-            own = part(case, keys, "kv", b)
+            sequence = part(case, keys, "kv", b)
             for token in range(length):
-                pool[table[b, token // case.page], token % case.page] = own[token]
+                pool[table[b, token // case.page], token % case.page] = sequence[token]
         return pool
 
     def table(self) -> Tensor:
@@ -245,11 +245,11 @@ def lists_of(case: SparseCase, make: Maker, heads: int) -> Tensor:
     dtype = torch.int64 if case.wide else torch.int32
     tensor = make.empty("q", heads, case.count, dtype=dtype)
     for b, rows in enumerate(case.q_len):
-        own = part(case, tensor, "q", b)
-        own.fill_(-1)
+        sequence = part(case, tensor, "q", b)
+        sequence.fill_(-1)
         for row, head in np.ndindex(rows, heads):
             result = _list(case, b, row, make.generator)[: case.count]
-            own[row, head, : len(result)] = result.to(dtype)
+            sequence[row, head, : len(result)] = result.to(dtype)
     return tensor
 
 
@@ -329,12 +329,12 @@ def expected(call: Sparse, dy: Tensor | None = None) -> dict[str, Expected]:
         call: in its dtype.
         dy: the gradient of out; None: only the forward.
     """
-    wide = in_float64(call)
-    results = run(wide, "golden")
+    call64 = in_float64(call)
+    results = run(call64, "golden")
     result = dict(zip(("out", "max", "sum"), expected_of(call, results).values(), strict=True))
     if dy is None:
         return result
-    gradients = run(SparseBackward(wide, dy.double(), *results.values()), "golden")
+    gradients = run(SparseBackward(call64, dy.double(), *results.values()), "golden")
     return result | expected_of(SparseBackward(call, dy, *results.values()), gradients)
 
 
@@ -417,9 +417,9 @@ def plain(case: SparseCase, args: Mapping[str, Any]) -> Results:
 
 
 def _plain_row(
-    case: SparseCase, args: Mapping[str, Any], place: tuple[int, int, int, list[int]], found: Results
+    case: SparseCase, args: Mapping[str, Any], place: tuple[int, int, int, list[int]], results: Results
 ) -> None:
-    """Computes a row of one key head's query heads: writes its results to `found`, and adds to every gradient there.
+    """Computes a row of one key head's query heads: writes its results to `results`, and adds to every gradient there.
 
     place: (b, key head, row, tokens), as _each_row() yields.
     """
@@ -434,11 +434,11 @@ def _plain_row(
         return keys_of(case, args, name, b)[tokens, head].to(WIDE)
 
     def store(name: str, value: Tensor) -> None:
-        part(case, found[name], "q", b)[row, heads] = value
+        part(case, results[name], "q", b)[row, heads] = value
 
     def add(name: str, value: Tensor) -> None:
         at = torch.tensor(tokens)
-        part(case, found[name], "kv", b)[:, head, : value.shape[-1]].index_add_(0, at, value)
+        part(case, results[name], "kv", b)[:, head, : value.shape[-1]].index_add_(0, at, value)
 
     q, k, dy = row_of("query"), gathered("key"), row_of("dy")
     v = k[:, : case.dim_v] if case.shares_kv else gathered("value")
@@ -465,7 +465,7 @@ def _plain_row(
         store("dquery_rope", dq[:, case.dim_qk :])
         add("dkey_rope", dk[:, case.dim_qk :])
     if case.sink:
-        found["dsinks"][heads] -= (delta * (sink - top).exp() / total)[:, 0]
+        results["dsinks"][heads] -= (delta * (sink - top).exp() / total)[:, 0]
 
 
 def scores_of(case: IndexerCase, args: Mapping[str, Any], b: int, wide: torch.dtype) -> Tensor:
