@@ -1,10 +1,10 @@
 """Runs a model file for Ascend's chips unchanged on a machine without one: a training step on device "npu".
 
-ascend/model.py asks for `x.device.type == "npu"` and calls torch_npu's fused functions there, plain torch elsewhere.
-Both are run here from the same weights, and plain torch again in float64, which says how exact they are.
+ascend/model.py calls torch_npu's fused functions if `x.device.type == "npu"`, and plain torch on other devices. This
+program runs both from the same weights, and plain torch again in float64, with which it compares the fused results.
 
     python examples/ascend_code.py
-    fusion-attention npu --coverage examples/ascend    # which names of torch_npu such files use, and what is missing
+    fusion-attention npu --coverage examples/ascend    # lists the names of torch_npu in the files, and what is missing
 """
 
 from fusion_attention import npu
@@ -37,12 +37,12 @@ tokens = torch.randint(256, (2, ROWS + 1), generator=torch.Generator().manual_se
 config = Config(width=64, latent=128, top_k=32)  # smaller than the chip's, for steps in float64
 fused = stepped("npu", torch.float32, config, tokens)
 eager = stepped("cpu", torch.float32, config, tokens)
-# Every number beside float64's; how large its error may be is found by steps in float64 with errors at every rounding.
+# Compares every tensor with float64's. The allowed errors are those of 8 steps in float64 with random rounding errors.
 compare_with("fused", fused, lambda: stepped("cpu", torch.float64, config, tokens), draws=8)
-apart = max(((fused[name] - eager[name]).norm() / eager[name].norm()).item() for name in fused)
+difference = max(((fused[name] - eager[name]).norm() / eager[name].norm()).item() for name in fused)
 print(f"fused on npu and eager on cpu: losses {fused['loss']:.6f} + {fused['index_loss']:.6f} and")
-print(f"{eager['loss']:.6f} + {eager['index_loss']:.6f}; {len(fused)} tensors of a step at most {apart:.0e} apart")
+print(f"{eager['loss']:.6f} + {eager['index_loss']:.6f}; {len(fused)} tensors of a step at most {difference:.0e} apart")
 
-with npu.strict():  # what the chip would refuse is an error
+with npu.strict():  # calls that the chip would refuse are errors
     half = stepped("npu", torch.bfloat16, Config(), tokens)
 print(f"the chip's own sizes in bfloat16, strict: losses {half['loss']:.4f} + {half['index_loss']:.4f}")

@@ -1,4 +1,4 @@
-"""Draw the masks of a packed batch in the terminal and as pictures, and print the remarks on the call."""
+"""Draws the mask of a packed batch in the terminal and as pictures, and prints whether the chip computes the call."""
 
 import tempfile
 from pathlib import Path
@@ -9,7 +9,7 @@ from fusion_attention.explorer.draw import cells_of, is_seen, svg, text
 from fusion_attention.explorer.violations import remarks_on, verdict
 from fusion_attention.explorer.visible import Setting
 
-# A prompt of five tokens after three cached ones, beside a whole sequence, in a window of four keys.
+# Two sequences: five new tokens after three cached ones, and six tokens without a cache; the window has four keys.
 batch = Setting(mode=4, q_len=(5, 6), kv_len=(8, 6), packed=True, pre=3, next=0)
 cells = cells_of(batch, "training")
 assert cells is not None
@@ -21,9 +21,9 @@ written = call(batch, "training")
 assert written is not None
 print(f"{verdict(remarks_on(batch, 'training'))}: {written['call']}")
 
-# The same with a window that leaves the first rows without a key: computed here, refused by the chip.
-beside = Setting(mode=4, q_len=(6,), kv_len=(4,), packed=True, pre=3, next=0)
-remark = remarks_on(beside, "training")[0]
+# With more rows than keys the first rows have no key in their window: this library computes it, the chip refuses it.
+more_rows = Setting(mode=4, q_len=(6,), kv_len=(4,), packed=True, pre=3, next=0)
+remark = remarks_on(more_rows, "training")[0]
 print(f"{verdict([remark])}: {remark['code']}, expected {remark['expected']}, got {remark['got']}")
 
 folder = Path(tempfile.mkdtemp())

@@ -1,8 +1,8 @@
-"""Finds a fault that was put into a Triton kernel: from the file of a call to the line that is wrong.
+"""Finds a bug in a Triton kernel: verifies the saved tensors of a call, and those of a call with the bug repaired.
 
 python examples/find_the_bug.py
 
-Without a GPU the kernel runs under Triton's interpreter. docs/find_the_bug.md walks through it.
+Without a GPU the kernel runs in Triton's interpreter. docs/find_the_bug.md explains each step.
 """
 
 import os
@@ -29,8 +29,8 @@ def attention_kernel(
     """Computes BM rows of one head of causal attention; rows of all tensors are [sequence, token, head, dim]."""
     tile, batch, head = tl.program_id(0), tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     at_m, at_d = tile * BM + tl.arange(0, BM), tl.arange(0, DIM)
-    here = at_m[:, None] < rows
-    q = tl.load(Q + ((batch * rows + at_m[:, None]) * HEADS + head) * DIM + at_d, mask=here, other=0.0)
+    in_range = at_m[:, None] < rows
+    q = tl.load(Q + ((batch * rows + at_m[:, None]) * HEADS + head) * DIM + at_d, mask=in_range, other=0.0)
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DIM], tl.float32)
@@ -50,7 +50,7 @@ def attention_kernel(
         acc += tl.dot(weights, v, input_precision="ieee")
         top = new
     out = acc / total[:, None]
-    tl.store(OUT + ((batch * rows + at_m[:, None]) * HEADS + head) * DIM + at_d, out, mask=here)
+    tl.store(OUT + ((batch * rows + at_m[:, None]) * HEADS + head) * DIM + at_d, out, mask=in_range)
     tl.store(LSE + (batch * HEADS + head) * rows + at_m, top + tl.log(total), mask=at_m < rows)
 
 
@@ -72,7 +72,7 @@ def verify(path: Path) -> int:
 
 
 def main() -> None:
-    """Saves what the kernel computes, judges the file, and does it again with the line that was missing."""
+    """Saves the kernel's tensors and verifies the file, without and with the line that the kernel lacks."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k, v = (torch.randn(1, 200, 4, 32, device=device) for _ in range(3))

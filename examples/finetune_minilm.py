@@ -1,13 +1,14 @@
 """Fine-tunes a real sentence encoder twice, on the same batches: packed through fa.attention, and padded as usual.
 
-all-MiniLM-L6-v2 learns to find the rest of a docstring by its first sentence, among the rests of all others in the
-batch. Both copies start from the same weights and take the same steps in float32, in alternation. The padded one is
-transformers' own model on SDPA with a mask, each column padded to its longest text of the batch. The packed one runs
-the same modules on real tokens only: attention knows the lengths, and linears, norms and activations never see padding.
+A docstring is split after its first sentence. all-MiniLM-L6-v2 learns to find the rest that belongs to a first
+sentence, among the rests of all docstrings in the batch. Both copies start from the same weights and take the same
+steps in float32, in alternation. The padded copy is transformers' own model on SDPA with a mask; first sentences and
+rests are two tensors, each padded to its longest text. The packed copy runs the same modules on real tokens only:
+attention receives the lengths of the texts, and linear layers, norms and activations compute no padding.
 
     python examples/finetune_minilm.py            # needs pip install "fusion-attention[demo]"
 
-Exit code 1 where the two loss curves differ by more than TOLERANCE.
+The exit code is 1 if the two loss curves differ by more than TOLERANCE.
 """
 
 import random
@@ -30,8 +31,8 @@ import fusion_attention as fa
 from fusion_attention.cli.comparison import library_texts
 from fusion_attention.cli.encoder import load_encoder, model_folder
 
-TOLERANCE = 2e-5  # of a loss near 1: float32 rounding, carried through the steps
-SHARPNESS = 20.0  # cosine similarities times this are the logits, as this model was trained
+TOLERANCE = 2e-5  # for losses near 1: float32 rounding errors, which grow over the steps
+SHARPNESS = 20.0  # logits are cosine similarities times this, as in the training of this model
 Tokens = list[list[int]]
 
 
@@ -45,7 +46,7 @@ def embed_padded(model: Any, tokens: Tokens) -> Tensor:
 
 
 def embed_packed(model: Any, tokens: Tokens) -> Tensor:
-    """Returns the same from all tokens end to end, [T, width]: without padding or a mask."""
+    """Returns the same vectors, computed from all tokens in one sequence without padding or a mask."""
     lengths = [len(text) for text in tokens]
     ids = torch.tensor([token for text in tokens for token in text])
     positions = torch.cat([torch.arange(n) for n in lengths])
@@ -63,17 +64,17 @@ def embed_packed(model: Any, tokens: Tokens) -> Tensor:
 
 
 def loss_of(first: Tensor, rest: Tensor) -> Tensor:
-    """Returns the cross entropy of matching each first sentence with its text among all of them."""
+    """Returns the cross entropy of finding each first sentence's rest among all rests."""
     return cross_entropy(SHARPNESS * first @ rest.T, torch.arange(len(first)))
 
 
 def padded_loss(model: Any, first: Tokens, rest: Tokens) -> Tensor:
-    """Computes the loss from two padded batches, as sentence-transformers does, so that short texts stay short."""
+    """Returns the loss from two padded batches, as in sentence-transformers; first sentences thus get less padding."""
     return loss_of(embed_padded(model, first), embed_padded(model, rest))
 
 
 def packed_loss(model: Any, first: Tokens, rest: Tokens) -> Tensor:
-    """Computes the loss from one sequence of tokens for both columns."""
+    """Returns the loss from one sequence with the tokens of first sentences and rests."""
     return loss_of(*embed_packed(model, first + rest).chunk(2))
 
 
@@ -109,8 +110,8 @@ def draw_pairs(count: int, seed: int) -> list[tuple[str, str]]:
 
 
 def show(padded: Run, packed: Run, console: Console) -> float:
-    """Prints curves and times; returns the largest difference of the losses, NaN where one is NaN."""
-    table = Table(title="Loss and step time (both columns from one start, in alternation)")
+    """Prints curves and times; returns the largest difference of the losses, NaN if a loss is NaN."""
+    table = Table(title="Loss and step time (two copies of one model, trained in alternation)")
     for name in ("step", "padded", "packed", "difference", "padded s", "packed s", "ratio"):
         table.add_column(name, justify="right")
     rows = list(zip(padded.losses, packed.losses, padded.seconds, packed.seconds, strict=True))
@@ -128,7 +129,7 @@ def show(padded: Run, packed: Run, console: Console) -> float:
 def main(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each copy.")] = 10,
     pairs: Annotated[int, typer.Option(min=2, help="Pairs of texts in a batch.")] = 16,
-    seed: Annotated[int, typer.Option(help="Which docstrings are drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Selects the docstrings.")] = 0,
 ) -> None:
     """Fine-tunes all-MiniLM-L6-v2 packed and padded, and compares."""
     console = Console()

@@ -1,17 +1,17 @@
-"""Trains a small language model on sequences that are sharded over the ranks of a process group.
+"""Trains a small language model on texts that are distributed over the ranks (processes) of a process group.
 
-Each rank holds its share of every text and of the weights (FSDP2); attention sees whole texts. A byte-level transformer
-learns Python's own help topics. The losses are those of one process:
+Each rank has a part of every text, and of the weights (FSDP2), and attention computes over whole texts. The model is a
+transformer whose tokens are bytes, and it learns Python's help topics. The losses equal those of one process:
 
     python examples/long_context.py --steps 20 --folder build/one
     torchrun --nproc-per-node 4 examples/long_context.py --steps 20 --compare build/one
 
-A run goes on where its last checkpoint was saved, also with another number of ranks. Under torchrun it does so by
-itself when a rank dies: try `--max-restarts 3` and kill -9 one of the processes.
+A run continues from its last checkpoint, also with another number of ranks. With `--max-restarts`, torchrun restarts
+the run when a rank dies. To try it, end one of the processes by `kill -9`:
 
     torchrun --nproc-per-node 4 --max-restarts 3 examples/long_context.py --steps 60 --every 5
 
-Exit code 1 where --compare finds a loss that differs by more than TOLERANCE.
+The exit code is 1 if --compare finds a loss that differs by more than TOLERANCE.
 """
 
 import argparse
@@ -38,7 +38,7 @@ import fusion_attention as fa
 from fusion_attention import distributed
 from fusion_attention.nn import apply_rope, rope_table
 
-TOLERANCE = 2e-5  # of a loss near 5: float32 rounding, carried through the steps
+TOLERANCE = 2e-5  # for losses near 5: float32 rounding errors, which grow over the steps
 DIM, HEADS, KV_HEADS, LAYERS = 128, 4, 2, 2
 
 
@@ -53,7 +53,13 @@ class Block(nn.Module):
         self.network = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], tokens: int) -> Tensor:
-        """Computes the layer; x: this rank's [batch, tokens of the rank, DIM] of texts of `tokens` bytes."""
+        """Computes the layer.
+
+        Args:
+            x: [batch, this rank's tokens, DIM].
+            rope: cosines and sines of the tokens' positions.
+            tokens: of whole texts.
+        """
         q, k, v = self.rows(self.before(x)).unflatten(-1, (-1, DIM // HEADS)).split((HEADS, KV_HEADS, KV_HEADS), 2)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         mixed = distributed.attention(q, k, v, schedule=self.schedule, tokens=tokens, band=fa.Band.causal())
@@ -71,7 +77,13 @@ class Model(nn.Module):
         self.head = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, 256, bias=False))
 
     def forward(self, bytes_: Tensor, positions: Tensor, tokens: int) -> Tensor:
-        """Returns logits; bytes_: this rank's [batch, n]; positions: of the n bytes in their text."""
+        """Returns logits [batch, n, 256].
+
+        Args:
+            bytes_: this rank's part of the texts, [batch, n].
+            positions: of the n bytes in their text.
+            tokens: of whole texts.
+        """
         x, rope = self.embed(bytes_), rope_table(positions, DIM // HEADS)
         for block in self.blocks:
             x = block(x, rope, tokens)
@@ -82,28 +94,28 @@ class Model(nn.Module):
 class Run:
     """The model, its optimizer, and the progress of the run."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         torch.manual_seed(0)  # the same weights on every rank, whatever their number
-        self.given, self.model = given, Model(given.schedule)
+        self.options, self.model = options, Model(options.schedule)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for module in (*self.model.blocks, self.model):
             fully_shard(module, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=given.rate)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.rate)
         self.losses: list[float] = []
         self.text = read_text()
-        self.positions = distributed.positions(None, given.schedule, given.tokens)
+        self.positions = distributed.positions(None, options.schedule, options.tokens)
 
     def step(self) -> None:
         """Trains on one text: forward, backward, update."""
-        given, world = self.given, dist.get_world_size()
+        options, world = self.options, dist.get_world_size()
         start = torch.Generator().manual_seed(1000 + len(self.losses))
-        first = int(torch.randint(len(self.text) - given.tokens, (), generator=start))
-        full = self.text[first : first + given.tokens + 1][None]
+        first = int(torch.randint(len(self.text) - options.tokens, (), generator=start))
+        full = self.text[first : first + options.tokens + 1][None]
         tokens, following = (
-            distributed.shard(tensor, None, given.schedule, given.tokens) for tensor in (full[:, :-1], full[:, 1:])
+            distributed.shard(tensor, None, options.schedule, options.tokens) for tensor in (full[:, :-1], full[:, 1:])
         )
-        logits = self.model(tokens, self.positions, given.tokens)
-        loss = cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum") / given.tokens
+        logits = self.model(tokens, self.positions, options.tokens)
+        loss = cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum") / options.tokens
         (loss * world).backward()  # FSDP takes the mean over ranks; the loss is their sum
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -112,13 +124,14 @@ class Run:
         self.losses.append(total.item())
 
     def save(self) -> None:
-        """Writes a checkpoint beside the last one, then names it as the last: one checkpoint is always complete."""
-        folder, step = self.given.folder, len(self.losses)
+        """Writes a new checkpoint, then the file last.json that names it, then removes older ones: at any time, the
+        checkpoint that last.json names is complete."""
+        folder, step = self.options.folder, len(self.losses)
         model, optimizer = get_state_dict(self.model, self.optimizer)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / f"step-{step}")
         if dist.get_rank() == 0:
             draft = folder / "last.draft"
-            draft.write_text(json.dumps({"step": step, "losses": self.losses, "settings": settings(self.given)}))
+            draft.write_text(json.dumps({"step": step, "losses": self.losses, "settings": settings(self.options)}))
             draft.replace(folder / "last.json")
             for older in folder.glob("step-*"):
                 if older.name != f"step-{step}":
@@ -127,15 +140,15 @@ class Run:
 
     def load(self) -> None:
         """Loads the last checkpoint of the folder, if there is one."""
-        path = self.given.folder / "last.json"
+        path = self.options.folder / "last.json"
         if not path.exists():
             return
         last = json.loads(path.read_text())
-        if last["settings"] != settings(self.given):
-            raise SystemExit(f"{path} belongs to a run of other settings; remove its folder, or name another --folder")
+        if last["settings"] != settings(self.options):
+            raise SystemExit(f"{path} was written with other options; remove its folder, or give another --folder")
         model, optimizer = get_state_dict(self.model, self.optimizer)
         state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        dcp.load(state, checkpoint_id=self.given.folder / f"step-{last['step']}")
+        dcp.load(state, checkpoint_id=self.options.folder / f"step-{last['step']}")
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.losses = last["losses"]
 
@@ -147,21 +160,21 @@ def read_text() -> Tensor:
     return torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
 
 
-def settings(given: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options on which the losses depend; the number of ranks and the schedule are not among them."""
-    return {"tokens": given.tokens, "rate": given.rate}
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options on which the losses depend; they do not depend on the number of ranks and the schedule."""
+    return {"tokens": options.tokens, "rate": options.rate}
 
 
 def train(run: Run, console: Console) -> None:
     """Runs the remaining steps."""
-    given, world = run.given, dist.get_world_size()
+    options, world = run.options, dist.get_world_size()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=given.steps, completed=len(run.losses))
-        while len(run.losses) < given.steps:
+        bar = progress.add_task("", total=options.steps, completed=len(run.losses))
+        while len(run.losses) < options.steps:
             run.step()
             progress.update(bar, completed=len(run.losses), description=f"ranks: {world}, loss {run.losses[-1]:.3f}")
-            if len(run.losses) % given.every == 0 or len(run.losses) == given.steps:
+            if len(run.losses) % options.every == 0 or len(run.losses) == options.steps:
                 run.save()
 
 
@@ -183,11 +196,11 @@ def join() -> None:
     store: Any
     if "RANK" in os.environ:
         result, rank, world = next(dist.rendezvous("env://"))
-        # The store outlives ranks that die: those that start anew must not find where the dead ones listened.
+        # The store continues after a restart; another prefix hides the addresses of the ranks that died.
         store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", result)
     else:
         store, rank, world = dist.HashStore(), 0, 1
-    # A rank that died is noticed by the others within this time, and torchrun starts all of them anew.
+    # When a rank dies, the others fail after this time at the latest, and torchrun restarts all of them.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=20))
 
 
@@ -201,24 +214,24 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
     parser.add_argument("--folder", type=Path, default=Path("build/long_context"))
     parser.add_argument("--compare", type=Path, help="folder of another run, whose losses must be the same")
-    given = parser.parse_args()
+    options = parser.parse_args()
     join()
     console = Console(quiet=dist.get_rank() != 0, soft_wrap=True)
-    given.folder.mkdir(parents=True, exist_ok=True)
-    run = Run(given)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    run = Run(options)
     run.load()
     console.print(
-        f"{given.tokens} bytes a text, {len(run.positions)} of them on rank 0 of {dist.get_world_size()}, "
-        f"{given.schedule}, process {os.getpid()}; begins at step {len(run.losses)}"
+        f"{options.tokens} bytes a text, {len(run.positions)} of them on rank 0 of {dist.get_world_size()}, "
+        f"{options.schedule}, process {os.getpid()}; begins at step {len(run.losses)}"
     )
     start, done = time.perf_counter(), len(run.losses)
     train(run, console)
     if len(run.losses) > done:
         seconds = (time.perf_counter() - start) / (len(run.losses) - done)
         console.print(
-            f"loss {run.losses[0]:.4f} at first, {run.losses[-1]:.4f} at last; {given.tokens / seconds:.0f} tokens/s"
+            f"loss {run.losses[0]:.4f} at first, {run.losses[-1]:.4f} at last; {options.tokens / seconds:.0f} tokens/s"
         )
-    good = given.compare is None or agrees(run.losses, given.compare, console)
+    good = options.compare is None or agrees(run.losses, options.compare, console)
     dist.destroy_process_group()
     raise SystemExit(0 if good else 1)
 

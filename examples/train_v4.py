@@ -1,15 +1,17 @@
 """Trains a small language model with the three kinds of DeepSeek-V4's attention layers, in three stages.
 
-A byte-level transformer learns English documentation (Python's own help topics, which every installation has). Its
-layers attend to a window of 32 tokens; to the window beside chosen compressed keys of 4 tokens each; and to the window
-beside all compressed keys of 32 tokens each. In the first stage rows read all compressed keys. Then the indexers alone
-learn where that attention looks, and then everything learns while rows read only the keys that the indexers choose.
-Printed are losses on text that was held out, and the recall: how much of the attention's mass on compressed keys lies
-on the chosen ones.
+A transformer whose tokens are bytes learns English documentation (Python's help topics, which every installation has).
+All layers attend to a window of 32 tokens. Some also attend to compressed keys of 4 tokens each, of which an indexer
+selects 8, and some to all compressed keys of 32 tokens each. In the first stage, rows attend to all compressed keys. In
+the second, only the indexers are trained: they learn to predict the attention weights. In the third, the whole model is
+trained, with attention to only the compressed keys that the indexers select.
+
+The program prints losses on text that is not used for training, and the recall: the part of the attention's weights on
+compressed keys that is on the selected ones.
 
     python examples/train_v4.py                  # a few minutes on two cores; a picture needs matplotlib
 
-Exit code 1 where the goals below are missed.
+The exit code is 1 if the goals below are missed.
 """
 
 import math
@@ -30,8 +32,8 @@ from torch.nn.functional import cross_entropy
 import fusion_attention as fa
 from fusion_attention.nn import CompressedAttention, rope_table, set_stage
 
-GOAL = 0.9  # goal: recall after the last stage, over that of the best keys
-FULL = 300  # dense steps of a run whose figures are judged
+GOAL = 0.9  # goal: least ratio of the recall after the last stage and that of the best keys
+FULL = 300  # dense steps of a full run; shorter runs need not reach the goals
 CONTEXT, BATCH, DIM, WINDOW, RATIO, TOP_K, FAR = 256, 4, 128, 32, 4, 8, 32
 CHOSEN = {"ratio": RATIO, "top_k": TOP_K, "index_heads": 4, "index_dim": 32}
 KINDS: tuple[dict[str, int], ...] = ({}, CHOSEN, {"ratio": FAR}, CHOSEN)  # of the layers, in order
@@ -92,7 +94,7 @@ def draw(text: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def held_out_loss(model: Model, text: Tensor, batches: int) -> float:
-    """Returns the cross entropy per byte of held-out text, in the model's present stage."""
+    """Returns the cross entropy per byte of held-out text, in the model's current stage."""
     model.eval()
     losses = []
     for seed in range(batches):
@@ -103,10 +105,14 @@ def held_out_loss(model: Model, text: Tensor, batches: int) -> float:
 
 
 def chosen_by(layer: CompressedAttention, by: str, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[float, Tensor]:
-    """Returns the fraction of the attention's mass on compressed keys that lies on the chosen ones, and their lists.
+    """Returns a layer's recall, the part of the weights on compressed keys that is on selected ones, and their lists.
 
-    The mass of keys is the difference of exp(lse) with and without them; rows that see fewer keys than they may choose
-    are left out. by: "indexer"; "chance"; "attention" itself, the most that one list for all heads can reach.
+    The sum of some keys' weights is the difference of exp(lse) with and without them. The first TOP_K * RATIO rows are
+    left out: they see at most TOP_K compressed keys, and select all of them.
+
+    Args:
+        by: what selects the keys: "indexer"; "chance" (random keys); or "attention" (the largest weights, the best that
+            one list for all heads can reach).
     """
     query, q, k = layer.project(hidden, rope)
     entries = layer.compressor.compressed(hidden, rope)
@@ -130,14 +136,14 @@ def chosen_by(layer: CompressedAttention, by: str, hidden: Tensor, rope: tuple[T
 
 
 def log_sum(layer: CompressedAttention, q: Tensor, k: Tensor, entries: Tensor, lists: Lists) -> Tensor:
-    """Returns log(sum(exp(score))) of window, sink and compressed keys, all or those listed: [B, heads, CONTEXT]."""
+    """Returns log(sum(exp(score))) of window, sink and compressed keys (listed; None: all), [B, heads, CONTEXT]."""
     band, sink = fa.Band.window(WINDOW - 1), layer.sinks
     return fa.compressed_attention(q, k, entries, lists, ratio=RATIO, band=band, sink=sink, return_lse=True)[1]
 
 
 @torch.no_grad()
 def selections(model: Model, tokens: Tensor, by: str) -> Iterator[tuple[float, Tensor]]:
-    """Yields the recall and the lists of every layer that chooses, with attention to all compressed keys."""
+    """Yields recall and lists of every layer with an indexer, with attention to all compressed keys."""
     x = model.embed(tokens)
     for block in model.blocks:
         if block.attention.indexer is not None:
@@ -146,7 +152,7 @@ def selections(model: Model, tokens: Tensor, by: str) -> Iterator[tuple[float, T
 
 
 def recall(model: Model, text: Tensor, by: str = "indexer") -> list[float]:
-    """Returns the recall of every layer that chooses, on held-out text."""
+    """Returns the recall of every layer with an indexer, on held-out text."""
     stage = model.blocks[0].attention.stage
     set_stage(model.eval(), "dense")
     results = [recalled for recalled, _ in selections(model, draw(text, 99)[0], by)]
@@ -171,7 +177,7 @@ class Curves:
 def train(model: Model, texts: tuple[Tensor, Tensor], steps: int, console: Console) -> Curves:
     """Runs the three stages."""
     curves, step, batches = Curves(), 0, min(8, steps)
-    # One optimizer for all stages: it passes over parameters without a gradient.
+    # One optimizer for all stages: it does not change parameters without a gradient.
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.01)
     curves.held_out["untrained"] = held_out_loss(model, texts[1], batches)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -217,7 +223,7 @@ def report(curves: Curves, console: Console) -> bool:
         per_step = f"{curves.seconds[stage] / len(losses) * 1e3:.0f}"
         times.add_row(stage, str(len(losses)), f"{curves.held_out[stage]:.3f}", *between, per_step)
     console.print(times)
-    shares = Table(title=f"Recall: share of the mass on compressed keys that is on {TOP_K} chosen ones (held-out text)")
+    shares = Table(title=f"Recall: part of compressed keys' weights on {TOP_K} selected ones (held-out text)")
     for name in ("keys", *(f"layer {i}" for i, kind in enumerate(KINDS) if "top_k" in kind), "mean"):
         shares.add_column(name, justify="right")
     means = {name: sum(values) / len(values) for name, values in curves.recalls.items()}
@@ -265,10 +271,10 @@ def picture(model: Model, curves: Curves, text: Tensor, path: Path, console: Con
 
 def main(
     steps: Annotated[int, typer.Option(min=1, help="Dense steps; the other stages take a third each.")] = FULL,
-    folder: Annotated[Path, typer.Option(help="The folder of the picture.")] = Path("build/train_v4"),
-    seed: Annotated[int, typer.Option(help="Of the first weights.")] = 0,
+    folder: Annotated[Path, typer.Option(help="Folder of the picture.")] = Path("build/train_v4"),
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
 ) -> None:
-    """Trains dense, warm-up and sparse stages."""
+    """Trains a model in three stages: dense, warm-up and sparse."""
     console = Console()
     text = read_text()
     texts = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
@@ -283,7 +289,7 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     picture(model, curves, texts[1], folder / "train_v4.png", console)
     if steps < FULL:
-        console.print(f"goals are judged from {FULL} steps on")
+        console.print(f"the goals apply to runs of {FULL} steps or more")
     raise typer.Exit(0 if reached or steps < FULL else 1)
 
 

@@ -1,4 +1,7 @@
-"""Computes one attention layer with four forms of masks, and each gradient, and compares them with torch."""
+"""Computes attention and its gradients with four kinds of bands, and compares them with torch under a dense mask.
+
+Then it computes the causal call by torch_npu's function, and three sequences packed into one call.
+"""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -21,12 +24,12 @@ cases = {
 for name, (band, mask) in cases.items():
     out = fa.attention(q, k, v, layout="BNSD", band=band)
     expected = sdpa(q, k, v, attn_mask=mask)
-    mine, theirs = (torch.autograd.grad(o.square().sum(), (q, k, v)) for o in (out, expected))
-    worst = max((a - b).abs().max() for a, b in zip((out, *mine), (expected, *theirs), strict=True))
+    gradients, expected_gradients = (torch.autograd.grad(o.square().sum(), (q, k, v)) for o in (out, expected))
+    worst = max((a - b).abs().max() for a, b in zip((out, *gradients), (expected, *expected_gradients), strict=True))
     assert worst < 1e-4, (name, worst)
     print(f"{name:20} out and gradients agree with a masked softmax to {worst:.1e}")
 
-# The same causal call by CANN's name: a compressed 2048 x 2048 mask, whatever the length.
+# The same causal call by torch_npu's function: for any length, the mask is CANN's compressed 2048 x 2048 mask.
 triangle = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 out, softmax_max, softmax_sum, *_ = npu_fusion_attention(
     q, k, v, 8, "BNSD", atten_mask=triangle, sparse_mode=3, scale=64**-0.5
@@ -34,7 +37,7 @@ out, softmax_max, softmax_sum, *_ = npu_fusion_attention(
 assert torch.equal(out, fa.attention(q, k, v, layout="BNSD", band=fa.Band.causal()))
 print(f"npu_fusion_attention: the same bits; statistics {list(softmax_max.shape)}")
 
-# Packed: three sequences end to end, no padding, each causal in itself.
+# Packed: three concatenated sequences without padding; each is causal.
 lengths = [30, 50, 16]
 rows = torch.randn(sum(lengths), 8, 64)
 packed = fa.attention(rows, rows, rows, layout="TND", q_len=lengths, band=fa.Band.causal())

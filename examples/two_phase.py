@@ -1,4 +1,5 @@
-"""Runs a program in CANN's style: memory, tensors, aclnnFlashAttentionScoreV2 in two phases, an error, a loop."""
+"""Runs aclnnFlashAttentionScoreV2 as programs for CANN do: allocates device memory, creates tensors over it, and calls
+the operator's two phases. Also shows how an error is reported, and one executor that runs several times."""
 
 import numpy as np
 
@@ -22,7 +23,7 @@ def device_tensor(host: np.ndarray, dtype: int) -> tuple[int, acl.Tensor | None]
 
 
 def main() -> None:
-    """Runs phase 1, phase 2 and prints results; then reuses one executor for many inputs."""
+    """Runs phase 1 once and phase 2 three times, and prints results."""
     check(acl.init(device="cpu"))
     check(acl.rt.set_device(0))
     stream, ret = acl.rt.create_stream()
@@ -38,7 +39,7 @@ def main() -> None:
     (_, softmax_max), (sum_address, softmax_sum) = (device_tensor(statistics, acl.ACL_FLOAT) for _ in range(2))
     _, mask = device_tensor(np.triu(np.ones((2048, 2048), np.uint8), 1), acl.ACL_UINT8)
 
-    # Phase 1: the parameters of CANN's page, in its order; sparse mode 2 is causal and takes the compressed mask.
+    # Phase 1: the parameters in the order of CANN's page; sparse mode 2 is causal, with the compressed mask.
     def plan(layout: str) -> tuple[int, int, acl.Executor | None]:
         return aclnn.aclnnFlashAttentionScoreV2GetWorkspaceSize(
             *(q, k, v, None, None, None, mask, None, None, None, DIM**-0.5, 1.0, 65536, 65536, HEADS, layout, 0, 2, 1),
@@ -53,7 +54,7 @@ def main() -> None:
     check(ret)
     print(f"phase 1: {size} bytes of workspace, {executor}")
 
-    # Phase 2 runs the executor; a repeatable one any number of times, on whatever its tensors hold by then.
+    # Phase 2 runs the executor: a repeatable one any number of times, on the current content of its tensors.
     check(acl.set_acl_op_executor_repeatable(executor))
     for step in range(3):
         check(aclnn.aclnnFlashAttentionScoreV2(workspace, size, executor, stream))

@@ -1,4 +1,4 @@
-"""Verifies a user's kernel in ten lines; then does the same from files, as `fusion-attention verify` reads them.
+"""Verifies a user's kernel by a call of fa.diagnose(), then from a file by the command `fusion-attention verify`.
 
 python examples/verify_kernel.py
 """
@@ -16,7 +16,7 @@ import fusion_attention as fa
 
 
 def my_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Computes causal attention over [B, S, N, D] with an error: the diagonal is wrong for more keys than queries."""
+    """Computes causal attention over [B, S, N, D] with a bug: the diagonal is wrong if keys are more than rows."""
     q, k, v = (t.transpose(1, 2).float() for t in (q, k, v))
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).mT * scale
@@ -26,19 +26,19 @@ def my_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -
 
 
 def main() -> None:
-    """Verifies the kernel in both ways."""
+    """Verifies the kernel by fa.diagnose() and by the command."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, rows, heads, 64).bfloat16() for rows, heads in ((100, 8), (160, 2), (160, 2)))
     out = my_kernel(q, k, v, 0.125)
 
-    # In a program: what the call should be, and what the kernel gave.
+    # In a program: the call's arguments, and the kernel's results.
     inputs = {"q": q, "k": k, "v": v, "scale": 0.125, "band": fa.Band.causal()}
     result = fa.diagnose("attention", inputs, {"out": out})
     print(result)
     assert result.verdict == "wrong"
     assert result.mistakes[0].name == "causal-alignment"
 
-    # From files: the same tensors under other names, and the arguments that no file holds.
+    # From a file: the same tensors under other names; arguments that the file does not contain are options.
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder) / "dump.npz"
         np.savez(dump, **{n: t.float().numpy() for n, t in (("Q", q), ("K", k), ("V", v), ("O", out))})

@@ -1,6 +1,6 @@
-"""A small model with DeepSeek's sparse attention for Ascend's chips: fused functions on them, simple torch elsewhere.
+"""A small model with DeepSeek's sparse attention, which calls torch_npu on Ascend's chips and plain torch elsewhere.
 
-Nothing in this file knows of fusion_attention: ../ascend_code.py runs it where there is no chip.
+This file does not use fusion_attention: ../ascend_code.py runs it unchanged on a machine without a chip.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ if importlib.util.find_spec("torch_npu"):
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of the model; those of a head are required by the chip."""
+    """The sizes of the model. The chip requires these values of `latent`, `rope` and `index_width`."""
 
     vocabulary: int = 256
     width: int = 256
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates [B, S, N, D] by the angles of [1, S, 1, D]."""
+    """Rotates x [B, S, N, D] by angles whose cosines and sines are [1, S, 1, D]."""
     if x.device.type == "npu":
         return torch_npu.npu_rotary_mul(x, cos, sin)
     first, second = x.chunk(2, -1)
@@ -48,7 +48,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class IndexerLoss(torch.autograd.Function):
-    """The indexer's KL loss; the forward operator also returns its gradients."""
+    """The indexer's KL loss, whose forward operator also returns the gradients."""
 
     @staticmethod
     def forward(ctx, query_index, key_index, weights, *rest):  # type: ignore[no-untyped-def]
@@ -84,7 +84,7 @@ class SparseAttention(nn.Module):
         query, query_rope = self.query(x).unflatten(-1, (c.heads, -1)).split([c.latent, c.rope], -1)
         key, key_rope = self.key(x).unsqueeze(2).split([c.latent, c.rope], -1)
         key, query_rope, key_rope = self.key_norm(key), rotary(query_rope, cos, sin), rotary(key_rope, cos, sin)
-        still = x.detach()  # the indexer learns from its own loss alone
+        still = x.detach()  # the indexer's loss trains the indexer only
         index = (
             self.index_query(still).unflatten(-1, (c.index_heads, -1)),
             self.index_key(still).unsqueeze(2),

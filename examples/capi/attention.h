@@ -7,7 +7,7 @@
 typedef struct {
     int rows, keys, dim;
     int row_step, key_step; /* floats from a row to the next one */
-    int causal;             /* the last row attends to the last key */
+    int causal;             /* 1: causal, and the last row attends to the last key; 0: no mask */
     double scale;
 } Head;
 
@@ -15,7 +15,7 @@ static inline int visible(const Head *head, int row) {
     return head->causal ? row + 1 + head->keys - head->rows : head->keys;
 }
 
-/* Computes out, and each row's maximum and sum of exponentials, which may be null. */
+/* Computes out, and each row's maximum and sum of exponentials, unless their pointers are null. */
 static inline void forward(const Head *head, const float *q, const float *k, const float *v, double *out, double *max,
                            double *sum) {
     double *p = doubles((size_t)head->keys);
@@ -39,7 +39,7 @@ static inline void forward(const Head *head, const float *q, const float *k, con
     free(p);
 }
 
-/* Adds to dk and dv: several query heads may share a key head. */
+/* Adds the gradients of one head to dq, dk and dv: several query heads may share a key head. */
 static inline void backward(const Head *head, const float *q, const float *k, const float *v, const float *dy,
                             const double *out, const double *max, const double *sum, double *dq, double *dk,
                             double *dv) {
@@ -62,7 +62,7 @@ static inline void backward(const Head *head, const float *q, const float *k, co
     }
 }
 
-/* CANN's mask of the compressed causal modes: whatever the lengths, ones above the diagonal of 2048 x 2048. */
+/* CANN's mask of the compressed causal modes: 2048 x 2048 for any lengths, with ones above the diagonal. */
 static inline Buffer causal_mask(void) {
     enum { SIDE = 2048 };
     unsigned char *mask = allocated((size_t)SIDE * SIDE);

@@ -1,5 +1,6 @@
-/* Serving: IncreFlashAttentionV4, one new token for each of two sequences whose caches lie in pages of 16, in float16.
- * Three steps: every step appends a token, and plans anew because the lengths are read when a call is planned. */
+/* Decoding: IncreFlashAttentionV4, one new token for each of two sequences, whose keys and values are stored in pages
+ * of 16 tokens, in float16. Each of three steps makes the sequences one token longer, and repeats phase 1, which reads
+ * the lengths. */
 #include "aclnnop/aclnn_incre_flash_attention_v4.h"
 #include "attention.h"
 
@@ -7,7 +8,7 @@ enum { ITEMS = 2, HEADS = 8, KEY_HEADS = 2, DIM = 64, PAGE = 16, PAGES = 5, STEP
 static const int32_t TABLE[ITEMS][3] = {{4, 0, 2}, {1, 3, 0}};
 static const int64_t FILLED[ITEMS] = {36, 20};
 
-/* Copies the keys of one item in the order of its tokens. */
+/* Copies the rows of one sequence from its pages, in the order of its tokens. */
 static void gather(const float *pages, int item, int64_t length, float *rows) {
     for (int64_t t = 0; t < length; t++) {
         const float *slot = pages + (TABLE[item][t / PAGE] * PAGE + t % PAGE) * KEY_HEADS * DIM;

@@ -1,5 +1,5 @@
-/* Inference: FusedInferAttentionScoreV4, a causal prompt with the log of its sums, in float16. Planned once: the
- * executor is made repeatable, and runs again with another query behind the same tensor. */
+/* Inference: FusedInferAttentionScoreV4, a causal prompt, with the log-sum-exp of each row, in float16. Phase 1 runs
+ * once: its executor is made repeatable, and runs again after the query's tensor got the address of another query. */
 #include "aclnnop/aclnn_fused_infer_attention_score_v4.h"
 #include "attention.h"
 

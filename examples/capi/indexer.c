@@ -1,5 +1,6 @@
-/* The indexer: LightningIndexer scores keys by ReLU-weighted heads and gives every row its 16 best, in float16. Whether
- * these are the best is asked of the formula's scores: float16 may order two that are nearly equal either way. */
+/* The indexer: LightningIndexer scores keys by a weighted sum of ReLU over heads, and returns the 16 best keys of every
+ * row, in float16. The program checks by the formula's scores that no better key is missing; it does not compare the
+ * order, since in float16 two nearly equal scores may have either order. */
 #include "aclnnop/aclnn_lightning_indexer.h"
 #include "program.h"
 

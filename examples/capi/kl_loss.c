@@ -1,5 +1,5 @@
-/* Training the indexer: SparseLightningIndexerGradKLLoss, how far its distribution over the listed keys is from the
- * attention's, and the gradients of its queries, keys and weights, in bfloat16. */
+/* Training of the indexer: SparseLightningIndexerGradKLLoss, the divergence of the indexer's distribution over the
+ * listed keys from the attention's, and the gradients of its queries, keys and weights, in bfloat16. */
 #include "aclnnop/aclnn_sparse_lightning_indexer_grad_kl_loss.h"
 #include "selected.h"
 
@@ -9,7 +9,8 @@ typedef struct {
     double loss, terms, *dq, *dk, *dw;
 } Wanted;
 
-/* One row: the attention's mean distribution is the target p; the indexer's is y; dI = y - p. */
+/* Adds one row's loss and gradients. The target p is the mean distribution of the attention's heads, y is the indexer's
+ * distribution; the gradient of the indexer's scores is y - p. */
 static void row_formula(int row, const int32_t *list, int count, const double *target, const float *qi, const float *ki,
                         const float *w, Wanted *to) {
     double index[KEYS] = {0}, scores[INDEX_HEADS][KEYS], most = -INFINITY, total = 0;

@@ -1,5 +1,5 @@
-/* Packed sequences: FlashAttentionVarLenScoreV2 and FlashAttentionUnpaddingScoreGradV2 over three of them, in bfloat16.
- * Lengths are cumulative ends. Each sequence is causal within itself. */
+/* Packed sequences: FlashAttentionVarLenScoreV2 and FlashAttentionUnpaddingScoreGradV2 for three sequences in bfloat16.
+ * Their lengths are given as cumulative ends. Each sequence is causal. */
 #include "aclnnop/aclnn_flash_attention_score.h"
 #include "aclnnop/aclnn_flash_attention_score_grad.h"
 #include "attention.h"

@@ -1,4 +1,4 @@
-/* Functions of all programs: checked calls, tensors filled from the host, and the comparison with a formula. */
+/* Functions for all programs: checked calls, tensors filled from host memory, and the comparison with a formula. */
 #ifndef PROGRAM_H
 #define PROGRAM_H
 
@@ -13,7 +13,7 @@
 
 enum { MAX_DIMS = 4, NO_LIMIT = 2147483647 };
 
-/* Ends the program with the library's error text if a call failed. */
+/* Exits with the library's error text if a call failed. */
 #define CHECK(call) check((call), #call)
 static inline void check(int code, const char *call) {
     if (code == ACL_SUCCESS) return;
@@ -34,7 +34,7 @@ static inline void *allocated(size_t size) {
 static inline float *floats(size_t count) { return allocated(count * sizeof(float)); }
 static inline double *doubles(size_t count) { return allocated(count * sizeof(double)); }
 
-/* Start and end of every program. */
+/* begin() and end() are called at the start and the end of every program. */
 static inline aclrtStream begin(void) {
     aclrtStream stream = NULL;
     CHECK(aclInit(getenv("ACL_CONFIG"))); /* a JSON file, or null */
@@ -102,7 +102,7 @@ static inline Buffer rounded(float *values, aclDataType type, int dims, const in
     return made;
 }
 
-/* Returns the present elements of a tensor of floats. */
+/* Returns the current elements of a tensor as floats. */
 static inline float *contents(Buffer from) {
     const size_t bytes = from.count * aclDataTypeSize(from.type);
     unsigned char *raw = allocated(bytes);
@@ -136,7 +136,7 @@ static inline float *drawn(size_t count, uint64_t seed) {
     return values;
 }
 
-/* Runs phase 2 with the workspace that phase 1 requested, and waits for the end. */
+/* Runs phase 2 with a workspace of the size that phase 1 returned, and waits for its end. */
 typedef aclnnStatus (*Phase2)(void *workspace, uint64_t size, aclOpExecutor *executor, aclrtStream stream);
 static inline void run(Phase2 operation, uint64_t size, aclOpExecutor *executor, aclrtStream stream) {
     void *workspace = NULL;
@@ -146,8 +146,8 @@ static inline void run(Phase2 operation, uint64_t size, aclOpExecutor *executor,
     if (workspace) CHECK(aclrtFree(workspace));
 }
 
-/* Returns 1 if numbers differ from the formula's by more than rounding in their type, relative to their size.
- * size: that of the terms of a sum, where these cancel; 0: that of the numbers. */
+/* Returns 1 if the norm of the errors, divided by `size`, exceeds four times the spacing of their type's numbers at 1.
+ * size: of the terms that a result adds, if they cancel each other; 0: the norm of the formula's numbers. */
 static inline int differs_by(const char *name, Buffer got, const double *wanted, double size) {
     const double unit = got.type == ACL_FLOAT ? FLT_EPSILON : got.type == ACL_BF16 ? 1.0 / 128 : 1.0 / 1024;
     float *values = contents(got);

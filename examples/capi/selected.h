@@ -1,10 +1,11 @@
-/* Lists of keys for sparse attention, and the reference of the sparse programs in double. */
+/* Lists of keys for sparse attention, and the formula of its probabilities in double. */
 #ifndef SELECTED_H
 #define SELECTED_H
 
 #include "program.h"
 
-/* CANN's sizes: a latent of 512 elements that is key and value, 64 of rotary positions, lists of 2048. */
+/* The sizes that CANN requires: a latent of 512 elements that is both key and value, 64 elements of rotary embedding,
+ * lists of 2048 keys. */
 enum { ROWS = 12, KEYS = 40, HEADS = 8, LATENT = 512, ROPE = 64, LIST = 2048 };
 
 static inline int seen(int row) { return row + 1 + KEYS - ROWS; } /* mode 3: the last row attends to the last key */
@@ -28,7 +29,8 @@ typedef struct {
     double scale;
 } Selected;
 
-/* Computes probabilities of one row and head, max and sum of its exponentials; returns the number of keys. */
+/* Computes one row's and head's probabilities, and the maximum and the sum of exponentials; returns the number of keys.
+ */
 static inline int probabilities(const Selected *in, int row, int head, double *p, double *max, double *sum) {
     const float *q = in->q + (row * HEADS + head) * LATENT, *q_rope = in->q_rope + (row * HEADS + head) * ROPE;
     const int32_t *list = in->lists + (size_t)row * LIST;

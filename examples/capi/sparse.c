@@ -1,4 +1,4 @@
-/* Selections: SparseFlashAttention in bfloat16, whose rows attend to listed keys, and SparseFlashAttentionGrad. */
+/* Sparse attention: SparseFlashAttention, whose rows attend to listed keys, and its gradient operator, in bfloat16. */
 #include "aclnnop/aclnn_sparse_flash_attention.h"
 #include "aclnnop/aclnn_sparse_flash_attention_grad.h"
 #include "selected.h"

@@ -1,4 +1,4 @@
-/* Training: FlashAttentionScoreV2, causal, two query heads to a key head; then FlashAttentionScoreGradV2. */
+/* Training: FlashAttentionScoreV2, causal, with two query heads per key head; then FlashAttentionScoreGradV2. */
 #include "aclnnop/aclnn_flash_attention_score.h"
 #include "aclnnop/aclnn_flash_attention_score_grad.h"
 #include "attention.h"

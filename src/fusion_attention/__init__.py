@@ -1,6 +1,6 @@
-"""fusion_attention: CANN's fused attention operators, with the same meaning, on any machine.
+"""fusion_attention: the fused attention operators of Huawei Ascend CANN, with the same results, on any machine.
 
-Importing this package loads neither torch nor anything else; a name, or a submodule, is loaded when it is first used.
+Importing this package does not import torch; each name and submodule is loaded when it is first used.
 """
 
 import importlib
@@ -64,8 +64,8 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# The modules of names that are loaded on first use.
-_HOMES = {
+# Public name -> the module that defines it, which is imported when the name is first used.
+_MODULES = {
     "BackendError": "contract",
     "Band": "ir.mask",
     "CacheFullError": "api.cache",
@@ -98,8 +98,8 @@ _HOMES = {
 
 
 def _load(name: str) -> Any:
-    if name in _HOMES:
-        module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    if name in _MODULES:
+        module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
         # Stored, so that the next use is an ordinary attribute access.
         return globals().setdefault(name, getattr(module, name))
     if not name.startswith("_"):
@@ -111,7 +111,7 @@ def _load(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if not TYPE_CHECKING:  # A name that is not shown above is an error for checkers.
+if not TYPE_CHECKING:  # Type checkers see only the imports above, so an unknown name is an error for them.
     __getattr__ = _load
 
 

@@ -1,7 +1,8 @@
-"""CANN's two-phase operators: aclnnXxxGetWorkspaceSize(...) checks and plans, aclnnXxx(...) runs.
+"""CANN's two-phase operators as Python functions: aclnnXxxGetWorkspaceSize(...) checks and plans, aclnnXxx(...) runs.
 
-Functions return codes and raise no exceptions. Each function is made from its operator's definition on first use, with
-CANN's parameters in CANN's order.
+Functions return codes (0 is success) and raise no exceptions. Each function is made from its operator's definition on
+first use, with CANN's parameters in CANN's order. Phase 1 returns an executor, which holds the planned call; phase 2
+takes it, and address and size of the memory that it may use as workspace.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ def _first(op: Op, values: tuple[Any, ...], strict: bool, check_content: bool) -
 
 
 def planned(op: Op, values: tuple[Any, ...], options: Options) -> acl.Executor:
-    """Checks and plans a call, and returns its executor; values: the arguments in the definition's order.
+    """Returns the executor of a call, after checks.
+
+    Args:
+        values: the arguments in the definition's order.
 
     Raises:
         Exception: any error; failure() converts it to a code and a text.
@@ -70,7 +74,7 @@ def planned(op: Op, values: tuple[Any, ...], options: Options) -> acl.Executor:
 
 
 def _code(op: Op, error: Exception) -> int:
-    """The code of an error, whose text is stored for acl.get_recent_err_msg()."""
+    """Returns the code of an error, and stores its text for acl.get_recent_err_msg()."""
     if isinstance(error, ContractWarning):
         raise error  # The caller's warning filter turns warnings into exceptions.
     code, text = failure(op, error)
@@ -79,7 +83,7 @@ def _code(op: Op, error: Exception) -> int:
 
 
 def failure(op: Op, error: Exception) -> tuple[int, str]:
-    """(code, text) of an error; internal errors also have a code, since C programs cannot catch exceptions."""
+    """Returns (code, text) of an error; internal errors have a code too, since C programs cannot catch exceptions."""
     code, text = INNER, f"{op.name}: {type(error).__name__}: {error}"
     if isinstance(error, (ContractError, Refusal)):
         code, text = error.code, str(error)
@@ -91,7 +95,7 @@ def failure(op: Op, error: Exception) -> tuple[int, str]:
 
 
 def _prepare(op: Op, values: tuple[Any, ...], options: Options) -> Job:
-    """Checks a call, and makes its job on the memory of its tensors."""
+    """Returns the job that computes a call on the memory of its tensors, after checks."""
     args = _arguments(op, values)
     # Tensor content is read in phase 2, because it may be written after phase 1.
     bound = bind(op, args, strict=options.strict, reads=False)
@@ -106,7 +110,7 @@ def _prepare(op: Op, values: tuple[Any, ...], options: Options) -> Job:
 
 
 def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
-    """The arguments of bind() by canonical name: torch tensors for acl.Tensor, arrays for int arrays."""
+    """Returns the arguments for bind() by canonical name: torch tensors for acl.Tensor, arrays for int arrays."""
     args = op.named(values)
     for i in op.positions[Tensor]:
         value = values[i]
@@ -138,7 +142,7 @@ def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _view(op: Op, position: int, value: Any) -> torch.Tensor:
-    """The torch tensor of a handle, which must be alive and in a row-major format."""
+    """Returns the torch tensor of a handle; raises Refusal unless the handle is alive and in a row-major format."""
     if (
         type(value) is acl.Tensor
         and value.view is not None
@@ -151,7 +155,7 @@ def _view(op: Op, position: int, value: Any) -> torch.Tensor:
 
 
 def _integers(op: Op, position: int, view: torch.Tensor) -> Any:
-    """The integers of a tensor; None for an empty tensor, which counts as absent."""
+    """Returns the integers of a tensor; None for an empty tensor, which counts as absent."""
     return array_of(op, position, view if view.dim() else view.new_empty(0))
 
 
@@ -177,7 +181,7 @@ def _lost(op: Op, param: str, value: acl.Tensor, code: int = INVALID) -> Refusal
 
 
 def _second(op: Op, workspace: Any, workspace_size: Any, executor: Any, stream: Any) -> int:
-    """Phase 2 of an operator: returns ret; everything is checked before anything is written."""
+    """Runs phase 2 of an operator, and returns its code; everything is checked before anything is written."""
     try:
         ready = _check_executor(op, executor)
         _check_stream(op, stream)
@@ -193,14 +197,14 @@ def _second(op: Op, workspace: Any, workspace_size: Any, executor: Any, stream: 
 
 
 def due(executor: acl.Executor) -> Job:
-    """The job that an executor runs next, on the current memory of its tensors, with checked content.
+    """Returns the job that an executor runs next, on the current memory of its tensors, whose content is checked.
 
     Raises:
-        Exception: any error, as planned(); nothing was written.
+        Exception: any error, as in planned(); nothing was written.
     """
     op, job, options = executor.op, executor.job, executor.options
     if _moved(op, job, executor.values):
-        # Int arrays were read in phase 1, and may be destroyed since.
+        # Int arrays were read in phase 1, and may have been destroyed since.
         pairs = zip(op.params, executor.values, strict=True)
         values = tuple(job.args[p.name] if type(v) is acl.IntArray else v for p, v in pairs)
         job = executor.job = _prepare(op, values, options)
@@ -210,7 +214,11 @@ def due(executor: acl.Executor) -> Job:
 
 
 def _moved(op: Op, job: Job, values: tuple[Any, ...]) -> bool:
-    """True if the memory of tensors changed since the job was made; raises Refusal for a destroyed tensor."""
+    """True if a tensor has other memory than when the job was made, or an array has other values.
+
+    Raises:
+        Refusal: a tensor or list was destroyed.
+    """
     moved = False
     for i, name in job.layout.given:
         value = values[i]
@@ -310,7 +318,7 @@ def _annotation(p: Any) -> Any:
 
 
 def _phase_1(op: Op) -> Callable[..., Any]:
-    """Makes aclnnXxxGetWorkspaceSize with the definition's parameters as its signature."""
+    """Makes the function aclnnXxxGetWorkspaceSize, whose signature has the definition's parameters."""
     names = ", ".join(p.shown for p in op.params)
     head = f"{op.name}{PHASE_1}({names}, *, strict=True, check_content=False)"
     space: dict[str, Any] = {"_first": _first, "_op": op}
@@ -324,15 +332,15 @@ def _phase_1(op: Op) -> Callable[..., Any]:
         "return": tuple[int, int, acl.Executor | None],
     }
     lines = "\n".join(f"    {p.shown}: {p.text}{' May be None.' if p.optional else ''}" for p in op.params)
-    function.__doc__ = f"""{op.summary} Phase 1: checks, plans, and says how much workspace phase 2 needs.
+    function.__doc__ = f"""{op.summary} Phase 1: checks and plans, and returns how much workspace phase 2 needs.
 
 Args:
 {lines}
-    strict: the chip's limits are errors too.
-    check_content: phase 2 checks tensor content too.
+    strict: calls beyond the chip's limits are errors too.
+    check_content: phase 2 also checks the values in tensors.
 
 Returns:
-    (ret, workspace_size, executor): 0, bytes and what phase 2 takes; or a code, 0 and None.
+    (ret, workspace_size, executor): 0, the bytes that phase 2 needs, and its executor; after an error a code, 0, None.
 
 Source: {op.page}.
 """
@@ -349,13 +357,13 @@ def _phase_2(op: Op) -> Callable[..., Any]:
     run.__doc__ = f"""{op.summary} Phase 2: runs what phase 1 planned, into its output tensors.
 
 Args:
-    workspace: address of device memory (or a torch tensor) of at least workspace_size bytes; None where that is 0.
+    workspace: address of device memory (or a torch tensor) of at least workspace_size bytes; None if that is 0.
     workspace_size: as phase 1 returned it, or more.
-    executor: as phase 1 returned it; one run each, unless made repeatable.
-    stream: from acl.rt.create_stream(); None is the default one.
+    executor: as phase 1 returned it; it runs once, unless acl.set_acl_op_executor_repeatable() made it repeatable.
+    stream: from acl.rt.create_stream(); None: the default stream.
 
 Returns:
-    ret: 0, or a code; acl.get_recent_err_msg() says why, and nothing was written.
+    ret: 0; or an error's code, and acl.get_recent_err_msg() returns its text. Checks fail before anything is written.
 
 Source: {op.page}.
 """
@@ -375,7 +383,7 @@ def _entry(name: str) -> Any:
     return globals().setdefault(name, function)
 
 
-if not TYPE_CHECKING:  # Checkers read _aclnn.pyi, which holds these functions as text; a name it lacks is an error.
+if not TYPE_CHECKING:  # Type checkers read these functions from _aclnn.pyi, and report names that it lacks.
     __getattr__ = _entry
 
 

@@ -1,6 +1,6 @@
-"""pytest's option --fake-npu, a plugin that an entry point of this library registers.
+"""A pytest plugin with the option --fake-npu, which pytest loads through an entry point of this library.
 
-Nothing else is loaded unless the option is given.
+It imports nothing else of the library unless the option is given.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fake-npu",
         action="store_true",
-        help="Run tests for Ascend's chips without one: fusion_attention is torch_npu, and computes.",
+        help="Run tests for Ascend's chips on a machine without one: fusion_attention takes torch_npu's place.",
     )
 
 

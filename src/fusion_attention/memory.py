@@ -1,9 +1,9 @@
-"""Allocation of results, scratch and caches: large tensors request huge pages, and memory of large results is reused.
+"""Allocation of results, scratch memory and caches: large tensors request huge pages, large results reuse memory.
 
-The first write to each page of 4 KiB is a page fault of a quarter of a microsecond or more, 8192 times for 32 MiB.
-With huge pages a fault covers 2 MiB, but clearing one can take a millisecond under a hypervisor. Large results
-therefore come from a free list by size, to which a block returns when its storage is freed. Free blocks over 128 MiB
-are marked MADV_FREE, so the system can reclaim them.
+The first write to each page of 4 KiB is a page fault, which takes a quarter of a microsecond or more; 32 MiB have 8192
+pages. With huge pages a fault covers 2 MiB, but clearing one can take a millisecond under a hypervisor. Large results
+therefore come from a free list by size, to which a block returns when its storage is freed. Free blocks larger than
+128 MiB are marked MADV_FREE, so that the system can reclaim their memory.
 """
 
 import ctypes
@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# Least bytes of a tensor that requests huge pages: it contains complete ones. The allocator reuses smaller blocks.
+# Least bytes of a tensor that requests huge pages, since it contains complete ones. Smaller blocks are reused by the
+# allocator.
 LARGE = 4 << 20
-# Maximum bytes of free blocks: an output of 32 MiB and its three gradients.
+# Maximum total of the free blocks up to this size, in bytes: an output of 32 MiB and its three gradients.
 IDLE = 128 << 20
-# Maximum bytes of free blocks that are larger than that; the system can reclaim them.
+# Maximum total of the larger free blocks, which the system can reclaim, in bytes.
 LENDABLE = 1 << 30
 _HUGE_PAGE = 2 << 20
 _MADV_FREE, _MADV_HUGEPAGE = 8, 14
@@ -32,7 +33,7 @@ def empty(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = 
 
 
 def template(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A template for another(), which allocates in half the time of empty(): one element, expanded to the shape."""
+    """Returns a template for another(), which takes half the time of empty(): one element, expanded to the shape."""
     return like.new_empty(1, dtype=dtype).expand(shape)
 
 
@@ -42,7 +43,7 @@ def another(template: torch.Tensor) -> torch.Tensor:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """torch.zeros for long-lived memory such as caches; large ones request huge pages, which reduces TLB misses."""
+    """Allocates zeros for long-lived memory such as caches; large ones request huge pages, which reduces TLB misses."""
     fresh = torch.empty(shape, dtype=dtype, device=device)
     if type(fresh) is torch.Tensor and fresh.is_cpu and fresh.nbytes >= LARGE:
         _ask(fresh)
@@ -52,7 +53,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
 def _ready(fresh: torch.Tensor) -> torch.Tensor:
     # All allocations pass here, so tests can fill them with NaN. Tensors of a trace have another type and no memory.
     if type(fresh) is torch.Tensor and fresh.is_cpu and fresh.nbytes >= LARGE:
-        if fresh.nbytes <= (IDLE if _advise is None else LENDABLE):  # The replaced memory has no pages yet.
+        if fresh.nbytes <= (IDLE if _advise is None else LENDABLE):  # Nothing wrote the memory that this replaces.
             fresh.set_(_lent(fresh.nbytes), 0, fresh.shape, fresh.stride())
         else:
             _ask(fresh)
@@ -60,7 +61,7 @@ def _ready(fresh: torch.Tensor) -> torch.Tensor:
 
 
 def _lent(size: int) -> torch.UntypedStorage:
-    """A storage of `size` bytes that cannot be resized; its block returns to the free list when it is freed."""
+    """Returns a storage of `size` bytes that cannot be resized; when it is freed, its block joins the free list."""
     block = _taken(size)
     if block is None:
         block = torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -95,7 +96,7 @@ def _ask(fresh: torch.Tensor) -> None:
 
 
 def _tell(memory: torch.Tensor, advice: int) -> None:
-    # Advises the complete huge pages inside the memory; the system may ignore it.
+    # Gives the advice for the complete huge pages inside the memory; the system may ignore it.
     if _advise is not None:
         first = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
         end = (memory.data_ptr() + memory.nbytes) // _HUGE_PAGE * _HUGE_PAGE
@@ -103,7 +104,7 @@ def _tell(memory: torch.Tensor, advice: int) -> None:
 
 
 def _adviser() -> Callable[[int, int, int], int] | None:
-    """The C library's madvise() on Linux, whose constants are used here; else None."""
+    """Returns the C library's madvise() on Linux, whose constants this module has; else None."""
     if sys.platform != "linux":
         return None
     advise = ctypes.CDLL(None).madvise

@@ -1,7 +1,8 @@
-"""The registry of patches to other modules: attributes, entries of sys.modules and finders on sys.meta_path.
+"""Replaces attributes and modules of other packages, and restores them: all patches of this library are made here.
 
-Patches of one attribute are stacked as layers. Layers can be removed in any order and from any thread, and values that
-other code assigned later stay.
+Patches are values of attributes and dictionaries, entries of sys.modules, and finders on sys.meta_path. Patches of one
+attribute form a stack of layers, which can be removed in any order and from any thread. A value that other code
+assigned after a patch stays when the patch is removed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any, TypeVar
 _ABSENT: Any = object()
 _Entered = TypeVar("_Entered", bound="Counted")
 
-# Global, because patched attributes are, and patches of one attribute interact. Reentrant, because the garbage
-# collector may end a generator with a patch during another change; such a patch waits in _ended.
+# Global, because patched attributes are, and patches of one attribute interact. Reentrant, because during a change the
+# garbage collector may close a generator that removes another patch; that patch waits in _ended.
 _LOCK = threading.RLock()
 _layers: dict[tuple[int, str], list[Layer]] = {}
 _ended: list[Layer] = []
@@ -29,7 +30,7 @@ _changing = False
 
 
 class Layer:
-    """A patch of one attribute or dictionary entry, until it is removed.
+    """A patch of one attribute or dictionary entry.
 
     Attributes:
         value: the new value.
@@ -51,7 +52,7 @@ class Layer:
 
     @property
     def below(self) -> Any:
-        """The value without this layer, at present: a layer below may have been removed meanwhile."""
+        """The value that the attribute would have now without this layer; layers below may have been removed since."""
         under = self._under()
         return self._read_value if under is _ABSENT else under
 
@@ -64,7 +65,7 @@ class Layer:
         return layer._replaced
 
     def _all(self) -> list[Layer]:
-        """The active layers of the same attribute, the lowest first."""
+        """Returns the layers of the same attribute that are not removed, the lowest first."""
         return _layers.get((id(self.owner), self.name), [])
 
     def _put(self, value: Any) -> None:
@@ -90,7 +91,7 @@ class Layer:
 
 
 def _read(owner: Any, name: str) -> Any:
-    """The value stored in the owner itself, not an inherited one; _ABSENT if there is none."""
+    """Returns the value stored in the owner itself, not an inherited one; _ABSENT if there is none."""
     return (owner if isinstance(owner, dict) else vars(owner)).get(name, _ABSENT)
 
 
@@ -107,7 +108,7 @@ def _write(owner: Any, name: str, value: Any) -> None:
 
 
 def _put(owner: Any, name: str, make: Callable[[Layer], Any], undo: ExitStack) -> Layer:
-    """Adds a layer with the value make(layer); its removal is registered in `undo` before it is applied."""
+    """Returns a new layer with the value make(layer); registers its removal in `undo`, then applies it."""
     global _changing  # noqa: PLW0603  (one change at a time, of all)
     with _LOCK:
         _changing = True
@@ -177,8 +178,12 @@ class Changes:
         sys.meta_path.insert(0 if first else len(sys.meta_path), finder)
 
     def play(self, modules: dict[str, ModuleType], version: str) -> None:
-        """Makes modules importable, packages before their submodules, and adds a distribution with the first one's name
-        to importlib.metadata."""
+        """Makes modules importable, and their distribution known to importlib.metadata.
+
+        Args:
+            modules: by name, a package before its submodules; the first name is that of the distribution.
+            version: of the distribution.
+        """
         player = Player(modules, version)
         for name, module in modules.items():
             self.set(sys.modules, name, module)
@@ -221,7 +226,7 @@ def together(make: Callable[[Changes], None]) -> Changes:
 class Counted(ContextDecorator):
     """A context manager that applies patches at its first entry, in any thread, and removes them at its last exit.
 
-    Subclasses apply them in begin(). Additional exits do nothing.
+    Subclasses define begin(), which applies the patches. Exits without an entry do nothing.
     """
 
     def __init__(self) -> None:
@@ -229,11 +234,11 @@ class Counted(ContextDecorator):
         self._changes = Changes()
 
     def begin(self, changes: Changes) -> None:
-        """Applies the patches to `changes`."""
+        """Makes the patches by calling methods of `changes`."""
         raise NotImplementedError
 
     def __enter__(self: _Entered) -> _Entered:
-        """Applies the patches at the first entry; counts entries."""
+        """Counts the entry, and applies the patches at the first."""
         with _LOCK:
             if not self._entered:
                 self._changes = together(self.begin)
@@ -241,7 +246,7 @@ class Counted(ContextDecorator):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Removes the patches at the last exit."""
+        """Counts the exit, and removes the patches at the last."""
         with _LOCK:
             if self._entered == 1:
                 self._changes.end()
@@ -249,7 +254,7 @@ class Counted(ContextDecorator):
 
 
 def another(name: str) -> str | None:
-    """A description of the loaded or installed module with this name; None if there is none."""
+    """Returns a description of the loaded or installed module with this name; None if there is none."""
     if (module := sys.modules.get(name)) is not None:
         return repr(module)
     spec = importlib.util.find_spec(name)
@@ -266,12 +271,12 @@ class _Distribution(importlib.metadata.Distribution):
         }
 
     def read_text(self, filename: str) -> str | None:
-        """The text of a metadata file, or None."""
+        """Returns the text of a metadata file, or None."""
         return self.texts.get(filename)
 
     def locate_file(self, path: Any) -> Any:
         """Raises FileNotFoundError: there are no files."""
-        raise FileNotFoundError("a module that is played has no files")
+        raise FileNotFoundError("fusion_attention: this module exists only in memory and has no files")
 
 
 class Player:
@@ -285,32 +290,33 @@ class Player:
             module.__loader__ = self  # type: ignore[assignment]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The spec of one of the modules, or None."""
+        """Returns the spec of one of the modules, or None."""
         module = self.modules.get(name)
         return None if module is None else module.__spec__
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """The existing module of the spec."""
+        """Returns the existing module of the spec."""
         return self.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
         """Does nothing: the module is complete."""
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """Yields the distribution if its name is requested, or no name is."""
+        """Yields the distribution if the context asks for its name, or for no name."""
         asked_name = getattr(context, "name", None)
         if asked_name is None or re.sub(r"[-_.]+", "_", asked_name).lower() == self.name:
             yield self.distribution
 
 
 class _Watch:
-    """A finder for sys.meta_path that delegates one module to other finders, and calls `change` after it is loaded."""
+    """A finder for sys.meta_path that leaves one module to the other finders, and calls change(module) once it is
+    loaded."""
 
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
         self.name, self.change = name, change
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The spec of the watched module, from other finders; None for other modules."""
+        """Returns the spec of the watched module, from other finders; None for other modules."""
         if name != self.name:
             return None
         result = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)

@@ -1,6 +1,6 @@
-"""Plans: a problem on given lengths with back end and work list, ready to run, and the cache of plans.
+"""Plans: a problem on given lengths with a back end and its work list, ready to run, and the cache of plans.
 
-Planning may be slow and is cached; Plan.run() only computes. backends/ selects the back end.
+Planning may be slow, and its results are cached; Plan.run() only computes. backends/ selects the back end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fusion_attention.settings import chosen
 
 _PLANS: OrderedDict[Any, Plan] = OrderedDict()
 _PLANS_KEPT = 128
-_PLANS_LOCK = threading.Lock()  # Another thread may evict the entry that one looks up.
+_PLANS_LOCK = threading.Lock()  # without it, a thread could remove a plan that another has just found
 
 
 @dataclass(eq=False, slots=True)
@@ -30,9 +30,13 @@ class Plan:
     """One problem on given lengths, ready to run any number of times.
 
     Attributes:
+        problem: the computation.
+        extents: lengths and bands of the sequences that run() computes.
         backend: the name of the selected back end.
-        op_kind: the operation, the name of a function of the back end.
-        capacity: the extents of an updatable plan; None: update() raises.
+        op_kind: the operation, which is the name of a function of the back end.
+        schedule: the back end's work list, None or any other object that it makes in schedule().
+        module: the back end.
+        capacity: the longest extents of an updatable plan; None: update() raises.
     """
 
     problem: AnyProblem
@@ -45,26 +49,26 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that a run allocates besides operands and results, for the planned lengths."""
+        """The bytes that a run allocates besides operands and results, for the planned lengths."""
         planned = self.capacity.extents if self.capacity else self.extents
         return self.module.workspace_bytes(self.problem, planned, self.op_kind)
 
     def update(self, kv_len: Any) -> None:
-        """Sets other key lengths of the same sequences, before each step of a decoding loop, without a new plan.
+        """Sets other key lengths of the same sequences without a new plan, such as before each step of decoding.
 
             lo' = lo + kv_len - capacity,  hi' = hi + ratio * (kv_len - capacity)        (finite edges only)
 
-        A finite edge of the band keeps its distance from the last key (ratio: that of an IndexerProblem, else 1). The
-        origin of slopes' distances (extents.shift) does not change. Results have the bits of a new plan (on a GPU, few
-        rows without a page table: within rounding).
+        Finite edges of the band thus keep their distance from the last key. `ratio` is that of an IndexerProblem, and 1
+        for other problems. The origin of slopes' distances (extents.shift) does not change. Results have the same bits
+        as those of a new plan, except on a GPU for few rows without a page table: there, they may differ by rounding.
 
         Args:
             kv_len: keys of each sequence, int64 [sequences] or a list; each from 0 to the planned length.
 
         Raises:
-            ValueError: the plan was not made with updatable=True, a wrong number of lengths, a length beyond the
-                capacity, or (on the CPU) the plan is running, in another thread or below a signal handler. Nothing
-                changes then.
+            ValueError: the plan was not made with updatable=True, the number of lengths is wrong, a length exceeds the
+                capacity, or (on the CPU) the plan is running, in another thread or in the code that a signal handler
+                interrupted. Nothing is changed then.
         """
         if self.capacity is None:
             raise ValueError("fusion_attention: Plan.update: expected a plan made with updatable=True")
@@ -73,11 +77,16 @@ class Plan:
         self.extents = extents
 
     def keep(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Converts operands that many runs use unchanged to a data structure of the back end."""
+        """Returns operands in a form that the back end reads faster, for operands that do not change between runs."""
         return tuple(self.module.keep(each) or each for each in operands)
 
     def run(self, *operands: Any) -> None:
-        """Runs the operation on its memory (attention_forward: Operands; attention_backward: Operands and Grads)."""
+        """Runs the operation.
+
+        Args:
+            operands: its tensors, results included: ir.call.Operands for "attention_forward", Operands and Grads for
+                "attention_backward", and the operands that the other operations' calls make.
+        """
         compute = getattr(self.module, self.op_kind)
         if torch._C._is_any_autocast_enabled():
             # Autocast would round float32 products inside back ends.
@@ -88,7 +97,13 @@ class Plan:
 
 
 class _Capacity:
-    """The planned lengths of an updatable plan, and masks of the band edges that move with the last key."""
+    """The planned lengths of an updatable plan, and the edges of its bands that move with the last key.
+
+    Attributes:
+        extents: the longest lengths.
+        ratio: tokens that a key represents.
+        moves_lo, moves_hi: int64, 1 for each edge that moves and 0 for each infinite one; None: none moves.
+    """
 
     def __init__(self, problem: AnyProblem, extents: Extents) -> None:
         self.extents, self.ratio = extents, getattr(problem, "ratio", 1)
@@ -98,7 +113,7 @@ class _Capacity:
         )
 
     def shortened(self, kv_len: Any) -> Extents:
-        """The extents with other key lengths, checked, and with moved band edges."""
+        """Returns the extents with other key lengths and moved edges of the bands; raises ValueError for wrong ones."""
         planned = self.extents
         lengths = np.array(kv_len, np.int64)
         if lengths.shape != planned.kv_len.shape:
@@ -129,7 +144,7 @@ def plan(
     *,
     updatable: bool = False,
 ) -> Plan:
-    """A plan for a problem on given lengths; the most recent ones are cached.
+    """Returns a plan for a problem on given lengths; the most recently used ones are cached.
 
     Args:
         problem: the computation.
@@ -138,7 +153,7 @@ def plan(
         backend: "auto", or a name in BACKENDS.
         op_kind: "attention_forward", "attention_backward", "indexer_topk", "indexer_backward", "indexer_lse",
             "indexer_loss", "pooling" or "pooling_backward".
-        updatable: a new plan that is not cached and whose key lengths Plan.update changes; extents are its capacity.
+        updatable: the plan is new and not cached, and Plan.update() changes its key lengths, up to those of `extents`.
 
     Raises:
         ValueError: an unknown back end.
@@ -160,7 +175,11 @@ def plan(
 
 
 def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "auto") -> None:
-    """Plans and runs a lowered call, without autograd; outputs: memory by the names of call.results()."""
+    """Plans and runs a lowered call, without autograd.
+
+    Args:
+        outputs: the tensors that receive the results, by the names of call.results().
+    """
     backend = chosen(backend)
     filled = call.fill(outputs)
     if filled.first is not None:

@@ -1,4 +1,4 @@
-"""Defaults of strictness, content checks and back end, for a block of code or the process."""
+"""Defaults of strict mode, content checks and back end, for a block of code or the whole process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +12,9 @@ class Settings:
     """Defaults for calls.
 
     Attributes:
-        strict: the chip's limits, and doubts about probable mistakes, are errors.
-        check_content: rules that read tensor data on request are checked.
-        backend: the back end of calls with backend="auto".
+        strict: calls beyond the chip's limits are errors, and so are doubts (warnings about probable mistakes).
+        check_content: the rules that read the values in tensors are checked too.
+        backend: the back end of calls that leave theirs at "auto".
     """
 
     strict: bool = False
@@ -30,7 +30,7 @@ current = _SET.get
 
 
 def chosen(backend: str) -> str:
-    """The back end of a call: its argument, or for "auto" the one in the settings.
+    """Returns the back end of a call: its argument, or for "auto" the one in the settings.
 
     Raises:
         ValueError: the argument is not a string.
@@ -42,7 +42,7 @@ def chosen(backend: str) -> str:
 
 @contextmanager
 def override(**changes: Any) -> Iterator[None]:
-    """A context with changed settings, for this thread or asyncio task."""
+    """Changes settings within a block, for this thread or asyncio task."""
     before = current()
     _SET.set(replace(before, **changes))
     try:
@@ -53,16 +53,17 @@ def override(**changes: Any) -> Iterator[None]:
 
 @contextmanager
 def strict(on: bool = True, *, check_content: bool = False) -> Iterator[None]:
-    """Inside the block, or the function that it decorates, calls of every interface but the two-phase one are strict.
+    """Makes calls strict inside a block, or inside the function that it decorates.
 
     Calls beyond the chip's limits are then errors, and so are warnings about legal calls that are probably mistakes.
+    This applies to every interface except CANN's two-phase operators, whose first phase has its own argument `strict`.
     The block applies to this thread and asyncio task; for the whole process: npu.install(strict=True). A graph that
     torch.compile or torch.export traces inside stays strict; one that was traced outside is strict where it runs
     inside.
 
     Args:
         on: False turns strict mode off, inside a strict block or process.
-        check_content: also asks the rules that read tensor data: masks, lists, compressed biases.
+        check_content: the rules that read the values in tensors (masks, lists, compressed biases) are checked too.
 
     Example:
         >>> from fusion_attention import npu

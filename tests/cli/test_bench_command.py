@@ -58,7 +58,7 @@ def unpadded(padded: Any, packed: Any) -> torch.Tensor:
 
 def test_peers_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows.peers(CPU)["torch SDPA"] == torch.__version__
-    assert rows.peers(CPU)["FlashAttention (flash_attn)"] == "computes on GPUs alone"
+    assert rows.peers(CPU)["FlashAttention (flash_attn)"] == "computes only on GPUs"
     monkeypatch.setattr(rows.importlib.util, "find_spec", lambda name: None)
     assert rows.peers(torch.device("cuda"))["FlashAttention (flash_attn)"] == "not installed"
 
@@ -99,7 +99,7 @@ def test_an_installed_package_holds_no_repository(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(module, "REPOSITORY", tmp_path)
     code, _, err = run("--repository")
     assert code == 2
-    assert "clone the repository" in err
+    assert "expected a clone of the repository" in err
 
 
 @pytest.mark.slow
@@ -157,8 +157,8 @@ def test_the_comparison_is_shown(tmp_path: Path) -> None:
     code, out, _ = run("--compare", str(one), str(other))
     assert code == 0
     assert "1 faster, 0 slower, 1 same" in out
-    assert f"in {one} alone: forward: old" in out
-    assert f"in {other} alone: forward: new" in out
+    assert f"only in {one}: forward: old" in out
+    assert f"only in {other}: forward: new" in out
     result = json.loads(run("--compare", str(one), str(other), "--json")[1])
     assert [change["says"] for change in result["changes"]] == ["faster", "same"]
     assert result["only_after"] == ["forward: new"]

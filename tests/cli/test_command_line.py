@@ -200,7 +200,7 @@ def test_wrong_input_is_one_sentence(arguments: list[str], tmp_path: Path) -> No
 def test_a_gpu_that_is_not_there(command: str, tmp_path: Path) -> None:
     more = [str(tmp_path)] if command == "replay" else []
     (tmp_path / "0000-attention.safetensors").write_bytes(b"")
-    assert "no GPU here" in refused(command, *more, "--device", "cuda")
+    assert "no GPU is available" in refused(command, *more, "--device", "cuda")
 
 
 COMMANDS = ("bench", "capi", "demo", "doctor", "explain", "npu", "ops", "replay")

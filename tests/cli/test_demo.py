@@ -161,7 +161,7 @@ def test_texts_and_the_draw(encoder: Encoder, tmp_path: Path) -> None:
     assert drawn == demo.draw_sentences(encoder, [*texts, "a b", "A  B", " ".join("xyz")], 4, seed=3)
     assert len(set(drawn)) == 4
     assert {"x y z", "A  B"} & set(drawn)
-    with pytest.raises(DemoUnavailable, match="has 3 different docstrings, fewer than the 4 asked for"):
+    with pytest.raises(DemoUnavailable, match="has 3 different docstrings, fewer than --sentences 4"):
         demo.draw_sentences(encoder, texts, 4, seed=0)
 
 

@@ -222,7 +222,7 @@ FIXES = [
     ),
     (
         'npu_fusion_attention(f16[2,8,90,64], f16[2,8,90,64], f16[2,8,90,64], 8, "BSND", scale=0.1)',
-        'input_layout="BNSD", if the tensors lie so',
+        'input_layout="BNSD", if this is the layout of the tensors',
     ),
     (
         'npu_fusion_attention(f16[2,5,8,64], f16[2,5,8,64], f16[2,5,8,64], 4, "BSND", scale=0.1)',
@@ -374,17 +374,17 @@ def test_the_size_of_a_page_is_read_from_the_cache() -> None:
 def test_a_log_of_an_operator_without_a_record() -> None:
     result = explain("call aclnnMatmul failed, error code is 161002")
     assert result.operator == ""
-    assert "aclnnMatmul has no record here" in result.verdict
+    assert "aclnnMatmul has no definition here" in result.verdict
     assert explain("561003").verdict.startswith("the text names no operator: 561003")
 
 
 def test_a_call_beside_its_log() -> None:
     call = f'npu_fusion_attention({TOKENS}, "TND", scale=0.1, actual_seq_qlen={{0}}, actual_seq_kvlen={{0}})'
     failed = log("fusion_attention", "aclnnFlashAttentionVarLenScore", 561002)
-    assert "this is what 561002 says" in explain(call.format([300, 100]), log=failed).verdict
-    assert "CANN knows a rule more" in explain(call.format([100, 300]), log=failed).verdict
+    assert "code 561002 of the log agrees" in explain(call.format([300, 100]), log=failed).verdict
+    assert "CANN has a rule that is missing here" in explain(call.format([100, 300]), log=failed).verdict
     other = log("fusion_attention", "aclnnFlashAttentionVarLenScore", 161001)
-    assert "the log's code is 161001" in explain(call.format([300, 100]), log=other).verdict
+    assert "code 161001 of the log does not agree" in explain(call.format([300, 100]), log=other).verdict
 
 
 def test_what_a_log_is_read_for() -> None:
@@ -422,8 +422,8 @@ def test_the_command(tmp_path: Path) -> None:
     failed.write_text(log("fusion_attention", "aclnnFlashAttentionScore", 161002))
     assert run(str(file))[:2] == (code, out) == run("-", stdin=broken)[:2]
     assert run(str(failed))[0] == 1
-    assert "this is what 161002 says" in run(str(file), "--log", str(failed))[1]
-    assert "this is what 161002 says" in run(broken, "--log", failed.read_text())[1]
+    assert "code 161002 of the log agrees" in run(str(file), "--log", str(failed))[1]
+    assert "code 161002 of the log agrees" in run(broken, "--log", failed.read_text())[1]
 
 
 def test_json_holds_what_the_table_shows() -> None:
@@ -433,7 +433,7 @@ def test_json_holds_what_the_table_shows() -> None:
     assert result["operator"] == "npu_fusion_attention"
     assert result["findings"][0]["name"] == "ACLNN_ERR_PARAM_INVALID"
     assert result["findings"][0]["fix"]
-    assert result["fixes"] == ['input_layout="BSND", if the tensors lie so']
+    assert result["fixes"] == ['input_layout="BSND", if this is the layout of the tensors']
     code, out, _ = run("call aclnnFlashAttentionScore failed, error code is 161002", "--json")
     assert json.loads(out)["log"]["name"] == "ACLNN_ERR_PARAM_INVALID"
 

@@ -271,7 +271,7 @@ def test_inputs_may_overlap_and_outputs_may_not() -> None:
     bound = bind(op, args | {"query": expanded, "key": args["key"][:, :1].expand(2, 6, -1, -1)})
     assert bound.names["query"] is expanded
     text = one(op, args | {"attention_out": expanded})
-    expected = "memory of its own for every element"
+    expected = "a separate memory address for every element"
     assert f"attention_out (attentionOutOut): expected {expected}, got strides (0, 32, 8, 1)" in text
 
 

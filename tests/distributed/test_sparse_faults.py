@@ -236,7 +236,7 @@ def test_what_a_shared_cache_refuses(worlds: Worlds) -> None:
         assert "out_scale: expected None over a cache with a group" in out_scale
         assert "blocked: expected" in blocked
         assert "bias: expected" in bias
-        assert "kv_len: expected nothing beside a PagedKVCache" in kv_len
+        assert "kv_len: expected nothing with a PagedKVCache" in kv_len
         assert [text for text in others if "expected" not in text] == []
         assert "sequences: expected 2 sequences of the cache" in count
         assert "cache: expected a PagedKVCache with a group" in complete

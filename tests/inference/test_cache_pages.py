@@ -127,7 +127,7 @@ def test_counts_are_whole_numbers(wrong: object) -> None:
     a = cache.allocate()
     calls = (lambda: cache.crop(a, wrong), lambda: cache.slide(a, wrong), lambda: cache.add_pages(wrong))  # type: ignore[arg-type]
     for call in calls:
-        with pytest.raises(ValueError, match="PagedKVCache: count: expected a whole number from 0 on, got"):
+        with pytest.raises(ValueError, match="PagedKVCache: count: expected an integer >= 0, got"):
             call()
-    with pytest.raises(ValueError, match="sequence: expected a living one"):
+    with pytest.raises(ValueError, match="sequence: expected a sequence of this cache that was not freed"):
         cache.crop(99, 1)

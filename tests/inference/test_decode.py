@@ -259,7 +259,7 @@ def test_a_cache_shares_pages_until_somebody_writes() -> None:
     assert cache.lengths([b]) == [7]
     cache.free(b)
     assert cache.free_pages == 8
-    with pytest.raises(ValueError, match="sequence: expected a living one"):
+    with pytest.raises(ValueError, match="sequence: expected a sequence of this cache that was not freed"):
         cache.lengths([a])
 
 
@@ -303,7 +303,7 @@ def test_what_a_cache_brings_is_not_said_again() -> None:
     cache.append([a], rows(1, 6), rows(1, 6))
     table, scale = cache.block_table([a]), torch.ones(2)
     for name, value in {"kv_len": [3], "block_table": table, "k_scale": scale, "v_offset": scale, "dim_v": 8}.items():
-        with pytest.raises(fa.ContractError, match=f"decode_attention: {name}: expected nothing beside a PagedKVCache"):
+        with pytest.raises(fa.ContractError, match=f"decode_attention: {name}: expected nothing with a PagedKVCache"):
             fa.decode_attention(rows(1, 1, 4), cache, **{name: value})
     with pytest.raises(fa.ContractError, match="sequences: expected a PagedKVCache to choose from"):
         fa.decode_attention(rows(1, 1, 4), (rows(1, 6), rows(1, 6)), sequences=[a])
@@ -421,7 +421,7 @@ def test_tables_follow_the_pages() -> None:
     assert cache.block_table([b]).shape == (1, 1)
     cache.free(a)
     assert cache.block_table().tolist() == cache.block_table([b]).tolist()
-    with pytest.raises(ValueError, match="living"):
+    with pytest.raises(ValueError, match="that was not freed"):
         cache.block_table([a])
 
 

@@ -33,7 +33,7 @@ def lines() -> str:
         with pytest.raises(BackendError, match=re.escape(words)):
             explain(q, k, score_mod)
         rows.append((f"score_mod: {name}", "refused"))
-    return table(("what the program says", "what attention() is told"), rows)
+    return table(("mask or score_mod of the program", "arguments of attention()"), rows)
 
 
 def test_the_table_is_what_the_tests_run() -> None:

@@ -256,9 +256,9 @@ def test_bfloat16(kind: str) -> None:
 
 
 def test_wrong_calls() -> None:
-    with pytest.raises(ValueError, match="top_k: expected a ratio, index_heads and index_dim beside it, got None, 0"):
+    with pytest.raises(ValueError, match="top_k: expected a ratio, index_heads and index_dim with it, got None, 0"):
         CompressedAttention(DIM, 4, **SIZES, top_k=3)
-    with pytest.raises(ValueError, match="a divisor of the heads, got 6 and 2 of 3"):
+    with pytest.raises(ValueError, match="a divisor of heads, got 6 and 2 of 3"):
         CompressedAttention(DIM, 3, **SIZES)
     with pytest.raises(ValueError, match="CompressedAttention: stage: expected one of"):
         CompressedAttention(DIM, 4, **SIZES, stage="late")  # type: ignore[arg-type]
@@ -278,7 +278,7 @@ def test_wrong_caches() -> None:
     with torch.no_grad():
         with pytest.raises(ValueError, match=r"expected a fusion_attention.nn.CompressedCache, got 'all'"):
             layer(torch.randn(2, 8, DIM), rope=rope, cache="all")  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="lengths: expected None beside a cache"):
+        with pytest.raises(ValueError, match="lengths: expected None with a cache"):
             layer(torch.randn(2, 8, DIM), rope=rope, lengths=[8, 7], cache=cache)
         layer(torch.randn(2, 9, DIM), rope=rope, cache=cache)
         before = repr(cache)
@@ -288,13 +288,13 @@ def test_wrong_caches() -> None:
         ):
             with pytest.raises(ValueError, match=match):
                 layer(wrong, rope=rope, cache=cache)
-        with pytest.raises(ValueError, match="expected one that it filled, got that of another layer"):
+        with pytest.raises(ValueError, match="expected a cache of this layer, got that of another layer"):
             ours(CSA).eval()(torch.randn(2, 3, DIM), rope=rope, cache=cache)
         dense = CompressedCache()
         set_stage(layer, "dense")
         layer(torch.randn(2, 9, DIM), rope=rope, cache=dense)
         set_stage(layer, "sparse")
-        with pytest.raises(ValueError, match="compressed keys of a CompressedIndexer, got one without"):
+        with pytest.raises(ValueError, match="compressed keys of a CompressedIndexer in it, got none"):
             layer(torch.randn(2, 3, DIM), rope=rope, cache=dense)
     assert repr(cache) == before
     assert cache.tokens == 9

@@ -302,7 +302,7 @@ def test_a_sentence_fits_a_screen(capture: Path, tmp_path: Path) -> None:
         text = opened.metadata()
     for operator in ("x" * 100_000, "a\nb\x1b[31m"):
         safetensors.torch.save_file(tensors, wrong := tmp_path / "wrong.safetensors", {**text, "operator": operator})
-        refused(wrong, what="has no record here")
+        refused(wrong, what="has no definition here")
         assert len(sentence := verify(wrong)[2].strip()) < 1100
         assert sentence.isprintable()
 

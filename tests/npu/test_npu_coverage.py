@@ -152,9 +152,9 @@ def test_the_table(tmp_path: Path) -> None:
     assert "yes" in lines[0]
     (absent,) = [line for line in lines if "npu_dynamic_mx_quant" in line]
     assert "no: MX and float8 formats are the chip's alone" in absent
-    assert "Files read: 1; names of the chip's packages: 6, of which not here: 2." in outcome.output
-    assert "3 of 4 calls of npu functions (75%) are answered." in outcome.output
-    assert 'whether a device is "npu": 1' in outcome.output
+    assert "Files read: 1; names of the chip's packages: 6, of which missing here: 2." in outcome.output
+    assert "3 of 4 calls of npu functions (75%) exist here." in outcome.output
+    assert 'Comparisons of a device with "npu": 1' in outcome.output
     few = CliRunner().invoke(app, ["npu", "--missing", "--coverage", str(tmp_path)], env={"COLUMNS": "200"}).output
     assert "npu_dynamic_mx_quant" in few
     assert "torch_npu.npu_fusion_attention" not in few

@@ -481,8 +481,8 @@ PAGES = [
           "if agrees and there is None", "if there is None",
           f"{PAGE_TESTS}::test_a_mask_that_hides_more_than_before_is_obeyed"),
     package("a page that a window touches is let go", "api/cache.py",
-          "gone = max(tokens_cached - self._count(tokens), 0) // self.page_size",
-          "gone = -(-max(tokens_cached - self._count(tokens), 0) // self.page_size)",
+          "released = max(tokens_cached - self._count(tokens), 0) // self.page_size",
+          "released = -(-max(tokens_cached - self._count(tokens), 0) // self.page_size)",
           "inference/test_cache_pages.py::test_a_window_needs_the_pages_that_it_touches"),
 ]  # fmt: skip
 

@@ -68,10 +68,11 @@ JUDGING = [
 EXPLAINED, COMMANDS = "cli/test_explain.py", "cli/test_command_line.py"
 TOOLS = [
     package("a text may call what it likes", "refusals/parser.py",
-          "    if name in _TURNS:\n", "    if hasattr(tensor, name):\n",
+          "    if name in _METHODS:\n", "    if hasattr(tensor, name):\n",
           f"{COMMANDS}::test_nothing_of_a_text_is_executed"),
     package("what the chip alone refuses is not asked", "refusals/explanation.py",
-          "of_chip = _failures(op, args, there, strict=True)", "of_chip = _failures(op, args, there, strict=False)",
+          "of_chip = _failures(op, args, in_memory, strict=True)",
+          "of_chip = _failures(op, args, in_memory, strict=False)",
           f"{EXPLAINED}::test_the_rule_in_our_words"),
     package("fixes are named that nobody tried", "refusals/fixes.py",
           "in kind(op, args) if is_legal({**args, **changes}))", "in kind(op, args))",

@@ -129,7 +129,7 @@ def test_every_name_of_the_interface(facts: dict[str, Any]) -> None:
     assert list(facts["late"]) == fa.__all__ == sorted(shown)
     assert not facts["early"]
     assert facts["kept"] == fa.__all__  # __getattr__ is not asked again.
-    assert {name: f"fusion_attention.{home}" for name, home in fa._HOMES.items()} == shown
+    assert {name: f"fusion_attention.{home}" for name, home in fa._MODULES.items()} == shown
     for name, module in shown.items():
         assert getattr(fa, name) is getattr(sys.modules[str(module)], name)
 
@@ -161,7 +161,7 @@ def test_help_and_completion_show_what_is_public(facts: dict[str, Any]) -> None:
     assert {match.removeprefix("fa.").rstrip("()") for match in facts["completed"]} == set(fa.__all__)
     behind = facts["help"][facts["help"].index("CLASSES") :]
     assert all(f"{name}(" in behind for name in fa.__all__)
-    assert not [word for word in ("importlib", "_HOMES", "TYPE_CHECKING") if word in behind]
+    assert not [word for word in ("importlib", "_MODULES", "TYPE_CHECKING") if word in behind]
 
 
 def test_no_import_stands_before_a_name_is_asked_for() -> None:

@@ -247,7 +247,7 @@ def test_an_empty_cache() -> None:
 # ---------------------------------------------------------------------------------------------------------- wrong calls
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "packed": (lambda x, c: (x[0], c, {"lengths": [4]}), r"x: expected padded \[B, S, dim\] beside a cache, got"),
+    "packed": (lambda x, c: (x[0], c, {"lengths": [4]}), r"x: expected padded \[B, S, dim\] with a cache, got"),
     "batch": (lambda x, c: (x[:1], c, {}), r"x: expected 2 sequences, as its cache has, got float32 \[1, 4, 32\]"),
     "full": (
         lambda x, c: (x, c, {"lengths": [2, 4]}),
@@ -283,7 +283,7 @@ def test_wrong_calls_store_nothing(of: str, name: str) -> None:
 def test_other_stages_layers_and_dtypes() -> None:
     layer, cache, x = make("grouped").eval(), dsa.Cache(2, 8), drawn(4)
     run(layer, x, cache)
-    with pytest.raises(ValueError, match=r"SparseSelfAttention: cache: .*got that of another layer \(make a Cache"):
+    with pytest.raises(ValueError, match=r"SparseSelfAttention: cache: .*got that of another \(make a Cache"):
         run(copy.deepcopy(layer), x, cache)
     with pytest.raises(ValueError, match=r"SparseSelfAttention: k: expected rows .*float32 on cpu, .*bfloat16 on cpu"):
         run(layer.bfloat16(), x.bfloat16(), cache)
@@ -329,5 +329,5 @@ def test_a_group_has_no_cache() -> None:
     layer = make("heads").eval()
     layer.indexer.ranks = dsa.LightningIndexer(DIM, 3, 12, 5, group=Group()).ranks
     for module in (layer, layer.indexer):
-        with torch.no_grad(), pytest.raises(ValueError, match="cache: expected None beside a group"):
+        with torch.no_grad(), pytest.raises(ValueError, match="cache: expected None with a group"):
             module(drawn(4), cache=dsa.Cache(2, 8))

@@ -92,7 +92,10 @@ PACKED: dict[str, Any] = {"layout": "TND", "kv": torch.zeros(8, 1, 6), "gate": t
         ({"kv_len": [9]}, "kv_len: expected the lengths of the sequences in kv, got length 9 of sequence 0"),
         ({"layout": "TND"}, "compress: kv_len: expected the lengths of packed sequences, got None"),
         ({"kv_len": [1, 2]}, "compress: kv_len:"),
-        ({"kv_len": [4], "state": fa.CompressionState()}, "compress: state: expected None beside kv_len"),
+        (
+            {"kv_len": [4], "state": fa.CompressionState()},
+            "compress: state: expected None for packed rows or with kv_len",
+        ),
         ({"state": 1}, "compress: state: expected a CompressionState, got 1"),
         ({**PACKED, "kv_len": [1 << 62] * 4 + [8]}, "kv_len: expected the lengths of all sequences in kv"),
         ({**PACKED, "kv_len": [(1 << 63) - 1] * 9}, "kv_len: expected the lengths of all sequences in kv"),

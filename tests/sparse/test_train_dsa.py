@@ -52,7 +52,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert 1 <= first < STEPS < second < full["step"] == 8
     capsys.readouterr()
     resumed = train(folder)
-    assert f"goes on after step {second}" in " ".join(capsys.readouterr().out.split())
+    assert f"continues after step {second}" in " ".join(capsys.readouterr().out.split())
     assert resumed["losses"] == full["losses"]
     assert resumed["recalls"] == full["recalls"]
     for name in ("learner", "baseline"):
@@ -69,5 +69,5 @@ def test_what_is_no_checkpoint_of_this_run(tmp_path: Path) -> None:
         main(steps=1, folder=tmp_path, save_every=1, seed=0)
     checkpoint.unlink()
     train(tmp_path, steps=1)
-    with pytest.raises(SystemExit, match="belongs to a run of other settings"):
+    with pytest.raises(SystemExit, match="was written with other options"):
         main(steps=2, folder=tmp_path, save_every=1, seed=0)

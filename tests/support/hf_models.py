@@ -138,8 +138,10 @@ FAMILIES = (
 )
 # fmt: on
 NOT_SERVED = {
-    "Bloom": "its attention is code of its own that asks no attention interface: an error says so, eager computes it",
-    "MPT": "as Bloom",
+    "Bloom": (
+        "its attention does not use the attention interface of transformers: an error; eager attention computes it"
+    ),
+    "MPT": "the same",
 }
 
 

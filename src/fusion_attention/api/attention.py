@@ -86,7 +86,7 @@ def attention(
     backend: BackendName = "auto",
     **foreign: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention over the keys that a band, a matrix and lengths leave to each query row.
+    """Softmax attention of each query row over the keys that band, masks and lengths make visible to it.
 
         s   = cap(scale * (q . k + q_rope . k_rope)) + bias             cap(x) = softcap * tanh(x / softcap), or x
         out = sum_j keep_j / keep_prob * exp(s_j) * v_j / (sum_j exp(s_j) + exp(sink))
@@ -95,36 +95,37 @@ def attention(
 
     Args:
         q: query rows, [B, S1, N1, D] in layout BSND; float16, bfloat16 or float32 (float64: backend="golden").
-        k: key rows, [B, S2, N2, D]; N1 is a multiple of N2, and heads share keys in groups.
+        k: key rows, [B, S2, N2, D]; N1 is a multiple of N2, and query head h uses key head h // (N1 / N2).
         v: value rows, [B, S2, N2, Dv].
         layout: "BSND", "BNSD", "BSH" [B, S, N*D], "SBH" [S, B, N*D], or packed "TND" [T, N, D].
         heads: N1, for BSH and SBH.
         q_len, kv_len: tokens of every sequence (not cumulative). Packed: required (kv_len defaults to q_len).
-            Padded: rows behind a sequence's length return zeros, keys behind it are not visible.
+            Padded: rows after a sequence's length return zeros, keys after it are not visible.
         q_rope, k_rope: rope elements [B, S1, N1, Dr], [B, S2, N2, Dr], in q's layout and dtype.
         scale: factor on the dot products; None: 1 / sqrt(D + Dr).
-        band: the interval of keys that are visible to each row (Band.causal(), Band.window(255, 0), ...); None: all.
+        band: the interval of keys that each row sees (Band.causal(), Band.window(255, 0), ...); None: all keys.
         sparse_mode: CANN's mode (0, 1, 2, 3, 4, 7, 8) instead of a band, with pre_tokens and next_tokens.
         blocked: bool or uint8, true removes a score; broadcasts to [B, N1, S1, S2].
-        bias: added to the scaled scores, in q's dtype; broadcasts to [B, N1, S1, S2]. -inf hides a key, whatever its v.
-        alibi_slopes: [N1] or [B, N1], of any floating dtype; bias -slope * |key - row|, measured from the lower right
-            corner; without a gradient.
-        alibi_start: positions (tokens) of the first row and the first key, from which distances are measured instead.
+        bias: added to the scaled scores, in q's dtype; broadcasts to [B, N1, S1, S2]. -inf removes a key, even one
+            whose v is NaN.
+        alibi_slopes: [N1] or [B, N1], of any floating dtype: the bias is -slope * |key - row|, where the last row and
+            the last key have the same position; no gradient.
+        alibi_start: positions (tokens) of the first row and of the first key, which replace those of alibi_slopes.
         sink: [N1], of any floating dtype; an additional logit per row and head in the denominator.
         keep_prob: probability that dropout keeps an element; below 1, bits are drawn from (seed, offset) unless
             drop_bits are given.
         drop_bits: uint8, one bit per score of [B, N1, S1, S2] (packed: block by block), 1 = kept, lowest bit first.
-        seed, offset: of drawn dropout; seed None draws one from torch's default generator.
+        seed, offset: determine the drawn bits; seed None: a seed from torch's default generator.
         empty_rows: result of a row without visible keys: "zero" (lse -inf), or the "mean" of its sequence's v.
         softcap: limits scores to between -softcap and softcap, before any bias (Gemma 2: 50); 0: no limit.
-        blocked_tiles: a mask whose blocked tiles are skipped: int32 [B or 1, N1 or 1, ceil(S1 / 128), ceil(S2 / 128)],
-            for every tile of 128 rows by 128 keys of a sequence -1 (all blocked), -2 (none blocked), or an index into
-            blocked_bits. Packed: S1 and S2 are the longest sequence's.
-        blocked_bits: uint8 [tiles, 128, 16], a bit per score of a tile, lowest first, 1: blocked.
+        blocked_tiles: a mask as tiles of 128 rows by 128 keys: int32 [B or 1, N1 or 1, ceil(S1 / 128),
+            ceil(S2 / 128)], for each tile -1 (every score removed: the tile is skipped), -2 (none removed), or an index
+            into blocked_bits. Packed: S1 and S2 are the longest sequence's.
+        blocked_bits: uint8 [tiles, 128, 16], a bit per score of a tile, lowest first, 1: removed.
         return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]; differentiable like out.
         backend: "auto" (set by use_backend(), else by the device), "cpu", "triton" or "golden".
-        foreign: parameters of other libraries (is_causal, attn_mask, softmax_scale, ...) raise an error that names
-            the equivalent here.
+        foreign: parameters of other libraries (is_causal, attn_mask, softmax_scale, ...); they raise an error that
+            names the equivalent parameter of this function.
 
     Returns:
         out in q's layout with Dv elements per head, or (out, lse).
@@ -134,7 +135,7 @@ def attention(
         BackendError: no back end computes the call; the message lists the reasons.
         TypeError: an unknown parameter; the message suggests the equivalent one.
 
-    Source: this library; the same Problem as CANN's operators.
+    Source: this library; the computation of CANN's FlashAttentionScore.
 
     Example:
         >>> q, k = torch.randn(2, 5, 4, 64), torch.randn(2, 9, 1, 64)

@@ -1,4 +1,4 @@
-"""PagedKVCache: keys and values of many sequences in pages of one pool."""
+"""PagedKVCache: a KV cache of many sequences in pages of one pool."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,30 +10,35 @@ from fusion_attention.contract import intact, show
 from fusion_attention.memory import zeros
 
 Tensor = torch.Tensor
-_Slots = tuple[int, int, int]  # page, first slot, how many
-# Up to so many runs of contiguous slots are stored by one copy each, which is faster than indexing.
+_Slots = tuple[int, int, int]  # page, first slot, number of slots; a slot is the place of one token in a page
+# Up to this number of runs of contiguous slots are stored by one copy each, which is faster than indexing.
 _FEW = 4
 _LARGEST = {"int8": 127.0, "int4": 7.0}
 
 
 class CacheFullError(RuntimeError):
-    """A cache has too few free pages; nothing was stored."""
+    """An error: the cache has too few free pages; nothing was stored."""
 
 
 class PagedKVCache:
-    """Keys and values of many sequences in pages of one pool; sequences may share pages.
+    """The keys and values of many sequences, in pages of one pool; sequences may share pages.
 
-    With a group, the pages of a sequence are distributed over the ranks in turn: each rank has a pool with the tokens
-    of its pages, and the page lists of all. Every rank must call every method with the same arguments.
+    With a group of ranks, the pages of a sequence are assigned to the ranks in turn: each rank stores the tokens of its
+    pages, and knows the page lists of all ranks. Every rank must call every method with the same arguments.
 
     Args:
         heads: key heads. dim: elements of a key row. dim_v: elements of a value row; None: dim.
         pages: number of pages; with a group, on every rank. page_size: tokens of a page.
         dtype: dtype of appended rows, and of the pool if it is not quantized.
-        stored: "" (as dtype), or "int8" or "int4": quantized on append with a scale per token and head.
+        stored: "": in dtype; "int8" or "int4": quantized on append with a scale per token and head.
         shares_kv: values are the first dim_v elements of the keys.
         device: device of the pool.
         group: a process group, or a DeviceMesh of one dimension; None: one process.
+
+    Raises:
+        ValueError: sizes, dtype or group that are not possible.
+
+    Source: this library.
 
     Example:
         >>> cache = PagedKVCache(heads=2, dim=64, pages=8, page_size=16)
@@ -65,12 +70,13 @@ class PagedKVCache:
         if min(heads, dim, dim_v, pages, page_size) < 1:
             raise ValueError("PagedKVCache: heads, dim, dim_v, pages and page_size: expected positive numbers")
         if shares_kv and dim_v > dim:
-            raise ValueError(f"PagedKVCache: dim_v: expected at most dim={dim} where keys are values, got {dim_v}")
+            raise ValueError(f"PagedKVCache: dim_v: expected at most dim={dim} with shares_kv, got {dim_v}")
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"PagedKVCache: dtype: expected a floating point dtype, got {dtype!r}")
         if stored not in ("", *_LARGEST):
             raise ValueError(f'PagedKVCache: stored: expected "", "int8" or "int4", got {stored!r}')
-        readable = dim_v == dim or (dim_v % 2 == 0 and dim_v // 2 != (dim + 1) // 2)  # dim_v from a row's bytes
+        # decode_attention() derives dim_v from the bytes of an int4 row, which must be unambiguous.
+        readable = dim_v == dim or (dim_v % 2 == 0 and dim_v // 2 != (dim + 1) // 2)
         if stored == "int4" and not shares_kv and not readable:
             expected = f"dim={dim}, or an even number that takes more or fewer bytes"
             raise ValueError(
@@ -85,17 +91,17 @@ class PagedKVCache:
             self.group = group_of(group)
             if self.group.axes:
                 raise ValueError(
-                    "PagedKVCache: group: expected a group of one dimension, got a mesh of two (pages go round its "
-                    'ranks: mesh["name"] is one dimension of it)'
+                    "PagedKVCache: group: expected a group of one dimension, got a mesh of two (pass one dimension, "
+                    'mesh["name"])'
                 )
             self._rank, self._ranks = self.group.rank, self.group.world
         sides = (dim,) if shares_kv else (dim, dim_v)
         kind = {"": dtype, "int8": torch.int8, "int4": torch.uint8}[stored]
         rows = (pages, heads, page_size)
-        with torch.inference_mode(False):  # memory made in inference mode could not be written outside it
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
             self._pools = [zeros((*rows, (d + 1) // 2 if stored == "int4" else d), kind, device) for d in sides]
             self._scales = [torch.zeros(rows, dtype=torch.float32, device=device) for _ in sides if stored]
-        # Pages are numbered over all ranks: page // ranks of the pool of rank page % ranks.
+        # Pages are numbered over all ranks: page p is page p // ranks in the pool of rank p % ranks.
         self._free = [list(range(rank, pages * self._ranks, self._ranks))[::-1] for rank in range(self._ranks)]
         self._shared = [0] * (pages * self._ranks)  # number of sequences that use each page
         self._sequences: dict[int, tuple[list[int], int]] = {}  # pages and tokens
@@ -103,7 +109,7 @@ class PagedKVCache:
         self._next = 0
 
     def __repr__(self) -> str:
-        """Heads, elements per head, storage format, and the number of pages and sequences in use."""
+        """Returns heads, elements per head, storage format, and the number of pages and sequences in use."""
         dims = f"{self.heads} x {self.dim}" + ("" if self.dim_v == self.dim else f" (values {self.dim_v})")
         stored = self.stored or str(self.dtype).removeprefix("torch.")
         pages, count = len(self._shared), len(self._sequences)
@@ -167,8 +173,8 @@ class PagedKVCache:
         the last key, such as causal() and window(), select the same keys as before.
         """
         pages, tokens_cached = self._of(sequence)
-        gone = max(tokens_cached - self._count(tokens), 0) // self.page_size
-        self._keep(sequence, slice(gone, len(pages)), tokens_cached - gone * self.page_size)
+        released = max(tokens_cached - self._count(tokens), 0) // self.page_size
+        self._keep(sequence, slice(released, len(pages)), tokens_cached - released * self.page_size)
 
     def add_pages(self, count: int) -> None:
         """Enlarges the pool by `count` free pages, on every rank; stored tokens are copied."""
@@ -184,29 +190,29 @@ class PagedKVCache:
         self._shared += [0] * (count * ranks)
 
     def rows(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """(k, v) of a sequence, [tokens, heads, dim] and [tokens, heads, dim_v], in the cache's dtype; with a group,
-        only the tokens in this rank's pages."""
+        """Returns (k, v) of a sequence, [tokens, heads, dim] and [tokens, heads, dim_v], in the cache's dtype; with a
+        group, only the tokens in this rank's pages."""
         (pages,), (count,) = self._local_pages((sequence,)), self._lengths((sequence,))
         where = torch.tensor(pages, dtype=torch.int64, device=self._pools[0].device)
         results = []
         for pool, scales, dim in zip(self._pools, self._scales or (None, None), (self.dim, self.dim_v), strict=False):
-            taken = pool[where].transpose(0, 1).flatten(1, 2)[:, :count].transpose(0, 1)
+            gathered = pool[where].transpose(0, 1).flatten(1, 2)[:, :count].transpose(0, 1)
             if scales is not None:
                 scale = scales[where].transpose(0, 1).flatten(1, 2)[:, :count].transpose(0, 1)
-                taken = _widen(taken, self.stored, dim) * scale[..., None]
-            results.append(taken.to(self.dtype))
+                gathered = _widen(gathered, self.stored, dim) * scale[..., None]
+            results.append(gathered.to(self.dtype))
         return results[0], results[0][..., : self.dim_v] if self.shares_kv else results[1]
 
     def lengths(self, sequences: Sequence[int] | None = None) -> list[int]:
-        """Number of tokens of each sequence; None: of all."""
+        """Returns the number of tokens of each sequence; None: of all sequences."""
         return [self._of(s)[1] for s in (self._sequences if sequences is None else self._named(sequences))]
 
     def block_table(self, sequences: Sequence[int] | None = None) -> Tensor:
-        """The page table int32 [sequences, pages] in this process's pool, padded with 0."""
+        """Returns the page table of this process's pool: int32 [sequences, pages], padded with 0."""
         return self._table(sequences).clone()
 
     def _table(self, sequences: Sequence[int] | None) -> Tensor:
-        """block_table(), cached until a sequence takes or releases a page."""
+        """Returns block_table(); the tensor is cached until a sequence takes or releases a page."""
         selected = tuple(self._sequences) if sequences is None else self._named(sequences)
         if selected not in self._tables:
             rows = self._local_pages(selected)
@@ -217,18 +223,18 @@ class PagedKVCache:
         return self._tables[selected]
 
     def own_pages(self, sequences: Sequence[int] | None = None) -> list[list[int]]:
-        """For each sequence, the indices of its pages (0: the first) that are in this process's pool."""
+        """Returns for each sequence the indices (0: the first page) of its pages that are in this process's pool."""
         selected = self._sequences if sequences is None else self._named(sequences)
         return [[i for i, page in enumerate(self._of(s)[0]) if page % self._ranks == self._rank] for s in selected]
 
     def _local_pages(self, sequences: Sequence[int]) -> list[list[int]]:
-        """For each sequence, the page numbers in this process's pool."""
+        """Returns for each sequence the numbers of its pages in this process's pool."""
         if self._ranks == 1:
             return [self._of(s)[0] for s in sequences]
         return [[p // self._ranks for p in self._of(s)[0] if p % self._ranks == self._rank] for s in sequences]
 
     def _lengths(self, sequences: Sequence[int] | None) -> list[int]:
-        """Number of tokens of each sequence in this process's pool."""
+        """Returns the number of tokens of each sequence in this process's pool."""
         lengths = self.lengths(sequences)
         if self._ranks == 1:
             return lengths
@@ -244,8 +250,9 @@ class PagedKVCache:
 
         Args:
             sequences: the sequences, each once.
-            k: [sequences, tokens, heads, dim] in the cache's dtype; with a group, all tokens on every rank, which
-                stores those in its pages. v: [.., dim_v]; None if the keys contain the values.
+            k: [sequences, tokens, heads, dim] in the cache's dtype; with a group, every rank passes all tokens, and
+                stores those of its pages.
+            v: [sequences, tokens, heads, dim_v]; None if the keys contain the values (shares_kv).
 
         Raises:
             ValueError: wrong shapes, dtypes or sequences.
@@ -256,7 +263,8 @@ class PagedKVCache:
             self._of(sequence)
         given = (k,) if self.shares_kv else (k, v)
         if (v is None) is not self.shares_kv:
-            raise ValueError(f"PagedKVCache: v: expected {'None' if self.shares_kv else 'values'} beside k")
+            expected = "None, because keys contain the values" if self.shares_kv else "a tensor"
+            raise ValueError(f"PagedKVCache: v: expected {expected}, got {show(v)}")
         for name, tensor, d in zip("kv", given, (self.dim, self.dim_v), strict=False):
             if not isinstance(tensor, Tensor):
                 raise ValueError(f"PagedKVCache: {name}: expected a tensor, got {show(tensor)}")
@@ -283,54 +291,57 @@ class PagedKVCache:
             _store(pool, rows, runs, slots)
 
     def _of(self, sequence: int) -> tuple[list[int], int]:
-        """The page list and the number of tokens of a sequence; raises ValueError for an unknown one."""
+        """Returns the page list and the number of tokens of a sequence; ValueError: no such sequence."""
         is_number = type(sequence) is int or isinstance(sequence, np.integer)
         result = self._sequences.get(sequence) if is_number else None
         if result is None:
-            raise ValueError(f"PagedKVCache: sequence: expected a living one, got {show(sequence)}")
+            expected = "a sequence of this cache that was not freed"
+            raise ValueError(f"PagedKVCache: sequence: expected {expected}, got {show(sequence)}")
         return result
 
     def _named(self, sequences: Sequence[int]) -> tuple[int, ...]:
-        """The argument `sequences` as a tuple; raises ValueError if it is not iterable."""
+        """Returns the argument `sequences` as a tuple; ValueError: it is not iterable."""
         try:
             return tuple(sequences)
         except TypeError:
-            raise ValueError(f"PagedKVCache: sequences: expected a list of them, got {show(sequences)}") from None
+            got = show(sequences)
+            raise ValueError(f"PagedKVCache: sequences: expected a list of sequence numbers, got {got}") from None
 
     def _count(self, count: int) -> int:
-        """A number of tokens or pages as an int; raises ValueError if it is not an integer from 0 on."""
-        full = type(count) is int or isinstance(count, np.integer)
-        if not full or count < 0:
-            raise ValueError(f"PagedKVCache: count: expected a whole number from 0 on, got {show(count)}")
+        """Returns a number of tokens or pages as an int; ValueError: it is not an integer >= 0."""
+        is_integer = type(count) is int or isinstance(count, np.integer)
+        if not is_integer or count < 0:
+            raise ValueError(f"PagedKVCache: count: expected an integer >= 0, got {show(count)}")
         return int(count)
 
     def _keep(self, sequence: int, retained: slice, tokens: int) -> None:
         """Reduces a sequence to a slice of its pages with `tokens` tokens, and releases the others."""
         pages, _ = self._sequences[sequence]
-        left = pages[retained]
-        if len(left) < len(pages):
+        remaining = pages[retained]
+        if len(remaining) < len(pages):
             self._tables.clear()
             for page in (*pages[: retained.start or 0], *pages[retained.stop :]):
                 self._release(page)
-        self._sequences[sequence] = (left, tokens)
+        self._sequences[sequence] = (remaining, tokens)
 
     def _release(self, page: int) -> None:
+        """Removes one sequence from the users of a page, which becomes free without users."""
         self._shared[page] -= 1
         if self._shared[page] == 0:
             self._free[page % self._ranks].append(page)
 
     def _next_rank(self, sequence: int, pages: list[int]) -> int:
-        """The rank of a sequence's next page; sequences start on different ranks."""
+        """Returns the rank of a sequence's next page; sequences start on different ranks."""
         return (pages[-1] + 1 if pages else sequence) % self._ranks
 
     def _of_rank(self, runs: list[_Slots]) -> tuple[list[_Slots], Tensor]:
-        """The runs of slots in this rank's pool, and the indices of the new rows that are stored there."""
+        """Returns the runs of slots in this rank's pool, and the indices of the new rows that are stored there."""
         ends = np.cumsum([count for _, _, count in runs], dtype=np.int64)
-        mine = [page % self._ranks == self._rank for page, _, _ in runs]
-        rows = [np.arange(end - run[2], end) for end, run, is_local in zip(ends, runs, mine, strict=True) if is_local]
+        local = [page % self._ranks == self._rank for page, _, _ in runs]
+        rows = [np.arange(end - run[2], end) for end, run, is_local in zip(ends, runs, local, strict=True) if is_local]
         results = [
             (page // self._ranks, first, count)
-            for (page, first, count), is_local in zip(runs, mine, strict=True)
+            for (page, first, count), is_local in zip(runs, local, strict=True)
             if is_local
         ]
         return results, torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.int64)])).to(self._pools[0].device)
@@ -341,14 +352,14 @@ class PagedKVCache:
         Takes new pages, and copies shared pages before they are written.
         """
         size, needed, copies = self.page_size, [0] * self._ranks, []
-        left: dict[int, int] = {}  # holders of a page, without sequences that take a copy
+        left: dict[int, int] = {}  # page -> sequences that use it, without those that take a copy
         for sequence in sequences:
             pages, tokens = self._of(sequence)
             more, rank = -(-(tokens + count) // size) - len(pages), self._next_rank(sequence, pages)
             for i in range(min(more, self._ranks)):  # every self._ranks-th page from the i-th on has the same rank
                 needed[(rank + i) % self._ranks] += -(-(more - i) // self._ranks)
             if count and tokens % size and (holders := left.get(pages[-1], self._shared[pages[-1]])) > 1:
-                left[pages[-1]] = holders - 1  # The last sequence that writes keeps the page.
+                left[pages[-1]] = holders - 1  # The last of the sequences that append needs no copy.
                 copies.append(sequence)
                 needed[pages[-1] % self._ranks] += 1
         for rank, free in enumerate(self._free):
@@ -382,7 +393,7 @@ class PagedKVCache:
         return page
 
     def arguments(self, sequences: Sequence[int] | None = None) -> dict[str, Any]:
-        """Arguments of decode_attention's operator definition for this cache; with a group, for this rank's pool."""
+        """Returns arguments of decode_attention's operator definition; with a group, for this rank's pool."""
         named: dict[str, Any] = {
             "k": self._pools[0],
             "v": None if self.shares_kv else self._pools[1],
@@ -397,7 +408,7 @@ class PagedKVCache:
 
 
 def _slots_of(runs: list[_Slots], device: torch.device) -> Tensor:
-    """Page and slot of every token, int64 [2, tokens]."""
+    """Returns the page and the slot of every token of runs: int64 [2, tokens]."""
     pages, first, count = np.array(runs, np.int64).T
     before = count.cumsum() - count
     where = np.stack((np.repeat(pages, count), np.arange(count.sum()) + np.repeat(first - before, count)))
@@ -405,7 +416,10 @@ def _slots_of(runs: list[_Slots], device: torch.device) -> Tensor:
 
 
 def _store(pool: Tensor, rows: Tensor, runs: list[_Slots], slots: Tensor | None) -> None:
-    """Stores rows [tokens, heads, ..] in a pool [pages, heads, size, ..]; slots None: by one copy per run."""
+    """Stores rows [tokens, heads, ..] in a pool [pages, heads, page size, ..].
+
+    slots: the page and the slot of every token; None: one copy per run is made.
+    """
     if slots is not None:
         pool[slots[0], :, slots[1]] = rows
         return
@@ -416,7 +430,7 @@ def _store(pool: Tensor, rows: Tensor, runs: list[_Slots], slots: Tensor | None)
 
 
 def _widen(numbers: Tensor, stored: str, dim: int) -> Tensor:
-    """Converts stored integers to float32 [.., dim], without their scale."""
+    """Converts stored integers to float32 [.., dim], without multiplying by the scale."""
     if stored == "int4":  # A byte stores two elements, the even one in the low half.
         both = numbers.view(torch.int8)
         numbers = torch.stack(((both << 4) >> 4, both >> 4), -1).flatten(-2)[..., :dim]

@@ -1,4 +1,4 @@
-"""The Python API of compressed keys: pooling of windows of rows, for whole sequences and token by token."""
+"""The public function compress(), which pools windows of rows to compressed keys, and its state for decoding."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -17,11 +17,16 @@ Tensor = torch.Tensor
 
 
 class CompressionState:
-    """State between calls of compress(): the rows of each sequence that do not fill a window yet.
+    """State of compress() between calls: the rows of each sequence whose window is not complete yet.
 
     Attributes:
-        tokens: rows of each sequence so far.
+        tokens: number of rows of each sequence in all calls so far.
         residual: tokens % ratio, an argument of compressed_attention(); 0 before the first call.
+
+    Example:
+        >>> state, rows = CompressionState(), torch.randn(1, 9, 1, 16)
+        >>> compress(rows, rows, ratio=4, state=state).shape, state.residual
+        (torch.Size([1, 2, 1, 16]), 1)
     """
 
     def __init__(self) -> None:
@@ -31,8 +36,8 @@ class CompressionState:
         self._windows: tuple[int, bool] | None = None  # ratio and overlap of the calls
 
     def continued(self, args: dict[str, Any], backend: str) -> Tensor:
-        """Pools the windows that the rows of a call complete, and keeps the rows of the unfinished window, and with
-        overlap those of the window before it."""
+        """Returns the results of the windows that the rows of a call complete, and stores the rows of the unfinished
+        window and, with overlap, of the window before it."""
         self._check(args)
         kv, gate, ratio, overlap = (args[name] for name in ("kv", "gate", "ratio", "overlap"))
         before = overlap and self.tokens >= ratio
@@ -47,10 +52,11 @@ class CompressionState:
         return result
 
     def _check(self, args: dict[str, Any]) -> None:
-        """Raises ContractError if this is the state of other rows or windows."""
+        """Raises ContractError if earlier calls had rows of another shape, or other windows."""
         windows = args["ratio"], args["overlap"]
         if args["layout"] != "BSND" or args["kv_len"] is not None:
-            raise _refused("None beside kv_len or packed rows", "a state", "its sequences have one length")
+            expected = "None for packed rows or with kv_len"
+            raise _refused(expected, "a state", "all sequences of a state have the same length")
         if self._windows not in (None, windows):
             raise _refused(f"a state of windows of {windows}", str(self._windows), "start a new CompressionState")
         if self._rows is not None:
@@ -77,37 +83,37 @@ def compress(
     state: CompressionState | None = None,
     backend: BackendName = "auto",
 ) -> Tensor:
-    """Pools every window of `ratio` rows to one, with a softmax per channel over the rows of the window.
+    """Pools every window of `ratio` rows to one row, weighted by a softmax of the gates over the window's rows.
 
         z_p = gate_p + position_bias[p % ratio]
         out[w, d] = sum_p exp(z[p, d]) kv[p, d] / sum_p exp(z[p, d]),  p from w * ratio to w * ratio + ratio - 1
 
-    With overlap, rows have 2 D channels, and a window pools two sets of rows: channels 0 to D - 1 of the window before
-    it (none before window 0), and channels D to 2 D - 1 of its own. These are the compressed keys of
-    compressed_attention(). A sequence's unfinished last window gives none. Differentiable in kv, gate and
-    position_bias. Computed in float32.
+    The softmax is separate for every channel d. With overlap, rows have 2 D channels, and the softmax of window w
+    covers channels 0 to D - 1 of the rows of window w - 1 (none for window 0) and channels D to 2 D - 1 of the rows of
+    window w. The results are compressed keys for compressed_attention(). Rows of an incomplete last window are not
+    pooled. Differentiable in kv, gate and position_bias. Computed in float32.
 
     Args:
         kv: rows [B, S, N2, C], C = D or, with overlap, 2 D; float16, bfloat16 or float32 (float64: backend="golden").
-        gate: as kv.
+        gate: the logits of the softmax, of kv's shape and dtype.
         ratio: rows of a window.
         position_bias: [ratio, C], added to the gates by the position of a row in its window; None: none.
-        overlap: windows overlap as above.
+        overlap: True: a window also pools rows of the previous window, as described above.
         layout: "BSND", or packed "TND": [T, N2, C].
-        kv_len: tokens of every sequence; packed: needed.
-        state: of earlier calls, whose unfinished windows go on here; this call's rows join it. Rows of earlier
-            calls receive no gradient. "BSND" without kv_len only.
+        kv_len: tokens of every sequence (not cumulative); required for packed rows.
+        state: a CompressionState that stores the rows of incomplete windows from call to call; this call continues
+            them. Rows of earlier calls receive no gradient. Only for "BSND" without kv_len.
         backend: "auto", "cpu", "triton" or "golden".
 
     Returns:
-        [B, S // ratio, N2, D], with zeros behind the kv_len // ratio windows of a sequence; packed, [sum(kv_len //
-        ratio), N2, D]. With a state, the windows that this call completes.
+        [B, S // ratio, N2, D], with zeros after the kv_len // ratio windows of a sequence; packed [sum(kv_len //
+        ratio), N2, D]. With a state, the results of the windows that this call completes.
 
     Raises:
-        ContractError: a call that `fusion-attention ops compress` does not allow, or the state of other rows.
-        BackendError: no back end computes it, and why.
+        ContractError: a call that `fusion-attention ops compress` does not allow, or a state of rows of another shape.
+        BackendError: no back end computes the call; the message lists the reasons.
 
-    Source: this library; the pooling of CANN's compressor, whose projections are the caller's.
+    Source: this library; the pooling of CANN's compressor, without its projections.
 
     Example:
         >>> kv, gate = torch.randn(1, 9, 1, 16), torch.randn(1, 9, 1, 16)
@@ -120,7 +126,7 @@ def compress(
     }  # fmt: skip
     if state is not None:
         if not isinstance(state, CompressionState):
-            raise _refused("a CompressionState", repr(state), "keep one object for all calls of a sequence")
+            raise _refused("a CompressionState", repr(state), "pass the same object to all calls of a sequence")
         return state.continued(args, backend)
     if layout == "TND":
         args["windows"] = _windows(kv_len, ratio)
@@ -128,10 +134,10 @@ def compress(
 
 
 def _windows(kv_len: Any, ratio: Any) -> int:
-    """The number of results of packed sequences, which the results' shape needs; 0 for a call that is refused."""
+    """Returns the number of windows of packed sequences; 0 if kv_len or ratio is invalid, which bind() then reports."""
     try:
         return min(int(sum(max(int(n), 0) // ratio for n in kv_len)), torch.iinfo(torch.int64).max)
-    except (TypeError, ValueError, ArithmeticError, RuntimeError):  # RuntimeError: of a tensor on meta
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):  # RuntimeError: a tensor on device meta
         return 0
 
 

@@ -1,4 +1,4 @@
-"""The Python API of attention to a window of keys beside compressed keys, as DeepSeek-V4's layers attend."""
+"""The public function compressed_attention(): DeepSeek-V4's attention to a window of keys and to compressed keys."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, overload
@@ -71,46 +71,47 @@ def compressed_attention(
     return_lse: bool = False,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention over a band of keys and over compressed keys, together.
+    """Softmax attention of each query row over a band of keys and over compressed keys, in one softmax.
 
         s_j = scale * q . k_j,  j in the band of the row
-        t_e = scale * q . k_compressed_e,  e < (position + 1) // ratio, all of them or those that the row lists
+        t_e = scale * q . k_compressed_e,  e < (position + 1) // ratio: all of these, or those in the row's list
         out = (sum_j exp(s_j) v_j + sum_e exp(t_e) v_compressed_e) / (sum_j exp(s_j) + sum_e exp(t_e) + exp(sink))
 
-    The last row's position is that of the last key. Compressed key e stands for the tokens e * ratio to
-    e * ratio + ratio - 1 and is seen from the last of them on; a token may count in both sources. Differentiable in q,
-    k, k_compressed, v, v_compressed and sink. docs/sparse_attention.md has a picture.
+    The last row has the position of the last key. Compressed key e represents the tokens e * ratio to
+    e * ratio + ratio - 1, and is visible to rows from the last of these tokens on. A token may count in both sources.
+    Differentiable in q, k, k_compressed, v, v_compressed and sink. docs/compressed_keys.md has a picture.
 
     Args:
         q: query rows, [B, S1, N1, D]; float16, bfloat16 or float32 (float64: backend="golden").
         k: key rows, [B, S2, N2, D]; N1 is a multiple of N2.
         k_compressed: compressed key rows, [B, S3, N2, D].
-        indices: int32 or int64 [B, S1, N2, K], the compressed keys that every row reads, -1 behind the last;
-            [B, S1, 1, K]: one list for all heads; None: all that it sees.
-        ratio: tokens that a compressed key stands for.
-        band: the keys of k that each row sees, Band.window(127) of the last 128; None: all up to its own.
-        v, v_compressed: value rows [B, S2, N2, Dv], [B, S3, N2, Dv]; None: the key rows, whose gradients hold both.
+        indices: int32 or int64 [B, S1, N2, K], the numbers of the compressed keys that a row reads, then -1;
+            [B, S1, 1, K]: one list for all key heads; None: all compressed keys that the row sees.
+        ratio: tokens that a compressed key represents.
+        band: the interval of keys in k that each row sees; Band.window(127): the last 128; None: Band.causal().
+        v, v_compressed: value rows [B, S2, N2, Dv], [B, S3, N2, Dv]; None: the key rows, whose gradients then include
+            those of the values.
         layout: "BSND", or packed "TND": [T1, N1, D], [T2, N2, D], [T3, N2, D], [T1, N2, K].
-        q_len, kv_len, compressed_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to
-            q_len).
-        residual: tokens of every sequence behind those of its last compressed key, 0 to ratio - 1. The last row's
-            position then counts from them, and k may hold the last keys alone, as a cache of a window does.
+        q_len, kv_len, compressed_len: rows, keys and compressed keys of every sequence (not cumulative). Packed:
+            required (kv_len defaults to q_len).
+        residual: tokens of every sequence after those of its last compressed key, 0 to ratio - 1. Positions then count
+            from the compressed keys and the residual, and k may have only the last keys, as in a cache of a window.
         scale: factor on the dot products; None: 1 / sqrt(D).
-        sink: [N1], of any floating dtype; one more logit per row and head in the denominator.
+        sink: [N1], of any floating dtype; an additional logit per row and head in the denominator.
         page_table, compressed_page_table: int32 or int64 [B, M], the pages of every sequence: keys are pages
-            [P, page, N2, D]. No gradient.
-        return_lse: also return log(sum(exp(s))) over both sources and the sink: float32 [B, N1, S1], packed [T1, N1].
-        backend: "auto", "cpu" or "golden".
+            [P, page, N2, D]. Keys in pages have no gradient.
+        return_lse: also return the log-sum-exp over both sources and the sink: float32 [B, N1, S1], packed [T1, N1].
+        backend: "auto", "cpu", "triton" or "golden".
 
     Returns:
-        out as q with Dv elements per head, or (out, lse); rows without keys are 0, with lse -inf.
+        out in q's layout with Dv elements per head, or (out, lse); rows without visible keys are 0, with lse -inf.
 
     Raises:
-        ContractError: a call that `fusion-attention ops compressed_attention` does not allow; an index out of range is
-            named by batch, row and slot.
-        BackendError: no back end computes it, and why.
+        ContractError: a call that `fusion-attention ops compressed_attention` does not allow; for an index out of range
+            the message names the sequence, the row and the position in the list.
+        BackendError: no back end computes the call; the message lists the reasons.
 
-    Source: this library; the same problem as CANN's SparseFlashMla.
+    Source: this library; the computation of CANN's SparseFlashMla.
 
     Example:
         >>> q, k = torch.randn(1, 8, 4, 16), torch.randn(1, 8, 1, 16)

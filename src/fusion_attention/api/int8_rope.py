@@ -9,17 +9,17 @@ Tensor = torch.Tensor
 
 @aliased
 def divided_rope(query_rope: Tensor, query_scale: Tensor, key_scale: Tensor | float) -> Tensor:
-    """Divides the rope elements of an int8 query for npu_fused_infer_attention_score_v2 with query_quant_mode 3.
+    """Divides query_rope by both scales of an int8 call of npu_fused_infer_attention_score_v2 (query_quant_mode 3).
 
     s = (q8 . k8 + q_rope . k_rope) * query_scale * key_scale * softmax_scale
 
-    The operator scales the sum of both products, so floating-point rope elements must be divided by both scales before.
-    An omitted division cannot be detected.
+    The operator multiplies both products by the scales of the int8 query and key, so the rope elements, which are not
+    quantized, must be divided by these scales before the call. The operator cannot detect a missing division.
 
     Args:
-        query_rope: [.., Dr] in any layout, or BSH [B, S, N*Dr]; key_rope is not divided.
-        query_scale: dequant_scale_query: the query's shape without its elements, BSH [B, S, N].
-        key_scale: dequant_scale_key, one number.
+        query_rope: [.., Dr] in any layout, or BSH [B, S, N*Dr]; key_rope is passed to the operator undivided.
+        query_scale: the argument dequant_scale_query, of the query's shape without its last axis; BSH: [B, S, N].
+        key_scale: the argument dequant_scale_key, one number.
 
     Returns:
         query_rope / (query_scale * key_scale), in its dtype.

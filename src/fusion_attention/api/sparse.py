@@ -1,5 +1,5 @@
-"""The public functions of sparse attention: lightning_indexer() selects keys, sparse_attention() attends to them, and
-indexer_loss() trains the indexer."""
+"""The public functions of sparse attention: lightning_indexer() selects keys, sparse_attention() attends to them;
+indexer_loss() and indexer_target_loss() are the losses that train the indexer."""
 
 from collections.abc import Sequence
 from typing import Literal, overload
@@ -38,36 +38,37 @@ def lightning_indexer(
     page_table: Tensor | None = None,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Selects the top_k keys of every row by the indexer's score, and returns their scores.
+    """Selects for every query row the top_k keys of largest score I, and returns their indices and scores.
 
         I_j = sum_h w_h * max(0, q_h . k_j);  indices, values = the top_k largest I among the visible keys
 
-    The values are differentiable in q, k and weights; no scale is applied: fold it into the weights.
+    The values are differentiable in q, k and weights. The products are not scaled: multiply the weights by the scale.
 
     Args:
-        q: query rows, [B, S1, N1, D]; float16, bfloat16 or float32 (float64: backend="golden").
-        k: key rows, [B, S2, 1, D], one head for all query heads.
-        weights: of query heads, [B, S1, N1], in q's dtype or float32.
+        q: query rows of the indexer, [B, S1, N1, D]; float16, bfloat16 or float32 (float64: backend="golden").
+        k: key rows of the indexer, [B, S2, 1, D], one head for all query heads.
+        weights: w, one number per row and query head, [B, S1, N1], in q's dtype or float32.
         top_k: number of keys that a row selects.
         layout: "BSND", or packed "TND": [T1, N1, D], [T2, 1, D], [T1, N1].
         q_len, kv_len: tokens of every sequence (not cumulative). Packed: required (kv_len defaults to q_len).
-        causal: keys up to a row's position are visible, all keys to the last row; False: all keys to every row.
-        ratio: tokens per key, as in compressed_attention(): the first (p + 1) // ratio keys are visible to a row at
-            position p; other ratios than 1 require causal.
+        causal: True: a row sees the keys up to its position, the last row all keys; False: every row sees all keys.
+        ratio: tokens per key, as in compressed_attention(): a row at position p sees the first (p + 1) // ratio keys.
+            Ratios other than 1 require causal.
         residual: per sequence, the number of tokens after those of the last key: tokens % ratio. None: the rows are
             all tokens of their sequences, with q_len // ratio keys.
         page_table: int32 or int64 [B, M], the pages of every sequence: k is pages [P, page, 1, D].
         backend: "auto", "cpu", "triton" or "golden".
 
     Returns:
-        (indices, values): int32 [B, S1, 1, top_k] ([T1, 1, top_k]), positions within the sequence, by descending
-        score and, among equals, ascending index; -1 behind the last. The scores in q's dtype; -inf behind the last.
+        (indices, values), each [B, S1, 1, top_k], packed [T1, 1, top_k]. indices: int32, keys counted from the first of
+        the sequence, by descending score and, among equal scores, ascending index; then -1 if a row sees fewer keys.
+        values: their scores in q's dtype; then -inf.
 
     Raises:
         ContractError: a call that `fusion-attention ops lightning_indexer` does not allow; the message states the fix.
         BackendError: no back end computes the call; the message lists the reasons.
 
-    Source: this library; the same problem as CANN's LightningIndexer.
+    Source: this library; the computation of CANN's LightningIndexer.
 
     Example:
         >>> q, k, weights = torch.randn(1, 6, 4, 16), torch.randn(1, 6, 1, 16), torch.rand(1, 6, 4)
@@ -130,24 +131,24 @@ def sparse_attention(
     return_lse: bool = False,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention over the blocks of keys that every row selects.
+    """Softmax attention of each query row over the keys, or blocks of keys, in its list.
 
         s_j = scale * (q . k_j + q_rope . k_rope_j)
         out = sum_j exp(s_j) * v_j / (sum_j exp(s_j) + exp(sink)),  j over the selected visible keys
 
-    Differentiable in q, k, v, q_rope, k_rope and sink. docs/sparse_attention.md explains how lists are read.
+    Differentiable in q, k, v, q_rope, k_rope and sink. docs/sparse_attention.md has the rules by which lists are read.
 
     Args:
         q: query rows, [B, S1, N1, D]; float16, bfloat16 or float32 (float64: backend="golden").
         k: key rows, [B, S2, N2, D]; N1 is a multiple of N2.
         v: value rows, [B, S2, N2, Dv]; None: the first dim_v elements of k's rows, whose gradient includes both.
-        indices: int32 or int64 [B, S1, N2, K]: selected blocks of every row, -1 behind the last.
+        indices: int32 or int64 [B, S1, N2, K]: numbers of the blocks that a row selects, then -1.
         layout: "BSND", or packed "TND": [T1, N1, D], [T2, N2, D], [T1, N2, K].
         q_len, kv_len: tokens of every sequence (not cumulative). Packed: required (kv_len defaults to q_len).
         q_rope, k_rope: rope elements [B, S1, N1, Dr], [B, S2, N2, Dr].
         scale: factor on the dot products; None: 1 / sqrt(D + Dr).
         block: tokens of a block, 1 to 128; entry b selects the tokens b * block to b * block + block - 1.
-        causal: keys up to a row's position are visible, all keys to the last row; False: all keys to every row.
+        causal: True: a row sees the keys up to its position, the last row all keys; False: every row sees all keys.
         dim_v: if v is None, elements of a value row; 0: all of the key's.
         sink: [N1], of any floating dtype; an additional logit per row and head in the denominator.
         page_table: int32 or int64 [B, M], the pages of every sequence: k, v and k_rope are pages [P, page, N2, D].
@@ -155,14 +156,14 @@ def sparse_attention(
         backend: "auto", "cpu", "triton" or "golden".
 
     Returns:
-        out as q with Dv elements per head, or (out, lse); rows without visible keys are 0, with lse -inf.
+        out in q's layout with Dv elements per head, or (out, lse); rows without visible keys are 0, with lse -inf.
 
     Raises:
-        ContractError: a call that `fusion-attention ops sparse_attention` does not allow; the message names batch, row
-            and slot of an index out of range.
+        ContractError: a call that `fusion-attention ops sparse_attention` does not allow; for an index out of range the
+            message names the sequence, the row and the position in the list.
         BackendError: no back end computes the call; the message lists the reasons.
 
-    Source: this library; the same Problem as CANN's SparseFlashAttention.
+    Source: this library; the computation of CANN's SparseFlashAttention.
 
     Example:
         >>> q, kv = torch.randn(1, 6, 4, 16), torch.randn(1, 6, 1, 16)
@@ -185,15 +186,19 @@ def sparse_attention(
 
 
 def pack_lists(indices: Tensor) -> Tensor:
-    """Moves the entries of lists that are not negative to the front, in order, followed by -1.
+    """Moves the non-negative entries of each list to the front, in their order, and fills the rest with -1.
 
-    A list is read up to its first negative entry, so a list with gaps, for instance from masked_fill, must be packed.
+    sparse_attention() reads a list up to its first negative entry, so lists with negative entries between valid ones,
+    for instance from masked_fill, must be packed.
 
     Args:
-        indices: int32 or int64 [..., K]; negative entries select nothing.
+        indices: lists, int32 or int64 [..., K].
 
     Returns:
-        Lists of the same shape and dtype.
+        The packed lists, of the same shape and dtype.
+
+    Raises:
+        ValueError: another dtype, or a 0-dim tensor.
 
     Source: this library.
 
@@ -227,30 +232,30 @@ def indexer_loss(
     sink: Tensor | None = None,
     backend: BackendName = "auto",
 ) -> Tensor:
-    """Kullback-Leibler divergence of the indexer's distribution over keys from the attention's, to train an indexer.
+    """Loss that trains an indexer: the KL divergence between the attention's and the indexer's probabilities of keys.
 
         p_j  = mean over heads of exp(scale * (q . k_j + q_rope . k_rope_j) - lse)
         y    = softmax(I),   I_j = sum_h w_h * max(0, index_q_h . index_k_j)
         loss = sum_j p_j * (ln p_j - ln y_j),   dI = y - p
 
-    over the selected keys of a row, or (indices None) its visible keys; with sinks p is normalized over the keys
-    without the sink. The loss is a sum over all rows: divide it by their number. Differentiable in index_q, index_k and
-    weights, not in the attention's inputs; the gradients are computed together with the loss. docs/sparse_attention.md
-    shows a training.
+    The sum is over the selected keys of a row, or without indices over its visible keys; with a sink p is divided by 1
+    minus the sink's probability. The loss is also summed over all rows: divide it by their number. Differentiable in
+    index_q, index_k and weights; the attention's inputs are constants. The gradients are computed together with the
+    loss. docs/sparse_attention.md has a training loop.
 
     Args:
-        q, k: the attention's, [B, S1, N1, D] and [B, S2, N2, D]; float16, bfloat16 or float32.
+        q, k: query and key rows of the attention, [B, S1, N1, D] and [B, S2, N2, D]; float16, bfloat16 or float32.
         lse: the attention's result (return_lse=True) over the same keys: [B, N1, S1], packed [T1, N1].
-        index_q, index_k: the indexer's, [B, S1, Ni, Di] and [B, S2, 1, Di], in q's dtype.
-        weights: of the indexer's heads, [B, S1, Ni], in q's dtype or float32.
+        index_q, index_k: query and key rows of the indexer, [B, S1, Ni, Di] and [B, S2, 1, Di], in q's dtype.
+        weights: w, one number per row and indexer head, [B, S1, Ni], in q's dtype or float32.
         indices: int32 or int64 [B, S1, 1, K], results of lightning_indexer: the selected keys of every row; None: all
             visible keys, with lse of a dense attention.
         layout: "BSND", or packed "TND": [T1, N1, D], [T2, N2, D], ...
         q_len, kv_len: tokens of every sequence (not cumulative). Packed: required (kv_len defaults to q_len).
         q_rope, k_rope: rope elements of the attention, [B, S1, N1, Dr], [B, S2, N2, Dr].
-        scale: the attention's; None: 1 / sqrt(D + Dr).
-        causal: keys up to a row's position are visible, all keys to the last row; False: all keys to every row.
-        sink: the attention's, float32 [N1].
+        scale: the attention's scale; None: 1 / sqrt(D + Dr).
+        causal: True: a row sees the keys up to its position, the last row all keys; False: every row sees all keys.
+        sink: the attention's sink, float32 [N1].
         backend: "auto", "cpu", "triton" or "golden".
 
     Returns:
@@ -258,11 +263,12 @@ def indexer_loss(
         the loss may be slightly below 0.
 
     Raises:
-        ContractError: a call that `fusion-attention ops indexer_loss` does not allow; the message names batch, row and
-            slot of an index out of range.
+        ContractError: a call that `fusion-attention ops indexer_loss` does not allow; for an index out of range the
+            message names the sequence, the row and the position in the list.
         BackendError: no back end computes the call; the message lists the reasons.
 
-    Source: this library; the same problem as CANN's Sparse- and DenseLightningIndexerGradKLLoss.
+    Source: this library; the computation of CANN's SparseLightningIndexerGradKLLoss and
+    DenseLightningIndexerGradKLLoss.
 
     Example:
         >>> q, k, index_k = torch.randn(1, 6, 4, 16), torch.randn(1, 6, 1, 16), torch.randn(1, 6, 1, 8)
@@ -299,38 +305,39 @@ def indexer_target_loss(
     residual: Lengths = None,
     backend: BackendName = "auto",
 ) -> Tensor:
-    """Kullback-Leibler divergence of the indexer's distribution over keys from a given target, to train an indexer.
+    """Loss that trains an indexer: the KL divergence between given and the indexer's probabilities of keys.
 
         y    = softmax(I),   I_j = sum_h w_h * max(0, index_q_h . index_k_j)
         loss = sum_j p_j * (ln p_j - ln y_j),   dI = y * sum_j p_j - p
 
-    over the selected keys of a row, or (indices None) its visible keys. The target p is constant, and may sum to less
-    than 1 if the attention has further keys or a sink. The loss is a sum over all rows: divide it by their number.
-    Differentiable in index_q, index_k and weights; the gradients are computed together with the loss.
+    The sum is over the selected keys of a row, or without indices over its visible keys. The target p is a constant,
+    and may sum to less than 1 if the attention has other keys or a sink. The loss is also summed over all rows: divide
+    it by their number. Differentiable in index_q, index_k and weights; the gradients are computed with the loss.
 
     Args:
-        index_q, index_k: the indexer's, [B, S1, Ni, Di] and [B, S2, 1, Di]; float16, bfloat16 or float32.
-        weights: of the indexer's heads, [B, S1, Ni], in index_q's dtype or float32.
-        target: p, float32, an element for every entry of indices, [B, S1, 1, K], or for every key, [B, S1, 1, S2].
-            Elements of entries and keys that a row does not read are ignored.
+        index_q, index_k: query and key rows of the indexer, [B, S1, Ni, Di] and [B, S2, 1, Di]; float16, bfloat16 or
+            float32.
+        weights: w, one number per row and indexer head, [B, S1, Ni], in index_q's dtype or float32.
+        target: p, float32, a probability for every entry of indices, [B, S1, 1, K], or without indices for every key,
+            [B, S1, 1, S2]. Probabilities of entries and keys that a row does not read are ignored.
         indices: int32 or int64 [B, S1, 1, K], results of lightning_indexer: the selected keys of every row; None: all
             visible keys.
         layout: "BSND", or packed "TND": [T1, Ni, Di], ...; without indices target is [T1, 1, longest kv_len].
         q_len, kv_len: tokens of every sequence (not cumulative). Packed: required (kv_len defaults to q_len).
-        causal: keys up to a row's position are visible, all keys to the last row; False: all keys to every row.
+        causal: True: a row sees the keys up to its position, the last row all keys; False: every row sees all keys.
         ratio, residual: as in lightning_indexer(): tokens per key, and tokens after those of the last key.
-        backend: "auto", "cpu" or "golden".
+        backend: "auto", "cpu", "triton" or "golden".
 
     Returns:
         The loss, a float32 scalar; 0 if no row has a visible key. p and y in the logarithms are at least 1e-8, so the
         loss may be slightly below the exact sum.
 
     Raises:
-        ContractError: a call that `fusion-attention ops indexer_target_loss` does not allow; the message names batch,
-            row and slot of an index out of range.
+        ContractError: a call that `fusion-attention ops indexer_target_loss` does not allow; for an index out of range
+            the message names the sequence, the row and the position in the list.
         BackendError: no back end computes the call; the message lists the reasons.
 
-    Source: this library; the problem of CANN's SparseLightningIndexerKLLossGrad.
+    Source: this library; the computation of CANN's SparseLightningIndexerKLLossGrad.
 
     Example:
         >>> index_q, index_k = torch.randn(1, 6, 2, 8, requires_grad=True), torch.randn(1, 6, 1, 8)
@@ -351,6 +358,6 @@ def indexer_target_loss(
 
 
 def lse_of(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
-    """[B, N1, S1] or [T1, N1], from statistics in CANN's order."""
-    lse = max_ + sum_.detach().log()  # 0 and 0 in a row without keys: -inf
+    """Returns lse [B, N1, S1] or [T1, N1] from max and sum in CANN's order, [B, N2, S1, G] or [N2, T1, G]."""
+    lse = max_ + sum_.detach().log()  # max and sum of a row without keys are 0, so its lse is -inf
     return lse.movedim(0, 1).flatten(1) if layout == "TND" else lse.mT.flatten(1, 2)

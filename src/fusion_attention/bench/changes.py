@@ -1,6 +1,6 @@
-"""Compares two runs of the benchmark, row by row, from their JSON files.
+"""compared(): compares two runs of the benchmark, row by row, from their JSON files.
 
-A row and its peer alternate in both runs, so a change of the machine's speed affects both times equally.
+In both runs this library and the peer are timed alternately, so a change of the machine's speed affects both equally.
 """
 
 import json
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from fusion_attention.bench.pair import REACHED
 
-LARGEST = 64 << 20  # bytes of a file
+LARGEST = 64 << 20  # largest size of a file in bytes
 
 
 class FiguresError(ValueError):
-    """A file without benchmark figures; the message is one sentence."""
+    """The error about a file without benchmark figures; the message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,13 @@ class Change:
     """The change of one row between two runs.
 
     Attributes:
-        before_ms, after_ms: our time in each file.
-        faster: before / after; peer_faster: the same of the peer, which only the machine changes.
-        net: change of the ratio to the peer, so without changes of the machine.
-        says: "faster" or "slower" if the ranges of the ratio do not overlap in the two runs and differ by more than two
-            runs of the same code; else "same".
+        group, name, peer_name: the row.
+        before_ms, after_ms: time of this library in each file.
+        faster: before_ms / after_ms.
+        peer_faster: the same for the peer, which changes only with the machine's speed.
+        net: ratio after / ratio before, where a ratio is the peer's time divided by this library's.
+        says: "faster" or "slower" if the ranges of the ratio in the two files do not overlap, and net differs from 1 by
+            more than between two runs of the same code; else "same".
     """
 
     group: str
@@ -42,7 +44,12 @@ class Change:
 
 
 class Row(NamedTuple):
-    """Milliseconds of this library and of the peer, their ratio, and the range of the ratio without outliers."""
+    """One row of a run.
+
+    Attributes:
+        ours, peer: milliseconds of this library and of the peer.
+        ratio: median of peer's time / ours; low, high: its range without outliers.
+    """
 
     ours: float
     peer: float
@@ -73,15 +80,15 @@ def figures(path: Path) -> dict[tuple[str, str, str], Row]:
     """
     try:
         if path.stat().st_size > LARGEST:
-            raise FiguresError(f"{path} has more than {LARGEST} bytes: not what `fusion-attention bench` writes")
+            raise FiguresError(f"{path} has more than {LARGEST} bytes: `fusion-attention bench` did not write it")
         result = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FiguresError(f"{path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
-        raise FiguresError(f"{path} is no JSON: {error}"[:300]) from None
+        raise FiguresError(f"{path} is not JSON: {error}"[:300]) from None
     rows = result.get("rows") if isinstance(result, dict) else None
     if not isinstance(rows, list) or not rows:
-        raise FiguresError(f"{path} has no rows: it is not what `fusion-attention bench --output` writes")
+        raise FiguresError(f"{path} has no rows: `fusion-attention bench --output` did not write it")
     return dict(_row(path, number, row) for number, row in enumerate(rows))
 
 
@@ -93,8 +100,8 @@ def _row(path: Path, number: int, row: Any) -> tuple[tuple[str, str, str], Row]:
         raise FiguresError(f"{path}: rows[{number}]: expected group, name, peer_name, and times and a ratio above zero")
     ours, peer, ratio = map(float, values)
     between = [row.get(word) for word in ("low", "high")]
-    apart = all(type(q) in (int, float) and math.isfinite(q) and q > 0 for q in between)
-    low, high = map(float, between) if apart else (ratio, ratio)  # older files have none
+    has_range = all(type(q) in (int, float) and math.isfinite(q) and q > 0 for q in between)
+    low, high = map(float, between) if has_range else (ratio, ratio)  # files of older releases have no range
     return (str(words[0]), str(words[1]), str(words[2])), Row(ours, peer, ratio, low, high)
 
 

@@ -1,4 +1,4 @@
-"""Draws the ratios of a run as a bar chart, with a line at equal speed."""
+"""draw(): writes the ratios of a run as a bar chart, with a line at equal speed."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ from fusion_attention.bench.pair import Timing
 
 
 def draw(timings: list[Timing], path: Path) -> None:
-    """Writes the chart as a PNG file."""
-    from matplotlib.figure import Figure  # only charts need the bench extra
+    """Writes the chart to a PNG file."""
+    from matplotlib.figure import Figure  # an optional dependency (extra "bench")
 
     figure = Figure(figsize=(9, 1 + 0.24 * len(timings)), layout="constrained")
     axes = figure.subplots()
@@ -20,7 +20,7 @@ def draw(timings: list[Timing], path: Path) -> None:
     axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_xscale("log")
-    axes.set_xlabel("peer's time / ours (right of the line: we are faster)")
+    axes.set_xlabel("peer's time / time of this library (right of the line: this library is faster)")
     axes.tick_params(axis="y", labelsize=8)
     axes.invert_yaxis()
     figure.savefig(path, dpi=120)

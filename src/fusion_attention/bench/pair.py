@@ -1,4 +1,4 @@
-"""Times two ways to compute the same result in alternation, A B A B ..., so that drift affects both equally."""
+"""measure(): times two functions alternately, A B A B ..., so changes of the machine's speed affect both equally."""
 
 import math
 import statistics
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 
 import torch
 
-# A figure reaches its goal at this fraction of it: two runs on one machine differ by 3 %.
+# A figure counts as reaching its goal from this fraction on, because two runs on one machine differ by 3 %.
 REACHED = 0.97
-# Seconds; shorter calls are repeated within a turn, the peer's as often as ours.
+# In seconds. Shorter calls of this library are repeated within a turn, and the peer's call as often.
 SHORTEST = 0.01
-# A row without a goal gets this many seconds of alternations, but at least FEWEST turns.
+# A row without a goal is timed for PATIENCE seconds, but for at least FEWEST turns.
 PATIENCE, FEWEST = 2.0, 2
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two computations to compare, ours and a peer's, with the number of operations of ours.
+    """Two functions whose times are compared: of this library, and of an alternative (the peer).
 
     Args:
-        group: heading of the rows that a chart shows together.
+        group: heading of the rows that tables and charts show together.
         name: description of the computation.
-        peer_name: name of the alternative, which may be another computation by this library.
+        peer_name: name of the peer, which may be another computation by this library.
         ours, peer: functions that compute the result once.
-        flops: operations of ours; a multiply-add is two.
-        peak: the dtype of the peak rate, "float32" or "bfloat16"; "" for none. variant: the instruction set of the
-            peak, None for the active one.
-        peer_flops: operations of a peer that computes a different problem: rates are compared. 0: times are compared.
-        goal, share_goal: the goals for the ratio and for the fraction of the peak; 0 for none.
+        flops: floating-point operations of `ours`; a multiply-add is two.
+        peak: the dtype of the peak rate to compare with, "float32" or "bfloat16"; "": none.
+        variant: the instruction set of the peak rate; None: the active one.
+        peer_flops: operations of a peer that computes another problem: rates are compared; 0: times are compared.
+        goal, share_goal: the goals for the ratio and for the fraction of the peak; 0: none.
     """
 
     group: str
@@ -47,8 +47,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class Timing:
-    """Median milliseconds of both; medians over turns of the ratio (peer's time / ours, or our rate / the peer's) and
-    of the fraction of the peak; our rate; and the range of the ratios without the highest and lowest eighth."""
+    """The figures of a pair.
+
+    Attributes:
+        group, name, peer_name, goal, share_goal: those of the Pair.
+        ours_ms, peer_ms: median milliseconds.
+        ratio: median over turns of peer's time / ours (or our rate / the peer's).
+        gflops: the rate of this library in GFLOP/s.
+        share_of_peak: median over turns of the rate divided by the peak rate; 0.0 without a peak.
+        low, high: the range of the ratio, without the lowest and the highest eighth.
+    """
 
     group: str
     name: str
@@ -72,7 +80,7 @@ class Timing:
 
 
 def seconds(call: Callable[[], object], times: int = 1) -> float:
-    """Measures the mean wall time of a call over a number of repetitions."""
+    """Returns the mean wall time of a call in seconds, over a number of repetitions."""
     start = time.perf_counter()
     for _ in range(times):
         call()
@@ -80,10 +88,15 @@ def seconds(call: Callable[[], object], times: int = 1) -> float:
 
 
 class Probe:
-    """Measures the machine's rate of multiply-adds in registers, for about as long as a call takes."""
+    """Measures the machine's peak rate by a loop of multiply-adds in registers.
+
+    Args:
+        dtype, variant: dtype and instruction set of the loop.
+        like: the time in seconds that one measurement takes, about that of the timed call.
+    """
 
     def __init__(self, dtype: str, variant: str | None, like: float) -> None:
-        from fusion_attention import _native  # machines without the native core can still time other back ends
+        from fusion_attention import _native  # here, because other back ends are timed without the native core too
 
         self._multiply_adds, self._given = _native.multiply_adds, (dtype, variant)
         self._turns = 100_000
@@ -95,14 +108,16 @@ class Probe:
         return self._multiply_adds(dtype, torch.get_num_threads(), self._turns, variant)
 
     def rate(self) -> float:
-        """Returns the operations per second, measured now."""
+        """Measures and returns the number of operations per second."""
         start = time.perf_counter()
         return self._work() / (time.perf_counter() - start)
 
 
 def measure(pair: Pair, turns: int) -> Timing:
-    """Times a pair and the probe over a number of alternations, after one warm-up of each; fewer if a pair takes long
-    and has no goal."""
+    """Times both functions of a pair, and the peak rate, alternately after one warm-up; returns the medians.
+
+    turns: the number of turns; fewer if the pair takes long and has no goal.
+    """
     pair.ours()
     other = seconds(pair.peer)
     once = seconds(pair.ours)

@@ -1,10 +1,10 @@
-"""Prints a table row by row while a benchmark runs, without a thread that would disturb the timing."""
+"""Report: prints a table row by row while a benchmark runs, without a thread that would disturb the timing."""
 
 from rich.console import Console
 
 
 class Report:
-    """Prints a heading at once and a line per row.
+    """A table whose heading is printed at once, and whose rows are printed as they are added.
 
     Args:
         console: the output.
@@ -18,7 +18,7 @@ class Report:
         self._line(list(columns), "bold")
 
     def add(self, *cells: str, section: str = "") -> None:
-        """Prints a row; a new section gets a line with its name first."""
+        """Prints a row; before the first row of a section, a line with the section's name."""
         if section != self._section:
             self._section = section
             self._print(section, "bold")

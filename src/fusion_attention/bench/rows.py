@@ -1,6 +1,6 @@
-"""The rows of `fusion-attention bench`: common attention calls beside the peers installed on this machine.
+"""The cases of `fusion-attention bench`: common attention calls, and the same calls by peers on this machine.
 
-The rows are few and short on purpose; the repository's `benchmarks` have more.
+They take a minute; the repository's `benchmarks` have more cases.
 """
 
 import importlib
@@ -23,7 +23,7 @@ Call = Callable[[], object]
 
 
 def peers(device: torch.device) -> dict[str, str]:
-    """Returns for every possible peer its release, or the reason why it is not compared."""
+    """Returns for every possible peer its release, or the reason why it is not timed."""
     results = {"torch SDPA": str(torch.__version__)}
     results["FlashAttention (flash_attn)"] = _flash_attn(device) or _why_no_flash(device)
     if device.type == "cpu":
@@ -43,11 +43,11 @@ def _flash_attn(device: torch.device) -> str:
 
 
 def _why_no_flash(device: torch.device) -> str:
-    return "not installed" if device.type == "cuda" else "computes on GPUs alone"
+    return "not installed" if device.type == "cuda" else "computes only on GPUs"
 
 
 def forward(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """Dense attention, full and causal."""
+    """Yields forwards of dense attention, full and causal."""
     size = 256 if quick else 1024
     for label, dtype in DTYPES.items():
         q, k, v = _rows(dtype, device, (HEADS, HEADS), size)
@@ -61,33 +61,33 @@ def forward(device: torch.device, quick: bool) -> Iterator[Pair]:
 
 
 def training(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """Forward and backward together, as in a training step."""
+    """Yields causal attention, forward and backward together, as in a training step."""
     size = 256 if quick else 1024
     for label, dtype in DTYPES.items():
         q, k, v = (t.requires_grad_() for t in _rows(dtype, device, (HEADS, HEADS), size))
         dout = torch.randn_like(q)
         ours = partial(_step, partial(fa.attention, layout="BNSD", band=fa.Band.causal()), (q, k, v), dout)
-        theirs = partial(_step, partial(sdpa, is_causal=True), (q, k, v), dout)
+        peer_call = partial(_step, partial(sdpa, is_causal=True), (q, k, v), dout)
         flops = 14 * HEADS * size * (size + 1) // 2 * DIM
-        yield _pair("training", f"{label}, causal step, S{size}", "torch SDPA", ours, theirs, flops, device, label)
+        yield _pair("training", f"{label}, causal step, S{size}", "torch SDPA", ours, peer_call, flops, device, label)
 
 
 def windows(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """A sliding window, which the peers compute with a mask."""
+    """Yields a forward with a sliding window, which the peer computes with a mask."""
     size, left = (512, 63) if quick else (2048, 255)
     q, k, v = _rows(torch.bfloat16, device, (HEADS, HEADS), size)
     row, key = torch.arange(size, device=device)[:, None], torch.arange(size, device=device)
     inside = (key <= row) & (row - key <= left)
     ours = _without_grad(fa.attention, q, k, v, layout="BNSD", band=fa.Band.window(left, 0))
-    theirs = _without_grad(sdpa, q, k, v, attn_mask=inside)
+    peer_call = _without_grad(sdpa, q, k, v, attn_mask=inside)
     flops = 4 * HEADS * int(inside.sum()) * DIM
     yield _pair(
-        "windows", f"bf16, window {left + 1}, S{size}", "torch SDPA + mask", ours, theirs, flops, device, "bf16"
+        "windows", f"bf16, window {left + 1}, S{size}", "torch SDPA + mask", ours, peer_call, flops, device, "bf16"
     )
 
 
 def packed(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """Sequences of many lengths, packed for this library and padded for the peers."""
+    """Yields forwards of sequences of many lengths, packed for this library and padded for the peer."""
     lengths = [16, 40, 7, 120, 64, 33, 200, 12] * (1 if quick else 4)
     total, longest, count = sum(lengths), max(lengths), len(lengths)
     flops = sum(4 * HEADS * n * n * DIM for n in lengths)
@@ -100,13 +100,13 @@ def packed(device: torch.device, quick: bool) -> Iterator[Pair]:
         ends = torch.tensor(lengths, device=device)[:, None]
         mask = (torch.arange(longest, device=device) < ends)[:, None, None]
         ours = _without_grad(fa.attention, *rows, layout="TND", q_len=lengths)
-        theirs = _without_grad(sdpa, *padded_rows, attn_mask=mask)
+        peer_call = _without_grad(sdpa, *padded_rows, attn_mask=mask)
         name = f"{label}, {count} sequences, {total} of {count * longest} tokens"
-        yield _pair("packed", name, "padded torch SDPA", ours, theirs, flops, device, label)
+        yield _pair("packed", name, "padded torch SDPA", ours, peer_call, flops, device, label)
 
 
 def decoding(device: torch.device, quick: bool) -> Iterator[Pair]:
-    """One new token per sequence over its cache, with eight query heads per key head."""
+    """Yields decoding of one token per sequence over its cache, with eight query heads per key head."""
     items, tokens, heads = (4, 512, 2) if quick else (16, 2048, 4)
     for label in ("bf16", "fp32"):
         generator = torch.Generator().manual_seed(0)
@@ -114,10 +114,10 @@ def decoding(device: torch.device, quick: bool) -> Iterator[Pair]:
         k, v = torch.randn(2, items, tokens, heads, DIM, generator=generator).to(device, DTYPES[label])
         ours = _without_grad(fa.decode_attention, q, (k, v), kv_len=[tokens] * items)
         by_head = [t.transpose(1, 2) for t in (q, k, v)]
-        theirs = _without_grad(sdpa, *by_head, enable_gqa=True)
+        peer_call = _without_grad(sdpa, *by_head, enable_gqa=True)
         flops = 4 * items * 8 * heads * tokens * DIM
         name = f"{label}, {items} sequences of {tokens} tokens"
-        yield _pair("decoding", name, "torch SDPA", ours, theirs, flops, device, "")
+        yield _pair("decoding", name, "torch SDPA", ours, peer_call, flops, device, "")
 
 
 GROUPS: dict[str, tuple[Callable[[torch.device, bool], Iterator[Pair]], int]] = {
@@ -155,13 +155,13 @@ def _dense_peers(
 
 
 def _pair(
-    group: str, name: str, peer: str, ours: Call, theirs: Call, flops: int, device: torch.device, label: str
+    group: str, name: str, peer: str, ours: Call, peer_call: Call, flops: int, device: torch.device, label: str
 ) -> Pair:
-    """Makes a row; on a GPU the timing waits for the result, and no peak rate applies."""
+    """Returns a pair; on a GPU its functions wait for the result, and there is no peak rate."""
     if device.type == "cuda":
-        ours, theirs = _finished(ours), _finished(theirs)
-        return Pair(group, name, peer, ours, theirs, flops)
-    return Pair(group, name, peer, ours, theirs, flops, PEAKS.get(label, ""))
+        ours, peer_call = _finished(ours), _finished(peer_call)
+        return Pair(group, name, peer, ours, peer_call, flops)
+    return Pair(group, name, peer, ours, peer_call, flops, PEAKS.get(label, ""))
 
 
 def _finished(call: Call) -> Call:

@@ -1,1 +1,1 @@
-"""Writing of attention calls with inputs and outputs to files (capture.py), and reading of these files (reader.py)."""
+"""capture(): writes attention calls with inputs and outputs to files (capture.py), and reads them (reader.py)."""

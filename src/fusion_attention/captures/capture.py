@@ -1,4 +1,4 @@
-"""Saves attention calls to files: capture() around any code; judging/replay.py computes saved calls again.
+"""capture(): saves the attention calls of any code to files; judging/replay.py computes saved calls again.
 
 A saved call is one .safetensors file: inputs and outputs by the operator's names, everything else as JSON in metadata.
 """
@@ -31,18 +31,18 @@ from fusion_attention.torch_ops import dense, dispatch
 __all__ = ["capture"]
 
 _INTERFACES = (training, inference, fused_inference, sparse, indexer_loss)
-# Every call passes one of these functions. An active capture() replaces them, so that calls outside it are not slower;
-# the functions of a real torch_npu can only be replaced.
+# Every call of this library runs one of these functions (module, name), which an active capture() replaces. So calls
+# outside a capture() are not slower.
 HOOKED = ((training_call, "forward"), (training_call, "backward"), (dense, "forward"), (dispatch, "results"))
 
 
 class capture(Counted):
     """Saves every attention call (inputs and outputs) inside a block or a function, each as one file in a folder.
 
-    Calls of functions of fusion_attention.npu (and of an installed `torch_npu`) and of fusion_attention are saved, in
-    every thread and for every way to import the functions; calls of a real torch_npu if they are made through its
-    module's attributes. Compiled calls, calls that fail, and calls on the meta device are not saved. Several captures
-    may be active at the same time, also for one folder, and may end in any order.
+    Calls of functions of fusion_attention and fusion_attention.npu (and of its installed module torch_npu) are saved in
+    every thread, however the functions were imported. Calls of a real torch_npu are saved if the program calls the
+    functions as attributes of the module. Compiled calls, failing calls, and calls on device meta are not saved.
+    Several captures may be active at the same time, also for one folder, and may end in any order.
 
     Args:
         path: the folder, created if it does not exist. Files are named 0000-npu_fusion_attention.safetensors and so on,
@@ -50,7 +50,9 @@ class capture(Counted):
             if several processes write to one folder.
 
     Attributes:
-        files: the files written so far.
+        files: paths of the files written so far.
+
+    Source: this library.
 
     Example:
         >>> import tempfile
@@ -71,19 +73,25 @@ class capture(Counted):
         self.numbers = count()
 
     def begin(self, changes: Changes) -> None:
-        """Replaces the functions that calls pass; called when the first block of this capture is entered."""
+        """Replaces the functions in HOOKED; called when the first block of this capture is entered."""
         self.path.mkdir(parents=True, exist_ok=True)
-        beside = [other for other in _recorders if other.path.resolve() == self.path.resolve()]
-        self.numbers = beside[0].numbers if beside else count(_first_number(self.path))
+        same_folder = [other for other in _recorders if other.path.resolve() == self.path.resolve()]
+        self.numbers = same_folder[0].numbers if same_folder else count(_first_number(self.path))
         changes.after(_forget, self)
         _recorders.append(self)
         for owner, name, wrapper in _hooks(self):
             changes.wrap(owner, name, wrapper)
 
     def record(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: Any, backend: str) -> None:
-        """Writes one call, unless it is traced or on the meta device.
+        """Writes one call, unless it is traced or on device meta, or this capture has ended.
 
-        A wrapper that another one wraps may be called after its capture has ended, and then writes nothing.
+        (A capture that ends before a later one cannot remove its wrapper, which then writes nothing.)
+
+        Args:
+            op: the operator's definition.
+            args: arguments by canonical name. outputs: results by name.
+            seed: the seed of drawn dropout, or None.
+            backend: the back end of the call.
         """
         if self not in _recorders or dispatch.is_traced(args.values()):
             return
@@ -99,7 +107,7 @@ class capture(Counted):
         def record(upstream: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
             if self in _recorders:
                 above = {UPSTREAM + n: t for n, t in upstream.items()}
-                self.write(op, args, gradients, seed, backend, beside={**above, **saved})
+                self.write(op, args, gradients, seed, backend, forward_tensors={**above, **saved})
 
         watch(op, args, outputs, record)
 
@@ -110,10 +118,12 @@ class capture(Counted):
         outputs: Mapping[str, Any],
         seed: int,
         backend: str,
-        beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        forward_tensors: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """Writes one call to a file, completely or not at all. beside: for a backward, the forward's results and their
-        gradients."""
+        """Writes one call to a file, completely or not at all.
+
+        forward_tensors: for a backward, the forward's results and their gradients, under the names of their prefixes.
+        """
         inputs = [p for p in op.params if not (isinstance(p, Tensor) and p.output)]
         given = {p.name: args.get(p.name) for p in inputs if args.get(p.name) is not None}
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
@@ -136,16 +146,15 @@ class capture(Counted):
             "library": sys.modules["fusion_attention"].__version__,
             "backend": backend,
         }
-        content = tensors | {OUTPUT + name: value for name, value in results.items()} | dict(beside)
+        content = tensors | {OUTPUT + name: value for name, value in results.items()} | dict(forward_tensors)
         text = {k: v if isinstance(v, str) else json.dumps(v) for k, v in metadata.items()}
         # The format stores contiguous tensors that share no memory.
         values = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in content.items()}
         values |= {n: packed_bits(values[n]) for n in metadata["bits"]}  # one bit per element of a mask
-        self._save(f"{op.name}-backward" if beside else op.name, values, text)
+        self._save(f"{op.name}-backward" if forward_tensors else op.name, values, text)
 
     def _save(self, name: str, values: dict[str, torch.Tensor], text: dict[str, str]) -> None:
-        """Writes a file under the next free number; until it is complete, a .part file of that name reserves the
-        number."""
+        """Writes a file under the next free number; a .part file reserves the number until the file is complete."""
         from safetensors.torch import save_file  # only writing needs this package
 
         while True:
@@ -156,7 +165,8 @@ class capture(Counted):
             except FileExistsError:
                 continue
             except FileNotFoundError:
-                warnings.warn(f"capture: {self.path} is gone, so this call of {name} is not written", stacklevel=2)
+                message = f"capture: {self.path} no longer exists, so this call of {name} is not written"
+                warnings.warn(message, stacklevel=2)
                 return
             try:
                 if not path.exists():
@@ -172,7 +182,7 @@ class capture(Counted):
 
 
 def _first_number(folder: Path) -> int:
-    """Returns one more than the largest number of the folder's saved calls; numbers have at most twelve digits."""
+    """Returns the number after the largest one of the folder's saved calls; numbers have at most twelve digits."""
     numbers = (re.match(r"([0-9]{4,12})-.*\.safetensors$", file.name) for file in folder.iterdir())
     return max((int(number[1]) for number in numbers if number), default=-1) + 1
 
@@ -188,7 +198,7 @@ def _json_value(value: Any) -> Any:
     return [getattr(value, field.name) for field in fields(value)]
 
 
-_recorders: list[capture] = []  # active captures; those of one folder use one sequence of numbers
+_recorders: list[capture] = []  # the active captures
 
 
 def _forget(recorder: capture) -> None:
@@ -197,7 +207,7 @@ def _forget(recorder: capture) -> None:
 
 
 def _hooks(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
-    """Returns (module, attribute, wrapper) for every function that is replaced while calls are saved."""
+    """Returns (module, attribute, wrapper) for every function that an active capture replaces."""
 
     def training_of(names: tuple[str, ...]) -> Callable[[Layer], Any]:
         def wrap(layer: Layer) -> Any:
@@ -245,7 +255,8 @@ def _hooks(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
 
 
 def _foreign(recorder: capture, name: str, ours: Any) -> Callable[[Layer], Any]:
-    """Wraps a function of a real torch_npu; our signature of the function, which is the same, names its arguments."""
+    """Returns the wrapper of a function of a real torch_npu; `ours` is this library's function, whose signature gives
+    the names of the arguments."""
     op = RECORDS[name]
     signature = inspect.signature(ours)
     returns = returned(op)

@@ -1,7 +1,7 @@
-"""Intercepts the backward of a saved call when autograd runs it, and lowers the backward again from its file.
+"""Gradients in saved calls: watch() observes autograd to save backwards, backward_of() lowers a backward from its file.
 
-A backward's file has the arguments of its forward, the forward's results (`saved.`), their gradients (`upstream.`), and
-the gradients of the inputs as outputs.
+A backward's file contains the arguments of its forward, the forward's results (names with `saved.`), their gradients
+(`upstream.`), and as outputs the gradients of the inputs.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ _NAMES = {"query": "dq", "key": "dk", "value": "dv", "query_rope": "dq_rope", "k
 
 
 def gradient_name(op: Op, name: str) -> str:
-    """Returns the name of an input's gradient."""
+    """Returns the name of an input's gradient, an output of the backward."""
     is_dense = "keep_prob" in op.by_name or "block_mask" in op.by_name
     return _NAMES.get(name, f"d{name}") if is_dense else f"d{name}"
 
@@ -45,7 +45,7 @@ def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], on_gradie
         for name, edge in edges.items():
             at = next((i for i, (f, n, _) in enumerate(left) if f is edge.node and n == edge.output_nr), None)
             if at is not None:
-                gradient = left.pop(at)[2]  # one tensor may be several inputs: each takes one gradient
+                gradient = left.pop(at)[2]  # removed, because a tensor that is several inputs has several gradients
                 if gradient is not None:
                     result[gradient_name(op, name)] = gradient
         if upstream and result:
@@ -55,7 +55,12 @@ def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], on_gradie
 
 
 def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Lowered | None:
-    """Lowers the backward of a lowered forward, from its results and their gradients; None without a derivative."""
+    """Returns the lowered backward of a lowered forward; None if the operator has no derivative.
+
+    Args:
+        call: the lowered forward.
+        saved: the forward's results by name. upstream: their gradients by name.
+    """
     try:
         backward: Lowered = call.backward(saved, upstream)
     except (AttributeError, KeyError):  # the operator has no derivative, or its statistics were not saved

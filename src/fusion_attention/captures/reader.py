@@ -1,4 +1,4 @@
-"""Reads the files that capture.py writes, and validates every field before use."""
+"""read(): reads a file that capture() wrote, and validates every field before use."""
 
 import json
 import math
@@ -23,7 +23,7 @@ _FIELDS = ("operator", "attributes", "arrays", "strides", "outputs", "seed", "li
 
 
 class CaptureError(ValueError):
-    """The error for a file that capture() did not write, or whose fields contradict each other."""
+    """The error about a file that capture() did not write, or whose fields contradict each other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +31,11 @@ class Recording:
     """The content of a file that capture() wrote: one call with inputs and outputs.
 
     Attributes:
-        operator: the operator's name; args: its arguments by canonical name; outputs: by name; seed: of drawn dropout.
-        saved, upstream: of a backward, the forward's results and their gradients; else empty.
+        op: the operator's definition.
+        args: its arguments by canonical name.
+        outputs: its results by name.
+        seed: the seed of drawn dropout.
+        saved, upstream: for a backward, the forward's results and their gradients by name; else empty.
     """
 
     op: Op
@@ -44,7 +47,7 @@ class Recording:
 
 
 def read(path: Path, device: torch.device) -> Recording:
-    """Reads a file that capture() wrote.
+    """Returns the call in a file that capture() wrote, with its tensors on a device.
 
     Raises:
         CaptureError: capture() did not write the file, or its fields contradict each other.
@@ -69,38 +72,38 @@ def read(path: Path, device: torch.device) -> Recording:
         raise CaptureError(f"{path}: format version {written}, and this library reads {' and '.join(READS)}")
     op = RECORDS.get(text["operator"])
     if op is None:
-        raise CaptureError(f"{path}: operator {reprlib.repr(text['operator'])} has no record here")
+        raise CaptureError(f"{path}: operator {reprlib.repr(text['operator'])} has no definition here")
     try:
-        beside = {prefix: _taken(tensors, prefix, device) for prefix in (SAVED, UPSTREAM)}
-        return Recording(op, *_parts(op, text, tensors, device), beside[SAVED], beside[UPSTREAM])
+        prefixed = {prefix: _taken(tensors, prefix, device) for prefix in (SAVED, UPSTREAM)}
+        return Recording(op, *_parts(op, text, tensors, device), prefixed[SAVED], prefixed[UPSTREAM])
     except _Fault as fault:
         raise CaptureError(f"{path}: {fault} (of a call of {op.name})") from None
 
 
 class _Fault(Exception):
-    """A field of the metadata, or a tensor's name, that does not belong to the call."""
+    """The error of a metadata field or of a tensor's name."""
 
     def __init__(self, field: str, expected: str, got: Any) -> None:
         super().__init__(f"{field}: expected {expected}, got {reprlib.repr(got)}")
 
 
 def packed_bits(mask: torch.Tensor) -> torch.Tensor:
-    """Packs a bool tensor into bits, least significant bit first."""
+    """Returns the elements of a bool tensor as bits in a uint8 tensor, least significant bit first."""
     return torch.from_numpy(np.packbits(mask.reshape(-1).numpy(), bitorder="little"))
 
 
 def _unpacked(text: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
-    """Replaces packed masks by bool tensors, in place."""
+    """Replaces packed masks in `tensors` by bool tensors; text: the file's metadata."""
     for name, shape in (_json(text, "bits", dict) if "bits" in text else {}).items():
         count = math.prod(shape) if _are_integers(shape, 0, 1 << 40) else -1
         bits = tensors.get(name)
         if bits is None or bits.dtype != torch.uint8 or bits.dim() != 1 or count < 0 or -(-count // 8) != len(bits):
-            raise _Fault(f"bits: {name}", "the shape of a mask that is stored as so many bits", shape)
+            raise _Fault(f"bits: {name}", "the shape of a mask with the stored number of bits", shape)
         tensors[name] = torch.from_numpy(np.unpackbits(bits.numpy(), count=count, bitorder="little")).bool().view(shape)
 
 
 def _taken(tensors: dict[str, torch.Tensor], prefix: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """Removes the tensors whose names begin with a prefix, and returns them by the rest of their names."""
+    """Removes the tensors whose names begin with a prefix, and returns them by their names without the prefix."""
     names = [name for name in tensors if name.startswith(prefix)]
     return {name.removeprefix(prefix): tensors.pop(name).to(device) for name in names}
 
@@ -108,6 +111,7 @@ def _taken(tensors: dict[str, torch.Tensor], prefix: str, device: torch.device) 
 def _parts(
     op: Op, text: dict[str, str], tensors: dict[str, torch.Tensor], device: torch.device
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], int]:
+    """Returns (arguments, outputs, seed) from a file's metadata and tensors."""
     recorded = {}
     _unpacked(text, tensors)
     for name in _json(text, "outputs", list):
@@ -119,7 +123,7 @@ def _parts(
         raise _Fault("strides", "the names of all input tensors and no others", sorted(strides.keys() ^ tensors.keys()))
     for name, stride in strides.items():
         if not (_are_integers(stride, 0, 1 << 63) and len(stride) == tensors[name].dim()):
-            raise _Fault(f"strides: {name}", "an integer from 0 on for each axis of the tensor", stride)
+            raise _Fault(f"strides: {name}", "an integer >= 0 for each axis of the tensor", stride)
     args: dict[str, Any] = {name: value.to(device) for name, value in tensors.items() if "[" not in name}
     for name in args:
         _parameter(op, "tensors", name, Param)
@@ -140,7 +144,7 @@ def _parts(
 
 
 def _json(text: dict[str, str], field: str, wanted: type) -> Any:
-    """Parses a metadata field as JSON of the expected type."""
+    """Returns the value of a metadata field, JSON of the expected type."""
     try:
         value = json.loads(text[field])
     except (ValueError, RecursionError) as error:
@@ -159,7 +163,7 @@ _KINDS = {Param: "", Tensors: " that are lists of tensors", Array: " that are li
 
 
 def _parameter(op: Op, field: str, name: str, kind: type[Param], args: Mapping[str, Any] | None = None) -> Param:
-    """Returns the parameter of a name and kind; an error if there is none or if it already has a value."""
+    """Returns the parameter with a name; _Fault: there is none of this kind, or args already has its value."""
     result = op.by_name.get(name)
     if result is None or not isinstance(result, kind):
         raise _Fault(field, f"names of parameters{_KINDS[kind]}", name)
@@ -169,18 +173,18 @@ def _parameter(op: Op, field: str, name: str, kind: type[Param], args: Mapping[s
 
 
 def _lists(tensors: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Collects tensors named name[0], name[1], ... into lists."""
+    """Returns lists of the tensors that are named name[0], name[1], ..., by name."""
     lists: dict[str, list[torch.Tensor]] = {}
     for name in sorted(tensors, key=lambda name: (len(name), name)):
         result = lists.setdefault(name.split("[")[0], [])
         if name != f"{name.split('[')[0]}[{len(result)}]":
-            raise _Fault("tensors", "a list's members by numbers from 0 on, none left out", name)
+            raise _Fault("tensors", "names of a list's members with consecutive numbers from 0", name)
         result.append(tensors[name])
     return lists
 
 
 def _attribute(name: str, p: Param, value: Any) -> Any:
-    """Validates a number or string, or makes a Band from the list of its fields."""
+    """Returns a validated number or string, or the Band whose fields the value lists."""
     assert isinstance(p, Attr)
     if p.type is not Band:
         if type(value) not in (bool, int, float, str):

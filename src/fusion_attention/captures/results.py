@@ -1,10 +1,10 @@
-"""Names of the results of functions whose calls capture() saves."""
+"""The names of the results of functions whose calls capture() saves."""
 
 from fusion_attention.contract import Op
 
 FORWARD = ("attention_out", "softmax_max", "softmax_sum", "softmax_out", "seed", "offset", "numels")
 BACKWARD = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
-# The results of torch_npu's functions, by name or by suffix of npu_fusion_attention.
+# Results of torch_npu's functions, by the function's name, or by the suffix after npu_fusion_attention.
 _RETURNS: dict[str, tuple[str, ...]] = {
     "_grad": ("dq", "dk", "dv", "dpse", "dsink"),
     "_grad_v2": ("dq", "dk", "dv", "dpse", "dq_rope", "dk_rope", "dsink"),
@@ -14,6 +14,6 @@ _RETURNS: dict[str, tuple[str, ...]] = {
 
 
 def returned(op: Op) -> tuple[str, ...]:
-    """Returns the names of a function's results, in order; they are names of its operator definition."""
+    """Returns the names of a torch_npu function's results, in order."""
     kind = op.name.removeprefix("npu_fusion_attention")
     return _RETURNS.get(kind, FORWARD) if kind != op.name else op.results

@@ -1,6 +1,6 @@
-"""The command `fusion-attention`: its subcommands by name.
+"""The command `fusion-attention` and its subcommands.
 
-A command's module loads torch when the command runs.
+The module of a subcommand imports torch only when the subcommand runs.
 """
 
 import inspect
@@ -12,7 +12,7 @@ import typer
 
 from fusion_attention import __version__
 
-# Aliases, since the modules of these names must stay attributes of the package.
+# Aliases, because cli.bench, cli.capi ... must remain the modules of these names.
 from fusion_attention.cli.bench import bench as bench_command
 from fusion_attention.cli.capi import capi as capi_command
 from fusion_attention.cli.demo import demo as demo_command
@@ -26,14 +26,14 @@ from fusion_attention.cli.verify import verify as verify_command
 
 app = typer.Typer(
     name="fusion-attention",
-    help="Ascend's fused attention operators, with the same meaning, on any machine.",
+    help="Ascend's fused attention operators, with the same results, on any machine.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
 
 def _add(function: Callable[..., None]) -> None:
-    """Adds a subcommand named after its function; paragraphs of its help are reflowed, except after a line of \\b."""
+    """Adds a subcommand with the name and docstring of its function; lines of a paragraph that starts with \\b stay."""
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     text = "\n\n".join(p if p.startswith("\b") else " ".join(p.split()) for p in paragraphs)
     app.command(function.__name__, help=text)(function)
@@ -47,6 +47,7 @@ for _command in (
 
 
 def _print_version(wanted: bool) -> None:
+    """Prints the version and ends the command, if the option is given."""
     if wanted:
         typer.echo(f"fusion-attention {__version__}")
         raise typer.Exit
@@ -56,13 +57,13 @@ def _print_version(wanted: bool) -> None:
 def _options(
     version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
-    pass
+    """Declares the options that precede a subcommand."""
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Runs the command with the arguments of this process."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal that cannot encode a character shows "?".
+            # Characters that a terminal cannot encode are printed as "?".
             stream.reconfigure(errors="replace")
     app()

@@ -1,4 +1,4 @@
-"""`python -m fusion_attention.cli` is `fusion-attention`."""
+"""`python -m fusion_attention.cli` runs the command `fusion-attention`."""
 
 from fusion_attention.cli import main
 

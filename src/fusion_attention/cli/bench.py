@@ -1,4 +1,4 @@
-"""`fusion-attention bench`: times this library beside the peers on this machine, or compares two runs."""
+"""`fusion-attention bench`: times this library and other libraries (peers) on this machine, or compares two runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS = {"case": -42, "peer": -18, "ours ms": 9, "peer ms": 9, "ratio": 6, "GF
 TITLE = "Medians of alternating runs; ratio = peer's time / ours: above 1 this library is faster."
 CHANGES = {"case": -42, "peer": -18, "before ms": 9, "after ms": 9, "faster": 6, "peer's": 6, "net": 6, "": -6}
 CHANGES_TITLE = (
-    "faster = before / after; peer's: the same of the peer, which the machine alone changes; net: without it."
+    "faster: time before / time after; peer's: the same for the peer, which did not change; net: faster / peer's."
 )
 REPOSITORY = Path(__file__).resolve().parents[3]  # valid in a clone only
 
@@ -33,35 +33,35 @@ def bench(
     only: str = typer.Option(
         ALL, metavar="GROUP", help="forward, training, windows, packed, decoding, or all; with --repository its groups."
     ),
-    quick: bool = typer.Option(False, "--quick", help="Small sizes and few turns: seconds, for a look."),
-    turns: int = typer.Option(9, min=1, max=1000, help="Alternations of every pair."),
-    device: str = typer.Option("cpu", help="Where: cpu, cuda, cuda:1, ..."),
+    quick: bool = typer.Option(False, "--quick", help="Small sizes and few turns: takes seconds, figures are rough."),
+    turns: int = typer.Option(9, min=1, max=1000, help="How often this library and the peer are timed in turn."),
+    device: str = typer.Option("cpu", help="The device that computes: cpu, cuda, cuda:1, ..."),
     output: Path | None = typer.Option(
-        None, metavar="NAME", help="Write NAME.json, and NAME.png where matplotlib is installed."
+        None, metavar="NAME", help="Write NAME.json, and NAME.png if matplotlib is installed."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON, in place of the table."),
+    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON instead of a table."),
     compare: tuple[Path, Path] | None = typer.Option(
-        None, metavar="A.json B.json", help="Time nothing: show what changed from one run to another."
+        None, metavar="A.json B.json", help="Time nothing: compare the figures of two earlier runs."
     ),
     repository: bool = typer.Option(
-        False, "--repository", help="Every benchmark of the repository (an hour); needs a clone, and `make bench` once."
+        False, "--repository", help="Run every benchmark of the repository (an hour); needs a clone, and `make bench`."
     ),
 ) -> None:
-    """Time this library beside what you would pick instead, alternating in one process.
+    """Time this library and the usual alternative (the peer), alternately in one process.
 
-    The peers are those that are found on this machine: torch's scaled_dot_product_attention everywhere, FlashAttention
-    on a GPU. A minute or less; the repository's own benchmarks have more rows and peers.
+    The peer is torch's scaled_dot_product_attention; on a GPU also FlashAttention, if it is installed. Takes a minute
+    or less. The benchmarks of the repository have more cases and peers.
 
     \b
     fusion-attention bench --output before
     fusion-attention bench --output after
     fusion-attention bench --compare before.json after.json
 
-    Exit code: 0, or 2 where a file holds no figures or there is no such group or device.
+    Exit code: 0; 2 if a file has no figures, or the group or device does not exist.
     """
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 150)  # files are wide enough for every column
+    console = Console(width=None if sys.stdout.isatty() else 150)  # a file gets lines that fit every column
     try:
         if compare is not None:
             _compare(*compare, console, as_json)
@@ -118,7 +118,7 @@ def _timings(
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Returns the versions, threads and processor of a run."""
+    """Returns the versions, the number of threads, the processor and its peak rates, for the figures' file."""
     import torch
 
     from fusion_attention import __version__
@@ -170,9 +170,9 @@ def _compare(before: Path, after: Path, console: Console, as_json: bool) -> None
     from fusion_attention.bench.changes import compared
     from fusion_attention.bench.report import Report
 
-    changes, gone, new = compared(before, after)
+    changes, removed, added = compared(before, after)
     if as_json:
-        show_json({"changes": [asdict(change) for change in changes], "only_before": gone, "only_after": new})
+        show_json({"changes": [asdict(change) for change in changes], "only_before": removed, "only_after": added})
         return
     report = Report(console, CHANGES_TITLE, CHANGES)
     for c in changes:
@@ -180,25 +180,25 @@ def _compare(before: Path, after: Path, console: Console, as_json: bool) -> None
         report.add(c.name, c.peer_name, *times, "" if c.says == "same" else c.says, section=c.group)
     counts = {says: sum(c.says == says for c in changes) for says in ("faster", "slower", "same")}
     console.print(", ".join(f"{count} {says}" for says, count in counts.items()), style="bold", highlight=False)
-    for names, where in ((gone, before), (new, after)):
+    for names, where in ((removed, before), (added, after)):
         if names:
-            console.print(f"in {where} alone: {', '.join(names)}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"only in {where}: {', '.join(names)}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _repository(only: str, quick: bool, turns: int, device: str, output: Path | None, as_json: bool) -> None:
     """Runs the benchmarks of the clone that contains this file."""
     if not (REPOSITORY / "benchmarks" / "__main__.py").is_file():
         raise ValueError(
-            "--repository: this is an installed package, which holds no benchmarks but `fusion-attention bench`'s own: "
-            "clone the repository, and there: make bench"
+            "--repository: expected a clone of the repository, got an installed package, which has no other benchmarks "
+            "than `fusion-attention bench` (in a clone: make bench)"
         )
     if device != "cpu" or as_json:
-        raise ValueError("--repository: times the CPU alone and prints a table: --output writes its JSON")
+        raise ValueError("--repository: expected no --device and no --json (it times the CPU; --output writes JSON)")
     sys.path.insert(0, str(REPOSITORY))
     try:
         result = importlib.import_module("benchmarks.__main__")
     except ImportError as error:
-        raise ValueError(f"--repository: {error} (`make bench` installs what its peers need)") from None
+        raise ValueError(f"--repository: {error} (`make bench` installs the packages of its peers)") from None
     if only not in (ALL, *result.NAMES):
         raise ValueError(f"--only: expected {ALL} or one of {', '.join(result.NAMES)}, got {only!r}")
     result.main(quick=quick, turns=turns, only=only, output=output)

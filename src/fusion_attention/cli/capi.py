@@ -8,14 +8,14 @@ from fusion_attention.cli.output import refuse, show_json
 def capi(
     cflags: bool = typer.Option(False, "--cflags", help="Flags of the compiler."),
     libs: bool = typer.Option(False, "--libs", help="Flags of the linker; programs need no LD_LIBRARY_PATH."),
-    prefix: bool = typer.Option(False, "--prefix", help="The folder above, as ASCEND_CUSTOM_PATH of CANN's builds."),
+    prefix: bool = typer.Option(False, "--prefix", help="The root folder, for ASCEND_CUSTOM_PATH of CANN's builds."),
     include_dir: bool = typer.Option(False, "--include-dir", help="The folder of acl/acl.h and aclnnop/aclnn_*.h."),
-    lib_dir: bool = typer.Option(False, "--lib-dir", help="The folder of libascendcl.so and its two neighbours."),
+    lib_dir: bool = typer.Option(False, "--lib-dir", help="The folder of libascendcl.so, libnnopbase and libopapi."),
     cmake_dir: bool = typer.Option(False, "--cmake-dir", help="For CMAKE_PREFIX_PATH: find_package(fusion_attention)."),
     pkg_config_dir: bool = typer.Option(False, "--pkg-config-dir", help="For PKG_CONFIG_PATH: fusion_attention.pc."),
     as_json: bool = typer.Option(False, "--json", help="All of these as JSON, and which libraries are missing."),
 ) -> None:
-    """Print what a C or C++ program for CANN is built with here.
+    """Print the compiler flags and folders to build a C or C++ program for CANN with this library.
 
     \b
     cc program.c $(fusion-attention capi --cflags --libs)
@@ -45,5 +45,5 @@ def capi(
     flags_line = " ".join([environment.cflags()] * cflags + [environment.libs()] * libs)
     lines += [flags_line] * bool(flags_line)
     if not lines:
-        refuse("capi", "say what to print: --cflags, --libs, --prefix ... (fusion-attention capi --help lists them)")
+        refuse("capi", "expected an option: --cflags, --libs, --prefix ... (fusion-attention capi --help lists them)")
     typer.echo("\n".join(lines))

@@ -1,4 +1,4 @@
-"""The comparison of `fusion-attention demo`: a sentence encoder with packed attention beside the padded one."""
+"""The comparison of `fusion-attention demo`: a sentence encoder over packed and over padded sentences."""
 
 import ast
 import math
@@ -30,11 +30,11 @@ from fusion_attention.cli.encoder import (
 from fusion_attention.cli.output import show_json
 from fusion_attention.ir.problem import Problem
 
-# Embeddings are float32 unit vectors; two correct encoders differ by much less.
+# Largest difference of an element of two embeddings, float32 unit vectors; two correct encoders differ by much less.
 TOLERANCE = 2e-5
 NEIGHBOURS = 3
 QUERIES = 5
-# Shortest sentence in tokens, two of which are special.
+# Smallest number of tokens of a sentence, two of which are special tokens.
 SHORTEST = 3
 
 
@@ -57,11 +57,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Embeddings of the same sentences by two encoders, with their times.
+    """Embeddings of the same sentences by two encoders, with the encoders' times.
 
     Attributes:
-        padded, packed: [sentences, width] embeddings.
-        seconds_padded, seconds_packed: median time of each.
+        padded, packed: embeddings of each encoder, [sentences, width].
+        seconds_padded, seconds_packed: median time of each encoder.
     """
 
     padded: Tensor
@@ -101,17 +101,17 @@ def library_texts(folder: Path | None = None, advance: Callable[[float], None] =
 
 
 def draw_sentences(encoder: Encoder, texts: Sequence[str], count: int, seed: int) -> list[str]:
-    """Samples sentences with different tokens; a shortest and a longest one are always included.
+    """Draws `count` sentences with different tokens; the shortest and the longest sentence are always included.
 
     Raises:
-        DemoUnavailable: there are fewer.
+        DemoUnavailable: texts has fewer different sentences.
     """
     different = {tuple(ids): text for text, ids in zip(texts, encoder.tokenize(texts), strict=True)}
     pool = sorted((len(ids), text) for ids, text in different.items() if len(ids) >= SHORTEST)
     if len(pool) < count:
         raise DemoUnavailable(
-            f"This machine's standard library has {len(pool)} different docstrings, fewer than the {count} asked for"
-            + (f": ask for --sentences {len(pool)} or fewer." if pool else " (are its sources installed?).")
+            f"This machine's standard library has {len(pool)} different docstrings, fewer than --sentences {count}"
+            + (f": pass --sentences {len(pool)} or fewer." if pool else " (are its sources installed?).")
         )
     random_ = random.Random(seed)
     drawn = [pool[0], pool[-1], *random_.sample(pool[1:-1], count - 2)]
@@ -122,23 +122,23 @@ def draw_sentences(encoder: Encoder, texts: Sequence[str], count: int, seed: int
 def compare(
     encoder: Encoder, tokens: list[list[int]], attention: Attention, settings: Settings, progress: Progress
 ) -> Comparison:
-    """Runs both encoders once for warm-up and comparison, then times them in alternation."""
+    """Runs both encoders once, for their embeddings and as warm-up, then times them alternately."""
     batches = padded_batches([len(ids) for ids in tokens], settings.tokens_per_batch, by_length=True)
     task = progress.add_task("encoding", total=2 * (settings.runs + 1) * len(tokens))
 
     def done(count: int) -> None:
         progress.advance(task, count)
 
-    ways: list[Callable[[], Tensor]] = [
+    encoders: list[Callable[[], Tensor]] = [
         lambda: encode_padded(encoder, tokens, batches, done),
         lambda: encode_packed(encoder, tokens, settings.tokens_per_batch, attention, done),
     ]
-    embeddings = [way() for way in ways]
+    embeddings = [encode() for encode in encoders]
     seconds: list[list[float]] = [[], []]
     for run in range(settings.runs):
         for which in (0, 1) if run % 2 == 0 else (1, 0):  # the first one alternates
             start = time.perf_counter()
-            ways[which]()
+            encoders[which]()
             seconds[which].append(time.perf_counter() - start)
     medians = [statistics.median(times) for times in seconds]
     return Comparison(embeddings[0], embeddings[1], medians[0], medians[1])
@@ -151,12 +151,15 @@ def cosines(embeddings: Tensor) -> Tensor:
 
 
 def neighbours(similarity: Tensor) -> Tensor:
-    """Returns the nearest other sentences, nearest first, [sentences, up to 3]."""
+    """Returns the numbers of each sentence's nearest other sentences, nearest first, [sentences, up to 3]."""
     return similarity.topk(min(NEIGHBOURS, len(similarity) - 1)).indices
 
 
 def rankings_agree(padded: Tensor, packed: Tensor) -> Tensor:
-    """Returns bool [sentences], true if both similarities rank the same neighbours; equal ones may swap."""
+    """Returns bool [sentences]: true if both similarities give the same nearest sentences, in the same order.
+
+    Sentences whose similarities differ by at most TOLERANCE may be exchanged.
+    """
     first, second = neighbours(padded), neighbours(packed)
     gap = (padded.gather(1, first) - padded.gather(1, second)).abs()
     return ((first == second) | (gap <= TOLERANCE)).all(dim=-1) & packed.isnan().logical_not().all(dim=-1)
@@ -171,7 +174,7 @@ def summary_table(
     agreeing: int,
     backend: str,
 ) -> Table:
-    """Makes the table of input, agreement and time."""
+    """Returns the table of input, agreement and times."""
     budget = settings.tokens_per_batch
     real = sum(lengths)
     padding = [1 - real / padded_tokens(lengths, padded_batches(lengths, budget, by_length=s)) for s in (True, False)]
@@ -188,11 +191,11 @@ def summary_table(
         ("worst sentence", f"{lengths[worst]} tokens: {_truncate(sentences[worst], 60)}"),
         ("neighbours", f"the same {NEIGHBOURS} nearest for {agreeing} of {len(lengths)} sentences"),
         ("", ""),
-        ("padding saved", f"{padding[0]:.1%} of the padded tokens ({padding[1]:.1%} had the batches not been sorted)"),
+        ("padding saved", f"{padding[0]:.1%} of the padded tokens ({padding[1]:.1%} if batches were not sorted)"),
         ("time padded", f"{comparison.seconds_padded:.2f} s, {real / comparison.seconds_padded:.0f} tokens/s"),
         ("time packed", f"{comparison.seconds_packed:.2f} s, {real / comparison.seconds_packed:.0f} tokens/s"),
     ]
-    table = Table(title="all-MiniLM-L6-v2, packed beside padded", show_header=False, title_justify="left")
+    table = Table(title="all-MiniLM-L6-v2, packed and padded", show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, value in rows:
@@ -210,7 +213,7 @@ def summary_table(
 
 
 def neighbour_table(sentences: list[str], padded: Tensor, packed: Tensor, agree: Tensor, seed: int) -> Table:
-    """Makes a table of a few queries with their nearest sentences and both cosines."""
+    """Returns a table of a few queries with their nearest sentences, and the similarities by both encoders."""
     table = Table(title="Nearest neighbours", title_justify="left")
     # On a narrow screen sentences are truncated rather than wrapped.
     table.add_column("query, and its nearest sentences", ratio=1)
@@ -222,8 +225,8 @@ def neighbour_table(sentences: list[str], padded: Tensor, packed: Tensor, agree:
         verdict = Text("agree", "green") if agree[query] else Text("DIFFER", "bold red")
         table.add_row(_line(sentences[query], "bold"), "", verdict)
         for rank, (other, wanted) in enumerate(zip(nearest[query].tolist(), expected[query].tolist(), strict=True), 1):
-            mine = f"{padded[query, other]:.4f}" if other == wanted else f"not {rank}."
-            table.add_row(_line(f"{rank}. {sentences[other]}"), mine, f"{packed[query, other]:.4f}")
+            similarity = f"{padded[query, other]:.4f}" if other == wanted else f"not {rank}."
+            table.add_row(_line(f"{rank}. {sentences[other]}"), similarity, f"{packed[query, other]:.4f}")
         table.add_section()
     return table
 
@@ -257,7 +260,7 @@ def run(
     tokens = encoder.tokenize(sentences)
     lengths = [len(ids) for ids in tokens]
     result = compare(encoder, tokens, attention, settings, progress)
-    progress.stop()  # else the bar would be drawn into the tables
+    progress.stop()  # so that the progress bar is not drawn into the tables
     padded, packed = cosines(result.padded), cosines(result.packed)
     agree = rankings_agree(padded, packed)
     agreeing, largest = int(agree.sum()), float(result.differences.max())

@@ -1,14 +1,14 @@
-"""`fusion-attention demo`: encodes sentences with packed attention, beside transformers' padded encoder."""
+"""`fusion-attention demo`: encodes sentences with packed attention and with transformers' padded encoder."""
 
 import typer
 
 
 def demo(
-    sentences: int = typer.Option(256, min=200, help="How many docstrings are encoded."),
-    seed: int = typer.Option(0, min=0, help="Which docstrings are drawn, and which queries are shown."),
+    sentences: int = typer.Option(256, min=200, help="Number of docstrings to encode."),
+    seed: int = typer.Option(0, min=0, help="Seed that selects the docstrings, and the queries that are shown."),
     runs: int = typer.Option(3, min=1, max=100, help="Timed runs of each encoder."),
-    tokens_per_batch: int = typer.Option(2048, min=64, max=65536, help="Most tokens in a batch, padding included."),
-    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON, in place of the tables."),
+    tokens_per_batch: int = typer.Option(2048, min=64, max=65536, help="Limit of tokens in a batch, with padding."),
+    as_json: bool = typer.Option(False, "--json", help="Print the figures as JSON instead of tables."),
 ) -> None:
     """Encode real sentences with all-MiniLM-L6-v2: packed by npu_fusion_attention, and padded by transformers.
 
@@ -26,7 +26,7 @@ def demo(
     settings = Settings(sentences, seed, runs, tokens_per_batch)
     errors = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    # Progress is only for terminals.
+    # The progress bar is drawn only on a terminal.
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         try:
             folder = model_folder()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 WIDTH = 84
-# Module names of types, which pages omit.
+# Module names that pages omit before the names of types.
 _FROM = re.compile(r"\b(?:collections\.abc|typing|torch(?=\.Tensor))\.")
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Source", "Example")
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):[ \t]*(.*)$")
@@ -15,7 +15,7 @@ _ANNOTATED = re.compile(r"Annotated\[(\w+(?:\[\w+\])?), [^]]*\]")  # marks tenso
 
 
 def signature(function: Callable[..., Any], name: str) -> str:
-    """Formats a signature as a type checker reads it, with filled lines."""
+    """Returns a function's signature as text in Python's syntax; long ones have several lines."""
     try:
         result = inspect.signature(function)
     except (TypeError, ValueError):
@@ -34,7 +34,7 @@ def signature(function: Callable[..., Any], name: str) -> str:
 
 
 def filled(head: str, arguments: list[str], end: str = ")") -> list[str]:
-    """Formats a call or signature on one line, or with its arguments on filled lines."""
+    """Returns the lines of a call or signature: one line, or lines of up to WIDTH characters with its arguments."""
     if len(head) + len(", ".join(arguments)) + len(end) <= WIDTH:
         return [f"{head}{', '.join(arguments)}{end}"]
     lines = [head]
@@ -64,7 +64,7 @@ def sections(text: str) -> dict[str, str]:
 
 
 def prose(text: str, root: str) -> str:
-    """Converts text to Markdown: indented lines stay code, and all other special characters are escaped.
+    """Converts text to Markdown: indented lines are code, and special characters of all other lines are escaped.
 
     Args:
         text: text of a docstring.
@@ -100,8 +100,13 @@ def _escaped(text: str, root: str) -> str:
 
 
 def arguments(text: str, root: str, names: Iterable[str] = ()) -> list[str]:
-    """Converts the entries of Args or Raises to a list; names: of parameters, of which one line may describe
-    several."""
+    """Converts the entries of Args or Raises to a Markdown list.
+
+    Args:
+        text: the section's text.
+        root: the relative path from the page to docs/.
+        names: the function's parameters; one line of the text may describe several of them.
+    """
     entries: list[list[str]] = []
     alternatives = "|".join(map(re.escape, names))
     if alternatives:

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 AMX_NOTE = (
-    "This processor has AMX, which the library uses for bfloat16 in {}; float16, float32 and integers are computed "
-    "by vectors."
+    "This processor has AMX, which the library uses for bfloat16 in {}; float16, float32 and integers use vector "
+    "instructions."
 )
 AMX_REFUSED_NOTE = "This processor has AMX, but {}: the library computes without it."
 AMX_FAMILIES = "dense attention, decode with a multiple of 16 heads to a key, selections, the indexer and its loss"
 RUNTIMES_NOTE = (
-    "More than one OpenMP runtime is loaded: each has threads of its own, and they may take each other's cores. "
-    "Import torch first, and nothing that brings its own (some builds of numpy, scikit-learn, onnxruntime)."
+    "More than one OpenMP runtime is loaded: each has its own threads, which compete for the cores. Import torch "
+    "first, and no package with another runtime (some builds of numpy, scikit-learn, onnxruntime)."
 )
 FORKED_NOTE = (
-    "This process is a child of fork(), which has none of its parent's threads: the core computes on one. "
+    "This process is a child of fork(), which does not copy threads: the core computes on one thread. "
     'Start processes by "spawn".'
 )
 EXPERIMENTAL = {  # by sys.platform
@@ -34,36 +34,36 @@ EXPERIMENTAL = {  # by sys.platform
     "win32": "Windows: built, and the core tested under wine, but never run with torch on Windows.",
 }
 EXPERIMENTAL_NOTE = "Experimental on {} Please send the authors the output of: fusion-attention doctor --json"
-SHOWN = 5  # failed steps; --json has all
+SHOWN = 5  # largest number of failed steps that are printed; --json has all
 MANY_THREADS_NOTE = "torch has more threads than this process may use cores: set OMP_NUM_THREADS={}."
 
 
 def notes(features: Sequence[str], tiles_refused: str = "") -> list[str]:
-    """Returns notes for users of a processor with these features."""
+    """Returns notes about AMX for a processor with these features; tiles_refused: why the system refuses AMX."""
     if "amx_bf16" not in features:
         return []
     return [AMX_REFUSED_NOTE.format(tiles_refused) if tiles_refused else AMX_NOTE.format(AMX_FAMILIES)]
 
 
 def doctor(
-    quick: bool = typer.Option(False, "--quick", help="Leave out the peaks and the self test: a second or two."),
-    seconds: float = typer.Option(10.0, min=1.0, max=60.0, help="How long the self test may take."),
-    as_json: bool = typer.Option(False, "--json", help="Print everything as JSON, for a report of a bug."),
+    quick: bool = typer.Option(False, "--quick", help="Omit the peak rates and the self test: takes two seconds."),
+    seconds: float = typer.Option(10.0, min=1.0, max=60.0, help="Time limit of the self test, in seconds."),
+    as_json: bool = typer.Option(False, "--json", help="Print everything as JSON, for a bug report."),
     model: str = typer.Option(
-        "", "--model", help="Show the path of each layer of a model of transformers instead: a folder, file or name."
+        "", "--model", help="A folder, file or name of a model of transformers: list how its layers are computed."
     ),
 ) -> None:
-    """Show what this machine has, what computes on it, and whether it computes right.
+    """Print the machine's hardware and software and its back ends, and test their results.
 
-    Processor and instruction sets, threads and OpenMP runtimes, torch, triton and GPUs with the reason where one is not
-    used, versions against the tested ones, measured peaks, and a self test of every back end against the float64
-    model: fixed calls, then drawn ones until the time is up.
+    The command prints the processor and its instruction sets, threads and OpenMP runtimes, GPUs (with the reason if one
+    is not used), installed and tested versions of packages, and measured peak rates. The self test compares every back
+    end with the float64 model: first fixed calls, then random calls until the time limit.
 
-    With --model nothing is run: every layer of the configuration is listed with the path that it takes under
-    attn_implementation="fusion_attention", and the calls that transformers' own code computes.
+    With --model nothing is computed: for every layer of the configuration the command lists the attention that
+    attn_implementation="fusion_attention" selects, and the calls that transformers' own code computes.
 
-    Exit code: 0 where all is well, 1 where something that is needed is missing, a result of the self test is wrong, or
-    a model is refused.
+    Exit code: 0 if no problem was found; 1 if a requirement is missing, a result of the self test is wrong, or the
+    model is refused.
     """
     from rich.console import Console
 
@@ -82,7 +82,7 @@ def doctor(
 
 
 def facts() -> dict[str, Any]:
-    """Collects everything that needs no measurement."""
+    """Returns all facts about the machine that need no measurement, with notes and problems."""
     import torch
 
     from fusion_attention import __version__
@@ -99,7 +99,7 @@ def facts() -> dict[str, Any]:
 
         native = dict(_native.cpu_features())
     except ImportError as error:
-        problems.append(f"the native core cannot be loaded ({error}): the float64 model alone computes on the CPU")
+        problems.append(f"the native core cannot be loaded ({error}): on the CPU only the float64 model computes")
     runtimes, cores = machine.openmp_runtimes(), machine.cores()
     messages = [EXPERIMENTAL_NOTE.format(text) for system, text in EXPERIMENTAL.items() if sys.platform == system]
     messages += notes(native["features"], native["tiles_refused"]) + [FORKED_NOTE] * native["forked"]
@@ -173,13 +173,13 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("fusion-attention", report["library"]),
         ("processor", report["processor"]),
-        ("features", " ".join(native["features"]) or "none that the library asks about"),
+        ("features", " ".join(native["features"]) or "none that the library uses"),
         ("instruction sets built", " ".join(native["built"]) or "none"),
         ("usable here", " ".join(native["runnable"]) or "none"),
         ("chosen", (native["chosen"] or "none") + (" (FUSION_ATTENTION_CPU)" if native["forced"] else "")),
         ("cores", f"{cores['usable']} of {cores['system']}{quota}"),
         ("threads", str(report["threads"])),
-        ("environment", " ".join(f"{k}={v}" for k, v in report["environment"].items()) or "says nothing of threads"),
+        ("environment", " ".join(f"{k}={v}" for k, v in report["environment"].items()) or "no variables of threads"),
         ("OpenMP runtimes", " ".join(report["openmp"]) or "none found"),
     ]
     for one in report["releases"]:

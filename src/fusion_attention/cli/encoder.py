@@ -1,4 +1,4 @@
-"""A BERT sentence encoder that runs in two ways with the same weights: padded by transformers, packed by this library.
+"""A BERT sentence encoder that computes embeddings in two ways: padded by transformers, and packed by this library.
 
 This module does not use the network.
 """
@@ -24,7 +24,7 @@ Progress = Callable[[int], None]
 
 
 class DemoUnavailable(RuntimeError):
-    """The demo cannot run on this machine; the message has the reason and advice."""
+    """The error that the demo cannot run on this machine; the message has the reason and advice."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def model_folder(package: str = MODEL_PACKAGE) -> Path:
     """Returns the model's folder in its installed package.
 
     Raises:
-        DemoUnavailable: the package is not installed, or carries no weights.
+        DemoUnavailable: the package is not installed, or contains no weights.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
@@ -59,7 +59,7 @@ def model_folder(package: str = MODEL_PACKAGE) -> Path:
         raise DemoUnavailable(f"The demo needs the package {name}, which is not installed: {INSTALL}")
     folder = Path(spec.origin).parent / "model"
     if not (folder / "model.safetensors").is_file():
-        raise DemoUnavailable(f"The package {package} holds no weights in {folder}: reinstall it with {INSTALL}")
+        raise DemoUnavailable(f"The package {package} has no weights in {folder}: reinstall it with {INSTALL}")
     return folder
 
 
@@ -93,12 +93,15 @@ def load_encoder(folder: Path) -> Encoder:
 
 
 def padded_batches(lengths: Sequence[int], budget: int, *, by_length: bool) -> list[list[int]]:
-    """Groups sentences into batches of at most `budget` tokens, padding included; longer sentences are alone.
+    """Groups sentences into batches of at most `budget` tokens, padding included; a longer sentence is a batch alone.
 
     Args:
         lengths: tokens of each sentence.
         budget: limit of a batch's number of sentences times its longest sentence.
-        by_length: sort sentences by length, so that those of a batch are similar; else the given order.
+        by_length: True: sort sentences by length, so that a batch needs little padding; False: keep their order.
+
+    Returns:
+        The numbers of the sentences of each batch.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i]) if by_length else range(len(lengths))
     batches: list[list[int]] = []
@@ -118,7 +121,7 @@ def padded_tokens(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> i
 
 
 def packed_batches(lengths: Sequence[int], budget: int) -> Iterator[range]:
-    """Yields runs of sentences with at most `budget` tokens, in the given order; longer sentences are alone."""
+    """Yields ranges of sentence numbers with at most `budget` tokens; a longer sentence is a batch alone."""
     start, used = 0, 0
     for i, length in enumerate(lengths):
         if used and used + length > budget:
@@ -198,7 +201,7 @@ def encode_packed(
 
 
 def _packed_layer(layer: Any, hidden: Tensor, ends: list[int], attention: Attention) -> Tensor:
-    """Computes a BertLayer over packed tokens [T, H]; sentence b has the rows ends[b-1]..ends[b]."""
+    """Computes a BertLayer over packed tokens [T, H]; sentence b has the rows ends[b - 1] to ends[b] - 1."""
     attention_layer = layer.attention.self
     heads, dim = attention_layer.num_attention_heads, attention_layer.attention_head_size
     query, key, value = (

@@ -14,10 +14,10 @@ class Call:
     """The arguments of an example program.
 
     Args:
-        setup: lines that make the tensors.
-        values: an expression for each argument, by canonical name; operator definitions without a parameter ignore it.
-        outputs: expressions for the memory of results, by canonical name, for two-phase operators.
-        returns: names of the function's results.
+        setup: lines of the program that make the tensors.
+        values: Python text of each argument, by canonical name; an operator without the parameter ignores it.
+        outputs: Python text of the memory for results, by canonical name, for two-phase operators.
+        returns: variable names of the function's results.
     """
 
     setup: tuple[str, ...]
@@ -31,5 +31,5 @@ class Call:
 
 
 def named(*names: str) -> dict[str, str]:
-    """Returns arguments whose variables have the parameters' names."""
+    """Returns values for a Call in which the variables have the names of the parameters."""
     return {name: name for name in names}

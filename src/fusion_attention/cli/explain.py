@@ -1,4 +1,4 @@
-"""`fusion-attention explain`: explains why a call is refused, here or on the chip."""
+"""`fusion-attention explain`: prints why a call is refused, here or on the chip."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def explain(
         ...,
         metavar="TEXT",
         show_default=False,
-        help="A call as Python text, what CANN printed of a failed one, a file with either, or a captured call "
-        "(.safetensors). A single - reads from standard input.",
+        help="A call as Python text, the text that CANN printed when a call failed, a file with one of these, or a "
+        "saved call (.safetensors). A single - reads from standard input.",
     ),
-    log: str = typer.Option("", metavar="TEXT|FILE", help="Beside a call: what CANN printed when it failed."),
+    log: str = typer.Option("", metavar="TEXT|FILE", help="The text that CANN printed when the call in TEXT failed."),
     as_json: bool = typer.Option(False, "--json", help="Print the answer as JSON."),
 ) -> None:
-    """Say which rule a call breaks, in plain words, and how to fix it.
+    """Print the rules that a call violates, and how to fix it.
 
-    Works without tensors and without the chip: shapes and dtypes are enough. The text is parsed, never executed. A
-    tensor is its dtype and shape, q=bf16[2,1024,8,64], or written as torch makes one, in lines before the call. Of a
-    call that failed on the chip the text that CANN printed is enough (error code 161002, 561002, 361001, ...); beside
-    the call, by --log, it is better.
+    The command needs neither tensors nor the chip: shapes and dtypes are enough. The text is parsed, never executed. A
+    tensor is written as dtype and shape, q=bf16[2,1024,8,64], or by torch's functions in lines before the call. If a
+    call failed on the chip, the text that CANN printed (error code 161002, 561002, 361001, ...) is enough, but the call
+    with this text as --log gives a more precise answer.
 
     \b
     fusion-attention explain 'fa.attention(f16[2,5,8,64], ...)'
@@ -48,7 +48,7 @@ def explain(
     fusion-attention explain failed.log
     fusion-attention explain calls/0003-npu_fusion_attention.safetensors
 
-    Exit code: 0 for a legal call, 1 where a rule is broken, 2 where the text is not understood.
+    Exit code: 0 for a legal call, 1 if a rule is violated, 2 if the text cannot be read.
     """
     from rich.console import Console
 
@@ -70,7 +70,7 @@ def explain(
 
 
 def _file(text: str) -> Path | None:
-    """Returns the file that a text names; None if the text is no path."""
+    """Returns the path of the file that a text names; None if the text is not a path."""
     if not text or len(text) > 4096 or "\n" in text or "\0" in text:
         return None
     try:
@@ -78,7 +78,7 @@ def _file(text: str) -> Path | None:
         if path.is_file():
             return path
         if path.is_dir():
-            raise ValueError(f"{path} is a folder: name one of its files")
+            raise ValueError(f"{path} is a folder: pass one of its files")
     except OSError:
         return None
     if path.suffix in (".safetensors", ".py", ".log", ".txt") and "(" not in text:
@@ -96,7 +96,7 @@ def _words(text: str) -> str:
     with path.open("rb") as file:
         data = file.read(LONGEST + 1)
     if len(data) > LONGEST:
-        raise ValueError(f"{path} has more than {LONGEST} bytes: cut out what belongs to the call")
+        raise ValueError(f"{path} has more than {LONGEST} bytes: pass only the lines of the call")
     return data.decode(errors="replace")
 
 
@@ -126,11 +126,11 @@ def _show(explanation: Explanation, console: Console) -> None:
     if explanation.log is not None:
         for reason in explanation.log.reasons:
             line(f"CANN printed: {reason}", "dim")
-    for one in explanation.findings:
-        _finding(one, line)
+    for finding in explanation.findings:
+        _finding(finding, line)
     if explanation.fixes:
         line("")
-        line("what fixes it (each was tried)", "bold green")
+        line("changes that make it legal (each was checked)", "bold green")
         for fix in explanation.fixes:
             line(fix, "", 2)
     if explanation.results:
@@ -141,17 +141,17 @@ def _show(explanation: Explanation, console: Console) -> None:
         line(f"All rules: fusion-attention ops {explanation.operator}", "dim")
 
 
-def _finding(one: Finding, line: object) -> None:
+def _finding(finding: Finding, line: object) -> None:
     from fusion_attention.refusals.cann_logs import CODES
 
     assert callable(line)
-    style, heading = _HEADINGS[one.where]
-    code = f" [{one.code} {CODES[one.code][0]}]" if one.code in CODES else ""
+    style, heading = _HEADINGS[finding.where]
+    code = f" [{finding.code} {CODES[finding.code][0]}]" if finding.code in CODES else ""
     line("")
     line(f"{heading}{code}", style)
-    line(one.sentence, "", 2)
-    if one.fix:
-        line(one.fix, "green", 2)
+    line(finding.sentence, "", 2)
+    if finding.fix:
+        line(finding.fix, "green", 2)
 
 
 def _reading(explanation: Explanation, line: object) -> None:
@@ -161,7 +161,7 @@ def _reading(explanation: Explanation, line: object) -> None:
     line("results      " + ", ".join(f"{name} {shape}" for name, shape in explanation.results.items()))
     line("computed by  " + ", ".join(f"{name}: {why}" for name, why in explanation.computes.items()))
     if explanation.unread:
-        line(f"not checked  the numbers in {', '.join(explanation.unread)}: a captured call has them")
+        line(f"not checked  the content of {', '.join(explanation.unread)}, which only a saved call has")
 
 
 def _short(value: object) -> str:

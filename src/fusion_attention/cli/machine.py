@@ -1,6 +1,6 @@
 """Facts about this machine: processor, threads, OpenMP runtimes, packages, GPUs, peaks.
 
-Functions change nothing and raise nothing; facts that are not available are marked as missing.
+Functions change nothing and raise no errors; facts that are not available are marked as missing.
 """
 
 import importlib.util
@@ -32,7 +32,14 @@ _RUNTIME = re.compile(r"(/\S*/lib(?:gomp|iomp5|omp|libomp)[-\w.]*\.(?:so|dylib)\
 
 @dataclass(frozen=True)
 class Release:
-    """The installed release of a package ("" if absent), the tested range, and their comparison."""
+    """The release of a package.
+
+    Attributes:
+        name: the package.
+        installed: the installed release; "" if there is none.
+        tested: the range of tested releases.
+        says: the comparison of both: "tested", "older than tested", "missing" ...
+    """
 
     name: str
     installed: str
@@ -57,23 +64,23 @@ def cores() -> dict[str, Any]:
 
 
 def settings() -> dict[str, str]:
-    """Returns environment variables about threads and devices."""
+    """Returns the environment variables that affect threads and devices, by name."""
     return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
 
 
 def openmp_runtimes(maps: str = "/proc/self/maps") -> list[str]:
-    """Returns the files of all OpenMP runtimes loaded in this process."""
+    """Returns the paths of all OpenMP runtimes that are loaded in this process."""
     result = (match[1] for line in _lines(maps) if (match := _RUNTIME.search(line)))
     return sorted(dict.fromkeys(result))
 
 
 def releases() -> list[Release]:
-    """Compares every relevant package with its tested releases."""
+    """Returns the installed and the tested releases of every package in TESTED."""
     return [release(name, _installed(name)) for name in TESTED]
 
 
 def release(name: str, installed: str) -> Release:
-    """Compares an installed release ("" if absent) with the tested ones."""
+    """Returns the comparison of an installed release ("" if there is none) with the tested ones."""
     oldest, newest = TESTED[name]
     tested = oldest if oldest == newest else f"{oldest} to {newest}"
     if not installed:
@@ -87,7 +94,7 @@ def release(name: str, installed: str) -> Release:
 
 
 def gpus() -> dict[str, Any]:
-    """Returns the GPUs, and the reason why they are not used."""
+    """Returns the GPUs, True if this library can compute on them, and otherwise the reason."""
     import torch
 
     results: list[dict[str, Any]] = []
@@ -120,9 +127,9 @@ def _why_no_gpu(devices: list[dict[str, Any]]) -> list[str]:
 
 
 def npu() -> str:
-    """Describes the installed torch_npu, or this library in its place."""
+    """Returns a sentence about torch_npu: installed, missing, or provided by this library."""
     if vars(sys.modules.get("torch_npu", object)).get("__fusion_attention__"):
-        return "fusion_attention stands in for torch_npu in this process"
+        return "fusion_attention provides torch_npu in this process"
     try:
         result = importlib.util.find_spec("torch_npu")
     except (ValueError, ImportError):
@@ -131,7 +138,7 @@ def npu() -> str:
 
 
 def back_ends() -> dict[str, str]:
-    """Returns "yes" or the reasons against it for every back end."""
+    """Returns for every back end "yes", or the reasons why it cannot compute on this machine."""
     import torch
 
     from fusion_attention.backends import BACKENDS, reasons_of
@@ -146,7 +153,7 @@ def back_ends() -> dict[str, str]:
 
 
 def peaks(threads: int) -> dict[str, float]:
-    """Measures multiply-adds of every dtype in GFLOP/s, and memory reads in GB/s."""
+    """Measures the peak rates of multiply-adds by dtype, in GFLOP/s, and of reading memory, in GB/s."""
     from fusion_attention import _native
 
     return {name: round(rate, 1) for name, rate in _native.machine_peak(threads).items()}
@@ -164,7 +171,7 @@ def _installed(name: str) -> str:
 
 
 def _number(text: str) -> tuple[int, ...]:
-    """Parses a version: (2, 13, 0) for 2.13.0+cpu."""
+    """Returns a version as numbers: (2, 13, 0) for 2.13.0+cpu."""
     return tuple(int(digits) for digits in re.findall(r"\d+", text.split("+")[0])[:3])
 
 

@@ -1,5 +1,4 @@
-"""`fusion-attention mask`: the visible keys of a sparse mode or Band, as text, JSON, SVG, PNG, or an interactive
-page."""
+"""`fusion-attention mask`: draws the visible keys of a sparse mode or Band as text, JSON, SVG, PNG or a web page."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 NO_EDGE = 2**31 - 1
 EDGE: dict[str, Any] = {"min": -(2**63), "max": 2**63 - 1, "show_default": "no edge"}
 LONGEST = 1 << 20
-# Largest number of rows that JSON lists individually.
+# Largest number of rows of a sequence that the JSON output lists individually.
 NAMED_ROWS = 4096
 INTERFACE_NAMES = {
     "own": "fusion_attention.attention",
@@ -32,18 +31,18 @@ VERDICTS = {
     "note": ("yellow", "runs, and warns"),
     "chip": ("dark_orange", "computed here; the chip refuses it"),
     "refused": ("red", "refused"),
-    "none": ("dim", "no operator of this interface says the same"),
+    "none": ("dim", "no call of this interface has this mask"),
 }
 
 
 def mask(
     mode: str = typer.Argument("", help='A sparse_mode, 0 to 9, or a Band: "window(3, 0)", "causal", "Band(hi=2)".'),
-    q: str = typer.Option("6", "--q", metavar="N[,N...]", help="Query rows; several: a packed batch (TND)."),
-    kv: str = typer.Option("", "--kv", metavar="N[,N...]", help="Keys; as --q where left out."),
-    pre: int = typer.Option(NO_EDGE, **EDGE, help="pre_tokens of modes 0, 4 (7, 8: read by the chip's rules)."),
+    q: str = typer.Option("6", "--q", metavar="N[,N...]", help="Query rows; several numbers: a packed batch (TND)."),
+    kv: str = typer.Option("", "--kv", metavar="N[,N...]", help="Keys; by default as many as query rows."),
+    pre: int = typer.Option(NO_EDGE, **EDGE, help="pre_tokens of modes 0 and 4 (in modes 7 and 8 only checked)."),
     next_: int = typer.Option(NO_EDGE, "--next", **EDGE, help="next_tokens of modes 0, 4, 7, 8."),
     prefix: str = typer.Option("", metavar="N[,N...]", help="prefix of modes 5 and 6, one per sequence."),
-    packed: bool = typer.Option(False, "--packed", help="Layout TND for a single sequence too."),
+    packed: bool = typer.Option(False, "--packed", help="Use layout TND for a single sequence too."),
     own: str = typer.Option(
         "zeros", "--mask", metavar="WORD|FILE",
         help="Mask of modes 0, 1, 5 and 9: zeros, triangle, a file (.npy, or lines of 0 and 1); none: no mask.",
@@ -58,10 +57,10 @@ def mask(
     explorer: Path | None = typer.Option(
         None, metavar="FILE", dir_okay=False, help="Write the explorer: one HTML file that needs nothing else."
     ),
-    serve: bool = typer.Option(False, "--serve", help="Serve the explorer on this machine, at the setting given."),
+    serve: bool = typer.Option(False, "--serve", help="Serve the explorer on this machine, with the given settings."),
     port: int = typer.Option(0, min=0, max=65535, help="Port of --serve; 0: a free one."),
 ) -> None:  # fmt: skip
-    """Show which keys each row sees: a sparse mode or a Band, its rule in words, its calls, and what CANN refuses."""
+    """Draw the keys that each row sees in a sparse mode or Band, with its rule, its calls and CANN's restrictions."""
     given = {"mode": mode, "q": q, "kv": kv, "pre": pre, "next": next_, "prefix": prefix, "packed": packed, "own": own}
     if explorer:
         _write_page(explorer)
@@ -97,16 +96,14 @@ def _numbers(text: str, option: str, most: int = LONGEST) -> tuple[int, ...]:
     try:
         results = tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise typer.BadParameter(
-            f"expected whole numbers with commas between, got {text!r}", param_hint=option
-        ) from None
+        raise typer.BadParameter(f"expected integers separated by commas, got {text!r}", param_hint=option) from None
     if not 1 <= len(results) <= 64 or not all(0 <= n <= most for n in results):
         raise typer.BadParameter(f"expected 1 to 64 numbers from 0 to {most}, got {text[:60]}", param_hint=option)
     return results
 
 
 def _setting(given: dict[str, Any]) -> Setting:
-    """Makes a setting from the options."""
+    """Returns the Setting of the command's options; typer.BadParameter: they contradict each other."""
     from fusion_attention.explorer.visible import FULL_MODES, MODES, PREFIX_MODES, Setting
 
     q_len = _numbers(given["q"], "--q")
@@ -133,19 +130,20 @@ def _setting(given: dict[str, Any]) -> Setting:
     if given["own"] in ("zeros", "triangle", "none"):
         return replace(s, mask=given["own"])
     if s.mode not in FULL_MODES:
-        raise typer.BadParameter("only modes 0, 1, 5 and 9 read a mask: any other's is compressed", param_hint="--mask")
+        expected = "expected none, zeros or triangle: only modes 0, 1, 5 and 9 read a mask from a file"
+        raise typer.BadParameter(expected, param_hint="--mask")
     return replace(s, mask="own", own=_read_mask(Path(given["own"])))
 
 
 def _of_band(s: Setting, given: dict[str, Any]) -> Setting:
-    """Parses a Band from text: a constructor with literal arguments, which is not executed."""
+    """Returns a setting with the Band of the option: text of a constructor with literal arguments, not executed."""
     from fusion_attention.explorer.visible import BAND
     from fusion_attention.ir.mask import INFINITE, Band
 
     constructors = {name: getattr(Band, name) for name in ("full", "causal", "window", "prefix_causal")}
     constructors["Band"] = Band
     if given["prefix"] or (given["pre"], given["next"]) != (NO_EDGE, NO_EDGE):
-        raise typer.BadParameter("a Band says its edges itself: window(LEFT, RIGHT), prefix_causal([N])")
+        raise typer.BadParameter("a Band has its own edges: window(LEFT, RIGHT), prefix_causal([N])")
     text = given["mode"].removeprefix("fa.").removeprefix("Band.")
     try:
         tree = ast.parse(text if "(" in text else f"{text}()", mode="eval").body
@@ -166,7 +164,7 @@ def _of_band(s: Setting, given: dict[str, Any]) -> Setting:
 
 
 def _read_mask(path: Path) -> list[list[int]]:
-    """Reads the rows of a mask from a file, without executing code in it."""
+    """Returns the rows of a mask in a file, without executing code in it."""
     import numpy as np
 
     try:
@@ -211,9 +209,7 @@ def _cells(s: Setting, interface: str) -> Any:
     except TooLarge as error:
         raise typer.BadParameter(str(error), param_hint="--q") from None
     if cells is None:
-        raise typer.BadParameter(
-            f"{INTERFACE_NAMES[interface]} has no call that says the same", param_hint="--interface"
-        )
+        raise typer.BadParameter(f"{INTERFACE_NAMES[interface]} has no call with this mask", param_hint="--interface")
     return cells
 
 
@@ -341,7 +337,7 @@ def _show(s: Setting, interface: str, interfaces: list[str], console: Console) -
         _show_interface(report["interfaces"][name], console, with_setup=len(interfaces) == 1)
     if len(interfaces) > 1:
         console.print()
-        console.print(Text("--interface NAME shows one of them whole: " + ", ".join(interfaces), "dim"))
+        console.print(Text("--interface NAME prints one complete call: " + ", ".join(interfaces), "dim"))
 
 
 def _show_interface(report: dict[str, Any], console: Console, with_setup: bool) -> None:
@@ -362,7 +358,7 @@ def _show_interface(report: dict[str, Any], console: Console, with_setup: bool) 
 
 
 def _show_gallery(console: Console) -> None:
-    """Prints all modes as small pictures with their uses."""
+    """Prints a small picture of every mode, with its rule and its use."""
     from rich.table import Table
     from rich.text import Text
 
@@ -382,6 +378,6 @@ def _show_gallery(console: Console) -> None:
         table.add_row(Text("\n".join(text(cells, 40, ascii_only)), "blue"), words)
     console.print(table)
     console.print(
-        "fusion-attention mask MODE --q 5 --kv 8 ... shows one with your lengths, its calls and what CANN refuses;"
+        "fusion-attention mask MODE --q 5 --kv 8 ... draws one mode with your lengths, its calls and what CANN refuses;"
     )
-    console.print("fusion-attention mask --serve is a page to play with.", highlight=False)
+    console.print("fusion-attention mask --serve opens them as an interactive page.", highlight=False)

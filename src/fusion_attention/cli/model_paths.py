@@ -1,4 +1,4 @@
-"""`fusion-attention doctor --model`: the path of every layer of a model of transformers."""
+"""`fusion-attention doctor --model`: lists the attention that computes each layer of a model of transformers."""
 
 import itertools
 import operator
@@ -9,11 +9,11 @@ from fusion_attention.cli.output import show_json
 
 
 def show_paths(source: str, as_json: bool) -> int:
-    """Prints the paths of a model; returns the exit code.
+    """Prints the attention that computes each layer of a model; returns the exit code.
 
     Args:
-        source: a directory with config.json, such a file, a model type, or a name of a model.
-        as_json: print JSON.
+        source: a folder with config.json, such a file, a model type, or a model's name.
+        as_json: True: print JSON.
     """
     try:
         from fusion_attention.integrations.sparse_paths import configuration, paths

@@ -1,4 +1,4 @@
-"""`fusion-attention npu`: lists the available names of torch_npu, and those that a tree of sources uses."""
+"""`fusion-attention npu`: lists the names of torch_npu that exist here, or those that a tree of sources uses."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-SHOWN_FILES = 5  # unreadable files; --json has all
+SHOWN_FILES = 5  # largest number of unreadable files that are printed; --json has all
 
 
 def npu(
     coverage: Path | None = typer.Option(
-        None, metavar="PATH", help="Read this file or tree of Python sources: which names it uses, which are missing."
+        None, metavar="PATH", help="List the names that this file or tree of Python sources uses, and those missing."
     ),
-    missing: bool = typer.Option(False, "--missing", help="With --coverage: only what is not here."),
+    missing: bool = typer.Option(False, "--missing", help="With --coverage: list only missing names."),
     as_json: bool = typer.Option(False, "--json", help="Print the same as JSON."),
 ) -> None:
-    """List what torch_npu is here, or what a program for the chip uses of it.
+    """List the names of torch_npu that exist here, or those that a program for the chip uses.
 
-    Without --coverage: every module and name that npu.install() provides. With it, sources are read and not run: their
-    uses of torch_npu, torch.npu, torch.ops.npu, torch.ops.atb, mindspeed.ops and cann_ops_transformer, the most
-    frequent first.
+    Without --coverage the command lists every module and name that npu.install() provides. With --coverage it reads
+    sources, without running them, and lists the names that they use of torch_npu, torch.npu, torch.ops.npu,
+    torch.ops.atb, mindspeed.ops and cann_ops_transformer, the most frequent first.
     """
     from rich.console import Console
 
     if coverage is None:
         if missing:
-            refuse("npu", "--missing goes with --coverage PATH")
+            refuse("npu", "--missing: expected --coverage PATH with it")
         result = _here()
         if as_json:
             show_json(result)
@@ -76,6 +76,7 @@ def _names(module: Any) -> list[str]:
 
 
 def _facts(path: Path) -> dict[str, Any]:
+    """Returns the names that sources use, with the numbers of their uses, and whether they exist here."""
     from fusion_attention.npu.coverage import present, read
     from fusion_attention.npu.surface.absent import instead
 
@@ -118,13 +119,13 @@ def _show_coverage(facts: dict[str, Any], missing: bool, console: Console) -> No
     if rows:
         console.print(_table(rows))
     lacks = sum(not row["here"] for row in facts["names"])
-    names = f"names of the chip's packages: {len(facts['names'])}, of which not here: {lacks}."
+    names = f"names of the chip's packages: {len(facts['names'])}, of which missing here: {lacks}."
     lines = [f"Files read: {facts['files']}; {names}"]
     if facts["function_calls"]:
         answered = f"{facts['answered']} of {facts['function_calls']} calls of npu functions ({facts['share']:.0%})"
-        lines.append(f"{answered} are answered.")
+        lines.append(f"{answered} exist here.")
     if facts["device_tests"]:
-        lines.append(f'Places that ask whether a device is "npu": {facts["device_tests"]}.')
+        lines.append(f'Comparisons of a device with "npu": {facts["device_tests"]}.')
     for line in lines:
         console.print(Text(line))
     unread = list(facts["unread"].items())

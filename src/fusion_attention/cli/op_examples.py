@@ -1,4 +1,4 @@
-"""An example program for every operator's page, made from its definition and from values for its group of operators."""
+"""The example program on an operator's page, made from the operator's definition and values of its arguments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,13 @@ MORE_GRADS = {
 
 
 def backward(call: Call, forward: str, *more: str) -> Call:
-    """Makes the call of a gradient; its setup calls the forward by torch_npu's name."""
+    """Returns the call of a gradient function, whose setup runs the forward.
+
+    Args:
+        call: the arguments of the forward.
+        forward: torch_npu's name of the forward.
+        more: further tensors that both calls take.
+    """
     given = [*("query", "key", "value", "8"), call.values["input_layout"]]
     words = ["scale", "atten_mask", "sparse_mode", "actual_seq_qlen", "actual_seq_kvlen", *more]
     given += [f"{name}={call.values.get(name, name)}" for name in words if name in call.values or name in more]
@@ -123,7 +129,7 @@ INDEX_GRAD = Call(
 SELECT = Call(
     (
         "query = torch.randn(1, 64, 8, 512, dtype=torch.bfloat16)",
-        "key = torch.randn(1, 4096, 1, 512, dtype=torch.bfloat16)  # latents: keys that are values too",
+        "key = torch.randn(1, 4096, 1, 512, dtype=torch.bfloat16)  # latents: each row is a key and its value",
         "query_rope = torch.randn(1, 64, 8, 64, dtype=torch.bfloat16)",
         "key_rope = torch.randn(1, 4096, 1, 64, dtype=torch.bfloat16)",
         "sparse_indices = torch.rand(1, 64, 1, 4032).argsort(-1)[..., :2048].int()  # 2048 keys that the row sees",
@@ -158,7 +164,7 @@ SELECT_GRAD = Call(
     "dquery, dkey, dvalue, *_",
 )
 TEACHER = (
-    "query_index = torch.randn(1, 64, 8, 128, dtype=torch.bfloat16)  # the indexer, which learns",
+    "query_index = torch.randn(1, 64, 8, 128, dtype=torch.bfloat16)  # of the indexer, which is trained",
     "key_index = torch.randn(1, 4096, 1, 128, dtype=torch.bfloat16)",
     "weights = torch.rand(1, 64, 8, dtype=torch.bfloat16)",
 )
@@ -175,10 +181,10 @@ LOSS = Call(
     "dquery_index, dkey_index, dweights, loss",
 )
 DENSE_TEACHER = (
-    "query = torch.randn(1, 128, 32, 128, dtype=torch.bfloat16)  # the attention, which teaches",
+    "query = torch.randn(1, 128, 32, 128, dtype=torch.bfloat16)  # of the attention; its probabilities are the target",
     "key = torch.randn(1, 128, 32, 128, dtype=torch.bfloat16)",
     "query_rope, key_rope = (torch.randn(1, 128, 32, 64, dtype=torch.bfloat16) for _ in range(2))",
-    "query_index = torch.randn(1, 128, 8, 128, dtype=torch.bfloat16)  # the indexer, which learns",
+    "query_index = torch.randn(1, 128, 8, 128, dtype=torch.bfloat16)  # of the indexer, which is trained",
     "key_index = torch.randn(1, 128, 1, 128, dtype=torch.bfloat16)",
     "weights = torch.rand(1, 128, 8, dtype=torch.bfloat16)",
 )
@@ -227,32 +233,32 @@ a, b = cache.allocate(), cache.allocate()
 for sequence, tokens in ((a, 40), (b, 25)):
     cache.append([sequence], torch.randn(1, tokens, 2, 64), torch.randn(1, tokens, 2, 64))
 
-q = torch.randn(2, 1, 8, 64)  # the newest token of each
+q = torch.randn(2, 1, 8, 64)  # the newest token of each sequence
 out = fa.decode_attention(q, cache, sequences=[a, b])
 
-k, v = torch.randn(2, 100, 2, 64), torch.randn(2, 100, 2, 64)  # or tensors
+k, v = torch.randn(2, 100, 2, 64), torch.randn(2, 100, 2, 64)  # tensors instead of a cache object
 out, lse = fa.decode_attention(q, (k, v), kv_len=[100, 31], band=fa.Band.window(15, 0), return_lse=True)
 """,
     "lightning_indexer": """
 q, k = torch.randn(2, 128, 4, 32), torch.randn(2, 128, 1, 32)
 weights = torch.rand(2, 128, 4)
-indices, values = fa.lightning_indexer(q, k, weights, 16)  # the 16 keys that matter most to each row
+indices, values = fa.lightning_indexer(q, k, weights, 16)  # for each query row the 16 keys of highest score
 assert indices.shape == (2, 128, 1, 16)
 """,
     "sparse_attention": """
-rows, keys, weights = torch.randn(2, 128, 4, 32), torch.randn(2, 128, 1, 32), torch.rand(2, 128, 4)
-indices, _ = fa.lightning_indexer(rows, keys, weights, 16)
+index_q, index_k, weights = torch.randn(2, 128, 4, 32), torch.randn(2, 128, 1, 32), torch.rand(2, 128, 4)
+indices, _ = fa.lightning_indexer(index_q, index_k, weights, 16)
 
 q = torch.randn(2, 128, 8, 64, requires_grad=True)
-latent = torch.randn(2, 128, 1, 64, requires_grad=True)  # key rows that are values too
+latent = torch.randn(2, 128, 1, 64, requires_grad=True)  # each row is a key and its value
 out, lse = fa.sparse_attention(q, latent, None, indices, return_lse=True)
 out.sum().backward()
 """,
     "compressed_attention": """
 q = torch.randn(2, 128, 8, 64, requires_grad=True)
-latent = torch.randn(2, 128, 1, 64, requires_grad=True)  # key rows that are values too
-fours = latent.unflatten(1, (32, 4)).mean(2)  # a compressed key for every four tokens
-out, lse = fa.compressed_attention(q, latent, fours, ratio=4, band=fa.Band.window(15), return_lse=True)
+latent = torch.randn(2, 128, 1, 64, requires_grad=True)  # each row is a key and its value
+compressed = latent.unflatten(1, (32, 4)).mean(2)  # a compressed key for every four tokens
+out, lse = fa.compressed_attention(q, latent, compressed, ratio=4, band=fa.Band.window(15), return_lse=True)
 out.sum().backward()
 """,
     "compress": """
@@ -261,18 +267,18 @@ keys = fa.compress(rows, gate, ratio=4)  # a compressed key for every four token
 keys.sum().backward()
 """,
     "indexer_loss": """
-rows, keys = torch.randn(2, 128, 4, 32, requires_grad=True), torch.randn(2, 128, 1, 32)
+index_q, index_k = torch.randn(2, 128, 4, 32, requires_grad=True), torch.randn(2, 128, 1, 32)
 weights = torch.rand(2, 128, 4)
-indices, _ = fa.lightning_indexer(rows, keys, weights, 16)
+indices, _ = fa.lightning_indexer(index_q, index_k, weights, 16)
 q, latent = torch.randn(2, 128, 8, 64), torch.randn(2, 128, 1, 64)
 out, lse = fa.sparse_attention(q, latent, None, indices, return_lse=True)
 
-loss = fa.indexer_loss(q, latent, lse, rows, keys, weights, indices) / (2 * 128)
-loss.backward()  # teaches the indexer alone
+loss = fa.indexer_loss(q, latent, lse, index_q, index_k, weights, indices) / (2 * 128)
+loss.backward()  # gradients of the indexer's query, key and weights only
 """,
     "indexer_target_loss": package_examples.TARGET_LOSS,
 }
-FAMILIES = {  # prefixes of names, the most specific first
+FAMILIES = {  # prefix of operators' names -> arguments; the most specific prefix first
     **package_examples.CALLS,
     "npu_fusion_attention_grad_v2": backward(
         PACKED.plus(ROPE, **named("query_rope", "key_rope")), "npu_fusion_attention_v2", "query_rope", "key_rope"
@@ -320,7 +326,7 @@ FAMILIES = {  # prefixes of names, the most specific first
 
 
 def program(op: Op) -> str:
-    """Returns a program that calls an operator; "" if this module has no values for it."""
+    """Returns the text of a program that calls an operator; "" if this module has no values for it."""
     if op.name in EXAMPLES:
         return f"import torch\nimport fusion_attention as fa\n{EXAMPLES[op.name]}".rstrip()
     call = next((call for begin, call in FAMILIES.items() if op.name.startswith(begin)), None)
@@ -330,7 +336,7 @@ def program(op: Op) -> str:
 
 
 def _function(op: Op, call: Call) -> str:
-    """Formats a call by torch_npu's name: required arguments by position, others by name."""
+    """Returns a program that calls an operator's function: required arguments by position, others by name."""
     from fusion_attention.contract import REQUIRED, Attr
 
     arguments, by_place = [], True
@@ -347,13 +353,13 @@ def _function(op: Op, call: Call) -> str:
 
 
 def installed(op: Op) -> str:
-    """Import statements of an example that calls an operator of CANN's package."""
+    """Returns the import statements of an example that calls an operator of CANN's package."""
     package = op.name.removesuffix(f".{op.called}")
     return f"import torch\nfrom fusion_attention import npu\n\nnpu.install()\nfrom {package} import {op.called}"
 
 
 def _two_phase(op: Op, call: Call) -> str:
-    """Formats both phases of a call; None is a null pointer."""
+    """Returns a program that runs both phases of an operator."""
     from fusion_attention.contract import Attr, Tensor
 
     arguments, outputs = [], []
@@ -382,14 +388,14 @@ def _two_phase(op: Op, call: Call) -> str:
 
 
 def _shown(value: object) -> str:
-    """Formats a default value."""
+    """Returns a default value as Python text."""
     if value in (2**31 - 1, 2**63 - 1):
         return "2**31 - 1" if value == 2**31 - 1 else "2**63 - 1"
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _text(imports: list[str], called: list[str], call: Call, lines: list[str]) -> str:
-    """Joins imports, setup and call."""
+    """Returns a program of imports, setup and call; imports of functions that it uses are added."""
     body = "\n".join([*call.setup, *lines])
     words = ["npu_fusion_attention_v2", "npu_fusion_attention", "npu_lightning_indexer", "npu_sparse_flash_attention"]
     words += ["npu_dense_lightning_indexer_softmax_lse", "npu_block_sparse_attention"]

@@ -1,4 +1,4 @@
-"""The page of an operator: definition, call, docstring, example, and support by back ends."""
+"""The page of an operator as Markdown: definition, call, docstring, example, and support by back ends."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 ROOT = "../"  # from a page to docs/
 OTHERS = "Others"
 BY_TORCH = (
-    "Computed by torch's own operators, in float32 where the chip adds up in it, on every device that torch has. "
-    "There is no two-phase function of it and no C function."
+    "Computed by torch's own operators on every device of torch, with sums in float32 if the chip's sums are. There is "
+    "no two-phase function and no C function."
 )
-# Auxiliary operators that another function computes, as a pattern of their names.
+# Pattern of auxiliary operators' names -> the function that computes them.
 BY_ANOTHER = {
     r"_npu_(paged|flash)_attention.*": "npu_fused_infer_attention_score",
     r"npu_quant_lightning_indexer": "npu_lightning_indexer",
@@ -40,7 +40,7 @@ GROUPS = {
 
 
 def groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """Groups operators by title, in the order of the pages' index; ungrouped ones come last."""
+    """Returns operators' names by title of their group, in the order of the index page; others come last."""
     results: dict[str, list[str]] = {title: [] for title in (*GROUPS, OTHERS)}
     for name in names:
         results[next((title for title, form in GROUPS.items() if re.fullmatch(form, name)), OTHERS)].append(name)
@@ -48,20 +48,20 @@ def groups(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def index(records: Mapping[str, Op]) -> str:
-    """Returns the page that lists all pages."""
+    """Returns the index page, which lists the pages of all operators."""
     lines = [
         *(
             "# Operators",
             "",
-            "Every page is made of the operator's contract record: its call, a program, which back end",
+            "Each page is generated from the operator's definition: call, program, support by back ends, parameters,",
         ),
         *(
-            "computes what, parameters, shapes and rules. Which version has which parameter: [versions](versions.md).",
+            "shapes and rules. [Versions](versions.md) compares the parameters of an operator's versions.",
             "",
         ),
     ]
     for title, names in groups(sorted(records)).items():
-        lines += [f"## {title}", "", "| operator | what it computes |", "|---|---|"]
+        lines += [f"## {title}", "", "| operator | description |", "|---|---|"]
         for name in names:
             summary = records[name].summary.replace("|", r"\|").replace("\n", " ")
             lines.append(f"| [{name}]({name}.md) | {summary} |")
@@ -78,14 +78,14 @@ def page(op: Op) -> str:
 
 
 def terminal_page(op: Op) -> str:
-    """Returns an operator's page with formulas as plain text."""
+    """Returns an operator's page with formulas as plain text, for a terminal."""
     from fusion_attention.contract.doc_pages import render
 
     return render(op, shown(op))
 
 
 def shown(op: Op) -> Shown:
-    """Returns the content of a page that is not in the operator definition."""
+    """Returns the sections of a page that do not come from the operator definition."""
     from fusion_attention.contract.doc_pages import Shown
 
     two_phase = op.name.startswith("aclnn")
@@ -98,11 +98,11 @@ def shown(op: Op) -> Shown:
 
 
 def _auxiliary(op: Op) -> str:
-    """Describes the computation of a function without a lowering."""
+    """Returns a text about the computation of an auxiliary operator, which has no lowering."""
     name = another(op.name)
     if not name:
         return BY_TORCH
-    return f"Computed by [{name}]({name}.md), wherever that is. There is no two-phase function of it and no C function."
+    return f"Computed by [{name}]({name}.md), on the same devices. There is no two-phase function and no C function."
 
 
 def another(name: str) -> str:
@@ -111,7 +111,7 @@ def another(name: str) -> str:
 
 
 def function(op: Op) -> Any:
-    """Returns the public function of an operator: torch_npu's, that of CANN's package, or ours."""
+    """Returns the public function of an operator: of torch_npu, of CANN's package, or of this library."""
     import fusion_attention
     from fusion_attention import npu
     from fusion_attention.npu.surface.cann_ops import FROM_RECORDS
@@ -133,18 +133,18 @@ _FLAGS = ("strict=True", "check_content=False")
 
 
 def _returned(op: Op) -> str:
-    """Describes the results of a function that is made from its operator definition."""
+    """Returns the section "Returns" of a function that is made from its operator definition."""
     return f"**Returns**\n\n{docstrings.prose(op.returns, ROOT)}" if op.returns else ""
 
 
 def _text(called: Any) -> str:
-    """Returns the docstring; its arguments are folded, as the page has a table of parameters."""
+    """Returns a docstring as Markdown, with folded arguments, because the page has a table of parameters."""
     result = docstrings.sections(inspect.getdoc(called) or "")
     paragraphs = result[""].split("\n\n")[1:]  # the first is the summary
     prose_paragraphs = [text for text in paragraphs if " = " not in text.splitlines()[0]]  # formulas are set above
     lines = [docstrings.prose("\n\n".join(prose_paragraphs), ROOT), ""] if prose_paragraphs else []
     if result.get("Args"):
-        lines += ['<details markdown="1"><summary>Arguments, as the docstring says them</summary>', ""]
+        lines += ['<details markdown="1"><summary>Arguments in the docstring</summary>', ""]
         lines += [*docstrings.arguments(result["Args"], ROOT, docstrings.parameters(called)), "", "</details>", ""]
     for name in ("Returns", "Raises"):
         if result.get(name):
@@ -166,9 +166,9 @@ def example(op: Op) -> str:
 
 
 def _support(op: Op) -> str:
-    """Returns the table of back ends, and the calls that a back end refuses although the definition allows them."""
+    """Returns the table of back ends, and the legal calls that a back end does not compute."""
     if not op.tensors():
-        return "It has no tensor to compute from: no back end runs."
+        return "The operator has no tensors, so no back end runs."
     names = [*op_support.COLUMNS.values(), op_support.CHIP]
     lines = [f"| `{op.tensors()[0].shown}` | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for dtype, row in op_support.matrix(op):
@@ -177,10 +177,10 @@ def _support(op: Op) -> str:
     layouts = f", in {', '.join(op.layouts)}" if op.layouts else ""
     lines += [
         "",
-        f"Asked of the back ends about sample calls of this record{layouts}; the last column is a `strict` call.",
+        f"The table is for sample calls of the operator's definition{layouts}; the last column is for `strict` calls.",
     ]
     for name, refused in op_support.gaps(op).items():
         if refused:
-            lines += ["", f"{op_support.COLUMNS[name]} refuses, with its reason, what goes beyond this:", ""]
+            lines += ["", f"Limits of the back end {op_support.COLUMNS[name]}, with which it refuses calls:", ""]
             lines += [f"* it {docstrings.markdown(text, ROOT)}" for text in refused]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Support of an operator by each back end, determined from sample calls of its definition."""
+"""The support of an operator by each back end, determined from sample calls of its definition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHIP = "the chip's page"
 
 
 def refusals(problem: Any, name: str) -> list[str]:
-    """Returns a back end's reasons against a problem, without those about this machine."""
+    """Returns the reasons why a back end does not compute a problem, without those that concern this machine."""
     import torch
 
     from fusion_attention.backends import load, triton
@@ -26,7 +26,7 @@ def refusals(problem: Any, name: str) -> list[str]:
 
 
 def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False, device: str = "cpu") -> Any | None:
-    """Validates and lowers a sample call on a device; None if the operator definition does not allow it."""
+    """Returns the lowered sample call with given settings; None if the operator definition does not allow it."""
     import torch
 
     from fusion_attention.contract import ContractError, bind
@@ -45,12 +45,15 @@ def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False, device: s
 
 
 def on_device_of(backend: str, op: Op, settings: dict[str, Any]) -> Any | None:
-    """lowered() on the host, or for a GPU's back end on another device, without memory: a problem may depend on it."""
+    """Returns the lowered sample call on the CPU, or for the GPU's back end on device meta.
+
+    The problem may depend on the device.
+    """
     return lowered(op, settings, device="meta" if backend == "triton" else "cpu")
 
 
 def matrix(op: Op) -> list[tuple[str, dict[str, str]]]:
-    """Returns (dtype of the first tensor, supported layouts by column) for every dtype of the operator."""
+    """Returns the table's rows: for every dtype of the first tensor, (dtype, supported layouts by column)."""
     first: Tensor = op.tensors()[0]
     rows = []
     for dtype in first.dtypes.split():
@@ -78,7 +81,7 @@ def _layouts(op: Op, computed: list[str]) -> str:
 
 
 def gaps(op: Op) -> dict[str, list[str]]:
-    """Returns by back end the refused features among sample calls for the definition's rules."""
+    """Returns for each back end its reasons against sample calls, which cover the features of the rules."""
     results: dict[str, list[str]] = {}
     for settings in _settings(op):
         for name in ("cpu", "triton"):

@@ -39,7 +39,7 @@ def ops(
 def _record_of(name: str, records: Mapping[str, Op]) -> Op:
     if name not in records:
         close = _close_names(name, list(records))
-        hint = f"did you mean {' or '.join(close)}?" if close else "`fusion-attention ops` lists them."
+        hint = f"did you mean {' or '.join(close)}?" if close else "`fusion-attention ops` lists the operators."
         raise typer.BadParameter(f"no operator {name!r}; {hint}", param_hint="NAME")
     return records[name]
 
@@ -68,7 +68,7 @@ def _entry(record: Op) -> dict[str, Any]:
 
 
 def _described(record: Op) -> dict[str, Any]:
-    """Converts an operator definition to JSON values."""
+    """Returns an operator definition as values for JSON."""
     from fusion_attention.contract import Attr
 
     parameters = [
@@ -111,7 +111,7 @@ def _listing(records: Mapping[str, Op]) -> Table:
 
     table = Table(caption="fusion-attention ops NAME prints an operator's page.", caption_justify="left")
     table.add_column("operator", style="bold", no_wrap=True)
-    table.add_column("what it computes")
+    table.add_column("description")
     table.add_column("layouts")
     for name, record in sorted(records.items()):
         table.add_row(name, Text(record.summary), " ".join(record.layouts))

@@ -18,7 +18,7 @@ BAD_INPUT = 2
 
 
 def refuse(command: str, sentence: object) -> NoReturn:
-    """Ends a command with a sentence on stderr and exit code 2, for invalid input."""
+    """Prints an error about invalid input on stderr, and ends the command with exit code 2."""
     line = " ".join(str(sentence).split())
     typer.echo(f"fusion-attention {command}: {_printable(line)}", err=True)
     raise typer.Exit(BAD_INPUT)
@@ -30,14 +30,14 @@ def show_json(value: Any) -> None:
 
 
 def device_of(text: str) -> torch.device:
-    """Parses --device; ValueError if the device cannot compute here."""
+    """Returns the device that --device names; ValueError: this machine cannot compute on it."""
     import torch
 
     device = torch.device(text)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device: expected cpu or cuda, got {text}")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: there is no GPU here (fusion-attention doctor says why)")
+        raise ValueError("--device: no GPU is available (fusion-attention doctor prints the reason)")
     return device
 
 
@@ -50,7 +50,7 @@ def _finite(value: Any) -> Any:
 
 
 def _printable(text: str) -> str:
-    """Removes control characters from a text, and truncates it."""
+    """Returns a text with ? for control characters, at most 1000 characters."""
     clean = "".join(c if c.isprintable() else "?" for c in text)
     return clean if len(clean) <= 1000 else clean[:996] + " ..."
 
@@ -64,9 +64,9 @@ def progress(
     Args:
         what: description of the work.
         total: amount of work; None if unknown.
-        console: the console of other output; if it is a terminal the bar is drawn below, else on stderr. Nothing is
-            drawn without a terminal.
-        calm: draw only when the function is called, so that no thread draws during a timing.
+        console: the console of the command's output. If it is a terminal, the bar is drawn on it, else on stderr. If
+            neither is a terminal, nothing is drawn.
+        calm: True: draw only when the function is called, so that no thread draws during a timing.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn

@@ -1,4 +1,4 @@
-"""Programs of CANN's newer operators, which its package cann_ops_transformer has too."""
+"""Arguments for example programs of CANN's newer operators, which are also in its package cann_ops_transformer."""
 
 from dataclasses import replace
 
@@ -21,11 +21,11 @@ INDEX_OF_TOKENS = Call(
 SHARED_KEYS = Call(
     (
         "query = torch.randn(1, 64, 8, 512, dtype=torch.bfloat16)",
-        "key = torch.randn(1, 64, 1, 512, dtype=torch.bfloat16)  # keys that are values too",
+        "key = torch.randn(1, 64, 1, 512, dtype=torch.bfloat16)  # each row is a key and its value",
         "key_compressed = torch.randn(1, 16, 1, 512, dtype=torch.bfloat16)  # one for every 4 tokens",
         "row, entry = torch.arange(64).view(-1, 1), torch.arange(16)",
-        "seen = entry < (row + 1) // 4  # entries whose tokens have all come",
-        "sparse_indices = entry.where(seen, -1).int().view(1, 64, 1, 16)",
+        "visible = entry < (row + 1) // 4  # compressed keys whose tokens are all at or before the row",
+        "sparse_indices = entry.where(visible, -1).int().view(1, 64, 1, 16)",
         "sinks = torch.zeros(8)",
     ),
     named("query", "key", "key_compressed", "sparse_indices", "sinks")
@@ -40,7 +40,7 @@ SHARED_KEYS_SAVED = (
     "    query, key, key_compressed, sparse_indices, ratio=4, band=fa.Band.window(15), sink=sinks,",
     "    scale=512**-0.5, return_lse=True,",
     ")",
-    "softmax_lse = lse.mT[:, None].contiguous()  # [B, 1, S, N], of both sources and the sink",
+    "softmax_lse = lse.mT[:, None].contiguous()  # [B, 1, S, N], over both kinds of keys and the sink",
 )
 SHARED_KEYS_GRAD = Call(
     (*SHARED_KEYS_SAVED, "dout = torch.randn_like(attention_in)"),
@@ -65,7 +65,7 @@ SIZES_OF_HEADS = {"num_heads_q": "64", "num_heads_kv": "1", "num_heads_k": "1", 
 SHARED_KEYS_METADATA = Call((), SIZES_OF_HEADS, {"meta_data": "torch.empty(1024, dtype=torch.int32)"})
 L1_METADATA = Call((), SIZES_OF_HEADS, {"meta_data": "torch.empty(64, dtype=torch.int32)"})
 INDEXER = (
-    "query_index = torch.randn(1, 128, 8, 128, dtype=torch.bfloat16)  # the indexer, which learns",
+    "query_index = torch.randn(1, 128, 8, 128, dtype=torch.bfloat16)  # of the indexer, which is trained",
     "key_index = torch.randn(1, 128, 1, 128, dtype=torch.bfloat16)",
     "weights = torch.rand(1, 128, 8)",
 )
@@ -83,12 +83,12 @@ LSE = (
     "hidden = torch.ones(128, 128).triu(1) > 0",
     "softmax_lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)[:, None]",
 )
-TARGET = "target = torch.rand(1, 128, 1, {}).softmax(-1)  # how much of the attention every key takes"
+TARGET = "target = torch.rand(1, 128, 1, {}).softmax(-1)  # the attention's probability of every key"
 LISTED = Call(
     (
         *INDEXER,
         "sparse_indices = torch.full((1, 128, 1, 512), -1, dtype=torch.int32)",
-        "sparse_indices[..., :128] = torch.arange(128)  # of these a row reads those that it sees",
+        "sparse_indices[..., :128] = torch.arange(128)  # a row reads the listed keys that it sees",
         TARGET.format(512),
     ),
     {**GIVEN, "sparse_indices": "sparse_indices", "target": "target"},
@@ -108,7 +108,7 @@ BLOCKS = Call(
     (
         "query = torch.randn(1, 8, 512, 128, dtype=torch.bfloat16)  # [B, N, S, D]",
         "key, value = (torch.randn(1, 2, 512, 128, dtype=torch.bfloat16) for _ in range(2))",
-        "block_mask = torch.ones(1, 8, 4, 4, dtype=torch.int8).tril()  # for each head, which blocks of 128 x 128",
+        "block_mask = torch.ones(1, 8, 4, 4, dtype=torch.int8).tril()  # by head, the visible blocks of 128 x 128",
     ),
     named("query", "key", "value", "block_mask")
     | {"block_shape": "[128, 128]", "layout": '"BNSD"', "layout_kv": '"BNSD"', "num_key_value_heads": "2"}
@@ -131,13 +131,13 @@ BLOCKS_GRAD = Call(
 )
 COMPRESSED_ROWS = (
     "x = torch.randn(1, 64, 1024, dtype=torch.bfloat16)",
-    "wkv, wgate = (torch.randn(256, 1024, dtype=torch.bfloat16) / 32 for _ in range(2))  # windows overlap: 2 * 128",
+    "wkv, wgate = (torch.randn(256, 1024, dtype=torch.bfloat16) / 32 for _ in range(2))  # overlap: 2 * 128 rows",
     "ape = torch.zeros(4, 256)",
 )
 COMPRESSOR = Call(
     (
         *COMPRESSED_ROWS,
-        "state_cache = torch.zeros(2, 64, 512)  # block 0 keeps nothing",
+        "state_cache = torch.zeros(2, 64, 512)  # block 0 is not used",
         "state_block_table = torch.ones(1, 1, dtype=torch.int32)",
     ),
     named("x", "wkv", "wgate", "state_cache", "ape", "state_block_table")
@@ -153,7 +153,7 @@ COMPRESSOR_GRAD = Call(
     (
         *COMPRESSED_ROWS[:2],
         "dcmp_kv = torch.randn(1, 16, 128, dtype=torch.bfloat16)",
-        "softmax_score = torch.full((1, 16, 8, 128), 1 / 8)  # of the forward, as kv",
+        "softmax_score = torch.full((1, 16, 8, 128), 1 / 8)  # saved by the forward, and so is kv",
         "kv = torch.randn(1, 16, 8, 128)",
     ),
     named("x", "wkv", "wgate", "dcmp_kv", "softmax_score", "kv") | {"cmp_ratio": "4", "coff": "2"},
@@ -165,7 +165,7 @@ COMPRESSOR_GRAD = Call(
     },
     "dx, dwkv, dwgate, dape",
 )
-CALLS = {  # what a name begins with, the most specific first
+CALLS = {  # prefix of operators' names -> arguments; the most specific prefix first
     "aclnnBlockSparseAttentionGrad": BLOCKS_GRAD,
     "npu_block_sparse_attention_backward": BLOCKS_GRAD,
     "cann_ops_transformer.block_sparse_attention_grad": BLOCKS_GRAD,
@@ -198,11 +198,11 @@ CALLS = {  # what a name begins with, the most specific first
     "aclnnDenseLightningIndexerSoftmaxLseV2": STATISTICS,
 }
 TARGET_LOSS = """
-rows, keys = torch.randn(2, 128, 4, 32, requires_grad=True), torch.randn(2, 32, 1, 32)  # a key for every four tokens
-weights = torch.rand(2, 128, 4)
-indices, _ = fa.lightning_indexer(rows, keys, weights, 16, ratio=4)
-target = 0.7 * torch.rand(2, 128, 1, 16).softmax(-1)  # the listed keys' part of the attention
+index_q, weights = torch.randn(2, 128, 4, 32, requires_grad=True), torch.rand(2, 128, 4)
+index_k = torch.randn(2, 32, 1, 32)  # a key for every four tokens
+indices, _ = fa.lightning_indexer(index_q, index_k, weights, 16, ratio=4)
+target = 0.7 * torch.rand(2, 128, 1, 16).softmax(-1)  # the attention's probabilities of the listed keys
 
-loss = fa.indexer_target_loss(rows, keys, weights, target, indices, ratio=4) / (2 * 128)
+loss = fa.indexer_target_loss(index_q, index_k, weights, target, indices, ratio=4) / (2 * 128)
 loss.backward()
 """

@@ -1,4 +1,4 @@
-"""`fusion-attention replay`: computes calls saved by capture() again, times them, and judges the saved results."""
+"""`fusion-attention replay`: computes saved calls again, times them, and judges the saved results."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ class Call:
     """The result of replaying one saved call.
 
     Attributes:
-        file, operator: the file of the saved call, and the operator's name ("" for an unreadable file).
-        sizes: dtype and shape of its first result.
-        verdict: "right", "unjudged", "wrong" or "unreadable"; reason: the reason, "" for a correct call.
+        file: the file of the saved call.
+        operator: the operator's name; "" for an unreadable file.
+        sizes: dtype and shape of the call's first result.
+        verdict: "right", "unjudged", "wrong" or "unreadable".
+        reason: the reason for the verdict; "" for a right call.
         worst: the largest absolute difference between saved and recomputed results.
-        milliseconds: median of the timed runs; 0.0 without runs.
+        milliseconds: median time of the timed runs; 0.0 without runs.
     """
 
     file: str
@@ -53,24 +55,23 @@ class Call:
 
 def replay(
     paths: list[Path] = typer.Argument(
-        ..., metavar="PATH...", show_default=False, help="Captured calls (.safetensors), or folders of them."
+        ..., metavar="PATH...", show_default=False, help="Saved calls (.safetensors), or folders of them."
     ),
-    backend: Backend = typer.Option(Backend.auto, help="What computes them again."),
-    device: str = typer.Option("cpu", help="Where: cpu, cuda, cuda:1, ..."),
-    runs: int = typer.Option(3, min=0, max=1000, help="Timed runs of every call, behind one that is not timed."),
+    backend: Backend = typer.Option(Backend.auto, help="The back end that computes the calls again."),
+    device: str = typer.Option("cpu", help="The device that computes: cpu, cuda, cuda:1, ..."),
+    runs: int = typer.Option(3, min=0, max=1000, help="Timed runs of every call, after one run that is not timed."),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON."),
 ) -> None:
-    """Compute the calls that fusion_attention.capture() saved again: every call timed, and judged.
+    """Compute calls again that fusion_attention.capture() saved, time every call, and judge the saved results.
 
-    Files of a folder come in the order in which they were saved. A saved result is right where it is about as near to
-    float64 as roundings in its dtype allow; fusion-attention verify FILE says what is wrong with another one, and
-    whether it is merely noisy.
+    The files of a folder are read in the order in which they were saved. A saved result is right if its difference from
+    float64 is no larger than rounding errors; fusion-attention verify FILE explains wrong results.
 
     \b
     fusion-attention replay calls/
     fusion-attention replay calls/0003-attention.safetensors --backend golden
 
-    Exit code: 0 where every call is right, 1 where one is wrong, 2 where one cannot be read or judged.
+    Exit code: 0 if every call is right, 1 if one is wrong, 2 if one cannot be read or judged.
     """
     from rich.console import Console
 
@@ -96,7 +97,7 @@ def replay(
 
 
 def session(paths: list[Path]) -> list[Path]:
-    """Returns the files of saved calls in paths and folders; those of a folder in the order of their numbers.
+    """Returns the files that paths name; those of a folder in the order of their numbers.
 
     Raises:
         ValueError: a path does not exist, or a folder has no saved calls.
@@ -118,7 +119,7 @@ def session(paths: list[Path]) -> list[Path]:
 def calls(
     files: list[Path], backend: str, device: Any, runs: int, advance: Callable[[float, str], None]
 ) -> Iterator[Call]:
-    """Replays every file, with one call in memory at a time."""
+    """Yields the result of replaying every file; one call is in memory at a time."""
     from fusion_attention.contract import BackendError
     from fusion_attention.judging.replay import CaptureError
 
@@ -145,12 +146,12 @@ def _replayed(file: Path, backend: str, device: Any, runs: int) -> Call:
     verdict, reason = _verdict(result)
     first = next(iter(result.recorded.values()), None)
     sizes = "" if first is None else f"{str(first.dtype).removeprefix('torch.')}{list(first.shape)}"
-    taken = _milliseconds(result, backend, runs) if runs else 0.0
-    return Call(str(file), result.operator, sizes, verdict, reason, result.worst, taken)
+    milliseconds = _milliseconds(result, backend, runs) if runs else 0.0
+    return Call(str(file), result.operator, sizes, verdict, reason, result.worst, milliseconds)
 
 
 def _milliseconds(replayed: Replay, backend: str, runs: int) -> float:
-    """Measures the median time of a call (validation, lowering and computation) without reading the file."""
+    """Returns the median time of a call: validation, lowering and computation, without reading the file."""
     import statistics
 
     import torch
@@ -175,7 +176,7 @@ def _milliseconds(replayed: Replay, backend: str, runs: int) -> float:
 
 
 def _verdict(replayed: Replay) -> tuple[str, str]:
-    """Returns (verdict, reason) of the error bound."""
+    """Returns the verdict by the error bound, and its reason."""
     from fusion_attention.judging.calls import JudgeError
 
     try:

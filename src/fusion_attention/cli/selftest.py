@@ -1,7 +1,6 @@
 """The self test of `fusion-attention doctor`: small calls of every group of operators, compared with the float64 model.
 
-Results are judged as in this library's tests (testing.compare): by the expected size of rounding errors, without a
-tolerance.
+Results are judged by the expected size of rounding errors (testing.compare), as in this library's tests.
 """
 
 import time
@@ -18,7 +17,12 @@ from fusion_attention.testing import Case, arguments, check, expected, expected_
 
 @dataclass(frozen=True)
 class Step:
-    """One comparison; judge() raises if a result is wrong."""
+    """One comparison of the self test.
+
+    Attributes:
+        name, backend: the compared call and the back end that computes it.
+        judge: a function that computes and compares; it raises an error if a result is wrong.
+    """
 
     name: str
     backend: str
@@ -27,7 +31,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a step; fault is "" if it passed."""
+    """The outcome of a step: its time, and the text of its error ("" if the results are right)."""
 
     name: str
     backend: str
@@ -36,22 +40,22 @@ class Outcome:
 
 
 def outcomes(
-    backends: list[str], seconds: float, advance: Callable[[float, str], None] = lambda gone, words: None
+    backends: list[str], seconds: float, advance: Callable[[float, str], None] = lambda elapsed, words: None
 ) -> Iterator[Outcome]:
     """Yields the outcomes of all fixed steps, then of random calls with a fixed seed, until the time limit.
 
     Args:
         backends: the tested back ends.
-        seconds: time limit for the start of a step.
+        seconds: after this time no further step is started.
         advance: called with the elapsed seconds and the name of the next step.
     """
     fixed = sorted((step for backend in backends for step in _of(backend)), key=lambda step: step.name)
     start = time.monotonic()
     for step in chain(fixed, _drawn(backends)):
-        gone = time.monotonic() - start
-        if gone > seconds:
+        elapsed = time.monotonic() - start
+        if elapsed > seconds:
             return
-        advance(gone, f"{step.name} ({step.backend})")
+        advance(elapsed, f"{step.name} ({step.backend})")
         fault, begun = "", time.perf_counter()
         try:
             with warnings.catch_warnings():
@@ -63,7 +67,7 @@ def outcomes(
 
 
 def _drawn(backends: list[str]) -> Iterator[Step]:
-    """Yields dense calls of random shapes, endlessly."""
+    """Yields steps of dense calls with random shapes, without end."""
     draw = Random(0)
     while backends:
         layout, heads = draw.choice(("BSND", "BNSD", "BSH", "SBH", "TND", "TND")), draw.choice((1, 2, 3))
@@ -106,7 +110,7 @@ def _of(backend: str) -> Iterator[Step]:
 
 
 def _dense(dtype: str) -> dict[str, Case]:
-    """Returns cases by name: every layout, most modes, additional terms of scores, and rows longer than a tile."""
+    """Returns cases by name: every layout, most sparse modes, biases and masks, and sequences longer than a tile."""
     small: dict[str, Any] = {"dtype": dtype, "q_len": (70,), "kv_len": (90,), "dim_qk": 64, "dim_v": 64, "scale": 0.125}
     packed = {**small, "layout": "TND", "q_len": (3, 0, 40), "kv_len": (5, 4, 61)}
     long_rows = {**small, "dim_qk": 128, "dim_v": 128, "q_len": (300,), "kv_len": (400,), "scale": 0.09}
@@ -116,7 +120,7 @@ def _dense(dtype: str) -> dict[str, Case]:
         "packed and causal": Case(**packed, **causal),
         "packed, all keys": Case(**packed),
         "a window": Case(**small, sparse_mode=4, mask="compressed", pre=20, next=3),
-        "a mask of one's own": Case(**small, mask="matrix", blank=True),
+        "a mask matrix": Case(**small, mask="matrix", blank=True),
         "a bias and a sink": Case(**small, pse="full", sink=True),
         "long rows": Case(**long_rows),
         "long rows, causal": Case(**long_rows, **causal),
@@ -179,9 +183,9 @@ def _judge_sparse(backend: str) -> None:
 
 
 def _judge_indexer(backend: str) -> None:
-    """Asserts that the selected entries are golden's; ties go to the smaller index everywhere."""
+    """Asserts that the indexer selects the same keys as golden; among equal scores both select the smaller index."""
     from fusion_attention.testing import sparse
 
     call = sparse.lowered_indexer(sparse.indexer_arguments(sparse.IndexerCase()))
-    ours, theirs = (sparse.chosen(call, name)[0] for name in (backend, "golden"))
-    assert bool((ours == theirs).all()), "other entries than the model's"
+    ours, expected = (sparse.chosen(call, name)[0] for name in (backend, "golden"))
+    assert bool((ours == expected).all()), "the selected keys differ from those of the float64 model"

@@ -1,4 +1,4 @@
-"""`fusion-attention verify`: judges calls saved to files with inputs and outputs."""
+"""`fusion-attention verify`: judges the outputs of calls that are saved in files with their inputs."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _STANDARDS = ("error-bound", "cann-0.5%", "cann-double")
 
 def verify(
     files: list[Path] = typer.Argument(
-        metavar="PATH...", help="Captures, folders of them, msprobe dumps, .npz, .pt or .safetensors files."
+        metavar="PATH...", help="Files of capture(), folders of them, msprobe dumps, .npz, .pt, .safetensors files."
     ),
-    op: str = typer.Option("", "--op", help="Of files that are no captures: the operator they are a call of."),
+    op: str = typer.Option("", "--op", help="The operator of the call, for files that capture() did not write."),
     names: list[str] = typer.Option(
-        [], "--map", help="PARAMETER=NAME or RESULT=NAME in the file; or a JSON file of such pairs."
+        [], "--map", help="PARAMETER=NAME or RESULT=NAME, with its name in the file; or a JSON file of such pairs."
     ),
     values: list[str] = typer.Option(
-        [], "--set", help="PARAMETER=VALUE for what no file holds: JSON, a word, window(63,0)."
+        [], "--set", help="PARAMETER=VALUE that is not in the file: JSON, a word, or a band such as window(63,0)."
     ),
-    pick: str = typer.Option("", "--call", help="Of a folder, only calls with this in their name."),
-    seed: int = typer.Option(0, "--seed", help="Of files that are no captures: what dropout was drawn from."),
-    dtype: str = typer.Option("", "--dtype", help="Of files that hold bfloat16 or float16 values as float32."),
-    standard: str = typer.Option("error-bound", "--standard", help=f"What decides: {', '.join(_STANDARDS)}."),
-    search: bool = typer.Option(True, "--diagnose/--no-diagnose", help="Look for the mistake that explains it."),
-    backends: bool = typer.Option(True, "--backends/--no-backends", help="Judge this machine's back ends beside it."),
-    allow_noisy: bool = typer.Option(False, "--allow-noisy", help="Exit with 0 where results are merely noisy."),
+    pick: str = typer.Option("", "--call", help="Judge only calls of a folder whose name contains this text."),
+    seed: int = typer.Option(0, "--seed", help="The seed of drawn dropout, for files that capture() did not write."),
+    dtype: str = typer.Option("", "--dtype", help="The call's dtype, if files contain 16-bit values as float32."),
+    standard: str = typer.Option("error-bound", "--standard", help=f"The standard: {', '.join(_STANDARDS)}."),
+    search: bool = typer.Option(True, "--diagnose/--no-diagnose", help="Search for the mistake that explains errors."),
+    backends: bool = typer.Option(True, "--backends/--no-backends", help="Also judge the back ends of this machine."),
+    allow_noisy: bool = typer.Option(False, "--allow-noisy", help="Exit with 0 if results are only noisy."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
     page: Path | None = typer.Option(None, "--html", help="Write one HTML file with pictures of the error."),
     unsafe_pickle: bool = typer.Option(False, "--unsafe-pickle", help="Read pickles that may run code."),
 ) -> None:
-    """Judge saved calls: which outputs are wrong, where, and which well-known mistake explains them.
+    """Judge saved calls: print which outputs are wrong, where, and which well-known mistake explains the errors.
 
     \b
     fusion-attention verify calls/

@@ -1,6 +1,4 @@
-"""Normalization of arguments before rules check them (host integers to int64 arrays, lists of tensors to tuples), tests
-of their types, and tests that tensors' storages hold their elements.
-"""
+"""Checks of an argument's type and memory; conversion of integers to int64 arrays, of tensor lists to tuples."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,38 +11,41 @@ from fusion_attention.contract.record import Attr, ContractError, Failure, Op
 
 Fault = tuple[str, str, str]  # expected, got, advice
 NESTED = (
-    'its rows lie packed in x.values(): pass these with layout "TND" and the lengths x.offsets().diff() (packed ends: '
+    'pass its packed rows, x.values(), with layout "TND" and the lengths x.offsets().diff() (cumulative lengths: '
     "x.offsets()[1:])"
 )
 TYPES = {int: "an int below 2**63", float: "a number", str: "a string", bool: "True or False"}
 
 
 def members(value: Any) -> Any:
-    """A list of tensors as a tuple, and a tensor as a tuple of one; other values are returned unchanged."""
+    """Returns a tuple of tensors for a list of tensors or one tensor, and other values unchanged."""
     if isinstance(value, torch.Tensor):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 
 
 def is_memory(value: Any) -> bool:
-    """True if a value is a tensor or a tuple with a tensor."""
+    """True if a value is a tensor, or a tuple that contains one."""
     return isinstance(value, torch.Tensor) or (type(value) is tuple and any(isinstance(t, torch.Tensor) for t in value))
 
 
 def is_number(value: Any) -> bool:
-    """True for a tensor that torch accepts as a number: without dimensions, and without a gradient."""
+    """True for a tensor that torch accepts as a number: without dimensions, and not requiring a gradient."""
     return isinstance(value, torch.Tensor) and not (value.dim() or value.is_meta or value.requires_grad)
 
 
 def to_array(value: Any) -> Any:
-    """Host integers (list, tuple, range, array or tensor) as a new int64 array; other arrays as lists, for errors."""
+    """Returns integers (list, tuple, range, array or tensor) as a new int64 array.
+
+    Other arrays are returned as lists, and other values unchanged, for the error texts of bind().
+    """
     array = value
     try:
         if isinstance(value, torch.Tensor):
             array = value.detach().cpu().numpy()
         elif isinstance(value, (list, tuple, range)):
             array = np.asarray(value) if len(value) else np.zeros(0, np.int64)
-    except Exception:  # Elements that are not numbers, or a tensor without memory: rules report that.
+    except Exception:  # Elements that are not numbers, or a tensor without memory: bind() reports them.
         return value
     if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype in (np.int64, np.int32):
         # A copy, because callers may change lengths in place, while results derived from them are cached.
@@ -53,7 +54,7 @@ def to_array(value: Any) -> Any:
 
 
 def array_of(op: Op, position: int, value: Any) -> Any:
-    """to_array() of the argument at a position; None for an optional one that is a tensor without elements."""
+    """Returns to_array() of the argument at a position in op.params; None if it is optional and an empty tensor."""
     if isinstance(value, torch.Tensor) and value.numel() == 0 and op.blank_is_absent and op.params[position].optional:
         return None
     return to_array(value)
@@ -72,9 +73,9 @@ def is_type(value: Any, p: Attr) -> bool:
 
 
 def no_tensor(value: Any, output: bool) -> Fault | None:
-    """The fault of a value that is not a dense strided tensor with its values in memory; None if it is one.
+    """Returns the reason why a value is not a dense strided tensor with its values in memory; None if it is one.
 
-    output: the tensor is written, so its elements must not share memory.
+    output: True if the operator writes the tensor, so that its elements must not share memory.
     """
     if not isinstance(value, torch.Tensor):
         return "a tensor", show(value), ""
@@ -84,10 +85,10 @@ def no_tensor(value: Any, output: bool) -> Fault | None:
         kind = "quantized" if value.is_quantized else str(value.layout).removeprefix("torch.")
         return "a dense tensor", f"a {kind} one", "to_dense() or dequantize()"
     if lazy(value):
-        return "a tensor whose values lie in memory", "a view that torch negates, or zeros without memory", "clone() it"
+        return "a tensor whose values are in memory", "a view that torch negates, or zeros without memory", "clone() it"
     if output and any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
         return (
-            "memory of its own for every element",
+            "a separate memory address for every element",
             f"strides {value.stride()}",
             "an expanded tensor cannot be written",
         )
@@ -95,14 +96,14 @@ def no_tensor(value: Any, output: bool) -> Fault | None:
 
 
 def no_tensors(values: Any) -> Fault | None:
-    """The fault of a value that is not a non-empty tuple of tensors without no_tensor() faults; None if it is one."""
+    """Returns the reason why a value is not a non-empty tuple of dense tensors; None if it is one."""
     if not isinstance(values, tuple) or not values:
         return "a tensor or a list of tensors", show(values), ""
     return next((fault for fault in (no_tensor(value, False) for value in values) if fault), None)
 
 
 def trained(value: Any) -> bool:
-    """True if autograd requires a gradient of a tensor, or of one in a list."""
+    """True if autograd requires a gradient of a tensor, or of a tensor in a list."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in members(value) or ())
 
 
@@ -110,17 +111,17 @@ def trained(value: Any) -> bool:
 
 
 def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Number of elements that a strided view spans in memory, from its first element to its last, inclusive."""
+    """Returns the number of elements that a strided view spans in memory, from its first to its last element."""
     return sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1 if all(shape) else 0
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Number of bytes that a tensor spans in memory, from its first element to its last, inclusive."""
+    """Returns the number of bytes that a tensor spans in memory, from its first to its last element."""
     return tensor.nbytes if tensor.is_contiguous() else reach(tensor.shape, tensor.stride()) * tensor.itemsize
 
 
 def lost(tensor: torch.Tensor) -> bool:
-    """True if a tensor's storage was resized and no longer holds all of its elements.
+    """True if a tensor's storage was resized and is now too small for its elements.
 
     torch checks this only when it makes a view.
     """
@@ -132,6 +133,7 @@ def lost(tensor: torch.Tensor) -> bool:
 
 
 def _loss(op: str, param: str, tensor: torch.Tensor) -> Failure:
+    """Returns the failure of a tensor that is lost()."""
     need = span(tensor) + tensor.storage_offset() * tensor.itemsize
     advice = "was it emptied, as FSDP does between forward and backward?"
     got = f"one of {tensor.untyped_storage().nbytes()}"
@@ -139,8 +141,10 @@ def _loss(op: str, param: str, tensor: torch.Tensor) -> Failure:
 
 
 def intact(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
-    """Raises ContractError if the storage of a tensor no longer holds its elements; names: those of the tensors, in
-    order."""
+    """Raises ContractError if the storage of a tensor is too small for its elements.
+
+    op: the operator's name, for the error. names: the names of the tensors.
+    """
     for t in tensors:
         if t is not None and lost(t):
             named = zip(names, tensors, strict=False)
@@ -148,7 +152,7 @@ def intact(op: str, names: Sequence[str], tensors: Sequence[torch.Tensor | None]
 
 
 def losses(op: Op, tensors: Mapping[str, Any]) -> list[Failure]:
-    """The failures of those tensors that are lost(); tensors: tensors and tuples of tensors by canonical name."""
+    """Returns a failure for each tensor that is lost(); tensors: tensors and tuples of tensors by canonical name."""
     shown = {op.by_name[name].shown: value for name, value in tensors.items()}
     named = [
         (f"{name}[{i}]" if type(value) is tuple and len(value) > 1 else name, t)

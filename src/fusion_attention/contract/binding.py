@@ -1,7 +1,6 @@
-"""Validation of a call against its operator's definition, in stages; an error lists all failures of the first stage
-that fails.
+"""bind(): validation of a call against its operator's definition, in stages.
 
-Legal signatures are cached.
+An error lists all failures of the first stage that fails. The results for legal signatures are cached.
 """
 
 from __future__ import annotations
@@ -40,12 +39,13 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False, slots=True)
 class CallCache:
-    """Cache for all calls of one signature with the same arrays; it holds no tensors.
+    """Cached results for all calls with one signature and the same lengths; it contains no tensors of a call.
 
     Attributes:
-        lowered: result of Bound.once(): the lowered call without tensors.
+        lowered: the result of Bound.once(): the lowered call without tensors.
         templates: shapes and dtypes of a decoding call's results.
-        prepared: the prepared call by back end, None before its second use; preparable: False if it has none.
+        prepared: the prepared call by back end; None before the second call.
+        preparable: False if these calls cannot be prepared.
         two_phase: the memory layouts of a two-phase call's tensors.
     """
 
@@ -57,11 +57,14 @@ class CallCache:
 
 
 class Bound:
-    """A valid call: the value of every canonical name.
+    """A valid call.
+
+    bound["N1"] is the value of a name: an axis size, attribute, array, tensor or derived value.
 
     Attributes:
-        args: the arguments; tensors: names of the arguments that are tensors or lists of tensors.
-        settled, call_cache: shared by all calls of one signature with the same arrays.
+        args: the arguments by canonical name.
+        tensors: names of the arguments that are tensors or lists of tensors.
+        settled, call_cache: results of validation and caches, shared by all calls with the same signature and arrays.
     """
 
     __slots__ = ("_names", "args", "call_cache", "op", "settled", "tensors")
@@ -73,8 +76,7 @@ class Bound:
 
     @property
     def names(self) -> dict[str, Any]:
-        """Values of axes, attributes, arrays (int64 numpy), tensors (None if absent) and derived names of the
-        definition.
+        """Values of axes, attributes, arrays (int64 numpy), tensors (None if absent) and derived names, by name.
 
         Computed on first use, because prepared calls do not need it.
         """
@@ -83,11 +85,14 @@ class Bound:
         return self._names
 
     def over(self, tensors: Mapping[str, Any]) -> Bound:
-        """The same call with other tensors, which must have the same signature."""
+        """Returns the same call with other tensors, which must have the same signature."""
         return Bound(self.op, {**self.args, **tensors}, self.tensors, self.settled)
 
     def once(self, make: Callable[[dict[str, Any]], Result]) -> Result:
-        """make(names), computed once for all calls that share call_cache; it must not depend on tensors."""
+        """Returns make(names), computed once for all calls with the same signature and arrays.
+
+        make: a function whose result does not depend on tensors.
+        """
         result: Result | None = self.call_cache.lowered
         if result is None:
             result = self.call_cache.lowered = make(self.names)
@@ -102,9 +107,12 @@ class _Signature:
     """Cached validation of all calls with the same shapes, strides, dtypes, attributes and set of given arrays.
 
     Attributes:
-        names: names with the same value in all of these calls; tensors: names of the given tensors.
-        rules: rules to check when arrays change; reads: rules to check at every call; notes: warnings of all calls.
-        settled: the state for the last arrays, which are the same in all layers of a model.
+        names: values that are the same in all of these calls, by name.
+        tensors: names of the given tensors.
+        rules: rules to check if the values of arrays change.
+        reads: rules to check at every call, because they read tensor content.
+        notes: warnings of every call.
+        settled: validation for the arrays of the last call, which are the same in all layers of a model.
     """
 
     names: dict[str, Any]
@@ -120,8 +128,10 @@ class _Settled:
     """Cached validation for one signature and one value of its arrays.
 
     Attributes:
-        names: values of all names but tensors; within: the scope() of names, made when rules are checked again.
+        arrays: the bytes of the arrays.
+        names: all values except tensors, by name.
         notes: warnings.
+        within: the scope() of names; None until rules are checked again.
     """
 
     arrays: tuple[bytes, ...]
@@ -140,21 +150,21 @@ def bind(
     reads: bool = True,
     memory: bool = True,
 ) -> Bound:
-    """Checks a call against its operator's definition, in stages, and returns the value of every name.
+    """Checks a call against its operator's definition, in stages, and returns it with the values of all names.
 
-    A legal signature (shapes, strides, dtypes, attributes) is found again by one look-up, and arrays are compared with
-    the last ones. Rules that read tensor content, and the sizes of storages, are checked at every call.
+    Results are cached by signature (shapes, strides, dtypes, attributes) and by the values of arrays. Rules that read
+    tensor content, and the sizes of storages, are checked at every call.
 
     Args:
         op: the operator definition.
-        args: values by canonical name; a missing name is None. The caller does not change the mapping later.
-        strict: limits and doubts are errors; None: by the settings.
-        check_content: also check rules of level "content", which read tensor data; None: by the settings.
-        reads: check the other rules that read tensor data; False if the data may not be written yet.
-        memory: check that storages hold their tensors; False in a trace, whose tensors have no memory.
+        args: arguments by canonical name; a missing name is None. The caller must not change the mapping later.
+        strict: True: limits and doubts are errors; None: by the settings.
+        check_content: True: also check rules of level "content", which read tensor data; None: by the settings.
+        reads: True: check the other rules that read tensor data; False if the data may not be written yet.
+        memory: True: check that storages hold their tensors; False in a trace, whose tensors have no memory.
 
     Raises:
-        ContractError: with all failures of the first stage that fails.
+        ContractError: an invalid call; it has all failures of the first stage that fails.
     """
     checks = current()
     strict = checks.strict if strict is None else strict
@@ -186,7 +196,7 @@ def _tell(notes: Iterable[Failure | str]) -> None:
 
 
 def _with_reader(op: Op) -> Reader:
-    """Makes and stores the signature reader of an operator at its first call, so that imports load no native core."""
+    """Makes and stores the signature reader of an operator, at its first call, because it loads the native core."""
     result = reader(op)
     object.__setattr__(op, "reader", result)
     return result
@@ -195,7 +205,10 @@ def _with_reader(op: Op) -> Reader:
 def _anew(
     op: Op, args: Mapping[str, Any], key: Any, signature: _Signature | None, strict: bool, reads: bool, memory: bool
 ) -> tuple[Bound, _Settled]:
-    """Checks a call whose signature is not cached, or whose arrays differ from the last call's."""
+    """Checks a call whose signature is not cached, or whose arrays differ from those of the last call.
+
+    key: the key of its signature. signature: the cached signature, or None.
+    """
     given: list[Any] = list(map(args.get, op.names))
     for at in op.positions[Tensors]:
         given[at] = members(given[at])
@@ -213,7 +226,7 @@ def _anew(
         if isinstance(array, np.ndarray):
             content.append(array.tobytes())
         else:
-            key = signature = None  # not integers: a stage reports it
+            key = signature = None  # not integers: the stage "presence" reports it
     signature = signature or _learn(op, given, strict)
     if memory and (failures := _losses(op, args, signature.tensors)):
         raise ContractError(failures)
@@ -230,7 +243,7 @@ def _anew(
 
 
 def _ask_again(op: Op, signature: _Signature, bound: Bound) -> None:
-    """Checks the rules that read tensor content; ask() raises if one fails."""
+    """Checks the rules that read tensor content in a call with a cached signature; raises ContractError."""
     settled = bound.settled
     if settled.within is None:
         settled.within = scope(settled.names, op.functions)
@@ -243,23 +256,23 @@ def _ask_again(op: Op, signature: _Signature, bound: Bound) -> None:
 
 
 def _otherwise(op: Op, args: Mapping[str, Any], strict: bool, reads: bool, memory: bool) -> tuple[Bound, _Settled]:
-    """_anew() with replaced arguments (numbers for tensors, None for empty tensors), under the key of the new call."""
+    """Calls _anew() for replaced arguments (numbers for 0-dim tensors, None for empty tensors), with their key."""
     key, _, _ = (op.reader or _with_reader(op))(args, strict, bool(op.watched) and torch.is_grad_enabled())
     return _anew(op, args, key, op.signatures.get(key), strict, reads, memory)
 
 
 def _tensors_of(op: Op, args: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """The named tensors of a call; lists of tensors become tuples."""
+    """Returns the named tensors of a call by name; a list of tensors becomes a tuple."""
     return {name: members(args[name]) if type(op.by_name[name]) is Tensors else args[name] for name in names}
 
 
 def _losses(op: Op, args: Mapping[str, Any], names: tuple[str, ...]) -> list[Failure]:
-    """Failures for tensors whose storages no longer hold their elements."""
+    """Returns a failure for each named tensor whose storage is too small for its elements."""
     return losses(op, _tensors_of(op, args, names))
 
 
 def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
-    """Runs the stages before lengths, and returns a new signature whose other rules are still to be checked."""
+    """Runs the stages before "lengths" and returns a new signature; _settle() checks its other rules."""
     levels = ("meaning", "note", "limit", "doubt") if strict else ("meaning", "note", "doubt")
     rules_asked = [r for r in op.asked if r.level in levels]
     if strict:
@@ -268,7 +281,7 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
     layout = str(names.get(op.layout_attr, ""))
     tensors = tuple(p.name for p in op.params if isinstance(p, Tensor) and names[p.name] is not None)
     rules = [r for r in rules_asked if r.stage in ("lengths", "rules") and (not r.only or layout in r.only)]
-    # Tensors belong to one call; a cached reference would keep their memory alive.
+    # Without tensors, because a cached reference would keep their memory alive.
     sizes = {name: value for name, value in names.items() if not is_memory(value)}
     return _Signature(sizes, tensors, rules, [])
 
@@ -276,14 +289,17 @@ def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
 def _settle(
     op: Op, signature: _Signature, given: list[Any], tensors: dict[str, Any], content: tuple[bytes, ...], reads: bool
 ) -> _Settled:
-    """Runs the stages of validation from lengths on, for arrays with new values."""
+    """Runs the stages from "lengths" on for new values of arrays, and stores the result in the signature.
+
+    given: the arguments in the order of op.params. content: the bytes of the arrays.
+    """
     arrays = {op.params[i].name: given[i] for i in op.positions[Array] if given[i] is not None}
     names = {**signature.names, **tensors, **arrays}
     ask(op, [r for r in signature.rules if r.stage == "lengths"], names)
     derived = op.derive(names)
     names |= derived
     messages = ask(op, [r for r in signature.rules if r.stage == "rules" and (reads or not r.reads)], names)
-    _tell(n for n in messages if n.rule is not None and n.rule.reads)  # of this call alone
+    _tell(n for n in messages if n.rule is not None and n.rule.reads)  # once, because the next call may have other data
     notes = signature.notes + [n for n in messages if n.rule is None or not n.rule.reads]
     if signature.settled is None:
         lasting = [r for r in signature.rules if not (r.reads and r.level in WARNED)]
@@ -297,7 +313,7 @@ def _settle(
 
 
 def _changing(op: Op, rules: list[Rule], changing: set[str], names: dict[str, Any]) -> list[Rule]:
-    """The rules whose outcome can change with the values of `changing` names, or with tensor content."""
+    """Returns the rules whose outcome can change with the values of `changing` names, or with tensor content."""
     within = scope(names, op.functions)
 
     def touched(text: str) -> bool:
@@ -310,6 +326,7 @@ def _changing(op: Op, rules: list[Rule], changing: set[str], names: dict[str, An
 
 
 def _keep(op: Op, key: Any, signature: _Signature) -> None:
+    """Stores a signature under its key; a full cache is emptied first."""
     if key is not None and key not in op.signatures:
         if len(op.signatures) >= SIGNATURES_KEPT:
             op.signatures.clear()
@@ -317,7 +334,7 @@ def _keep(op: Op, key: Any, signature: _Signature) -> None:
 
 
 def outside() -> int:
-    """The stack level of the first caller outside this package, for warnings."""
+    """Returns the stack level of the first caller outside this package, for warnings."""
     level, frame, package = 1, sys._getframe(1), __name__.split(".")[0]
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == package:
         level, frame = level + 1, frame.f_back

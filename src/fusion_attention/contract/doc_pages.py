@@ -1,4 +1,4 @@
-"""Markdown pages of operator definitions: formula, parameters, shapes, rules by level and sources of an operator."""
+"""Markdown pages of operators, made from their definitions: formula, parameters, shapes, rules by level, source."""
 
 import re
 from collections.abc import Iterable
@@ -72,11 +72,10 @@ _DTYPE = re.compile(r"\b(b?float16|float32|u?int8|dtype)\b")
 
 @dataclass(frozen=True)
 class Shown:
-    """Sections of a page that come from the function, not from the operator definition: Markdown texts.
+    """The sections of a page that do not come from the operator definition, as Markdown texts.
 
     Args:
-        call: its signature; text: its docstring.
-        example: a program; support: a table of back ends.
+        call: the function's signature. text: its docstring. example: a program. support: a table of back ends.
     """
 
     call: str = ""
@@ -85,7 +84,7 @@ class Shown:
     support: str = ""
 
     def lines(self) -> list[str]:
-        """The lines of all non-empty sections, with headings."""
+        """Returns the lines of all non-empty sections, with headings."""
         code = {"Call": "pyi", "Example": "python"}
         results = []
         for title, text in (("Call", self.call), ("", self.text), ("Example", self.example), ("Support", self.support)):
@@ -96,7 +95,7 @@ class Shown:
 
 
 def render(op: Op, shown: Shown | None = None, *, tex: bool = False) -> str:
-    """The page of an operator definition as Markdown; tex: with the formula in TeX, for the website."""
+    """Returns the page of an operator as Markdown; tex: True writes the formula in TeX, for the website."""
     lines = [f"# {op.name}", "", op.summary, ""]
     if tex and op.tex:
         lines += ["$$", op.tex, "$$", ""]
@@ -118,11 +117,11 @@ def render(op: Op, shown: Shown | None = None, *, tex: bool = False) -> str:
 
 
 def versions(records: Iterable[Op]) -> str:
-    """The page that compares the versions of each operator: a table of parameters and layouts."""
+    """Returns the page that compares the versions of each operator: tables of parameters and layouts."""
     named: dict[str, list[Op]] = {}
     for op in records:
         named.setdefault(_VERSION.sub("", op.name), []).append(op)
-    lines = ["# Versions", "", "What each version of an operator takes; generated from the contract records."]
+    lines = ["# Versions", "", "The parameters and layouts of each version, generated from the operator definitions."]
     for base, result in sorted(named.items()):
         if len(result) > 1:
             lines += ["", f"## {base}", "", *_versions(result)]
@@ -130,7 +129,7 @@ def versions(records: Iterable[Op]) -> str:
 
 
 def _versions(ops: list[Op]) -> list[str]:
-    """A table with a line for each parameter and layout of any version, in the order of the newest version first."""
+    """Returns a table with a line for each parameter and layout of any version; those of the newest come first."""
     parameters = dict.fromkeys(name for op in (ops[-1], *ops) for name in op.names)
     layouts = dict.fromkeys(name for op in ops for name in op.layouts)
     numbers = [result[1] if (result := _VERSION.search(op.name)) else "1" for op in ops]
@@ -145,7 +144,7 @@ def _versions(ops: list[Op]) -> list[str]:
 
 
 def _rules(op: Op) -> list[str]:
-    """The tables of rules, one for each level that has rules."""
+    """Returns the tables of rules, one for each level that has rules."""
     lines = []
     for level in LEVELS:
         rules = [r for r in op.asked if r.level == level]
@@ -157,14 +156,14 @@ def _rules(op: Op) -> list[str]:
 
 
 def _axes(text: str) -> list[str]:
-    """Explanations of the axis words in the text of a page."""
+    """Returns a line that explains the axis words in the text of a page; none if it has no axis words."""
     words = {word for symbols in _SYMBOLS.findall(text) for word in re.findall(r"\w+", symbols)}
     axes = [f"{axis} {text}" for axis, text in AXES.items() if axis in words]
     return ["", f"Axes: {', '.join(axes)}."] if axes else []
 
 
 def _line(*cells: str) -> str:
-    """A line of a table; bars inside cells are escaped."""
+    """Returns a line of a Markdown table; bars inside cells are escaped."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -200,7 +199,7 @@ def _by_layout(op: Op, p: Tensor) -> list[str]:
 
 
 def _shapes(op: Op) -> list[str]:
-    """The table of shapes that depend on the layout; parameters with the same shapes share a line."""
+    """Returns the table of shapes that depend on the layout; parameters with the same shapes share a line."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for p in op.params:
         if isinstance(p, Tensor) and any(shapes := _by_layout(op, p)):
@@ -213,7 +212,7 @@ def _shapes(op: Op) -> list[str]:
         lines += [_line(", ".join(names), *map(shape_text, shapes)) for shapes, names in several.items()]
     elif op.layouts:
         lines += ["", f"Layout: `{op.layouts[0]}` only."]
-    single_shapes: dict[str, list[str]] = {}  # layouts of single tensors
+    single_shapes: dict[str, list[str]] = {}  # layout of a tensor with a layout attribute of its own -> shapes
     for p in op.params:
         if isinstance(p, Tensor) and p.form and not isinstance(p.shape, str):
             for layout in [layout for layout in p.shape if layout not in op.layouts]:  # in the definition's order

@@ -1,4 +1,4 @@
-"""Docstrings of functions that are made from operator definitions."""
+"""docstring(): the docstring of a function that is made from an operator definition."""
 
 import re
 from collections.abc import Sequence
@@ -12,18 +12,16 @@ _LINE = re.compile(r"(.{1,108})(?: |$)")
 
 
 def docstring(op: Op) -> str:
-    """The docstring of a definition's function: summary, formula, Args, Returns, Raises, source and example."""
+    """Returns the docstring of a definition's function: summary, formula, Args, Returns, Raises, source, example."""
     outputs = [p for p in op.tensors(output=True) if p.name not in op.declared]
     listed = [] if len(outputs) == 1 else [f"({', '.join(p.shown for p in outputs)})"]
     results = [f"{p.shown}: {_description(op, p)}" for p in outputs]
     trained = [op.by_name[name].shown for names in op.trains.values() for name in names if name in op.by_name]
     results += [f"Differentiable in {_either(trained, 'and')}."] if trained else []
-    refused = (
-        f"a call that `fusion-attention ops {op.name}` does not allow." if op.asked else "arguments that are not so."
-    )
+    refused = f"a call that `fusion-attention ops {op.name}` does not allow." if op.asked else "invalid arguments."
     written = " Nothing is written." if any(get_origin(t) is Annotated for t in op.declared.values()) else ""
     raised = [f"ContractError: {refused}{written}"]
-    raised += ["BackendError: no back end computes it."] if op.lower else []
+    raised += ["BackendError: no back end computes the call."] if op.lower else []
     sections = {
         "Args": [f"{p.shown}: {_description(op, p)}" for p in op.inputs],
         "Returns": [*([op.returns] if op.returns else listed), *results] if outputs or op.returns else [],
@@ -36,7 +34,7 @@ def docstring(op: Op) -> str:
 
 
 def _description(op: Op, p: Param) -> str:
-    """The description of a parameter: its text, its shape and dtypes or its domain."""
+    """Returns the description of a parameter: its text, and its shape and dtypes or its domain."""
     sentences = [p.text]
     if isinstance(p, Attr) and p.axis:
         sentences[0] = f"{p.axis}: {sentences[0]}"
@@ -45,16 +43,18 @@ def _description(op: Op, p: Param) -> str:
     if isinstance(p, Tensor):
         facts = [_shapes(op, p)]
         like = op.by_name.get(p.dtypes[1:]) if p.dtypes[:1] == "=" else None
-        facts.append(f"as {like.shown}" if like else _either([word for word in p.dtypes.split() if word[0] != "="]))
+        facts.append(_either([word for word in p.dtypes.split() if word[0] != "="]))
+        if like and f"as {like.shown}" not in p.text:
+            facts.append(f"in {like.shown}'s dtype" if facts[0] else f"In {like.shown}'s dtype")
         fact = "; ".join(word for word in facts if word and word not in p.text)
-        sentences += [f"{fact[0].upper() if like else fact[0]}{fact[1:]}."] if fact else []
+        sentences += [f"{fact}."] if fact else []
     elif isinstance(p, Attr) and p.domain:
         sentences.append(f"`{op.spell(p.domain)}`.")
     return " ".join(sentences)
 
 
 def _shapes(op: Op, p: Tensor) -> str:
-    """The shapes of a tensor as text, each with the first layout that has it."""
+    """Returns the shapes of a tensor as text, each with the first layout that has it."""
     if isinstance(p.shape, str):
         return shape_text(p.shape) if p.shape else ""
     shapes: dict[str, str] = {}
@@ -70,5 +70,5 @@ def _either(words: Sequence[str], last: str = "or") -> str:
 
 
 def _flowed(text: str) -> str:
-    """An entry of a section, with line breaks and indentation."""
+    """Returns an entry of a section with line breaks and indentation."""
     return "    " + "\n        ".join(_LINE.findall(text))

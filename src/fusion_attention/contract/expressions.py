@@ -1,7 +1,6 @@
-"""The expression language of operator definitions: axis words ("B S1 N1*D"), and Python expressions over the names of a
-call.
+"""The expressions in operator definitions: shapes as axis words ("B S1 N1*D"), and Python conditions over named values.
 
-The text of an expression is also the text of its error.
+The text of a condition is also the text of its error.
 """
 
 import ast
@@ -20,10 +19,12 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed expression.
+    """A parsed condition.
 
     Attributes:
-        names: the names that it reads, without functions; axes: names in the axis words of fits().
+        code: the compiled expression.
+        names: the names that it reads, without functions.
+        axes: the axis words in arguments of fits().
         parts: the operands of a top-level `and`; without one, the expression itself.
     """
 
@@ -35,7 +36,7 @@ class Expression:
 
 @functools.cache
 def parse(text: str) -> Expression:
-    """Parses an expression; results are cached."""
+    """Parses a condition; results are cached."""
     tree = ast.parse(text, mode="eval")
     nodes = list(ast.walk(tree))
     called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
@@ -47,28 +48,28 @@ def parse(text: str) -> Expression:
 
 
 def functions_in(names: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """The public functions that a module defines, for expressions; names: its globals()."""
+    """Returns the public functions that a module defines, for use in expressions; names: the module's globals()."""
     defined = {name: f for name, f in names.items() if isinstance(f, FunctionType) and not name.startswith("_")}
     return {name: f for name, f in defined.items() if f.__module__ == names["__name__"]}
 
 
 def scope(names: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
-    """The namespace in which expressions are evaluated; its fits() compares a tensor's shape with axis words."""
+    """Returns the namespace in which expressions are evaluated: names, functions, and fits() of these names."""
     return {**functions, **names, "sum": _sum, "fits": lambda t, words: fits(t, words, names)}
 
 
 def _sum(values: Any) -> Any:
-    """sum() that is fast for arrays."""
+    """Returns the sum of values; fast for numpy arrays."""
     return int(values.sum()) if isinstance(values, np.ndarray) else sum(values)
 
 
 def evaluate(text: str, within: dict[str, Any]) -> Any:
-    """The value of an expression in a scope()."""
+    """Returns the value of an expression in a scope()."""
     return eval(parse(text).code, within)
 
 
 def size_of(word: str, names: Mapping[str, Any]) -> int | None:
-    """The size of an axis word ("N1*D", "8"); None if the size of a factor is not bound."""
+    """Returns the size of an axis word ("N1*D", "8"); None if names lacks one of its factors."""
     size = 1
     for factor in word.split("*"):
         factor_size = int(factor) if factor.isdigit() else names.get(factor)
@@ -90,17 +91,17 @@ def shape_text(alternatives: str) -> str:
 
 
 def dtype_text(tensor: torch.Tensor) -> str:
-    """The name of a tensor's dtype, such as 'float16'."""
+    """Returns the name of a tensor's dtype, such as 'float16'."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def lazy(tensor: torch.Tensor) -> bool:
-    """True if a tensor's memory does not hold its values: a lazily negated view, or zeros without memory."""
+    """True if a tensor's values are not in its memory: a lazily negated view, or zeros without memory."""
     return tensor.is_neg() or tensor._is_zerotensor()
 
 
 def show(value: Any) -> str:
-    """A value as text for errors, at most 80 characters; never raises."""
+    """Returns a value as text for errors, at most 80 characters; never raises."""
     try:
         text = _text(value)
     except Exception:  # repr() of a caller's object may raise anything; an int of over 4300 digits raises too.

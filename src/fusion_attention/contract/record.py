@@ -1,7 +1,6 @@
 """Operator definitions: the parameters and rules of an operator as data, and the errors of calls that violate them.
 
-A definition is used to check calls (contract.bind), write pages (doc_pages.py) and make test cases (sampling.py). It
-does not compute anything.
+Definitions are used to check calls (contract.bind), to write pages (doc_pages.py) and to make test cases (sampling.py).
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import torch
 
 from fusion_attention.contract.expressions import shape_text
 
-# Return codes of the two-phase interface; every failure has the code that CANN returns for it.
+# Codes that the two-phase interface returns for a failure, those of CANN.
 NULL_POINTER, INVALID, RUNTIME, TILING = 161001, 161002, 361001, 561002
-# meaning: the call has no defined result; limit: a documented limit of the chip, an error when strict; content: reads
-# tensor data, on request; note: a warning; doubt: a legal call that is probably a mistake, a warning, an error when
-# strict.
+# Levels of rules. meaning: a call that violates the rule has no defined result: an error. limit: a documented limit of
+# the chip: an error in strict calls. content: a rule that reads tensor data: checked on request. doubt: a call that
+# violates the rule is legal, but probably a mistake: a warning, an error in strict calls. note: a warning.
 LEVELS = ("meaning", "limit", "content", "doubt", "note")
 WARNED = ("note", "doubt")
 # Stages in the order of checking. "dtype" also checks devices and the layout string. A rule's stage is "presence",
@@ -33,7 +32,14 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Failure:
-    """One violated rule; str() is the error text. cann: CANN's name of the parameter, or ""."""
+    """One violated rule; str() is the error text.
+
+    Attributes:
+        op, param: names of the operator and of the parameter; cann: CANN's name of the parameter, or "".
+        expected, got, advice: texts: the expected value, the actual value, and the reason or the fix.
+        code: the code that the two-phase interface returns.
+        rule: the violated rule; None if a stage without rules fails.
+    """
 
     op: str
     param: str
@@ -52,13 +58,14 @@ class Failure:
 
 
 class ContractError(ValueError, RuntimeError):
-    """An invalid call. The message has a line for each failure (one for all lengths with the same fault); op, param and
-    code are those of the first failure.
+    """The error of an invalid call.
 
-    The class derives from ValueError, as usual in Python, and from RuntimeError, as torch_npu raises.
+    The message has a line for each failure (one line for all lengths with the same fault). The class derives from
+    ValueError, as usual in Python, and from RuntimeError, which torch_npu raises.
 
     Attributes:
         failures: all failures of the first stage that fails.
+        op, param, code: those of the first failure.
     """
 
     def __init__(self, failures: list[Failure]) -> None:
@@ -72,26 +79,27 @@ class ContractError(ValueError, RuntimeError):
         self.op, self.param, self.code = failures[0].op, failures[0].param, failures[0].code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (list(self.failures),)  # Worker processes pickle errors.
+        return type(self), (list(self.failures),)  # for pickling, by which errors leave worker processes
 
 
 class BackendError(NotImplementedError):
-    """A valid call that no back end can compute; the message lists every back end's reasons."""
+    """The error of a valid call that no back end can compute; the message lists every back end's reasons."""
 
 
 class ContractWarning(UserWarning):
-    """A warning about a legal call that is probably a mistake."""
+    """The warning about a legal call that is probably a mistake."""
 
 
 @dataclass(frozen=True)
 class Param:
-    """Base of all parameters.
+    """Base class of the parameters of an operator definition.
 
     Args:
-        name: the canonical name; spelled: this operator definition's spelling if it differs.
-        text: one sentence.
-        optional: may be None.
-        default: REQUIRED if there is none, even if None may be passed.
+        name: the canonical name, which rules and lowering use.
+        text: the description, one sentence.
+        optional: True if the argument may be None.
+        spelled: the parameter's name in the interface, if it is not the canonical name.
+        default: the default value; REQUIRED: there is none (even if None may be passed).
     """
 
     name: str
@@ -111,13 +119,13 @@ class Tensor(Param):
     """A tensor parameter.
 
     Args:
-        dtypes: allowed dtypes, "=other" for the dtype of another tensor, or "" if a rule checks the dtype.
+        dtypes: names of the allowed dtypes, "=other" for the dtype of another tensor, or "" if a rule checks the dtype.
         shape: axis words ("B S1 N1*D"), one string or one per layout; "" if a rule checks the shape.
-        output: written by the operator; interfaces may allocate it.
-        on_host: may be in host memory when the other tensors are on a device.
-        cast: advice about a wrong dtype.
-        form: function from a call's values to the layout of this tensor; None: the definition's layout.
-        make: function from a shape to sample content; None: random numbers.
+        output: True if the operator writes the tensor; interfaces may allocate it.
+        on_host: True if it may be in host memory when the other tensors are on a device.
+        cast: advice in the error about a wrong dtype.
+        form: a function from a call's values to this tensor's layout; None: the layout of the call.
+        make: a function from a shape to the content in sample calls; None: random numbers.
     """
 
     dtypes: str = ""
@@ -129,7 +137,7 @@ class Tensor(Param):
     make: Callable[[tuple[int, ...]], torch.Tensor] | None = field(default=None, compare=False)
 
     def words(self, layout: str) -> list[str]:
-        """The axis words in a layout; empty if a rule checks the shape."""
+        """Returns the axis words of the shape in a layout; empty if a rule checks the shape."""
         shape = self.shape if isinstance(self.shape, str) else self.shape.get(layout, "")
         return shape.split()
 
@@ -138,7 +146,7 @@ class Tensor(Param):
 class Tensors(Tensor):
     """A parameter that is a list of tensors, or one tensor; rules get a tuple.
 
-    shape is for pages and samples; rules check it.
+    bind() does not check the shape; pages and sample calls use it.
     """
 
 
@@ -152,10 +160,11 @@ class Attr(Param):
     """A parameter that is a number, a string or another hashable object.
 
     Args:
-        type: int, float or str (an int is a float too), or any hashable class.
-        domain: an expression that must hold.
-        axis: the axis word whose size is this number.
-        unsigned: the bound of an int is 2**64, not 2**63.
+        type: int, float or str (for float an int is accepted too), or any hashable class.
+        domain: an expression that must be true, for instance "scale > 0"; "": every value of the type.
+        axis: the axis word whose size this attribute is; "": none.
+        unsigned: True if an int must be below 2**64, False if below 2**63.
+        code: the code that the two-phase interface returns for a value outside the domain.
     """
 
     type: type = int
@@ -168,26 +177,28 @@ class Attr(Param):
 
 @dataclass(frozen=True)
 class Rule:
-    """An expression over axes, attributes, arrays and tensors that must hold; it is also the error's text.
+    """A condition over axes, attributes, arrays and tensors that every call must satisfy.
 
-    The expression may call functions of the definition. A function that returns a string fails, and the string
-    describes the actual value.
+    The condition may call functions of the definition. If such a function returns a string, the rule is violated, and
+    the string describes the actual value.
 
     Args:
-        check: the expression.
-        param: the canonical name of the parameter in the error.
+        check: the condition, a Python expression, which is also the error's text.
+        param: the canonical name of the parameter that the error names.
         advice: the reason, or the fix.
-        text: the expected value for the error, if the expression reads badly.
-        when: an expression; the rule applies only if it holds. "" in a rule about an optional parameter: if the
-            parameter is given, unless the check itself mentions None.
+        text: the expected value for the error, if the expression is not readable.
+        when: an expression; the rule applies only if it is true. "" in a rule about an optional parameter: if the
+            parameter is given, unless the check mentions None.
         only: the layouts in which the rule applies; empty: all.
         needs: parameters that an operator definition must have for the rule to apply.
         level: one of LEVELS.
+        code: the code that the two-phase interface returns.
         stage: "presence", "dtype", "lengths" or "rules".
-        reads: reads tensor data, so the rule is checked at every call; a warning, at the first call of a signature.
-        given: settings of sample calls under which the rule applies; invalid: additional settings that violate only
-            this rule. Without them a call has a value of the parameter that the check excludes, or a tensor or list
-            that must be None.
+        reads: True if the rule reads tensor data. It is then checked at every call, or, if it only warns, at the first
+            call of a signature.
+        given: settings of sample calls in which the rule applies.
+        invalid: additional settings that violate only this rule. Without them the sample call has a value of the
+            parameter that the check excludes, or a tensor or list that must be None.
     """
 
     check: str
@@ -220,14 +231,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Prototype:
-    """CANN's C declaration of an operator: names of its parameters, in its order, and facts that are not in its
-    definition.
+    """CANN's C declaration of an operator.
 
     Args:
-        names: CANN's names of the parameters.
-        source: the document that has them.
-        header: CANN's header file.
-        tensors: parameters that are integers in the operator definition but tensors in CANN, not aclIntArray.
+        names: CANN's names of the parameters, in the declaration's order.
+        source: the document that has these names.
+        header: the name of CANN's header file.
+        tensors: names of parameters that are arrays of integers in the operator definition and tensors in C.
     """
 
     names: tuple[str, ...]
@@ -238,13 +248,13 @@ class Prototype:
 
 @dataclass(frozen=True)
 class Declared:
-    """Spellings of parameters in CANN's C declarations of an operator and its versions: head_num as headNum.
+    """The spelling of parameters in CANN's C declarations of an operator and its versions: headNum for head_num.
 
     Args:
-        optional, output: suffixes of optional tensors and arrays, and of outputs.
-        names: other spellings by canonical name; one that ends with "!" has no suffix.
+        optional: suffix of the names of optional tensors and arrays. output: suffix of the names of outputs.
+        names: exceptions by canonical name; after a name that ends with "!" no suffix is added.
         source: the document that has the names.
-        on_device: pattern of CANN's names of lengths that are tensors on the device.
+        on_device: regular expression for CANN's names of lengths that are tensors on the device.
     """
 
     optional: str = ""
@@ -254,15 +264,15 @@ class Declared:
     on_device: str = "PaddingSize"
 
     def but(self, **names: str) -> Declared:
-        """A copy with other spellings."""
+        """Returns a copy with further exceptions."""
         return replace(self, names={**self.names, **names})
 
     def of_page(self, **names: str) -> Declared:
-        """A copy with other spellings, all of which are on the operator's page."""
+        """Returns a copy with further exceptions, whose names are all on the operator's page."""
         return replace(self.but(**names), source="this operator's page")
 
     def prototype(self, op: Op) -> Prototype:
-        """The declaration of an operator."""
+        """Returns the declaration of an operator."""
         names = tuple(map(self._spelled, op.params))
         on_device = frozenset(name for name in names if re.search(self.on_device, name))
         return Prototype(names, self.source, _header(op.name), on_device)
@@ -278,7 +288,7 @@ class Declared:
 
 
 def _header(name: str) -> str:
-    """CANN's header of an operator; the training operators share two headers."""
+    """Returns the name of CANN's header of an operator; the training operators share two headers."""
     if name.startswith("aclnnFlashAttention"):
         return f"aclnn_flash_attention_score{'_grad' if 'Grad' in name else ''}.h"
     words = re.sub(r"([a-z\d])(?=[A-Z])|([A-Z])(?=[A-Z][a-z])", r"\1\2_", name)
@@ -291,27 +301,30 @@ class Op:
 
     Args:
         name: the interface's name; for CANN's package: cann_ops_transformer.FUNCTION.
-        summary: one sentence; formula: as text; tex: in TeX.
-        params: in the interface's order.
-        source: the documentation; "" for this library's functions. rulings: numbers of decisions in docs/rulings.md
-            about questions that the source leaves open.
-        rules: checked in stages; rules about a parameter or layout that the definition lacks are ignored.
-        layouts: the layout strings, the sample's first; layout_attr: the attribute that selects one.
-        neutral: values of canonical names that rules and lowering use, for parameters that the definition lacks.
-        blank_is_absent: an optional tensor without dimensions or elements counts as absent.
-        derive: function from bound names to further names (lengths per sequence), called when arrays change.
+        summary: the description, one sentence.
+        formula, tex: the formula as text and in TeX.
+        params: the parameters in the interface's order.
+        source: the documentation that the definition follows; "" for this library's functions.
+        rulings: numbers of decisions in docs/rulings.md about questions that the source leaves open.
+        rules: conditions of legal calls; those about a parameter or layout that the definition lacks are ignored.
+        layouts: the layout strings; sample calls have the first.
+        layout_attr: the attribute that selects the layout.
+        neutral: values by canonical name, for names that rules and lowering use but the definition lacks.
+        blank_is_absent: True if an optional tensor without dimensions or elements counts as absent.
+        derive: a function from a call's values to further values (lengths per sequence), called when arrays change.
         functions: functions that rules may call.
-        lower: function from a checked call (and seed and offset, if it has dropout) to its ir.call.Lowered.
-        results: names of all results that its Lowered may have; fresh: function from arguments by name, whose sizes may
-            be symbolic, to memory for the call's results; trains: for each differentiable result, the inputs with a
-            gradient (lower then returns a Differentiable); repeats: True if calls that differ only in memory are
-            prepared once (lower then returns a Repeatable).
-        sizes: axis sizes of a sample; samples: further settings of sample calls per layout.
+        lower: a function from a checked call (and seed and offset, if it has dropout) to its ir.call.Lowered.
+        results: names of all results that its Lowered may have.
+        fresh: a function from arguments by name, whose sizes may be symbolic, to memory for the results.
+        trains: for each differentiable result, the inputs with a gradient; lower then returns a Differentiable.
+        repeats: True if calls that differ only in memory are prepared once; lower then returns a Repeatable.
+        sizes: axis sizes of sample calls. samples: further settings of sample calls per layout.
         c: spellings of CANN's C declaration, for operators of the two-phase interface; errors show them.
-        keywords: the interface's name of the first keyword-only parameter of the operator's function
-            (npu/interface.py); "": none. declared: types by canonical name, of parameters whose class does not
-            determine them, and of outputs that a caller passes. returns: description of the results in the docstring;
-            "": the outputs. example: the docstring's example.
+        keywords: name of the first keyword-only parameter of the operator's function (npu/interface.py); "": none.
+        declared: types by canonical name, of parameters whose class does not determine them, and of outputs that a
+            caller passes.
+        returns: description of the results in the docstring; "": the outputs.
+        example: the docstring's example.
     """
 
     name: str
@@ -341,7 +354,7 @@ class Op:
     returns: str = ""
     example: str = ""
     names: tuple[str, ...] = field(init=False)
-    # CANN's declaration of an operator of the two-phase interface, and its names by the interface's names.
+    # CANN's declaration of an operator of the two-phase interface, and CANN's names by the interface's names.
     prototype: Prototype = field(init=False)
     cann: dict[str, str] = field(init=False)
     # Positions of the tensors in rules of the form trained(name), which test if a gradient is required.
@@ -379,7 +392,7 @@ class Op:
         return applies and (not rule.only or not set(self.layouts).isdisjoint(rule.only))
 
     def _of_given(self, rule: Rule) -> Rule:
-        """The rule with its condition: one about an optional parameter applies to a given one."""
+        """Returns the rule with the condition that its parameter is given, if the parameter is optional."""
         p = self.by_name[rule.param]
         optional = p.optional or (isinstance(p, Attr) and p.default is None)
         if rule.when or not optional or rule.stage == "presence" or re.search(r"None|trained\(", rule.check):
@@ -396,10 +409,14 @@ class Op:
         without: Iterable[str] = (),
         **changes: Any,
     ) -> Op:
-        """A copy of this definition for another operator.
+        """Returns a copy of this definition for another version of the operator.
 
-        after: parameters to insert after the named ones; instead: parameters that replace those of their names;
-        without: names of parameters to drop. changes: other fields.
+        Args:
+            name, summary: those of the version.
+            after: parameters to insert after the named ones.
+            instead: parameters that replace those with the same name.
+            without: names of parameters to omit.
+            changes: other fields of the definition.
         """
         if "params" not in changes:
             others, inserted, dropped = {p.name: p for p in instead}, after or {}, set(without)
@@ -410,11 +427,11 @@ class Op:
     def failure(
         self, param: str, expected: str, got: str, advice: str = "", code: int = INVALID, rule: Rule | None = None
     ) -> Failure:
-        """A Failure of this operator; param: the name in the interface."""
+        """Returns a Failure of this operator; param: the parameter's name in the interface."""
         return Failure(self.name, param, expected, got, advice, code, rule, self.cann.get(param, ""))
 
     def named(self, values: Iterable[Any]) -> dict[str, Any]:
-        """A dictionary from canonical names to values, which are in the order of the parameters."""
+        """Returns a dictionary from canonical names to values; values: in the order of the parameters."""
         return dict(zip(self.names, values, strict=True))
 
     @property
@@ -428,11 +445,11 @@ class Op:
         return f"{self.source}, {self.name}" if self.source else "this library"
 
     def layout_of(self, p: Tensor, names: Mapping[str, Any]) -> str:
-        """The layout of a tensor in a call: from p.form, or the call's layout."""
+        """Returns the layout of a tensor in a call: p.form of the call's values, or the call's layout."""
         return p.form(names) if p.form else str(names.get(self.layout_attr, ""))
 
     def tensors(self, output: bool = False) -> list[Tensor]:
-        """The input tensors, or the output tensors, in order."""
+        """Returns the input tensors, or the output tensors, in order."""
         return [p for p in self.params if isinstance(p, Tensor) and p.output is output]
 
     @property

@@ -32,12 +32,14 @@ VALUES: dict[type, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class InvalidSample:
-    """A call that violates one rule, and its expected failure.
+    """A call that violates one rule, and the failure that bind() must report.
 
     Attributes:
-        id: names of operator definition and rule; args: the arguments by canonical name.
-        param: the parameter in the failure, in the definition's spelling; code: the failure's; level: the rule's.
-        expected: the failure's text after "expected"; "" if a stage, not a rule, makes it.
+        id: the names of the operator and of the rule.
+        args: the arguments by canonical name.
+        param, code: parameter (in the interface's spelling) and code of the failure.
+        level: the level of the rule.
+        expected: the failure's text after "expected"; "" if a stage without rules reports it.
     """
 
     id: str
@@ -49,13 +51,14 @@ class InvalidSample:
 
 
 def sample(op: Op, **settings: Any) -> dict[str, Any]:
-    """A legal call of an operator definition: arguments by canonical name, the same every time.
+    """Returns the arguments of a legal call, by canonical name; equal settings give equal arguments.
 
     Args:
         op: the operator definition.
-        settings: attributes, arrays and tensors by canonical name, sizes by axis word. A tensor is given by its axis
-            words ("B N1 S1 S2"), by (words, dtype or "zeros"), by True (its own shape), or as it is; an optional
-            tensor is left out unless given. Settings under a layout's name hold in that layout, before all others.
+        settings: attributes, arrays and tensors by canonical name, and sizes by axis word. A tensor is given by the
+            axis words of its shape ("B N1 S1 S2"), by (words, dtype or "zeros"), by True (the shape of its definition),
+            or as a tensor; an optional tensor is None unless it is given. A dictionary of settings under a layout's
+            name applies to this layout only, and has priority.
 
     Example:
         >>> from fusion_attention.ops import RECORDS
@@ -87,7 +90,7 @@ def sample(op: Op, **settings: Any) -> dict[str, Any]:
 
 
 def _derived_sizes(op: Op, layout: str, settings: dict[str, Any]) -> dict[str, int]:
-    """Axis sizes derived from arrays of lengths; if a setting removes the arrays, those of the default sample call."""
+    """Returns axis sizes that follow from arrays of lengths; for an array that is not set, from the default sample."""
     sample_sizes = op.samples.get(layout, {})
     arrays = {p.name: p for p in op.params if isinstance(p, Array)}
     values = {name: value if (value := settings.get(name)) is not None else sample_sizes.get(name) for name in arrays}
@@ -127,8 +130,7 @@ def invalid_samples(op: Op) -> Iterator[InvalidSample]:
 
 
 def violation(op: Op, rule: Rule) -> dict[str, Any]:
-    """Settings of a sample call that violates a rule: those of the rule, or a value of its parameter that the check
-    excludes."""
+    """Returns settings of a sample call that violates a rule: those of the rule, or a value that its check excludes."""
     if rule.invalid:
         return {**rule.given, **rule.invalid}
     p = op.by_name[rule.param]
@@ -141,7 +143,7 @@ def violation(op: Op, rule: Rule) -> dict[str, Any]:
 
 
 def _excluded(op: Op, p: Attr, check: str, domain: str = "True") -> Any:
-    """The first value of an attribute's type that violates an expression over it, but is in a domain."""
+    """Returns the first of VALUES that is in an attribute's domain and violates an expression."""
     names = {**op.neutral, **{other.name: other.default for other in op.params if isinstance(other, Attr)}}
     within = scope(names, op.functions)
     values = (value for value in VALUES[p.type] if evaluate(domain, {**within, p.name: value}))
@@ -149,7 +151,7 @@ def _excluded(op: Op, p: Attr, check: str, domain: str = "True") -> Any:
 
 
 def _stage_samples(op: Op, p: Param, legal: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Yields (fault, arguments, code) for faults that a parameter's declaration determines, without a rule."""
+    """Yields (name, arguments, code) of calls that violate a parameter's declaration: type, rank, axis, domain."""
     present = legal[p.name] is not None
     if isinstance(p, Attr):
         if p.name == op.layout_attr and op.layouts:
@@ -180,5 +182,5 @@ def _stage_samples(op: Op, p: Param, legal: dict[str, Any]) -> Iterator[tuple[st
 
 
 def _first_tensor(op: Op) -> str:
-    """The name of the first tensor, whose dtype the others must have."""
+    """Returns the name of the first tensor, whose dtype the other tensors must have."""
     return next(p.name for p in op.params if isinstance(p, Tensor))

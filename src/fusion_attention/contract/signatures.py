@@ -1,6 +1,6 @@
-"""Signatures of calls, the keys under which validation is cached: shapes, strides, dtypes, devices and attributes.
+"""Signatures of calls: shapes, strides, dtypes, devices and attributes, the key under which validation is cached.
 
-The native core computes them. If it cannot be loaded, an equivalent Python function does.
+The native core computes them, or an equivalent Python function if the core cannot be loaded.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fusion_attention.contract.arguments import lost, members, to_array
 from fusion_attention.contract.expressions import lazy
 from fusion_attention.contract.record import Array, Attr, Op, Tensor, Tensors
 
-# (key of the signature, or None if a value is not hashable; bytes of each given list of integers, or None if one is
-# empty or not made of integers; True if the storages of all tensors hold them)
+# The result of reading a call: (key of the signature, None if a value is not hashable; bytes of each given list of
+# integers, None if a list is empty or has other elements; True if the storages of all tensors are large enough).
 Reading = tuple[Any, tuple[bytes, ...] | None, bool]
 Reader = Callable[[Mapping[str, Any], bool, bool], Reading]
 
@@ -24,10 +24,10 @@ _KINDS = {Attr: "a", Tensor: "t", Tensors: "s", Array: "i"}
 
 
 def reader(op: Op) -> Reader:
-    """The function that computes the signatures of an operator's calls.
+    """Returns the function that computes the signatures of an operator's calls.
 
-    The function's arguments are the call's arguments by canonical name, `strict`, and True if rules test tensors for
-    gradients.
+    Its arguments are the call's arguments by canonical name, `strict`, and True if the signature must contain whether
+    tensors require gradients.
     """
     try:
         from fusion_attention import _native
@@ -39,7 +39,7 @@ def reader(op: Op) -> Reader:
 
 
 def python_reader(op: Op) -> Reader:
-    """A reader() in Python, without the native core."""
+    """Returns a reader() in Python, which does not need the native core."""
 
     def read(args: Mapping[str, Any], strict: bool, grad: bool) -> Reading:
         key: list[Any] = [strict, grad]
@@ -50,7 +50,7 @@ def python_reader(op: Op) -> Reader:
                 value = args.get(p.name)
                 tensors: tuple[Any, ...] = ()
                 if value is None or isinstance(p, Attr):
-                    key += [value, type(value)]  # True == 1 == 1.0, but not all of them are legal.
+                    key += [value, type(value)]  # with the type, because True == 1 == 1.0, but not all are legal
                 elif isinstance(p, Array):
                     key.append(Array)
                     array = to_array(value)

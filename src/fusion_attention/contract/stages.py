@@ -1,4 +1,4 @@
-"""The stages of validation: presence, dtypes, devices, layout, ranks, axes, domains and rules."""
+"""The stages in which bind() checks a call: presence, dtypes, devices, layout, ranks, axes, domains and rules."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,12 +25,18 @@ from fusion_attention.contract.record import (
 
 
 def first_stages(op: Op, given: Sequence[Any], rules: list[Rule]) -> dict[str, Any]:
-    """Runs all stages before lengths, and returns the values of parameters and axes by name.
+    """Runs all stages before "lengths", and returns the values of parameters and axes by name.
 
-    given: the arguments in the definition's order. The name "missing" is a tuple of the attributes that are not passed.
+    Args:
+        op: the operator definition.
+        given: the arguments in the definition's order.
+        rules: the rules to check.
+
+    Returns:
+        The values; "missing" is a tuple of the names of attributes that were not passed.
 
     Raises:
-        ContractError: with all failures of the first stage that fails.
+        ContractError: an invalid call; it has all failures of the first stage that fails.
     """
     values = {p.name: _value(op, p, value) for p, value in zip(op.params, given, strict=True)}
     _refuse(_presence(op, values))
@@ -52,8 +58,8 @@ def ask(op: Op, rules: list[Rule], names: dict[str, Any]) -> list[Failure]:
 
 
 def _value(op: Op, p: Param, value: Any) -> Any:
-    """The value of an argument for rules: with defaults, numpy scalars as Python numbers, empty optional tensors as
-    None."""
+    """Returns the value of an argument for rules: the default for None, a number for a numpy scalar, None for an empty
+    optional tensor."""
     if isinstance(p, Attr):
         if value is None:
             return None if p.default is REQUIRED else p.default
@@ -68,7 +74,7 @@ def _value(op: Op, p: Param, value: Any) -> Any:
 
 
 def _missing(op: Op, given: Sequence[Any]) -> tuple[str, ...]:
-    """Names of the attributes that were not passed and have their default."""
+    """Returns the names of the attributes that were not passed, so that they have their default."""
     return tuple(p.name for p, value in zip(op.params, given, strict=True) if isinstance(p, Attr) and value is None)
 
 
@@ -150,7 +156,10 @@ def _ranks(op: Op, names: dict[str, Any]) -> list[Failure]:
 
 
 def _axes(op: Op, names: dict[str, Any]) -> list[Failure]:
-    """Binds axis words to sizes, from attributes before tensors; the first parameter with an axis determines it."""
+    """Adds the sizes of axis words to names, and returns failures of parameters with another size.
+
+    Attributes determine sizes before tensors; then the first tensor with an axis word determines its size.
+    """
     origin: dict[str, str] = {}
     for p in op.params:
         if isinstance(p, Attr) and p.axis and (names[p.name] != p.default or p.default):
@@ -169,7 +178,7 @@ def _axes(op: Op, names: dict[str, Any]) -> list[Failure]:
 
 
 def _bind_axis(word: str, size: int, names: dict[str, Any], origin: dict[str, str], param: str) -> str:
-    """Binds the only unbound factor of an axis word, or compares sizes; returns the expected size if they differ."""
+    """Adds the size of an axis word's only unknown factor to names, or returns the expected size if `size` differs."""
     factors = word.split("*")
     unknown = [f for f in factors if not f.isdigit() and names.get(f) is None]
     if len(unknown) == 1:
@@ -186,7 +195,7 @@ def _bind_axis(word: str, size: int, names: dict[str, Any], origin: dict[str, st
 
 
 def _origins(word: str, origin: dict[str, str], param: str) -> str:
-    """Text that names the other parameters which determined an axis word's size."""
+    """Returns a text that names the other parameters which determined an axis word's size."""
     sources = [origin[f] for f in word.split("*") if f in origin and origin[f] != param]
     return f" as in {', '.join(dict.fromkeys(sources))}" if sources else ""
 
@@ -201,7 +210,7 @@ def _domains(op: Op, names: dict[str, Any]) -> list[Failure]:
 
 
 def _broken(op: Op, rules: list[Rule], names: dict[str, Any]) -> tuple[list[Failure], list[Failure]]:
-    """(failures, warnings) of the rules that apply."""
+    """Returns (failures, warnings) of the rules that apply and are violated."""
     failures: list[Failure] = []
     notes: list[Failure] = []
     if not rules:
@@ -213,7 +222,7 @@ def _broken(op: Op, rules: list[Rule], names: dict[str, Any]) -> tuple[list[Fail
         outcome = evaluate(rule.check, within)
         if isinstance(outcome, str) or not outcome:
             got = outcome if isinstance(outcome, str) else _got(rule, names)
-            # Python shows each warning text once; without numbers in it, a doubt is shown once.
+            # Without actual values, so that Python shows a warning once, not once for each of them.
             got = "" if rule.level == "doubt" else got
             expected, got, advice = (op.spell(text) for text in (rule.expected, got, rule.advice))
             failure = op.failure(op.by_name[rule.param].shown, expected, got, advice, rule.code, rule)
@@ -222,7 +231,7 @@ def _broken(op: Op, rules: list[Rule], names: dict[str, Any]) -> tuple[list[Fail
 
 
 def _got(rule: Rule, names: Mapping[str, Any]) -> str:
-    """The values that a rule reads, such as 'N1=4, N2=3', or a shape with the sizes of the expected axes."""
+    """Returns the values that a rule reads, such as 'N1=4, N2=3', or a shape with the sizes of the expected axes."""
     read = parse(rule.check)
     if read.axes:
         sizes = (f"{axis}={names[axis]}" for axis in read.axes)

@@ -1,5 +1,6 @@
-"""Formats the call of a setting at each interface as runnable text: setup and call. translate.py must support this
-code.
+"""call(): the text of a call with the mask of a setting, for each interface: setup and call, which can be run.
+
+translate.py translates this module to JavaScript, so it uses only the syntax that translate.py supports.
 """
 
 from fusion_attention.explorer.visible import (
@@ -18,12 +19,15 @@ from fusion_attention.ir.mask import UNLIMITED, Band
 from fusion_attention.ops.shared.sparse_modes import sparse_band
 
 HEADS, DIM = 8, 64
-# Masks with more ones, or more elements, are not written out.
+# The elements of a mask are written in a call only up to these numbers of ones and of elements.
 MOST_ONES, MOST_CELLS = 48, 4096
 
 
 def call(s: Setting, api: str) -> dict[str, str] | None:
-    """Returns {"before", "call"} of a setting at an interface; None if the interface has no equivalent operator."""
+    """Returns the setup ("before") and the call ("call") of an interface for a setting; None: no call has this mask.
+
+    api: one of INTERFACES.
+    """
     canonical = as_mode(s)
     if api == "own":
         return _native_call(s) if canonical is None or own_says(canonical) else None
@@ -48,7 +52,7 @@ def _ends(lengths: tuple[int, ...]) -> list[int]:
 
 
 def _call(function: str, words: list[str]) -> str:
-    """Formats a call on one line, or with its arguments on filled lines."""
+    """Returns the text of a call: one line, or lines of at most 58 characters with its arguments."""
     line = f"{function}({', '.join(words)})"
     if len(line) <= 60:
         return line
@@ -66,7 +70,10 @@ def _call(function: str, words: list[str]) -> str:
 
 
 def mask_lines(s: Setting, shape: Mask, npu: bool) -> list[str]:
-    """Returns lines that make `mask`: compressed, or with the setting's elements."""
+    """Returns lines of a program that make the tensor `mask`: a compressed mask, or the setting's elements.
+
+    shape: the shape of a compressed mask. npu: make it on device npu.
+    """
     place = ', device="npu"' if npu else ""
     if s.mode not in FULL_MODES:
         lines = [f"mask = torch.ones({shape.shape[0]}, {shape.shape[1]}{place}).triu(1).bool()"]
@@ -94,10 +101,10 @@ def _cells(s: Setting, rows: int, columns: int) -> list[list[int]]:
 
 
 def tree_lines(s: Setting) -> list[str]:
-    """Returns lines that convert a square mask to the shape that fused inference expects."""
+    """Returns lines of a program that convert a square mask to the shape of mode 9 in fused inference."""
     if not s.packed:
         return ["mask = mask[None]  # [B, rows, rows]"]
-    return [f"mask = torch.cat([mask[:n, :n].flatten() for n in {_list(s.q_len)}])  # square by square"]
+    return [f"mask = torch.cat([mask[:n, :n].flatten() for n in {_list(s.q_len)}])  # one square per sequence"]
 
 
 # ----------------------------------------------------------------------------------------------------------- interfaces
@@ -132,7 +139,7 @@ def _native_call(s: Setting) -> dict[str, str]:
 
 
 def _own_band(s: Setting) -> Band:
-    """Returns the band argument of a mode's call that also has a mask."""
+    """Returns the band of fa.attention() for a sparse mode, without the elements that a mask removes."""
     p = picture(s, "training")
     if s.mode in (5, 6):
         ignored = p is None or (max(p["prefix"]) == 0 and max(s.prefix, default=0) > 0)

@@ -1,4 +1,4 @@
-"""Draws a setting as text, SVG or PNG, and the gallery of all modes."""
+"""Draws the mask of a setting as text, SVG or PNG, and a gallery of all modes."""
 
 import struct
 import zlib
@@ -21,11 +21,11 @@ MOST_CELLS = 4096 * 4096
 
 
 class TooLarge(ValueError):
-    """A picture with too many cells."""
+    """The error about a picture with too many cells."""
 
 
 def item_cells(s: Setting, p: dict[str, Any], b: int) -> np.ndarray:
-    """Returns the kinds of one sequence's cells, [q_len, kv_len]."""
+    """Returns the kinds of the cells of sequence b, uint8 [q_len, kv_len]; p: the result of picture()."""
     rows, keys = p["q_len"][b], p["kv_len"][b]
     row, key = np.arange(rows)[:, None], np.arange(keys)[None]
     visible = (key >= row + p["lo"][b]) & (key < np.maximum(row + p["hi"][b], p["prefix"][b]))
@@ -36,7 +36,7 @@ def item_cells(s: Setting, p: dict[str, Any], b: int) -> np.ndarray:
 
 
 def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
-    """Returns bool [rows, keys], true for cells of one sequence that a mask removes."""
+    """Returns bool [rows, keys]: true for cells of one sequence that the mask tensor removes."""
     removed = np.zeros((rows, keys), bool)
     if kind == "":
         return removed
@@ -52,7 +52,9 @@ def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
 
 
 def cells_of(s: Setting, api: str = "training") -> np.ndarray | None:
-    """Returns the kinds of the cells of all sequences, along the diagonal, [rows, keys]; None if there is no call.
+    """Returns the kinds of the cells of all sequences, uint8 [rows, keys], with sequences along the diagonal.
+
+    None if no call of the interface has this mask.
 
     Raises:
         TooLarge: there are more than 16 million cells.
@@ -61,7 +63,8 @@ def cells_of(s: Setting, api: str = "training") -> np.ndarray | None:
     if p is None:
         return None
     if sum(p["q_len"]) * sum(p["kv_len"]) > MOST_CELLS:
-        raise TooLarge(f"{sum(p['q_len'])} x {sum(p['kv_len'])} cells: ask for at most {MOST_CELLS} (4096 x 4096)")
+        got = f"{sum(p['q_len'])} x {sum(p['kv_len'])}"
+        raise TooLarge(f"expected at most {MOST_CELLS} cells (4096 x 4096), got {got}")
     cells = np.full((sum(p["q_len"]), sum(p["kv_len"])), OUTSIDE, np.uint8)
     row = key = 0
     for b, (rows, keys) in enumerate(zip(p["q_len"], p["kv_len"], strict=True)):
@@ -71,7 +74,7 @@ def cells_of(s: Setting, api: str = "training") -> np.ndarray | None:
 
 
 def is_seen(cells: np.ndarray) -> np.ndarray:
-    """True for visible cells."""
+    """Returns bool, true for visible cells."""
     return cells >= VISIBLE
 
 
@@ -82,9 +85,9 @@ SHADES, ASCII_SHADES = " ░▒▓█", " .:+#"
 
 
 def text(cells: np.ndarray, width: int, ascii_only: bool = False) -> list[str]:
-    """Draws lines of at most `width` characters; a cell has two characters or one, or a character stands for a tile.
+    """Returns a picture as lines of at most `width` characters: two per cell, or one per tile if cells are too many.
 
-    ascii_only: use ASCII characters only.
+    ascii_only: True: use only ASCII characters.
     """
     rows, keys = cells.shape
     if keys * 2 <= width and rows <= 64:
@@ -104,20 +107,20 @@ def text(cells: np.ndarray, width: int, ascii_only: bool = False) -> list[str]:
 
 
 def runs(row: np.ndarray) -> list[tuple[int, int, int]]:
-    """Returns (kind, first, end) of adjacent cells of one kind."""
+    """Returns (kind, first, end) of each group of adjacent cells of the same kind."""
     edges = np.flatnonzero(np.diff(row)) + 1
     starts, ends = [0, *edges.tolist()], [*edges.tolist(), len(row)]
     return [(int(row[a]), a, b) for a, b in zip(starts, ends, strict=True)] if len(row) else []
 
 
 def svg(cells: np.ndarray, title: str, size: int = 320, axes: bool = True) -> str:
-    """Draws an SVG for light and dark pages, with gaps between few cells.
+    """Returns a picture as SVG, for light and dark pages; if there are few cells, with gaps between them.
 
     Args:
         cells: kinds of cells.
         title: the title, also for screen readers.
         size: longer side in pixels.
-        axes: label both axes.
+        axes: True: label both axes.
     """
     rows, keys = cells.shape
     unit = size / max(rows, keys, 1)
@@ -165,7 +168,7 @@ def _n(value: float) -> str:
 
 
 def png(cells: np.ndarray, size: int = 768) -> bytes:
-    """Draws an image without text in light colours; few cells are large, with gaps."""
+    """Returns a picture as PNG, in light colours without text; if there are few cells, with gaps between them."""
     scale = max(1, size // max(*cells.shape, 1))
     gap = 0 if scale < 6 else max(1, scale // 10)
     colours = np.array([_rgb(colour) for colour in ("#ffffff00", *LIGHT[1:])], np.uint8)
@@ -207,7 +210,7 @@ def example(mode: int) -> Setting:
     return Setting(mode, (q_len,), (8,), pre=pre, next=next_, prefix=prefix, mask=mask, own=matrix)
 
 
-# Draft tokens 0 to 4: 1 and 2 follow 0, 3 follows 1, 4 follows 2. A 1 hides a token that is no ancestor.
+# Drafted tokens 0 to 4: 1 and 2 follow 0, 3 follows 1, 4 follows 2. A 1 hides a token that is not an ancestor.
 _TREE = ((0, 1, 1, 1, 1), (0, 0, 1, 1, 1), (0, 1, 0, 1, 1), (0, 0, 1, 0, 1), (0, 1, 0, 1, 0))
 _SCATTERED = tuple(tuple(int((3 * i + 5 * j + i * j) % 7 < 3) for j in range(8)) for i in range(5))
 _HOLES = tuple(tuple(int((i, j) in ((0, 1), (1, 4), (3, 2), (4, 5), (5, 0))) for j in range(8)) for i in range(6))

@@ -1,7 +1,7 @@
 // The page: what is chosen, and everything that is shown of it. Which keys are seen and what is refused say the rules.
 const INTERFACES_ = { own: "Pythonic", training: "Training", inference: "Inference", two_phase: "Two-phase" };
 const OPERATORS_ = { own: "fusion_attention.attention", training: "torch_npu.", inference: "torch_npu.", two_phase: "" };
-const VERDICTS = { ok: "Legal", note: "Runs, with a warning", chip: "Computed here; the chip refuses it", refused: "Refused", none: "No operator of this interface says the same" };
+const VERDICTS = { ok: "Legal", note: "Runs, with a warning", chip: "Computed here; the chip refuses it", refused: "Refused", none: "No call of this interface has this mask" };
 const MASKS = { zeros: "zeros", triangle: "triangle", own: "own", none: "none" };
 const MODES_ = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, -1];
 const MOST = 512;
@@ -142,7 +142,7 @@ function show() {
   matrix.fill(s, p ?? picture(s, "own") ?? nothing(s));
   matrix.draw();
   $("refused").hidden = matrix.visible;
-  $("refused").firstElementChild.textContent = p ? `${operatorOf(s)} refuses this call` : "No operator of this interface says the same";
+  $("refused").firstElementChild.textContent = p ? `${operatorOf(s)} refuses this call` : "No call of this interface has this mask";
   const { seen, empty, cut, hidden } = matrix.counts(), cells = s.q_len.reduce((sum, n, b) => sum + n * s.kv_len[b], 0);
   $("counts").innerHTML = !matrix.visible ? "Nothing is computed." : `<b>${seen}</b> of ${cells} scores (${cells ? ((100 * seen) / cells).toFixed(1) : 0} %)` + (cut ? `, ${cut} removed by the mask` : "") + (empty ? ` · <span class="warn">${empty} row${empty > 1 ? "s see" : " sees"} no key</span>` : "");
   const others = sized(s) ? Object.keys(INTERFACES_).filter((api) => api !== x.api && differs(s, api)) : [];

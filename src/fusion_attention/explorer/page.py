@@ -1,7 +1,7 @@
-"""The explorer as one self-contained HTML file with the library's rules, and a local server of this page.
+"""The explorer as one HTML file without dependencies, and a local server of this page.
 
-The page has no rules: functions of `visible`, `violations`, `words` and `calls` compute the visible keys, refusals and
-calls; translate.py translates them when the page is made.
+Functions of `visible`, `violations`, `words` and `calls` compute the visible keys, refusals and calls in the page.
+translate.py translates them to JavaScript when the page is made.
 """
 
 import functools
@@ -19,7 +19,7 @@ from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops import RECORDS
 
 _HERE = Path(__file__).parent
-# Functions that page.js and matrix.js call.
+# Python functions that page.js and matrix.js call.
 ENTRIES = (
     *(visible.Setting, visible.picture, visible.mask_row, visible.edges_of, visible.as_mode, visible.own_band),
     *(violations.remarks, violations.names_of, violations.verdict, calls.call, words.formula, words.reads),
@@ -29,7 +29,7 @@ TABLES = ("NAMES", "RULES", "USES")
 
 @functools.cache
 def rules() -> str:
-    """Returns the rules as JavaScript: runtime.js, translated functions, and the operators' rules by interface."""
+    """Returns JavaScript: runtime.js, the translated functions, and the operators' rules by interface."""
     program = Program({violations.respell: "py.respell"})
     for entry in ENTRIES:
         program.name(entry)
@@ -50,7 +50,7 @@ def rules() -> str:
 
 
 def _table(program: Program, api: str, packed: bool) -> str:
-    """Returns the rules of an interface's operator, with their expressions as functions."""
+    """Returns a JavaScript object with the rules of an interface's operator; expressions become functions."""
     operator = violations.OPERATORS[api][packed]
     record = RECORDS[operator]
 
@@ -84,10 +84,10 @@ def _read(name: str) -> str:
 
 
 class _Page(BaseHTTPRequestHandler):
-    """Serves the page."""
+    """The request handler of the server."""
 
     def do_GET(self) -> None:
-        """Serves the page at /, and 404 elsewhere: no file of this machine is read."""
+        """Answers a request: the page for /, otherwise 404. It never reads a file of this machine."""
         is_served = self.path.split("?")[0] in ("/", "/index.html")
         data = page().encode() if is_served else b"not here\n"
         self.send_response(200 if is_served else 404)
@@ -97,16 +97,16 @@ class _Page(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Logs nothing, so that the terminal shows only the address."""
+        """Logs nothing, so that the terminal shows only the page's address."""
 
 
 def server(port: int = 0) -> ThreadingHTTPServer:
-    """Makes a server of the page for this machine only; port 0: a free port."""
+    """Returns a server of the page, which accepts connections only from this machine; port 0: a free port."""
     return ThreadingHTTPServer(("127.0.0.1", port), _Page)
 
 
 def address(running: ThreadingHTTPServer, s: visible.Setting | None = None) -> str:
-    """Returns the URL of a server's page, with a setting."""
+    """Returns the URL of a server's page that shows a setting."""
     return f"http://127.0.0.1:{running.server_address[1]}/{fragment(s) if s else ''}"
 
 

@@ -1,7 +1,7 @@
-"""Translates functions of the library to JavaScript, for the subset of Python that rules about masks use.
+"""Translates Python functions of the library to JavaScript, for the subset of Python that rules about masks use.
 
-Functions, dataclasses, numbers and strings that a function uses are translated with it. runtime.js implements the
-operators and built-ins of Python and numpy. Any other syntax is an Untranslatable error with its line.
+Functions, dataclasses, numbers and strings that a function uses are translated too. runtime.js implements Python's
+operators and built-in functions, and those of numpy. Other syntax raises an Untranslatable error with its line.
 """
 
 import ast
@@ -31,20 +31,20 @@ RESERVED = {
 
 
 class Untranslatable(ValueError):
-    """Unsupported Python syntax, with its position."""
+    """The error about unsupported Python syntax, with its line."""
 
 
 class Program:
-    """JavaScript translated from Python functions with their dependencies.
+    """A JavaScript program that is translated from Python functions and their dependencies.
 
     Args:
-        native: functions that runtime.js implements, with their names there.
+        native: functions that runtime.js implements, with their names in JavaScript.
     """
 
     def __init__(self, native: Mapping[Callable[..., Any], str] | None = None) -> None:
         self.native = dict(native or {})
         self.names: dict[int, str] = {}
-        self.retained: list[Any] = []  # keeps objects alive, as ids of dead objects are reused
+        self.retained: list[Any] = []  # references to objects in names, because ids of deleted objects are reused
         self.parts: list[str] = []
 
     @property
@@ -53,7 +53,10 @@ class Program:
         return "\n".join(self.parts)
 
     def name(self, thing: Any, wanted: str = "") -> str:
-        """Returns the JavaScript name of a function, dataclass or constant; translates it on first use."""
+        """Returns the JavaScript name of a function, dataclass or constant, which is translated at its first use.
+
+        wanted: the preferred name; "": that of the function or class.
+        """
         if callable(thing) and thing in self.native:
             return self.native[thing]
         if id(thing) not in self.names:
@@ -72,7 +75,7 @@ class Program:
         return self.names[id(thing)]
 
     def expression(self, text: str, names: Mapping[str, Any], parameter: str = "n") -> str:
-        """Translates a rule's expression to an arrow function; other names are read from its parameter."""
+        """Returns an arrow function for a rule's expression; other names than `names` are read from `parameter`."""
         tree = ast.parse(text, mode="eval")
         return f"({parameter}) => {_Body(self, names, parameter).of(tree.body)}"
 
@@ -107,11 +110,11 @@ class Program:
                 continue
             marks = {mark.id for mark in node.decorator_list if isinstance(mark, ast.Name)}
             if {*marks} - {"classmethod"} or len(marks) < len(node.decorator_list):
-                continue  # no rule uses properties
+                continue  # a property or static method, which rules do not use
             try:
                 text = self._body(node, vars(module), kind)
             except Untranslatable:
-                continue  # no rule calls this method; else tests fail
+                continue  # a method that rules do not call; if one did, tests would fail
             parts.append(f"{'static ' * ('classmethod' in marks)}{node.name}{text}")
         return f"class {name} {{\n" + textwrap.indent("\n".join(parts), "  ") + "\n}"
 
@@ -126,7 +129,7 @@ class _Body:
         self.local: set[str] = set()
 
     def parameters(self, arguments: ast.arguments, skip: int) -> str:
-        """Translates a parameter list."""
+        """Returns a parameter list, without its first `skip` parameters."""
         if arguments.vararg or arguments.kwarg:
             raise Untranslatable("parameters that take any number of arguments")
         positional = arguments.args
@@ -140,14 +143,14 @@ class _Body:
     # ------------------------------------------------------------------------------------------------- statements
 
     def statement(self, node: ast.stmt) -> str:
-        """Translates a statement; "" for a docstring."""
+        """Returns a translated statement; "" for a docstring."""
         translate = getattr(self, f"_s_{type(node).__name__}", None)
         if translate is None:
             raise self.unknown(node)
         return str(translate(node))
 
     def block(self, nodes: list[ast.stmt]) -> str:
-        """Translates statements to a block."""
+        """Returns a block of translated statements."""
         return "{\n" + textwrap.indent("\n".join(filter(None, map(self.statement, nodes))), "  ") + "\n}"
 
     def _s_Expr(self, node: ast.Expr) -> str:
@@ -189,7 +192,7 @@ class _Body:
         return "{\n" + textwrap.indent(text, "  ") + "\n}"
 
     def pattern(self, node: ast.pattern) -> str:
-        """Translates a pattern to a condition on $m."""
+        """Returns a condition on $m, the value of a match statement, for a pattern."""
         if isinstance(node, ast.MatchValue):
             return f"py.eq($m, {self.of(node.value)})"
         if isinstance(node, ast.MatchOr):
@@ -199,14 +202,14 @@ class _Body:
         raise self.unknown(node)
 
     def store(self, target: ast.expr, value: str) -> str:
-        """Translates an assignment."""
+        """Returns an assignment of a translated value to a target."""
         if isinstance(target, ast.Subscript):
             where = "null" if isinstance(target.slice, ast.Slice) else self.of(target.slice)
             return f"py.put({self.of(target.value)}, {where}, {value});"
         return f"{self.target(target)} = {f'py.list({value})' if isinstance(target, ast.Tuple) else value};"
 
     def target(self, node: ast.expr) -> str:
-        """Translates the target of an assignment: a name, or several in brackets."""
+        """Returns the target of an assignment: a name, or several names in brackets."""
         if isinstance(node, ast.Tuple):
             return "[" + ", ".join(map(self.target, node.elts)) + "]"
         if not isinstance(node, ast.Name):
@@ -216,14 +219,14 @@ class _Body:
     # ------------------------------------------------------------------------------------------------ expressions
 
     def of(self, node: ast.expr) -> str:
-        """Translates an expression."""
+        """Returns a translated expression."""
         translate = getattr(self, f"_{type(node).__name__}", None)
         if translate is None:
             raise self.unknown(node)
         return str(translate(node))
 
     def truth(self, node: ast.expr) -> str:
-        """Translates a condition."""
+        """Returns a translated condition."""
         return f"py.truth({self.of(node)})"
 
     def _Constant(self, node: ast.Constant) -> str:
@@ -291,7 +294,7 @@ class _Body:
         sides = [self.of(side) for side in (node.left, *node.comparators)]
         comparisons = [
             COMPARED[type(op)].format(a, b) for op, a, b in zip(node.ops, sides[:-1], sides[1:], strict=True)
-        ]  # operands have no side effects: in a chain they are evaluated twice
+        ]  # in a chain, operands are evaluated twice, which is correct because they have no side effects
         if len(comparisons) == 1:
             return comparisons[0]
         return f"({' && '.join(f'py.truth({text})' for text in comparisons)})"
@@ -345,7 +348,7 @@ class _Body:
         return f"{name}({', '.join(self._loose(arguments, node.keywords))})"
 
     def _loose(self, arguments: list[str], keywords: list[ast.keyword]) -> list[str]:
-        """Returns arguments for functions of runtime.js; keyword arguments become one object at the end."""
+        """Returns the arguments of a function of runtime.js; keyword arguments become one object at the end."""
         words = ", ".join(f"{word.arg}: {self.of(word.value)}" for word in keywords)
         return [*arguments, f"new py.Words({{{words}}})"] if keywords else arguments
 
@@ -356,7 +359,7 @@ class _Body:
         return isinstance(node, ast.Name) and isinstance(self.within.get(node.id), ModuleType)
 
     def unknown(self, node: ast.AST) -> Untranslatable:
-        """Makes the error for unsupported syntax."""
+        """Returns the error for unsupported syntax."""
         shown = ast.unparse(node) if not isinstance(node, ast.pattern) else "a pattern"
         return Untranslatable(f"line {getattr(node, 'lineno', '?')}: {type(node).__name__}: {shown.splitlines()[0]}")
 
@@ -367,7 +370,7 @@ def safe(name: str) -> str:
 
 
 def constant(value: Any) -> str:
-    """Translates a number, string, tuple or dictionary."""
+    """Returns a number, string, tuple or dictionary as JavaScript."""
     if value is ...:
         raise Untranslatable("an ellipsis")
     try:
@@ -377,7 +380,7 @@ def constant(value: Any) -> str:
 
 
 def assigned(node: ast.FunctionDef) -> set[str]:
-    """Returns the names that a function binds, without those of comprehensions."""
+    """Returns the names that a function assigns, without those of comprehensions."""
     names: set[str] = set()
 
     def visit(tree: ast.AST) -> None:
@@ -397,4 +400,4 @@ def _source(thing: Any) -> ast.stmt:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
     except (OSError, TypeError):
-        raise Untranslatable(f"{thing.__name__}: its source is not there") from None
+        raise Untranslatable(f"{thing.__name__}: its source is not available") from None

@@ -1,6 +1,7 @@
-"""Evaluates the operators' rules for a setting: calls that CANN refuses, and arguments that it ignores.
+"""remarks(): the rules of an operator that a setting violates: calls that CANN refuses, arguments that it ignores.
 
-Rules that read only a setting are evaluated as `contract` does for a call. translate.py must support `remarks`.
+Only rules that read nothing but a setting are evaluated. translate.py translates remarks() to JavaScript, so it uses
+only the syntax that translate.py supports.
 """
 
 import functools
@@ -14,13 +15,13 @@ from fusion_attention.contract import Attr, Op, Rule, evaluate, parse, scope
 from fusion_attention.explorer.visible import Setting, as_mode, inference_names, training_names
 from fusion_attention.ops import RECORDS
 
-# The operators of each interface for padded and for packed rows. Our function supports every band, so it has no rules.
+# The operators of each interface for padded and for packed rows. fa.attention() has no rules about a setting.
 OPERATORS = {
     "training": ("npu_fusion_attention", "npu_fusion_attention"),
     "inference": ("npu_fused_infer_attention_score_v2", "npu_fused_infer_attention_score_v2"),
     "two_phase": ("aclnnFlashAttentionScoreV2", "aclnnFlashAttentionVarLenScoreV2"),
 }
-# Functions of rules that read only numbers.
+# Functions in rules that read only numbers.
 PURE = ("dense_window", "packed_window", "prefix_fits", "prefixes_differ", "meets", "no_more_rows", "mask_fits")
 _PYTHON = {"all", "any", "len", "max", "min", "sum"}
 _ANY = Setting(0, (1,), (1,))
@@ -39,7 +40,7 @@ def rules_of(operator: str, api: str) -> tuple[Rule, ...]:
 
 
 def _reads(rule: Rule) -> set[str]:
-    """Returns every name in a rule's expressions; names with axis words read tensors."""
+    """Returns every name, also of functions, in a rule's expressions."""
     names = set()
     for text in filter(None, (rule.check, rule.when)):
         names |= set(parse(text).names) | set(re.findall(r"\b([a-z_0-9]+)\(", re.sub(r"\.\w+\(", "", text)))
@@ -47,17 +48,20 @@ def _reads(rule: Rule) -> set[str]:
 
 
 def names_of(s: Setting, api: str) -> dict[str, Any]:
-    """Returns the values that an interface's rules read from a setting."""
+    """Returns the values of a setting that an interface's rules read, by name."""
     return inference_names(s) if api == "inference" else training_names(s)
 
 
 def spelled(record: Op) -> dict[str, str]:
-    """Returns the canonical names that differ in an operator's spelling."""
+    """Returns canonical name -> spelling, for the parameters that an operator spells otherwise."""
     return {p.name: p.shown for p in record.params if p.shown != p.name}
 
 
 def table(api: str, packed: bool, compiled: Callable[[str, Op], Any] | None = None) -> list[dict[str, Any]]:
-    """Returns the rules of an interface for remarks(); compiled: makes a function of an expression."""
+    """Returns the rules of an interface for remarks().
+
+    compiled: a function from an expression to a function of a call's values; None: evaluate it in Python.
+    """
     operator = OPERATORS[api][packed]
     record = RECORDS[operator]
     function = compiled or _function
@@ -79,7 +83,16 @@ def _function(text: str, record: Op) -> Callable[[dict[str, Any]], Any]:
 def remarks(
     rules: Sequence[Mapping[str, Any]], n: dict[str, Any], layout: str, other_names: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Returns the rules that a call breaks, with their error texts; a value outside its domain ends the evaluation."""
+    """Returns the rules that a call violates, with their error texts.
+
+    After a value outside its domain, the other rules are not evaluated.
+
+    Args:
+        rules: the result of table().
+        n: the call's values by canonical name.
+        layout: the call's layout.
+        other_names: the operator's spelling of canonical names.
+    """
     results: list[dict[str, Any]] = []
     for rule in rules:
         if len(results) > 0 and results[0]["stage"] == "domains" and rule["stage"] != "domains":
@@ -107,7 +120,7 @@ def remarks(
 
 
 def what_came(rule: Mapping[str, Any], n: dict[str, Any]) -> str:
-    """Formats the values that a rule reads."""
+    """Returns the values that a rule reads, as text."""
     used = [name for name in rule["shown"] if name in n]
     if used == [rule["blamed"]]:
         return shown(n[used[0]])
@@ -115,7 +128,7 @@ def what_came(rule: Mapping[str, Any], n: dict[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Formats a value as in error texts."""
+    """Returns a value as in error texts."""
     if not isinstance(value, np.ndarray):
         return repr(value)
     return "[" + ", ".join([str(n) for n in value[:8]]) + (", ...]" if len(value) > 8 else "]")
@@ -139,7 +152,7 @@ def verdict(findings: Sequence[Mapping[str, Any]]) -> str:
 
 
 def remarks_on(s: Setting, api: str) -> list[dict[str, Any]]:
-    """Returns the messages of the rules that a setting violates, or that give a note, at an interface."""
+    """Returns the rules that an interface's call with a setting violates, with their error texts."""
     canonical = as_mode(s)
     if api == "own" or canonical is None:
         return []

@@ -1,4 +1,7 @@
-"""The visible keys of a setting at each interface, computed by the lowering. translate.py must support this code."""
+"""picture(): the visible keys of a setting at each interface, computed by the functions of the lowering.
+
+translate.py translates this module to JavaScript, so it uses only the syntax that translate.py supports.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ from fusion_attention.ops.fused.geometry import TRIANGLE, visibility
 from fusion_attention.ops.fused.lower import fused_band
 from fusion_attention.ops.training.lower import dense_extents
 
-BAND = -1  # in place of a sparse mode: this library's own words
+BAND = -1  # the mode of a setting with a Band instead of a sparse mode
 MODES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, BAND)
 INTERFACES = ("own", "training", "inference", "two_phase")
 FULL_MODES, WINDOWED_MODES, PREFIX_MODES = (0, 1, 5, 9), (0, 4, 7, 8), (5, 6)
@@ -23,12 +26,12 @@ class Setting:
 
     Args:
         mode: a sparse mode, or BAND.
-        q_len, kv_len: tokens of every sequence.
-        packed: layout TND; else one sequence in BSND.
-        pre, next: tokens before and after the diagonal; 2**31 - 1: no limit.
-        prefix: per sequence; empty for none.
-        align: of a Band.
-        mask: for modes with a full mask "zeros", "triangle" (triu(1)) or "own"; "none": no mask is passed.
+        q_len, kv_len: query rows and keys of every sequence.
+        packed: True: layout TND; False: one sequence in layout BSND.
+        pre, next: visible tokens before and after the diagonal; 2**31 - 1: no limit.
+        prefix: number of keys of the prefix, per sequence; empty: no prefix.
+        align: Band.align.
+        mask: the mask tensor of modes with a full mask: "zeros", "triangle" (triu(1)) or "own"; "none": no tensor.
         own: the elements of the mask "own", rows of 0 and 1.
     """
 
@@ -46,7 +49,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask tensor without content; rules and lowering need only its shape here."""
+    """A mask tensor without content, for rules and lowering, which read only its shape."""
 
     shape: tuple[int, ...]
 
@@ -68,7 +71,7 @@ def own_band(s: Setting) -> Band:
 
 
 def as_mode(s: Setting) -> Setting | None:
-    """Replaces a Band by an equivalent sparse mode; None if there is none."""
+    """Returns the setting with a sparse mode instead of a Band; None if no mode has this mask."""
     if s.mode != BAND:
         return s
     if len(s.prefix) > 0:
@@ -80,17 +83,17 @@ def as_mode(s: Setting) -> Setting | None:
 
 
 def window_of(s: Setting) -> list[int]:
-    """Returns [pre_tokens, next_tokens] for a call; unlimited if the mode does not read them."""
+    """Returns [pre_tokens, next_tokens] of a call; 2**31 - 1 if the mode does not read them."""
     return [s.pre, s.next] if s.mode in WINDOWED_MODES else [UNLIMITED, UNLIMITED]
 
 
 def own_says(s: Setting) -> bool:
-    """True if our function has an equivalent of the mode; for a tree, every sequence needs as many keys as rows."""
+    """True if a call of fa.attention() has the mask of a mode; in mode 9, if no sequence has more rows than keys."""
     return s.mode != 9 or all(rows <= keys for rows, keys in zip(s.q_len, s.kv_len, strict=True))
 
 
 def mask_of(s: Setting) -> Mask | None:
-    """Returns the mask of CANN's call for this setting."""
+    """Returns the mask tensor of CANN's call for a setting; None: the call has none."""
     if s.mask == "none":
         return None
     if s.mode == 9:
@@ -102,7 +105,7 @@ def mask_of(s: Setting) -> Mask | None:
 
 
 def training_names(s: Setting) -> dict[str, Any]:
-    """Returns the values that lowering and rules of training attention read."""
+    """Returns the values of a setting that lowering and rules of training attention read, by name."""
     return {
         "sparse_mode": s.mode,
         "pre_tokens": window_of(s)[0],
@@ -120,7 +123,7 @@ def training_names(s: Setting) -> dict[str, Any]:
 
 
 def inference_names(s: Setting) -> dict[str, Any]:
-    """Returns the values that lowering and rules of fused inference read."""
+    """Returns the values of a setting that lowering and rules of fused inference read, by name."""
     one_token = not s.packed and s.q_len[0] == 1
     given = {
         "sparse_mode": s.mode,
@@ -149,9 +152,11 @@ def inference_names(s: Setting) -> dict[str, Any]:
 
 
 def picture(s: Setting, api: str) -> dict[str, Any] | None:
-    """Returns lo, hi and prefix per sequence, and the effect of a mask: "", "full" or "tree"; None if there is no call.
+    """Returns the visible keys as a dictionary: q_len, kv_len, lo, hi, prefix (a list each) and mask.
 
-    Row i sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)) that the mask leaves.
+    Row i of a sequence sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)) that the mask tensor does
+    not remove. "mask" is "" (it removes none), "full", or "tree" (it covers only the last keys). None: no call of the
+    interface has this mask.
     """
     q_len, kv_len = np.array(s.q_len), np.array(s.kv_len)
     if api == "own" and s.mode == BAND:
@@ -184,9 +189,9 @@ def _picture_of(q_len: np.ndarray, kv_len: np.ndarray, edges: tuple[np.ndarray, 
 
 
 def mask_row(s: Setting, kind: str, b: int, i: int) -> list[Any]:
-    """Returns [first, start, cells], the keys that the mask removes from row i of sequence b; kind: as in picture().
+    """Returns [first, start, cells], which describe the keys that the mask removes from row i of sequence b.
 
-    Every key from `first` on, and key start + n where cells[n] is not 0.
+    These are every key from `first` on, and each key start + n for which cells[n] is not 0. kind: "mask" of picture().
     """
     start = s.kv_len[b] - s.q_len[b] if kind == "tree" else 0
     if kind == "":
@@ -197,7 +202,7 @@ def mask_row(s: Setting, kind: str, b: int, i: int) -> list[Any]:
 
 
 def edges_of(p: dict[str, Any], b: int, i: int) -> list[int]:
-    """Returns [first visible key, end] of a row within the band."""
+    """Returns [first, end] of the interval of keys that row i of sequence b sees, without regard to a mask tensor."""
     first = max(0, i + p["lo"][b])
     last = min(p["kv_len"][b], max(p["prefix"][b], i + p["hi"][b]))
     return [first, max(first, last)]

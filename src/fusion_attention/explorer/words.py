@@ -1,4 +1,7 @@
-"""Names, rules and uses of the sparse modes as text. translate.py must support this code."""
+"""The names, rules and uses of the sparse modes as text.
+
+translate.py translates this module to JavaScript, so it uses only the syntax that translate.py supports.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,34 +25,34 @@ NAMES = {
 }
 RULES = {
     "0": "A window around the diagonal that starts in the upper left corner: pre_tokens keys before it, "
-    "next_tokens keys behind it. Of the keys inside, your mask removes those where it is 1.",
-    "1": "Your mask alone decides: a row sees each key where the mask is 0. Token counts are not read.",
+    "next_tokens keys after it. Your mask removes keys of the window where it is 1.",
+    "1": "A row sees each key where your mask is 0. pre_tokens and next_tokens are not read.",
     "2": "Row i sees the keys 0 to i. The diagonal starts in the upper left corner, so with more keys than rows no "
     "row sees the last keys.",
-    "3": "The last row sees every key, each row above it one key less: the diagonal ends in the lower right "
-    "corner. With more rows than keys the first rows see nothing.",
+    "3": "The last row sees every key, and each row above it one key less: the diagonal ends in the lower right "
+    "corner. With more rows than keys the first rows see no key.",
     "4": "A window around the diagonal that ends in the lower right corner: pre_tokens keys before it, next_tokens "
-    "keys behind it. pre_tokens = W - 1 and next_tokens = 0 are a sliding window of W keys.",
+    "keys after it. pre_tokens = W - 1 and next_tokens = 0 are a sliding window of W keys.",
     "5": "Every row sees the first prefix keys, and the keys up to the diagonal that ends in the lower right "
     "corner. Your full mask removes further keys. Padded layouts only.",
     "6": "Every row sees the first prefix keys, and the keys up to the diagonal that ends in the lower right "
-    "corner. The mask is the compressed one of 3072 rows and only stands for this rule.",
+    "corner. The mask is the compressed mask of 3072 rows, whose content has no effect.",
     "7": "As mode 3, for a packed batch whose last sequence was cut between two devices: its diagonal moves by "
-    "next_tokens keys (to the left where negative). Packed layout only.",
+    "next_tokens keys (to the left if negative). Packed layout only.",
     "8": "As mode 2, for a packed batch whose first sequence was cut between two devices: its diagonal ends in the "
     "lower right corner, moved by next_tokens keys. Packed layout only.",
-    "9": "The newest keys, as many as there are rows, are a tree of drafted tokens: between them the mask alone "
-    "decides. Every row sees all keys before them. Inference only.",
-    "-1": "This library's own word for an interval of keys per row: two edges relative to a diagonal that starts at "
-    "the first key or ends at the last one, and a prefix that every row sees besides.",
+    "9": "The last keys, as many as there are rows, are a tree of drafted tokens: a row sees those where the mask is "
+    "0, and all keys before them. Inference only.",
+    "-1": "An interval of keys per row, in this library's own functions: two edges relative to a diagonal that starts "
+    "at the first key or ends at the last key, and a prefix that every row sees in addition.",
 }
 USES = {
     "0": "sliding windows over prompts, or any mask of your own",
     "1": "masks of any form",
-    "2": "training on whole sequences",
-    "3": "decoding and chunked prompts, training too",
+    "2": "training on complete sequences",
+    "3": "training, decoding and prompts in chunks",
     "4": "sliding windows: Mistral, Gemma, gpt-oss",
-    "5": "prefix language models with a mask of their own",
+    "5": "prefix language models with a mask tensor",
     "6": "prefix language models",
     "7": "ring attention and sequence parallelism, the front device",
     "8": "ring attention and sequence parallelism, the rear device",
@@ -59,7 +62,7 @@ USES = {
 
 
 def reads(mode: int) -> dict[str, bool]:
-    """Returns which settings a mode uses: pre, next, prefix and the elements of a mask."""
+    """Returns for pre, next, prefix and mask (its elements) True if the mode uses this setting."""
     return {
         "pre": mode in WINDOWED_MODES or mode == -1,
         "next": mode in WINDOWED_MODES or mode == -1,
@@ -69,14 +72,14 @@ def reads(mode: int) -> dict[str, bool]:
 
 
 def offset(name: str, by: int) -> str:
-    """Formats a sum: 'i + 3', 'i - 2' or 'i'."""
+    """Returns a sum as text: 'i + 3', 'i - 2' or 'i'."""
     if by == 0:
         return name
     return f"{name} + {by}" if by > 0 else f"{name} - {-by}"
 
 
 def formula(p: Mapping[str, Any], b: int) -> str:
-    """Formats the interval of keys j that row i of a sequence sees."""
+    """Returns as text the interval of keys j that row i of sequence b sees; p: the result of picture()."""
     lo, hi, prefix, keys = p["lo"][b], p["hi"][b], p["prefix"][b], p["kv_len"][b]
     left = "0" if lo <= -INFINITE or lo <= -p["q_len"][b] else f"max(0, {offset('i', lo)})"
     last = offset("i", hi - 1)

@@ -1,4 +1,4 @@
-"""Attention layers with a lightning indexer, which learns to select keys, and the stages of its training."""
+"""Attention layers whose lightning indexer learns to select keys, with the stages of its training and KV caches."""
 
 from fusion_attention.nn.cache import Cache
 from fusion_attention.nn.compressed import CompressedAttention

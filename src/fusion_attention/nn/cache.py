@@ -19,7 +19,13 @@ T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """The operands of one call with a cache: query, rows of all tokens by name, and length arguments."""
+    """The operands of one call with a cache.
+
+    Attributes:
+        q: query rows of the call's tokens.
+        rows: stored rows of all tokens, those of the call included, by name ("k", "v", "index_k").
+        lengths: q_len and kv_len of the call.
+    """
 
     q: Tensor
     rows: dict[str, Tensor]
@@ -27,14 +33,14 @@ class Step(NamedTuple):
 
 
 class Cache:
-    """The keys, values and indexer's keys of all earlier tokens; every layer needs its own cache.
+    """The KV cache of one attention layer of this package, for generation; every layer needs its own cache.
 
-    The first call allocates the memory, in the dtype and on the device of its rows: keys and values (MLA: latents with
-    rope elements), and in the sparse stage the indexer's keys.
+    It stores keys and values of all earlier tokens (MLA: latents with rope elements), and in the sparse stage the
+    indexer's keys. The first call with the cache allocates the memory, in the dtype and on the device of its rows.
 
     Args:
         batch: number of sequences; each has its own length.
-        max_length: most tokens of a sequence.
+        max_length: largest number of tokens of a sequence.
 
     Raises:
         ValueError: a number below 1.
@@ -56,22 +62,26 @@ class Cache:
         if min(batch, max_length) < 1:
             raise ValueError(f"Cache: batch, max_length: expected positive numbers, got {batch} and {max_length}")
         self.batch, self.max_length = batch, max_length
-        self._lengths = torch.zeros(batch, dtype=torch.int64, device="cpu")  # whatever the default device is
+        self._lengths = torch.zeros(batch, dtype=torch.int64, device="cpu")  # also if torch's default device is another
         self._rows: dict[str, Tensor] = {}
         self._layer: weakref.ref[nn.Module] | None = None
 
     def __repr__(self) -> str:
-        """Text with the lengths and the stored tensors."""
+        """Returns a text with the lengths and the stored tensors."""
         stored = ", ".join(f"{name} {show(rows)}" for name, rows in self._rows.items())
         return f"<Cache: {self.lengths} of {self.max_length} tokens; {stored or 'nothing stored'}>"
 
     @property
     def lengths(self) -> list[int]:
-        """Number of stored tokens of every sequence."""
+        """The number of stored tokens of every sequence."""
         return self._lengths.tolist()
 
     def positions(self, x: Tensor) -> Tensor:
-        """Positions of the next tokens for rope_table(), int64 [B, S]; x: their hidden states, [B, S, dim]."""
+        """Returns the positions of the next tokens, for rope_table(): int64 [B, S].
+
+        Args:
+            x: hidden states of these tokens, [B, S, dim].
+        """
         return (self._lengths[:, None] + torch.arange(x.shape[1], device="cpu")).to(x.device)
 
     def _check_rows(self, name: str, layer: nn.Module, x: Tensor, new: dict[str, Tensor]) -> None:
@@ -87,7 +97,7 @@ class Cache:
             return
         if self._layer is None or self._layer() is not layer:
             raise ValueError(
-                f"{name}: cache: expected one that it filled, got that of another layer (make a Cache for each layer)"
+                f"{name}: cache: expected a cache of this layer, got that of another (make a Cache for each layer)"
             )
         if new.keys() != self._rows.keys():
             raise ValueError(
@@ -107,7 +117,20 @@ class Cache:
 def step(
     cache: Cache, layer: nn.Module, ranks: Ranks | None, x: Tensor, q: Tensor, lengths: Lengths, **rows: Tensor | None
 ) -> Iterator[Step]:
-    """A context for a layer's call with a cache: appends rows [B, S, ...], and keeps them if the call succeeds."""
+    """A context for a layer's call with a cache: appends the call's rows, and undoes this if the block raises.
+
+    Args:
+        layer, ranks: the layer that is called, and its ranks (an error if not None).
+        x: hidden states of the call's tokens, [B, S, dim].
+        q: query rows. rows: rows to append by name, [B, S, ...]; None: not stored.
+        lengths: number of tokens of every sequence; None: S.
+
+    Yields:
+        The call's operands, as a Step.
+
+    Raises:
+        ValueError: a cache that is full or of another layer, batch, dtype or device, or a call that cannot use one.
+    """
     name = type(layer).__name__
     given: dict[str, Any] = {"q": q, **{operand: t for operand, t in rows.items() if t is not None}}
     dispatch.autocast(given, tuple(given))
@@ -122,15 +145,15 @@ def step(
             f"{name}: cache: expected at most {cache.max_length - cache.lengths[i]} more tokens of sequence {i} "
             f"(max_length {cache.max_length}), got {int(added[i])} (make a Cache of a larger max_length)"
         )
-    with torch.inference_mode(False):  # memory made in inference mode could not be written outside it
+    with torch.inference_mode(False):  # tensors made in inference mode cannot be written outside it
         stored = cache._rows or {
             operand: zeros((cache.batch, cache.max_length, *t.shape[2:]), t.dtype, t.device)
             for operand, t in new.items()
         }
     sequence, token = (torch.arange(x.shape[1], device="cpu") < added[:, None]).nonzero().to(x.device).unbind(1)
-    place = cache._lengths.to(x.device)[sequence] + token
+    position = cache._lengths.to(x.device)[sequence] + token
     for operand, t in new.items():
-        stored[operand][sequence, place] = t[sequence, token]
+        stored[operand][sequence, position] = t[sequence, token]
     longest = max(1, int(total.max()))
     call_lengths = {"q_len": None if lengths is None else added.tolist(), "kv_len": total.tolist()}
     yield Step(given["q"], {operand: t[:, :longest] for operand, t in stored.items()}, call_lengths)
@@ -142,20 +165,20 @@ def _check_call(name: str, cache: Any, ranks: Ranks | None, x: Tensor, tensors: 
     if not isinstance(cache, Cache):
         raise ValueError(f"{name}: cache: expected a fusion_attention.nn.Cache, got {show(cache)}")
     if ranks is not None:
-        raise ValueError(f"{name}: cache: expected None beside a group, got a Cache (generate without a group)")
+        raise ValueError(f"{name}: cache: expected None with a group, got a Cache (generate without a group)")
     if x.dim() != 3:
         raise ValueError(
-            f"{name}: x: expected padded [B, S, dim] beside a cache, got {show(x)} (pad on the right, with lengths=)"
+            f"{name}: x: expected padded [B, S, dim] with a cache, got {show(x)} (pad on the right, with lengths=)"
         )
     if torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in tensors)):
         raise ValueError(
-            f"{name}: cache: expected torch.no_grad() around the call, got rows that require gradients (a cache "
-            "keeps none; train over whole sequences)"
+            f"{name}: cache: expected torch.no_grad() around the call, got rows that require gradients (stored rows "
+            "have no gradient: train without a cache)"
         )
 
 
 def _added(name: str, x: Tensor, lengths: Lengths) -> Tensor:
-    """Number of tokens that every sequence appends, int64 [B]."""
+    """Returns the number of tokens that every sequence appends, int64 [B]; ValueError: invalid lengths."""
     batch, tokens = x.shape[:2]
     if lengths is None:
         return torch.full((batch,), tokens, device="cpu")
@@ -167,7 +190,10 @@ def _added(name: str, x: Tensor, lengths: Lengths) -> Tensor:
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """Excludes a function from torch.compile by a graph break, because lengths of a cache are Python numbers."""
+    """Decorates a function that uses a cache: torch.compile breaks the graph at its call, and it runs uncompiled.
+
+    The reason is that the lengths of a cache are numbers in Python, which would be constants of the graph.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Attention layers with a window of keys and compressed keys: those of DeepSeek-V4."""
+"""CompressedAttention: the attention layers of DeepSeek-V4, with a window of keys and compressed keys."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ EPS = 1e-6
 
 
 class Compressor(nn.Module):
-    """Compressed keys of hidden states: projections, pooling of windows, a norm and a rotation.
+    """Computes compressed keys from hidden states: projections, pooling of windows, a norm and a rotary embedding.
 
         kv, gate = kv_proj(x), gate_proj(x);  out_w = rope(kv_norm(compress(kv, gate + position_bias))_w, w * ratio)
 
@@ -48,23 +48,29 @@ class Compressor(nn.Module):
         self.kv_norm = nn.RMSNorm(head_dim, eps=EPS)
 
     def compressed(self, x: Tensor, rope: Rope, step: CompressedStep | None = None) -> Tensor:
-        """All compressed keys [B, windows, 1, D] after the tokens of x; rope: of all positions from 0 on; step: a call
-        of a layer, whose cache may have earlier ones."""
+        """Returns the compressed keys of all tokens up to those of x, [B, windows, 1, D].
+
+        Args:
+            x: hidden states, [B, S, dim].
+            rope: (cos, sin) of all positions from 0 on.
+            step: the call of the layer, whose cache has the compressed keys of earlier tokens; None: no cache.
+        """
         step, name = step or CompressedStep(None, self, x), type(self).__name__
         kv, gate = self.kv_proj(x).unsqueeze(-2), self.gate_proj(x).unsqueeze(-2)
-        how = {"ratio": self.ratio, "position_bias": self.position_bias, "overlap": self.overlap}
-        rows, before = step.pooled(name, kv, gate, **how)
-        at = slice(before * self.ratio, (before + rows.shape[1]) * self.ratio, self.ratio)
-        return step.all_entries(name, rotate_end(self.kv_norm(rows), (rope[0][at], rope[1][at])))
+        windows = {"ratio": self.ratio, "position_bias": self.position_bias, "overlap": self.overlap}
+        rows, before = step.pooled(name, kv, gate, **windows)
+        first_tokens = slice(before * self.ratio, (before + rows.shape[1]) * self.ratio, self.ratio)
+        rope_of_windows = rope[0][first_tokens], rope[1][first_tokens]
+        return step.all_entries(name, rotate_end(self.kv_norm(rows), rope_of_windows))
 
 
 class CompressedIndexer(Compressor):
-    """Scores every compressed key for every row with a few small heads, and selects the best.
+    """The indexer of CompressedAttention: scores every compressed key for every row by a few small heads.
 
-        q_h = rope(q_b_proj(query)_h),  k = compressed keys by this Compressor,  w = weights_proj(x) / sqrt(heads * D)
-        I_e = sum_h w_h * max(0, q_h . k_e);  indices = the top_k largest I among the visible compressed keys
+        q_h = rope(q_b_proj(query)_h),  k = compressed(x) of this module,  w = weights_proj(x) / sqrt(heads * head_dim)
+        I_e = sum_h w_h * max(0, q_h . k_e)
 
-    Its inputs are detached, so its loss trains the indexer only. Parameters have the names of DeepSeek-V4.
+    The inputs are detached, so the indexer's loss trains only the indexer. Parameters have the names of DeepSeek-V4.
 
     Args:
         dim: elements of a token's hidden state.
@@ -81,7 +87,14 @@ class CompressedIndexer(Compressor):
         self.scorer = nn.ModuleDict({"weights_proj": nn.Linear(dim, heads, bias=False)})
 
     def forward(self, x: Tensor, query: Tensor, rope: Rope, step: CompressedStep | None = None) -> Index:
-        """The indexer's rows, without a selection; query: the layer's query latent."""
+        """Returns the indexer's query, key and weights, without a selection of keys.
+
+        Args:
+            x: hidden states, [B, S, dim].
+            query: the layer's query latent, [B, S, query_dim].
+            rope: (cos, sin) of all positions from 0 on.
+            step: the call of the layer, whose cache has the compressed keys of earlier tokens; None: no cache.
+        """
         step = step or CompressedStep(None, self, x)
         x, query = x.detach(), query.detach()
         q = self.q_b_proj(query).unflatten(-1, (self.heads, self.head_dim))
@@ -92,40 +105,41 @@ class CompressedIndexer(Compressor):
 
 
 class CompressedAttention(StagedAttention):
-    """Causal attention to a window of keys beside compressed keys: the attention layers of DeepSeek-V4, with its names.
+    """An attention layer of DeepSeek-V4: causal attention to a window of keys and to compressed keys.
 
         kind           arguments        a row reads
         window         no ratio         the last `window` keys
-        selected       ratio and top_k  those, and the top_k compressed keys that an indexer selects
-        all            ratio alone      those, and all compressed keys of its position
+        selected       ratio and top_k  these, and the top_k compressed keys that an indexer selects
+        all            only ratio       these, and all compressed keys that it sees
 
         query = norm(q_a(x)),  q = rope(norm(q_b(query)));  k = v = rope(norm(kv(x)))
         out = o_b(o_a(rope^-1(attention(q, k, compressed, sink))))
 
-    Layers that select have three stages, as SparseAttention has; the others compute the same in all of them:
+    Layers of the kind "selected" have three stages, like SparseAttention; the others compute the same in every stage:
 
-        stage     compressed keys     loss
+        stage     compressed keys     the indexer's loss
         "dense"   all                 0
-        "warmup"  all                 m * KL(p / m || softmax(I)) over all visible ones
-        "sparse"  those of largest I  m * KL(p / m || softmax(I)) over those
+        "warmup"  all                 m * KL(p / m || softmax(I)) over all visible compressed keys
+        "sparse"  those of largest I  m * KL(p / m || softmax(I)) over these
 
-    where p is the mean over heads of the attention's probabilities of compressed keys, m their sum (window and sink
-    have the rest of 1), and I the indexer's scores. The state of transformers' DeepseekV4Attention loads.
+    where p is the mean over heads of the attention's probabilities of compressed keys, m the sum of p (window and sink
+    have the rest of the probability), and I the indexer's scores. Parameters have the names of transformers'
+    DeepseekV4Attention, whose state_dict loads.
 
     Args:
         dim: elements of a token's hidden state.
         heads: query heads; keys have one head.
-        head_dim: elements of a head; the last of them rotate, as many as the rope table has.
+        head_dim: elements of a head; the last of them are rotated, twice as many as rope has columns.
         q_rank: elements of the query's latent.
-        window: keys that a row sees, its own included.
+        window: number of keys that a row sees, its own included.
         ratio: tokens of a compressed key; None: no compressed keys.
-        top_k: compressed keys that a row selects; windows of the compressor then overlap. None: all.
-        index_heads, index_dim: of the indexer; needed beside top_k.
+        top_k: number of compressed keys that a row selects; windows of the compressor then overlap. None: all.
+        index_heads, index_dim: heads of the indexer and their elements; required with top_k.
         out_groups, out_rank: groups of heads in the output projection, and elements of each group's latent; None: dim.
         stage: one of STAGES.
 
     Raises:
-        ValueError: sizes that do not go together, or an unknown stage.
+        ValueError: sizes that contradict each other, or an unknown stage.
 
     Source: this library; DeepSeek-V4.
 
@@ -157,12 +171,12 @@ class CompressedAttention(StagedAttention):
         super().__init__(stage)
         if top_k is not None and (ratio is None or min(top_k, index_heads, index_dim) < 1):
             raise ValueError(
-                "CompressedAttention: top_k: expected a ratio, index_heads and index_dim beside it, got "
+                "CompressedAttention: top_k: expected a ratio, index_heads and index_dim with it, got "
                 f"{ratio}, {index_heads} and {index_dim} for top_k {top_k}"
             )
         if window < 1 or heads % out_groups:
             raise ValueError(
-                "CompressedAttention: window, out_groups: expected at least 1 key, and a divisor of the heads, got "
+                "CompressedAttention: window, out_groups: expected at least 1, and a divisor of heads, got "
                 f"{window} and {out_groups} of {heads}"
             )
         self.heads, self.head_dim, self.window, self.ratio = heads, head_dim, window, ratio
@@ -184,50 +198,50 @@ class CompressedAttention(StagedAttention):
 
     @property
     def indexer(self) -> CompressedIndexer | None:
-        """The indexer of a layer that selects."""
+        """The module that selects compressed keys; None in a layer without top_k."""
         result: CompressedIndexer | None = None if self.ratio is None else getattr(self.compressor, "indexer", None)
         return result
 
     def forward(
         self, x: Tensor, *, rope: Rope, lengths: Any = None, cache: CompressedCache | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The layer's output and the indexer's loss.
+        """Returns the layer's output and the indexer's loss.
 
         Args:
             x: hidden states, [B, S, dim].
-            rope: (cos, sin) of all positions from 0 on, [P, R / 2]: P is at least the number of tokens with those of
-                the cache. R elements of each head rotate.
-            lengths: tokens of every sequence; rows behind them have no loss, and may be anything. None: all are tokens.
-            cache: of earlier tokens; those of x are appended, and rows attend to all of them.
+            rope: (cos, sin) of all positions from 0 on, [P, R / 2], where P is at least the number of tokens, with
+                those in the cache. The last R elements of each head are rotated.
+            lengths: tokens of every sequence; rows after them are padding, and have no loss. None: no padding.
+            cache: the CompressedCache of earlier tokens; the tokens of x are appended, and attend to all tokens.
 
         Returns:
-            (out, loss): out as x; loss is a scalar, the mean over all tokens, and 0 in evaluation mode, in the dense
-            stage, without an indexer and with a cache.
+            (out, loss): out has x's shape; loss is a scalar, the mean over all tokens, and 0 in evaluation mode, in the
+            dense stage, without an indexer and with a cache.
 
         Raises:
-            ValueError: hidden states, a table, lengths or a cache that do not go together.
+            ValueError: x, rope, lengths and cache contradict each other.
         """
         if cache is not None:
             return self._append(x, rope, lengths, cache)
         return self._computed(x, rope, lengths, CompressedStep(None, self, x))
 
-    def project(self, x: Tensor, turns: Rope) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Projects x to the query latent [B, S, q_rank], q [B, S, heads, head_dim] and k [B, S, 1, head_dim].
 
-        turns: (cos, sin) of these tokens.
+        rope: (cos, sin) of the tokens of x.
         """
         query = self.q_a_norm(self.q_a_proj(x))
         q = rms_norm(self.q_b_proj(query).unflatten(-1, (self.heads, self.head_dim)), (self.head_dim,), eps=EPS)
         k = self.kv_norm(self.kv_proj(x)).unsqueeze(-2)
-        return query, rotate_end(q, turns), rotate_end(k, turns)
+        return query, rotate_end(q, rope), rotate_end(k, rope)
 
     @untraced
     def _append(self, x: Tensor, rope: Rope, lengths: Any, cache: CompressedCache) -> tuple[Tensor, Tensor]:
-        """A call with a cache, which changes if the call succeeds."""
+        """Computes a call with a cache, which changes only if the call succeeds."""
         if lengths is not None:
             raise ValueError(
-                f"{type(self).__name__}: lengths: expected None beside a cache, got {show(lengths)} (its sequences "
-                "have one length)"
+                f"{type(self).__name__}: lengths: expected None with a cache, got {show(lengths)} (all its sequences "
+                "have the same length)"
             )
         step = CompressedStep(cache, self, x)
         result = self._computed(x, rope, lengths, step)
@@ -235,15 +249,17 @@ class CompressedAttention(StagedAttention):
         return result
 
     def _computed(self, x: Tensor, rope: Rope, lengths: Any, step: CompressedStep) -> tuple[Tensor, Tensor]:
+        """Returns forward()'s results for the tokens of a step."""
         self._check(x, rope, step)
-        turns = rope[0][step.first : step.tokens], rope[1][step.first : step.tokens]
-        query, q, k = self.project(x, turns)
+        cos, sin = rope[0][step.first : step.tokens], rope[1][step.first : step.tokens]
+        query, q, k = self.project(x, (cos, sin))
         mixed, loss = self._attended(x, query, q, step.keys(k, self.window), rope, lengths, step)
-        mixed = rotate_end(mixed, (turns[0], -turns[1])).flatten(-2).unflatten(-1, (self.groups, -1))
+        mixed = rotate_end(mixed, (cos, -sin)).flatten(-2).unflatten(-1, (self.groups, -1))
         latent = torch.einsum("...gi,goi->...go", mixed, self.o_a_proj.weight.unflatten(0, (self.groups, -1)))
         return self.o_b_proj(latent.flatten(-2)), loss
 
     def _check(self, x: Tensor, rope: Rope, step: CompressedStep) -> None:
+        """Raises ValueError if x is not padded rows, or rope has too few positions or too many columns."""
         name = type(self).__name__
         if x.dim() != 3:
             raise ValueError(f"{name}: x: expected padded [B, S, dim], got {show(x)}")
@@ -257,10 +273,10 @@ class CompressedAttention(StagedAttention):
     def _attended(
         self, x: Tensor, query: Tensor, q: Tensor, k: Tensor, rope: Rope, lengths: Any, step: CompressedStep
     ) -> tuple[Tensor, Tensor]:
-        """Attention of projected rows, and the indexer's loss."""
-        band, none = Band.window(self.window - 1), x.new_zeros((), dtype=torch.float32)
+        """Returns the attention [B, S, heads, head_dim] of projected rows, and the indexer's loss."""
+        band, no_loss = Band.window(self.window - 1), x.new_zeros((), dtype=torch.float32)
         if self.ratio is None:
-            return attention(q, k, k, band=band, sink=self.sinks), none
+            return attention(q, k, k, band=band, sink=self.sinks), no_loss
         entries = self.compressor.compressed(x, rope, step)
         common: dict[str, Any] = {"ratio": self.ratio, "residual": [step.tokens % self.ratio] * len(x)}
         index, trains = None, self.training and self.stage != "dense" and step.cache is None
@@ -275,15 +291,16 @@ class CompressedAttention(StagedAttention):
             q, k, entries, lists, band=band, sink=self.sinks, return_lse=True, **common
         )  # fmt: skip
         if index is None or not trains:
-            return out, none
+            return out, no_loss
         target = probabilities(q, entries, lse, lists, self.ratio, step.tokens % self.ratio)
         if lengths is not None:
-            real = torch.arange(x.shape[1], device=x.device) < torch.as_tensor(lengths, device=x.device)[:, None]
-            target = target.where(real[..., None, None], 0)
+            is_token = torch.arange(x.shape[1], device=x.device) < torch.as_tensor(lengths, device=x.device)[:, None]
+            target = target.where(is_token[..., None, None], 0)
         loss = indexer_target_loss(index.q, index.k, index.weights, target, lists, **common)
         mass = target.sum(-1)
-        loss = loss - torch.xlogy(mass, mass).sum()  # of p / m, not of p: no gradient changes, and the loss is above 0
-        return out, loss / (len(x) * x.shape[1] if lengths is None else real.sum().clamp(min=1))
+        # Changes the divergence of p to that of p / m, which is never negative; gradients stay the same.
+        loss = loss - torch.xlogy(mass, mass).sum()
+        return out, loss / (len(x) * x.shape[1] if lengths is None else is_token.sum().clamp(min=1))
 
     if TYPE_CHECKING:
 
@@ -293,11 +310,15 @@ class CompressedAttention(StagedAttention):
 
 @torch.no_grad()
 def probabilities(q: Tensor, entries: Tensor, lse: Tensor, lists: Tensor | None, ratio: int, residual: int) -> Tensor:
-    """Probabilities of compressed keys, a mean over heads: float32, as indexer_target_loss() takes them.
+    """Returns the attention's probabilities of compressed keys, the target of indexer_target_loss().
 
     Args:
-        q, entries: rows [B, S, N1, D] and compressed keys [B, S3, 1, D] of the attention. lse: [B, N1, S].
-        lists: selected keys [B, S, 1, K]; None: all visible ones.
+        q, entries: query rows [B, S, N1, D] and compressed keys [B, S3, 1, D]. lse: the attention's lse [B, N1, S].
+        lists: the selected compressed keys of every row [B, S, 1, K]; None: all compressed keys.
+        ratio, residual: tokens of a compressed key, and tokens after the last one.
+
+    Returns:
+        float32 [B, S, 1, K] or [B, S, 1, S3]: the mean over heads, 0 for keys that a row does not see.
     """
     q, entries, lse = (t.to(torch.float32) if t.dtype == torch.float64 else t for t in (q, entries, lse))
     args: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The cache of attention layers with compressed keys, for generation."""
+"""CompressedCache: the KV cache of CompressedAttention, for generation."""
 
 import copy
 import weakref
@@ -12,13 +12,13 @@ from fusion_attention.contract import show
 
 
 class CompressedCache:
-    """The keys of the last window and all compressed keys of earlier tokens; every layer needs its own cache.
+    """The KV cache of one CompressedAttention, for generation; every layer needs its own cache.
 
-    It keeps `window - 1` keys, one compressed key for every `ratio` tokens, and the rows of the unfinished window, of
-    sequences of one length.
+    It stores the last `window - 1` keys, one compressed key for every `ratio` tokens, and the rows of the window that
+    is not complete yet. All sequences have the same length.
 
     Attributes:
-        tokens: number of tokens so far.
+        tokens: number of tokens of each sequence so far.
 
     Source: this library.
 
@@ -41,24 +41,24 @@ class CompressedCache:
         self._layer: weakref.ref[nn.Module] | None = None
 
     def __repr__(self) -> str:
-        """Text with the number of tokens and the stored tensors."""
+        """Returns a text with the number of tokens and the stored tensors."""
         stored = {} if self._keys is None else {"keys": self._keys}
         text = ", ".join(f"{name} {show(rows)}" for name, rows in (stored | self._entries).items())
         return f"<CompressedCache: {self.tokens} tokens; {text or 'nothing stored'}>"
 
 
 class CompressedStep:
-    """One call of a layer with a cache; the cache changes when the call commits.
+    """One call of a layer with or without a cache; the cache changes only in commit().
 
     Args:
-        cache: None: whole sequences from position 0.
-        layer: the layer that is called. x: its hidden states.
+        cache: the layer's cache; None: the call has complete sequences from position 0 on.
+        layer: the layer that is called. x: hidden states of the call's tokens, [B, S, dim].
 
     Attributes:
-        first: position of the call's first token. tokens: number of tokens with those of the call.
+        first: position of the call's first token. tokens: number of tokens, with those of the call.
 
     Raises:
-        ValueError: what is not a CompressedCache, or the cache of another layer, batch, dtype or device, or gradients.
+        ValueError: cache is not a CompressedCache or belongs to another layer, or gradients are enabled.
     """
 
     def __init__(self, cache: CompressedCache | None, layer: nn.Module, x: Tensor) -> None:
@@ -67,51 +67,60 @@ class CompressedStep:
         self.entries: dict[str, Tensor] = {}
         self.last: Tensor | None = None
         if cache is not None:
-            self._check(cache, x)
+            self._check(cache)
         self.first = 0 if cache is None else cache.tokens
         self.tokens = self.first + x.shape[1]
 
-    def _check(self, cache: Any, x: Tensor) -> None:
+    def _check(self, cache: Any) -> None:
+        """Raises ValueError if the layer cannot use a cache."""
         if not isinstance(cache, CompressedCache):
             raise ValueError(f"{self.name}: cache: expected a fusion_attention.nn.CompressedCache, got {show(cache)}")
         if torch.is_grad_enabled():
             raise ValueError(
-                f"{self.name}: cache: expected torch.no_grad() around the call, got gradients that are enabled (a "
-                "cache keeps none; train over whole sequences)"
+                f"{self.name}: cache: expected torch.no_grad() around the call, got gradients that are enabled "
+                "(stored rows have no gradient: train without a cache)"
             )
         if cache._layer is not None and cache._layer() is not self.layer:
             raise ValueError(
-                f"{self.name}: cache: expected one that it filled, got that of another layer (make a CompressedCache "
-                "for each layer)"
+                f"{self.name}: cache: expected a cache of this layer, got that of another layer (make a "
+                "CompressedCache for each layer)"
             )
 
     def keys(self, new: Tensor, window: int) -> Tensor:
-        """The keys of the last window before the call, then those of the call [B, S, 1, D]."""
-        every = new
+        """Returns the stored keys of the last window, followed by those of the call: [B, tokens, 1, D].
+
+        new: keys of the call's tokens, [B, S, 1, D].
+        """
+        all_rows = new
         if self.cache is not None:
             old = self.cache._keys
             if old is not None:
                 self._check_rows("x", new, old)
-                every = torch.cat((old, new), 1)
-            self.last = every[:, max(0, every.shape[1] - window + 1) :].clone()
-        return every
+                all_rows = torch.cat((old, new), 1)
+            self.last = all_rows[:, max(0, all_rows.shape[1] - window + 1) :].clone()
+        return all_rows
 
-    def pooled(self, name: str, kv: Tensor, gate: Tensor, **how: Any) -> tuple[Tensor, int]:
-        """Pools the windows that the call completes: (their rows, the number of windows before them)."""
+    def pooled(self, name: str, kv: Tensor, gate: Tensor, **windows: Any) -> tuple[Tensor, int]:
+        """Returns the pooled rows of the windows that the call completes, and the number of windows before them.
+
+        Args:
+            name: the compressor's class, under which the cache stores its state.
+            kv, gate: rows of the call's tokens. windows: ratio, position_bias and overlap, as in compress().
+        """
         if self.cache is None:
-            return compress(kv, gate, **how), 0
+            return compress(kv, gate, **windows), 0
         state = copy.copy(self.cache._states.get(name) or CompressionState())
-        before, self.states[name] = state.tokens // how["ratio"], state
-        return compress(kv, gate, **how, state=state), before
+        before, self.states[name] = state.tokens // windows["ratio"], state
+        return compress(kv, gate, **windows, state=state), before
 
     def all_entries(self, name: str, new: Tensor) -> Tensor:
-        """The compressed keys of earlier calls, then those that the call completes."""
+        """Returns the compressed keys of earlier calls, followed by `new`, those of the call: [B, windows, 1, D]."""
         if self.cache is None:
             return new
         if self.cache.tokens and name not in self.cache._entries:
             raise ValueError(
-                f"{self.name}: cache: expected one with compressed keys of a {name}, got one without (it was "
-                "filled in another stage: fill a new one)"
+                f"{self.name}: cache: expected compressed keys of a {name} in it, got none (it was filled in another "
+                "stage: fill a new cache)"
             )
         old = self.cache._entries.get(name)
         if old is not None:
@@ -120,6 +129,7 @@ class CompressedStep:
         return self.entries[name]
 
     def _check_rows(self, param: str, new: Tensor, old: Tensor) -> None:
+        """Raises ValueError if rows of the call have another batch, dtype or device than stored ones."""
         if (len(new), new.dtype, new.device) != (len(old), old.dtype, old.device):
             raise ValueError(
                 f"{self.name}: {param}: expected rows of {len(old)} sequences in {old.dtype} on {old.device}, as its "
@@ -127,7 +137,7 @@ class CompressedStep:
             )
 
     def commit(self) -> None:
-        """Stores the call's rows in the cache."""
+        """Stores the call's rows in the cache, if there is one."""
         cache = self.cache
         if cache is not None:
             cache.tokens, cache._keys, cache._layer = self.tokens, self.last, weakref.ref(self.layer)

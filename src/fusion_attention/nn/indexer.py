@@ -1,4 +1,4 @@
-"""The lightning indexer as a module, which scores every key for every row and selects the best."""
+"""LightningIndexer: the module that scores every key for every query row and selects the keys of largest score."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
@@ -17,11 +17,17 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
     def called_as(function: Callable[P, T]) -> Callable[[Callable[..., Any]], Callable[P, T]]:
-        """Says what a layer's call takes and returns; nn.Module says (*args, **kwargs) -> Any."""
+        """Gives a module's __call__ the signature of `function` for type checkers; nn.Module's has none."""
 
 
 class Index(NamedTuple):
-    """The results of an indexer: its query, key and weights, and the selected keys (None if not requested)."""
+    """The results of an indexer.
+
+    Attributes:
+        q, k: its query rows [B, S, heads, head_dim] and key rows [B, S2, 1, head_dim]; packed without the axis B.
+        weights: one number per row and head, [B, S, heads].
+        indices: the selected keys, int32 [B, S, 1, top_k]; None if not requested.
+    """
 
     q: Tensor
     k: Tensor
@@ -30,13 +36,13 @@ class Index(NamedTuple):
 
 
 class LightningIndexer(nn.Module):
-    """Scores every key for every row with a few small heads, and selects the best.
+    """Scores every key for every query row by a few small heads, and selects the top_k keys of largest score.
 
         q_h = wq_b(query)_h,  k = k_norm(wk(x)),  w = weights_proj(x) / sqrt(heads * head_dim)
         I_j = sum_h w_h * max(0, q_h . k_j);  indices = the top_k largest I among the visible keys
 
-    Its inputs are detached, so its loss trains the indexer only. Parameters have the names of DeepSeek-V3.2; the
-    Hadamard rotation of its inference code is omitted, as it does not change the products.
+    The inputs are detached, so the indexer's loss trains only the indexer. Parameters have the names of DeepSeek-V3.2.
+    The Hadamard rotation of DeepSeek's inference code is omitted, because it does not change the products.
 
     Args:
         dim: elements of a token's hidden state.
@@ -86,16 +92,17 @@ class LightningIndexer(nn.Module):
         tokens: int | None = None,
         cache: Cache | None = None,
     ) -> Index:
-        """Computes the indexer's rows, and the selected keys of every row.
+        """Returns the indexer's query, key and weights, and the selected keys of every row.
 
         Args:
             x: hidden states, [B, S, dim], or packed [T, dim].
-            query: [B, S, query_dim], or packed [T, query_dim]; None: x.
-            rope: (cos, sin) of the tokens, [S, R / 2], [B, S, R / 2] or [T, R / 2]; R elements of each head rotate.
-            lengths: tokens of every sequence; packed: needed.
-            choose: select keys; False: indices are None.
-            tokens: tokens of complete padded sequences that are sharded over ranks; None: equal shards.
-            cache: keys of earlier tokens; those of x are appended, and rows select among all of them, returned as k.
+            query: input of the query projection, [B, S, query_dim], or packed [T, query_dim]; None: x.
+            rope: (cos, sin) of the tokens, [S, R / 2], [B, S, R / 2] or [T, R / 2]; the first R elements of each head
+                are rotated.
+            lengths: tokens of every sequence; required for packed x.
+            choose: True: select keys; False: indices are None.
+            tokens: if sequences are sharded over ranks, the tokens of a complete padded sequence; None: equal shards.
+            cache: the Cache of earlier tokens; the keys of x are appended, rows select among all keys, and k has all.
 
         Raises:
             ValueError: a cache that is full, of another batch, layer, dtype or device, or used with a group, packed
@@ -116,13 +123,13 @@ class LightningIndexer(nn.Module):
 
     @torch.no_grad()
     def _choose(self, index: Index, **rows: Any) -> Index:
-        """The index with selected keys; rows: further arguments of lightning_indexer()."""
+        """Returns the index with selected keys; rows: layout, lengths and ranks for lightning_indexer()."""
         indices, _ = functions(self.ranks).lightning_indexer(*index[:3], self.top_k, **rows)
         return index._replace(indices=indices)
 
     @untraced
     def _append(self, cache: Cache, x: Tensor, index: Index, lengths: Lengths, choose: bool) -> Index:
-        """The index over all tokens of a cache, after those of x are appended."""
+        """Returns the index over all tokens of a cache, after those of x are appended."""
         with step(cache, self, self.ranks, x, index.q, lengths, index_k=index.k) as (_, stored, call_lengths):
             index = index._replace(k=stored["index_k"])
             return self._choose(index, **call_lengths) if choose else index

@@ -1,4 +1,4 @@
-"""Attention layers with a lightning indexer."""
+"""Attention layers with a lightning indexer: for given projections, for multi-head attention and for MLA."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,22 +19,23 @@ if TYPE_CHECKING:
 
 
 class SparseAttention(StagedAttention):
-    """Causal attention in three stages: dense; dense, with training of the indexer; or over the indexer's selection.
+    """Causal attention of projected rows to all keys or to the indexer's selection, and the indexer's loss.
 
-        stage     attention                loss
+        stage     attention reads          the indexer's loss
         "dense"   all keys                 0
-        "warmup"  all keys                 KL(p || softmax(I)) over all keys
-        "sparse"  the keys of largest I    KL(p || softmax(I)) over those keys
+        "warmup"  all keys                 KL(p || softmax(I)) over all visible keys
+        "sparse"  the keys of largest I    KL(p || softmax(I)) over these keys
 
-    where p is the mean over heads of the attention's probabilities, and I the indexer's scores. Layers with projections
-    call attend() (as SparseSelfAttention and SparseLatentAttention do), or this module. The stage is not in the
-    state_dict; set_stage() changes it in all layers of a model.
+    where p is the mean over heads of the attention's probabilities, and I the indexer's scores. A layer with
+    projections calls this module, or derives from it and calls attend(), like SparseSelfAttention and
+    SparseLatentAttention. The stage is not in the state_dict; set_stage() changes it in all layers of a model.
 
-    If the indexer has a group, tensors are this rank's shards, lengths are those of complete sequences, and the loss is
-    that of all ranks, equal on each: add it once to each rank's loss. Positions for rope: distributed.positions().
+    If the indexer has a group, each rank passes its shards of the tensors and the lengths of the complete sequences.
+    Every rank returns the same loss, that of all ranks: add it once to each rank's loss. Positions for rope come from
+    distributed.positions().
 
     Args:
-        indexer: selects the keys.
+        indexer: the module that selects the keys.
         stage: one of STAGES.
 
     Raises:
@@ -55,7 +56,7 @@ class SparseAttention(StagedAttention):
         self.indexer = indexer
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Calls attend()."""
+        """Returns attend() of the same arguments."""
         return self.attend(*args, **kwargs)
 
     def attend(
@@ -74,25 +75,25 @@ class SparseAttention(StagedAttention):
         tokens: int | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attention of projected rows in the current stage, and the indexer's loss.
+        """Returns the attention of projected rows in the current stage, and the indexer's loss.
 
         Args:
             x: hidden states, read by the indexer: [B, S, dim], or packed [T, dim].
             q: query rows, [B, S, N1, D], or packed [T, N1, D].
             k: key rows, [B, S, N2, D]; N1 is a multiple of N2.
-            v: value rows, [B, S, N2, Dv]; None: k's rows are the values too (MLA's latent).
+            v: value rows, [B, S, N2, Dv]; None: each row of k is also its value (MLA's latent).
             query: input of the indexer's query projection; None: x.
             q_rope, k_rope: rope elements [B, S, N1, Dr], [B, S, N2, Dr].
             scale: factor on the dot products; None: 1 / sqrt(D + Dr).
-            index_rope: (cos, sin) for the indexer's rows.
-            lengths: tokens of every sequence; packed: required. Padded: rows behind them are 0 and have no loss.
-            tokens: tokens of complete padded sequences that are sharded over ranks; None: equal shards.
-            cache: keys and values of earlier tokens; those of x are appended, and rows attend to all of them.
+            index_rope: (cos, sin) of the tokens for the indexer; None: no rotation.
+            lengths: tokens of every sequence; packed: required. Padded: rows after them are 0 and have no loss.
+            tokens: if sequences are sharded over ranks, the tokens of a complete padded sequence; None: equal shards.
+            cache: the Cache of earlier tokens; keys and values of x are appended, and rows attend to all tokens.
 
         Returns:
-            (out, loss): out as q with Dv elements per head. loss is a scalar, the mean over all tokens, and 0 in
-            evaluation mode, in the dense stage and with a cache; add it to the model's loss (in warm-up it is the only
-            loss).
+            (out, loss): out has q's layout with Dv elements per head. loss is a scalar, the mean over all tokens, and 0
+            in evaluation mode, in the dense stage and with a cache; add it to the model's loss (in warm-up it is the
+            only loss).
 
         Raises:
             ValueError: a cache that is full, of another batch, layer, stage, dtype or device, or used with a group,
@@ -116,7 +117,7 @@ class SparseAttention(StagedAttention):
             index = self.indexer(x, query, rope=index_rope, lengths=lengths, tokens=tokens)
             indices = index.indices
             assert indices is not None
-            lists = indices.expand(*k.shape[:-1], -1)  # All key heads have the same selection.
+            lists = indices.expand(*k.shape[:-1], -1)  # the same selection for all key heads
             out, lse = of.sparse_attention(q, k, v, lists, return_lse=True, **common)
             if not self.training:
                 return out, out.new_zeros((), dtype=torch.float32)
@@ -137,10 +138,13 @@ class SparseAttention(StagedAttention):
         scale: float | None,
         lengths: Lengths,
     ) -> Tensor:
-        """Attention over all tokens of a cache, after those of x are appended."""
+        """Returns the attention over all tokens of a cache, after those of x are appended.
+
+        ropes: (q_rope, k_rope, index_rope) of attend().
+        """
         (q_rope, k_rope, index_rope), dim, chooses = ropes, k.shape[-1], self.stage == "sparse"
         index = self.indexer(x, query, rope=index_rope, choose=False) if chooses else None
-        if q_rope is not None and k_rope is not None:  # concatenated, because decode_attention() has no rope operands
+        if q_rope is not None and k_rope is not None:  # copied, because decode_attention() has no rope operands
             q, k = torch.cat([q, q_rope], -1), torch.cat([k, k_rope], -1)
         rows = {"k": k, "v": v, "index_k": None if index is None else index.k}
         with step(cache, self, self.indexer.ranks, x, q, lengths, **rows) as (q, stored, call_lengths):
@@ -159,16 +163,16 @@ class SparseAttention(StagedAttention):
 
 
 class SparseSelfAttention(SparseAttention):
-    """Multi-head or grouped-query attention with an indexer: projections around SparseAttention.attend().
+    """Multi-head or grouped-query attention layer with an indexer: projections, and SparseAttention.attend().
 
     Args:
         dim: elements of a token's hidden state.
         heads: query heads, N1.
         kv_heads: key heads, N2; None: N1.
         head_dim: elements of a head; None: dim / heads.
-        index_heads, index_dim, top_k: of the indexer.
+        index_heads, index_dim, top_k: heads of the indexer, elements of each, and number of keys that it selects.
         stage: one of STAGES.
-        group, schedule: as of LightningIndexer.
+        group, schedule: as in LightningIndexer.
 
     Source: this library.
 
@@ -211,17 +215,16 @@ class SparseSelfAttention(SparseAttention):
         tokens: int | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The layer's output and the indexer's loss.
+        """Returns the layer's output and the indexer's loss.
 
         Args:
             x: hidden states, [B, S, dim], or packed [T, dim].
             rope: (cos, sin) of the tokens, [S, R / 2], [B, S, R / 2] or [T, R / 2], R <= head_dim.
             index_rope: the same for the indexer, R <= index_dim; None: rope.
-            lengths: tokens of every sequence; packed: needed.
-            tokens, cache: as attend() says.
+            lengths, tokens, cache: as in attend().
 
         Returns:
-            (out, loss): out as x; loss as attend() says.
+            (out, loss): out has x's shape; loss is that of attend().
         """
         q, k, v = self.project(x, rope)
         index_rope = rope if index_rope is None else index_rope
@@ -230,7 +233,7 @@ class SparseSelfAttention(SparseAttention):
 
     if TYPE_CHECKING:
 
-        @called_as(forward)  # Projections take other arguments than what they make.
+        @called_as(forward)  # not attend's signature, which the base class declares
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[override]
 
     def project(self, x: Tensor, rope: Rope = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,24 +243,25 @@ class SparseSelfAttention(SparseAttention):
 
 
 class SparseLatentAttention(SparseAttention):
-    """Multi-head latent attention (MLA) with an indexer: the attention layer of DeepSeek-V3.2, with its names.
+    """The attention layer of DeepSeek-V3.2: multi-head latent attention (MLA) with an indexer.
 
         q_latent = norm(q_a(x)),  q, q_rope = q_b(q_latent);  latent, k_rope = norm, rope of kv_a(x)
         k, v = kv_b(latent),  out = o(attention(q, k, v, q_rope, k_rope))
 
-    Over all keys, k and v are projected: nope + rope + v products for every (row, key) pair. Over selected keys, kv_b
-    is multiplied into the query and the output instead ("absorbed"): 2 kv_rank + rope products, but a row gathers one
-    latent for all heads. The scores are the same. A cache stores latents and rope elements, and calls are absorbed.
+    For attention to all keys the layer computes k and v: nope_dim + rope_dim + v_dim multiply-adds for each pair of row
+    and key. For selected keys, and with a cache, it uses the absorbed form: kv_b is multiplied into the query and the
+    output, and the latent is key and value: 2 kv_rank + rope_dim multiply-adds, but one latent serves all heads. Both
+    forms have the same scores. Parameters have the names of transformers' DeepseekV32Attention.
 
     Args:
         dim: elements of a token's hidden state.
         heads: query heads.
         q_rank, kv_rank: elements of the query's and the key's latent.
         nope_dim, rope_dim, v_dim: elements of a head's key without rope, with rope, and of its value.
-        index_heads, index_dim, top_k: of the indexer.
+        index_heads, index_dim, top_k: heads of the indexer, elements of each, and number of keys that it selects.
         scale: factor on the dot products; None: 1 / sqrt(nope_dim + rope_dim).
         stage: one of STAGES.
-        group, schedule: as of LightningIndexer.
+        group, schedule: as in LightningIndexer.
 
     Source: this library; DeepSeek-V3.2.
 
@@ -309,16 +313,15 @@ class SparseLatentAttention(SparseAttention):
         tokens: int | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The layer's output and the indexer's loss.
+        """Returns the layer's output and the indexer's loss.
 
         Args:
             x: hidden states, [B, S, dim], or packed [T, dim].
             rope: (cos, sin) of the tokens, [S, rope_dim / 2], [B, S, rope_dim / 2] or [T, rope_dim / 2].
-            lengths: tokens of every sequence; packed: needed.
-            tokens, cache: as attend() says.
+            lengths, tokens, cache: as in attend().
 
         Returns:
-            (out, loss): out as x; loss as attend() says.
+            (out, loss): out has x's shape; loss is that of attend().
         """
         nope, rotated, v_dim = self.parts
         q_latent = self.q_a_layernorm(self.q_a_proj(x))

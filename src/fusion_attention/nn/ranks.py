@@ -1,4 +1,4 @@
-"""Selection of functions and arguments for a layer on one process, or with sequences sharded over ranks."""
+"""The attention functions that a layer calls, and their arguments: on one process, or with sequences over ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Lengths = Sequence[int] | Tensor | None
 
 
 class Ranks:
-    """The process group over which a layer's sequences are sharded, and the schedule of sharding."""
+    """The process group or DeviceMesh over whose ranks a layer's sequences are sharded, and the schedule."""
 
     def __init__(self, group: Any, schedule: str) -> None:
         self.group, self.schedule = group, schedule
@@ -24,7 +24,7 @@ class Ranks:
 
 
 class _OneRank:
-    """The functions for a layer on one process."""
+    """The attention functions of one process."""
 
     attention = staticmethod(attention)
     indexer_loss = staticmethod(indexer_loss)
@@ -33,7 +33,7 @@ class _OneRank:
 
 
 def functions(ranks: Ranks | None) -> Any:
-    """The namespace of attention and indexer functions: for one process, or fusion_attention.distributed."""
+    """Returns the namespace of attention functions: those of one process, or fusion_attention.distributed."""
     if ranks is None:
         return _OneRank
 
@@ -43,13 +43,13 @@ def functions(ranks: Ranks | None) -> Any:
 
 
 def rows_of(x: Tensor, lengths: Lengths, ranks: Ranks | None, tokens: int | None) -> dict[str, Any]:
-    """Arguments of the functions that describe the tokens of hidden states x: layout, lengths and ranks."""
+    """Returns the arguments layout, lengths and ranks for hidden states x, [B, S, dim] or packed [T, dim]."""
     rows = {"layout": "TND" if x.dim() == 2 else "BSND", "q_len": lengths, "kv_len": lengths}
     return rows if ranks is None else {**rows, "group": ranks.group, "schedule": ranks.schedule, "tokens": tokens}
 
 
 def tokens_of(x: Tensor, lengths: Lengths, ranks: Ranks | None, tokens: int | None) -> int | Tensor:
-    """Number of tokens on all ranks, without padding; at least 1."""
+    """Returns the number of tokens on all ranks, without padding; at least 1."""
     if lengths is not None:
         return lengths.sum().clamp(min=1) if isinstance(lengths, Tensor) else max(1, sum(lengths))
     count = x.shape[:-1].numel()

@@ -5,14 +5,14 @@ from torch import Tensor
 
 
 def rope_table(positions: Tensor, dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """The cosines and sines by which rotary embedding rotates `dim` elements of a row.
+    """Returns the cosines and sines by which rotary embedding rotates `dim` elements of a row.
 
         angle_i = position * base ** (-2 i / dim)
 
     Args:
-        positions: of tokens, any shape; packed sequences count from 0 each.
-        dim: elements of a row that are rotated; even.
-        base: ratio of the longest wave to the shortest.
+        positions: positions of tokens, of any shape; in packed rows each sequence starts at 0.
+        dim: number of elements of a row that are rotated; even.
+        base: the base of the powers above.
 
     Returns:
         (cos, sin): float32 [*positions.shape, dim / 2].
@@ -30,20 +30,23 @@ def rope_table(positions: Tensor, dim: int, base: float = 10000.0) -> tuple[Tens
 
 
 def apply_rope(rows: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
-    """Rotates the first elements of rows by the angles of a table; elements beyond its width do not change.
+    """Rotates the first R elements of rows by the angles of a table of R / 2 columns; the others do not change.
 
         (a, b) -> (a cos - b sin, b cos + a sin)
 
     Args:
         rows: [..., heads, D].
-        rope: (cos, sin), each [..., R / 2] with R <= D, as rope_table() gives them.
+        rope: (cos, sin), each [..., R / 2] with R <= D, as returned by rope_table().
         interleaved: pairs are elements (2 i, 2 i + 1), and results are stored at (i, i + R / 2); False: pairs are
             elements (i, i + R / 2).
 
-    Raises:
-        ValueError: the table is wider than the rows.
+    Returns:
+        The rotated rows, of the same shape and dtype.
 
-    Source: this library; DeepSeek-V3.2 rotates attention interleaved and its indexer halves apart.
+    Raises:
+        ValueError: R is larger than D.
+
+    Source: this library. DeepSeek-V3.2 uses interleaved pairs in its attention and the others in its indexer.
 
     Example:
         >>> rows = torch.randn(2, 6, 4, 16)
@@ -65,7 +68,7 @@ def apply_rope(rows: Tensor, rope: tuple[Tensor, Tensor], interleaved: bool = Fa
 
 
 def rotate_end(rows: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates the last elements of rows by the angles of a table, in neighbouring pairs, as DeepSeek-V4 does.
+    """Rotates the last R elements of rows by the angles of a table of R / 2 columns, in neighbouring pairs.
 
     Args:
         rows: [B, S, heads, D].

@@ -1,4 +1,4 @@
-"""The stages in which layers with an indexer are trained."""
+"""The stages in which layers with an indexer are trained: set_stage() and the base class of these layers."""
 
 from typing import Any, Literal
 
@@ -22,17 +22,18 @@ class StagedAttention(nn.Module):
 
 
 def set_stage(model: nn.Module, stage: Stage) -> None:
-    """Sets the stage of every attention layer of this package in a model, and requires_grad of the parameters that are
-    trained in it.
+    """Sets the stage of every attention layer with an indexer in a model, and requires_grad of all parameters.
 
-        "dense": all but the indexers;  "warmup": only the indexers;  "sparse": all
+        stage     parameters with requires_grad
+        "dense"   all except the indexers'
+        "warmup"  only the indexers'
+        "sparse"  all
 
-    requires_grad of every parameter is set, so freeze others afterwards. DDP reads it when it wraps a model: wrap
-    after it, and again after the next change of stage; then every parameter that DDP waits for gets a gradient
-    (find_unused_parameters is not needed). Optimizers pass over the rest.
+    To freeze more parameters, set their requires_grad afterwards. DDP reads requires_grad when it wraps a model, so
+    wrap after set_stage(), and again after the next change of stage; find_unused_parameters is then not needed.
 
     Args:
-        model: holds at least one SparseAttention or CompressedAttention.
+        model: a module that contains at least one SparseAttention or CompressedAttention.
         stage: one of STAGES.
 
     Raises:
@@ -48,7 +49,7 @@ def set_stage(model: nn.Module, stage: Stage) -> None:
         ['indexer']
     """
     checked(stage, "set_stage")
-    # Classes of transformers get the attribute from register().
+    # register() of the transformers integration adds the attribute `stage` to classes of transformers.
     layers: list[Any] = [m for m in model.modules() if isinstance(m, StagedAttention) or hasattr(type(m), "stage")]
     if not layers:
         raise ValueError(
@@ -66,7 +67,7 @@ def set_stage(model: nn.Module, stage: Stage) -> None:
 
 
 def checked(stage: Stage, caller: str) -> Stage:
-    """The stage, if it is one.
+    """Returns the stage if it is one of STAGES.
 
     Raises:
         ValueError: an unknown stage.

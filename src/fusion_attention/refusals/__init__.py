@@ -1,2 +1,2 @@
-"""Explains refused calls: reads Python source (parser.py) or a chip's log (cann_logs.py), and lists the broken rules of
-the operator's definition (explanation.py)."""
+"""explain(): reads a refused call as Python text (parser.py) or its log from the chip (cann_logs.py), and lists the
+violated rules of the operator's definition (explanation.py)."""

@@ -11,11 +11,11 @@ from fusion_attention.ops import RECORDS
 
 LONGEST = 4 << 20  # characters of a log
 _LATE = "; the text may name a later call than the one that failed (ASCEND_LAUNCH_BLOCKING=1 names the right one)"
-_STOPPED = f"a kernel was stopped, mostly at an address that is not its own{_LATE}"
+_STOPPED = f"a kernel was stopped, mostly because it accessed an invalid address{_LATE}"
 # Error code: CANN's name and its meaning.
 CODES = {
-    161001: ("ACLNN_ERR_PARAM_NULLPTR", "something that the operator needs was not given"),
-    161002: ("ACLNN_ERR_PARAM_INVALID", "a dtype, a layout, a rank or shapes do not go together; nothing was planned"),
+    161001: ("ACLNN_ERR_PARAM_NULLPTR", "a required argument is missing"),
+    161002: ("ACLNN_ERR_PARAM_INVALID", "dtypes, layout, ranks or shapes are invalid or contradict each other"),
     361001: ("ACLNN_ERR_RUNTIME_ERROR",
              "the call was legal, and the device's runtime failed: memory, stream or executor"),
     561000: ("ACLNN_ERR_INNER", "an error inside CANN"),
@@ -24,7 +24,7 @@ CODES = {
              "planning refused the call: a rule on shapes, lengths, masks or attributes"),
     561003: ("ACLNN_ERR_INNER_FIND_KERNEL_ERROR", "no kernel for these dtypes on this chip"),
     561101: ("ACLNN_ERR_INNER_CREATE_EXECUTOR", "no executor could be made"),
-    561103: ("ACLNN_ERR_INNER_NULLPTR", "planning gave up: of attention, mostly the shape of a mask"),
+    561103: ("ACLNN_ERR_INNER_NULLPTR", "planning failed; in calls of attention mostly because of the shape of a mask"),
     561112: ("ACLNN_ERR_INNER_OPP_KERNEL_PKG_NOT_FOUND", "the package of kernels for this chip is not installed"),
     207001: ("ACL_ERROR_RT_MEMORY_ALLOCATION", "the device has no memory left"),
     507014: ("ACL_ERROR_RT_AICORE_TIMEOUT", f"a kernel did not end in time{_LATE}"),
@@ -50,7 +50,7 @@ _EMPTY = ("fail to analyze context", "tiling failed", "kernel run failed", "laun
 
 
 class LogError(ValueError):
-    """A text that is no log of a failed call; the message is one sentence."""
+    """The error of a text that is not the log of a failed call; the message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,9 @@ class Log:
 
     Attributes:
         code: CANN's error code; 0 if the text has none.
-        operator: the definition of the operator that failed, "" if there is none; said: its name in the text.
-        function: the definition of the torch_npu function that called it; "" if the text has none.
+        operator: the name of the failed operator, if it has a definition here; else "".
+        said: the failed operator's name in the text; "" if the text has none.
+        function: the name of the torch_npu function that called the operator; "" if the text has none.
         reasons: other messages of CANN, the most specific first.
     """
 
@@ -77,7 +78,7 @@ class Log:
 
     @property
     def described(self) -> str:
-        """The error code with its name."""
+        """The error code with its name, as text."""
         return (f"{self.code} ({self.name})" if self.name else str(self.code)) if self.code else "no code"
 
     @property
@@ -103,7 +104,7 @@ def read_log(text: str) -> Log:
     """
     if len(text) > LONGEST:
         raise LogError(
-            f"the log has {len(text)} characters: cut out what belongs to the failed call, {LONGEST} at most"
+            f"the log has {len(text)} characters: pass only the lines of the failed call, at most {LONGEST} characters"
         )
     codes = _CODE.findall(text) or _BARE.findall(text)
     operators = [name.removesuffix("GetWorkspaceSize") for name in _ACLNN.findall(text)]
@@ -121,7 +122,7 @@ def read_log(text: str) -> Log:
 
 
 def _record_of(name: str) -> str:
-    """Returns torch_npu's function for a name in a log: npu_x_out_symint is npu_x."""
+    """Returns the torch_npu function of a name in a log, npu_x for npu_x_out_symint; "" if it has no definition."""
     while name and name not in RECORDS:
         shorter = re.sub(r"_(symint|out|npu|call|forward)$", "", name)
         if shorter == name:
@@ -131,6 +132,7 @@ def _record_of(name: str) -> str:
 
 
 def _reasons(text: str) -> tuple[str, ...]:
+    """Returns CANN's messages in a log that state a reason, without repetitions; at most 8."""
     results = [m["text"] for pattern in (_NAMED, _REASON) for m in pattern.finditer(text)]
     clean = (re.sub(r"^.*\(E[A-Z0-9]\d{4}\):\s*|^\[PID: *\d+\] \S+ ", "", reason).strip(" .!\t") for reason in results)
     telling = [r for r in clean if r and not any(r.lower().startswith(empty) for empty in _EMPTY)]

@@ -1,6 +1,6 @@
-"""Explains a call: the rules of its operator that it breaks, each with a fix; for a log of the chip, the likely rules.
+"""explain(): the rules that a call violates, each with a fix; for a log of the chip, the rules that it likely means.
 
-contract.bind checks the call twice: once for its meaning, and once for the chip's limits. No operator is special here.
+contract.bind checks the call twice: once without and once with the chip's limits. All operators take the same path.
 """
 
 import inspect
@@ -32,7 +32,7 @@ from fusion_attention.refusals.fixes import TRIANGLE, fixes
 from fusion_attention.refusals.likely_rules import likely
 from fusion_attention.refusals.parser import PHASE_1, Written, WrittenError, parse_call
 
-# Parameter names of other libraries: CANN's parameter and the advice.
+# Parameter name of another library -> CANN's parameter, and the advice.
 _CAUSAL = f"sparse_mode=3 (2: from the upper left corner, as torch) with atten_mask={TRIANGLE}"
 _FOREIGN = {
     **dict.fromkeys(("is_causal", "causal"), ("sparse_mode", _CAUSAL)),
@@ -42,19 +42,19 @@ _FOREIGN = {
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q"), ("actual_seq_qlen", "actual_seq_qlen=cu_seqlens_q[1:]")),
     "cu_seqlens_k": ("actual_seq_kvlen", "actual_seq_kvlen=cu_seqlens_k[1:]"),
 }
-# Parameters of functions that are in no operator definition.
+# Parameters of functions that are not in operator definitions.
 _BESIDE = ("return_lse", "backend", "strict", "check_content", "out", "workspace")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that is broken, or likely broken.
+    """A rule that a call violates, or likely violates.
 
     Attributes:
-        where: "everywhere" (the call has no meaning), "chip" (it runs here, the chip refuses it), "warning" (it runs,
-            but is probably not meant) or "likely" (a rule that a log may refer to).
-        param: the parameter in the function's spelling; cann: in CANN's, "" if unknown.
-        expected, got, fix: the texts of the error.
+        where: "everywhere" (the call has no meaning), "chip" (it runs here, and the chip refuses it), "warning" (it
+            runs, but is probably not intended) or "likely" (a rule that a log may refer to).
+        param: the parameter's name in the function; cann: CANN's name of it, "" if unknown.
+        expected, got, fix: texts of the error: the expected value, the actual value, the advice.
         code: CANN's error code.
     """
 
@@ -68,7 +68,7 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """The finding in one line."""
+        """The finding as one line of text."""
         cann = f" ({self.cann})" if self.cann not in ("", self.param) else ""
         got = f", got {self.got}" if self.got else ""
         return f"{self.param}{cann}: expected {self.expected}{got}" if self.param else self.expected
@@ -79,16 +79,16 @@ class Explanation:
     """The result of explain().
 
     Attributes:
-        operator: the operator's name, "" if a log names no operator that has a definition here.
-        summary: the definition's description of the operator.
+        operator: the operator's name; "" if a log names no operator that has a definition here.
+        summary: the description of the operator, one sentence.
         verdict: the result in a sentence.
-        findings: broken rules, the most severe first.
-        sizes: axes and lengths of sequences, read from the call.
-        results: dtype and shape of every result of a legal call.
-        computes: for every back end "yes" or the reasons against it.
+        findings: violated rules, the most severe first.
+        sizes: sizes of axes by axis word, and lengths of sequences, of the call.
+        results: dtype and shape of every result of a legal call, by name.
+        computes: for every back end "yes", or the reasons why it does not compute the call.
         log: the parsed log, if there was one.
-        unread: parameters whose content was not available, so was not checked.
-        fixes: single changes that make the call legal, or at least meaningful; each was checked.
+        unread: parameters whose content could not be checked, because the call has only their shapes.
+        fixes: single changes that make the call legal on the chip, or at least here; each was checked.
     """
 
     operator: str
@@ -104,7 +104,7 @@ class Explanation:
 
     @property
     def broken(self) -> bool:
-        """True if a rule is broken, here or on the chip, or if a log reports a failure."""
+        """True if a rule is violated, here or on the chip, or if a log reports a failure."""
         return self.log is not None or any(f.where in ("everywhere", "chip") for f in self.findings)
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class Explanation:
         return "\n".join([f"{self.operator}: {self.verdict}" if self.operator else self.verdict, *notes, *fixes])
 
     def as_dict(self) -> dict[str, Any]:
-        """Converts the explanation to values that JSON can store."""
+        """Returns the explanation as values that JSON can store."""
         result = asdict(self)
         if self.log is not None:
             result["log"] |= {"name": self.log.name, "meaning": self.log.meaning}
@@ -123,17 +123,19 @@ class Explanation:
 
 
 def explain(text: str, *, log: str = "") -> Explanation:
-    """Explains which rules a call breaks and how to fix it, from its Python text, its log, or both.
+    """Lists the rules that a call violates, and changes that make it legal, from its Python text, its log, or both.
 
     The text is parsed, never executed. A tensor is written as dtype and shape, as in q=bf16[2,1024,8,64], or made by
     torch.empty, randn and similar functions of literal shapes, also in lines before the call.
 
     Args:
         text: a call of any interface (fusion_attention, torch_npu, aclnnXxxGetWorkspaceSize), or a log of the chip.
-        log: a log of the chip for the call in text.
+        log: the chip's log of the call in text.
 
     Raises:
-        WrittenError, LogError: the text is neither a call nor a log; the message gives the reason.
+        WrittenError, LogError: the text is neither a call nor a log; the message has the reason.
+
+    Source: this library.
 
     Example:
         >>> found = explain('npu_fusion_attention(f16[2,5,8,64], f16[2,5,3,64], f16[2,5,3,64], 8, "BSND")')
@@ -147,7 +149,7 @@ def explain(text: str, *, log: str = "") -> Explanation:
 
 
 def explain_call(call: Written, log: Log | None = None) -> Explanation:
-    """Explains a parsed call, like explain()."""
+    """Returns the explanation of a parsed call."""
     op = RECORDS[call.operator]
     args, wrong = _arguments(op, call)
     if wrong:
@@ -156,24 +158,25 @@ def explain_call(call: Written, log: Log | None = None) -> Explanation:
 
 
 def explain_arguments(op: Op, args: Mapping[str, Any], log: Log | None = None) -> Explanation:
-    """Explains arguments by canonical name, like explain(); tensors with memory have their content checked."""
+    """Returns the explanation of a call with arguments by canonical name; the content of tensors is checked too, unless
+    one is on device meta."""
     tensors = [t for p in op.tensors() for t in members(args.get(p.name)) or () if isinstance(t, torch.Tensor)]
-    there = bool(tensors) and not any(t.is_meta for t in tensors)
-    result = _failures(op, args, there, strict=False)
+    in_memory = bool(tensors) and not any(t.is_meta for t in tensors)
+    result = _failures(op, args, in_memory, strict=False)
     if any(f.where == "everywhere" for f in result):
-        return replace(_explained(op, result, log), fixes=_fixes(op, args, there, True))
-    of_chip = _failures(op, args, there, strict=True)
+        return replace(_explained(op, result, log), fixes=_fixes(op, args, in_memory, True))
+    of_chip = _failures(op, args, in_memory, strict=True)
     notes = {(f.param, f.expected) for f in of_chip}
     rest = [f for f in result if (f.param, f.expected) not in notes]  # a doubt is reported once
-    told_of = _explained(op, [*of_chip, *rest], log, args=args, there=there)
-    return replace(told_of, fixes=_fixes(op, args, there, False)) if told_of.broken else told_of
+    explanation = _explained(op, [*of_chip, *rest], log, args=args, in_memory=in_memory)
+    return replace(explanation, fixes=_fixes(op, args, in_memory, False)) if explanation.broken else explanation
 
 
 def explain_log(log: Log) -> Explanation:
-    """Explains a log without a call: the rules that it likely refers to."""
+    """Returns the explanation of a log without its call: the rules that it likely refers to."""
     name = log.function or log.operator
     if not name:
-        what = f"{log.said} has no record here: " if log.said else "the text names no operator: "
+        what = f"{log.said} has no definition here: " if log.said else "the text names no operator: "
         return Explanation("", "", f"{what}{log.described}: {log.meaning}", log=log)
     op = RECORDS[name]
     results = tuple(_likely(op, log))
@@ -191,16 +194,16 @@ def _arguments(op: Op, call: Written) -> tuple[dict[str, Any], list[Finding]]:
     for word, value in call.named.items():
         shown = spelled.get(word, word)
         if shown in given:
-            raise WrittenError(f"{word} is given twice: as {shown} too")
+            raise WrittenError(f"{word} is given twice, also under the name {shown}")
         given[shown] = value
     function = _function(op)
     positional = call.positional
     extra = [word for word in _BESIDE if word not in (p.shown for p in op.params)]
-    beside = {word: given.pop(word) for word in extra if word in given}
+    further = {word: given.pop(word) for word in extra if word in given}
     try:
         parameters = inspect.signature(function)
-        from_log = [word for word in beside if word in parameters.parameters]
-        bound = parameters.bind_partial(*positional, **given, **{word: beside[word] for word in from_log})
+        from_log = [word for word in further if word in parameters.parameters]
+        bound = parameters.bind_partial(*positional, **given, **{word: further[word] for word in from_log})
     except TypeError as error:
         return {}, [_wrong_words(op, function, given, str(error))]
     if foreign := bound.arguments.pop("foreign", None):
@@ -232,7 +235,7 @@ def _function(op: Op) -> Any:
 
 
 def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) -> Finding:
-    """Makes a finding for arguments that the function does not accept, with a suggestion."""
+    """Returns a finding for arguments that the function does not accept, with a suggestion."""
     parameters = inspect.signature(function).parameters
     strange = [word for word in given if word not in parameters]
     fix = ""
@@ -246,15 +249,15 @@ def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) ->
     elif strange:
         import difflib
 
-        meant, advice = _FOREIGN.get(strange[0], ("", ""))
+        canonical, advice = _FOREIGN.get(strange[0], ("", ""))
         near = difflib.get_close_matches(strange[0], [n for n in parameters if n not in _BESIDE], 1, 0.6)
         fix = f"did you mean {near[0]}=?" if near else f"`fusion-attention ops {op.name}` lists its parameters"
-        fix = f"another library's word; here: {advice}" if meant in parameters else fix
+        fix = f"a parameter of another library; here: {advice}" if canonical in parameters else fix
     return Finding("everywhere", "", f"{op.name}() {error}", fix=fix, code=0)
 
 
 def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces decode_attention()'s cache by the parameters k and v of the operator definition."""
+    """Returns the arguments of decode_attention() with the definition's parameters k and v in place of the cache."""
     results = {word: value for word, value in values.items() if word not in ("cache", "sequences")}
     cache = values.get("cache")
     if isinstance(cache, tuple) and len(cache) == 2:
@@ -263,14 +266,14 @@ def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_taken(p: Any, value: Any) -> Any:
-    """Prepares a value for bind() without memory: tensors move to the meta device, lengths become numbers."""
+    """Returns an argument for bind(): tensors on device meta, and a number for an attribute that is a 0-dim tensor."""
     if isinstance(p, Tensor):
         if isinstance(value, torch.Tensor):
             return value.to("meta")
         if isinstance(p, Tensors) and isinstance(value, (list, tuple)):
             return [one.to("meta") if isinstance(one, torch.Tensor) else one for one in value]
     elif isinstance(p, Array) and isinstance(value, torch.Tensor) and value.is_meta:
-        raise WrittenError(f"{p.shown}: its numbers decide: write them, as {p.shown}=[3, 8]")
+        raise WrittenError(f"{p.shown}: write its numbers, as in {p.shown}=[3, 8], because rules read them")
     elif isinstance(p, Attr) and isinstance(value, torch.Tensor) and not value.is_meta and value.numel() == 1:
         return value.item()
     return value
@@ -279,26 +282,26 @@ def _as_taken(p: Any, value: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------- checking
 
 
-def _failures(op: Op, args: Mapping[str, Any], there: bool, *, strict: bool) -> list[Finding]:
-    """Returns bind()'s failures and warnings for a call as findings."""
+def _failures(op: Op, args: Mapping[str, Any], in_memory: bool, *, strict: bool) -> list[Finding]:
+    """Returns bind()'s failures and warnings for a call as findings; in_memory: False if tensors are on device meta."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            bind(op, args, strict=strict, check_content=there, reads=there, memory=there)
+            bind(op, args, strict=strict, check_content=in_memory, reads=in_memory, memory=in_memory)
             failures: tuple[Failure, ...] = ()
         except ContractError as error:
             failures = error.failures
         except (RuntimeError, NotImplementedError) as error:  # a rule needs the content of a tensor
-            raise WrittenError(f"{op.name} cannot be checked without its tensors' numbers: {error}") from None
+            raise WrittenError(f"{op.name} cannot be checked without the content of its tensors: {error}") from None
     where = "chip" if strict and op.source else "everywhere"
     results = [Finding(_where(f.rule, where), f.param, f.expected, f.got, f.advice, f.code, f.cann) for f in failures]
     notes = [str(w.message) for w in caught if issubclass(w.category, ContractWarning)]
     return results + [_note(op, text) for text in dict.fromkeys(notes)]
 
 
-def _fixes(op: Op, args: Mapping[str, Any], there: bool, grave: bool) -> tuple[str, ...]:
-    """Returns changes that make the call legal on the chip; if none and grave, changes that make it meaningful."""
-    if there:
+def _fixes(op: Op, args: Mapping[str, Any], in_memory: bool, meaningless: bool) -> tuple[str, ...]:
+    """Returns changes that make the call legal on the chip; if there are none for a meaningless call, legal here."""
+    if in_memory:
         args = {name: _without_memory(value) for name, value in args.items()}
 
     def is_legal(strict: bool) -> Callable[[Mapping[str, Any]], bool]:
@@ -310,11 +313,11 @@ def _fixes(op: Op, args: Mapping[str, Any], there: bool, grave: bool) -> tuple[s
 
         return legal
 
-    return tuple(fixes(op, args, is_legal(True)) or (fixes(op, args, is_legal(False)) if grave else ()))
+    return tuple(fixes(op, args, is_legal(True)) or (fixes(op, args, is_legal(False)) if meaningless else ()))
 
 
 def _without_memory(value: Any) -> Any:
-    """Moves tensors to the meta device; other values stay."""
+    """Returns a tensor, or a list of tensors, on device meta, and other values unchanged."""
     if isinstance(value, torch.Tensor):
         return value.to("meta")
     if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
@@ -323,13 +326,14 @@ def _without_memory(value: Any) -> Any:
 
 
 def _where(rule: Rule | None, where: str) -> str:
+    """Returns Finding.where of a violated rule: "chip" for a limit, else the given value."""
     if rule is not None and rule.level == "limit" and where == "everywhere":
         return "chip"
     return where
 
 
 def _note(op: Op, text: str) -> Finding:
-    """Parses the text of a warning into a finding."""
+    """Returns a finding made from the text of a warning."""
     match = re.fullmatch(r"[^:]*: (\w+)(?: \((\w+)\))?: expected (.*?)(?:, got (.*?))?(?: \((.*)\))?", text, re.S)
     if match is None:
         return Finding("warning", "", text.removeprefix(f"{op.name}: "))
@@ -338,12 +342,14 @@ def _note(op: Op, text: str) -> Finding:
 
 
 def _explained(
-    op: Op, findings: list[Finding], log: Log | None, *, args: Mapping[str, Any] | None = None, there: bool = True
+    op: Op, findings: list[Finding], log: Log | None, *, args: Mapping[str, Any] | None = None, in_memory: bool = True
 ) -> Explanation:
-    grave = [f for f in findings if f.where == "everywhere"]
+    """Returns the explanation of a call with these findings; args: the arguments of a call that has a meaning."""
+    everywhere = [f for f in findings if f.where == "everywhere"]
     of_chip = [f for f in findings if f.where == "chip"]
-    rules = "one rule" if len(grave or of_chip) == 1 else f"{len(grave or of_chip)} rules"
-    if grave:
+    violated = everywhere or of_chip
+    rules = "one rule" if len(violated) == 1 else f"{len(violated)} rules"
+    if everywhere:
         verdict = f"breaks {rules} of {op.name}: it has no meaning, here or on the chip"
     elif of_chip:
         verdict = f"runs here; the chip refuses it, or may: it breaks {rules} of its limits"
@@ -351,10 +357,10 @@ def _explained(
         verdict = f"a legal call of {op.name}"
     extra: list[Finding] = []
     if log is not None:
-        verdict += _beside_log(log, grave or of_chip)
-        extra = [] if grave or of_chip else list(_likely(op, log))
-    reads: dict[str, Any] = {} if args is None else _reading(op, args, there)
-    unread = () if there or args is None else tuple(_unread(op, args))
+        verdict += _compared_with_log(log, violated)
+        extra = [] if violated else list(_likely(op, log))
+    reads: dict[str, Any] = {} if args is None else _reading(op, args, in_memory)
+    unread = () if in_memory or args is None else tuple(_unread(op, args))
     return Explanation(op.name, op.summary, verdict, (*findings, *extra), log=log, unread=unread, **reads)
 
 
@@ -363,22 +369,22 @@ def _likely(op: Op, log: Log) -> list[Finding]:
     return [Finding("likely", param, expected, "", fix, code, cann) for param, cann, expected, fix, code in result]
 
 
-def _beside_log(log: Log, findings: list[Finding]) -> str:
-    """Returns a clause that compares the log's error code with the findings."""
+def _compared_with_log(log: Log, findings: list[Finding]) -> str:
+    """Returns the end of a verdict, which compares the log's error code with the codes of the findings."""
     if not findings:
-        return f"; but the log says {log.code}: the call that failed was another one, or CANN knows a rule more"
-    same = [f for f in findings if f.code in (log.code, SAME.get(log.code))]
-    return (
-        f"; this is what {log.code} says" if same else f"; the log's code is {log.code}, for which CANN has other rules"
+        return f"; but the log has code {log.code}: another call failed, or CANN has a rule that is missing here"
+    agrees = any(f.code in (log.code, SAME.get(log.code)) for f in findings)
+    return f"; code {log.code} of the log " + (
+        "agrees" if agrees else "does not agree: CANN returns it for other rules"
     )
 
 
-def _reading(op: Op, args: Mapping[str, Any], there: bool) -> dict[str, dict[str, Any]]:
-    """Returns sizes, results and back ends of a legal call."""
+def _reading(op: Op, args: Mapping[str, Any], in_memory: bool) -> dict[str, dict[str, Any]]:
+    """Returns the attributes sizes, results and computes of the explanation of a legal call."""
     assert op.lower is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        bound = bind(op, args, strict=False, check_content=False, reads=False, memory=there)
+        bound = bind(op, args, strict=False, check_content=False, reads=False, memory=in_memory)
         call = op.lower(bound)
         results = {name: _shape_of(t) for name, t in call.results().items()}
     names = bound.names
@@ -400,6 +406,6 @@ def _shape_of(tensor: torch.Tensor) -> str:
 
 
 def _unread(op: Op, args: Mapping[str, Any]) -> list[str]:
-    """Returns parameters whose content a rule reads but whose tensors had no memory."""
+    """Returns the names of given parameters whose content is read by a rule."""
     content_params = [rule.param for rule in op.asked if rule.reads or rule.level == "content"]
     return [op.by_name[name].shown for name in dict.fromkeys(content_params) if args.get(name) is not None]

@@ -1,6 +1,6 @@
-"""Finds changes that make a refused call legal: common mistakes are reversed one at a time, and each result is checked.
+"""fixes(): single changes that make a refused call legal. Common mistakes are reversed, and each result is checked.
 
-Such mistakes are lengths in place of cumulative ends, the string of another layout, or a mask that was not expanded.
+Such mistakes are lengths instead of cumulative lengths, the string of another layout, or a mask that was not expanded.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from fusion_attention.contract import REQUIRED, Array, Attr, Op, Param
 Args = Mapping[str, Any]
 Fix = tuple[str, dict[str, Any]]  # description and changed arguments
 TRIANGLE = "torch.ones(2048, 2048, dtype=torch.bool).triu(1)"
-_LENGTHS = 4096  # longer lists are not changed
+_LENGTHS = 4096  # largest number of elements of a list of lengths that is changed
 
 
 def fixes(op: Op, args: Args, is_legal: Callable[[Args], bool], most: int = 3) -> list[str]:
@@ -29,11 +29,12 @@ def fixes(op: Op, args: Args, is_legal: Callable[[Args], bool], most: int = 3) -
     for kind in (_without_zero, _cumulative, _mask, _layout, _heads, _dtype, _absent):
         legal = (text for text, changes in kind(op, args) if is_legal({**args, **changes}))
         if result := list(islice(legal, most)):
-            return result  # kinds are ordered by frequency: a rare mistake is not suggested beside a common one
+            return result  # kinds are ordered by frequency: rarer kinds are not tried if a common one fits
     return []
 
 
 def _arrays(op: Op, args: Args) -> Iterator[tuple[Param, list[int]]]:
+    """Yields the parameters that are lists of integers, with their values."""
     for p in op.params:
         value = args.get(p.name)
         if isinstance(p, Array) and value is not None:
@@ -44,7 +45,7 @@ def _arrays(op: Op, args: Args) -> Iterator[tuple[Param, list[int]]]:
 
 
 def _of_all(op: Op, args: Args, change: Callable[[list[int]], list[int]]) -> Iterator[Fix]:
-    """Applies a change to all lists of lengths together, and to each alone."""
+    """Yields a change of all lists of lengths together, and of each list alone."""
     lists = [(p, numbers) for p, numbers in _arrays(op, args) if change(numbers) != numbers]
     for several in ([lists] if len(lists) > 1 else []) + [[one] for one in lists]:
         text = ", ".join(f"{p.shown}={_short(change(numbers))}" for p, numbers in several)
@@ -94,11 +95,11 @@ def _layout(op: Op, args: Args) -> Iterator[Fix]:
         shown, now = p.shown, args.get(p.name) or getattr(p, "default", "")
         for layout in op.layouts:
             if layout != now:
-                yield f'{shown}="{layout}", if the tensors lie so', {op.layout_attr: layout}
+                yield f'{shown}="{layout}", if this is the layout of the tensors', {op.layout_attr: layout}
 
 
 def _heads(op: Op, args: Args) -> Iterator[Fix]:
-    """Tries numbers of heads and page sizes from the axes of queries and keys."""
+    """Yields numbers of heads and page sizes that are axes of queries and keys."""
     axes = {"head_num": "query", "num_heads": "query", "num_key_value_heads": "key", "heads": "q", "block_size": "key"}
     for name, of in axes.items():
         p, tensor = op.by_name.get(name), args.get(of)
@@ -109,7 +110,7 @@ def _heads(op: Op, args: Args) -> Iterator[Fix]:
 
 
 def _dtype(op: Op, args: Args) -> Iterator[Fix]:
-    """Tries the query's dtype, then half precision, for all floating tensors."""
+    """Yields the query's dtype, then bfloat16 and float16, for all floating-point tensors."""
     first = next((p.name for p in op.tensors() if isinstance(args.get(p.name), torch.Tensor)), "")
     floating = {p.name: args[p.name] for p in op.tensors() if _is_floating(args.get(p.name))}
     if not first or first not in floating:
@@ -125,7 +126,7 @@ def _is_floating(value: Any) -> bool:
 
 
 def _absent(op: Op, args: Args) -> Iterator[Fix]:
-    """Removes one optional parameter."""
+    """Yields the removal of each optional argument."""
     for p in op.params:
         may_lack = p.optional or (isinstance(p, Attr) and p.default is not REQUIRED and p.name != op.layout_attr)
         default = p.default if isinstance(p, Attr) else None

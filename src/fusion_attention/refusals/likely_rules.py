@@ -1,6 +1,6 @@
-"""Ranks the rules of an operator definition that a log likely refers to, if the call itself is not given.
+"""likely(): the rules of an operator that a log likely refers to, if the call itself is not given.
 
-CANN's messages contain its parameters in several spellings, which are compared with the rules' parameters.
+CANN's messages name parameters in several spellings, which are compared with the rules' parameters.
 """
 
 import re
@@ -39,7 +39,7 @@ _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"\bvalue\b", ("value",)),
     (r"\bquery\b", ("query",)),
 )
-# Messages of CANN for one rule of ours: the message, the parameter of the rule, and words of the rule.
+# A message of CANN and the rule that it refers to: patterns of the message, of the rule's parameter and of its text.
 _PATTERNS: tuple[tuple[str, str, str], ...] = (
     (r"queryt.*must be equal to the last element", "|".join(_ROWS), r"take up all|end with query"),
     (r"bigger or equal to batch size", "|".join(_ROWS + _KEYS), r"a length per item"),
@@ -56,7 +56,7 @@ def likely(op: Op, log: Log) -> Iterator[tuple[str, str, str, str, int]]:
     """Yields (parameter, CANN's name, expected, fix, code) of likely rules, the likeliest first.
 
     Args:
-        op: the operator definition of the called function; CANN's names come from the operator that failed.
+        op: the definition of the called function; CANN's names of parameters are those of the operator that failed.
         log: the parsed log.
     """
     names = (RECORDS[log.operator] if log.operator else op).cann
@@ -103,16 +103,16 @@ def _score(op: Op, rule: Rule, text: str, code: int) -> int:
 
 
 def _of_code(op: Op, code: int) -> Iterator[tuple[str, str, str, str, int]]:
-    """Yields the kinds of rules that an error code stands for."""
+    """Yields one entry, which describes the kind of rules that an error code refers to; none for an unknown code."""
     kinds = {
-        NULL_POINTER: "every parameter that this call needs (one of query_rope and key_rope without the other is none)",
-        INVALID: "dtypes of its record, alike where it says so; the layout string; ranks and axes that agree",
-        TILING: "lengths, masks, biases, windows and attributes that its rules allow",
+        NULL_POINTER: "every required parameter (of query_rope and key_rope both or neither)",
+        INVALID: "the dtypes on the operator's page, a known layout string, and ranks and axes that agree",
+        TILING: "lengths, masks, biases, windows and attributes that the operator's rules allow",
         **dict.fromkeys(
-            (507015, 507035), "lengths, ends, block tables and indices inside their tensors: kernels trust them"
+            (507015, 507035), "lengths, block tables and indices within their tensors: kernels do not check them"
         ),
-        361001: "device memory and a stream that are there, and an executor that has not run",
+        361001: "enough device memory, a valid stream, and an executor that has not run",
     }
-    fix = f"`fusion-attention ops {op.name}` lists them; explain of the call itself, with its shapes, says which"
+    fix = f"`fusion-attention ops {op.name}` lists the rules; explain the call itself, with its shapes, to find the one"
     if code in kinds:
         yield "", "", kinds[code], fix, code

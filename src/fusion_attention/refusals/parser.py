@@ -1,7 +1,7 @@
-"""Parses a call from Python text without executing it; dtypes and shapes are enough, tensors have no memory.
+"""parse_call(): reads a call from Python text without executing it; tensors are given by dtype and shape.
 
-    npu_fusion_attention(q=bf16[2,1024,8,64], ...)      a tensor: its dtype with its shape
-    q = torch.randn(2, 1024, 8, 64).bfloat16()          or as torch makes one, in lines before the call
+    npu_fusion_attention(q=bf16[2,1024,8,64], ...)      a tensor as dtype and shape
+    q = torch.randn(2, 1024, 8, 64).bfloat16()          or by torch's functions, in lines before the call
 
 Supported are numbers and arithmetic, lists, bands, and torch's functions that create, reshape or cast a tensor.
 """
@@ -33,12 +33,12 @@ _DTYPES = {
 _SIZED = ("empty", "zeros", "ones", "randn", "rand")
 _LIKE = ("empty_like", "zeros_like", "ones_like", "randn_like", "rand_like")
 _CASTS = ("half", "bfloat16", "float", "double", "bool", "int", "long")
-# Methods of a tensor; none reads memory, as there is none.
-_TURNS = (
+# Methods of a tensor that are evaluated, on device meta.
+_METHODS = (
     *("contiguous", "clone", "detach", "transpose", "permute", "view", "reshape", "unsqueeze", "squeeze", "expand"),
     *("flatten", "t", "triu", "tril", "diff", "cumsum", "movedim", "repeat", "unflatten"),
 )
-# Methods of a tensor with literal content: those that do not enlarge it.
+# Of these, the methods that do not enlarge a tensor; on tensors with literal content they keep the content.
 _SMALL = ("contiguous", "clone", "detach", "view", "reshape", "unsqueeze", "squeeze", "flatten", "diff", "cumsum")
 _DEVICES = ("npu", "cuda", "cpu")
 _BANDS = ("causal", "window", "full")
@@ -51,12 +51,12 @@ _UNARY: dict[type, Callable[[Any], Any]] = {
 }  # fmt: skip
 _BUILTINS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (float, int, list, tuple, abs, min, max, sum)}
 PHASE_1 = "GetWorkspaceSize"
-PACKAGE = "cann_ops_transformer"  # CANN's; its definitions have its name in front
+PACKAGE = "cann_ops_transformer"  # CANN's package, the first part of the names of its operators' definitions
 _FORM = "bf16[2,1024,8,64]"
 
 
 class WrittenError(ValueError):
-    """A text without a call that can be explained; the message is one sentence."""
+    """The error of a text without a call that can be explained; the message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Written:
 
     Attributes:
         operator: the operator's name.
-        positional, named: its arguments; only tensors with literal content have memory.
+        positional, named: the arguments; tensors are on device meta, except those with literal content.
     """
 
     operator: str
@@ -74,18 +74,18 @@ class Written:
 
 
 def parse_call(text: str) -> Written:
-    """Parses the last call of an operator in a text; earlier lines may assign its arguments.
+    """Returns the last call of an operator in a text; earlier lines may assign its arguments.
 
     Raises:
         WrittenError: there is no such call, or it contains unsupported syntax.
     """
     if not text.strip():
-        raise WrittenError(f"there is no text: give a call, as npu_fusion_attention(q={_FORM}, ...), or a log")
+        raise WrittenError(f"there is no text: pass a call, as in npu_fusion_attention(q={_FORM}, ...), or a log")
     if len(text) > LONGEST:
         raise WrittenError(f"the text has {len(text)} characters: a call has at most {LONGEST}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in strings, say
+            warnings.simplefilter("ignore")  # for instance about escapes in strings
             tree = ast.parse(text.strip(), mode="exec")
     except (SyntaxError, ValueError) as error:
         where = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
@@ -100,10 +100,10 @@ def parse_call(text: str) -> Written:
 
 
 def operator_named(name: str) -> str | None:
-    """Returns the operator that a function, or a first phase, calls; None if the operator has no definition here.
+    """Returns the name of the operator that a function, or a first phase, calls; None if it has no definition here.
 
     Args:
-        name: dotted or not; one that CANN's package alone has needs no package before it.
+        name: the function's name, with or without modules. Functions that only CANN's package has need no module.
     """
     *packages, name = name.removesuffix(PHASE_1).split(".")
     of_package = f"{PACKAGE}.{name}"
@@ -113,7 +113,7 @@ def operator_named(name: str) -> str | None:
 
 
 class _Reader:
-    """Evaluates assignments and finds the call in a syntax tree."""
+    """Evaluates the assignments in a syntax tree, and reads the call of an operator."""
 
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
@@ -165,13 +165,13 @@ class _Reader:
             value = self.value(keyword.value)
             given = {keyword.arg: value} if keyword.arg is not None else value
             if not isinstance(given, dict):
-                raise WrittenError(f"behind ** stands a dictionary, got {_shown(keyword.value)}")
+                raise WrittenError(f"expected a dictionary after **, got {_shown(keyword.value)}")
             twice = [word for word in given if word in named]
             if twice:
                 raise WrittenError(f"{twice[0]} is given twice")
             named |= given
         if not all(isinstance(word, str) for word in named):
-            raise WrittenError("the names of arguments are strings")
+            raise WrittenError("expected strings as names of arguments")
         self.written = Written(name, tuple(positional), named)
         return True
 
@@ -183,24 +183,25 @@ class _Reader:
             elif isinstance(target, ast.Tuple) and all(isinstance(name, ast.Name) for name in target.elts):
                 several = list(value) if isinstance(value, (list, tuple)) else []
                 if len(several) != len(target.elts):
-                    raise WrittenError(f"line {statement.lineno}: as many values as names, got {_shown(statement)}")
+                    expected = "expected as many values as names"
+                    raise WrittenError(f"line {statement.lineno}: {expected}, got {_shown(statement)}")
                 self.names |= {name.id: one for name, one in zip(target.elts, several, strict=True)}  # type: ignore[attr-defined]
             else:
-                raise WrittenError(f"line {statement.lineno}: only names are assigned to, got {_shown(target)}")
+                raise WrittenError(f"line {statement.lineno}: expected names before =, got {_shown(target)}")
 
     # ---------------------------------------------------------------------------------------------------- values
 
     def value(self, node: ast.expr) -> Any:
-        """Evaluates an expression made of the syntax that this module lists."""
+        """Returns the value of an expression; WrittenError: unsupported syntax, or an error of the expression."""
         try:
             result = self._value(node)
         except (WrittenError, RecursionError):
             raise
-        except Exception as error:  # an error of the text, as a shape that torch refuses or a division by zero
+        except Exception as error:  # for instance a shape that torch refuses, or a division by zero
             first = (str(error) or type(error).__name__).splitlines()[0]
             raise WrittenError(f"{_shown(node)}: {first}") from None
         if isinstance(result, (list, tuple, str, bytes)) and len(result) > LONGEST:
-            raise WrittenError(f"{_shown(node)}: a list of {len(result)} elements is too long to be written")
+            raise WrittenError(f"{_shown(node)}: a list of {len(result)} elements is too long, at most {LONGEST}")
         if type(result) is int and abs(result) >= 1 << 70:
             raise WrittenError(f"{_shown(node)}: a number of more than 64 bits")
         return result
@@ -225,7 +226,7 @@ class _Reader:
             return self._attribute(node)
         if isinstance(node, ast.Call):
             return self._call(node)
-        raise WrittenError(f"{_shown(node)} is not read here: write the value itself, a tensor as {_FORM}")
+        raise WrittenError(f"{_shown(node)} is not supported: write the value, a tensor as {_FORM}")
 
     def _named(self, node: ast.Name) -> Any:
         if node.id in self.names:
@@ -239,15 +240,15 @@ class _Reader:
         if isinstance(node.op, ast.Pow):
             small = isinstance(one, (int, float)) and isinstance(other, (int, float)) and abs(other) <= 128
             if not small or (type(one) is int and abs(one) > 1 << 16 and abs(other) > 4):
-                raise WrittenError(f"{_shown(node)}: a power is of small numbers")
+                raise WrittenError(f"{_shown(node)}: only powers of small numbers are supported")
             return one**other
         lists = [value for value in (one, other) if isinstance(value, (list, tuple, str, bytes))]
         if isinstance(node.op, ast.Mult) and lists:
             times = other if lists[0] is one else one
             if type(times) is not int or len(lists[0]) * times > LONGEST:
-                raise WrittenError(f"{_shown(node)}: too long to be written")
+                raise WrittenError(f"{_shown(node)}: the list is too long, at most {LONGEST} elements")
         if type(node.op) not in _BINARY or (isinstance(node.op, ast.Mod) and lists):
-            raise WrittenError(f"{_shown(node)} is not read here")
+            raise WrittenError(f"{_shown(node)} is not supported")
         # Broadcasting may make a result as large as the product of both sizes.
         if any(isinstance(value, torch.Tensor) and value.dim() > 1 for value in (one, other)):
             one, other = (value.to("meta") if isinstance(value, torch.Tensor) else value for value in (one, other))
@@ -281,7 +282,7 @@ class _Reader:
         owner = self.value(node.value)
         if isinstance(owner, torch.Tensor) and node.attr in ("shape", "dtype", "T", "mT"):
             return getattr(owner, node.attr)
-        raise WrittenError(f"{_shown(node)} is not read here: write its value")
+        raise WrittenError(f"{_shown(node)} is not supported: write its value")
 
     def _call(self, node: ast.Call) -> Any:
         args = [self.value(argument) for argument in node.args]
@@ -301,10 +302,10 @@ class _Reader:
         if isinstance(node.func, ast.Attribute):
             owner = self.value(node.func.value)
             if isinstance(owner, torch.Tensor):
-                return _turned(owner, node.func.attr, args, words, node)
+                return _method(owner, node.func.attr, args, words, node)
             if isinstance(owner, torch.Size) and node.func.attr == "numel":
                 return owner.numel()
-        raise WrittenError(f"{_shown(node)} is not read here: write what it gives, a tensor as {_FORM}")
+        raise WrittenError(f"{_shown(node)} is not supported: write its result, a tensor as {_FORM}")
 
 
 # ---------------------------------------------------------------------------------------------------------- tensors
@@ -313,12 +314,12 @@ class _Reader:
 def _tensor(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     sizes = tuple(shape)
     if not all(type(n) is int and 0 <= n < 1 << 63 for n in sizes):
-        raise WrittenError(f"a shape is of integers from 0 on, got {list(sizes)}"[:200])
+        raise WrittenError(f"expected integers >= 0 in a shape, got {list(sizes)}"[:200])
     return torch.zeros(sizes, dtype=dtype, device="meta")
 
 
 def _creation(name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
-    """Evaluates a creating function of torch or numpy."""
+    """Returns the result of a function of torch or numpy that creates a tensor."""
     dtype = words.pop("dtype", None)
     if isinstance(dtype, str) or (dtype is not None and not isinstance(dtype, torch.dtype)):
         raise WrittenError(f"{_shown(node)}: dtype: expected one of torch's, got {dtype!r}")
@@ -340,12 +341,12 @@ def _creation(name: str, args: list[Any], words: dict[str, Any], node: ast.Call)
     if name == "arange":
         return torch.arange(*_range_ends(args, node), dtype=dtype)
     if name in ("triu", "tril"):
-        return _turned(args[0], name, args[1:], words, node)
-    raise WrittenError(f"{_shown(node)} is not read here: write what it gives, as {_FORM}")
+        return _method(args[0], name, args[1:], words, node)
+    raise WrittenError(f"{_shown(node)} is not supported: write its result, as {_FORM}")
 
 
-def _turned(tensor: torch.Tensor, name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
-    """Evaluates a method of a tensor."""
+def _method(tensor: torch.Tensor, name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
+    """Returns the result of a method of a tensor."""
     if name in _CASTS:
         return tensor.to(_DTYPES[name])
     if name in ("to", "type"):
@@ -359,25 +360,25 @@ def _turned(tensor: torch.Tensor, name: str, args: list[Any], words: dict[str, A
         return getattr(tensor, name)(*args)
     if name == "tolist" and not tensor.is_meta:
         return tensor.tolist()
-    if name in _TURNS:
+    if name in _METHODS:
         return getattr(tensor if name in _SMALL else tensor.to("meta"), name)(*args, **words)
-    raise WrittenError(f"{_shown(node)}: .{name}() is not read here: write what it gives, as {_FORM}")
+    raise WrittenError(f"{_shown(node)}: .{name}() is not supported: write its result, as {_FORM}")
 
 
 def _count(values: Any, left: int) -> int:
-    """Returns the number of elements that a nested list may still have."""
+    """Returns `left` minus the number of elements of a nested list; WrittenError: it has more than `left`."""
     if not isinstance(values, (list, tuple)):
         return left - 1
     for value in values:
         left = _count(value, left)
         if left < 0:
-            raise WrittenError(f"a tensor of more than {LONGEST} numbers is given by its shape: {_FORM}")
+            raise WrittenError(f"a tensor has more than {LONGEST} numbers: write its shape instead, as in {_FORM}")
     return left
 
 
 def _range_ends(args: list[Any], node: ast.Call) -> list[Any]:
     if not all(type(n) is int and abs(n) <= LONGEST for n in args):
-        raise WrittenError(f"{_shown(node)}: a range of at most {LONGEST} integers")
+        raise WrittenError(f"{_shown(node)}: expected a range within {LONGEST}")
     return args
 
 
@@ -398,7 +399,7 @@ def _outer_call(node: ast.expr) -> ast.Call | None:
 
 
 def _dotted(node: ast.expr) -> str:
-    """Returns a.b.c as text; "" for any other expression."""
+    """Returns a dotted name such as a.b.c as text; "" for any other expression."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -410,7 +411,7 @@ def _shown(node: ast.AST) -> str:
     try:
         text = " ".join(ast.unparse(node).split())
     except (RecursionError, ValueError):
-        return "something nested too deeply"
+        return "a deeply nested expression"
     return text if len(text) <= 80 else text[:76] + " ..."
 
 
@@ -421,5 +422,5 @@ def _no_operator(last: str | None) -> str:
         return f"there is no call in the text: npu_fusion_attention(q={_FORM}, ...)"
     name = last.split(".")[-1]
     near = difflib.get_close_matches(name, RECORDS, 2)
-    hint = f"did you mean {' or '.join(near)}?" if near else "`fusion-attention ops` lists them"
-    return f"{name or 'this'} is no operator that has a record here ({hint})"
+    hint = f"did you mean {' or '.join(near)}?" if near else "`fusion-attention ops` lists the operators"
+    return f"{name or 'this'} is not an operator with a definition here ({hint})"

@@ -1,6 +1,6 @@
-"""Case describes a call in CANN's terms; its tensors are views into memory filled with NaN.
+"""Case: a call of training attention in CANN's terms, whose tensors are views into memory filled with NaN.
 
-The visible keys of rows are restated from CANN's page: this module uses neither the lowering nor a back end.
+The visible keys of rows are computed here from CANN's page, without the lowering and back ends that are tested.
 """
 
 import math
@@ -19,23 +19,23 @@ SEED, OFFSET = 0x5DEECE66D, 11
 
 
 class Named:
-    """Base of case dataclasses, whose id lists the fields that differ from the defaults.
+    """The base class of case dataclasses, whose id lists the fields that differ from the defaults.
 
     Attributes:
-        fresh: changes the seed of all cases; 0: the same tensors in every run.
+        fresh: a number other than 0 changes the random tensors of all cases.
     """
 
     fresh: ClassVar[int] = 0
 
     @property
     def id(self) -> str:
-        """The fields that differ from their defaults."""
+        """The fields that differ from their defaults, as text."""
         values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))  # type: ignore[arg-type]
         changed = (f"{name}={str(value).replace(' ', '')}" for name, value, default in values if value != default)
         return ",".join(changed) or "default"
 
     def generator(self) -> torch.Generator:
-        """Returns a generator seeded by the case's id."""
+        """Returns a random generator whose seed is made from the case's id."""
         return torch.Generator().manual_seed(zlib.crc32(f"{self.id}{self.fresh or ''}".encode()))
 
 
@@ -44,25 +44,25 @@ class Case(Named):
     """A call of training attention, forward and backward, in CANN's terms.
 
     Args:
-        layout: of query, key, value: "BSND", "BSH", "SBH", "BNSD" or "TND".
-        dtype: of all tensors that CANN requires in the query's dtype.
-        q_len, kv_len: tokens of every sequence. Only the Python API supports padded layouts with different lengths or a
-            rest.
-        q_rest, kv_rest: tokens after the last sequence (TND) or after the longest one (padded).
-        disabled: trailing zeros in the cumulative lengths (TND).
+        layout: layout of query, key and value: "BSND", "BSH", "SBH", "BNSD" or "TND".
+        dtype: dtype of the query, and of all tensors that must have the query's dtype.
+        q_len, kv_len: tokens of every sequence. Only the Python API supports padded layouts with different lengths, or
+            with q_rest or kv_rest.
+        q_rest, kv_rest: number of tokens after the last sequence (TND) or after the longest one (padded).
+        disabled: number of trailing zeros in the cumulative lengths (TND).
         heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: as in Problem.
         sparse_mode, pre, next, prefix, inner_precise, softmax_layout, keep_prob, pse_type: as in
             npu_fusion_attention_v2.
         mask: "none"; "compressed"; random masks: "matrix" [S1, S2], "ones" [1, 1, S1, S2], "batch" [B, 1, S1, S2],
-            "head" [B, N1, S1, S2], "tokens" [T1, T2]; "tiles" [B, N1, S1, S2], of tiles that are removed completely, in
-            part or not at all (Python API only).
+            "head" [B, N1, S1, S2], "tokens" [T1, T2]; "tiles" [B, N1, S1, S2], which removes all, some or none of the
+            scores of each tile (Python API only).
         mask_dtype: "bool" or "uint8" (255 removes a key).
-        blank: some rows of a random mask remove every key; else the first key in a row's band is never removed.
+        blank: True: a random mask removes every key in some rows; False: it never removes the first key of the band.
         pse: "none"; "full" [B, N1, S1, S2], "row" [B, N1, 1, S2], "table" [B, N1, 1024, S2], "slopes" [B, N1], each
             also as "shared_..." with 1 for B; "slopes_flat" [N1]; packed "blocks" and "row_blocks".
         starts: (q_start_idx, kv_start_idx).
-        dropout: "none", "bits" or "philox".
-        sink: one more logit per head.
+        dropout: "none", "bits" (a given mask) or "philox" (drawn from a seed).
+        sink: True: the call has a sink.
         softcap: as in Problem (Python API only).
     """
 
@@ -98,12 +98,12 @@ class Case(Named):
 
     @property
     def packed(self) -> bool:
-        """True if sequences are concatenated."""
+        """True if the layout is packed (TND)."""
         return self.layout == "TND"
 
     @property
     def npu(self) -> bool:
-        """True if torch_npu's functions can express the case."""
+        """True if torch_npu's functions have such a call."""
         ragged = len({*self.q_len}) > 1 or len({*self.kv_len}) > 1 or self.q_rest > 0 or self.kv_rest > 0
         ours_only = self.mask == "tiles" or self.softcap != 0
         return not ours_only and (self.packed or not ragged)
@@ -113,18 +113,18 @@ class Case(Named):
         return self.q_len if side == "q" else self.kv_len
 
     def tokens(self, side: str) -> int:
-        """Returns the tokens of tensors: T packed, S padded (3 without sequences)."""
+        """Returns the size of the token axis of tensors: T packed, S padded (3 without sequences)."""
         rest, lengths = (self.q_rest if side == "q" else self.kv_rest), self.lengths(side)
         return rest + (sum(lengths) if self.packed else max(lengths, default=3))
 
     def longest(self, side: str) -> int:
-        """Returns S1 or S2 of masks and biases."""
+        """Returns the size S1 or S2 of masks and biases."""
         return max(self.lengths(side), default=0) if self.packed else self.tokens(side)
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns a view into a larger buffer with permuted axes, gaps and an offset, filled with NaN (integers: all bits
-    set)."""
+    """Returns a tensor filled with NaN (integers: 255): a view into a larger buffer of NaN, with permuted axes, gaps
+    and an offset."""
     fill: float = math.nan if dtype.is_floating_point else True if dtype == torch.bool else 255
     if len(shape) == 1:
         return torch.full((2 * shape[0] + 3,), fill, dtype=dtype)[3::2][: shape[0]]
@@ -135,7 +135,7 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def hostile(values: Tensor) -> Tensor:
-    """Copies values into memory filled with NaN (poisoned())."""
+    """Returns a copy of values in a view into memory filled with NaN, as poisoned() makes it."""
     return poisoned(tuple(values.shape), values.dtype).copy_(values)
 
 
@@ -175,7 +175,7 @@ def rows_shape(case: Case, side: str, heads: int, dim: int) -> tuple[int, ...]:
 
 
 def arguments(case: Case) -> dict[str, Any]:
-    """Returns the call's arguments by canonical name, with dy: strided views with NaN outside of sequences."""
+    """Returns the call's arguments by canonical name, and dy: strided views into memory, NaN outside of sequences."""
     generator = case.generator()
     dtype: torch.dtype = getattr(torch, case.dtype)
 
@@ -236,7 +236,7 @@ def _mask(case: Case, generator: torch.Generator) -> Tensor | None:
     dtype = torch.uint8 if case.mask_dtype == "uint8" else torch.bool
     if case.mask == "none":
         return None
-    if case.mask == "compressed":  # its content must not matter, so it removes everything
+    if case.mask == "compressed":  # all ones, to test that the content has no effect
         return torch.ones(1, 1, dtype=dtype).expand(3072 if case.sparse_mode == 6 else 2048, 2048)
     shape = {"matrix": (s1, s2), "ones": (1, 1, s1, s2), "batch": (batch, 1, s1, s2), "head": (batch, heads, s1, s2)}
     shape["tokens"], shape["tiles"] = (case.tokens("q"), case.tokens("kv")), shape["head"]
@@ -279,17 +279,18 @@ def _drop_mask(case: Case, generator: torch.Generator) -> Tensor:
     return hostile(torch.from_numpy(np.packbits(keep.numpy(), bitorder="little")))
 
 
-# ----------------------------------------------------------------------------------------------------- what rows see
+# ------------------------------------------------------------------------------------------------------- visible keys
 
 
 def prefix_fits(case: Case) -> bool:
+    """True if every prefix is in the range of mode 5, outside of which CANN ignores it."""
     prefix = case.prefix or ()
     bounds = zip(prefix, case.q_len, case.kv_len, strict=False)
     return len(prefix) == len(case.q_len) and all(max(0, keys - rows) <= n <= keys for n, rows, keys in bounds)
 
 
 def in_band(case: Case, b: int) -> Tensor:
-    """Returns bool [rows, keys], true for keys that the sparse mode shows in sequence b, without a mask's elements."""
+    """Returns bool [rows, keys] of sequence b: true for keys in the band of the sparse mode, ignoring masks."""
     rows, keys = case.q_len[b], case.kv_len[b]
     i, j = torch.arange(rows)[:, None], torch.arange(keys)
     d, mode, everything = keys - rows, case.sparse_mode, torch.ones(rows, keys, dtype=torch.bool)
@@ -309,7 +310,7 @@ def in_band(case: Case, b: int) -> Tensor:
 
 
 def seen(case: Case, args: Mapping[str, Any], b: int) -> Tensor:
-    """Returns bool [heads_q, rows, keys], true for visible keys of sequence b."""
+    """Returns bool [heads_q, rows, keys] of sequence b: true for visible keys."""
     visible = in_band(case, b).expand(case.heads_q, -1, -1)
     matrix = case.mask not in ("none", "compressed") and args["atten_mask"] is not None
     return visible & (_mask_part(case, args["atten_mask"], b) == 0) if matrix else visible

@@ -1,4 +1,4 @@
-"""Comparison of results with golden's, relative to the expected size of rounding errors."""
+"""compare() and check(): compare results with golden's, relative to the expected size of rounding errors."""
 
 from collections.abc import Iterator, Mapping
 
@@ -14,11 +14,12 @@ FLT_MAX = float(np.finfo(np.float32).max)
 
 
 def compare(name: str, ours: Tensor, expected: Expected) -> None:
-    """Asserts that a result differs from golden only by rounding, in every element, row and tile and overall.
+    """Asserts that a result differs from golden's only by rounding errors: in every element, row, tile and overall.
 
     Args:
-        name: name of the output.
-        ours: the result. expected: golden's values with the expected size of each error.
+        name: name of the output, for the message.
+        ours: the result.
+        expected: golden's values with the expected size of each error.
 
     Raises:
         AssertionError: the message has the output, the failing group, coordinates and values.
@@ -48,7 +49,7 @@ def compare(name: str, ours: Tensor, expected: Expected) -> None:
 
 
 def _arranged(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields rows in memory order, and with their leading axes reversed, so that tiles follow either axis."""
+    """Yields the tensor, and a view with its leading axes reversed, so that tiles of rows are taken along both axes."""
     tensor = tensor.reshape(-1, 1) if tensor.dim() < 2 else tensor
     yield tensor
     if tensor.dim() > 2 and min(tensor.shape[:-1]) < tensor.shape[:-1].numel():
@@ -56,7 +57,12 @@ def _arranged(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def check(name: str, ours: Mapping[str, Tensor], expected: Mapping[str, Expected]) -> None:
-    """Calls compare() for every output."""
+    """Asserts by compare() that every output differs from golden's only by rounding errors.
+
+    Args:
+        name: name of the call, for the message.
+        ours: results by name. expected: golden's values with error sizes, by name.
+    """
     assert ours.keys() == expected.keys(), f"{name}: {[*ours]}, {[*expected]}"
     for output, wanted in expected.items():
         compare(f"{name}: {output}", ours[output], wanted)

@@ -1,6 +1,6 @@
-"""Cases of decoding: tensors in memory filled with NaN, and expected outputs in float64 from the case alone.
+"""DecodeCase: a call of decoding, with tensors in memory filled with NaN, and its output computed in float64.
 
-This module uses neither the lowering nor a back end.
+The output is computed here without the lowering and back ends that are tested.
 """
 
 import math
@@ -21,14 +21,18 @@ class DecodeCase(Named):
     """A call of npu_incre_flash_attention.
 
     Args:
-        layout: of query and of a stacked cache.
-        kv_len: tokens of every item. slots: capacity of a stacked cache.
-        rows: query tokens of every item.
-        store: "stack", "list", "pages" [blocks, size, N2*D] or "headed" [blocks, N2, size, D].
-        integers: int8 cache: "" (no), "tensor" or "channel" scales; offsets: with offsets.
-        mask: mask some tokens; blank: mask all tokens of item 0. pse: a bias, "batch" or "shared".
-        padding: unused slots after every item (left padding).
-        out: int8 output: "" (no), "tensor" or "channel".
+        layout: layout of the query and of a stacked cache.
+        kv_len: tokens of every sequence.
+        slots: capacity in tokens of a stacked cache.
+        rows: query tokens of every sequence.
+        store: form of the cache: "stack" (one tensor), "list" (a tensor per sequence), "pages" [pages, size, N2*D] or
+            "headed" (pages [pages, N2, size, D]).
+        integers: int8 cache with one scale ("tensor") or a scale per channel ("channel"); "": not quantized.
+        offsets: True: an int8 cache and an int8 output have offsets.
+        mask: True: a mask removes some tokens. blank: True: it removes all tokens of sequence 0.
+        pse: a bias "batch" [B, ..] or "shared" [1, ..]; "": none.
+        padding: left padding: number of unused positions of the cache after every sequence; -1: none.
+        out: int8 output with one scale ("tensor") or a scale per channel ("channel"); "": not quantized.
     """
 
     layout: str = "BSH"
@@ -51,23 +55,28 @@ class DecodeCase(Named):
 
     @property
     def group(self) -> int:
+        """The number of query heads per key head."""
         return self.heads_q // self.heads_kv
 
     @property
     def first(self) -> tuple[int, ...]:
-        """The slot of every item's first token."""
+        """The position of every sequence's first token in the cache."""
         return tuple(self.slots - self.padding - n if self.padding >= 0 else 0 for n in self.kv_len)
 
     @property
     def columns(self) -> int:
-        """The number of slots in masks and biases."""
+        """The number of columns of masks and biases."""
         pages = -(-max(self.kv_len) // self.page_size)
         return pages * self.page_size if self.store in ("pages", "headed") else self.slots
 
 
 @cache
 def logical(case: DecodeCase) -> dict[str, Any]:
-    """Returns the data of a case: q [B, N1, rows, D]; k and v per item [N2, len, D] as stored; scales; masks."""
+    """Returns a case's tensors by name, not yet in their layout.
+
+    q: [B, N1, rows, D]. k, v: lists of a tensor [N2, kv_len, D] per sequence, in the dtype of the cache. Also scales,
+    offsets, mask and bias.
+    """
     generator = case.generator()
     dtype = getattr(torch, case.dtype)
 
@@ -100,14 +109,17 @@ def logical(case: DecodeCase) -> dict[str, Any]:
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns a view with an offset into memory of NaN, or of 99 for integers."""
+    """Returns a tensor filled with NaN (integers: with 99), a view with an offset into a larger buffer."""
     fill: float = math.nan if dtype.is_floating_point else 99
     full = torch.full((math.prod(shape) + 24,), fill, dtype=dtype)
     return full[16 : 16 + math.prod(shape)].view(shape)
 
 
 def place(case: DecodeCase, stored: list[Tensor], table: Tensor | None) -> Any:
-    """Stores keys or values in a cache whose other slots are poisoned."""
+    """Returns a cache in the case's form with given keys or values, and NaN at all other positions.
+
+    stored: a tensor [N2, kv_len, D] per sequence. table: the page table; None: the cache has no pages.
+    """
     dtype, heads, dim = stored[0].dtype, case.heads_kv, case.dim
     if table is not None:
         size = case.page_size
@@ -134,7 +146,7 @@ def place(case: DecodeCase, stored: list[Tensor], table: Tensor | None) -> Any:
 
 
 def pages_of(case: DecodeCase) -> Tensor | None:
-    """Returns a block table of scattered pages; unused entries are invalid."""
+    """Returns a page table with pages in random order and invalid unused entries; None for a cache without pages."""
     if case.store not in ("pages", "headed"):
         return None
     count = case.columns // case.page_size
@@ -148,7 +160,7 @@ def pages_of(case: DecodeCase) -> Tensor | None:
 
 
 def query_of(case: DecodeCase, by_head: Tensor) -> Tensor:
-    """Converts [B, N1, rows, D] to the case's layout."""
+    """Returns a tensor [B, N1, rows, D] in the case's layout."""
     if case.layout == "BNSD":
         return by_head
     return by_head.transpose(1, 2).flatten(2) if case.layout == "BSH" else by_head.transpose(1, 2)
@@ -183,7 +195,7 @@ def arguments(case: DecodeCase) -> Args:
 
 
 def answer(case: DecodeCase) -> Tensor:
-    """Computes the output, [B, N1, rows, D], by dense formulas in float64."""
+    """Returns the output [B, N1, rows, D] in float64, computed from the formula with dense matrices."""
     n = logical(case)
     out = torch.zeros(len(case.kv_len), case.heads_q, case.rows, case.dim, dtype=torch.float64)
     for item, length in enumerate(case.kv_len):
@@ -197,11 +209,11 @@ def answer(case: DecodeCase) -> Tensor:
             scores = scores + n["pse"][item if case.pse == "batch" else 0][..., columns].double()
         if case.mask or case.blank:
             scores = scores.masked_fill(n["mask"][item, columns], -math.inf)
-        late = torch.arange(length) > torch.arange(case.rows)[:, None] + length - case.rows
-        probabilities = scores.masked_fill(late, -math.inf).softmax(-1)
+        invisible = torch.arange(length) > torch.arange(case.rows)[:, None] + length - case.rows
+        probabilities = scores.masked_fill(invisible, -math.inf).softmax(-1)
         empty = probabilities.isnan().all(-1, keepdim=True)
-        # A row before the first token is zero; one with all tokens masked is their mean.
-        blank = torch.full_like(probabilities, 1 / length).masked_fill(late.all(-1, keepdim=True), 0)
+        # A row before the first token returns zeros; a row whose mask removes all tokens returns the mean of V.
+        blank = torch.full_like(probabilities, 1 / length).masked_fill(invisible.all(-1, keepdim=True), 0)
         out[item] = torch.where(empty, blank, probabilities) @ v
     return _narrow(case, n, out) if case.out else out
 

@@ -1,4 +1,4 @@
-"""Estimates the errors of a program by running it in float64 with a random error at every rounding.
+"""drawn(): estimates the rounding errors of a torch program by running it in float64 with random errors.
 
     expected = drawn(lambda: formula(q.double(), k.double(), v.double()), torch.bfloat16)
     compare_with("out", out, lambda: formula(q.double(), k.double(), v.double()))
@@ -6,8 +6,8 @@
     result of an operation  x  ->  x * (1 + u * uniform(-1, 1))
     size of the error          =   root mean square over draws of (result with errors - result without)
 
-This is stochastic arithmetic (M. La Porte and J. Vignes, 1974): it measures the effect of roundings on any torch
-program, with cancellation and gradients, without formulas for their propagation.
+This is stochastic arithmetic (M. La Porte and J. Vignes, 1974). It needs no formulas for the propagation of errors, and
+includes cancellation and gradients.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from fusion_attention.testing.roundings import Copies, Noise, Roundings, quantum
 __all__ = ["attend", "compare_with", "drawn", "expected_of"]
 
 Tensor = torch.Tensor
-_TOGETHER = 2**20  # numbers of the copies of one tensor, which should stay in the cache
+_TOGETHER = 2**20  # largest number of elements of the copies of one tensor, which should fit in the cache
 Structure = Any  # a tensor, or a tuple, list or dict of structures
 
 
@@ -33,9 +33,9 @@ def drawn(program: Callable[[], Structure], dtype: torch.dtype, draws: int = 24,
         size = root mean square over draws of (result with an error at every rounding - result)
 
     Args:
-        program: computes in float64, deterministically; torch's generator is reset before each run.
-        dtype: dtype to which results of operations are rounded.
-        draws: number of runs with errors. seed: of the errors.
+        program: a function that computes in float64 and returns tensors; torch's generator is reset before each run.
+        dtype: the dtype to which results of operations are rounded.
+        draws: number of runs with random errors. seed: seed of the errors.
 
     Returns:
         The structure of the program's result, with an Expected for every tensor.
@@ -66,13 +66,13 @@ def drawn(program: Callable[[], Structure], dtype: torch.dtype, draws: int = 24,
 def expected_of(
     program: Callable[[], Structure], ours: Structure, draws: int = 24, seed: int = 0, dtype: torch.dtype | None = None
 ) -> Structure:
-    """Returns expected results and error sizes, each in its dtype and including the rounding of its storage.
+    """Returns the results of a float64 program with the error sizes of results in lower precision.
 
         size ** 2 = size of the program's errors ** 2 + (u * value) ** 2 / 3 + (smallest spacing of numbers) ** 2 / 12
 
     Args:
-        program: computes the results in float64, in the same structure.
-        ours: the results to judge.
+        program: a function that computes the results in float64, in the structure of `ours`.
+        ours: the results to judge, whose dtypes determine the error sizes.
         draws, seed: see drawn().
         dtype: dtype of the program's operations; None: that of each result.
 
@@ -97,13 +97,18 @@ def expected_of(
 
 
 def compare_with(name: str, ours: Structure, program: Callable[[], Structure], **how: Any) -> None:
-    """Compares every result with a float64 program by compare(); how: options of expected_of()."""
+    """Asserts by compare() that results differ from those of a float64 program only by rounding errors.
+
+    how: options of expected_of().
+    """
     wanted = dict(_leaves(expected_of(program, ours, **how)))
     for path, t in _leaves(ours):
         compare(f"{name}{path}", t.detach(), wanted[path])
 
 
 class _Attend(torch.autograd.Function):
+    """The function of attend()."""
+
     @staticmethod
     def forward(ctx: Any, scores: Tensor, v: Tensor, again: Callable[[], Tensor]) -> Tensor:
         out = torch._safe_softmax(scores, -1) @ v
@@ -121,25 +126,25 @@ class _Attend(torch.autograd.Function):
 
 
 def attend(scores: Tensor, v: Tensor, again: Callable[[], Tensor]) -> Tensor:
-    """Computes softmax(scores) @ v, with gradients as in kernels that store no weights.
+    """Returns softmax(scores) @ v, whose gradients are computed by the formulas of flash attention kernels.
 
-        weights = exp(scores, computed again, - lse)
+        weights = exp(scores - lse), from scores that are computed again
         dscores = weights * (dout @ v.T - sum over a row of (dout * out))
 
-    autograd stores the weights and computes sum(weights * (dout @ v.T)) as the last sum, with other roundings. For a
-    row with one key the gradients consist of rounding errors only.
+    torch's derivative of softmax subtracts sum(weights * (dout @ v.T)) instead, which has other rounding errors. The
+    difference matters, for instance, in a row with one key, whose gradient of scores is only rounding errors.
 
     Args:
         scores: [.., S1, S2]; rows of -inf have result 0.
         v: [.., S2, D].
-        again: recomputes the scores, as kernels do.
+        again: a function that computes the scores again, as kernels do in the backward.
     """
     result: Tensor = _Attend.apply(scores, v, again)
     return result
 
 
 def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of a structure by name; None has no leaf."""
+    """Yields (name, leaf) for the leaves of a structure, without None."""
     if isinstance(x, dict):
         for key, item in x.items():
             yield from _leaves(item, f"{name}: {key}")
@@ -151,7 +156,7 @@ def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _rebuilt(x: Structure, leaves: dict[str, Any], name: str = "") -> Structure:
-    """Returns a structure with other leaves."""
+    """Returns a structure with the leaves of a dictionary by name."""
     if isinstance(x, dict):
         return {key: _rebuilt(item, leaves, f"{name}: {key}") for key, item in x.items()}
     if isinstance(x, tuple | list):

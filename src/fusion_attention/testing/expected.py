@@ -1,4 +1,4 @@
-"""Golden's results with the expected error of every element, for cases and lowered calls.
+"""expected() and expected_of(): golden's results with the expected error of every element, for dense calls.
 
 Values come from the golden back end, error sizes from judging.expected_error.
 """
@@ -27,10 +27,12 @@ _ROWS = ("dq", "dk", "dv", "dq_rope", "dk_rope")
 def sizes(
     problem: Problem, extents: Extents, operands: Operands, grads: Grads | None = None, grade: Grade = KERNEL
 ) -> Results:
-    """Returns the expected error sizes of a back end's results, by kind, float64, in the memory order of their views.
+    """Returns the expected error sizes of a back end's results by name, float64, in the memory order of their views.
 
     Args:
-        problem, extents, operands, grads: of a run; for gradients the operands have the saved results.
+        problem, extents, operands, grads: arguments of a back end's run. For a backward (with grads) the operands have
+            the forward's results.
+        grade: the roundings of the program.
 
     Returns:
         "out", "max", "sum" and "lse" of a forward; the existing ones of "dq", "dk", "dv", "dq_rope", "dk_rope", "dpse"
@@ -53,7 +55,7 @@ def sizes(
     if grads is not None:
         for kind, tensor in (("dsink", grads.dsink), ("dpse", None if grads.dbias is None else grads.dbias.keep)):
             if tensor is not None:
-                tensor = tensor.to(problem.torch_dtype) if kind == "dpse" else tensor  # sums are stored as the bias is
+                tensor = tensor.to(problem.torch_dtype) if kind == "dpse" else tensor  # stored in the bias's dtype
                 result[kind] = totals(setting, Output(kind, kind, tensor, None), grade).variance.sqrt()
     return result
 
@@ -67,15 +69,16 @@ def _outputs(operands: Operands, grads: Grads | None) -> list[Output]:
 
 
 def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Grade = KERNEL) -> dict[str, Expected]:
-    """Returns the expected results of a lowered call by its formulas, with error sizes of a correct program.
+    """Returns the float64 results of a lowered call with the error sizes of a right program, by name of the result.
 
     Args:
-        call: a lowered call of attention over a sequence, a cache or lists, or of its gradients, in its dtype.
-        golden: values in place of the formulas', by name; integers keep the formulas' values before rounding.
-        grade: grade of the expected errors.
+        call: a lowered call of attention over a sequence, a cache or lists, or of its gradients.
+        golden: float64 results by name, which replace those computed here (except integers, which are computed here
+            before rounding).
+        grade: the roundings of the program.
 
     Returns:
-        Names and shapes of call.results(). Rows outside of sequences are exactly 0, their lse infinity.
+        An Expected for every result of call.results(). Rows outside of sequences are exactly 0, with lse infinity.
     """
     call_results: dict[str, Tensor] = call.results()
     lanes = {
@@ -89,9 +92,9 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
     results = {o.name: torch.zeros(indices[o.name].numel(), dtype=torch.float64) for o in outputs}
     values = {o.name: torch.full_like(results[o.name], math.inf if o.kind == "lse" else 0) for o in outputs}
     for unit in units(setting, [o for o in outputs if o.view is not None]):
-        here = [o for o in outputs if o.of_unit(unit)]
-        wanted = computed(setting, unit, here, grade)
-        for o in here:
+        with_unit = [o for o in outputs if o.of_unit(unit)]
+        wanted = computed(setting, unit, with_unit, grade)
+        for o in with_unit:
             if o.name not in wanted:  # keys without rows have no gradient
                 continue
             at = o.rows(setting, unit.b, of_heads(setting, unit), unit.rows).long()
@@ -113,11 +116,12 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
 
 
 def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = None) -> dict[str, Expected]:
-    """Returns golden's results of a training call, named as by run(), with error sizes.
+    """Returns given results of a training call with the error sizes of a correct program, by name as in run().
 
     Args:
-        call: in its dtype. results: golden's in float64, optionally with "lse". dy: the gradient of out; None: only the
-            forward.
+        call: the lowered call.
+        results: golden's results in float64, optionally with "lse".
+        dy: the gradient of out; None: results of the forward only.
     """
     result = sizes(call.problem, call.extents, operands_of(call, *fresh(call)))
     lanes = {name: result[name].unsqueeze(-1).expand(*result[name].shape, LANES) for name in ("max", "sum")}
@@ -136,9 +140,11 @@ def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = No
 
 
 def expected(case: Case, args: Mapping[str, Any], results: Results | None = None) -> dict[str, Expected]:
-    """Returns the expected results of run() for a case: golden's, with error sizes of a correct kernel.
+    """Returns golden's results for a case with the error sizes of a right kernel, by name as in run().
 
     Args:
-        case, args: the call. results: golden's, or those of a call whose differences (as NaN) do not change the sizes.
+        case, args: the case and its arguments().
+        results: golden's results; None: they are computed. Results of a similar call (with some NaN, for instance) may
+            be passed if its error sizes are the same.
     """
     return dense(lowered(case, args), golden(case, args) if results is None else results, args["dy"])

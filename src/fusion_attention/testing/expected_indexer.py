@@ -1,4 +1,4 @@
-"""Expected results of the indexer and of its loss: selected keys, values, statistics, loss and gradients.
+"""check_index(): compares results of the indexer and of its loss with golden's: keys, values, loss, gradients.
 
 Values come from the golden back end, error sizes from judging.expected_indexer_error.
 """
@@ -20,11 +20,11 @@ from fusion_attention.torch_ops.eager import run
 
 
 def check_index(call: Any, results: Mapping[str, Results]) -> None:
-    """Asserts that results differ from golden only by rounding; lists of keys are compared by the keys' scores.
+    """Asserts that results differ from golden's only by rounding errors; selected keys are compared by their scores.
 
     Args:
         call: a lowered call of the indexer, its gradients, its statistics or its loss.
-        results: results named as by run(), by program.
+        results: for each program (a name for the message) its results by name.
 
     Raises:
         AssertionError: the message has the program, the output, the failing group, coordinates and values.
@@ -37,10 +37,11 @@ def check_index(call: Any, results: Mapping[str, Results]) -> None:
 
 
 def expected_index(call: Any, chosen: Mapping[str, Results] = MappingProxyType({})) -> dict[str, Expected]:
-    """Returns golden's results of a call with error sizes, without the selected keys.
+    """Returns golden's results of a call with error sizes, except the selected keys.
 
     Args:
-        call: as in check_index(). chosen: results whose keys are compared too, by their scores.
+        call: as in check_index().
+        chosen: results by program; the scores of their selected keys are compared with golden's here.
     """
     x, golden = setting_of(call), golden_of(call)
     golden = {name: t for name, t in golden.items() if chosen or KINDS[name] != "indices"}
@@ -61,7 +62,7 @@ def expected_index(call: Any, chosen: Mapping[str, Results] = MappingProxyType({
 
 
 def golden_of(call: Any) -> Results:
-    """Computes a call in float64 by golden; a loss is rounded to float32."""
+    """Returns golden's results of a call in float64; a loss is rounded to float32."""
     if isinstance(call, IndexerBackward):
         return run(IndexerBackward(in_float64(call.call), call.dvalues.double(), call.indices), "golden")
     return run(in_float64(call), "golden")

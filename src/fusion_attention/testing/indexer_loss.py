@@ -1,7 +1,7 @@
-"""Cases of the indexer's loss: operands in memory filled with NaN, golden's results, and a reference that computes row
-by row.
+"""LossCase: a call of the indexer's loss, with operands in memory filled with NaN, golden's results, and a reference
+that computes the formulas row by row.
 
-A case is one of sparse attention with additional fields for its indexer.
+LossCase extends SparseCase by fields for the indexer.
 """
 
 import math
@@ -38,12 +38,13 @@ LEAST = 1e-8
 
 @dataclass(frozen=True)
 class LossCase(SparseCase):
-    """A loss with its gradients.
+    """A call of the indexer's loss with its gradients.
 
     Args:
-        heads, dim: of the indexer; weights: the dtype of its weights.
-        count: entries of a list; 0: no selection.
-        window: number of visible keys before the diagonal; None: all. No interface has it.
+        heads, dim: heads of the indexer and elements of each.
+        weights: dtype of the indexer's weights.
+        count: entries of a list; 0: the loss over all visible keys.
+        window: number of visible keys before the diagonal; None: all. Only back ends support it, no interface does.
     """
 
     heads: int = 3
@@ -81,7 +82,10 @@ def arguments(case: LossCase) -> dict[str, Any]:
 def statistics(
     case: LossCase, args: Mapping[str, Any], dtype: torch.dtype = torch.float64, kept: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Computes the saved statistics of attention and indexer in one dtype, and stores them in another."""
+    """Returns the statistics of attention and indexer by canonical name.
+
+    dtype: the dtype of the computation. kept: the dtype of the results.
+    """
     make = Maker(case)
     stats = {name: make.empty("q", case.heads_q, dtype=kept) for name in ("max", "sum")}
     index = {name: make.empty("q", 1, dtype=kept) for name in ("max", "sum")}
@@ -98,7 +102,7 @@ def statistics(
 
 
 def tokens_of(case: LossCase, args: Mapping[str, Any], b: int, row: int) -> list[int]:
-    """Returns the keys of a row in list order, with multiplicity."""
+    """Returns the keys that a row reads, in the order of its list; a repeated entry gives a repeated key."""
     if not case.count:
         return list(range(case.first(b, row), case.seen(b, row)))
     return selected(case, part(case, args["sparse_indices"], "q", b)[row, 0].tolist(), b, row)
@@ -118,7 +122,7 @@ def _scores(case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: l
 def _index(
     case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns scores [tokens], dots [heads, tokens], q, k and weights of the indexer."""
+    """Returns the indexer's scores [tokens], products [heads, tokens], q, k and weights of a row."""
     q, w = (part(case, args[name], "q", b)[row].to(dtype) for name in ("query_index", "weights"))
     k = keys_of(case, args, "key_index", b)[tokens, 0].to(dtype)
     dots = q @ k.mT
@@ -126,7 +130,7 @@ def _index(
 
 
 def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns (max, sum) of every head; 0 and 0 without scores."""
+    """Returns the statistics (max, sum) of every head; 0 and 0 without scores."""
     extra = (
         torch.full((len(scores), 1), -math.inf, dtype=scores.dtype) if sink is None else sink[:, None].to(scores.dtype)
     )
@@ -140,7 +144,7 @@ def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
-    """Lowers the call of the npu interface, or of the Python API for sinks, which torch_npu lacks."""
+    """Returns the lowered call of torch_npu's function, or of the Python API if torch_npu has no such call."""
     if by_python(case):
         call = lower(bind(own_loss.RECORD, own(case, args)))
     else:
@@ -154,7 +158,7 @@ def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
 
 
 def by_python(case: LossCase) -> bool:
-    """True if only the Python API can express the case."""
+    """True if only the Python API has such a call: the loss over all visible keys with a sink."""
     return case.sink and not case.count
 
 
@@ -168,12 +172,12 @@ def own(case: LossCase, args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def golden(case: LossCase, args: Mapping[str, Any]) -> Results:
-    """Computes the results in float64 by golden; the loss is rounded to float32."""
+    """Returns golden's results in float64; the loss is rounded to float32."""
     return run(in_float64(lowered(case, args)), "golden")
 
 
 def plain(case: LossCase, args: Mapping[str, Any]) -> Results:
-    """Computes the formulas row by row in float64, as a reference for golden; the loss is rounded to float32."""
+    """Returns the results by the formulas, row by row in float64, as a reference for golden; the loss is float32."""
     dtype = torch.float64
     results = {f"d{name}": torch.zeros(args[name].shape, dtype=dtype) for name in DIFFERENTIABLE}
     results["loss"] = torch.zeros(1, dtype=dtype)
@@ -190,7 +194,7 @@ def plain(case: LossCase, args: Mapping[str, Any]) -> Results:
 
 
 def each_row(case: LossCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, list[int]]]:
-    """Yields (b, row, tokens) of every row with tokens."""
+    """Yields (sequence, row, keys) of every row that reads a key."""
     for b, rows in enumerate(case.q_len):
         for row in range(rows):
             if tokens := tokens_of(case, args, b, row):
@@ -200,7 +204,7 @@ def each_row(case: LossCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int
 def distributions(
     case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns (p, y) of a row."""
+    """Returns (p, y) of a row: the probabilities of attention and of the indexer for its keys."""
 
     def statistic(name: str) -> Tensor:
         stats = args[name].movedim(1, 0) if case.packed else args[name][b].movedim(1, 0)

@@ -1,4 +1,4 @@
-"""A reference for golden: the formulas by dense matrices in float64, from the case alone."""
+"""plain(): a reference for golden, which computes a case by the formulas with dense matrices in float64."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ FLT_MAX = float(np.finfo(np.float32).max)
 
 
 def _pse_places(case: Case, pse: Tensor, b: int) -> Tensor:
-    """Returns [heads_q, rows, keys]: the row-major index in pse of each score of sequence b."""
+    """Returns for each score of sequence b the index of its bias in pse.flatten(): [heads_q, rows, keys]."""
     heads, rows, keys = case.heads_q, case.q_len[b], case.kv_len[b]
     indices = torch.arange(pse.numel())
     if case.pse.endswith("blocks"):
@@ -43,7 +43,7 @@ def _pse_places(case: Case, pse: Tensor, b: int) -> Tensor:
 
 
 def _bias(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
-    """Returns the bias of the scores of sequence b."""
+    """Returns the bias of the scores of sequence b, [heads_q, rows, keys]; 0.0 without a bias."""
     pse = args["pse"]
     if pse is None:
         return 0.0
@@ -67,7 +67,7 @@ def _capped(case: Case, scores: Tensor) -> tuple[Tensor, Tensor | float]:
 
 
 def _keep_mask(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
-    """Returns 1 for retained probabilities of sequence b, 0 for dropped ones."""
+    """Returns the dropout mask of sequence b, [heads_q, rows, keys]: 1 keeps a probability; 1.0 without dropout."""
     rows, keys = case.q_len[b], case.kv_len[b]
     if case.dropout == "none":
         return 1.0
@@ -80,7 +80,10 @@ def _keep_mask(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
 
 
 def _softmax(case: Case, args: Mapping[str, Any], b: int, scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns exponentials, max, sum, and True for rows with a gradient, of sequence b with CANN's empty rows."""
+    """Returns for sequence b the weights exp(scores - max), max, sum, and a tensor that is true for rows with keys.
+
+    Rows without keys have the values that CANN returns.
+    """
     visible, keys = seen(case, args, b), case.kv_len[b]
     scores = scores.masked_fill(~visible, -math.inf)
     if case.sink:
@@ -103,7 +106,7 @@ def _softmax(case: Case, args: Mapping[str, Any], b: int, scores: Tensor) -> tup
 
 
 def _results(case: Case, args: Mapping[str, Any]) -> Results:
-    """Returns zeros in the shape of every output."""
+    """Returns a tensor of zeros for every output, by name."""
     stats = (len(case.q_len), case.heads_q, case.tokens("q"), 8)
     stats = (case.tokens("q"), case.heads_q, 8) if case.packed else stats  # type: ignore[assignment]
     like = {"out": "dy", "dq": "query", "dk": "key", "dv": "value", "dq_rope": "query_rope", "dk_rope": "key_rope"}
@@ -115,7 +118,7 @@ def _results(case: Case, args: Mapping[str, Any]) -> Results:
 
 
 def plain(case: Case, args: Mapping[str, Any]) -> Results:
-    """Computes the formulas by dense matrices in float64, sequence by sequence."""
+    """Returns every output and gradient in float64, by name as in run(), computed with dense matrices."""
     results = _results(case, args)
     for b in range(len(case.q_len)):
         _plain_sequence(case, args, b, results)
@@ -123,6 +126,7 @@ def plain(case: Case, args: Mapping[str, Any]) -> Results:
 
 
 def _plain_sequence(case: Case, args: Mapping[str, Any], b: int, results: Results) -> None:
+    """Computes sequence b, and writes its part of the results."""
     group, scale = case.heads_q // case.heads_kv, case.scale
 
     def rows(name: str) -> Tensor:

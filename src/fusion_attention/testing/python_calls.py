@@ -1,4 +1,4 @@
-"""Runs a case through the interfaces and operators: arguments, lowered call, outputs, golden's results."""
+"""Functions that run a case: its arguments for fa.attention(), the lowered call, outputs, golden's results."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,7 +17,10 @@ from fusion_attention.torch_ops import eager
 
 
 def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of fusion_attention.attention() for a case; None if that interface cannot express it."""
+    """Returns the arguments of fusion_attention.attention() for a case; None if the function has no such call.
+
+    args: the result of arguments().
+    """
     matrix = case.pse in ("full", "shared_full", "row", "shared_row")
     slopes = "slopes" in case.pse
     if case.mask == "tokens" or (slopes and (case.pse_type == 3 or case.sparse_mode == 8)) or case.disabled:
@@ -66,13 +69,16 @@ def _tiles(mask: Tensor) -> dict[str, Tensor]:
 
 
 def call_interface(function: Callable[..., Any], op: Op, args: Mapping[str, Any]) -> Any:
-    """Calls a function of fusion_attention.npu with those arguments by canonical name that it has."""
+    """Returns the result of a function of fusion_attention.npu; arguments that it does not have are ignored.
+
+    args: arguments by canonical name.
+    """
     given = {p.shown: args[p.name] for p in op.params if args.get(p.name) is not None}
     return function(**given)
 
 
 def lowered(case: Case, args: Mapping[str, Any]) -> DenseCall:
-    """Lowers a case as an interface does."""
+    """Returns a case's lowered call: of torch_npu's function, or of fa.attention() if torch_npu has no such call."""
     if case.npu:
         return lower.dense_call(bind(training.TORCH_V2, args), seed=args.get("seed", 0), offset=args.get("offset", 0))
     given = pythonic(case, args)
@@ -81,7 +87,7 @@ def lowered(case: Case, args: Mapping[str, Any]) -> DenseCall:
 
 
 def run(call: DenseCall, dy: Tensor, backend: str) -> Results:
-    """Computes every output of forward and backward: out, max and sum (eight lanes), and gradients (GRADIENTS)."""
+    """Returns the outputs of forward and backward by name: out, max and sum (in eight lanes), and GRADIENTS."""
     out, *stats = eager.run(DenseForward(call), backend).values()
     lanes = to_lanes(call, *stats)
     backward = DenseBackward(call, (dy, out, *lanes), call.extras[BIAS])
@@ -89,7 +95,7 @@ def run(call: DenseCall, dy: Tensor, backend: str) -> Results:
 
 
 def attention(call: DenseCall, backend: str = "auto") -> tuple[Tensor, ...]:
-    """Computes (out, max, sum) of a lowered call, with statistics as kernels store them."""
+    """Returns (out, max, sum) of a lowered call; statistics have one lane, as in kernels."""
     return tuple(eager.run(DenseForward(call), backend).values())
 
 
@@ -103,15 +109,21 @@ def attention_backward(
     dbias: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, ...]:
-    """Computes the gradients of a lowered call in the order of GRADIENTS; absent ones, and a bias's without dbias, are
-    empty."""
+    """Returns the gradients of a lowered call in the order of GRADIENTS; those that it does not have are empty.
+
+    Args:
+        call: the lowered forward.
+        dout: the gradient of out. out, stats: results of attention().
+        dlse: the gradient of lse, or None.
+        dbias: False: the bias's gradient is not computed, and empty.
+    """
     bias = call.extras[BIAS] if dbias else None
     gradients = eager.run(DenseBackward(call, (dout, out, *stats), bias, dlse, lanes=False), backend)  # type: ignore[arg-type]
     return tuple(gradients[name] if name in gradients else call.q.new_empty(0) for name in GRADIENTS)
 
 
 def golden(case: Case, args: Mapping[str, Any]) -> Results:
-    """Computes run() in float64 by golden, for the same lowered call."""
+    """Returns golden's results of a case in float64, by name as in run(), for the same lowered call."""
     call = lowered(case, args)
     problem = replace(call.problem, dtype="float64")
     extras = tuple(t.double() if t is not None and t.is_floating_point() else t for t in call.extras)

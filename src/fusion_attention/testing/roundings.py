@@ -1,14 +1,15 @@
-"""A dispatch mode that computes, beside float64 results, copies with random errors of another dtype's size.
+"""Simulates how a program's results vary with the rounding errors of a dtype, in one run of the program in float64.
 
     copies = Copies(24)
     with Roundings(torch.bfloat16, copies, Noise(seed)):
-        result = program()
-    copies.of(result)  # [24, *shape]
+        result = program()  # in float64, without errors
+    copies.of(result)  # [24, *shape]: the results of 24 runs with random errors of bfloat16's size
 
-    result of an operation  x  ->  x * (1 + u * uniform(-1, 1)),  u half the unit of the dtype
+    result of an operation  x  ->  x * (1 + u * uniform(-1, 1)),  u = finfo(dtype).eps / 2
 
-Sums also have the errors of adding their terms in float32. Exact operations have no error: copies, selections,
-comparisons, products with a power of two, and results that the dtype represents exactly.
+Roundings is a torch dispatch mode: it intercepts each operation, and runs it also on every copy of its arguments. Sums
+also have the errors of adding their terms in float32. Exact operations have no error: copying, selecting, comparing,
+products with a power of two, and results that the dtype represents exactly.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _EXACT = frozenset([
 _WITHOUT_COPIES = frozenset([
     "_unsafe_view", "_local_scalar_dense", "set_", "resize", "record_stream", "_assert_async",
 ])  # fmt: skip
-# Copies draw the same numbers.
+# All copies get the same random numbers.
 _RANDOM = frozenset(["bernoulli", "normal", "rand", "randint", "randn", "randperm", "uniform"])
 # Operations of which broadcasting runs all copies; torch.vmap, which takes longer, runs the others.
 _ELEMENTWISE = frozenset([
@@ -75,7 +76,7 @@ _ELEMENTWISE = frozenset([
     "relu", "remainder", "round", "sgn", "sign", "signbit", "trunc", "where",
 ])  # fmt: skip
 _PRODUCTS = frozenset(["mm", "bmm"])
-# torch.vmap needs them, and a dispatch mode runs without them.
+# torch.vmap needs these dispatch keys, and a dispatch mode runs without them.
 _VMAP_KEYS = functools.reduce(operator.or_, (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in (
     "FuncTorchBatched", "FuncTorchVmapMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode",
 )))  # fmt: skip
@@ -87,7 +88,7 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 class Copies:
-    """Copies of the memory of tensors, one for each draw.
+    """Copies of the memory of tensors: `count` of each storage, with other errors in each.
 
     A storage gets copies when an operation with errors first writes to it. Views share the copies of their storage.
     """
@@ -95,16 +96,16 @@ class Copies:
     def __init__(self, count: int) -> None:
         self.count = count
         self.memory: dict[int, tuple[StorageWeakRef, Tensor]] = {}
-        self.largest = 1  # elements of a tensor
-        self.bytes, self.most = 0, _LEAST_BYTES  # copies of freed storages go when there are more
+        self.largest = 1  # elements of the largest tensor
+        self.bytes, self.most = 0, _LEAST_BYTES  # above `most` bytes, copies of freed storages are removed
 
     def of(self, t: Tensor) -> Tensor | None:
-        """Returns the elements of every draw, [copies, *shape]; None: they are equal."""
+        """Returns the tensor's elements in every copy, [copies, *shape]; None if all are equal to the tensor."""
         entry = self.memory.get(t.untyped_storage()._cdata)
         return None if entry is None else self._view(entry[1], t)
 
     def writable(self, t: Tensor) -> Tensor:
-        """Returns the elements of every draw, [copies, *shape]; makes the copies if there are none."""
+        """Returns the tensor's elements in every copy, [copies, *shape]; makes the copies if there are none."""
         storage = t.untyped_storage()
         if storage._cdata not in self.memory:
             if self.bytes > self.most:
@@ -123,13 +124,14 @@ class Copies:
 
 
 class Roundings(TorchDispatchMode):
-    """Computes, beside the results of float64 arithmetic, copies with random errors of a dtype's size.
+    """A context in which torch also computes copies of float64 results, with random errors of a dtype's size.
 
-    Values in Python and the sizes of results are those of the program without errors: so are its branches.
+    Values in Python (from item() and the like) and the shapes of results are those of the program without errors, so
+    all copies take the same branches.
 
     Args:
-        dtype: the dtype whose roundings are simulated.
-        copies: of the program's memory, with errors.
+        dtype: the dtype whose rounding errors are simulated.
+        copies: where the results with errors are stored.
         noise: the source of the errors.
     """
 
@@ -153,7 +155,7 @@ class Roundings(TorchDispatchMode):
         return self._result(func, base, args, kwargs)
 
     def _in_place(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """Runs an operation that writes to an argument; its copies get results of the one that returns them."""
+        """Runs an operation that writes to an argument; copies are computed by its variant that returns a result."""
         target = kwargs["out"] if "out" in kwargs else args[0]
         if base in _RANDOM or (not self._has_copies((args, kwargs)) and (base in _EXACT or not _is_float(target))):
             result = func(*args, **kwargs)
@@ -172,7 +174,7 @@ class Roundings(TorchDispatchMode):
         return target.copy_(value)
 
     def _result(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """Returns the result of an operation without errors, and gives its copies theirs."""
+        """Returns an operation's result, computed without errors; also computes and stores its copies, with errors."""
         if base in _EXACT:
             return self._exact(func, base, args, kwargs)
         if base in _ROUNDED:
@@ -202,7 +204,7 @@ class Roundings(TorchDispatchMode):
         return result
 
     def _sum(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """Returns sums of products or of terms."""
+        """Returns the result of an operation that adds (products or terms), and stores its copies with errors."""
         result = func(*args, **kwargs)
         terms = _terms(func, base, args, kwargs, result)
         moved = self._each(func, base, args, kwargs)
@@ -216,7 +218,7 @@ class Roundings(TorchDispatchMode):
         return result
 
     def _exact(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """Returns the result of an operation without errors of its own."""
+        """Returns the result of an operation that adds no error, and stores its copies if its arguments have some."""
         result = func(*args, **kwargs)
         several = isinstance(result, tuple | list)
         if not any(isinstance(x, Tensor) for x in (result if several else (result,))):
@@ -257,7 +259,11 @@ class Roundings(TorchDispatchMode):
     def _vmapped(
         self, func: Any, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor], differs: Callable[[Tensor], bool]
     ) -> Any:
-        """Returns the results of an operation for the copies of those arguments that differ between copies."""
+        """Returns the results of an operation for all copies, by torch.vmap.
+
+        Args:
+            differs: true for the tensors whose copies are used; others have equal elements in all copies.
+        """
         flat, spec = tree_flatten((args, kwargs))
         moved = [self.copies.of(x) if isinstance(x, Tensor) and differs(x) else None for x in flat]
         values = _mapped([x if m is None else m for x, m in zip(flat, moved, strict=True)], change)
@@ -268,7 +274,7 @@ class Roundings(TorchDispatchMode):
             flat = [v if m is None else next(rest) for v, m in zip(values, moved, strict=True)]
             args, kwargs = tree_unflatten(flat, spec)
             result = func(*args, **kwargs)
-            if isinstance(result, tuple | list):  # None for a gradient that is not asked for: vmap refuses it
+            if isinstance(result, tuple | list):  # a gradient that is not requested is None, which vmap refuses
                 return tuple(torch.zeros(()) if x is None else x for x in result)
             return result
 
@@ -279,7 +285,7 @@ class Roundings(TorchDispatchMode):
             return torch.vmap(one)(*batched)
 
     def _expanded(self, result: Any) -> Any:
-        """Returns results that are equal in all copies, [copies, *shape]."""
+        """Returns results that are equal in all copies, expanded to [copies, *shape]."""
         if isinstance(result, tuple | list):
             return [self._expanded(x) for x in result]
         return result.expand(self.copies.count, *result.shape) if isinstance(result, Tensor) else result
@@ -292,7 +298,11 @@ class Roundings(TorchDispatchMode):
         return isinstance(x, Tensor) and self.copies.of(x) is not None
 
     def _moved(self, args: Any, rank: int = 0) -> list[Any]:
-        """Returns arguments with copies in place of tensors that have some, aligned with a result of some rank."""
+        """Returns the arguments, tensors replaced by their copies if they have some.
+
+        Args:
+            rank: of the operation's result, with which the copies' axes are aligned for broadcasting.
+        """
         copies = [self.copies.of(x) if isinstance(x, Tensor) else None for x in args]
         return [x if c is None else _aligned(c, rank) for x, c in zip(args, copies, strict=True)]
 
@@ -301,7 +311,13 @@ class Roundings(TorchDispatchMode):
         return size.mul_(self.noise(size.numel()).view(size.shape))
 
     def _rounded(self, moved: Tensor, exact: Tensor | None = None, added: float = 0.0) -> Tensor:
-        """Adds one rounding error, and an absolute one, except to exact results."""
+        """Returns values with one rounding error each, except exact ones.
+
+        Args:
+            moved: the values.
+            exact: where an operation's result has no rounding error; None: only where the dtype represents it.
+            added: the size of an additional absolute error.
+        """
         if moved.dtype not in (torch.float64, torch.complex128):
             return moved
         size = moved.abs().mul_(self.info.eps / 2)
@@ -313,7 +329,7 @@ class Roundings(TorchDispatchMode):
         return self._error(size).masked_fill_(is_exact, 0).add_(moved)
 
     def _added(self, total: Tensor, squares: Tensor, terms: Any, products: bool) -> Tensor:
-        """Adds the errors of a sum in any order, rounded once.
+        """Returns sums with the errors of adding float32 terms in any order, and of one rounding of the result.
 
         variance of the sum = (2 ** -24) ** 2 / 3 * (terms * (total ** 2 / 3 + squares) + squares, of products)
         """
@@ -321,7 +337,7 @@ class Roundings(TorchDispatchMode):
             return total
         size = total.square().div_(3).add_(squares).mul_(terms).add_(squares, alpha=float(products))
         error = self._error(size.sqrt_().mul_(torch.finfo(self.inner).eps / 2))
-        # A single term besides zeros, or integers of one sign, are exact; sums with cancellation are not.
+        # Sums of one term and zeros, or of integers of one sign, are exact; sums with cancellation are not.
         exact = self._is_exact(total) & (total.square() >= squares * (1 - 1e-12))
         if not products:
             exact |= torch.as_tensor(terms <= 1)
@@ -330,21 +346,21 @@ class Roundings(TorchDispatchMode):
     def _is_exact(self, values: Tensor) -> Tensor:
         """True if the dtype represents a result exactly (for float64: if float32 does), or if it is beyond the range.
 
-        Models fill masks with float64's least number, which would become -inf with an error.
+        Models fill masks with the lowest float64 number, which would become -inf with an error.
         """
         rounded = values.to(torch.float32 if self.dtype == torch.float64 else self.dtype)
         return (rounded == values).logical_or_(rounded.isinf())
 
 
 class Noise:
-    """Numbers between -1 and 1. Drawing is slow: they are reused, from random offsets."""
+    """Random numbers between -1 and 1. Drawing is slow, so drawn numbers are reused from random offsets."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.numbers = torch.empty(0, dtype=torch.float64)
 
     def __call__(self, count: int) -> Tensor:
-        """Returns `count` numbers."""
+        """Returns float64 [count], a view of the drawn numbers."""
         if 2 * count > len(self.numbers):
             self.numbers.resize_(4 * count + 4096).uniform_(-1, 1, generator=self.generator)
         start = int(torch.randint(len(self.numbers) - count + 1, (), generator=self.generator))
@@ -352,7 +368,7 @@ class Noise:
 
 
 def _variance(x: Tensor, dims: list[int], correction: float = 1, **_: Any) -> Tensor:
-    """Replaces the primitive that torch's decompositions of norms use."""
+    """Computes the primitive prims.var, which torch's decompositions of norms use, from other operations."""
     squares = (x - x.mean(dims, keepdim=True)).square()
     return squares.sum(dims) / (math.prod(x.shape[d] for d in dims) - correction)
 
@@ -374,7 +390,7 @@ def _floats(x: Any) -> bool:
 
 
 def _aligned(copies: Tensor, rank: int) -> Tensor:
-    """Returns copies of a tensor with axes of length 1 in front of its own, up to a rank."""
+    """Returns copies of a tensor with axes of length 1 in front of its own, until they have this rank."""
     return copies.view(copies.shape[0], *(1,) * (rank + 1 - copies.dim()), *copies.shape[1:])
 
 

@@ -1,6 +1,7 @@
 """Cases of sparse attention and of the indexer: operands in memory filled with NaN, golden's results, and a reference.
 
-The reference reads lists entry by entry as on CANN's page; it uses neither the lowering nor a back end.
+The reference, plain(), reads the lists of keys entry by entry as CANN's page describes; it uses neither the lowering
+nor a back end.
 """
 
 import bisect
@@ -26,21 +27,23 @@ from fusion_attention.testing.expected import expected_of
 from fusion_attention.torch_ops.eager import run
 
 Call = TypeVar("Call", bound=Any)
-WILD = 1 << 30  # an invalid page
+WILD = 1 << 30  # an invalid page number
 WIDE = torch.float64
 
 
 @dataclass(frozen=True)
 class Rows(Named):
-    """The rows of any sparse case.
+    """Layout, lengths and causality of any sparse case.
 
     Args:
-        layout: "BSND" or "TND"; page: tokens of a page of keys (forward only), 0 without pages.
-        dtype: of all tensors that CANN requires in the query's dtype.
-        q_len, kv_len: tokens of every sequence; q_rest, kv_rest: additional tokens after them.
-        mode: 0 for all keys, or 3 for causal.
-        ratio, residual: of causal rows of the indexer and its loss: tokens that a key stands for, and for each sequence
-            the tokens behind those of its last key; () for none.
+        layout: "BSND" or "TND".
+        page: tokens of a page of keys (forward only); 0: keys are not paged.
+        dtype: of the query and of all tensors that CANN requires in the same dtype.
+        q_len, kv_len: tokens of every sequence.
+        q_rest, kv_rest: tokens that tensors have after their sequences.
+        mode: CANN's sparse mode: 0 for all keys, or 3 for causal.
+        ratio: tokens that a key represents, in a causal call of the indexer or its loss.
+        residual: for each sequence, the tokens after those that its last key represents; (): zero for all.
     """
 
     layout: str = "BSND"
@@ -64,12 +67,12 @@ class Rows(Named):
         return self.q_len if side == "q" else self.kv_len
 
     def tokens(self, side: str) -> int:
-        """Returns the tokens of tensors: T packed, S padded."""
+        """Returns the tokens on a side's axis of tokens: T if packed, S if padded."""
         rest, lengths = (self.q_rest if side == "q" else self.kv_rest), self.lengths(side)
         return rest + (sum(lengths) if self.packed else max(lengths, default=3))
 
     def seen(self, b: int, row: int) -> int:
-        """Returns the number of visible keys of a row of sequence b, whose last tokens are not behind its own."""
+        """Returns the number of keys that a row of sequence b sees; causal: their last tokens are not after the row."""
         keys, tokens = self.kv_len[b], self.kv_len[b] * self.ratio + (self.residual[b] if self.residual else 0)
         if self.mode == 0:
             return keys
@@ -81,13 +84,13 @@ class SparseCase(Rows):
     """A call of sparse attention, forward and backward.
 
     Args:
-        heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: as in Problem.
+        heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: as in ir.problem.Problem.
         shares_kv: values are the first dim_v elements of the key's rows.
-        block, count: tokens of a block, entries of a list.
+        block: tokens of a block, which an entry of a list selects. count: entries of a list.
         lists: "random" (distinct blocks), "all" (every block, in random order), "repeated" (few blocks, repeated),
             "short" (ends early), "none" (empty), "wild" (-1 and invisible blocks anywhere).
-        wide: lists of int64.
-        sink: one more logit per head.
+        wide: lists are int64, else int32.
+        sink: the call has sinks, one additional logit per head.
     """
 
     heads_q: int = 4
@@ -109,8 +112,8 @@ class IndexerCase(Rows):
     """A call of the indexer, forward and backward.
 
     Args:
-        heads, dim, top_k: as in IndexerProblem; weights: the dtype of weights.
-        exact: small integers: every sum is exact in every dtype, and many scores are equal.
+        heads, dim, top_k: as in ir.problem.IndexerProblem. weights: the dtype of weights.
+        exact: operands are small integers, so every sum is exact in every dtype, and many scores are equal.
     """
 
     heads: int = 4
@@ -124,7 +127,7 @@ class IndexerCase(Rows):
 
 
 def part(case: Rows, tensor: Tensor, side: str, b: int) -> Tensor:
-    """Returns sequence b of a tensor of rows as a view [tokens, ..]."""
+    """Returns sequence b of a tensor of rows as a view [tokens, ...]; side: "q" or "kv"."""
     length = case.lengths(side)[b]
     if not case.packed:
         return tensor[b, :length]
@@ -140,13 +143,13 @@ class Maker:
         self.dtype: torch.dtype = getattr(torch, case.dtype)
 
     def draw(self, *shape: int, whole: bool = False) -> Tensor:
-        """Draws normal numbers, or small integers."""
+        """Draws normally distributed numbers; whole: integers from -2 to 2."""
         if whole:
             return torch.randint(-2, 3, shape, generator=self.generator).float()
         return torch.randn(shape, generator=self.generator)
 
     def empty(self, side: str, *inner: int, dtype: torch.dtype) -> Tensor:
-        """Returns a poisoned tensor of rows [.., *inner]."""
+        """Returns a tensor of rows [..., *inner] filled with NaN (integers: 255), see poisoned()."""
         case = self.case
         outer = (case.tokens(side),) if case.packed else (len(case.lengths(side)), case.tokens(side))
         return poisoned((*outer, *inner), dtype)
@@ -155,24 +158,24 @@ class Maker:
         """Draws the rows of every sequence."""
         tensor = self.empty(side, *inner, dtype=dtype or self.dtype)
         for b in range(len(self.case.lengths(side))):
-            own = part(self.case, tensor, side, b)
-            own.copy_(self.draw(*own.shape, whole=whole))
+            sequence = part(self.case, tensor, side, b)
+            sequence.copy_(self.draw(*sequence.shape, whole=whole))
         return tensor
 
     def paged(self, keys: Tensor, table: Tensor) -> Tensor:
-        """Stores keys in pages; unused slots and pages are NaN."""
+        """Returns a tensor of rows of keys stored in pages, [pages, page, heads, dim]; unused memory is NaN."""
         case = self.case
         used = table[table < WILD]
         pages = int(used.max()) + 2 if len(used) else 1
         pool = poisoned((pages, case.page, *keys.shape[-2:]), self.dtype)
         for b, length in enumerate(case.kv_len):
-            own = part(case, keys, "kv", b)
+            sequence = part(case, keys, "kv", b)
             for token in range(length):
-                pool[table[b, token // case.page], token % case.page] = own[token]
+                pool[table[b, token // case.page], token % case.page] = sequence[token]
         return pool
 
     def table(self) -> Tensor:
-        """Draws a table of pages in random order; entries after a sequence's last page are invalid."""
+        """Draws a block table, pages in random order; entries after a sequence's last page are invalid."""
         case = self.case
         counts = [-(-n // case.page) for n in case.kv_len]
         numbers = torch.randperm(sum(counts) + 2, generator=self.generator).to(torch.int32)
@@ -190,12 +193,12 @@ def lengths_of(case: Rows) -> dict[str, Any]:
 
 
 def bound_of(case: Rows) -> dict[str, Any]:
-    """Arguments ratio and residual of the Python API for a case."""
+    """Returns the Python API's arguments ratio and residual for a case."""
     return {"ratio": case.ratio, "residual": list(case.residual) or None}
 
 
 def bounded(call: Call, args: Mapping[str, Any]) -> Call:
-    """A lowered call whose keys stand for as many tokens as its arguments say."""
+    """Returns a lowered call with `ratio` and `residual` of the arguments, which npu_lightning_indexer lacks."""
     if args.get("ratio", 1) == 1:
         return call
     e, behind = call.extents, 0 if args["residual"] is None else np.array(args["residual"], np.int64)
@@ -209,7 +212,7 @@ def layouts_of(case: Rows) -> dict[str, Any]:
 
 
 def arguments(case: SparseCase) -> dict[str, Any]:
-    """Returns npu_sparse_flash_attention's arguments by canonical name, with dy: strided views in memory of NaN."""
+    """Returns the arguments of npu_sparse_flash_attention, and dy, by canonical name: views in memory of NaN."""
     make = Maker(case)
     table = make.table() if case.page else None
 
@@ -238,15 +241,15 @@ def arguments(case: SparseCase) -> dict[str, Any]:
 
 
 def lists_of(case: SparseCase, make: Maker, heads: int) -> Tensor:
-    """Returns a list for every row and head."""
+    """Returns sparse_indices of a case: a list for every row and head."""
     dtype = torch.int64 if case.wide else torch.int32
     tensor = make.empty("q", heads, case.count, dtype=dtype)
     for b, rows in enumerate(case.q_len):
-        own = part(case, tensor, "q", b)
-        own.fill_(-1)
+        sequence = part(case, tensor, "q", b)
+        sequence.fill_(-1)
         for row, head in np.ndindex(rows, heads):
             result = _list(case, b, row, make.generator)[: case.count]
-            own[row, head, : len(result)] = result.to(dtype)
+            sequence[row, head, : len(result)] = result.to(dtype)
     return tensor
 
 
@@ -264,7 +267,7 @@ def _list(case: SparseCase, b: int, row: int, generator: torch.Generator) -> Ten
 
 
 def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
-    """Returns npu_lightning_indexer's arguments by canonical name, with dy: strided views in memory filled with NaN."""
+    """Returns the arguments of npu_lightning_indexer, and dy, by canonical name: views in memory of NaN."""
     make = Maker(case)
     table = make.table() if case.page else None
     keys = make.rows("kv", 1, case.dim, whole=case.exact)
@@ -287,7 +290,7 @@ def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
 
 
 def lowered(args: Mapping[str, Any]) -> Sparse:
-    """Lowers the call of the npu interface, or of the Python API if values are part of the key's rows."""
+    """Returns the lowered call: of npu_sparse_flash_attention, or of fa.sparse_attention() if it has dim_v."""
     if not args["dim_v"]:
         return sparse_call(bind(sparse.TORCH, args))
     lengths = {
@@ -301,21 +304,21 @@ def lowered(args: Mapping[str, Any]) -> Sparse:
 
 
 def compute(case: SparseCase, call: Sparse, dy: Tensor, backend: str) -> Results:
-    """Computes every output: out, max, sum and (without pages) the gradients."""
+    """Returns a back end's results: out, max, sum and (without pages) the gradients."""
     results = run(call, backend)
     result = dict(zip(("out", "max", "sum"), results.values(), strict=True))
     return result if case.page else result | run(SparseBackward(call, dy, *results.values()), backend)
 
 
 def in_float64(call: Call) -> Call:
-    """Converts a call to float64."""
+    """Returns a call with problem and tensors in float64."""
     dtypes = {name: "float64" for name in ("dtype", "weights_dtype") if hasattr(call.problem, name)}
     tensors = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in call.tensors.items()}
     return replace(call, problem=replace(call.problem, **dtypes), tensors=tensors)
 
 
 def golden(case: SparseCase, args: Mapping[str, Any]) -> Results:
-    """Computes compute() in float64 by golden."""
+    """Returns golden's results of the call in float64, as compute() does."""
     return compute(case, in_float64(lowered(args)), args["dy"].double(), "golden")
 
 
@@ -326,35 +329,35 @@ def expected(call: Sparse, dy: Tensor | None = None) -> dict[str, Expected]:
         call: in its dtype.
         dy: the gradient of out; None: only the forward.
     """
-    wide = in_float64(call)
-    results = run(wide, "golden")
+    call64 = in_float64(call)
+    results = run(call64, "golden")
     result = dict(zip(("out", "max", "sum"), expected_of(call, results).values(), strict=True))
     if dy is None:
         return result
-    gradients = run(SparseBackward(wide, dy.double(), *results.values()), "golden")
+    gradients = run(SparseBackward(call64, dy.double(), *results.values()), "golden")
     return result | expected_of(SparseBackward(call, dy, *results.values()), gradients)
 
 
 def lowered_indexer(args: Mapping[str, Any]) -> Indexer:
-    """Lowers the call of the npu interface."""
+    """Returns the lowered call of npu_lightning_indexer."""
     return bounded(indexer_call(bind(indexer.TORCH, args)), args)
 
 
 def chosen(call: Indexer, backend: str) -> tuple[Tensor, Tensor]:
-    """Computes (indices, values)."""
+    """Returns a back end's (indices, values) of an indexer's call."""
     indices, values = run(call, backend).values()
     return indices, values
 
 
 def indexer_gradients(call: Indexer, dy: Tensor, indices: Tensor, backend: str) -> Results:
-    """Computes the gradients of values at given indices."""
+    """Returns a back end's gradients of the indexer's values at given indices."""
     return run(IndexerBackward(call, dy, indices), backend)
 
 
 promoted = in_float64
 
 
-# ------------------------------------------------------------------------------------- what rows see, and the witnesses
+# -------------------------------------------------------------------------------------------- references without golden
 
 
 def selected(case: SparseCase, entries: list[int], b: int, row: int) -> list[int]:
@@ -368,7 +371,7 @@ def selected(case: SparseCase, entries: list[int], b: int, row: int) -> list[int
 
 
 def keys_of(case: Rows, args: Mapping[str, Any], name: str, b: int) -> Tensor:
-    """Returns sequence b's rows [tokens, heads, dim] of a tensor of the key side."""
+    """Returns sequence b's rows [tokens, heads, dim] of argument `name`, read from pages if there is a block table."""
     tensor, table = args[name], args["block_table"]
     if table is None:
         return part(case, tensor, "kv", b)
@@ -377,7 +380,7 @@ def keys_of(case: Rows, args: Mapping[str, Any], name: str, b: int) -> Tensor:
 
 
 def _each_row(case: SparseCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, int, list[int]]]:
-    """Yields (b, key head, row, tokens) of every row with tokens."""
+    """Yields (b, key head, row, tokens) for every row that attends to a token."""
     for b, rows in enumerate(case.q_len):
         lists = part(case, args["sparse_indices"], "q", b)
         for row, head in np.ndindex(rows, case.heads_kv):
@@ -387,7 +390,7 @@ def _each_row(case: SparseCase, args: Mapping[str, Any]) -> Iterator[tuple[int, 
 
 
 def _nothing(case: SparseCase, args: Mapping[str, Any]) -> Results:
-    """Returns results without selected keys: zeros, except for the statistics of a sink."""
+    """Returns the results of rows that attend to no key: zeros, except for the statistics of a sink."""
     stats = (case.tokens("q"),) if case.packed else (len(case.q_len), case.tokens("q"))
     results: Results = {"out": torch.zeros(args["dy"].shape, dtype=WIDE)}
     results |= {name: torch.zeros(*stats, case.heads_q, dtype=WIDE) for name in ("max", "sum")}
@@ -414,9 +417,12 @@ def plain(case: SparseCase, args: Mapping[str, Any]) -> Results:
 
 
 def _plain_row(
-    case: SparseCase, args: Mapping[str, Any], place: tuple[int, int, int, list[int]], found: Results
+    case: SparseCase, args: Mapping[str, Any], place: tuple[int, int, int, list[int]], results: Results
 ) -> None:
-    """Computes a row for the query heads of one key head: forward, and its contribution to every gradient."""
+    """Computes a row of one key head's query heads: writes its results to `results`, and adds to every gradient there.
+
+    place: (b, key head, row, tokens), as _each_row() yields.
+    """
     b, head, row, tokens = place
     group = case.heads_q // case.heads_kv
     heads = slice(head * group, (head + 1) * group)
@@ -428,11 +434,11 @@ def _plain_row(
         return keys_of(case, args, name, b)[tokens, head].to(WIDE)
 
     def store(name: str, value: Tensor) -> None:
-        part(case, found[name], "q", b)[row, heads] = value
+        part(case, results[name], "q", b)[row, heads] = value
 
     def add(name: str, value: Tensor) -> None:
         at = torch.tensor(tokens)
-        part(case, found[name], "kv", b)[:, head, : value.shape[-1]].index_add_(0, at, value)
+        part(case, results[name], "kv", b)[:, head, : value.shape[-1]].index_add_(0, at, value)
 
     q, k, dy = row_of("query"), gathered("key"), row_of("dy")
     v = k[:, : case.dim_v] if case.shares_kv else gathered("value")
@@ -459,11 +465,11 @@ def _plain_row(
         store("dquery_rope", dq[:, case.dim_qk :])
         add("dkey_rope", dk[:, case.dim_qk :])
     if case.sink:
-        found["dsinks"][heads] -= (delta * (sink - top).exp() / total)[:, 0]
+        results["dsinks"][heads] -= (delta * (sink - top).exp() / total)[:, 0]
 
 
 def scores_of(case: IndexerCase, args: Mapping[str, Any], b: int, wide: torch.dtype) -> Tensor:
-    """Returns [rows, keys]: the indexer's scores of sequence b; -inf for an invisible key."""
+    """Returns [rows, keys]: the indexer's scores of sequence b, computed in dtype `wide`; -inf for an invisible key."""
     q, w = (part(case, args[name], "q", b).to(wide) for name in ("query", "weights"))
     k = keys_of(case, args, "key", b)[:, 0].to(wide)
     scores = torch.einsum("rhd,kd->rhk", q, k).relu().mul(w[..., None]).sum(1)

@@ -1,4 +1,4 @@
-"""Cases of the indexer's loss against a given target: operands in memory of NaN, and a second reference by loops."""
+"""Cases of fa.indexer_target_loss(): operands in memory filled with NaN, golden's results, and a reference by loops."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,12 +19,13 @@ LEAST = 1e-8
 
 @dataclass(frozen=True)
 class TargetCase(SparseCase):
-    """One loss with its gradients.
+    """A call of the indexer's loss, with its gradients.
 
     Args:
-        heads, dim: of the indexer; weights: the dtype of its weights.
-        count: entries of a list; 0: no selection.
-        target: "part" (sums to less than 1), "unit" (to 1), "zero", or "nan" (a NaN in every third row).
+        heads, dim: of the indexer.
+        weights: the dtype of its weights.
+        count: entries of a list; 0: no lists, a row reads all keys that it sees.
+        target: "part" (sums to less than 1), "unit" (sums to 1), "zero", or "nan" (a NaN in every third row).
     """
 
     heads: int = 3
@@ -34,7 +35,7 @@ class TargetCase(SparseCase):
 
 
 def slots_of(case: TargetCase, args: Mapping[str, Any], b: int, row: int) -> list[tuple[int, int]]:
-    """(slot, key) of everything that a row reads: entry by entry of its list, or all keys that it sees."""
+    """Returns (position in the list and the target, key) of each key that a row reads: of its list, or all visible."""
     visible = case.seen(b, row)
     if not case.count:
         return [(key, key) for key in range(visible)]
@@ -48,7 +49,7 @@ def slots_of(case: TargetCase, args: Mapping[str, Any], b: int, row: int) -> lis
 
 
 def arguments(case: TargetCase) -> dict[str, Any]:
-    """The arguments of indexer_target_loss() by canonical name; a target is NaN where no row reads it."""
+    """Returns the arguments of indexer_target_loss() by canonical name; targets that no row reads are NaN."""
     make = Maker(case)
     args = {
         "query_index": make.rows("q", case.heads, case.dim),
@@ -77,18 +78,22 @@ def _target(case: TargetCase, make: Maker, count: int, row: int) -> Tensor:
 
 
 def lowered(case: TargetCase, args: Mapping[str, Any], names: tuple[str, ...] = ()) -> TargetLoss:
-    """The call of the Python API; names: of other results."""
+    """Returns the lowered call of the Python API; names: of the results to compute, if not the default ones."""
     call = lower_target(bind(api_target_definition.RECORD, args))
     return replace(call, names=names or call.names)
 
 
 def golden(call: TargetLoss) -> Results:
-    """The results in float64 by golden; the loss is rounded to float32."""
+    """Returns golden's results of the call in float64; the loss is rounded to float32."""
     return run(in_float64(call), "golden")
 
 
 def reference(case: TargetCase, args: Mapping[str, Any], unit: bool = False) -> Results:
-    """The formulas slot by slot, in float64, to test golden with; the loss is rounded to float32."""
+    """Computes the formulas row by row in float64, as a reference for golden; the loss is rounded to float32.
+
+    Args:
+        unit: the gradients are those for a target that sums to 1.
+    """
     results = {f"d{name}": torch.zeros(args[name].shape, dtype=torch.float64) for name in DIFFERENTIABLE}
     results["softmax_out"] = torch.zeros(args["target"].shape, dtype=torch.float64)
     total = torch.zeros(1, dtype=torch.float64)
@@ -109,7 +114,7 @@ def reference(case: TargetCase, args: Mapping[str, Any], unit: bool = False) -> 
 
 
 def each_row(case: TargetCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, list[int], list[int]]]:
-    """(b, row, slots, keys) of every row that reads a key."""
+    """Yields (b, row, slots, keys) of every row that reads a key; slots: the keys' positions in its list."""
     for b, rows in enumerate(case.q_len):
         for row in range(rows):
             if pairs := slots_of(case, args, b, row):

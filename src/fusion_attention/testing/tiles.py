@@ -5,7 +5,12 @@ import torch.nn.functional as F
 
 
 def cut_tiles(blocked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (blocked_tiles, blocked_bits) of a bool matrix [..., rows, keys]; padding bits are 0."""
+    """Converts a bool matrix [..., rows, keys] (true: blocked) to tiles; those at its ends are padded with false.
+
+    Returns:
+        blocked_tiles: int32 [..., R, C], for each tile its index in blocked_bits; -1: all blocked, -2: nothing blocked.
+        blocked_bits: uint8 [tiles, 128, 16], the elements of partly blocked tiles, least significant bit first.
+    """
     rows, keys = blocked.shape[-2:]
     beyond = (0, -keys % 128, 0, -rows % 128)
 
