@@ -292,7 +292,7 @@ INTERFACES = [
     package("flash-attn's causal window sees the future", "integrations/flash_attn/words.py",
           "        right = 0\n", "        pass\n", "integrations/test_flash_attn.py::test_padded"),
     package("a cache rotates all queries by one angle", "integrations/flash_attn/rotary.py",
-          "if each else", "if not each else",
+          "if advance else", "if not advance else",
           "integrations/test_flash_attn_caches.py::test_rotary_of_a_cache"),
 ]  # fmt: skip
 
