@@ -238,7 +238,7 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     ),
     "no relu": (_index("", relu=False), ("relu-missing",)),
     "weights of the next head": (_index("next head", by=1), ("index-weights-moved",)),
-    "a bound one too large": (_index("behind the right edge", bound=1), ("window-off-by-one",)),
+    "a bound one too large": (_index("after the right edge", bound=1), ("window-off-by-one",)),
     "a bound one too small": (_index("diagonal", bound=-1), ("window-off-by-one",)),
     "lists one short": (_index("", shorter=1), ("list-shortened",)),
     "the last tile is not read": (_unread, ("tile-skipped",)),
