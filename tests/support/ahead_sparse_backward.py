@@ -49,7 +49,7 @@ def step(kernel: Any, p: Problem, which: int = 0, *, align: int = 0, atomic: boo
 
     def compiled(chip: int) -> Compiled:
         alignment = align or shapes.widest(p)
-        tiles = {name: cuts.cut_of(name, p, chip, alignment) for name in cuts.KERNELS}
+        tiles = {name: cuts.tile_of(name, p, chip, alignment) for name in cuts.KERNELS}
         band, slots = (128, 128) if p.compressed_ratio else (0, 0)
         slots += -(-p.select_count * p.select_block // 128) * 128
         steps = launched.launches(p, tiles, alignment, (band, slots), atomic)

@@ -1,6 +1,6 @@
 """Kernel functions that read cached rows, paged or contiguous, and dequantize stored integers.
 
-Page numbers are clamped, so that only the pool is read for any content of the table.
+Page numbers are clamped, so that kernels read only the pool, whatever the page table contains.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -45,8 +45,8 @@ def dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, FIRST: 
                     DIM: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """(scale, offset) of a column block: per channel [1, WIDTH] or per token [rows, 1].
 
-    in_loop: a condition that is always true but unknown before the loop, so that factors of channels are loaded inside;
-    loaded before the loop, those of 512 channels spill registers.
+    in_loop: a condition that is always true but unknown to the compiler before the loop, so that factors of channels
+    are loaded inside the loop; loaded before it, those of 512 channels would spill registers.
     """
     wanted, added = 1.0, 0.0
     if KIND == PER_CHANNEL:
@@ -79,7 +79,7 @@ def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop
 
 @triton.jit
 def scale_offset(strides, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.constexpr, PAGE: tl.constexpr):
-    """Memory offsets, in elements, of the quantisation scales (or zero points) of keys j."""
+    """Returns the memory offsets, in elements, of the quantisation scales (or offsets) of keys j."""
     cache = cache_at(strides, count, b, hk, VIEW, 1)
     if KIND == PER_TOKEN:
         return offset_of(cache, page, j, PAGE)
@@ -107,7 +107,7 @@ def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
 
 @triton.jit
 def page_ahead(table, row, last, j0, end, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """The page number of a tile of keys if it is WITHIN one page, else those of its keys; row: offset in the table."""
+    """Returns the page number of a tile of keys if it is WITHIN one page, else of each key; row: offset in table."""
     if PAGE and WITHIN:
         return clamped(tl.load(table + row + j0 // PAGE, mask=j0 < end, other=0), last)
     else:
@@ -148,7 +148,7 @@ def stored(values, like):
     if values.dtype != tl.int8:
         return values
     elif like.dtype == tl.float16:
-        # 1024 + 128 + the integer in its bits: a GPU converts to float16 at a quarter of the rate.
+        # Sets the bits of the float16 number 1024 + 128 + integer; a conversion instruction has a quarter of the rate.
         bits = (values.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
         return bits.to(tl.float16, bitcast=True) - 1152.0
     else:
@@ -180,7 +180,7 @@ def rows_summed(parts, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def safe_unit(largest):
-    """A divisor that normalizes numbers: their largest absolute value; 1 if that is 0 or not finite."""
+    """Returns the largest absolute value of numbers, by which they are divided; 1 if it is 0 or not finite."""
     return tl.where((largest > 0.0) & (largest < float("inf")), largest, 1.0)
 
 
@@ -204,9 +204,9 @@ def channel_product(values, unit, offset, cache, FIRST: tl.constexpr, WIDTH: tl.
 @triton.jit
 def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
                     DIM: tl.constexpr):  # fmt: skip
-    """(rows x, a, u) such that x . stored * u + a is the product of query rows with dequantised keys.
+    """Returns (rows x, a, u) such that x . stored * u + a is the product of query rows with dequantised keys.
 
-    u: the row's largest product of element and scale, so that small scales do not underflow in any dtype.
+    u is the row's largest product of element and scale, so that small scales do not underflow in any dtype.
     """
     x0 = query[0].to(tl.float32) * of_channels(scale, scales, 0, W0, DIM)
     largest = tl.max(tl.abs(x0), 1)
@@ -231,10 +231,10 @@ def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1:
 
 @triton.jit
 def scaled_weights(p, fade, scales, unit, like):
-    """(weights times their keys' scales, divided by the unit; factor on the sums so far; the unit).
+    """Returns (weights times their keys' scales / unit, factor on the sums so far, unit).
 
-    Weights times small scales underflow in float16, so the unit there is the largest scale so far over 2^14. Scales of
-    keys without weight are ignored, since a masked key may have any.
+    In float16, weights times small scales would underflow, so the unit is the largest scale so far / 2^14. Scales of
+    keys without weight are ignored, because those of masked keys are arbitrary.
     """
     if like.dtype == tl.float16:
         scales = tl.where(tl.max(p, 0) > 0.0, scales, 0.0)
@@ -262,8 +262,10 @@ def lifted_part(acc, lifted, unit, scale, offset, scales, offsets, FIRST: tl.con
 @triton.jit
 def lifted_three(acc, lifted, unit, scale, offset, scales, offsets, KIND: tl.constexpr, W0: tl.constexpr,
                  W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Weighted sums of values from weighted sums of integers; lifted: sum of weights (per channel), or of weights times
-    the tokens' offsets (per token)."""
+    """Returns weighted sums of values, computed from weighted sums of integers.
+
+    lifted: sum of weights (scales per channel), or of weights times the tokens' offsets (scales per token).
+    """
     acc0, acc1, acc2 = acc
     acc0 = lifted_part(acc0, lifted, unit, scale, offset, scales, offsets, 0, W0, DIM, KIND)
     if W1:

@@ -1,6 +1,6 @@
 """Tile shapes: one table per kernel, and the column blocks into which rows are divided.
 
-The entries were found by compilation: the largest shapes that spill no registers and fit in shared memory.
+The entries are the largest shapes that, when compiled, spill no registers and fit in shared memory.
 """
 
 import functools
@@ -10,10 +10,10 @@ import torch
 
 from fusion_attention.ir.problem import AnyProblem, Problem
 
-WIDEST_PART = 256  # columns of a block; the compiler does not keep a wider accumulator in registers
-MOST_PARTS = 3
+WIDEST_PART = 256  # most columns of a block; wider accumulators do not fit in registers
+MOST_PARTS = 3  # most column blocks of a row
 WIDEST_ROPE = 256
-NARROWEST = 16  # least size of an operand of a matrix instruction
+NARROWEST = 16  # smallest size of an operand of a matrix instruction
 TMA = True  # value of Tile.TMA
 
 
@@ -28,16 +28,15 @@ class Tile(NamedTuple):
 
 
 def power(n: int) -> int:
-    """The least power of two that is at least n and NARROWEST."""
+    """Returns the smallest power of two that is at least n and NARROWEST."""
     return max(NARROWEST, 1 << (n - 1).bit_length())
 
 
 @functools.lru_cache(maxsize=64)
 def parts(dim: int) -> tuple[int, int, int]:
-    """Widths of up to three column blocks for dim elements (at most 768): 80 = 64 + 16, 576 = 256 + 256 + 64.
+    """Returns the widths of up to three column blocks for dim elements (at most 768), such as 576 = 256 + 256 + 64.
 
-    Widths are powers of two.
-    A block has at most 256 columns. A second block is used if the sum is less than one block would need.
+    Widths are powers of two, at most 256. A second block is used if both have fewer columns than one block would have.
     """
     results: list[int] = []
     rest = dim
@@ -53,7 +52,7 @@ def parts(dim: int) -> tuple[int, int, int]:
 
 
 def spans(problem: Problem) -> tuple[int, int]:
-    """Columns of a query row, including rope, and of a value row in kernels, after padding to column blocks."""
+    """Returns the numbers of columns of a query row, rope included, and of a value row, padded to column blocks."""
     rope = power(problem.dim_rope) if problem.dim_rope else 0
     return sum(parts(problem.dim_qk)) + rope, sum(parts(problem.dim_v))
 

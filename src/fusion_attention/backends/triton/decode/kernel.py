@@ -98,7 +98,7 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
     valid = r < end_row
     first_key, end_key = interval(row, valid, kv_len, lo, hi, prefix)
     end_key = tl.minimum(end_key, end)
-    # Between these all keys are visible to all rows.
+    # Keys from full_begin to full_end are visible to all rows.
     full_begin, full_end = tl.max(tl.where(valid, first_key, 0), 0), tl.min(tl.where(valid, end_key, end), 0)
     row64 = row.to(tl.int64)
     at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)

@@ -15,7 +15,7 @@ from fusion_attention.contract import BackendError
 from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem
 
-# Programs should fill the chip a few times over; more ranges only add partial results to merge.
+# The number of programs is about WAVES times what the GPU runs at once; more ranges only add partial results to merge.
 WAVES = 3
 LEAST_TILES = 2  # tiles of keys in a range
 INTERPRETED_PROCESSORS = 4
@@ -111,12 +111,12 @@ def rows_of(problem: Problem, extents: Extents, tile: shapes.Tile) -> tuple[np.n
 
 
 def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> np.ndarray:
-    """The work list [wanted + tiles of rows, 8] int32. An entry is a range of keys for a tile of rows: seq, first row,
-    end, first key, end, number of ranges of its tile; then, for the n-th tile with several ranges, its first entry and
-    their number. Entries whose results are merged are first, then the longest.
+    """Returns the work list [wanted + tiles of rows, 8] int32, with an entry per range of keys of a tile of rows.
 
-    Ranges have about the same number of keys, so only long sequences are split. Unused entries have no rows; the list
-    has room for other key lengths of the same rows.
+    An entry has the sequence, first row and end, first key and end, and the number of ranges of its tile. The last two
+    columns of entry n have the first entry and the number of ranges of the n-th tile with several ranges. Entries whose
+    results are merged are first, then the longest. Ranges have about equal numbers of keys, so only long sequences are
+    split. Unused entries have no rows; they are used by other key lengths of the same rows.
     """
     e, size = extents, tile.BN
     seq, row0, row1 = rows_of(problem, e, tile)
@@ -175,13 +175,11 @@ def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple
     paged = {name: view for name, view in caches.items() if isinstance(view, PagedView)}
     if not problem.page_size:
         if paged:
-            raise BackendError(
-                f"fusion_attention: triton: expected rows at addresses, got pages for {', '.join(paged)}"
-            )
+            raise BackendError(f"fusion_attention: triton: expected contiguous rows, got pages for {', '.join(paged)}")
         return None, 0
     in_pieces = [name for name, view in paged.items() if view.fragment]
     if in_pieces:
-        raise BackendError(f"fusion_attention: triton: expected rows in one piece, got pieces for {in_pieces[0]}")
+        raise BackendError(f"fusion_attention: triton: expected contiguous rows, got format NZ for {in_pieces[0]}")
     first = paged.get("k")
     rows = ("k", "v", "k_rope", *(f"scale_{side}" for side in "kv" if getattr(problem, f"dequant_{side}") == "token"))
     strangers = [name for name in rows if name in caches and name not in paged]

@@ -24,18 +24,18 @@ from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 
 DEQUANTS = {"none": 0, "channel": 1, "token": 2}
 MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
-PLANES = 2  # numbers per row that prepare() writes, each in an array of its own
+PLANES = 2  # number of arrays that prepare() writes, with one number per row
 _NOTES = 4  # float32 numbers in 16 bytes, the alignment of a sequence's rows in these arrays
 FAMILY = Family(
     forward, prepare, backward_query, backward_key, decode, join, recompute_out, recompute_query, recompute_key
 )
-# Values of the arguments that a problem does not use.
+# Values of arguments that a problem does not use.
 ABSENT: dict[str, Any] = dict.fromkeys(
     ("q_rope", "k_rope", "bias", "slopes", "blocked", "bits", "sink", "dlse", "dq_rope", "dk_rope", "dbias", "partials",
      "large", "table", "scale_k", "offset_k", "scale_v", "offset_v")
 ) | {"width": 0, "step": 0, "last": 0}  # fmt: skip
 DRAWS = ("seed", "offset")
-LEAST_KEEP = 2.0**-60  # least keep_prob in kernels; the remaining factor is applied afterwards
+LEAST_KEEP = 2.0**-60  # smallest keep_prob in kernels; the remaining factor is applied afterwards
 # Kernel arguments of views, whose names differ from those in the layout table.
 ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum": "sum_", "drop_bits": "bits"}
 
@@ -49,9 +49,9 @@ def widths(problem: Problem) -> Constants:
 
 
 def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """The compile-time arguments of all dense kernels; align: alignment of rows in elements.
+    """Returns the compile-time arguments of all dense kernels; align: alignment of rows in elements.
 
-    MEAN depends on the problem only, not on the batch, so that no kernel is compiled in the middle of a training.
+    MEAN depends on the problem, not on the batch, so that a later batch of a training needs no other kernel.
     """
     p = problem
     return widths(p) | {
@@ -79,9 +79,11 @@ def forward_constants(problem: Problem, tile: shapes.Tile, align: int) -> Consta
 
 
 def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.ndarray:
-    """The list of tiles [tiles, 8] int32: seq, row0, row1, and the tiles of keys: `left` masked ones from `begin`, full
-    ones from `full` to `again`, `right` masked ones from there. The longest are first, so that the last ones to finish
-    are short."""
+    """Returns the list of tiles of rows [tiles, 8] int32, the longest first, so that the last ones to start are short.
+
+    An entry has the sequence, the first row and the end, and the tiles of keys: `left` masked tiles from `begin`, full
+    tiles from `full` to `again`, and `right` masked tiles from `again`.
+    """
     t, size = tiles.by_query(extents, tile.BM), tile.BN
     begin = t.begin // size * size
     end = np.where(t.end > t.begin, t.end, begin)
@@ -97,16 +99,21 @@ def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.n
 
 
 def query_tiles(extents: Extents, tile: shapes.Tile) -> np.ndarray:
-    """The list of tiles of rows [tiles, 8] int32: seq, row0, row1, first key, number of tiles of keys; the longest are
-    first."""
+    """Returns the list of tiles of rows [tiles, 8] int32, the longest first.
+
+    An entry has the sequence, the first row and the end, the first key and the number of tiles of keys.
+    """
     t = tiles.by_query(extents, tile.BM)
     begin = t.begin // tile.BN * tile.BN
     return _turns(t, begin, np.where(t.end > t.begin, t.end, begin), tile.BN)
 
 
 def key_tiles(extents: Extents, tile: shapes.Tile, mean: bool) -> np.ndarray:
-    """The list of tiles of keys [tiles, 8] int32: seq, key0, key1, first row, number of tiles of rows, and number of
-    tiles that may have empty rows which return the mean of V, to which every key contributes; the longest are first."""
+    """Returns the list of tiles of keys [tiles, 8] int32, the longest first.
+
+    An entry has the sequence, the first key and the end, the first row and the number of tiles of rows, and the number
+    of tiles that may have empty rows which return the mean of V, to which every key contributes.
+    """
     t = tiles.by_key(extents, tile.BN)
     begin = t.begin // tile.BM * tile.BM
     means = -(-extents.q_len[t.seq] // tile.BM) if mean else 0
@@ -132,7 +139,7 @@ def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> 
     """The tile shape of a kernel on a device."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else shapes.tile_of(kernel, problem, chip, align)
-    assert tile is not None  # reasons_against() has looked
+    assert tile is not None  # reasons_against() ensures it
     return tile
 
 
@@ -144,7 +151,7 @@ def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
 
 
 def noted(extents: Extents) -> np.ndarray:
-    """Rows per sequence in the buffer of prepare(), padded so that descriptors start at 16 bytes."""
+    """Returns the rows of each sequence in prepare()'s arrays, padded so that every sequence is aligned to 16 bytes."""
     return -(-extents.q_len // _NOTES) * _NOTES
 
 
@@ -252,7 +259,7 @@ def launch_recompute(
     kernel: Any, p: Problem, lengths: np.ndarray, heads: int, fixed: dict[str, Any], given: Iterable[str],
     constexprs: Constants,
 ) -> list[Launch]:  # fmt: skip
-    """The launch of a kernel that recomputes rows (or keys), with a program per block of rows; none without rows."""
+    """Returns the launch of a kernel that recomputes rows (or keys), a program per block; no launch without rows."""
     tile = shapes.recompute_tile(kernel.__name__, p)
     blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is recompute_key else tile.BM))
     grid = blocks * len(lengths), heads

@@ -60,7 +60,7 @@ def wrong_three(base, offset, there, INF: tl.constexpr,
 
 @triton.jit
 def left(acc, old, INF: tl.constexpr):
-    """1 if a row has a wrong() element whose new sum is not NaN yet, so that the sum must continue; else 0."""
+    """Returns 1 if a row has a wrong() element whose new sum is not NaN, so that the sum must continue; else 0."""
     return tl.max(tl.max((wrong(old, INF) & (acc == acc)).to(tl.int32), 1), 0)
 
 
@@ -98,7 +98,7 @@ def recomputed_three(base, offset, there, acc, factor, INF: tl.constexpr, W0: tl
 
 @triton.jit
 def outlasting(weight):
-    """The weight of a visible key for a product with an infinity: an underflowed weight counts as positive."""
+    """Returns the weight of a visible key for a product with an infinity: LEAST if the weight underflowed to 0."""
     return tl.where(weight == 0.0, LEAST, weight)
 
 
@@ -110,7 +110,7 @@ def product(weight, x):
 
 @triton.jit
 def gathered(weight, wild, counted, x):
-    """The weighted sum [1, W] of the rows of x that count; weight, wild, counted: [rows, 1].
+    """Returns the weighted sum [1, W] of the rows of x that are `counted`; weight, wild, counted: [rows, 1].
 
     wild: weights for elements that are not finite.
     """
@@ -346,7 +346,7 @@ def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, 
         dk0, dk1, dk2 = zeros_three(1, D0, D1, D2)
         dv0, dv1, dv2 = zeros_three(1, V0, V1, V2)
         turns = tl.cdiv(q_len, BM).to(tl.int32)
-        # Starts at the first row to which the key is visible: if all is NaN, one iteration suffices.
+        # Start at the first row to which the key is visible: if all elements are NaN, one iteration suffices.
         first = tl.where(n < prefix, 0, tl.maximum(n - hi + 1, 0))
         first = tl.minimum(first // BM, turns - 1).to(tl.int32)
         turn, end = 0, tl.where(tl.max((wrong_k | wrong_v).to(tl.int32), 0) > 0, turns * GROUP, 0)

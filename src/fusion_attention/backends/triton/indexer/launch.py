@@ -39,7 +39,7 @@ from fusion_attention.memory import empty
 
 Constants = launching.Constants
 CHUNK = 1 << 27  # bytes of scores and candidates of a chunk, or of gradient rows; a chunk has at least one tile
-MOST = 65535  # programs along the second axis of a grid
+MOST = 65535  # most programs along the second axis of a grid
 CHOICE = launching.Family(index_scores, index_choice, index_write)
 RENAMED = {"q": "index_q", "k": "index_k", "dvalues": "dscores"}  # argument names in the kernels of the gradient
 GRADIENT = launching.Family(read_lists, index_gradient, recompute_gradient)
@@ -116,7 +116,7 @@ class Sorting:
 
     @property
     def scratch(self) -> bool:
-        """As Launch.scratch."""
+        """True if the kernel has tensor descriptors, for which Triton allocates memory."""
         return self.written.scratch
 
     def start(self, given: dict[str, Any]) -> None:
@@ -131,16 +131,16 @@ def tile_on(table: Callable[..., Tile | None], problem: Any, device: torch.devic
     """The entry of a table of tiles for a problem on a device."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else table(problem, chip, *more)
-    assert tile is not None  # reasons_against() has looked
+    assert tile is not None  # reasons_against() ensures it
     return tile
 
 
 def pages_of(k: Any) -> tuple[torch.Tensor | None, int]:
-    """(page table or None, last page of the pool or -1 if it has no pages)."""
+    """Returns (page table, last page of the pool), or (None, 0) for keys that are not in pages."""
     if not isinstance(k, PagedView):
         return None, 0
     if k.fragment:
-        raise BackendError("fusion_attention: triton: expected rows in one piece, got pieces for k")
+        raise BackendError("fusion_attention: triton: expected contiguous rows of k, got format NZ")
     return k.table, launch_decode.pool_of(k, 1)
 
 
@@ -275,9 +275,9 @@ def recompute_constants(sizes: Sizes, align: int) -> Constants:
 def gradient_launches(
     family: launching.Family, sizes: Sizes, tile: Tile, align: int, tokens: int, fixed: dict[str, Any], names: list[str]
 ) -> list[launching.Launch]:
-    """The kernel launches that compute dq, dweights and a row for every selected key from dI of a chunk of tokens.
+    """Returns the launches that compute dq, dweights and a gradient row for every selected key of a chunk of tokens.
 
-    read_lists() must run before.
+    They read dI and the results of read_lists(), which must run before.
     """
     constexprs, recompute = gradient_constants(sizes, tile, align), shapes_sparse.RECOMPUTE_GRADIENT
     launches = [

@@ -22,7 +22,7 @@ KEYS_PER_SPLIT = 4096  # keys per program of the statistics
 SPLITS = 4  # groups of the indexer's heads whose gradients of keys are summed in parallel
 MOST = 1 << 15  # most tiles or rows per chunk: the second axis of a grid has fewer than 65536 programs
 FINISH = shapes.Tile(0, 0, 16, 1)  # warps of the kernel that writes keys: fewer spill registers
-NOTE = shapes.Tile(0, 0, 4, 1)  # warps and stages of kernels without products, which use tile sizes of others
+NOTE = shapes.Tile(0, 0, 4, 1)  # warps and stages of kernels without matrix products
 Buffers = dict[str, tuple[int, torch.dtype, bool]]  # scratch: elements, dtype, true if filled with zeros
 ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum": "sum_"}
 FAMILY = Family(
@@ -33,8 +33,8 @@ FAMILY = Family(
 
 
 @dataclass(eq=False)
-class Roomy(Ready):
-    """Ready launches with scratch of several dtypes, some of it filled with zeros."""
+class WithScratch(Ready):
+    """Launches with scratch tensors of several dtypes, some of them filled with zeros."""
 
     buffers: Buffers = field(default_factory=dict)
 
@@ -51,7 +51,7 @@ def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device,
     """The tile shapes of the kernels over all keys for a problem on a device."""
     chip = shapes.chip_of(device)
     result = None if chip is None else shapes_loss.warm_tiles(problem, chip, align)
-    assert result is not None  # reasons_against() has looked
+    assert result is not None  # reasons_against() ensures it
     return result
 
 
@@ -61,7 +61,7 @@ def given_by(views: dict[str, layout_table.View | None]) -> dict[str, Any]:
 
 
 def turns_of(e: Extents, tile: shapes.Tile, ratio: int = 1) -> tuple[tiles.Tiles, np.ndarray, np.ndarray]:
-    """(tiles of rows, the first key of the first tile of keys that each needs, its number of tiles of keys)."""
+    """Returns (tiles of rows, first key that each reads, number of tiles of keys that each reads)."""
     t = tiles.by_query(e, tile.BM, ratio)
     begin = t.begin // tile.BN * tile.BN
     return t, begin, np.where(t.end > t.begin, -(-(t.end - begin) // tile.BN), 0)
@@ -100,11 +100,11 @@ def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Con
     return constexprs, {"BM": tile.BM}
 
 
-def shares(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two tables that divide the work: one row for every range of keys of a tile of rows, and one row for every tile.
+def key_ranges(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns two tables of the work: a row for every range of keys of every tile of rows, and a row for every tile.
 
-    A row has the sequence, first and last token, first key, turns of its loop, range (or number of ranges), 0, and the
-    tile's first row among all rows.
+    A row has the sequence, first and last token, first key, number of iterations, number of the range (in the second
+    table, number of ranges), 0, and the tile's first row among all rows.
     """
     (t, begin, turns), most = turns_of(e, tile, ratio), max(KEYS_PER_SPLIT // tile.BN, 1)
     count = -(-turns // most)
@@ -118,7 +118,7 @@ def shares(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, np.nd
     return np.stack(columns, 1)[order].astype(np.int32), np.stack(full, 1).astype(np.int32)
 
 
-def most_shares(capacity: Extents, tile: shapes.Tile, ratio: int) -> np.ndarray:
+def most_ranges(capacity: Extents, tile: shapes.Tile, ratio: int) -> np.ndarray:
     """The most ranges of keys per tile of rows after any Plan.update()."""
     return -(-most_turns(capacity, tile, ratio) // max(KEYS_PER_SPLIT // tile.BN, 1))
 
@@ -128,22 +128,22 @@ def ready_lse(
     device_tables: layout_table.DeviceTables,
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
-) -> Roomy:
+) -> WithScratch:
     """The kernel launches of run_lse() for the memory layout of these views."""
     e = device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
     tile = tiles_on(p, device, align).lse
-    buffer = int(most_shares(e, tile, p.ratio).sum())
+    buffer = int(most_ranges(e, tile, p.ratio).sum())
     constexprs, known_join = lse_constants(p, tile, align)
     strides, lengths = layout_table.Copied.of(table, device), device_tables.on(device, "lengths", layout_table.lengths)
 
-    def each_share(e: Extents) -> np.ndarray:
-        return layout_table.padded(shares(e, tile, p.ratio)[0], buffer)
+    def range_table(e: Extents) -> np.ndarray:
+        return layout_table.padded(key_ranges(e, tile, p.ratio)[0], buffer)
 
-    of_shares = device_tables.on(device, f"shares {tile}", each_share)
-    of_rows = device_tables.on(device, f"shared {tile}", lambda e: shares(e, tile, p.ratio)[1])
-    split_tiles, full, rows = of_shares.tensor, of_rows.tensor, int(e.q_len.sum())
+    of_ranges = device_tables.on(device, f"ranges {tile}", range_table)
+    of_rows = device_tables.on(device, f"joined {tile}", lambda e: key_ranges(e, tile, p.ratio)[1])
+    split_tiles, full, rows = of_ranges.tensor, of_rows.tensor, int(e.q_len.sum())
     numbers = {
         "strides": strides.tensor, "lengths": lengths.tensor, "count": len(e), "heads": p.heads, "plane": rows
     }  # fmt: skip
@@ -159,12 +159,12 @@ def ready_lse(
         launches.append(
             FAMILY.launch(dense_kl_loss.join_lse, (len(full),), numbers | {"tiles": full}, names, known_join, tile)
         )
-    return Roomy(launches, (strides, lengths, of_shares, of_rows), {}, lse_buffers(p, e, tile))
+    return WithScratch(launches, (strides, lengths, of_ranges, of_rows), {}, lse_buffers(p, e, tile))
 
 
 def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> Buffers:
     """The scratch buffers of indexer_lse: statistics of every range of a row's keys."""
-    most = int(most_shares(capacity, tile, p.ratio).max(initial=0))
+    most = int(most_ranges(capacity, tile, p.ratio).max(initial=0))
     return {"partial": (2 * int(capacity.q_len.sum()) * most, torch.float32, False)}
 
 
@@ -178,11 +178,11 @@ class Chunk(NamedTuple):
     tiles: int
     first_block: int
     blocks: int
-    turns: int  # tiles of keys of the tile of rows with the most
+    turns: int  # most tiles of keys of any of its tiles of rows
 
 
 def chunks(turns: np.ndarray, most: int) -> list[Chunk]:
-    """Divides tiles, in order, into chunks of at most `most` blocks, or of one tile; turns: blocks per tile."""
+    """Divides tiles, in order, into chunks of at most `most` blocks, or of one tile; turns: blocks of each tile."""
     results: list[Chunk] = []
     first, block = 0, 0
     ends = np.cumsum(turns)
@@ -263,7 +263,7 @@ def ready_warm(
     device_tables: layout_table.DeviceTables,
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
-) -> Roomy:
+) -> WithScratch:
     """The launches of launch_loss.run_loss() without selection, for the layout of these views."""
     e = device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
@@ -311,7 +311,7 @@ def ready_warm(
             launch(dense_kl_loss.warm_key, (len(of_keys), SPLITS), t.key, key_tiles=of_keys, **chunk, **added)
     if len(of_keys):
         launch(loss_parts.finish_keys, (len(of_keys),), FINISH, **added, tiles=of_keys)
-    return Roomy(launches, tables, {}, buffers)
+    return WithScratch(launches, tables, {}, buffers)
 
 
 def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int) -> Buffers:

@@ -56,7 +56,7 @@ def run_loss(
 ) -> None:
     """Writes the loss and its gradients."""
     p, index = problem, o.index
-    stats = o.stats or index.stats  # of a loss without heads note() reads none
+    stats = o.stats or index.stats  # a given target needs no attention statistics, and note() then reads none
     views: dict[str, layout_table.View | None] = {
         "q": o.q or index.q, "k": o.k, "target": o.target, "values": index.values,
         "max": None if stats is None else stats.max, "sum": None if stats is None else stats.sum,

@@ -1,5 +1,6 @@
-"""Device functions and kernels of both indexer losses (over selected keys, over all keys of a band): logarithms of the
-attention's statistics, rows without non-finite elements, and the last step of sums per key.
+"""Kernel functions and kernels that both indexer losses use (over selected keys, and over all keys of a band).
+
+They compute logarithms of the attention's statistics, replace rows that are not finite, and complete sums per key.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -13,11 +14,10 @@ import triton.language as tl
 from fusion_attention.backends.triton.common import layout_index
 from fusion_attention.backends.triton.common.kernels import LOG2E, PER_TILE, heads_at, load_part, rows_at, store_part
 
-LEAST = tl.constexpr(1e-8)  # least probability in logarithms
+LEAST = tl.constexpr(1e-8)  # smallest probability in logarithms
 LN_LEAST = tl.constexpr(math.log(1e-8))
-# Differences y - p are multiplied by UNIT in float16 products. They are at most 1 in magnitude for statistics of the
-# same row, so 255 would still be finite; with 128k equally likely keys, a thirtieth of a probability is still a normal
-# number.
+# Factor on differences y - p in float16 products. Their magnitude is at most 1, so products do not overflow; with 128k
+# equally likely keys, a thirtieth of a probability times UNIT is still a normal number.
 UNIT = tl.constexpr(256.0)
 
 
@@ -92,8 +92,10 @@ def steps(dim, columns):
 @triton.jit
 def columns_at(c, base, rope, at, at_rope, stride, stride_rope, DIM: tl.constexpr, DIM_ROPE: tl.constexpr,
                BC: tl.constexpr):  # fmt: skip
-    """(address of column block c of a row, stride of rows, columns from there to the end of the row); the blocks of the
-    rope part follow those of the row without rope."""
+    """Returns (address of column block c of a row, stride of rows, number of columns from there to the row's end).
+
+    The column blocks of the rope part follow those of the row without rope.
+    """
     first = c * BC
     place, left = base + at + first, DIM - first
     if DIM_ROPE:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from fusion_attention.backends.triton.common.kernels import PER_TILE, rows_at
 
-TURN = tl.constexpr(8)  # rows whose loads are in flight together
+TURN = tl.constexpr(8)  # number of rows that are loaded at once
 
 
 @triton.jit

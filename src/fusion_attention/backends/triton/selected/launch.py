@@ -1,5 +1,6 @@
-"""Launches of attention to selected keys: one program per token and a few heads, or several per token if there would
-be too few programs for the chip.
+"""Launches of attention to selected keys: one program per token and a few heads.
+
+Several programs share a token if there would otherwise be too few programs for the GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def tokens(extents: Extents) -> np.ndarray:
 
 
 def slots(problem: Problem, extents: Extents) -> tuple[int, int]:
-    """The most keys per row (from the band, from its list or compressed keys)."""
+    """Returns the most keys that a row reads (from the band; from its list or compressed keys)."""
     p, listed = problem, problem.select_count * problem.select_block
     e, second = extents, extents.compressed
     if second is None:
@@ -122,25 +123,27 @@ def programs(problem: Problem, tile: shapes.Tile) -> int:
     return problem.heads_kv * -(-problem.group // tile.BM)
 
 
-def share_of(problem: Problem, most: int, rows: int, tile: shapes.Tile, processors: int) -> int:
-    """The number of slots per program for `rows` tokens with `most` slots each; fewer than all with few tokens, so that
-    the programs, which all take the same time, fill the chip once."""
+def slots_per_program(problem: Problem, most: int, rows: int, tile: shapes.Tile, processors: int) -> int:
+    """Returns the number of slots per program for `rows` tokens with `most` slots each.
+
+    With few tokens it is less than `most`, so that the programs, which take equal times, fill the GPU once.
+    """
     p = problem
     turns = -(-most // tile.BN)
     shares = max(min(processors // max(rows * programs(p, tile), 1), MOST_SHARES.value), 1)
     return max(-(-turns // shares), launch_decode.LEAST_TILES) * tile.BN
 
 
-def shares_of(most: int, keys_per_split: int) -> int:
-    """The number of programs for a token of `most` slots."""
+def programs_per_token(most: int, keys_per_split: int) -> int:
+    """Returns the number of programs for a token with `most` slots."""
     return -(-most // keys_per_split)
 
 
 def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
-    """The work list of join(), [tokens * shares, 8] int32.
+    """Returns the work list of join(), [tokens * shares, 8] int32; shares: ranges of slots per token.
 
-    The row of the first range of a token has its sequence, first row and end (counted as row * group); row n has the
-    first range of token n and the number of its ranges.
+    The row of a token's first range has its sequence, first row and end (counted as row * group). Row n also has the
+    first range of token n and its number of ranges.
     """
     listed, group = tokens(extents), problem.group
     result = np.zeros((len(listed) * shares, layout_table.TILE_FIELDS), np.int32)
@@ -151,10 +154,10 @@ def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
 
 
 def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
-    """The most bytes of scratch: with the tile that divides a list into the most ranges, on the largest chip."""
+    """Returns the most bytes of scratch: of the tile with the most ranges per list, on the largest GPU."""
     p = problem
     tile, most = shapes.Tile(64, shapes.NARROWEST, 0, 0), sum(slots(p, schedule.device_tables.capacity))
-    shares = shares_of(most, share_of(p, most, schedule.rows, tile, launch_decode.MOST_PROCESSORS))
+    shares = programs_per_token(most, slots_per_program(p, most, schedule.rows, tile, launch_decode.MOST_PROCESSORS))
     return 4 * schedule.rows * shares * p.heads_q * launch_decode.buffer(p) if shares > 1 else 0
 
 
@@ -228,9 +231,9 @@ def ready(
     is_near, recompute = near(views, device_tables.capacity), shapes.recompute_tile("recompute_out", p)
     count, recomputed = len(listed.tensor), recompute_constants(p, align, is_near, second.size)
     most = sum(slots(p, device_tables.capacity))
-    keys_per_split = share_of(p, most, count, tile, launch_decode.processors(device))
+    keys_per_split = slots_per_program(p, most, count, tile, launch_decode.processors(device))
     tables: tuple[layout_table.Copied, ...] = strides, lengths, listed
-    shares, names = shares_of(most, keys_per_split), list(given)
+    shares, names = programs_per_token(most, keys_per_split), list(given)
     constexprs = forward_constants(p, tile, align, is_near, shares > 1, second.size)
     scratch: dict[str, tuple[int, ...]] = {}
     if shares > 1:
@@ -253,5 +256,5 @@ def tile_on(problem: Problem, device: torch.device, align: int) -> shapes.Tile:
     """The tile shape of the forward kernel on a device."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else shapes_sparse.forward_tile(problem, chip, align)
-    assert tile is not None  # reasons_against() has looked
+    assert tile is not None  # reasons_against() ensures it
     return tile

@@ -172,8 +172,8 @@ def prepare_layout(
         second = device_tables.on(device, "compressed keys", launch_key_sum.compressed_tiles)
     table = layout_table.strides(views | {"flat": flat} | ids, count)
     align, chip = layout_table.alignment(views, table), shapes.chip_of(device)
-    assert chip is not None  # reasons_against() has looked
-    tiles = {kernel: cuts.cut_of(kernel, p, chip, align) for kernel in cuts.KERNELS}
+    assert chip is not None  # reasons_against() ensures it
+    tiles = {kernel: cuts.tile_of(kernel, p, chip, align) for kernel in cuts.KERNELS}
     return Prepared(
         layout_table.Copied.of(table, device),
         device_tables.on(device, "lengths", layout_table.lengths),
@@ -275,7 +275,7 @@ def run_chunk(p: Problem, prepared: Prepared, buffer: Buffer, sums: KeySum, give
 
 @dataclass(frozen=True)
 class Step:
-    """A launch for a chunk, in whose grid words stand for numbers of tokens and heads.
+    """A launch for a chunk; words in its grid represent numbers of tokens and heads.
 
     renamed: argument name of the kernel -> name in the layout table.
     """
@@ -321,7 +321,7 @@ def launches(
 
 
 def recomputed(steps: list[Step], atomic: bool) -> list[Step]:
-    """The kernel launches that compute the results of `steps` again for flagged tokens, one per result."""
+    """Returns the launches that recompute the results of `steps` for flagged tokens, one launch per result."""
     recomputes = {backward_rows: recompute_rows} | ({} if atomic else {backward_slots: recompute_slots})
     first = [one for one in steps if one.kernel in recomputes and one.constexprs["FIRST"] == 0]
     results = []

@@ -76,7 +76,7 @@ for _table in TABLES.values():
 TABLES["weigh_slots"][86, 2] = (*TABLES["weigh_slots"][80, 2][:2], SlotTile(64, 64, 64, 4, 3))  # 64 x 128 spills here
 
 
-def cut_of(kernel: str, problem: Problem, chip: int, align: int) -> SlotTile:
+def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> SlotTile:
     """The tile shape of a kernel; align: alignment of rows in elements."""
     if problem.dtype == "float32":
         return FLOAT32[kernel]

@@ -1,8 +1,8 @@
-"""Kernels that pool windows of rows, forward and backward: a program has some channels of one window.
+"""Kernels that pool windows of rows, forward and backward: a program computes some channels of one window.
 
-A window with overlap has two halves: the first channels of the rows of the window before, and the last of its own. A
-row's half belongs to one window, so no two programs write to the same element. The gradient of a bias is a sum over
-windows: programs add up fixed ranges of them, in order.
+A window with overlap pools the first channels of the previous window's rows, and the last channels of its rows. Each
+half of a row is pooled by one window, so no two programs write to the same element. The gradient of a bias is a sum
+over windows: each program adds a fixed range of them, in order.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,7 +16,7 @@ from fusion_attention.backends.triton.common.kernels import rows_at
 from fusion_attention.backends.triton.selected.selection import token_at
 
 INFINITE = tl.constexpr(float("inf"))
-LEAST = tl.constexpr(-745.0)  # the logarithm of float64's least number
+LEAST = tl.constexpr(-745.0)  # the logarithm of float64's smallest positive number
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _weighed(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, r0, half, d,
 @triton.jit
 def _pooled(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr,
             DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """The result of BD channels of a window in float32. An infinite value has a weight as long as float64 has one."""
+    """Returns BD channels of a window's result in float32; infinite values with a weight above 0 in float64 count."""
     acc = tl.zeros([BD], tl.float32)
     for half in tl.static_range(HALVES):
         for r0 in tl.range(0, RATIO, BR):
