@@ -71,12 +71,13 @@ class Tally:
     count: int = 0
     strange: int = 0
     huge: int = 0
-    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # of errors: sum, sum of squares, largest
-    # Of the baseline: sum of squared errors, and golden's largest value.
+    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # sum, sum of squares and largest of errors
+    # Sum of the baseline's squared errors, and golden's largest value.
     baseline: list[float] = field(default_factory=lambda: [0.0, 0.0])
     size: float = 0.0  # sum of golden's squares
     beyond: int = 0
-    relative: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0])  # sum and largest of ours, of baseline
+    # Sum and largest of our relative errors, then of the baseline's.
+    relative: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0])
     small: list[int] = field(default_factory=lambda: [0, 0])
     worst: tuple[int, int, int, int, float, float, float] | None = None
     peak: float = 0.0

@@ -31,7 +31,7 @@ _FEW_KEYS, _FEWER_TOKENS = 32, 2
 
 
 def needed(problem: Problem) -> bool:
-    """True if only the decode kernel supports the layout of the keys or the format of the result."""
+    """Returns true if only the decode kernel supports the layout of the keys or the format of the result."""
     p = problem
     common = p.common_keys > 0 or p.has_row_scale
     return p.page_size > 0 or p.kv_dtype != "" or p.shares_kv or p.out_quant != "none" or common

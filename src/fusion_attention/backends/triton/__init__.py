@@ -51,7 +51,7 @@ def against_triton() -> list[str]:
 
 
 def interpreted() -> bool:
-    """True if kernels run under Triton's interpreter, on the CPU."""
+    """Returns True if kernels run under Triton's interpreter, on the CPU."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 T = TypeVar("T")
-Mod = Callable[..., Any]  # of (b, h, q_idx, kv_idx)
+Mod = Callable[..., Any]  # function of (b, h, q_idx, kv_idx)
 
 # ------------------------------------------------------------------------------------------------------- evaluating
 
@@ -137,7 +137,7 @@ def by_distance(mod: Mod, b: Tensor, h: Tensor, distances: Tensor) -> Tensor | N
     try:
         with _Indexed():
             return torch.vmap(torch.vmap(of_distance, in_dims=(None, None, 0)), in_dims=(0, 0, None))(b, h, distances)
-    except Exception:  # of any kind: a symbolic position caused it, not the caller
+    except Exception:  # any error, because a symbolic position caused it, not the caller
         return None
 
 

@@ -16,7 +16,7 @@ from fusion_attention.judging.outputs import Output, Unit
 from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
-SIZES = (16, 32, 64, 128, 256)  # of tiles
+SIZES = (16, 32, 64, 128, 256)  # sizes of tiles
 Result = TypeVar("Result")
 
 

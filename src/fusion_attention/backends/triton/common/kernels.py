@@ -35,21 +35,21 @@ def heads_at(strides, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def rows_at(strides, count, b, h, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """(first element of head h, stride of a token) of a view."""
+    """Returns (first element of head h, stride of a token) of a view."""
     first, head, token = heads_at(strides, count, b, VIEW, ALIGN)
     return first + h * head, token
 
 
 @triton.jit
 def matrix_at(strides, count, b, h, VIEW: tl.constexpr):
-    """(first element of head h, stride of a row, stride of a key) of a matrix."""
+    """Returns (first element of head h, stride of a row, stride of a key) of a matrix."""
     at = strides + VIEW * PER_VIEW * count + b
     return tl.load(at) + h * tl.load(at + count), tl.load(at + 2 * count), tl.load(at + 3 * count)
 
 
 @triton.jit
 def lengths_at(lengths, count, b):
-    """(q_len, kv_len, lo, hi, prefix, shift) of sequence b."""
+    """Returns (q_len, kv_len, lo, hi, prefix, shift) of sequence b."""
     at = lengths + b
     q_len, kv_len, lo = tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
     return q_len, kv_len, lo, tl.load(at + 3 * count), tl.load(at + 4 * count), tl.load(at + 5 * count)
@@ -99,7 +99,7 @@ def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def not_blocked(blocked, strides, count, b, h, row, key, there):
-    """True for pairs that the blocked matrix does not remove."""
+    """Returns true for pairs that the blocked matrix does not remove."""
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BLOCKED)
     at = blocked + first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     return tl.load(at, mask=there, other=1) == 0
@@ -107,7 +107,7 @@ def not_blocked(blocked, strides, count, b, h, row, key, there):
 
 @triton.jit
 def kept_bits(bits, strides, count, b, h, row, key, there):
-    """True for pairs that the caller's dropout bits keep; addresses count bits."""
+    """Returns true for pairs that the caller's dropout bits keep; addresses count bits."""
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BITS)
     bit = first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     byte = tl.load(bits + (bit >> 3), mask=there, other=0).to(tl.int32)
@@ -143,7 +143,7 @@ def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl
     strides, count, b, h, _ = where
     if DROPOUT == PHILOX:
         seed, offset, threshold = drop
-        stream, row0, key0 = matrix_at(strides, count, b, h, layout_index.BITS)  # of drawn dropout, not of bits
+        stream, row0, key0 = matrix_at(strides, count, b, h, layout_index.BITS)  # drawn dropout uses this entry
         row, j0 = row + row0.to(tl.int32), j0 + key0.to(tl.int32)
         return kept_drawn(seed, offset, threshold, stream.to(tl.int32), row, j0, KEYS)
     else:

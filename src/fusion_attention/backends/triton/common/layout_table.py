@@ -135,7 +135,7 @@ def _layout_of_pages(view: PagedView, k: View | None) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def on(device: torch.device) -> Iterator[None]:
-    """Context that makes a device current, for launches and for the test whether a CUDA graph is being captured."""
+    """Returns a context that makes a device current, for launches and for the test whether a CUDA graph is captured."""
     if device.type != "cuda":
         yield
         return
@@ -146,13 +146,13 @@ def on(device: torch.device) -> Iterator[None]:
 
 
 def apart(views: Mapping[str, View | None]) -> bool:
-    """True if rows do not overlap (those of expanded tensors do), as tensor descriptors require."""
+    """Returns True if rows do not overlap (those of expanded tensors do), as tensor descriptors require."""
     result = (views.get(name) for name in ROWS)
     return all(view.stride_token >= view.dim for view in result if isinstance(view, RowView))
 
 
 def heads_apart(views: Mapping[str, View | None]) -> bool:
-    """True if heads do not overlap, in the views of which a descriptor reads several heads."""
+    """Returns True if heads do not overlap, in the views of which a descriptor reads several heads."""
     result = (views.get(name) for name in ("q", "q_rope", "dout"))
     return all(bool((view.stride_head >= view.dim).all()) for view in result if isinstance(view, RowView))
 

@@ -221,14 +221,14 @@ CHIPS = {90: (9, 227), 80: (8, 163), 86: (8, 99)}
 
 @functools.lru_cache(maxsize=16)
 def shared_memory(index: int) -> int:
-    """KB of shared memory per program on a GPU."""
+    """Returns KB of shared memory per program on a GPU."""
     from triton.runtime import driver
 
     return int(driver.active.utils.get_device_properties(index)["max_shared_mem"]) >> 10
 
 
 def chip_of(device: torch.device) -> int | None:
-    """The chip in CHIPS whose tiles a device uses; None if it has too little memory; without a GPU, the first."""
+    """Returns the chip in CHIPS whose tiles a device uses; None for too little memory; without a GPU, the first."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return next(iter(CHIPS))
     major, available = torch.cuda.get_device_capability(device)[0], shared_memory(index_of(device))
@@ -236,32 +236,32 @@ def chip_of(device: torch.device) -> int | None:
 
 
 def index_of(device: torch.device) -> int:
-    """The number of a GPU."""
+    """Returns the number of a GPU."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def recompute_tile(kernel: str, problem: Problem) -> Tile:
-    """The tile shape of a kernel that recomputes rows."""
+    """Returns the tile shape of a kernel that recomputes rows."""
     return RECOMPUTE[kernel][max(spans(problem)) > WIDEST_PART]
 
 
 def heavy(problem: Problem) -> bool:
-    """True if a value is read or drawn for every (row, key) pair: bias, blocked matrix or dropout."""
+    """Returns True if a value is read or drawn for every (row, key) pair: bias, blocked matrix or dropout."""
     return problem.bias in ("matrix", "table") or problem.has_blocked or problem.dropout != "none"
 
 
 def crowded(problem: Problem) -> bool:
-    """True if several values are read for every (row, key) pair."""
+    """Returns True if several values are read for every (row, key) pair."""
     return sum((problem.bias in ("matrix", "table"), problem.has_blocked, problem.dropout == "bits")) > 1
 
 
 def has_no_modifiers(problem: Problem) -> bool:
-    """True if scores are scaled products: no bias, cap, blocked matrix or dropout."""
+    """Returns True if scores are scaled products: no bias, cap, blocked matrix or dropout."""
     return not heavy(problem) and problem.bias == "none" and problem.softcap == 0
 
 
 def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] | None:
-    """(tile, tile of a heavy problem, KB of shared memory) of a kernel for a problem; None for unsupported sizes."""
+    """Returns (tile, tile of a heavy problem, KB of shared memory) of a kernel; None for unsupported sizes."""
     if max(problem.dim_qk, problem.dim_v) > MOST_PARTS * WIDEST_PART:
         return None
     width = 4 if problem.dtype == "float32" else 2
@@ -271,17 +271,17 @@ def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] |
 
 
 def widest(problem: AnyProblem) -> int:
-    """Number of elements that the widest load instruction reads (16 bytes)."""
+    """Returns the number of elements that the widest load instruction reads (16 bytes)."""
     return 4 if problem.dtype == "float32" else 8
 
 
 def halved(tile: Tile) -> Tile:
-    """A tile with half the rows; below 64 rows mma.sync is used, which is faster with pointer loads than with TMA."""
+    """Returns a tile with half the rows; below 64 rows it uses mma.sync, which is faster with pointers than TMA."""
     return tile._replace(BM=tile.BM // 2, TMA=tile.TMA and tile.BM // 2 >= 64)
 
 
 def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None:
-    """The tile shape of a kernel for a problem; align: alignment of rows in elements. None for unsupported sizes.
+    """Returns the tile shape of a kernel; align: alignment of rows in elements. None for unsupported sizes.
 
     Rows that are not aligned to 16 bytes are loaded in smaller units, which needs registers like a heavy problem.
     """

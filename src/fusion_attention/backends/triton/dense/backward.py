@@ -49,7 +49,7 @@ HUGE, HUGE_BITS = tl.constexpr(2.0**29), tl.constexpr(2.0**-21)
 
 @triton.jit
 def largest(parts, W1: tl.constexpr, W2: tl.constexpr):
-    """The largest absolute value of rows in column blocks."""
+    """Returns the largest absolute value of rows in column blocks."""
     magnitude = tl.max(tl.max(tl.abs(parts[0]).to(tl.float32), 1), 0)
     if W1:
         magnitude = tl.maximum(magnitude, tl.max(tl.max(tl.abs(parts[1]).to(tl.float32), 1), 0))
@@ -118,7 +118,7 @@ def row_notes(flat, plane, at, stride, row, valid):
 
 @triton.jit
 def shrinking(large, b, hk, heads):
-    """The factor on dS before it is rounded: SHRINK if dout is large, else 1."""
+    """Returns the factor on dS before it is rounded: SHRINK if dout is large, else 1."""
     if large is None:
         return 1.0
     else:
@@ -161,7 +161,7 @@ def add_means(dv, do_rows, notes, turns, head, rows, j0, inside, bits, where, dr
 
 @triton.jit
 def sees(row, key, band):
-    """True for keys that are visible to rows; band: result of band_at()."""
+    """Returns true for keys that are visible to rows; band: result of band_at()."""
     rows, keys, lo, hi, prefix = band
     end = tl.minimum(tl.maximum(row + hi, prefix), keys)
     return (key >= row + lo) & (key < tl.where(row < rows, end, 0))

@@ -32,7 +32,7 @@ from fusion_attention.backends.triton.common.kernels import (
 
 @triton.jit
 def weigh(s, m, l, exponent):
-    """Returns, after a step of the online softmax, (weights of scores s, factor on earlier sums, maxima, sums)."""
+    """Computes a step of the online softmax: (weights of scores s, factor on earlier sums, maxima, sums)."""
     now = tl.maximum(m, tl.max(s, 1))
     # A row without visible keys so far has max -inf; 0 in its place gives weights 0, not NaN.
     base = tl.where(now == -float("inf"), 0.0, now)

@@ -33,7 +33,7 @@ LOADER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def key_of(i, walk, BN: gl.constexpr):
-    """The first key of iteration i: masked tiles at the left edge, then at the right edge, then full tiles."""
+    """Returns the first key of iteration i: masked tiles at the left edge, then at the right edge, then full tiles."""
     begin, left, full, again, masked_tiles, _ = walk
     right = gl.where(i < masked_tiles, again + (i - left) * BN, full + (i - masked_tiles) * BN)
     return gl.where(i < left, begin + i * BN, right)

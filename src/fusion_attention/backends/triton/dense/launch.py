@@ -41,7 +41,7 @@ ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum":
 
 
 def widths(problem: Problem) -> Constants:
-    """Compile-time widths of column blocks, by the kernels' names."""
+    """Returns the compile-time widths of column blocks, by the kernels' names."""
     d, v = shapes.parts(problem.dim_qk), shapes.parts(problem.dim_v)
     rope = shapes.power(problem.dim_rope) if problem.dim_rope else 0
     sizes = {"DIM": problem.dim_qk, "R": rope, "DIM_ROPE": problem.dim_rope, "DIM_V": problem.dim_v}
@@ -68,12 +68,12 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
 
 
 def raw(problem: Problem) -> bool:
-    """True if kernels use unscaled products as scores: nothing is added to them, and the scale is positive."""
+    """Returns True if kernels use unscaled products as scores: nothing is added to them, and the scale is positive."""
     return problem.bias == "none" and problem.softcap == 0 and problem.scale > 1e-30
 
 
 def forward_constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """The compile-time arguments of the forward kernel."""
+    """Returns the compile-time arguments of the forward kernel."""
     constexprs = constants(problem, tile, align)
     return constexprs | {"RAW": raw(problem), "SINK": problem.has_sink, "TMA": tile.TMA}
 
@@ -128,7 +128,7 @@ def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int, means:
 
 
 def may_be_empty(problem: Problem, extents: Extents) -> bool:
-    """True if a row of a sequence with keys may have no visible key, by the band or the blocked matrix."""
+    """Returns True if a row of a sequence with keys may have no visible key, by the band or the blocked matrix."""
     if problem.has_blocked:
         return True
     t = tiles.by_query(extents, 1)
@@ -136,7 +136,7 @@ def may_be_empty(problem: Problem, extents: Extents) -> bool:
 
 
 def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> shapes.Tile:
-    """The tile shape of a kernel on a device."""
+    """Returns the tile shape of a kernel on a device."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else shapes.tile_of(kernel, problem, chip, align)
     assert tile is not None  # reasons_against() ensures it
@@ -144,7 +144,7 @@ def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> 
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
-    """The bytes that the backward allocates besides operands, results and the tables of a schedule."""
+    """Returns the bytes that the backward allocates besides operands, results and the tables of a schedule."""
     sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.device_tables.extents) if problem.has_sink else 0
     flags = 4 * len(schedule.device_tables.extents) * problem.heads_kv if problem.dtype == "float16" else 0
     return 4 * problem.heads_q * (PLANES * int(noted(schedule.device_tables.extents).sum()) + sinks) + flags
@@ -159,7 +159,7 @@ def noted(extents: Extents) -> np.ndarray:
 
 
 def bytes_of(view: Any) -> torch.Tensor | None:
-    """The tensor of a matrix of bool or uint8, as uint8."""
+    """Returns the tensor of a matrix of bool or uint8, as uint8."""
     if view is None:
         return None
     tensor = view.keep
@@ -167,7 +167,7 @@ def bytes_of(view: Any) -> torch.Tensor | None:
 
 
 def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
-    """The operands' views that the problem uses, by name in the layout table."""
+    """Returns the operands' views that the problem uses, by name in the layout table."""
     p = problem
     return {
         "q": o.q, "k": o.k, "v": o.v, "out": o.out, "max": o.stats.max, "sum": o.stats.sum,
@@ -180,7 +180,7 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
 
 
 def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
-    """(stream of head 0, first row, first key) per sequence of drawn dropout; None for other dropout."""
+    """Returns (stream of head 0, first row, first key) per sequence of drawn dropout; None for other dropout."""
     if problem.dropout != "philox":
         return None
     if (origin := extents.part) is not None:
@@ -190,7 +190,7 @@ def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
 
 
 def given_by(problem: Problem, o: Operands, views: dict[str, layout_table.View | None]) -> dict[str, Any]:
-    """Kernel arguments of a run: its tensors, without those that the problem lacks."""
+    """Returns the kernel arguments of a run: its tensors, without those that the problem lacks."""
     p = problem
     given: dict[str, Any] = {
         ARGUMENTS[name]: layout_table.tensor_of(view) for name, view in views.items() if view is not None
@@ -205,7 +205,7 @@ def given_by(problem: Problem, o: Operands, views: dict[str, layout_table.View |
 
 
 def draws(o: Operands) -> dict[str, int]:
-    """Seed and offset of dropout as signed integers for kernels."""
+    """Returns the seed and offset of dropout as signed integers for kernels."""
     seed = o.seed & (1 << 64) - 1
     return {
         "seed": seed - (1 << 64) if seed >> 63 else seed,
@@ -214,12 +214,12 @@ def draws(o: Operands) -> dict[str, int]:
 
 
 def float32(values: torch.Tensor | None) -> torch.Tensor | None:
-    """A contiguous float32 copy if needed; None for None."""
+    """Returns a contiguous float32 copy if needed; None for None."""
     return None if values is None else values.to(torch.float32).contiguous()
 
 
 def numbers(problem: Problem) -> dict[str, Any]:
-    """The scale and other numbers of a problem, by kernel argument."""
+    """Returns the scale and other numbers of a problem, by kernel argument."""
     p = problem
     unit = p.scale if raw(p) else 1.0
     return {
@@ -234,13 +234,13 @@ def numbers(problem: Problem) -> dict[str, Any]:
 
 
 def recompute_constants(kernel: str, problem: Problem, align: int) -> Constants:
-    """The compile-time arguments of a kernel that recomputes rows."""
+    """Returns the compile-time arguments of a kernel that recomputes rows."""
     constexprs = constants(problem, shapes.recompute_tile(kernel, problem), align)
     return {name: value for name, value in constexprs.items() if name != "MEAN"}
 
 
 def cache_constants(problem: Problem, align: int) -> Constants:
-    """The compile-time arguments of caches; ALIGN_KV: alignment of the cache's rows in its elements."""
+    """Returns the compile-time arguments of caches; ALIGN_KV: alignment of the cache's rows in its elements."""
     p = problem
     return {
         "PAGE": p.page_size,
@@ -251,7 +251,7 @@ def cache_constants(problem: Problem, align: int) -> Constants:
 
 
 def recompute_out_constants(problem: Problem, align: int) -> Constants:
-    """The compile-time arguments of recompute_out, whose keys may be in a cache."""
+    """Returns the compile-time arguments of recompute_out, whose keys may be in a cache."""
     return recompute_constants("recompute_out", problem, align) | cache_constants(problem, align)
 
 
@@ -267,7 +267,7 @@ def launch_recompute(
 
 
 def keep_rest(problem: Problem) -> float:
-    """The factor on kept weights in addition to 1 / max(keep_prob, LEAST_KEEP)."""
+    """Returns the factor on kept weights in addition to 1 / max(keep_prob, LEAST_KEEP)."""
     return LEAST_KEEP / problem.keep_prob if problem.keep_prob < LEAST_KEEP else 1.0
 
 
@@ -280,14 +280,14 @@ def enlarge(tensor: torch.Tensor, by: float) -> None:
 
 
 def enlarge_rows(view: RowView | None, heads: int, lengths: np.ndarray, by: float) -> None:
-    """enlarge() of the rows of a view."""
+    """Returns enlarge() of the rows of a view."""
     for b, length in enumerate(lengths.tolist() if view is not None else ()):
         assert view is not None
         enlarge(view.sequence(b, heads, length), by)
 
 
 def reduced(view: RowView, heads: int, lengths: np.ndarray, by: float) -> RowView:
-    """A float32 copy of rows, divided by a number."""
+    """Returns a float32 copy of rows, divided by a number."""
     rows = [(view.sequence(b, heads, n).double() / by).float().flatten() for b, n in enumerate(lengths.tolist())]
     sizes = heads * lengths * view.dim
     return RowView((torch.cat(rows),), np.cumsum(sizes) - sizes, view.dim, lengths * view.dim, view.dim)
@@ -311,7 +311,7 @@ def ready_forward(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Ready:
-    """The kernel launches of run_forward() for the memory layout of these views and arguments."""
+    """Returns the kernel launches of run_forward() for the memory layout of these views and arguments."""
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e), drawn(p, e))
     align = layout_table.alignment(views, table)
     tile = tile_on("forward", p, device, align if layout_table.apart(views) else 1)
@@ -336,7 +336,7 @@ def ready_forward(
 
 
 def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """The compile-time arguments of prepare, backward_query and backward_key; the tile is that of one of them."""
+    """Returns the compile-time arguments of prepare, backward_query and backward_key; tile: that of one of them."""
     constexprs = constants(problem, tile, align) | {"RAW": raw(problem), "TMA": tile.TMA}
     names = ("GROUP", "V0", "V1", "V2", "DIM_V", "ALIGN", "BM", "MEAN")
     of_prepare = {name: constexprs[name] for name in names} | {"SINK": problem.has_sink}
@@ -399,10 +399,11 @@ def ready_backward(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Ready:
-    """The kernel launches of run_backward() for the memory layout of these views and arguments."""
+    """Returns the kernel launches of run_backward() for the memory layout of these views and arguments."""
     device, rows, count = layout_table.one_device(given), noted(e), len(e)
     buffer = int(rows.sum())
-    flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, buffer, np.int64), 1)  # of any memory
+    # Only the strides of this view are used.
+    flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, buffer, np.int64), 1)
     table = layout_table.strides(views | {"flat": flat}, count, drawn(p, e))
     align, apart = layout_table.alignment(views, table), layout_table.apart(views)
     query = tile_on("query", p, device, align if apart else 1)

@@ -40,7 +40,7 @@ LEAST = tl.constexpr(2.0**-126)
 
 @triton.jit
 def wrong(x, INF: tl.constexpr):
-    """True for elements of a result that may be wrong: NaN, and with INF also infinities, from rounding or scaling."""
+    """Returns true for elements that may be wrong due to rounding or scaling: NaN, and with INF also infinities."""
     x = x.to(tl.float32)
     return ~(tl.abs(x) < float("inf")) if INF else x != x
 
@@ -48,7 +48,7 @@ def wrong(x, INF: tl.constexpr):
 @triton.jit
 def wrong_three(base, offset, there, INF: tl.constexpr,
                 W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """1 for rows in column blocks with a wrong() element, else 0."""
+    """Returns 1 for rows in column blocks with a wrong() element, else 0."""
     parts = load_three(base, offset, there, True, W0, W1, W2, DIM)
     flagged = tl.max(wrong(parts[0], INF).to(tl.int32), 1)
     if W1:
@@ -67,7 +67,7 @@ def left(acc, old, INF: tl.constexpr):
 @triton.jit
 def left_three(acc, base, offset, there, INF: tl.constexpr,
                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """left() of a row in column blocks."""
+    """Returns left() of a row in column blocks."""
     old = load_three(base, offset, there, True, W0, W1, W2, DIM)
     flagged = left(acc[0], old[0], INF)
     if W1:
@@ -88,7 +88,7 @@ def recomputed(base, offset, there, acc, factor, INF: tl.constexpr, FIRST: tl.co
 @triton.jit
 def recomputed_three(base, offset, there, acc, factor, INF: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
                      W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """recomputed() of a row in column blocks."""
+    """Returns recomputed() of a row in column blocks."""
     recomputed(base, offset, there, acc[0], factor, INF, 0, W0, DIM)
     if W1:
         recomputed(base, offset, there, acc[1], factor, INF, W0, W1, DIM)
@@ -104,7 +104,7 @@ def outlasting(weight):
 
 @triton.jit
 def product(weight, x):
-    """weight * x, where an underflowed weight times an infinity is infinite."""
+    """Returns weight * x, where an underflowed weight times an infinity is infinite."""
     return tl.where(tl.abs(x) < float("inf"), weight, outlasting(weight)) * x
 
 

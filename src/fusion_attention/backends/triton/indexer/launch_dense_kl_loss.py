@@ -48,7 +48,7 @@ class WithScratch(Ready):
 
 
 def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device, align: int = 8) -> shapes_loss.Warm:
-    """The tile shapes of the kernels over all keys for a problem on a device."""
+    """Returns the tile shapes of the kernels over all keys for a problem on a device."""
     chip = shapes.chip_of(device)
     result = None if chip is None else shapes_loss.warm_tiles(problem, chip, align)
     assert result is not None  # reasons_against() ensures it
@@ -68,7 +68,7 @@ def turns_of(e: Extents, tile: shapes.Tile, ratio: int = 1) -> tuple[tiles.Tiles
 
 
 def most_turns(capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> np.ndarray:
-    """The most tiles of keys that each tile of rows can need after any Plan.update().
+    """Returns the most tiles of keys that each tile of rows can need after any Plan.update().
 
     Bands move with the last key and get no wider, but a band with a lower limit may then touch one more tile.
     """
@@ -94,7 +94,7 @@ def run_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, o: In
 
 
 def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants]:
-    """The compile-time arguments of warm_lse and join_lse."""
+    """Returns the compile-time arguments of warm_lse and join_lse."""
     constexprs = {"E": shapes.power(p.dim), "DIM": p.dim, "RATIO": p.ratio, "ALIGN": align}
     constexprs |= {"BM": tile.BM, "BN": tile.BN}
     return constexprs, {"BM": tile.BM}
@@ -119,7 +119,7 @@ def key_ranges(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, n
 
 
 def most_ranges(capacity: Extents, tile: shapes.Tile, ratio: int) -> np.ndarray:
-    """The most ranges of keys per tile of rows after any Plan.update()."""
+    """Returns the most ranges of keys per tile of rows after any Plan.update()."""
     return -(-most_turns(capacity, tile, ratio) // max(KEYS_PER_SPLIT // tile.BN, 1))
 
 
@@ -129,7 +129,7 @@ def ready_lse(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> WithScratch:
-    """The kernel launches of run_lse() for the memory layout of these views."""
+    """Returns the kernel launches of run_lse() for the memory layout of these views."""
     e = device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
@@ -163,7 +163,7 @@ def ready_lse(
 
 
 def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> Buffers:
-    """The scratch buffers of indexer_lse: statistics of every range of a row's keys."""
+    """Returns the scratch buffers of indexer_lse: statistics of every range of a row's keys."""
     most = int(most_ranges(capacity, tile, p.ratio).max(initial=0))
     return {"partial": (2 * int(capacity.q_len.sum()) * most, torch.float32, False)}
 
@@ -209,7 +209,7 @@ class Work:
 
     @classmethod
     def of(cls, capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> Work:
-        """The work list for a planned capacity."""
+        """Returns the work list for a planned capacity."""
         buffer = most_turns(capacity, tile, ratio)
         ranges = chunks(buffer, BUFFER // (tile.BM * tile.BN))
         block = np.cumsum(buffer) - buffer - np.repeat([c.first_block for c in ranges], [c.tiles for c in ranges])
@@ -217,7 +217,7 @@ class Work:
         return cls(tile, ratio, buffer, ranges, block.astype(np.int64), np.cumsum(lines) - lines, int(lines.sum()))
 
     def rows(self, e: Extents) -> np.ndarray:
-        """The table of tiles of rows, [tiles, 8] int32."""
+        """Returns the table of tiles of rows, [tiles, 8] int32."""
         t, begin, turns = turns_of(e, self.tile, self.ratio)
         assert (turns <= self.buffer).all()  # more would write into the blocks of other tiles
         at = self.key_at[t.seq] + begin
@@ -225,7 +225,7 @@ class Work:
         return np.stack(rows, 1).astype(np.int32)
 
     def keys(self, e: Extents) -> np.ndarray:
-        """The table of tiles of keys, [tiles, 8] int32."""
+        """Returns the table of tiles of keys, [tiles, 8] int32."""
         t, k = tiles.by_query(e, self.tile.BM, self.ratio), tiles.by_key(e, self.tile.BN, self.ratio)
         stride = np.int64(1) << 32
         starts = t.seq * stride + t.row0
@@ -238,7 +238,7 @@ class Work:
 
 
 def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> dict[str, Constants]:
-    """The compile-time arguments of each kernel of a loss without selection."""
+    """Returns the compile-time arguments of each kernel of a loss without selection."""
     index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index}
     tile = {"BM": t.target.BM, "BN": t.target.BN}
     return {
@@ -264,7 +264,7 @@ def ready_warm(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> WithScratch:
-    """The launches of launch_loss.run_loss() without selection, for the layout of these views."""
+    """Returns the launches of launch_loss.run_loss() without selection, for the layout of these views."""
     e = device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
@@ -315,7 +315,7 @@ def ready_warm(
 
 
 def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int) -> Buffers:
-    """The scratch buffers of a loss without selection."""
+    """Returns the scratch buffers of a loss without selection."""
     accum_dtype = torch.float32
     most = max((c.tiles for c in work.chunks), default=0) * tile.BM * p.heads_index
     blocks = max((c.blocks for c in work.chunks), default=0)
@@ -332,7 +332,7 @@ def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int,
 
 
 def bytes_of(buffers: Buffers) -> int:
-    """The sum of the bytes of scratch buffers."""
+    """Returns the sum of the bytes of scratch buffers."""
     return sum(count * dtype.itemsize for count, dtype, _ in buffers.values())
 
 
@@ -342,7 +342,7 @@ def lse_bytes(p: IndexerProblem, e: Extents) -> int:
 
 
 def warm_bytes(p: IndexerLossProblem, e: Extents) -> int:
-    """The most bytes of scratch of a loss without selection; its tiles depend on the alignment of rows."""
+    """Returns the most bytes of scratch of a loss without selection; its tiles depend on the alignment of rows."""
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
     served = {tiles_on(p, torch.device("cuda"), align).target for align in (8, 1)}
     return max(bytes_of(buffers_of(p, Work.of(e, tile, p.ratio), tile, width, rows)) for tile in served)

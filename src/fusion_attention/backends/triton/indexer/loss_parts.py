@@ -23,13 +23,13 @@ UNIT = tl.constexpr(256.0)
 
 @triton.jit
 def at_least(x, least):
-    """max(x, least); NaN for NaN."""
+    """Returns max(x, least); NaN for NaN."""
     return tl.maximum(x, least, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def is_finite(x):
-    """True where x is neither NaN nor infinite."""
+    """Returns true where x is neither NaN nor infinite."""
     return tl.abs(x.to(tl.float32)) < float("inf")
 
 
@@ -52,7 +52,7 @@ def finite_weights(w):
 
 @triton.jit
 def unit_of(largest):
-    """A power of two that scales differences times weights to the range of float16; 1 if `largest` is None.
+    """Returns a power of two that scales differences times weights to the range of float16; 1 if `largest` is None.
 
     The unit stays finite in float32 even for weights too small for any gradient in float16.
     """
@@ -66,8 +66,8 @@ def unit_of(largest):
 
 @triton.jit
 def difference(p, x, top, total, visible, SELECTED: tl.constexpr):
-    """(y - p, terms of the loss), where y is the softmax of scores x with maximum `top` and sum `total`; 0 for hidden
-    keys."""
+    """Returns (y - p, terms of the loss), where y is the softmax of scores x with maximum `top` and sum `total`; 0 for
+    hidden keys."""
     y = tl.exp2((x - top) * LOG2E) / total
     log_y = (x - top) - tl.log(total)
     clamped = at_least(p, LEAST)
@@ -78,14 +78,14 @@ def difference(p, x, top, total, visible, SELECTED: tl.constexpr):
 
 @triton.jit
 def given_difference(p, mass, y, visible):
-    """(y * mass - p, terms of the loss) for a target p that sums to `mass`; 0 for hidden keys."""
+    """Returns (y * mass - p, terms of the loss) for a target p that sums to `mass`; 0 for hidden keys."""
     loss = p * (tl.log(at_least(p, LEAST)) - tl.log(at_least(y, LEAST)))
     return tl.where(visible, y * mass - p, 0.0), tl.where(visible, loss, 0.0)
 
 
 @triton.constexpr_function
 def steps(dim, columns):
-    """ceil(dim / columns), the number of column blocks of a row."""
+    """Returns ceil(dim / columns), the number of column blocks of a row."""
     return -(-dim // columns)
 
 

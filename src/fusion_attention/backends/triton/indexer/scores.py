@@ -29,7 +29,7 @@ def columns_ahead(at, within, there):
 
 @triton.jit
 def index_product(keys, rows, D1: tl.constexpr, D2: tl.constexpr):
-    """max(0, keys . rows); NaN for NaN."""
+    """Returns max(0, keys . rows); NaN for NaN."""
     return tl.maximum(inner_three(keys, rows, D1, D2), 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -31,7 +31,7 @@ KEYS = ("k", "v", "k_rope", "k_compressed", "v_compressed")
 
 
 def tokens(extents: Extents) -> np.ndarray:
-    """[tokens, 2] int32: (sequence, row) of every token of all sequences."""
+    """Returns [tokens, 2] int32: (sequence, row) of every token of all sequences."""
     seq = np.repeat(np.arange(len(extents)), extents.q_len)
     row = np.arange(len(seq)) - np.repeat(np.cumsum(extents.q_len) - extents.q_len, extents.q_len)
     return np.stack((seq, row), 1).astype(np.int32)
@@ -48,7 +48,7 @@ def slots(problem: Problem, extents: Extents) -> tuple[int, int]:
 
 
 def near(views: dict[str, layout_table.View | None], extents: Extents) -> bool:
-    """True if offsets of keys' rows from the first row of their sequence, or of the pool of pages, fit into int32."""
+    """Returns True if offsets of keys from the first row of their sequence, or of the pool of pages, fit into int32."""
     most = int(extents.kv_len.max(initial=0))
     if extents.compressed is not None:
         most = max(most, int(extents.compressed.kv_len.max(initial=0)))
@@ -62,7 +62,7 @@ def near(views: dict[str, layout_table.View | None], extents: Extents) -> bool:
 
 
 def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
-    """The views of the operands that the problem uses; None for values that are the first column blocks of keys."""
+    """Returns the views of operands that the problem uses; None for values that are the first column blocks of keys."""
     p = problem
     return {
         "q": o.q, "k": o.k, "v": None if shapes_sparse.shared(p) else o.v, "out": o.out,
@@ -76,7 +76,7 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
 
 
 def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Constants:
-    """The compile-time arguments of all kernels with lists."""
+    """Returns the compile-time arguments of all kernels with lists."""
     p = problem
     return launch_dense.widths(p) | {
         "GROUP": p.group,
@@ -93,7 +93,7 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Cons
 def forward_constants(
     problem: Problem, tile: shapes.Tile, align: int, is_near: bool = True, split: bool = False, page_compressed: int = 0
 ) -> launching.Constants:
-    """The compile-time arguments of the forward kernel.
+    """Returns the compile-time arguments of the forward kernel.
 
     split: several programs compute a token; page_compressed: tokens of a page of compressed keys, 0 without pages.
     """
@@ -104,7 +104,7 @@ def forward_constants(
 
 
 def join_constants(problem: Problem, align: int) -> launching.Constants:
-    """The compile-time arguments of join()."""
+    """Returns the compile-time arguments of join()."""
     constexprs = forward_constants(problem, launch_decode.JOIN, align)
     return {name: constexprs[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
 
@@ -112,7 +112,7 @@ def join_constants(problem: Problem, align: int) -> launching.Constants:
 def recompute_constants(
     problem: Problem, align: int, is_near: bool = True, page_compressed: int = 0
 ) -> launching.Constants:
-    """The compile-time arguments of recompute_lists()."""
+    """Returns the compile-time arguments of recompute_lists()."""
     tile = shapes.recompute_tile("recompute_out", problem)
     constexprs = forward_constants(problem, tile, align, is_near, page_compressed=page_compressed)
     return {name: value for name, value in constexprs.items() if name not in ("RAW", "SINK", "BUFFER", "SPLIT")}
@@ -186,13 +186,13 @@ class Pages:
 
     @classmethod
     def of(cls, size: int, table: torch.Tensor | None, last: int) -> Pages:
-        """The arguments for a page table with page numbers up to `last`; table None: rows without pages."""
+        """Returns the arguments for a page table with page numbers up to `last`; table None: rows without pages."""
         if table is None:
             return cls(0, 0, 0, last)
         return cls(size, table.shape[1] if last >= 0 else 0, table.stride(0), last)
 
     def arguments(self, suffix: str = "") -> dict[str, int]:
-        """The arguments by the kernels' names, which end in `suffix`."""
+        """Returns the arguments by the kernels' names, which end in `suffix`."""
         return {f"width{suffix}": self.width, f"step{suffix}": self.step, f"last{suffix}": self.last}
 
 
@@ -214,7 +214,7 @@ def ready(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> launching.Ready:
-    """The kernel launches of run() for the memory layout of these views and arguments."""
+    """Returns the kernel launches of run() for the memory layout of these views and arguments."""
     first, second = pages(p, views)
     device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, where)
@@ -253,7 +253,7 @@ def ready(
 
 
 def tile_on(problem: Problem, device: torch.device, align: int) -> shapes.Tile:
-    """The tile shape of the forward kernel on a device."""
+    """Returns the tile shape of the forward kernel on a device."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else shapes_sparse.forward_tile(problem, chip, align)
     assert tile is not None  # reasons_against() ensures it

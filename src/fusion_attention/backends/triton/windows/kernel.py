@@ -21,14 +21,14 @@ LEAST = tl.constexpr(-745.0)  # the logarithm of float64's smallest positive num
 
 @triton.jit
 def _window(tokens, lengths, count, n):
-    """int64 (sequence, row in its results, window) of result n of all sequences."""
+    """Returns int64 (sequence, row in its results, window) of result n of all sequences."""
     b, row = token_at(tokens, n)
     return b, row, row + tl.load(lengths + 2 * count + b)
 
 
 @triton.jit
 def _rows(w, r0, half, d, RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.constexpr, BR: tl.constexpr):
-    """(positions in the window, rows in memory, columns, mask) of BR rows of a half."""
+    """Returns (positions in the window, rows in memory, columns, mask) of BR rows of a half."""
     position = r0 + tl.arange(0, BR)
     row = (w - (HALVES - 1 - half)) * RATIO + position
     return position, row, half * DIM + d, ((position < RATIO) & (row >= 0))[:, None] & (d < DIM)[None, :]
@@ -47,7 +47,7 @@ def _gates(k, bias, at, step, position, row, column, there, RATIO: tl.constexpr,
 @triton.jit
 def _softmax(k, bias, at, step, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.constexpr,
              HAS_BIAS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """(maximum of the gates, or 0 where all are -inf; sum of exp(gate - maximum)) of BD channels of a window."""
+    """Returns (maximum of the gates, 0 where all are -inf; sum of exp(gate - maximum)) of BD channels of a window."""
     top, total = tl.full([BD], -INFINITE, tl.float32), tl.zeros([BD], tl.float32)
     for half in tl.static_range(HALVES):
         for r0 in tl.range(0, RATIO, BR):
@@ -63,7 +63,7 @@ def _softmax(k, bias, at, step, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr,
 @triton.jit
 def _weighed(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, r0, half, d, RATIO: tl.constexpr,
              HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr):  # fmt: skip
-    """(numbers of rows and columns, mask, gates less their maximum, values, weights) of BR rows of a window."""
+    """Returns (numbers of rows and columns, mask, gates less their maximum, values, weights) of BR rows of a window."""
     position, row, column, there = _rows(w, r0, half, d, RATIO, HALVES, DIM, BR)
     gap = _gates(k, bias, at_z, step_z, position, row, column, there, RATIO, HALVES, DIM, HAS_BIAS) - top[None, :]
     x = tl.load(q + at_x + row[:, None] * step_x + column[None, :], mask=there, other=0.0).to(tl.float32)
@@ -88,7 +88,7 @@ def _pooled(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, d, RATIO: tl.
 def _delta(q, k, bias, at_x, step_x, at_z, step_z, top, total, upstream, acc, w, d, RATIO: tl.constexpr,
            HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr,
            BD: tl.constexpr):  # fmt: skip
-    """The sum of weights times gradients of weights: upstream * acc, and term by term where upstream is infinite."""
+    """Returns the sum of weights times gradients of weights: upstream * acc, or term by term for infinite upstream."""
     infinite = tl.abs(upstream) == INFINITE
     delta = upstream * acc
     if tl.max(infinite.to(tl.int32), 0) > 0:
