@@ -460,7 +460,7 @@ TRANSFORMERS = [
           'cached(given, "blocked", torch.logical_not)', 'cached(given, "blocked", torch.clone)',
           f"{MODEL_TESTS}::test_masks_of_the_users_own"),
     package("a model that asks nobody is let in", INTEGRATION,
-          "if not code.asks:", "if code.asks is None:",
+          "if not code.uses_interface:", "if code.uses_interface is None:",
           f"{MODEL_TESTS}::test_a_model_that_asks_no_interface_is_refused"),
 ]  # fmt: skip
 

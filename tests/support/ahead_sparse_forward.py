@@ -97,7 +97,7 @@ CONFIGS |= {
 }
 EVERYDAY = ("lists latent 64 heads", "two sources 64 heads", "lists 128 recomputed")
 # Run that spills registers: reason why no tile without spills is used.
-OUTSIDE = "at most 16 bytes, written before the main loop and read behind it"
+OUTSIDE = "at most 16 bytes, written before the main loop and read after it"
 FEW = "at most 24 bytes; one instruction of hundreds in a turn touches them"
 PAGES = "112 bytes, touched by 7 of 755 instructions of a turn; 32 heads keep none and take twice as long on an H100"
 SPILLED = {

@@ -225,7 +225,7 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
         _list(lambda x: attended(x, _moved(x.lists, -1)), "before"),
         ("list-of-another-row",),
     ),
-    "lists of the row behind": (_list(lambda x: attended(x, _moved(x.lists, 1)), "behind"), ("list-of-another-row",)),
+    "lists of the row after": (_list(lambda x: attended(x, _moved(x.lists, 1)), "row after"), ("list-of-another-row",)),
     "lists are ignored": (_list(lambda x: attended(x, dense=True), ""), ("list-ignored",)),
     "blocks of 32": (_list(lambda x: attended(x, block=32), "blocks of 32"), ("list-block",)),
     "a backward without delta": (_backward("", lambda x: {"delta": 0.0}), ("delta-missing",)),

@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[Mod, str]] = {
     "a square": (lambda s, b, h, q, k: s * s, "a product of two scores"),
     "a number for a score": (lambda s, b, h, q, k: torch.where(q >= k, s, -1e9), "where() with a number"),
     "a factor per key": (lambda s, b, h, q, k: s * _KEY[b, k], "a score times a factor that depends on the key"),
-    "a factor behind the cap": (lambda s, b, h, q, k: torch.tanh(s) * (q + 1), "a capped score times a factor"),
+    "a factor after the cap": (lambda s, b, h, q, k: torch.tanh(s) * (q + 1), "a capped score times a factor"),
     "a bias under the cap": (lambda s, b, h, q, k: 9 * torch.tanh((s + q - k) / 9), "tanh() of a sum"),
     "a condition on the score": (lambda s, b, h, q, k: torch.where(s > 0, s, 0.1 * s), "a comparison"),
 }

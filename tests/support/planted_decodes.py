@@ -269,9 +269,9 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "keys a column to the left": (_tables(lambda t, x: t.roll(1, 1), "k", "keys alone"), ("page-table",)),
     "the first sequence's pages": (_tables(lambda t, x: t[:1].repeat(3, 1), "kv", "first sequence"), ("page-table",)),
     "another block for a page": (_one_page, ("page-wrong", "tile-stale")),
-    "slots behind the last key": (_fixed("last page", beyond="seen"), ("padding-seen",)),
+    "slots after the last key": (_fixed("last page", beyond="seen"), ("padding-seen",)),
     "the last, partial page left out": (_dropped, ("tile-skipped",)),
-    "zeros behind the last key": (_fixed("", beyond="zeros"), ("padding-weighed",)),
+    "zeros after the last key": (_fixed("", beyond="zeros"), ("padding-weighed",)),
     "the new token left out": (_fixed("", shorter=1), ("length-off-by-one",)),
     "splits averaged": (_splits("mean", "mean"), ("tile-softmax",)),
     "splits added": (_splits("sum", "sum"), ("tile-softmax",)),
@@ -295,13 +295,13 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "offsets of the other sign": (
         _quantised("channel", lambda t, s, o: (t - o) * s, "other sign"), ("dequantisation",)
     ),
-    "offsets behind the scale": (_quantised("channel", lambda t, s, o: t * s + o, "* scale +"), ("dequantisation",)),
+    "offsets added after scaling": (_quantised("channel", lambda t, s, o: t * s + o, "* scale +"), ("dequantisation",)),
     "halves of int4 exchanged": (_quantised("int4", _pairs, "high half"), ("dequantisation",)),
     "int4 without its sign": (_quantised("int4", _unsigned, "without their sign"), ("dequantisation",)),
 }  # fmt: skip
 
 
-_FLAT = ("zeros behind the last key", "the new token left out")
+_FLAT = ("zeros after the last key", "the new token left out")
 
 
 def planted(fault: str, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:

@@ -120,7 +120,7 @@ def _of_others(config: Any, name: str) -> Paths:
     except ImportError as error:
         return Paths(name, [], [], [f"{name}: the code of the model cannot be loaded ({error})"])
     code = integration._code_of(place)
-    if not code.asks:
+    if not code.uses_interface:
         return Paths(name, [], [], [f'{name}: attention in code of its own: attn_implementation="eager" computes it'])
     count = getattr(config, "num_hidden_layers", 1)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * count

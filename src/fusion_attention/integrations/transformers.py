@@ -118,7 +118,7 @@ _SPARSE = _Sparse()
 class _Code(NamedTuple):
     """Properties of a model's modeling code."""
 
-    asks: bool  # the code calls the attention interface
+    uses_interface: bool  # the code calls the attention interface
     names: bool  # modules have is_causal or pass it; modules without it count as causal
     describes: bool  # is_causal and lengths of packed sequences are passed, as for flash-attn
     windows: bool  # sliding_window is passed to the attention interface
@@ -129,11 +129,11 @@ def _read_code(configuration: str) -> _Code:
     """Reads the properties from a modeling module's source; if it is not loaded, mask() makes masks of four axes."""
     module = sys.modules.get(configuration.replace("configuration_", "modeling_"))
     if module is None or "modeling_" not in module.__name__:
-        return _Code(asks=True, names=False, describes=False, windows=False, both_sides=False)
+        return _Code(uses_interface=True, names=False, describes=False, windows=False, both_sides=False)
     text = Path(str(module.__file__)).read_text(encoding="utf-8")
     names = "is_causal" in text
-    says = (words in text for words in ("sliding_window=", "sliding_window + 1"))
-    return _Code("ALL_ATTENTION_FUNCTIONS" in text, names, names and "_supports_flash_attn = True" in text, *says)
+    found = (words in text for words in ("sliding_window=", "sliding_window + 1"))
+    return _Code("ALL_ATTENTION_FUNCTIONS" in text, names, names and "_supports_flash_attn = True" in text, *found)
 
 
 _code_of = functools.cache(_read_code)
@@ -172,7 +172,7 @@ def mask(
     """
     sparse_models.check(config)
     code = _code(type(config).__module__)
-    if not code.asks:
+    if not code.uses_interface:
         raise ValueError(
             f"{type(config).__name__}: this model computes attention in its own code and calls no attention_interface: "
             f'use attn_implementation="eager" (docs/with_transformers.md lists the supported models)'

@@ -61,13 +61,13 @@ def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R
     shown = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     first = [parameter_of[name] for name in shown]
     # Rules test whether these attributes were passed, so their default here is None.
-    asking = (rule.check for rule in op.asked if " missing" in rule.check)
-    optional = {name for check in asking for name in _WITHOUT.findall(check)}
+    checks = (rule.check for rule in op.asked if " missing" in rule.check)
+    optional = {name for check in checks for name in _WITHOUT.findall(check)}
     defaults = {parameter_of[p.name]: None if parameter_of[p.name] in optional else p.default for p in parameters}
     spelled = [pair for pair in parameter_of.items() if pair[0] != pair[1]]
     # For each number of positional arguments: keywords that are not accepted (duplicates, canonical names that the
     # function spells otherwise), and keywords that are required.
-    refused = [{*shown[:count], *(name for _, name in spelled)} for count in range(len(shown) + 1)]
+    rejected = [{*shown[:count], *(name for _, name in spelled)} for count in range(len(shown) + 1)]
     necessary = {p.name for p in parameters if p.default is _EMPTY}
     needed = [necessary.difference(shown[:count]) for count in range(len(shown) + 1)]
     total, most, enough = len(parameter_of), len(shown), len(necessary)
@@ -75,7 +75,7 @@ def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R
     def call(*given: Any, **named: Any) -> R:
         count = len(given)
         lacks = count < enough and not needed[count] <= named.keys()
-        if lacks or count > most or not refused[count].isdisjoint(named):
+        if lacks or count > most or not rejected[count].isdisjoint(named):
             raise misused(call, given, named)
         args = defaults.copy()
         args.update(zip(first, given))  # noqa: B905 - strict= would cost time

@@ -196,7 +196,7 @@ def _check_mask(query: Tensor, key: Tensor, mask: Any) -> None:
     if lengths != expected and tuple(mask.BLOCK_SIZE) != (_FULL_BLOCK, _FULL_BLOCK):
         raise ValueError(
             f"flex_attention: block_mask: expected one made for q_len={expected[0]} and kv_len={expected[1]}, got one "
-            f"for {lengths[0]} and {lengths[1]}; make it anew, or crop it by block_mask._adjust(q_len, kv_len)"
+            f"for {lengths[0]} and {lengths[1]}; create it again, or crop it with block_mask._adjust(q_len, kv_len)"
         )
     if mask.kv_num_blocks.device != query.device:
         raise RuntimeError(

@@ -115,14 +115,14 @@ def _blocks(counts: Tensor, indices: Tensor, down: int, across: int) -> np.ndarr
     if numbers.shape[2] < down or positions.shape[:3] != numbers.shape:
         raise ValueError(
             f"flex_attention: block_mask: expected at least {down} rows of blocks for this query, got kv_num_blocks "
-            f"{tuple(counts.shape)} and kv_indices {tuple(indices.shape)}; make the mask anew for these lengths"
+            f"{tuple(counts.shape)} and kv_indices {tuple(indices.shape)}; create the mask again for these lengths"
         )
     numbers, positions = numbers[:, :, :down], positions[:, :, :down]
     valid = np.arange(positions.shape[3]) < numbers[..., None]
     if ((positions < 0) | (positions >= across))[valid].any() or (numbers > positions.shape[3]).any():
         raise ValueError(
             f"flex_attention: block_mask: expected block numbers from 0 to {across - 1}, got others in kv_indices; "
-            "make the mask anew for these lengths"
+            "create the mask again for these lengths"
         )
     listed = np.zeros((*positions.shape[:3], across + 1), bool)
     np.put_along_axis(listed, np.where(valid, positions, across).astype(np.int64), True, axis=3)

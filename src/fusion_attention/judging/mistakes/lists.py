@@ -53,7 +53,7 @@ def end_read(case: Case) -> Iterator[Try]:
             yield way
             unmasked = way.setting.changed(lambda x: x if x.times is None else replace(x, visible=x.times > 0))
             yield Try(f"{way.detail}, also for rows to which it is not visible", unmasked)
-    yield from _changed(case, "behind -1", lambda x: x._replace(read=x.entries >= 0))
+    yield from _changed(case, "after -1", lambda x: x._replace(read=x.entries >= 0))
 
 
 @partial(Mistake, "list-duplicates", "A key that a list has twice counts once.", "Every entry of a list counts.")
@@ -71,7 +71,7 @@ def duplicates(case: Case) -> Iterator[Try]:
 def other_rows(case: Case) -> Iterator[Try]:
     s, view = case.setting, case.setting.operands.indices
     if s.problem.select_count and isinstance(view, RowView):
-        for detail, by in (("of the row before", -1), ("of the row behind", 1)):
+        for detail, by in (("of the row before", -1), ("of the row after", 1)):
             yield Try(detail, s.of_operands(indices=_moved(s, view, by)))
             yield Try(
                 f"{detail}, across sequences",

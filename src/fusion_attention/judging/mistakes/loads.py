@@ -25,9 +25,9 @@ from fusion_attention.judging.mistakes.tiles import (
 from fusion_attention.judging.setting import Block
 
 Tensor = torch.Tensor
-_EXCHANGED = "its values and those of the tile behind exchanged"
+_EXCHANGED = "its values and those of the next tile exchanged"
 _STALE = ("the values", "the keys", "keys and values")
-_OTHERS = ("of the tile before", "of the tile behind", "from one key before", "from one key behind")
+_OTHERS = ("of the tile before", "of the tile after", "from one key before", "from one key after")
 # Kind of wrong treatment of a tile -> name of the mistake.
 _KINDS = {
     "left out": "tile-left-out",

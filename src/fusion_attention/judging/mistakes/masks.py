@@ -286,11 +286,11 @@ def mask_ends(case: Case) -> Iterator[Try]:
     for tile in TILES:
         if longest > tile:
 
-            def behind(x: Block, tile: int = tile) -> Block:
+            def from_tile(x: Block, tile: int = tile) -> Block:
                 masked = s.block(x.b, x.heads, x.rows, x.keys)
                 return replace(x, visible=masked.visible | (x.positions >= tile), in_band=torch.ones_like(x.in_band))
 
-            yield Try(f"from key {tile} on", everything.changed(behind))
+            yield Try(f"from key {tile} on", everything.changed(from_tile))
 
 
 @partial(

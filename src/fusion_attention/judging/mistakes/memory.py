@@ -141,7 +141,7 @@ def length_by_one(case: Case) -> Iterator[Try]:
     lengths, buffer = case.setting.extents.kv_len, _capacity(case)
     yield Try("the last key is not read", case.setting.of_extents(kv_len=np.maximum(lengths - 1, 0)))
     if buffer is not None and (buffer > lengths).any():
-        yield Try("one key behind the last is read", _longer(case, np.minimum(lengths + 1, buffer)))
+        yield Try("one key after the last is read", _longer(case, np.minimum(lengths + 1, buffer)))
 
 
 @partial(
@@ -178,7 +178,7 @@ def _past_the_end(case: Case) -> Iterator[Try]:
                 name: replace(view, keep=(_with_zeros(view.keep[0], sizes[0] * view.stride_token),))
                 for name, view in views.items()
             }
-            detail = f"keys behind the last, in tiles of {' or '.join(map(str, sizes))}"
+            detail = f"keys after the last, in tiles of {' or '.join(map(str, sizes))}"
             yield Try(detail, s.of_operands(**longer).of_extents(kv_len=np.array(lengths)))
 
 

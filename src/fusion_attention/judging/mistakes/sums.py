@@ -40,7 +40,7 @@ class Change(NamedTuple):
 
     Attributes:
         word: "left out", "twice", "alone" (all others are missing), or "with the vectors of the tile before" or
-            "behind".
+            "after".
         left: the fraction of the error that remains.
     """
 
@@ -143,7 +143,7 @@ def _changes(case: Case, o: Output) -> list[Change]:
             continue
         ways = {"left out": right - terms, "twice": right + terms, "alone": terms}
         if subset.tiles == "tile":
-            for word, by in (("before", subset.size), ("behind", -subset.size)):
+            for word, by in (("before", subset.size), ("after", -subset.size)):
                 moved = torch.cat([x.of(subset, by) for x in samples])
                 ways[f"with the vectors of the tile {word}"] = right - terms + moved
         for word, result in ways.items():

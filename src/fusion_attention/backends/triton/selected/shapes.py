@@ -200,7 +200,7 @@ def holds_loss(problem: IndexerLossProblem, chip: int) -> bool:
     return shapes_loss.selected_tiles(problem, chip) is not None and gradient_tile(problem, chip) is not None
 
 
-# -------------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------------------------- unsupported calls
 
 # Operation kind -> a function that returns true if its kernels have a tile for a problem on a chip; kinds that are not
 # listed have one for every problem.
