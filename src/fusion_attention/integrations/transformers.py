@@ -132,8 +132,8 @@ def _read_code(configuration: str) -> _Code:
         return _Code(uses_interface=True, names=False, describes=False, windows=False, both_sides=False)
     text = Path(str(module.__file__)).read_text(encoding="utf-8")
     names = "is_causal" in text
-    found = (words in text for words in ("sliding_window=", "sliding_window + 1"))
-    return _Code("ALL_ATTENTION_FUNCTIONS" in text, names, names and "_supports_flash_attn = True" in text, *found)
+    passed = (words in text for words in ("sliding_window=", "sliding_window + 1"))
+    return _Code("ALL_ATTENTION_FUNCTIONS" in text, names, names and "_supports_flash_attn = True" in text, *passed)
 
 
 _code_of = functools.cache(_read_code)
