@@ -1,1 +1,1 @@
-"""Times this library and the alternatives that a user has, in alternation in one process."""
+"""Times this library and its alternatives in alternating runs of one process."""

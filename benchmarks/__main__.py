@@ -64,7 +64,7 @@ TITLE = (
     "Medians of alternating runs; ratio = peer's time / ours (rates: our GFLOP/s / the peer's);"
     f" reached from {REACHED} of the goal on"
 )
-# Of each group: the name of a measured time, its function, and its limit in microseconds.
+# Group: (name of a measured time, function that measures it, limit in microseconds).
 COSTS = {
     "threads": ("plan.run, us", features.overhead_us, 15),
     "integrations": ("registered function beside fa.attention, us", integrations.registered_us, 15),
@@ -72,7 +72,7 @@ COSTS = {
 
 
 def pairs(quick: bool, only: str) -> Iterator[Pair]:
-    """Returns the rows of one group, or of every group for "all"; quick: with small sizes."""
+    """Yields the pairs of one group, or of every group if `only` is "all"; quick: use small sizes."""
     for name, rows in GROUPS.items():
         if only in ("all", name):
             for group in rows:
@@ -97,14 +97,14 @@ def timed(given: Iterator[Pair], turns: int, console: Console) -> Iterator[Timin
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="Small sizes and few turns.")] = False,
-    turns: Annotated[int, typer.Option(min=1, help="Alternations of every pair.")] = 9,
+    quick: Annotated[bool, typer.Option(help="Use small sizes and few turns.")] = False,
+    turns: Annotated[int, typer.Option(min=1, help="Number of alternating runs of every pair.")] = 9,
     only: Annotated[str, typer.Option(help=f"One of {', '.join(NAMES)}, or all.")] = "all",
     output: Annotated[
-        Path | None, typer.Option(help="Write NAME.json, NAME.png, NAME-schedule.png and NAME-scale.png besides.")
+        Path | None, typer.Option(help="Also write NAME.json, NAME.png, NAME-schedule.png and NAME-scale.png.")
     ] = None,
 ) -> None:
-    """Times this library and the alternatives that a user has, in alternation in one process."""
+    """Times this library and its alternatives in alternating runs of one process."""
     console = Console(width=None if sys.stdout.isatty() else 150)  # a file has room for every column
     if only not in ("all", *NAMES):
         raise typer.BadParameter(f"expected all or one of {', '.join(NAMES)}, got {only!r}", param_hint="--only")

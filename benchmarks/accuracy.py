@@ -40,11 +40,11 @@ from fusion_attention.torch_ops.eager import run
 Tensor = torch.Tensor
 Results = dict[str, Tensor]
 DTYPES = ("bfloat16", "float16", "float32")
-# Instruction sets that run here, but those that are another one's with a decode of their own.
+# Instruction sets that run here and have their own dense kernels; some only replace another set's decode kernels.
 CORE = _native.cpu_features()
 VARIANTS = [name for name in CORE["runnable"] if "dense" in CORE["parts"][name]]
-LENGTH, SHORT, LONG = 256, 64, 2048  # keys; of the Triton kernels, which an interpreter runs; of the picture
-BINS, LOW, HIGH = 16, 0.1, 1000.0  # of a factor of ten; what is drawn
+LENGTH, SHORT, LONG = 256, 64, 2048  # keys of most calls, of the Triton kernels' calls, and of the figure
+BINS, LOW, HIGH = 16, 0.1, 1000.0  # bins for each factor of ten; the drawn range
 
 
 FAULTS = ("the last 64 keys never read", "one token of dv not written", "10 % more on 64 tokens of dk")
@@ -77,7 +77,7 @@ def core(call: Lowered, outputs: Mapping[str, Tensor], variant: str) -> None:
 def ours(call: Lowered, triton: bool) -> Iterator[tuple[str, Results]]:
     """Yields (program, results) for each of this library's implementations."""
     if triton:
-        with suppress(BackendError):  # some calls are refused
+        with suppress(BackendError):  # the back end does not support some calls
             yield "Triton", run(call, "triton")
         return
     for variant in VARIANTS:
@@ -100,7 +100,7 @@ def every(call: Lowered, triton: bool = False) -> Iterator[tuple[str, str, Error
 
 
 def measured(call: Any, by_program: Mapping[str, Results], grade: Grade) -> Iterator[tuple[str, str, Errors]]:
-    """Yields (program, output, errors) for a call's results; outputs may be missing."""
+    """Yields (program, output, errors) for the outputs that each program computes."""
     output_names = {name for results in by_program.values() for name in results}
     given = {name: t for name, t in call.results().items() if name in output_names}
     if indexer.serves(call):
@@ -130,7 +130,7 @@ def rows(
 
 
 def of_triton(length: int) -> list[Row]:
-    """Measures the Triton kernels with Triton's interpreter, which needs a separate process."""
+    """Measures the Triton kernels in a separate process, where TRITON_INTERPRET is set before Triton is imported."""
     command = [sys.executable, "-m", "benchmarks.accuracy", "--triton", "--length", str(length)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -138,7 +138,7 @@ def of_triton(length: int) -> list[Row]:
 
 
 def worst(results: list[Row]) -> dict[str, dict[str, list[float | None]]]:
-    """Returns the largest tile z by family, program and dtype, of all calls, outputs and instruction sets."""
+    """Returns the largest z of a tile over all calls, outputs and instruction sets, by family, program and dtype."""
     tiles: dict[str, dict[str, list[float | None]]] = {}
     for row in results:
         of_dtypes = tiles.setdefault(row.family, {}).setdefault(row.program.split()[0], [None] * len(DTYPES))
@@ -147,11 +147,11 @@ def worst(results: list[Row]) -> dict[str, dict[str, list[float | None]]]:
     return tiles
 
 
-# ---------------------------------------------------------------------------------------------------------- the picture
+# ---------------------------------------------------------------------------------------------------------- the figure
 
 
 def right_and_wrong(length: int) -> dict[str, Any]:
-    """Counts tiles by z, for correct results and for results with an error in one place; bfloat16."""
+    """Returns histograms of the tiles' z in bfloat16, for correct results and for each error of FAULTS."""
     sizes = {**CAUSAL, "heads_q": 2, "heads_kv": 1}
     call, gradients = forward("bfloat16", length, **sizes), backward("bfloat16", length, **sizes)
     attended, result = run(call, "cpu"), run(gradients, "cpu")
@@ -176,12 +176,12 @@ def right_and_wrong(length: int) -> dict[str, Any]:
 
 
 def blind(length: int) -> Edit:
-    """Simulates a kernel that never reads the last 64 keys, except in rows that would then have no key."""
+    """Returns an edit that hides the last 64 keys, except from rows that would then have no key."""
     return lambda x: replace(x, visible=x.visible & ((x.positions < length - 64) | (x.positions == 0)))
 
 
 def _tiles(errors: Errors) -> list[float]:
-    """Computes the z of every tile of 32 rows."""
+    """Returns the z of every tile of 32 rows."""
     return [float(z) for result in errors.of_rows for z in result.unflatten(-1, (-1, 32)).mean(-1).sqrt().flatten()]
 
 
@@ -199,22 +199,22 @@ COLUMNS = {"dtype": -9, "program": -10, "output": -20, "z": 7, "worst tile": 10}
 
 
 def main(
-    length: Annotated[int, typer.Option(help="Keys of most calls.")] = LENGTH,
-    short: Annotated[int, typer.Option(help="Of those that the Triton kernels compute.")] = SHORT,
-    long: Annotated[int, typer.Option(help="Of the picture's.")] = LONG,
+    length: Annotated[int, typer.Option(help="Number of keys of most calls.")] = LENGTH,
+    short: Annotated[int, typer.Option(help="Number of keys of the Triton kernels' calls.")] = SHORT,
+    long: Annotated[int, typer.Option(help="Number of keys of the figure's calls.")] = LONG,
     output: Annotated[Path | None, typer.Option(help="Write all figures as JSON.")] = None,
-    triton: Annotated[bool, typer.Option(help="The Triton kernels alone, as JSON; for TRITON_INTERPRET=1.")] = False,
+    triton: Annotated[bool, typer.Option(help="Print only Triton's figures; needs TRITON_INTERPRET=1.")] = False,
 ) -> None:
     """Measures every family, dtype and program."""
     warnings.simplefilter("ignore")
     if triton:
-        from tests.support import interpreter  # its bfloat16 is none
+        from tests.support import interpreter  # Triton's interpreter has errors in bfloat16
 
         interpreter.repair()
         print(json.dumps([asdict(row) for row in rows(length, triton=True)]))
         return
     console = Console(width=None if sys.stdout.isatty() else 150)
-    report = Report(console, "Errors in expected errors, over the whole and of the worst tile of 32 rows", COLUMNS)
+    report = Report(console, "Error / expected error, over all numbers and in the worst tile of 32 rows", COLUMNS)
     results = [*rows(length), *of_triton(short)]
     for row in results:
         for name, z in row.z.items():

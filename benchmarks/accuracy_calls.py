@@ -58,8 +58,8 @@ def backward(dtype: str, length: int, **more: Any) -> Lowered:
 
 
 def cached(dtype: str, length: int, rows: int, bits: int = 16, *, by: int = 1, int8_results: bool = False) -> Lowered:
-    """Makes a call of fused inference over pages in random order. bits: of a stored number; by: quantization modes of
-    the scales; whole: return int8 results."""
+    """Makes a call of fused inference over pages in random order. bits: size of a stored number; by: quantization mode
+    of keys and values; int8_results: return the output as int8."""
     lengths, heads = [length, length // 3 + 1, length // 2 + 5], 2
     make = torch.Generator().manual_seed(bits + by + rows)
     kind, counts = getattr(torch, dtype), [-(-n // PAGE) for n in lengths]
@@ -74,7 +74,7 @@ def cached(dtype: str, length: int, rows: int, bits: int = 16, *, by: int = 1, i
         stored = torch.randint(-(1 << bits - 1), 1 << bits - 1, shape, generator=make, dtype=torch.int8)
         if bits == 8:
             return stored
-        words = ((stored & 15).long().unflatten(-1, (-1, 8)) << (4 * torch.arange(8))).sum(-1)  # the first lies lowest
+        words = ((stored & 15).long().unflatten(-1, (-1, 8)) << (4 * torch.arange(8))).sum(-1)  # first: lowest bits
         return (words - ((words >> 31) << 32)).int()
 
     args: dict[str, Any] = {
@@ -132,11 +132,11 @@ def losses(dtype: str, length: int, *, selected: bool) -> Lowered:
 
 
 def of_each(make: Callable[..., Lowered], *more: dict[str, Any]) -> tuple[Callable[[str, int], Lowered], ...]:
-    """Returns functions that make calls of half the length, each with one optional feature."""
+    """Returns one function for each entry of `more`, which makes a call of half the length with these options."""
     return tuple(partial(lambda dtype, length, each: make(dtype, length // 2, **each), each=each) for each in more)
 
 
-# Every family of the page, as makers of its calls.
+# Family of docs/accuracy.md: functions that make its calls.
 FAMILIES: dict[str, tuple[Callable[[str, int], Lowered], ...]] = {
     "attention": (lambda d, n: forward(d, n, **CAUSAL),),
     "attention with features": of_each(forward, *FEATURES),

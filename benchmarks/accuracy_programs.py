@@ -1,6 +1,6 @@
-"""Implements attention in other ways, which benchmarks/accuracy.py compares with this library: simple torch programs.
+"""Implements attention as simple torch programs, whose errors benchmarks/accuracy.py compares with this library's.
 
-All compute on a judge's Block: queries, keys and values of a sequence, exact in the dtype or made of stored integers.
+Their inputs are a judge's Block: queries, keys and values of a sequence, exact in the dtype or dequantised.
 """
 
 import math
@@ -16,13 +16,13 @@ from fusion_attention.judging.setting import Block, Edit
 
 Tensor = torch.Tensor
 Leaves = dict[str, Tensor]
-KEYS = 64  # of a tile
-# What torch's function has no argument for.
+KEYS = 64  # keys of a tile
+# Inputs for which torch's scaled_dot_product_attention has no argument.
 BEYOND = ("bias", "keep", "sink", "q_rope", "weight_scale")
 
 
 def leaves(x: Block, dtype: torch.dtype) -> Leaves:
-    """Returns the tensors of a block in the dtype, with keys once for each key head."""
+    """Returns the tensors of a block in the dtype; keys and values have one copy for each key head."""
     one = {
         n: t if len(t) == 1 else t[:: x.problem.group] for n in ("k", "v", "k_rope") if (t := getattr(x, n)) is not None
     }
@@ -57,7 +57,7 @@ def eager(x: Block, t: Leaves) -> Tensor:
 
 
 def torch_sdpa(x: Block, t: Leaves) -> Tensor:
-    """Computes torch's scaled_dot_product_attention."""
+    """Returns the output of torch's scaled_dot_product_attention."""
     q, k, v = (tensor[None] for tensor in (t["q"], by_query_head(t, "k"), by_query_head(t, "v")))
     mask = x.visible.expand(len(t["q"]), -1, -1)[None]
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=x.problem.scale)[0]
@@ -80,7 +80,7 @@ def tiled(x: Block, t: Leaves) -> tuple[Tensor, Tensor]:
 
 
 def tiled_gradients(x: Block, t: Leaves, dout: Tensor) -> Leaves:
-    """Computes gradients from out and lse by tiles: probabilities and dS in the dtype, sums in float32."""
+    """Returns gradients computed tile by tile from out and lse: probabilities and dS in the dtype, sums in float32."""
     dtype, scale, out_lse = t["q"].dtype, x.problem.scale, tiled(x, t)
     q, k, v, out = t["q"].float(), by_query_head(t, "k").float(), by_query_head(t, "v").float(), out_lse[0].float()
     delta, dout = (dout.float() * out).sum(-1, keepdim=True), dout.float()
@@ -98,7 +98,7 @@ def tiled_gradients(x: Block, t: Leaves, dout: Tensor) -> Leaves:
 
 
 def autograd(program: Callable[[Block, Leaves], Tensor]) -> Callable[[Block, Leaves, Tensor], Leaves]:
-    """Returns the gradients that torch's autograd computes for a program."""
+    """Returns a function that computes a program's gradients with torch's autograd."""
 
     def gradients(x: Block, t: Leaves, dout: Tensor) -> Leaves:
         t = {n: each.clone().requires_grad_() for n, each in t.items()}
@@ -119,7 +119,7 @@ def results(who: str, call: Any, change: Edit | None = None) -> Leaves:
     """Returns a program's results for a call, by output names; empty where the program cannot compute it.
 
     Args:
-        change: what is done to every block before: a fault.
+        change: edit applied to every block before the computation; introduces a fault.
     """
     outputs: Leaves = call.results()
     if indexer.serves(call):
@@ -147,7 +147,7 @@ def results(who: str, call: Any, change: Edit | None = None) -> Leaves:
         for o in selected_outputs:
             if o.kind in result:
                 written[o.name] = o.tensor
-                if o.view is None:  # of one sequence
+                if o.view is None:  # the output has one sequence
                     o.tensor.copy_(result[o.kind].reshape(o.tensor.shape))
                 else:
                     every = slice(0, p.heads_kv) if o.by_keys else heads
@@ -156,7 +156,7 @@ def results(who: str, call: Any, change: Edit | None = None) -> Leaves:
 
 
 def _indexer(x: Index, views: dict[str, Any]) -> None:
-    """Computes the indexer's lists and values, or the gradients of values, in the dtype; into views by kind."""
+    """Writes the indexer's lists and values, or the gradients of values, to the views; computes in the dtype."""
     dtype = x.problem.torch_dtype
     for b in range(len(x.extents)):
         q_len, kv_len = int(x.extents.q_len[b]), int(x.extents.kv_len[b])

@@ -15,7 +15,7 @@ from fusion_attention.bench.pair import Pair
 Call = Callable[[], object]
 MATMULS = 5
 RATE = "ours full, by rate"  # the peer computes other work: its rate is compared, not its time
-# Goals of features: speed relative to the call without the feature.
+# Goals: speed relative to the call without the feature.
 GROUPED, VISIBLE, SLOPES, DROPOUT, DBIAS = 0.9, 1 / 1.3, 1 / 1.1, 1 / 1.2, 1 / 1.25
 
 
@@ -36,7 +36,7 @@ def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) ->
 
 
 def grouped(quick: bool) -> Iterator[Pair]:
-    """Returns tensors with four query heads to a key head."""
+    """Times calls with four query heads for each key head."""
     size = 256 if quick else 1024
     for label, dtype in DTYPES.items():
         full_heads = rows(dtype, (32, 8), size, 128, grad=True)
@@ -106,7 +106,7 @@ def packed(quick: bool) -> Iterator[Pair]:
 def forward_and_backward(
     call: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...], dout: torch.Tensor
 ) -> None:
-    """Returns a function that runs one training step."""
+    """Runs forward and backward of a call."""
     torch.autograd.grad(call(), inputs, dout)
 
 

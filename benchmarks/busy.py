@@ -13,13 +13,13 @@ import fusion_attention as fa
 from fusion_attention.bench.report import Report
 
 CALLS = 6000
-TITLE = "A decode of 512 keys, 8 heads of 128, bfloat16, beside a busy process on every core: microseconds of a call"
+TITLE = "Decode of 512 keys, 8 heads of 128, bfloat16, while a process computes on every core: microseconds per call"
 COLUMNS = {"threads": -8, "p50": 8, "p90": 8, "p99": 8, "mean": 8, "CPU time": 9}
 
 
 @dataclass(frozen=True)
 class Waits:
-    """Microseconds of a call: percentiles, the mean, and CPU time of all threads."""
+    """Microseconds of a call: percentiles and mean of wall time, and mean CPU time of all threads."""
 
     threads: int
     p50: float

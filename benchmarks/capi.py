@@ -1,6 +1,6 @@
 """Times the C API: process start, the two phases of a call, and its share of the time of a large problem.
 
-benchmarks/capi_calls.cpp is the program. Times are of the processor, on one thread: neighbours disturb them little.
+benchmarks/capi_calls.cpp is the program. Most times are CPU time of one thread, which other processes affect little.
 """
 
 import os
@@ -48,7 +48,7 @@ def build(folder: Path) -> Path:
     """
     result = compiler()
     if result is None:
-        raise FileNotFoundError("the C API's benchmark needs a C++ compiler: install g++, or name one in CXX")
+        raise FileNotFoundError("no C++ compiler for the benchmark of the C API: install g++, or set CXX to a compiler")
     program = folder / "calls"
     flags = ["-std=c++17", "-O2", *shlex.split(environment.cflags())]
     subprocess.run([result, *flags, str(SOURCE), "-o", str(program), *shlex.split(environment.libs())], check=True)
@@ -56,7 +56,7 @@ def build(folder: Path) -> Path:
 
 
 def seconds(command: Sequence[str]) -> tuple[float, float]:
-    """Returns (wall, processor) seconds of a process from start to end."""
+    """Returns (wall, CPU) seconds of a process from start to end."""
     began, before = time.perf_counter(), os.times()
     subprocess.run(command, check=True, env=ONE, stdout=subprocess.DEVNULL)
     after = os.times()
@@ -65,7 +65,7 @@ def seconds(command: Sequence[str]) -> tuple[float, float]:
 
 
 def figures_of(program: Path, *words: str) -> list[list[float]]:
-    """Parses the numbers that the program prints."""
+    """Runs the program and returns the numbers of each printed line."""
     run = subprocess.run([str(program), *words], check=True, env=ONE, capture_output=True, text=True)
     return [[float(word) for word in line.split()] for line in run.stdout.splitlines()]
 
@@ -118,15 +118,15 @@ def measured(quick: bool, turns: int) -> list[Cost]:
     wall, used = ([statistics.median(pair[i] for pair in side) for side in (ours, torchs)] for i in (0, 1))
     return [
         Cost("aclInit to aclrtMalloc", "s", statistics.median(start) / 1e6, 0.3),
-        Cost("smallest program, of the processor", "s", used[0]),
+        Cost("smallest program, CPU time", "s", used[0]),
         Cost("  python -c 'import torch'", "s", used[1]),
         Cost("  the difference", "s", used[0] - used[1], 1.0),
-        Cost("smallest program, by the clock, less the same", "s", wall[0] - wall[1], 1.0),
+        Cost("  the difference in wall time", "s", wall[0] - wall[1], 1.0),
         Cost("phase 1 on new tensors", "us", fresh, 60.0),
-        Cost("phase 1 on known tensors", "us", repeated, 60.0),
-        Cost("phase 2, with what it computes of 16 tokens", "us", second),
-        Cost("  without", "us", second - computed, 30.0),
-        Cost(f"phase 2 on {large} tokens, beside Python's", "x", in_c / beside, 1.05),
+        Cost("phase 1 on unchanged tensors", "us", repeated, 60.0),
+        Cost("phase 2 on 16 tokens", "us", second),
+        Cost("  without the computation", "us", second - computed, 30.0),
+        Cost(f"phase 2 on {large} tokens / Python's time", "x", in_c / beside, 1.05),
     ]
 
 

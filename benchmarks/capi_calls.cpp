@@ -1,6 +1,6 @@
-// What calls of the C API cost, on one thread: started by benchmarks/capi.py, which links it as any program of CANN's.
-// capi_calls start: microseconds from aclInit to aclrtMalloc. capi_calls TOKENS TURNS: per turn, microseconds of
-// processor time of phase 1 over new tensors, phase 1 over known ones, and phase 2 of a repeatable executor.
+// Measures calls of the C API on one thread. benchmarks/capi.py links it like any program for CANN, and runs it.
+// capi_calls start: prints microseconds from aclInit to aclrtMalloc. capi_calls TOKENS TURNS: prints for each turn the
+// microseconds of CPU time of phase 1 on new tensors, of phase 1 on unchanged tensors, and of phase 2.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -31,7 +31,7 @@ aclTensor *tensor(const std::vector<int64_t> &shape, void *memory) {
                            shape.size(), memory);
 }
 
-// softmax(q k^T / 8) v of 2 heads of 64 numbers.
+// softmax(q k^T / 8) v of 2 heads with head dim 64.
 struct Attention {
     explicit Attention(int64_t tokens) : tokens(tokens) {}
 

@@ -1,6 +1,6 @@
-"""Times the recording of a small call, for the first files of a folder and for the 20,000th.
+"""Times the recording of a small call in an empty folder and in a folder of 20,000 files.
 
-python -m benchmarks.captures      # the lowest of all turns, in microseconds
+python -m benchmarks.captures      # prints the lowest time of all turns, in microseconds
 """
 
 import tempfile
@@ -13,7 +13,7 @@ import torch
 import fusion_attention as fa
 
 FILES, TURNS = 20_000, 300
-ALONE, EMPTY, FULL, DISK = "the call alone", "among the first files", "as file {} and on", "the file alone"
+ALONE, EMPTY, FULL, DISK = "without recording", "recorded, empty folder", "recorded, {} files", "writing the file"
 
 
 def lowest(call: Callable[[], object], turns: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Times DeepSeek-V4's attention: a window beside compressed keys, a decode, and the choice of keys."""
+"""Times DeepSeek-V4's attention: a window and compressed keys, a decode over them, and the selection of keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusion_attention.bench.pair import Pair
 
 GROUP, DECODE, INDEXER = "compressed keys", "decode of compressed keys", "indexer of compressed keys"
 HEADS, DIM, WINDOW, SCALE = 64, 512, 128, 512**-0.5
-FEW = 16  # rows of the eager program, which has memory of rows x keys
+FEW = 16  # rows of the eager program, which stores rows x keys scores
 # (ratio, entries of a list or 0 for all): fractions of the peak of a forward and of a backward on AVX512-BF16.
 LAYERS = {(4, 512): (0.75, 0.65), (128, 0): (0.7, 0.65)}
 OTHERS, EAGER, DECODED = 0.6, 10.0, 0.6  # fraction of the peak on other processors; speed relative to eager torch
@@ -23,7 +23,7 @@ INDEX_HEADS, INDEX_DIM = 64, 128
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """The last `rows` rows of a sequence of `tokens` tokens, with lists or without.
+    """The tensors of a layer for one sequence, with lists of compressed keys or without.
 
     Args:
         leaves: q, k, compressed keys and sinks.
@@ -35,7 +35,7 @@ class Layer:
 
     @classmethod
     def of(cls, tokens: int, ratio: int, count: int) -> Layer:
-        """Random rows of a sequence from its first token on."""
+        """Makes a layer with random tensors; count: entries of each row's list, or 0 for no lists."""
         torch.manual_seed(0)
         shapes = (1, tokens, HEADS, DIM), (1, tokens, 1, DIM), (1, tokens // ratio, 1, DIM)
         rows = tuple(torch.randn(shape).bfloat16().requires_grad_() for shape in shapes)
@@ -48,14 +48,14 @@ class Layer:
         return cls((*rows, torch.randn(HEADS, requires_grad=True)), ratio, lists)
 
     def pairs(self, rows: int) -> int:
-        """Pairs of the last rows and the keys that they read."""
+        """Returns the number of pairs of the last `rows` rows and the keys that they read."""
         tokens = self.leaves[0].shape[1]
         closed = visible(tokens, self.ratio).sum(1)
         listed = closed if self.lists is None else closed.clamp(max=self.lists.shape[-1])
         return int((torch.arange(1, tokens + 1).clamp(max=WINDOW) + listed)[-rows:].sum())
 
     def ours(self) -> torch.Tensor:
-        """All rows."""
+        """Computes all rows with our function."""
         q, k, compressed, sink = self.leaves
         words: Any = {"ratio": self.ratio, "band": fa.Band.window(WINDOW - 1), "scale": SCALE, "sink": sink}
         out = fa.compressed_attention(q, k, compressed, self.lists, **words)
@@ -63,7 +63,7 @@ class Layer:
         return out
 
     def eager(self) -> torch.Tensor:
-        """The last FEW rows as transformers' layer computes them: all keys of both sources, masked."""
+        """Computes the last FEW rows like transformers' layer: over all keys of both sources, with a mask."""
         q, k, compressed, sink = self.leaves
         tokens = q.shape[1]
         row, key = torch.arange(tokens - FEW, tokens)[:, None], torch.arange(tokens)
@@ -83,7 +83,7 @@ class Layer:
 
 
 def visible(tokens: int, ratio: int) -> torch.Tensor:
-    """[tokens, compressed keys] bool: those that each row sees."""
+    """Returns bool [tokens, compressed keys]: true where a row may attend to a compressed key."""
     return torch.arange(tokens // ratio) < (torch.arange(tokens)[:, None] + 1) // ratio
 
 
@@ -111,7 +111,7 @@ def _gradient(out: torch.Tensor, leaves: tuple[torch.Tensor, ...], dout: torch.T
 
 
 def decode(quick: bool) -> Iterator[Pair]:
-    """Times a token of 8 sequences over compressed keys in pages, all and chosen, beside the same keys in rows."""
+    """Times a token of 8 sequences over compressed keys in pages, all or selected, beside the same keys in rows."""
     batch, tokens, page = 8, 4096 if quick else 32768, 64
     for ratio, count in LAYERS:
         torch.manual_seed(0)
@@ -144,7 +144,7 @@ def decode(quick: bool) -> Iterator[Pair]:
 
 
 def indexing(quick: bool) -> Iterator[Pair]:
-    """Times the choice of 512 keys of 4 tokens each, beside that of 512 of as many keys of one token."""
+    """Times the selection of 512 keys, each compressed from 4 tokens, beside that of 512 of as many plain keys."""
     rows, keys = 256, 1024 if quick else 8192
     torch.manual_seed(0)
     q, k = torch.randn(1, rows, INDEX_HEADS, INDEX_DIM).bfloat16(), torch.randn(1, keys, 1, INDEX_DIM).bfloat16()

@@ -24,8 +24,8 @@ READ_BYTES = 1 << 28
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a decode step and the storage of its cache. page: tokens of a page; 0 stands for contiguous rows.
-    called: calls npu_incre_flash_attention over pages in memory of torch.empty, instead of a plan over huge pages.
-    cached: every table entry is the same page, which stays in a cache, so that only arithmetic takes time."""
+    called: call npu_incre_flash_attention over pages in memory of torch.empty, instead of a plan over huge pages.
+    cached: all table entries are the same page, which stays in the CPU's cache, so that only arithmetic takes time."""
 
     name: str
     batch: int = 8
@@ -67,7 +67,7 @@ def rows(tensor: torch.Tensor, dim: int) -> RowView:
 
 
 def numbers(s: Shape, dim: int) -> torch.Tensor:
-    """Returns [batch, heads, keys, dim] of the cache in huge pages, like PagedKVCache; a byte has two int4 numbers."""
+    """Returns random [batch, heads, keys, dim] in huge pages of memory, like PagedKVCache; two int4 numbers a byte."""
     shape = (s.batch, s.heads_kv, s.keys, dim // 2 if s.kind == "int4" else dim)
     if s.stored:
         values = zeros(shape, torch.int8).copy_(torch.randint(-128, 128, shape, dtype=torch.int8))
@@ -76,7 +76,7 @@ def numbers(s: Shape, dim: int) -> torch.Tensor:
 
 
 def paged(s: Shape, tensor: torch.Tensor, dim: int, table: torch.Tensor) -> PagedView:
-    """Returns the same rows as pages [heads, page, dim], in the table's order."""
+    """Returns the rows of `tensor` as a pool of pages [heads, page, dim], in the table's order."""
     pages = table.shape[1]
     full = torch.nn.functional.pad(tensor, (0, 0, 0, pages * s.page - s.keys))
     parts = full.unflatten(2, (pages, s.page)).transpose(1, 2).flatten(0, 1)
@@ -152,14 +152,14 @@ def step(s: Shape) -> Step:
 
 
 def reader(small_pages: bool) -> Callable[[], object]:
-    """Returns a function that reads memory with torch's threads: huge pages or torch.empty, as the case's cache."""
+    """Returns a function that reads READ_BYTES with torch's threads; small_pages: from memory without huge pages."""
     count = READ_BYTES // 8
-    # The fastest function of torch that reads memory.
+    # max() is torch's fastest function that reads memory.
     return (torch.empty(count, dtype=torch.int64).zero_() if small_pages else zeros((count,), torch.int64)).max
 
 
 def onnx_peer(s: Shape) -> Callable[[], object] | None:
-    """Returns onnxruntime's GroupQueryAttention over a float32 cache of the same numbers; None if not installed."""
+    """Returns a function that runs onnxruntime's GroupQueryAttention on a float32 cache; None if not installed."""
     try:
         import onnxruntime
         from onnx import TensorProto, helper
@@ -187,9 +187,9 @@ def onnx_peer(s: Shape) -> Callable[[], object] | None:
     model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # others are timed between its turns
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # else its threads slow the other calls
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
-    binding = session.io_binding()  # past and present share memory, as in a decode loop
+    binding = session.io_binding()  # past and present keys share memory, as in a decode loop
     shared = {name: onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(cache, np.float32)) for name in ("k", "v")}
     for name, shape in inputs.items():
         value = shared[name[-1]] if name.startswith("past") else torch.randn(shape).numpy()
@@ -204,7 +204,7 @@ def onnx_peer(s: Shape) -> Callable[[], object] | None:
 
 
 def peers(t: Step) -> dict[str, Callable[[], object]]:
-    """Returns the alternatives: over the contiguous cache, and over pages with a gather before the computation."""
+    """Returns the alternatives by name: on the contiguous cache, and on pages with a gather before the computation."""
     s = t.shape
     if s.stored or s.shares:
         return {}

@@ -1,7 +1,7 @@
 """Defines the decode cases of `make bench` and their goals, and measures them.
 
-Each case alternates with its alternatives, with other forms of the call, and with reading memory and multiplying in
-registers, so that a machine whose speed changes affects all equally. bandwidth_share is our rate of reading the cache
+Runs of each case alternate with its alternatives, other forms of the call, reading of memory and multiplication in
+registers, so that changes of the machine's speed affect all equally. bandwidth_share is our rate of reading the cache
 divided by the rate of reading memory in pages of the same size.
 """
 
@@ -28,9 +28,10 @@ class Case:
     """A shape and its goals.
 
     Args:
-        peers: measure a user's alternatives; ratios are their time / ours.
-        others: other forms of the call by name; ratios are our rate of reading / theirs, or of times with by_time.
-        goals: of ratios, by the names of peers and others.
+        peers: measure the alternatives; ratios are their time / ours.
+        others: other forms of the call by name; ratios are our rate of reading / theirs.
+        by_time: ratios to `others` are their time / ours.
+        goals: lower limits of ratios, by the names of peers and others.
         slow, fast: the goal of bandwidth_share where memory is slower or faster than FAST; 0: none.
         read_part: factor of that goal, or of the rate that 0.75 of the peak arithmetic allows where that is less.
     """
@@ -47,8 +48,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Medians over turns: milliseconds, GB/s, fraction of the reading rate, GFLOP/s and their fraction of the peak, and
-    ratios; goals of the fraction and of ratios, by name."""
+    """The medians of a case over all turns.
+
+    Attributes:
+        ms: our time in milliseconds.
+        rate, read: GB/s of our reading of the cache, and of reading memory.
+        bandwidth_share: their ratio.
+        gflops, share_of_peak: our GFLOP/s, and their fraction of the peak.
+        ratios: comparisons with peers and other forms, by name.
+        goals: lower limits of ratios by name; "share": of bandwidth_share.
+    """
 
     name: str
     ms: float
@@ -106,7 +115,7 @@ CASES = (
 
 
 def measure(case: Case, turns: int) -> Row:
-    """Times a case, its alternatives, its other forms, reading and multiplying in alternation, after a warm-up."""
+    """Times a case, its alternatives, other forms, reading and multiplication in alternating runs, after a warm-up."""
     s, t = case.shape, step(case.shape)
     calls: dict[str, Callable[[], object]] = {"ours": t.ours, "read": reader(s.called)}
     named = {name: step(other) for name, other in case.others.items()}
@@ -145,7 +154,7 @@ def measure(case: Case, turns: int) -> Row:
 
 
 def smaller(case: Case) -> Case:
-    """Returns the shape with one sequence, for quick runs."""
+    """Returns the case with one sequence, for quick runs."""
     others = {name: replace(other, batch=1) for name, other in case.others.items()}
     return replace(case, shape=replace(case.shape, batch=1), others=others)
 
@@ -193,7 +202,7 @@ COLUMNS = {
 
 
 def show(row: Row, report: Report) -> None:
-    """Prints a row of the decode table, which contains rates of bytes."""
+    """Prints a row of the decode table."""
 
     def listed(values: dict[str, float]) -> str:
         return ", ".join(f"{name} {value:.2f}" for name, value in values.items())

@@ -1,4 +1,4 @@
-"""Times training attention beside torch's SDPA, with a mask where necessary, and FlexAttention where it applies."""
+"""Times training attention beside torch's SDPA, with a mask where it needs one, and beside FlexAttention."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ import fusion_attention as fa
 from fusion_attention.bench.pair import Pair
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-PEAKS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float32"}  # float16 is computed as float32
+PEAKS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float32"}  # float16 is computed in float32
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # Goals at full size (S 2048, 8 heads), full and causal: speed relative to SDPA, and fraction of the peak.
 FORWARD = {
@@ -44,7 +44,7 @@ def rows(dtype: torch.dtype, heads: tuple[int, int], size: int, dim: int, *, gra
 
 
 def arithmetic(q: torch.Tensor, pairs: int, matmuls: int) -> int:
-    """Returns the floating-point operations over the visible pairs of all heads."""
+    """Returns the floating-point operations of `matmuls` products over `pairs` visible pairs in every head of q."""
     return 2 * q.shape[1] * pairs * q.shape[-1] * matmuls
 
 
@@ -54,7 +54,7 @@ def triangle(size: int) -> int:
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:
-    """Returns a function without arguments that runs our forward."""
+    """Returns a function that runs our forward."""
     return torch.no_grad()(lambda: fa.attention(q, k, v, layout="BNSD", **options))
 
 
@@ -164,7 +164,7 @@ def packed(quick: bool) -> Iterator[Pair]:
     """Times sequences of very different lengths: packed for us, padded with a key mask for SDPA."""
     lengths, heads, dim = packed_lengths(32 if quick else 100), 12, 64
     count, total, longest = len(lengths), sum(lengths), max(lengths)
-    padding = count * longest**2 / sum(n * n for n in lengths)  # what the peer computes for one pair of ours
+    padding = count * longest**2 / sum(n * n for n in lengths)  # pairs that the peer computes for each of our pairs
     for label in ("fp32", "bf16"):
         dtype = DTYPES[label]
         q, k, v = (torch.randn(total, heads, dim, dtype=dtype) for _ in range(3))

@@ -1,6 +1,6 @@
-"""Times attention over sequences on several processes; measures memory, balance and overhead.
+"""Times attention over sequences sharded across processes; measures memory, balance and overhead.
 
-python -m benchmarks.distributed RANK WORLD STORE       # a rank, which takes its orders from standard input
+python -m benchmarks.distributed RANK WORLD STORE       # runs a rank, which reads commands from standard input
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from fusion_attention.distributed import attention
 from fusion_attention.distributed.layout import layout_of
 
 HEADS, DIM = 4, 128
-TITLE = "Sequences over processes of one thread each, causal, bfloat16, forward and backward"
+TITLE = "Sequences sharded across processes of one thread each, causal, bfloat16, forward and backward"
 COLUMNS = {"what": -52, "ours": 10, "measure": 10, "ratio": 6, "goal": 6}
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A measured value of several ranks and its reference.
+    """A measured value of sharded attention and its reference value.
 
     Args:
         what: name of the measured value.
         ours, measure: value and reference in milliseconds, megabytes, pairs or microseconds.
-        ratio: of the two, to compare with the goal.
+        ratio: ratio or difference of the two, which is compared with the goal.
         goal: lower limit of rates, upper limit of all others; 0: none.
     """
 
@@ -52,7 +52,7 @@ class Shared:
 
 
 class Ranks:
-    """Processes of one world that execute commands."""
+    """The processes of one world, which execute commands; leaving the context ends them."""
 
     def __init__(self, world: int) -> None:
         store = str(Path(tempfile.mkdtemp()) / "store")
@@ -67,7 +67,7 @@ class Ranks:
         ]  # fmt: skip
 
     def ask(self, what: str, **words: Any) -> list[dict[str, float]]:
-        """Returns the answer of each rank to a command."""
+        """Sends a command to all ranks and returns the measurements of each."""
         for process in self._all:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"what": what, **words}) + "\n")
@@ -94,7 +94,7 @@ def _step(call: Callable[..., Any], given: list[torch.Tensor]) -> None:
     call(q, k, v, band=Band.causal()).backward(upstream)
 
 
-def _of_one(length: int) -> Callable[[], None]:
+def _one_process_step(length: int) -> Callable[[], None]:
     given = _tensors(length)
     return lambda: _step(fa.attention, given)
 
@@ -105,14 +105,14 @@ def _rank(rank: int, world: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     state: tuple[Any, list[torch.Tensor]] = (None, [])
     for line in sys.stdin:
-        order = json.loads(line)
-        length, schedule = order["length"], order.get("schedule", "")
-        if state[0] != order:
-            tokens = layout_of(schedule, (length,), (world,)).sizes[rank] if order["what"] == "step" else length
+        command = json.loads(line)
+        length, schedule = command["length"], command.get("schedule", "")
+        if state[0] != command:
+            tokens = layout_of(schedule, (length,), (world,)).sizes[rank] if command["what"] == "step" else length
             state = (
-                order,
+                command,
                 [torch.zeros(length, dtype=torch.uint8) for _ in range(2)]
-                if order["what"] == "send"
+                if command["what"] == "send"
                 else _tensors(tokens),
             )
 
@@ -121,13 +121,13 @@ def _rank(rank: int, world: int, store: str) -> None:
 
         dist.barrier()
         before, begun, cpu = resident("VmRSS"), time.perf_counter(), time.process_time()
-        if order["what"] == "send":
+        if command["what"] == "send":
             out, into = state[1]
             around = dist.P2POp(dist.isend, out, (rank + 1) % world), dist.P2POp(dist.irecv, into, (rank - 1) % world)
             for work in dist.batch_isend_irecv(list(around)):
                 work.wait()
         else:
-            _step(call if order["what"] == "step" else fa.attention, state[1])
+            _step(call if command["what"] == "step" else fa.attention, state[1])
         taken, used = time.perf_counter() - begun, time.process_time() - cpu
         results = {"ms": taken * 1e3, "cpu_ms": used * 1e3, "mb": (resident("VmHWM") - before) / 1e6}
         print(json.dumps(results), flush=True)
@@ -138,7 +138,7 @@ def rates(quick: bool, turns: int) -> list[Shared]:
     length, result = 2048 if quick else 16384, []
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    one = _of_one(length)
+    one = _one_process_step(length)
     try:
         with Ranks(2) as ranks:
             for schedule, goal in (("zigzag", 0.9), ("ring", 0.0), ("allgather", 0.0), ("ulysses", 0.0)):
@@ -148,7 +148,7 @@ def rates(quick: bool, turns: int) -> list[Shared]:
                     one()
                     taken = ((time.perf_counter() - begun) * 1e3, (time.process_time() - cpu) * 1e3)
                     each = ranks.ask("step", length=length, schedule=schedule)
-                    if turn:  # the first warms both
+                    if turn:  # the first turn is a warm-up
                         measure.append(taken)
                         ours.append((max(rank["ms"] for rank in each), sum(rank["cpu_ms"] for rank in each)))
                 for at, clock, bound in ((0, "wall ms", goal), (1, "CPU ms", 0.0)):
@@ -163,7 +163,7 @@ def rates(quick: bool, turns: int) -> list[Shared]:
 def memory(quick: bool) -> list[Shared]:
     """Measures the memory of a rank beyond its tensors, with equal tensors per rank in worlds of three and four."""
     tokens, grown = 1024 if quick else 8192, []
-    for world in (3, 4):  # with two there is one block of others, and no second
+    for world in (3, 4):  # with two ranks, only one block arrives from other ranks
         with Ranks(world) as ranks:
             grown.append(max(rank["mb"] for rank in ranks.ask("step", length=tokens * world, schedule="zigzag")))
     return [Shared(f"zigzag, growth of a rank with {tokens} tokens, 4 ranks beside 3, MB", grown[1], grown[0],
@@ -197,7 +197,7 @@ def overhead() -> list[Shared]:
         ours, measure = (statistics.median(times) for times in taken.values())
     finally:
         dist.destroy_process_group()
-    return [Shared("a world of one, us a call; goal: at most 20 more", ours, measure, ours - measure, 20.0)]
+    return [Shared("one rank, us per call; goal: at most 20 more", ours, measure, ours - measure, 20.0)]
 
 
 def show(quick: bool, turns: int, console: Console) -> list[Shared]:

@@ -1,4 +1,4 @@
-"""Times optional features, shapes and bands beside a call without them."""
+"""Times optional features, shapes and bands beside a plain call."""
 
 import dataclasses
 import functools
@@ -69,7 +69,7 @@ def rates(quick: bool) -> Iterator[Pair]:
         yield pair(f"D{dim}", forward(*given), arithmetic(given[0], size * size, 2), goal)
     wider_keys = rows(BF16, (8, 8), size, 192)
     yield pair("D192/128", forward(*wider_keys[:2], v), 2 * 8 * size * size * (192 + 128), 0.85)
-    cost = 1 / 1.25  # of what a band leaves visible
+    cost = 1 / 1.25  # limit for the rate over the visible pairs of a band
     given = rows(BF16, (8, 8), long, 128)
     pairs = 256 * long - triangle(255)
     yield pair(f"window 256, S{long}", forward(*given, band=fa.Band.window(255, 0)), arithmetic(q, pairs, 2), cost)
@@ -77,7 +77,7 @@ def rates(quick: bool) -> Iterator[Pair]:
     ours = forward(q, k, v, band=fa.Band.prefix_causal([prefix]))
     yield pair(f"prefix {prefix}, S{size}", ours, arithmetic(q, triangle(size) + triangle(prefix - 1), 2), cost)
     mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-    for mode in (7, 8):  # two sequences, one of them cut between devices: its diagonal is shifted
+    for mode in (7, 8):  # two sequences; one continues on another device, so its diagonal is shifted
         q_len, kv_len = np.array([size, size]), np.array([size + size // 2, size + size // 2])
         given = [torch.randn(int(n.sum()), 8, 128, dtype=BF16) for n in (q_len, kv_len, kv_len)]
         ends = dict(actual_seq_qlen=np.cumsum(q_len).tolist(), actual_seq_kvlen=np.cumsum(kv_len).tolist())
@@ -88,6 +88,7 @@ def rates(quick: bool) -> Iterator[Pair]:
 
 
 def _visible(q_len: np.ndarray, kv_len: np.ndarray, mode: int, next_: int) -> int:
+    """Returns the number of visible pairs of a sparse mode."""
     lo, hi, prefix = mode_band(mode, True, 2**31 - 1, next_, None, q_len, kv_len)
     total = 0
     for b in range(len(q_len)):
@@ -98,6 +99,8 @@ def _visible(q_len: np.ndarray, kv_len: np.ndarray, mode: int, next_: int) -> in
 
 
 def with_threads(count: int, call: Callable[[], object]) -> Callable[[], object]:
+    """Returns a function that runs the call with `count` threads of torch."""
+
     def run() -> None:
         before = torch.get_num_threads()
         torch.set_num_threads(count)
@@ -108,7 +111,7 @@ def with_threads(count: int, call: Callable[[], object]) -> Callable[[], object]
 
 
 def threads(quick: bool) -> Iterator[Pair]:
-    """Times all threads beside one thread, and the AVX2 variant beside its peak."""
+    """Times all threads beside one thread, and the AVX2 kernels beside their peak."""
     size, count = 512 if quick else 2048, torch.get_num_threads()
     for heads in (8, 1):
         q, k, v = rows(BF16, (heads, heads), size, 128)
@@ -140,7 +143,7 @@ def planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Plan, An
 
 
 def overhead_us() -> float:
-    """Returns microseconds of plan.run() for sixteen rows of one head, where the core has almost no work."""
+    """Returns microseconds of plan.run() for sixteen rows of one head, where the kernels take almost no time."""
     forward_plan, operands = planned(*rows(torch.float32, (1, 1), 16, 64))
     best = 1e9
     for _ in range(200):

@@ -1,6 +1,6 @@
 """Times inference over a cache: prompts, chunks of prompts, mixed batches over pages, a shared prefix, and MLA.
 
-Every row is a planned call in the intermediate representation, beside the same work in another form. A cache lies in
+Every row is a planned call in the intermediate representation beside the same work in another form. The cache is in
 pages [heads, page, dim] in random order unless a row says otherwise.
 """
 
@@ -27,10 +27,11 @@ class Case:
 
     Args:
         page: tokens of a page; 0: rows [sequence, head, token].
-        kind: type of the cache: "bfloat16" or "int8", with scales of channels.
-        common: number of first keys that all sequences have in common.
-        merged: store them once in separate memory (true), or in pages of all tables.
-        rope, shares: number of rotary elements; values are the keys.
+        kind: type of the cache: "bfloat16", or "int8" with a scale for each channel.
+        common: number of keys in the prefix that all sequences share.
+        merged: store the prefix once in separate memory; otherwise in pages that all tables contain.
+        rope: number of rotary elements.
+        shares: the values are the keys.
     """
 
     q_len: tuple[int, ...]
@@ -57,7 +58,7 @@ class Case:
 
     @property
     def extents(self) -> Extents:
-        """Returns causal visibility in which the last row attends to the last key."""
+        """Returns causal visibility in which the last row attends to all keys."""
         lengths = np.array(self.q_len, np.int64), np.array(self.kv_len, np.int64)
         band = Band.causal("end") if max(self.q_len) > 1 else Band.full()
         return Extents(*lengths, *band.resolve(*lengths), np.zeros_like(lengths[0]))
@@ -142,7 +143,7 @@ def rows_of_all(quick: bool) -> Iterator[Pair]:
 
 
 def mixed(prompt: int, count: int, keys: int, quick: bool) -> Pair:
-    """Times a prompt and single rows of other sequences, in one call and in two."""
+    """Times a prompt and single rows of other sequences in one call, beside two calls."""
     first, rest = Case((prompt,), (prompt,)), Case((1,) * count, (keys,) * count)
     both = Case(first.q_len + rest.q_len, first.kv_len + rest.kv_len)
     calls = call(first), call(rest)
@@ -157,8 +158,8 @@ def mixed(prompt: int, count: int, keys: int, quick: bool) -> Pair:
 
 
 def prefix(heads_kv: int, common: int, count: int, goal: float, share_goal: float, quick: bool) -> Pair:
-    """Times one row of each sequence over a prefix in separate memory and in pages of all tables. The goal applies to
-    the ratio, or to the fraction of the peak where that is less."""
+    """Times one row of each sequence over a prefix in separate memory and in pages of all tables. goal: of the ratio;
+    share_goal: of the fraction of the peak instead, unless 0."""
     ours = Case((1,) * count, (common + 64,) * count, heads_kv, common=common, page=0)
     other = replace(ours, page=64, merged=False)
     name = f"shared prefix {common}, suffix 64, batch {count}, {heads_kv} key heads"

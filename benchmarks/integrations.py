@@ -1,6 +1,6 @@
 """Times our functions through the APIs of transformers, flash-attn and FlexAttention.
 
-A model's peer is the same model with the same weights on torch's SDPA. "attention" rows call what a layer calls, with
+A model's peer is the same model with the same weights on torch's SDPA. "attention" rows repeat a layer's call of its
 the tensors, the mask and the words that the layer hands over.
 """
 
@@ -26,7 +26,7 @@ STEPS = dict(lr=1e-5, fused=True)
 
 
 def transformers() -> Any:
-    """Imports transformers and registers our attention function."""
+    """Registers our attention function with transformers and returns the module."""
     import transformers as module
 
     from fusion_attention.integrations.transformers import register
@@ -40,7 +40,7 @@ def models(kind: str, config: Any, dtype: torch.dtype) -> list[Any]:
     results = []
     for attention in (OURS, "sdpa"):
         torch.manual_seed(0)
-        copied_config = copy.deepcopy(config)  # which a model writes its attention into
+        copied_config = copy.deepcopy(config)  # a model writes the name of its attention to its configuration
         model = getattr(transformers(), kind)._from_config(copied_config, attn_implementation=attention, dtype=dtype)
         results.append(model.eval())
     assert [model.config._attn_implementation for model in results] == [OURS, "sdpa"]
@@ -48,7 +48,7 @@ def models(kind: str, config: Any, dtype: torch.dtype) -> list[Any]:
 
 
 def linear(model: Any, tokens: int) -> int:
-    """Returns the floating-point operations of a model's linear layers."""
+    """Returns the floating-point operations of a model's linear layers for `tokens` tokens."""
     return sum(2 * tokens * m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
 
 
@@ -147,7 +147,7 @@ class LayerCall:
 
 
 def a_layers_call(model: Any, ids: Tensor) -> LayerCall:
-    """Returns the call of a model's first layer; q, k and v have the same memory layout."""
+    """Runs a model and returns the attention call of its first layer; q, k and v get the same memory layout."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = model.config._attn_implementation
@@ -194,7 +194,7 @@ def documents(tokens: int) -> list[int]:
 
 
 def flex(quick: bool) -> Iterator[Pair]:
-    """Times causal documents in one row beside FlexAttention's compiled block mask, which has no backward on a CPU."""
+    """Times causal documents in one row beside compiled FlexAttention with a block mask, which has no CPU backward."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     from fusion_attention.integrations.flex_attention import flex_attention

@@ -1,7 +1,7 @@
-"""Measures the host time of a planned call of the Triton back end without Triton's launches; needs no GPU.
+"""Measures the CPU time of a planned call of the Triton back end without its kernel launches; needs no GPU.
 
-Launches are counted and left out; all else runs as on a GPU, on the CPU's memory. Times are of the processor, on one
-thread: neighbours disturb them little.
+Launches are counted and skipped; all other code runs as on a GPU, with tensors in the CPU's memory. Times are CPU time
+of one thread, which other processes affect little.
 """
 
 import contextlib
@@ -41,30 +41,32 @@ class Cost:
 
 
 def of_rows(heads: int, dim: int = 128, tokens: int = TOKENS, dtype: torch.dtype = BF16) -> RowView:
-    """Returns one tensor with the rows of all sequences."""
+    """Returns a view of a zero tensor with the rows of all sequences."""
     memory = torch.zeros(SEQUENCES, tokens, heads, dim, dtype=dtype)
     at, heads_apart = np.arange(SEQUENCES) * memory.stride(0), np.full(SEQUENCES, memory.stride(2))
     return RowView((memory,), at, memory.stride(1), heads_apart, dim)
 
 
 def stats_of(heads: int, tokens: int) -> Stats:
+    """Returns zero statistics of all sequences."""
     return Stats(*(of_rows(heads, 1, tokens, torch.float32) for _ in range(2)))
 
 
 def causal(rows: int, keys: int) -> Extents:
+    """Returns causal visibility in which the last row attends to all keys."""
     q, kv = np.full(SEQUENCES, rows), np.full(SEQUENCES, keys)
     return Extents(q, kv, q * 0 - INFINITE, kv - q + 1, q * 0, kv - q)
 
 
 def dense() -> tuple[Problem, Extents, Operands, Grads]:
-    """Plans a layer of a training step."""
+    """Makes the calls of a layer in a training step."""
     operands = Operands(of_rows(8), of_rows(2), of_rows(2), of_rows(8), stats_of(8, TOKENS))
     grads = Grads(of_rows(8), of_rows(8), of_rows(2), of_rows(2))
     return Problem(8, 2, 128, 128, dtype="bfloat16", scale=0.1), causal(TOKENS, TOKENS), operands, grads
 
 
 def decoding(int8: bool) -> tuple[Problem, Extents, Operands]:
-    """Plans one token of every sequence, over pages; integers with a scale for every token."""
+    """Makes a call with one token of every sequence over pages; int8: integers with a scale for every token."""
     keys = 10 * PAGE
     table = torch.arange(SEQUENCES * keys // PAGE, dtype=torch.int32).view(SEQUENCES, -1)
 
@@ -81,13 +83,13 @@ def decoding(int8: bool) -> tuple[Problem, Extents, Operands]:
 
 
 @contextlib.contextmanager
-def left_out() -> Iterator[list[Any]]:
+def without_launches() -> Iterator[list[Any]]:
     """Context manager that skips kernel launches and records them."""
     import triton
 
     launched: list[Any] = []
     with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True  # so that the CPU's memory is not refused
+        triton.knobs.runtime.interpret = True  # makes the back end accept tensors in the CPU's memory
         from fusion_attention.backends.triton.dense import launch as launch_dense
 
         real = launch_dense.launch
@@ -100,7 +102,7 @@ def left_out() -> Iterator[list[Any]]:
 
 def measured(quick: bool, turns: int) -> list[Cost]:
     """Returns medians of all times."""
-    with left_out() as launched:
+    with without_launches() as launched:
         problem, extents, operands, grads = dense()
         op_kinds = ("attention_forward", "attention_backward")
         forward, backward = (plan(problem, extents, CPU, "triton", op_kind) for op_kind in op_kinds)
@@ -112,7 +114,7 @@ def measured(quick: bool, turns: int) -> list[Cost]:
 
 
 def cost_of(name: str, call: Callable[[], None], launched: list[Any], count: int, turns: int) -> Cost:
-    """Measures a call that has run before."""
+    """Measures a call after a warm-up."""
     call()
     launched.clear()
     call()
@@ -130,7 +132,7 @@ def show(quick: bool, turns: int, console: Console) -> list[Cost]:
     if importlib.util.find_spec("triton") is None:
         console.print("launches: the package triton is not installed")
         return []
-    title = "What a planned call of the Triton back end costs the host, besides its launches; medians"
+    title = "CPU time of a planned call of the Triton back end without its launches; medians"
     report = Report(console, title, {"call": -20, "launches": 8, "us": 8, "goal": 8, "reached": -7})
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -26,8 +26,8 @@ from fusion_attention.ir.problem import (
 # (speed relative to eager torch, fraction of the bfloat16 peak)
 LISTS = {"bf16": (4.0, 0.60), "fp32": (3.0, 0.0)}
 BANDS = {"bf16": (4.0, 0.0), "fp32": (4.0, 0.0)}
-WARM_DIM, WARM_LENGTH = 128, 4096  # of the attention that keys are not selected for: every head has keys of its own
-CHUNKS = {"bf16": 32, "fp32": 4}  # rows at a time with which gathering is fastest
+WARM_DIM, WARM_LENGTH = 128, 4096  # of attention over all keys, where every head has its own keys
+CHUNKS = {"bf16": 32, "fp32": 4}  # rows per chunk at which the gathers are fastest
 LEAST = 1e-8
 
 
@@ -51,7 +51,7 @@ class Loss:
         return IndexerLossProblem(*sizes, dtype, dtype, self.scale, select_count=slots)  # type: ignore[arg-type]
 
     def ours(self, extents: Extents) -> Callable[[], None]:
-        """Returns a function that runs our loss, which first computes the statistics where all keys are read."""
+        """Returns a function that runs our loss; without a selection, it first computes the statistics."""
         p, dim = self.problem, self.q.shape[2] - ROPE
         statistics = Stats(*(one(torch.empty(len(self.q), 1, 1)) for _ in range(2)))
         listed = None if self.indices is None else one(self.indices)
@@ -73,13 +73,13 @@ class Loss:
 
 
 def divergence(target: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Computes the loss of rows; without a selection, scores of invisible keys are -inf."""
+    """Returns the loss of rows; without a selection, scores of invisible keys are -inf."""
     log_y = torch.log_softmax(scores, -1).clamp(min=float(np.log(LEAST)))
     return (target * (target.clamp(min=LEAST).log() - log_y)).sum()
 
 
 def eager_lists(s: Loss, chunk: int) -> Callable[[], None]:
-    """Computes gathers and batched products in chunks of rows, and the backward of each."""
+    """Returns a function that runs forward and backward of chunks of rows, with gathers and batched products."""
     qi, ki, w = (t.clone().requires_grad_() for t in (s.qi, s.ki, s.w))
     assert s.indices is not None
     listed = s.indices[:, 0].long()
@@ -93,7 +93,7 @@ def eager_lists(s: Loss, chunk: int) -> Callable[[], None]:
                 products = (s.q[i : i + chunk] @ s.k[:, 0][at].mT).float()
                 target = (products.mul_(s.scale).sub_(s.lse[i : i + chunk])).exp_().mean(1)
             keys = ki[:, 0].index_select(0, at.flatten()).view(*at.shape, INDEX_DIM)
-            dots = (qi[i : i + chunk] @ keys.mT).float().relu()  # as softmax wants its logits
+            dots = (qi[i : i + chunk] @ keys.mT).float().relu()  # float32, as for softmax
             scores = (w[i : i + chunk].float() @ dots)[:, 0]
             divergence(target, scores).backward()
 
@@ -101,7 +101,7 @@ def eager_lists(s: Loss, chunk: int) -> Callable[[], None]:
 
 
 def eager_bands(s: Loss, chunk: int, sliced: bool) -> Callable[[], None]:
-    """Computes products of chunks of rows with all keys, or (sliced) with their visible keys, and the backward."""
+    """Returns a function that runs forward and backward of chunks of rows, over all keys or (sliced) visible keys."""
     qi, ki, w = (t.clone().requires_grad_() for t in (s.qi, s.ki, s.w))
     q, k = s.q.transpose(0, 1).contiguous(), s.k.transpose(0, 1).contiguous()
     rows = len(s.q)
@@ -128,7 +128,7 @@ def eager_bands(s: Loss, chunk: int, sliced: bool) -> Callable[[], None]:
 
 
 def lists_of(dtype: torch.dtype, rows: int) -> Loss:
-    """Makes a loss over random unique keys; its statistics are those of the lists."""
+    """Makes a loss over lists of random unique keys, with statistics over the listed keys."""
     torch.manual_seed(0)
     shapes = (rows, HEADS, DIM + ROPE), (KEYS, 1, DIM + ROPE), (rows, INDEX_HEADS, INDEX_DIM), (KEYS, 1, INDEX_DIM)
     q, k, qi, ki = (torch.randn(shape).to(dtype) for shape in shapes)

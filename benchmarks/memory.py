@@ -1,6 +1,6 @@
 """Measures the workspace of a long sequence's forward and backward as the growth of a process's peak memory.
 
-python -m benchmarks.memory bf16 65536      # one row, as JSON
+python -m benchmarks.memory bf16 65536      # prints one row as JSON
 """
 
 import json
@@ -30,7 +30,7 @@ class Memory:
     """The memory of one head of one causal sequence, forward and backward; megabytes of 1e6 bytes.
 
     Args:
-        dtype, length: of the call.
+        dtype: of q, k and v.
         operands_mb: q, k, v, dout, the output with its statistics, and the gradients.
         extra_mb: growth of the process beyond them at its peak.
         forward_mb, backward_mb: workspaces of the plans.
@@ -45,7 +45,7 @@ class Memory:
 
 
 def resident(field: str) -> int:
-    """Returns this process's bytes: VmRSS now, or VmHWM for the peak."""
+    """Returns bytes of this process's resident memory; field: VmRSS (current) or VmHWM (peak)."""
     line = next(line for line in STATUS.read_text(encoding="ascii").splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
@@ -60,21 +60,21 @@ def workspaces(dtype: torch.dtype, length: int) -> tuple[int, int]:
 
 
 def measure_here(name: str, length: int) -> Memory:
-    """Runs the call in this process, which must not have run a large call before."""
+    """Runs the call in this process and returns its memory; the process must not have run a large call before."""
     dtype = DTYPES[name]
 
     def run(size: int) -> tuple[int, int]:
         inputs = rows(dtype, (1, 1), size, DIM, grad=True)
         dout = torch.randn_like(inputs[0])
         before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         out = fa.attention(*inputs, layout="BNSD", band=fa.Band.causal())
         grads = torch.autograd.grad(out, inputs, dout)
         statistics = 2 * 4 * size
         results = sum(t.nbytes for t in (out, *grads)) + statistics
         return results + sum(t.nbytes for t in (*inputs, dout)), resident("VmHWM") - before - results
 
-    run(64)  # loads and caches what every call needs
+    run(64)  # fills caches that every call needs
     operands, extra = run(length)
     return Memory(name, length, *(round(n / 1e6, 1) for n in (operands, extra, *workspaces(dtype, length))))
 

@@ -11,7 +11,7 @@ from benchmarks.integrations import STEPS, linear, step, transformers
 from fusion_attention import npu
 from fusion_attention.bench.pair import Pair
 
-# A step may take a tenth longer there.
+# Speed relative to the CPU: a step may take a tenth longer.
 GOAL = 1 / 1.1
 
 

@@ -1,4 +1,4 @@
-"""Times pooling of compressed keys, forward and backward, beside reading memory and beside torch's operators."""
+"""Times pooling of rows into compressed keys, forward and backward, beside memory reads and torch's operators."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,14 +16,14 @@ from fusion_attention.ops.shared.pooling import Windows, pooled
 from fusion_attention.torch_ops.eager import run
 
 GROUP, DIM = "pooling, GB/s", 512
-# Name: rows of a window, overlap. The sizes of DeepSeek-V4's layers.
+# Name: (rows of a window, overlap), as in DeepSeek-V4's layers.
 LAYERS = {"4 rows, overlap": (4, True), "128 rows": (128, False)}
 DEFAULTS = {"layout": "BSND", "before": False}
-FORWARD, BACKWARD = 0.5, 0.4  # of the rate of reading memory, bfloat16
+FORWARD, BACKWARD = 0.5, 0.4  # goals in bfloat16, as fractions of the rate of reading memory
 
 
 def keys(quick: bool) -> Iterator[Pair]:
-    """Times all keys of a sequence; rates are of the rows that a call reads and, in the backward, writes too."""
+    """Times pooling of a whole sequence; rates count the rows that a call reads and those that its backward writes."""
     count = 4096 if quick else 16384
     for label, dtype in DTYPES.items():
         for layer, (ratio, overlap) in LAYERS.items():
@@ -52,7 +52,7 @@ def keys(quick: bool) -> Iterator[Pair]:
 def _autograd(
     rows: torch.Tensor, gates: torch.Tensor, bias: torch.Tensor, windows: Windows, dout: torch.Tensor
 ) -> Callable[[], object]:
-    """Returns a function that differentiates torch's operators, whose forward is not timed."""
+    """Returns a function that runs the backward of torch's operators; the forward runs here once."""
     leaves = [t.clone().requires_grad_() for t in (rows, gates, bias)]
     out = pooled(leaves[0], leaves[1], leaves[2], windows)
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)

@@ -1,7 +1,7 @@
-"""Models the time of context-parallel attention on 8 to 4096 ranks by operations and bytes.
+"""Models the time of context-parallel attention on 8 to 4096 ranks.
 
 The model counts the operations and bytes of each schedule (docs/distributed.md has the formulas) and divides them by a
-machine's rates. It ignores contention and stragglers, and assumes point-to-point messages for collectives. It is
+machine's rates. It ignores contention and stragglers, and assumes that collectives use point-to-point messages. It is
 compared with measurements of gloo on this machine.
 """
 
@@ -22,12 +22,12 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Step:
-    """Attention of one layer, forward and backward, over one causal text that all ranks process together.
+    """Attention of one layer, forward and backward, over one causal sequence that is sharded across all ranks.
 
     Attributes:
-        tokens: of the text.
-        heads_q, heads_kv, dim: of the layer.
-        size: bytes of an element; gradients of keys travel in float32.
+        tokens: length of the sequence.
+        heads_q, heads_kv, dim: numbers of heads, and the head dim.
+        size: bytes of an element; gradients of keys are sent in float32.
     """
 
     tokens: int
@@ -38,7 +38,7 @@ class Step:
 
     @property
     def flops(self) -> float:
-        """Returns the operations of two products forward and five backward, over half of all pairs."""
+        """Returns the floating-point operations: two products forward and five backward, over half of all pairs."""
         return 2 * 7 * self.heads_q * self.dim * self.tokens**2 / 2
 
 
@@ -47,12 +47,12 @@ class Machine:
     """The rates of a machine's ranks.
 
     Attributes:
-        name: of the machine, and the source of its rates.
-        flops: of attention per second on one rank.
+        name: machine and source of its rates.
+        flops: floating-point operations per second of attention on one rank.
         node: number of ranks with fast links.
         near, far: bytes per second that a rank sends while it receives as many, within a node and between nodes.
         wait: latency of a message in seconds.
-        overlaps: sending does not slow computing; with gloo the same cores do both.
+        overlaps: messages do not slow the computation; false for gloo, where the same cores do both.
     """
 
     name: str
@@ -64,11 +64,11 @@ class Machine:
     overlaps: bool = True
 
     def beside(self, computing: float, sending: float) -> float:
-        """Returns the seconds of computing and sending where they may overlap."""
+        """Returns the seconds that `computing` and `sending` seconds take together."""
         return max(computing, sending) if self.overlaps else computing + sending
 
     def sent(self, count: float, ranks: int) -> float:
-        """Returns the seconds to send bytes among `ranks` neighbours; the slowest link of a ring decides."""
+        """Returns the seconds to send `count` bytes in a ring of `ranks` ranks; its slowest link decides."""
         return count / (self.near if ranks <= self.node else self.far)
 
 
@@ -127,7 +127,7 @@ def cost(step: Step, machine: Machine, ranks: int, schedule: str) -> Cost | None
 
 
 def _exchanged(step: Step, rows: float, ranks: int) -> float:
-    """Returns the bytes of exchanges between sequence and head sharding: q, k, v and out forward; q, k, v, out, dout
+    """Returns the bytes exchanged between sequence and head sharding: q, k, v and out forward; q, k, v, out, dout
     and the gradients of q, k and v backward; two statistics of each row and head in both."""
     elements = 6 * (step.heads_q + step.heads_kv) * step.dim * step.size + 2 * 8 * step.heads_q
     return rows * elements * (ranks - 1) / ranks
@@ -135,7 +135,7 @@ def _exchanged(step: Step, rows: float, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Checked:
-    """A schedule on this machine's processes: milliseconds of a step, measured and by the model."""
+    """The milliseconds of a step on this machine's processes, measured and by the model."""
 
     ranks: int
     schedule: str
@@ -152,7 +152,7 @@ def checked(quick: bool, turns: int) -> list[Checked]:
 
             def slowest(what: str, length: int, ranks: Ranks = ranks, **words: Any) -> float:
                 times = [max(rank["ms"] for rank in ranks.ask(what, length=length, **words)) for _ in range(turns + 1)]
-                return statistics.median(times[1:]) / 1e3  # the first warms
+                return statistics.median(times[1:]) / 1e3  # the first turn is a warm-up
 
             alone = tokens // 2
             computing = Step(alone, HEADS, HEADS, DIM).flops / slowest("alone", alone)
@@ -167,7 +167,7 @@ def checked(quick: bool, turns: int) -> list[Checked]:
 
 
 def modelled(step: Step, machine: Machine = H100) -> list[dict[str, Any]]:
-    """Returns the seconds of every schedule that can run, by ranks, and of the computation alone."""
+    """Returns a row for each number of ranks: seconds of every schedule that can run, and of the computation alone."""
     rows = []
     for ranks in RANKS:
         results = {name: cost(step, machine, ranks, name) for name in SCHEDULES}
@@ -184,7 +184,7 @@ def show(quick: bool, turns: int, console: Console) -> dict[str, list[dict[str, 
         report = Report(
             console,
             f"{step.tokens} tokens, {step.heads_q}/{step.heads_kv} heads of {step.dim}, causal, forward and backward: "
-            f"ms a layer by the model, and the share of it that computes. {H100.name}",
+            f"modelled ms per layer, and the fraction of it that is computation. {H100.name}",
             {"ranks": 6, **dict.fromkeys(SCHEDULES, 16), "fastest": -14},
         )
         for row in (rows := modelled(step)):
@@ -195,7 +195,7 @@ def show(quick: bool, turns: int, console: Console) -> dict[str, list[dict[str, 
             report.add(str(row["ranks"]), *cells, min((n for n in SCHEDULES if n in row), key=lambda n: row[n]))
         tables[str(tokens)] = rows
     report = Report(
-        console, "This machine's processes, a thread each, over gloo", {"ranks": 6, "schedule": -12, "measured ms": 12,
+        console, "Processes of one thread on this machine, over gloo", {"ranks": 6, "schedule": -12, "measured ms": 12,
         "model ms": 12, "ratio": 6},
     )  # fmt: skip
     tables["checked"] = []
@@ -207,7 +207,7 @@ def show(quick: bool, turns: int, console: Console) -> dict[str, list[dict[str, 
 
 
 def draw(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Draws the time of a layer by ranks for two lengths, and the model beside this machine."""
+    """Draws a layer's modelled time by ranks for two lengths, and this machine's modelled and measured times."""
     import matplotlib.pyplot as plt
 
     plt.style.use("default")
@@ -220,7 +220,7 @@ def draw(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
         for name in SCHEDULES:
             there = [r for r in rows if name in r]
             axis.plot([r["ranks"] for r in there], [r[name] * 1e3 for r in there], marker="o", ms=4, label=name)
-        axis.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms a layer, forward and backward")
+        axis.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms per layer, forward and backward")
         axis.set_xticks(RANKS[::3], [str(n) for n in RANKS[::3]])
         axis.set_title(f"{int(tokens):,} tokens, H100s (model)", fontsize=10)
         axis.grid(alpha=0.3)
@@ -231,7 +231,7 @@ def draw(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
     axes[2].bar([x - 0.2 for x in at], [r["measured"] for r in rows], 0.4, label="measured")
     axes[2].bar([x + 0.2 for x in at], [r["model"] for r in rows], 0.4, label="model", color="0.7")
     axes[2].set_xticks(list(at), names, fontsize=7)
-    axes[2].set(ylabel="ms a step")
+    axes[2].set(ylabel="ms per step")
     axes[2].set_title("this machine's processes over gloo, 2 cores", fontsize=10)
     axes[2].legend(fontsize=8, frameon=False)
     axes[2].grid(alpha=0.3, axis="y")

@@ -1,6 +1,6 @@
 """Simulates the speed-up of the native plans' schedules on up to 64 threads, on a machine of any size.
 
-tests/native/schedule has the program: the real plans on a virtual clock, with kernels that take time instead of
+tests/native/schedule has the program: the real plans on a virtual clock, with kernels that advance it instead of
 computing. It ignores caches, links between cores and the rate of memory.
 """
 
@@ -21,7 +21,7 @@ from fusion_attention.bench.report import Report
 ROOT = Path(__file__).resolve().parents[1]
 THREADS = (2, 4, 8, 16, 32, 64)
 SHOWN = (2, 8, 16, 64)
-# Of (family, case): on 8, 16 and 64 threads.
+# (family, case): goals of the speed-up on 8, 16 and 64 threads.
 GOALS = {
     ("forward", "B1 N8 S2048"): (7.5, 14, 30),
     ("forward", "B1 N8 S2048 causal"): (7.5, 14, 30),
@@ -60,24 +60,24 @@ class Schedule:
 
 
 def compiler() -> str | None:
-    """Returns the C++ compiler that CXX names, or the first on PATH."""
+    """Returns the C++ compiler that CXX names, or the first one on PATH, or None."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     return next((result for name in names if (result := shutil.which(name))), None)
 
 
 def build(folder: Path, *, sleeps: bool = False) -> Path:
-    """Compiles the program into a folder; sleeps: with real threads instead of the simulated clock.
+    """Compiles the program into a folder and returns its path; sleeps: use real threads instead of the virtual clock.
 
     Raises:
         FileNotFoundError: there is no C++ compiler.
     """
     result = compiler()
     if result is None:
-        raise FileNotFoundError("the schedule test needs a C++ compiler: install g++, or name one in CXX")
+        raise FileNotFoundError("no C++ compiler for the schedule test: install g++, or set CXX to a compiler")
     here, core, program = ROOT / "tests/native/schedule", ROOT / "csrc", folder / ("sleeping" if sleeps else "schedule")
     sources = [here / f"{name}.cpp" for name in ("schedule_test", "cases", "kernels")]
     plans = [*sorted((core / "plan").glob("*.cpp")), core / "system_linux.cpp"]
-    # plan/team.h is the first that is found: the core's with real threads, the fibers' otherwise.
+    # The first plan/team.h on the include path is used: the core's with real threads, else the simulation's.
     sources += [path for path in plans if sleeps or path.stem not in ("team", "threads")]
     sources.append(here / ("sleeping.cpp" if sleeps else "clock.cpp"))
     folders = (core, here) if sleeps else (here, core)
@@ -114,7 +114,7 @@ COLUMNS = {"case": -40, "ms": 10, **{str(threads): 6 for threads in SHOWN}, "goa
 
 def show(console: Console) -> list[Schedule]:
     """Prints a table of all cases and returns them."""
-    title = "Speed-up of the plans' schedules by threads, on a virtual clock; ms: of one thread, as kernels say"
+    title = "Speed-up of the plans' schedules by threads, on a virtual clock; ms: simulated time of one thread"
     report, result = Report(console, title, COLUMNS), list(rows())
     for row in result:
         figures = [f"{row.speedup[threads]:.2f}" for threads in SHOWN]
@@ -126,7 +126,7 @@ def show(console: Console) -> list[Schedule]:
 
 def draw(schedules: list[Schedule], path: Path) -> None:
     """Draws speed-up over threads, a panel for each family, as a PNG file."""
-    from matplotlib import colormaps  # Only a run that asks for a chart needs the bench extra.
+    from matplotlib import colormaps  # only a chart needs the bench extra
     from matplotlib.figure import Figure
 
     families = list(dict.fromkeys(row.family for row in schedules))

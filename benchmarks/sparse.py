@@ -27,13 +27,13 @@ TWO_THREADS = 1.85
 
 
 def one(tensor: torch.Tensor, start: int = 0, dim: int = 0) -> RowView:
-    """Returns views of [tokens, heads, elements] as one sequence; optionally `dim` elements from `start` on."""
+    """Returns a view of [tokens, heads, elements] as one sequence; dim: view only `dim` elements from `start` on."""
     strides = np.array([tensor.stride(1)])
     return RowView((tensor,), np.array([start]), tensor.stride(0), strides, dim or tensor.shape[2])
 
 
 def lengths(rows: int, keys: int, vis: int | None = None) -> Extents:
-    """Returns one sequence whose rows may attend to all keys, or to the first `vis`."""
+    """Returns one sequence whose rows may attend to all keys, or to the first `vis` keys."""
     q, kv = np.array([rows]), np.array([keys if vis is None else vis])
     return Extents(q, kv, q * 0 - INFINITE, q * 0 + INFINITE, q * 0, q * 0)
 
@@ -55,14 +55,14 @@ class Selection:
         return Problem(HEADS, 1, DIM, DIM, ROPE, dtype, (DIM + ROPE) ** -0.5, **chosen)  # type: ignore[arg-type]
 
     def operands(self) -> Operands:
-        """Returns the operands with memory for results."""
+        """Returns the operands, with new memory for results."""
         rows, stats = len(self.q), [one(torch.empty(len(self.q), HEADS, 1)) for _ in range(2)]
         k, out = one(self.kv, 0, DIM), torch.empty(rows, HEADS, DIM, dtype=self.q.dtype)
         ropes = one(self.q, DIM, ROPE), one(self.kv, DIM, ROPE)
         return Operands(one(self.q, 0, DIM), k, k, one(out), Stats(*stats), *ropes, indices=one(self.indices))
 
     def forward(self, extents: Extents) -> Callable[[], None]:
-        """Returns a function without arguments that runs our forward."""
+        """Returns a function that runs our forward."""
         problem, operands = self.problem, self.operands()
         plan = cpu.schedule(problem, extents, "attention_forward")
         return lambda: cpu.attention_forward(problem, extents, plan, operands)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ class Selection:
 
 
 def select(dtype: torch.dtype, rows: int, local: bool, slots: int = CHOSEN) -> Selection:
-    """Returns random unique keys, or for each row the keys around its position."""
+    """Makes a selection of random unique keys; local: of the keys around each row's position."""
     torch.manual_seed(0)
     starts = torch.linspace(0, KEYS - slots, rows).long()
     near = starts[:, None] + torch.arange(slots)
@@ -91,7 +91,7 @@ def select(dtype: torch.dtype, rows: int, local: bool, slots: int = CHOSEN) -> S
 
 
 def eager(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chunk: int = 4) -> torch.Tensor:
-    """Computes a gather and batched products, some rows at a time, as memory allows."""
+    """Computes attention by a gather and batched products of `chunk` rows at a time."""
     parts = []
     for i in range(0, len(q), chunk):
         gathered = kv[:, 0][indices[i : i + chunk, 0].long()]
@@ -101,7 +101,7 @@ def eager(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chunk: int =
 
 
 def row_by_row(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chunk: int = 1) -> torch.Tensor:
-    """Computes index_select and products one row at a time, so that gathered rows stay in a cache."""
+    """Computes attention by index_select and products of one row, so that gathered keys stay in the CPU's cache."""
     parts = []
     for i in range(0, len(q), chunk):
         gathered = kv[:, 0].index_select(0, indices[i, 0])
@@ -111,7 +111,7 @@ def row_by_row(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chunk: 
 
 
 def gathered_sdpa(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chunk: int = 4) -> torch.Tensor:
-    """Computes a gather, then SDPA with the heads of a row as its queries."""
+    """Computes attention by a gather and SDPA; its query rows are the heads of a row."""
     parts = []
     for i in range(0, len(q), chunk):
         keys = kv[:, 0][indices[i : i + chunk, 0].long()][:, None]
@@ -121,7 +121,7 @@ def gathered_sdpa(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, chun
 
 
 def masked_sdpa(s: Selection) -> Callable[[], torch.Tensor]:
-    """Computes SDPA over all keys with a mask of the selected keys."""
+    """Returns a function that runs SDPA over all keys with a mask of the selected keys."""
     mask = torch.zeros(len(s.q), KEYS, dtype=torch.bool).scatter_(1, s.indices[:, 0].long(), True)
     k = s.kv.transpose(0, 1)[None].expand(1, HEADS, -1, -1)
     q, scale = s.q.transpose(0, 1)[None], (DIM + ROPE) ** -0.5
@@ -129,7 +129,7 @@ def masked_sdpa(s: Selection) -> Callable[[], torch.Tensor]:
 
 
 def autograd(s: Selection, forward: Callable[..., torch.Tensor], chunk: int) -> Callable[[], None]:
-    """Returns a function that runs the backward of an eager program in chunks; forward is not timed."""
+    """Returns a function that runs the backward of an eager program in chunks; the forward runs here once."""
     q, kv = s.q.clone().requires_grad_(), s.kv.clone().requires_grad_()
     graphs = [
         (forward(q[i : i + chunk], kv, s.indices[i : i + chunk], chunk), s.dout[i : i + chunk])
@@ -149,7 +149,7 @@ def fastest_first(ways: list[tuple[str, Callable[[], object]]]) -> list[tuple[st
 
 
 def goals(table: dict[str, tuple[float, float]], label: str, quick: bool) -> dict[str, float]:
-    """Returns a row's goals; cases with few rows have none."""
+    """Returns a row's goals as arguments of Pair; quick runs have none."""
     ratio, share_goal = (0.0, 0.0) if quick else table.get(label, (0.0, 0.0))
     return {"goal": ratio, "share_goal": share_goal}
 
@@ -157,12 +157,12 @@ def goals(table: dict[str, tuple[float, float]], label: str, quick: bool) -> dic
 def as_fast(
     group: str, name: str, ours: Callable[[], None], float32: Callable[[], None], work: int, quick: bool
 ) -> Pair:
-    """Returns the rows for float16, whose products torch computes slowly, beside our float32."""
+    """Returns the pair of our float16 and our float32, because torch multiplies float16 slowly."""
     return Pair(group, name, "ours in fp32", ours, float32, work, goal=0.0 if quick else 1.0)
 
 
 def attention(quick: bool) -> Iterator[Pair]:
-    """Times the forward beside the fastest eager program; where memory is short, both run on fewer rows."""
+    """Times the forward beside the fastest eager program, and on fewer rows beside SDPA with a mask."""
     rows, work = 32 if quick else 256, 2 * HEADS * CHOSEN * (2 * DIM + ROPE)
     for label, dtype in DTYPES.items():
         for local in (False, True):
@@ -183,14 +183,14 @@ def attention(quick: bool) -> Iterator[Pair]:
                 )
                 wanted = {}
             if local:
-                continue  # a mask costs the same wherever its keys are
+                continue  # the time of a mask does not depend on its keys
             few = select(dtype, rows // 16, local)
             ours, name = few.forward(lengths(rows // 16, KEYS)), f"{label} {rows // 16} rows {kind}"
             yield Pair("sparse forward", name, "masked SDPA", ours, masked_sdpa(few), rows // 16 * work, peak)
 
 
 def gradients(quick: bool) -> Iterator[Pair]:
-    """Times the backward beside autograd through both eager programs, on enough rows to measure their rate."""
+    """Times the backward beside autograd through two eager programs, which run on few rows: rates are compared."""
     rows, work = 32 if quick else 256, 2 * HEADS * CHOSEN * (3 * (DIM + ROPE) + 2 * DIM)
     few_rows = rows // 4
     for label, dtype in DTYPES.items():
@@ -221,7 +221,7 @@ def gradients(quick: bool) -> Iterator[Pair]:
 
 
 def indexer(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> Callable[[], None]:
-    """Returns a function without arguments that runs our selection of keys."""
+    """Returns a function that runs our selection of keys."""
     indices, kind = torch.empty(len(q), 1, CHOSEN, dtype=torch.int32), dtype_text(q)
     problem = IndexerProblem(INDEX_HEADS, INDEX_DIM, kind, kind, CHOSEN)  # type: ignore[arg-type]
     extents, operands = lengths(len(q), len(k)), IndexerOperands(one(q), one(k), one(w), one(indices))
@@ -276,12 +276,12 @@ def irregular(rows: int) -> Iterator[tuple[str, torch.Tensor, int, int, int]]:
     yield "fewer keys than slots", padded, few, 1, rows * few
     block, visible_keys = 64, KEYS - 30
     blocks = drawn(KEYS // block - 1, CHOSEN // block)
-    blocks[:, 0] = KEYS // block - 1  # the last block, which what rows see cuts off
+    blocks[:, 0] = KEYS // block - 1  # the last block: rows see only its first keys
     yield "blocks of 64", blocks, visible_keys, block, rows * (CHOSEN - 30)
 
 
 def lists(quick: bool) -> Iterator[Pair]:
-    """Times a visited key in irregular lists relative to lists of unique random keys."""
+    """Times forward and backward over irregular lists; ratio: rate per visited key relative to random unique keys."""
     rows = 16 if quick else 64
     selection, both, goal = select(torch.bfloat16, rows, False), lengths(rows, KEYS), 0.0 if quick else COST
     for name, indices, visible_keys, block, visited in irregular(rows):

@@ -1,12 +1,12 @@
-"""Times layers and models of transformers that choose keys, with our attention and with transformers' own.
+"""Times layers and models of transformers that select keys, with our attention and with transformers' attention.
 
     python -m benchmarks.sparse_models layer --tokens 8192 --peer sdpa      # a layer of V3.2, forward and backward
-    python -m benchmarks.sparse_models memory --tokens 16384                # its memory beyond weights
+    python -m benchmarks.sparse_models memory --tokens 16384                # the layer's peak memory beyond weights
     python -m benchmarks.sparse_models generate --family deepseek_v4        # a prompt of 16384 tokens, 64 new ones
-    python -m benchmarks.sparse_models choices --tokens 4096                # keys chosen in bfloat16
+    python -m benchmarks.sparse_models choices --tokens 4096                # keys selected in bfloat16
 
-The peer "sdpa" is the original layer on torch's SDPA with the mask of the chosen keys; its indexer costs nothing, since
-it returns lists computed before. "eager" is the original as it ships: at 8192 tokens the scores of 64 index heads alone
+The peer "sdpa" is the original layer on torch's SDPA with a mask of the selected keys; its indexer takes no time, since
+it returns lists computed before. "eager" is the unmodified layer: at 8192 tokens, the scores of 64 index heads alone
 are 16 GiB, twice.
 """
 
@@ -31,17 +31,17 @@ Tensor = torch.Tensor
 app = typer.Typer(help=__doc__, pretty_exceptions_enable=False)
 GOALS = {("sdpa", 8192): 1.3, ("sdpa", 32768): 4.0, ("eager", 8192): 4.0, ("eager", 32768): 10.0}
 Tokens = Annotated[int, typer.Option(min=2)]
-TopK = Annotated[int, typer.Option(help="Keys that a row chooses.")]
+TopK = Annotated[int, typer.Option(help="Number of keys that a row selects.")]
 
 
 class Layer:
-    """A layer of DeepSeek-V3.2 with 16 heads, its inputs, and a forward and backward with an attention.
+    """A layer of DeepSeek-V3.2 with 16 heads and its inputs, which runs with a named attention implementation.
 
     Args:
-        tokens: of one sequence.
-        top_k: keys that a row chooses.
-        index_heads: of the indexer; V3.2 has 64.
-        dtype: of weights and inputs.
+        tokens: length of the sequence.
+        top_k: number of keys that a row selects.
+        index_heads: heads of the indexer; V3.2 has 64.
+        dtype: dtype of weights and inputs.
     """
 
     def __init__(self, tokens: int, top_k: int, index_heads: int = 64, dtype: torch.dtype = torch.float32) -> None:
@@ -61,7 +61,7 @@ class Layer:
         self.turns = code.DeepseekV32RotaryEmbedding(self.config)(self.hidden, self.positions)
 
     def lists(self) -> Tensor:
-        """The keys that our layer chooses, int32 [1, tokens, top_k]; rows that read all keys list any."""
+        """Returns our layer's selected keys, int32 [1, tokens, top_k]; the first top_k rows list 0, ..., top_k - 1."""
         top_k, rows = self.config.index_topk, self.hidden.shape[1]
         chosen: list[Tensor] = []
 
@@ -80,7 +80,7 @@ class Layer:
         return torch.cat((first, *chosen), 1) if chosen else first
 
     def mask(self, attention: str) -> Tensor | None:
-        """The mask that the model would pass."""
+        """Returns the mask that the model passes to this attention."""
         rows = self.hidden.shape[1]
         if attention == "fusion_attention":
             return None
@@ -91,13 +91,13 @@ class Layer:
         return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
     def __call__(self, attention: str, mask: Tensor | None = None) -> Tensor:
-        """A forward."""
+        """Runs the forward."""
         self.config._attn_implementation = attention
         out: Tensor = self.module(self.hidden, self.turns, mask, position_ids=self.positions)[0]
         return out
 
     def step(self, attention: str, mask: Tensor | None) -> None:
-        """A forward and a backward."""
+        """Runs the forward and the backward."""
         self(attention, mask).sum().backward()
 
 
@@ -124,7 +124,7 @@ def layer(tokens: Tokens = 8192, top_k: TopK = 2048, peer: str = "sdpa", index_h
 def memory(
     tokens: Tokens = 16384, top_k: TopK = 2048, index_heads: int = 64, attention: str = "", peer: str = "eager"
 ) -> None:
-    """Prints the peak of memory beyond weights of a forward and backward of a layer, each in a process of its own."""
+    """Prints the peak memory beyond weights of a layer's forward and backward, with each attention in a new process."""
     if attention:
         one = Layer(tokens, top_k, index_heads)
         for parameter in one.module.parameters():
@@ -160,13 +160,13 @@ def generate(
         results.append(model.generate(prompt, max_new_tokens=new, **words)[0, tokens:].tolist())
         seconds = time.perf_counter() - start
         rate = (new - 1) / max(seconds - first, 1e-9)
-        print(f"{family}, {attention}: {seconds:.2f} s, prompt {first:.2f} s, {rate:.1f} tokens/s behind it")
-    print("equal tokens" if results[0] == results[1] else f"other tokens: {results}")
+        print(f"{family}, {attention}: {seconds:.2f} s, prompt {first:.2f} s, {rate:.1f} tokens/s after it")
+    print("equal tokens" if results[0] == results[1] else f"different tokens: {results}")
 
 
 @app.command()
 def choices(tokens: Tokens = 4096, top_k: TopK = 2048, index_heads: int = 8) -> None:
-    """Counts the keys that our layer and the original choose in bfloat16."""
+    """Counts the keys that our layer and the original select differently in bfloat16."""
     one = Layer(tokens, top_k, index_heads, torch.bfloat16)
     one.module.indexer.weights_proj.float()
     ours, rows = one.lists()[0], one.hidden.shape[1]
@@ -175,9 +175,9 @@ def choices(tokens: Tokens = 4096, top_k: TopK = 2048, index_heads: int = 8) -> 
         visible = torch.ones(1, rows, rows, dtype=torch.bool).tril()
         theirs = one.module.indexer(one.hidden, latent, one.turns, visible, None)[0]
     both = [torch.zeros(rows, rows, dtype=torch.bool).scatter_(1, t.long(), True) for t in (ours, theirs)]
-    both = [t[top_k:] for t in both]  # rows that choose
+    both = [t[top_k:] for t in both]  # rows that see more than top_k keys
     other = int((both[0] & ~both[1]).sum())
-    print(f"S {tokens}, top {top_k}: {other} of {int(both[0].sum())} chosen keys differ from the original's")
+    print(f"S {tokens}, top {top_k}: {other} of {int(both[0].sum())} selected keys differ from the original's")
 
 
 if __name__ == "__main__":

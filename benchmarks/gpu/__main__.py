@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu [--quick] [--only GROUP] [--output FOLDER]`: one table, figures.json and a chart."""
+"""`python -m benchmarks.gpu [--quick] [--only GROUP] [--output FOLDER]`: prints a table, draws a chart."""
 
 import argparse
 import datetime
@@ -23,7 +23,7 @@ def timed(call: Any) -> float | str:
 
 
 def measure(row: Row, matmul: float, read: float) -> dict[str, Any]:
-    """Times one row; an error of our function ends the run."""
+    """Times one row and returns its figures; an error in our function ends the run."""
     ours = milliseconds(row.ours)
     peers = {name: timed(call) for name, call in row.peers.items()}
     flops, rate = row.flops / ours * 1e3, row.bytes / ours * 1e3
@@ -50,7 +50,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws the time of every alternative divided by ours, as bars."""
+    """Draws a bar chart of every alternative's time divided by ours."""
     from matplotlib.figure import Figure
 
     bars = [(f"{r['group']}: {r['name']} / {peer}", ratio) for r in rows for peer, ratio in r["ratios"].items()]
@@ -64,7 +64,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Measures the requested groups."""
+    """Parses the command line and measures the requested groups."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
     parser.add_argument("--quick", action="store_true", help="short sequences")
     parser.add_argument("--only", choices=GROUPS, help="one group")

@@ -18,7 +18,7 @@ from fusion_attention.ir.kv import Dequant, PagedView, RowView
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
 
-TOKENS, WIDTH = 16384, 2048  # of all sequences together; heads x dim
+TOKENS, WIDTH = 16384, 2048  # tokens of all sequences together; heads x head dim
 SDPA = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -57,7 +57,7 @@ def _pairs(length: int, band: Band) -> int:
 
 def _flex(length: int, visible: Callable[..., torch.Tensor], score: Callable[..., torch.Tensor] | None = None) -> Call:
     mask = create_block_mask(visible, None, None, length, length, device="cuda")
-    torch._dynamo.reset()  # it keeps a few variants of one function, then compiles no more
+    torch._dynamo.reset()  # it stops compiling a function after a few variants
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, score_mod=score)  # type: ignore[misc]
 
@@ -88,7 +88,7 @@ def _bound(function: Callable[..., object], tensors: tuple[torch.Tensor, ...]) -
 
 
 def _late(function: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...]) -> Call:
-    """Returns an alternative's backward, whose first call computes the forward, so that errors count as failures."""
+    """Returns an alternative's backward; the first call computes the forward, so that its errors count for this row."""
     calls: list[Call] = []
 
     def call() -> object:

@@ -1,4 +1,4 @@
-"""Attention to a window of keys beside compressed keys, in sizes of DeepSeek-V4, beside the same in eager torch."""
+"""Times attention to a window and compressed keys, with the sizes of DeepSeek-V4, beside eager torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHUNK = 128  # rows whose keys eager torch gathers at once
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Rows of one sequence from its first token on, their keys, the compressed keys, and lists of these or None."""
+    """The tensors of a layer for one sequence: queries, keys, compressed keys, sinks, and lists of compressed keys."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -28,7 +28,7 @@ class Layer:
 
     @classmethod
     def of(cls, ratio: int, count: int, grad: bool) -> Layer:
-        """Random rows; count: entries of random lists, 0 for all compressed keys."""
+        """Makes a layer with random tensors; count: entries of each row's list, or 0 for no lists."""
         shapes = (1, TOKENS, HEADS, DIM), (1, TOKENS, 1, DIM), (1, TOKENS // ratio, 1, DIM)
         rows = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad) for shape in shapes]
         sink = torch.randn(HEADS, device="cuda", requires_grad=grad)
@@ -40,18 +40,18 @@ class Layer:
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """The tensors with a gradient."""
+        """Returns the tensors that require gradients."""
         return self.q, self.k, self.compressed, self.sink
 
     def pairs(self) -> int:
-        """Pairs of a row and a key that it reads."""
+        """Returns the number of pairs of a row and a key that it reads."""
         window = torch.arange(1, TOKENS + 1).clamp(max=WINDOW).sum()
         closed = visible(self.ratio).sum(1)
         listed = closed if self.lists is None else closed.clamp(max=self.lists.shape[-1])
         return int(window + listed.sum())
 
     def ours(self) -> torch.Tensor:
-        """By our kernels."""
+        """Computes attention with our kernels."""
         out = compressed_attention(
             self.q, self.k, self.compressed, self.lists, ratio=self.ratio, band=Band.window(WINDOW - 1), scale=SCALE,
             sink=self.sink, backend="triton",
@@ -60,7 +60,7 @@ class Layer:
         return out
 
     def eager(self) -> torch.Tensor:
-        """By gathers and batched products of a few rows."""
+        """Computes attention by gathers and batched products of CHUNK rows at a time."""
         parts, closed = [], visible(self.ratio)
         for i in range(0, TOKENS, CHUNK):
             row = torch.arange(i, i + CHUNK, device="cuda")[:, None]
@@ -80,13 +80,13 @@ class Layer:
 
 
 def visible(ratio: int) -> torch.Tensor:
-    """[TOKENS, compressed keys] bool: the compressed keys that each row sees."""
+    """Returns bool [TOKENS, compressed keys]: true where a row may attend to a compressed key."""
     row = torch.arange(TOKENS, device="cuda")[:, None]
     return torch.arange(TOKENS // ratio, device="cuda") < (row + 1) // ratio
 
 
 def compressed(quick: bool) -> Iterator[Row]:
-    """Forward and backward of both kinds of layers with compressed keys."""
+    """Times forward and backward of both kinds of layers."""
     for ratio, count in ((4, 512), (128, 0)):
         name = f"ratio {ratio} {f'top {count}' if count else 'all'}"
         layer, graded = Layer.of(ratio, count, grad=False), Layer.of(ratio, count, grad=True)

@@ -72,7 +72,7 @@ class Selection:
 
 
 def _atomic(call: Call) -> Call:
-    """Returns the call with nondeterministic sums of keys."""
+    """Returns a function that runs the call with nondeterministic sums of the keys' gradients."""
 
     def run() -> object:
         before, launch_sparse_backward.ATOMIC = launch_sparse_backward.ATOMIC, True

@@ -1,4 +1,4 @@
-"""Measures times on a GPU with events around many launches, and the rates that the machine reaches in the same run."""
+"""Measures times on a GPU with events around many launches, and the machine's rates of products and of reading."""
 
 import statistics
 from collections.abc import Callable
@@ -8,12 +8,12 @@ import torch
 
 Call = Callable[[], object]
 ROUNDS = 7
-TARGET_MS = 60.0  # of one round
+TARGET_MS = 60.0  # duration of one round
 
 
 @dataclass(frozen=True)
 class Row:
-    """One call, as functions for us and for alternatives; our operations and bytes (0: bytes are not the limit)."""
+    """A case: functions for us and for alternatives, and our operations and bytes (0: bytes are no limit)."""
 
     group: str
     name: str

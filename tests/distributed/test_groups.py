@@ -79,7 +79,7 @@ def of_a_kept_group(group: Any) -> str:
 
 def test_a_destroyed_group_is_an_error(worlds: Worlds) -> None:
     for text in worlds.run(4, of_a_kept_group):
-        assert "the process group was destroyed (make another)" in text
+        assert "the process group was destroyed (make a new one)" in text
 
 
 def of_equal_meshes(group: Any) -> list[float]:

@@ -281,7 +281,7 @@ def test_what_pages_cannot_do_is_said(models: Models) -> None:
             model(batch["input_ids"][:1], past_key_values=cache)
     with pytest.raises(ValueError, match="crop: expected 0 or minus the tokens to remove, got 3"):
         cache.crop(3)
-    with pytest.raises(RuntimeError, match="a window has left behind tokens"):
+    with pytest.raises(RuntimeError, match="the sliding window has freed tokens"):
         cache.crop(-1)
     assert all(layer.pool.lengths() == [4] * 3 for layer in paged_layers(cache) if layer.pool)
 

@@ -183,7 +183,7 @@ def test_lists_that_are_wrong() -> None:
     for bad in (twice, behind, chosen * 0, chosen + 1000, chosen.clamp(max=-1)):
         verdict, where = judged(operator, inputs, outputs | {"sparse_indices_out": bad})
         assert verdict == "wrong (sparse_indices_out)"
-        assert "a key that is not there, not seen, listed before" in where or "NaN" not in where
+        assert "a key that does not exist" in where or "NaN" not in where
     assert judged(operator, inputs, outputs | {"sparse_indices_out": swapped})[0] == "wrong (sparse_indices_out)"
     assert judged(operator, inputs, outputs | {"sparse_values_out": chosen.float()})[0] == "wrong (sparse_values_out)"
 

@@ -67,5 +67,5 @@ def test_keys_behind_the_end_are_named(size: int, sizes: str) -> None:
         rows = (t.transpose(0, 1) for t in (q[b], k2[read], v2[read]))
         out[b] = torch.nn.functional.scaled_dot_product_attention(*rows).transpose(0, 1)
     result = diagnose("attention", {"q": q, "k": k, "v": v}, {"out": out})
-    detail = f"keys behind the last, in tiles of {sizes}"
+    detail = f"keys after the last, in tiles of {sizes}"
     assert (result.mistakes[0].name, result.mistakes[0].detail) == ("padding-seen", detail), result

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.Contr
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that a few heads, keys and columns take several."""
     monkeypatch.setattr(shapes_sparse, "forward_tile", lambda *_: shapes.Tile(16, 16, 4, 1))
-    monkeypatch.setattr(launch_backward.cuts, "cut_of", lambda *_: SlotTile(16, 16, 16, 4, 1))
+    monkeypatch.setattr(launch_backward.cuts, "tile_of", lambda *_: SlotTile(16, 16, 16, 4, 1))
 
 
 # Every second case of few rows and keys; the others take minutes under the interpreter, and run on a GPU too.

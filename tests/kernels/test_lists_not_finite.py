@@ -21,7 +21,7 @@ run = partial(eager.run, backend="triton")
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so low that a case of a few slots has several; heads of the indexer take several launches."""
-    monkeypatch.setattr(launched.cuts, "cut_of", lambda *_: SlotTile(16, 16, 16, 4, 1))
+    monkeypatch.setattr(launched.cuts, "tile_of", lambda *_: SlotTile(16, 16, 16, 4, 1))
     monkeypatch.setattr(shapes_sparse, "gradient_tile", lambda *_: SMALL)
     monkeypatch.setattr(shapes_sparse, "ONE_LAUNCH", 16)
     monkeypatch.setattr(shapes_loss, "selected_tiles", lambda *_: shapes_loss.Selected(SMALL, SMALL, 16))

@@ -34,7 +34,7 @@ MLA: dict[str, Any] = {"dim_qk": 32, "dim_v": 32, "dim_rope": 8, "shares_kv": Tr
 @pytest.fixture(autouse=True)
 def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that a few slots, heads and columns take several."""
-    monkeypatch.setattr(launched.cuts, "cut_of", lambda *_: SMALL)
+    monkeypatch.setattr(launched.cuts, "tile_of", lambda *_: SMALL)
 
 
 def saved(call: Sparse) -> list[torch.Tensor]:

@@ -107,8 +107,8 @@ def test_shares_follow_from_sizes_alone() -> None:
     """Of few tokens, and so that they fill the chip once."""
     p = Problem(128, 1, 512, 512, scale=0.1, dim_rope=64, shares_kv=True, select_count=2048)
     tile = shapes.Tile(64, 32, 8, 3)
-    slots = {rows: launch_sparse.share_of(p, 2048, rows, tile, 132) for rows in (0, 1, 4, 20, 34)}
-    shares = {rows: launch_sparse.shares_of(2048, of_program) for rows, of_program in slots.items()}
+    slots = {rows: launch_sparse.slots_per_program(p, 2048, rows, tile, 132) for rows in (0, 1, 4, 20, 34)}
+    shares = {rows: launch_sparse.programs_per_token(2048, of_program) for rows, of_program in slots.items()}
     assert {rows: shares[rows] for rows in (1, 4, 20, 34)} == {1: 32, 4: 16, 20: 3, 34: 1}
     assert slots[0] > 0
 

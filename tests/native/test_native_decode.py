@@ -171,7 +171,7 @@ def test_sequences_with_many_rows_or_few_keys_go_to_the_dense_kernel_and_the_oth
     operands = load(call, torch.bfloat16, torch.float32)
     schedule = cpu.schedule(problem, call.extents, "attention_forward")
     assert isinstance(schedule, decode.Schedule)
-    assert schedule.own.tolist() == [True, False, False, True, True, False]
+    assert schedule.decoded.tolist() == [True, False, False, True, True, False]
     cpu.attention_forward(problem, call.extents, schedule, operands)
     judge(call, results(call, operands), forward(call), "mixed")
 
@@ -326,9 +326,9 @@ def test_what_the_decode_cannot_compute_is_a_reason() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(k=None), "expected rows at addresses"),
+        (dict(k=None), "expected a view of contiguous rows"),
         (dict(dequant_k=None), "scale of k is missing"),
-        (dict(out=None), "expected rows at addresses"),
+        (dict(out=None), "expected a view of contiguous rows"),
     ],
 )
 def test_operands_that_do_not_fit_are_refused_before_anything_is_written(change: dict[str, Any], message: str) -> None:

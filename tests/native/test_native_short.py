@@ -124,4 +124,4 @@ def test_sequences_of_few_keys_are_the_dense_forwards_and_their_plan_is_prepared
     assert isinstance(cpu.schedule(problem, call.extents, "attention_forward"), ForwardPlan)
     few = cpu.schedule(problem, make(problem, (1, 0), (16, 0)).extents, "attention_forward")
     assert isinstance(few, decode.Schedule)
-    assert few.own.all()
+    assert few.decoded.all()

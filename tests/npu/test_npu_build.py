@@ -56,7 +56,7 @@ def test_what_cannot_be_compiled_says_why(compiler: Path, monkeypatch: pytest.Mo
         build.library()
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(compiler))  # a file, where a folder should be
-    with pytest.raises(build.BuildError, match=r"expected a folder to keep what is compiled, got .* \(set TORCH_EXT"):
+    with pytest.raises(build.BuildError, match=r"expected a writable folder for the compiled device, got .* \(set"):
         build.library()
 
 

@@ -113,7 +113,7 @@ def test_what_a_replay_could_not_do_again() -> None:
     with pytest.raises(RuntimeError, match=r"expected a captured graph, got none"):
         graph.replay()
     for read in (lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: bool((x > 0).all())):
-        with pytest.raises(RuntimeError, match=r"a replay would not read the number again"):
+        with pytest.raises(RuntimeError, match=r"a replay would not read it again"):
             captured(graph, lambda read=read: read(torch.ones(3)))
         assert not device().is_current_stream_capturing()
         with pytest.raises(RuntimeError, match="got none"):
@@ -134,15 +134,15 @@ def test_what_is_begun_and_ended_in_the_wrong_order() -> None:
     with pytest.raises(RuntimeError, match="expected a capture of this graph"):
         graph.capture_end()
     for call in (lambda: npu_.graph_task_group_begin(None), lambda: npu_.graph_task_group_end(None)):
-        with pytest.raises(RuntimeError, match="expected a capture under way"):
+        with pytest.raises(RuntimeError, match="expected an active capture"):
             call()
     with pytest.raises(RuntimeError, match="expected graph_task_update_begin before it"):
         npu_.graph_task_update_end(None)
-    with pytest.raises(RuntimeError, match="expected what graph_task_group_end returned, got 3"):
+    with pytest.raises(RuntimeError, match="expected a result of graph_task_group_end, got 3"):
         npu_.graph_task_update_begin(None, 3)
     graph.capture_begin()
     assert npu_.is_current_stream_capturing()
-    with pytest.raises(RuntimeError, match="expected no capture under way"):
+    with pytest.raises(RuntimeError, match="expected no active capture"):
         npu_.NPUGraph().capture_begin()
     with pytest.raises(RuntimeError, match="expected a capture of this graph"):
         npu_.NPUGraph().capture_end()

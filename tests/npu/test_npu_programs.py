@@ -186,10 +186,10 @@ def test_a_child_finds_torch_npu_once_it_has_torch(
     program: str, expected: str, folder: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(subprocesses.PATH, str(folder))
-    unsay = subprocesses.tell("cuda:1", strict=True)
+    restore = subprocesses.export("cuda:1", strict=True)
     notes = {name: os.environ[name] for name in (subprocesses.DEVICE, subprocesses.STRICT)}
     path = os.environ[subprocesses.PATH]
-    unsay()
+    restore()
     assert os.environ[subprocesses.PATH] == str(folder)
     assert subprocesses.DEVICE not in os.environ
     text = run("-c", f"import sys; assert sys.own\n{program}\n{SAY}", path=path, **notes)

@@ -350,9 +350,9 @@ def test_tensors_outlive_uninstall() -> None:
     assert (x + x).view(4)[0].item() == 2
     assert x.cpu().device.type == "cpu"
     for new in (lambda: torch.ones(1, device="npu"), lambda: torch.ones(1).to("npu"), lambda: torch.ones(1).to(x)):
-        with pytest.raises(RuntimeError, match=r'device "npu": expected fusion_attention.npu.install\(\) in force'):
+        with pytest.raises(RuntimeError, match=r'device "npu": expected fusion_attention.npu.install\(\) to be active'):
             new()
-    with pytest.raises(RuntimeError, match=r"expected fusion_attention.npu.install\(\) in force"):
+    with pytest.raises(RuntimeError, match=r"expected fusion_attention.npu.install\(\) to be active"):
         torch.zeros(1, device=x.device)
     assert torch.compile(torch.sin, backend="eager")(torch.zeros(1)).item() == 0
     npu.install()
@@ -440,7 +440,7 @@ def test_what_is_sent_is_shared() -> None:
         ForkingPickler.dumps(x * 2)
     sent = bytes(ForkingPickler.dumps(x))
     npu.uninstall()
-    with pytest.raises(RuntimeError, match=r"expected fusion_attention.npu.install\(\) in a process that is sent"):
+    with pytest.raises(RuntimeError, match=r"expected fusion_attention.npu.install\(\) in the process that receives"):
         ForkingPickler.loads(sent)
 
 

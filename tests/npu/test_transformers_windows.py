@@ -54,7 +54,7 @@ def windowed_models() -> None:
             texts, out = told(model, mask)
             _, eager = told(model, mask, "eager")
             assert len(texts) == layers, (name, texts)
-            assert all("leaves out window_size: every row sees all keys" in text for text in texts)
+            assert all("ignores window_size: every row sees all keys" in text for text in texts)
             apart = (out - eager)[PADDING.bool()].abs().max()
             assert apart > 0.1 if layers else apart < 1e-4, (name, apart)
 
@@ -70,7 +70,7 @@ def sinks() -> None:
             out = _flash_attention_forward(q, q, q, None, 5, True, s_aux=sink, attn_implementation="flash_attention_2")
         assert out.shape == q.shape
         assert [str(w.message).split(":")[0] for w in warned if w.category is npu_warning] == (
-            [] if sink is None else ["transformers' attention for an NPU leaves out s_aux"]
+            [] if sink is None else ["transformers' attention for an NPU ignores s_aux"]
         )
 
 
@@ -81,7 +81,7 @@ def compiled() -> None:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         assert torch.equal(fast(input_ids=IDS).last_hidden_state, eager)
-    assert any("leaves out window_size" in str(w.message) for w in warned)
+    assert any("ignores window_size" in str(w.message) for w in warned)
 
 
 def taken_back() -> None:
@@ -128,7 +128,7 @@ def test_what_a_function_knows_is_its_own() -> None:
     wrapper = _warning(knows_windows)
     assert list(inspect.signature(wrapper).parameters) == ["q", "window_size", "s_aux"]
     assert wrapper(1, window_size=(3, 3)) == (3, 3)
-    with pytest.warns(ContractWarning, match="leaves out s_aux: the softmax has no attention sinks") as caught:
+    with pytest.warns(ContractWarning, match="ignores s_aux: the softmax has no attention sinks") as caught:
         assert wrapper(1, s_aux=3) is None
     assert caught[0].filename == __file__
     bare = _warning(knows_nothing)

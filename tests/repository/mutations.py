@@ -292,7 +292,7 @@ INTERFACES = [
     package("flash-attn's causal window sees the future", "integrations/flash_attn/words.py",
           "        right = 0\n", "        pass\n", "integrations/test_flash_attn.py::test_padded"),
     package("a cache rotates all queries by one angle", "integrations/flash_attn/rotary.py",
-          "if each else", "if not each else",
+          "if advance else", "if not advance else",
           "integrations/test_flash_attn_caches.py::test_rotary_of_a_cache"),
 ]  # fmt: skip
 
@@ -460,7 +460,7 @@ TRANSFORMERS = [
           'cached(given, "blocked", torch.logical_not)', 'cached(given, "blocked", torch.clone)',
           f"{MODEL_TESTS}::test_masks_of_the_users_own"),
     package("a model that asks nobody is let in", INTEGRATION,
-          "if not code.asks:", "if code.asks is None:",
+          "if not code.uses_interface:", "if code.uses_interface is None:",
           f"{MODEL_TESTS}::test_a_model_that_asks_no_interface_is_refused"),
 ]  # fmt: skip
 

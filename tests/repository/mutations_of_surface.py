@@ -21,7 +21,7 @@ SURFACE = [
           'loader is None or "fusion_attention" in sys.modules', "loader is None",
           f"{PROGRAMS}::test_a_child_finds_torch_npu_once_it_has_torch"),
     package("programs that tests start are not told", "npu/pytest.py",
-          "early_config.stash[_UNSAY] = tell(DEFAULT)", "early_config.stash[_UNSAY] = lambda: None",
+          "early_config.stash[_RESTORE] = export(DEFAULT)", "early_config.stash[_RESTORE] = lambda: None",
           f"{PROGRAMS}::test_a_run_of_pytest"),
     package("a number becomes a device", "npu/surface/transfer.py",
           "if numbers and type(value) is int", "if type(value) is int", f"{AROUND}::test_a_program_for_cuda"),

@@ -73,6 +73,6 @@ def test_memory_of_a_long_sequence_stays_within_its_limits() -> None:
 
 def test_what_a_capture_costs() -> None:
     result = captures.costs(files=30, turns=5)
-    assert list(result) == [captures.ALONE, captures.DISK, captures.EMPTY, "as file 30 and on"]
+    assert list(result) == [captures.ALONE, captures.DISK, captures.EMPTY, "recorded, 30 files"]
     assert result[captures.ALONE] < result[captures.EMPTY]
     assert all(cpu > 0 for _, cpu in result.values())

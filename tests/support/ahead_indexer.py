@@ -1,4 +1,4 @@
-"""What is compiled ahead of time of the indexer."""
+"""Lists the kernels of the indexer that are compiled ahead of time."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from fusion_attention.backends.triton.indexer.scores import index_scores
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.ir.problem import IndexerProblem
 
-WIDEST = {"float32": 4}  # elements of 16 bytes, of others 8
+WIDEST = {"float32": 4}  # elements of 16 bytes; 8 for other dtypes
 
 
 def problem(heads: int = 64, dim: int = 128, **more: Any) -> IndexerProblem:
@@ -20,7 +20,7 @@ def problem(heads: int = 64, dim: int = 128, **more: Any) -> IndexerProblem:
 
 
 def typed(p: IndexerProblem) -> dict[str, str]:
-    """Types of the arguments that are memory."""
+    """Returns the types of the arguments that are pointers."""
     floats = {"scores": "*fp32", "weights": "*bf16", "dweights": "*bf16"}
     row = launch_indexer.row_type(shapes_sparse.sizes_of_gradient(p))
     rows = {"rows": "*" + TYPES[str(row).removeprefix("torch.")]}
@@ -102,7 +102,7 @@ CONFIGS: dict[str, Config] = {
     "indexer recompute 256": recomputed(problem(dim=256)),
 }
 EVERYDAY: tuple[str, ...] = ("indexer scores 64 heads", "indexer gradient 64 heads")
-# Runs that keep bytes on the stack, and why no tile that keeps none is taken.
+# Run that spills registers: reason why no tile without spills is used.
 SPILLED = {
     "indexer gradient 128 heads sm_86": "16 bytes with Triton 3.7.1, none with 3.6.0",
     "indexer recompute sm_80": "16 bytes with Triton 3.7.1; runs where something is not finite",

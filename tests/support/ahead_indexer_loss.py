@@ -1,4 +1,4 @@
-"""What is compiled ahead of time of the loss of the indexer and the warm-up pair."""
+"""Lists the kernels of the indexer's loss that are compiled ahead of time, with and without lists."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ TABLES = pointers("i32", "tiles", "tokens", "key_tiles", "used", "noted") | poin
 
 
 def types(problem: IndexerLossProblem | IndexerProblem) -> dict[str, str]:
-    """Types of the arguments that a problem has."""
+    """Returns the types of the pointer arguments that a problem has."""
     result = TABLES | pointers(problem.dtype, *ROWS) | pointers("float32", *FLOAT32_ROWS)
     result |= pointers(problem.weights_dtype, "weights", "dweights")
     if problem.dtype == "float16":
@@ -53,7 +53,7 @@ def types(problem: IndexerLossProblem | IndexerProblem) -> dict[str, str]:
 
 
 def warm(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: int = 0) -> Config:
-    """A kernel of the loss without lists."""
+    """Returns the compilation of a kernel of the loss without lists."""
 
     def config(chip: int) -> Compiled | None:
         tiles = shapes_loss.warm_tiles(problem, chip, align or 8)
@@ -74,7 +74,7 @@ def warm(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: int = 
 
 
 def lse(problem: IndexerProblem, align: int = 0, ahead: int = 0) -> Config:
-    """The kernel of statistics."""
+    """Returns the compilation of the kernel that computes statistics."""
 
     def config(chip: int) -> Compiled | None:
         tiles = shapes_loss.warm_tiles(problem, chip)
@@ -89,7 +89,7 @@ def lse(problem: IndexerProblem, align: int = 0, ahead: int = 0) -> Config:
 
 
 def selected(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: int = 0) -> Config:
-    """A kernel of the loss over selected keys."""
+    """Returns the compilation of a kernel of the loss over selected keys."""
 
     def config(chip: int) -> Compiled | None:
         tiles = shapes_loss.selected_tiles(problem, chip)
@@ -106,7 +106,7 @@ def selected(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: in
 
 
 def gradient(problem: IndexerLossProblem, align: int = 0) -> Config:
-    """The gradient of scores, which the indexer's own values have too."""
+    """Returns the compilation of the gradient of scores, which the indexer's backward also uses."""
     sizes = shapes_sparse.sizes_of_gradient(problem)
 
     def config(chip: int) -> Compiled | None:
@@ -121,7 +121,7 @@ def gradient(problem: IndexerLossProblem, align: int = 0) -> Config:
 
 
 def ahead_type(dtype: torch.dtype) -> str:
-    """Of a pointer."""
+    """Returns Triton's name of a pointer type."""
     return "*bf16" if dtype == torch.bfloat16 else "*fp32"
 
 
@@ -140,7 +140,7 @@ FLOAT16 = {"dtype": "float16", "weights_dtype": "float16"}
 
 
 def configs() -> dict[str, Config]:
-    """Every kernel with every row of its table."""
+    """Returns the compilations by name: every kernel with every row of its tile table."""
     results: dict[str, Config] = {}
     for kernel in (
         dense_kl_loss.warm_target,
@@ -186,5 +186,5 @@ def configs() -> dict[str, Config]:
 
 CONFIGS: dict[str, Config] = configs()
 EVERYDAY: tuple[str, ...] = ("warm_target", "selected_gradients")
-# Runs that keep bytes on the stack, and why no tile that keeps none is taken.
+# Run that spills registers: reason why no tile without spills is used.
 SPILLED: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""A kernel of lists, of the indexer or of its loss, as one launch of it is compiled ahead of time."""
+"""Describes a launch that is compiled ahead of time: a kernel of sparse attention, of the indexer or of its loss."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from fusion_attention.backends.triton.common.shapes import Tile
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a launch compiles.
+    """The inputs of a compilation.
 
     Args:
-        kernel: the function.
-        constants: what it knows while compiling, as its launch module makes them.
-        types: of arguments without an annotation ("*bf16"); one that is not listed is absent.
-        tile: its warps and stages.
-        counted: the instructions of its main loop are recorded.
-        ahead: groups of loads that its loop must keep in flight.
-        rows: of its products' first factor, where those are not the tile's BM.
+        kernel: the Triton function.
+        constants: its constexpr arguments, as its launch module makes them.
+        types: types of arguments without an annotation, such as "*bf16"; an argument that is not listed is absent.
+        tile: tile with the numbers of warps and stages.
+        counted: record the number of instructions of its main loop.
+        ahead: number of groups of loads that its loop must keep in flight.
+        rows: rows of the first factor of its products; 0: the tile's BM.
     """
 
     kernel: Any
@@ -33,10 +33,10 @@ class Compiled:
     rows: int = 0
 
 
-# Chip (80, 86, 90) -> what is compiled for it; None: its tables hold no tile.
+# Chip (80, 86, 90) -> its compilation; None: the tile tables have no tile for the chip.
 Config = Callable[[int], Compiled | None]
 
 
 def pointers(dtype: str, *names: str) -> dict[str, str]:
-    """Types of arguments that are memory of a dtype, by its name in torch, or in Triton's short form."""
+    """Returns pointer types for arguments; dtype: name of torch, or Triton's short form."""
     return dict.fromkeys(names, "*" + TYPES.get(dtype, dtype))

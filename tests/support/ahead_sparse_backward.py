@@ -1,4 +1,4 @@
-"""What is compiled ahead of time of the backward of attention to lists, and sums per key."""
+"""Lists the kernels of sparse attention's backward that are compiled ahead of time, and those that sum by key."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ TABLES = {"strides": "*i64", "lengths": "*i64", "flat": "*fp32", "max_": "*fp32"
 
 
 def problem(heads: int, dim: int = 512, dim_rope: int = 64, dim_v: int = 512, **more: Any) -> Problem:
-    """MLA's sizes by default: values are the first elements of the keys."""
+    """Makes a problem; the defaults are the sizes of MLA, where values are the first elements of the keys."""
     given = {"dtype": "bfloat16", "heads_kv": 1, "shares_kv": True, "select_count": COUNT} | more
     return Problem(heads, dim_qk=dim, dim_rope=dim_rope, dim_v=dim_v, scale=0.1, **given)
 
@@ -32,7 +32,7 @@ APART = {"dim": 128, "dim_rope": 64, "dim_v": 128, "shares_kv": False}
 
 
 def types_of(p: Problem, atomic: bool) -> dict[str, str]:
-    """Of the kernels' arguments."""
+    """Returns the types of the kernels' pointer arguments."""
     result = pointers(p.dtype, *ROWS, *WEIGHTS) | SMALL | TABLES | {"partials": "*fp32"}
     if p.dtype == "float16":
         result["large"] = "*i32"
@@ -45,11 +45,11 @@ def types_of(p: Problem, atomic: bool) -> dict[str, str]:
 
 
 def step(kernel: Any, p: Problem, which: int = 0, *, align: int = 0, atomic: bool = False, ahead: int = 0) -> Config:
-    """The launch number `which` of a kernel in a chunk; ahead: as in Compiled, of products of 16 bits."""
+    """Returns the compilation of launch number `which` of a kernel in a chunk; ahead: as in Compiled."""
 
     def compiled(chip: int) -> Compiled:
         alignment = align or shapes.widest(p)
-        tiles = {name: cuts.cut_of(name, p, chip, alignment) for name in cuts.KERNELS}
+        tiles = {name: cuts.tile_of(name, p, chip, alignment) for name in cuts.KERNELS}
         band, slots = (128, 128) if p.compressed_ratio else (0, 0)
         slots += -(-p.select_count * p.select_block // 128) * 128
         steps = launched.launches(p, tiles, alignment, (band, slots), atomic)
@@ -58,7 +58,7 @@ def step(kernel: Any, p: Problem, which: int = 0, *, align: int = 0, atomic: boo
         if kernel in (read_lists, recompute_rows, recompute_slots):
             small = shapes.Tile(0, 0, tile_of_step.num_warps, tile_of_step.num_stages)
             return Compiled(kernel, one.constexprs, types_of(p, atomic), small, counted=False)
-        # Slots stand as rows where heads are summed, and columns where they are not.
+        # Slots are the rows of products that sum over heads, and the columns of others.
         sizes = (
             (tile_of_step.BN, tile_of_step.BC)
             if kernel is kernels.backward_slots
@@ -71,7 +71,7 @@ def step(kernel: Any, p: Problem, which: int = 0, *, align: int = 0, atomic: boo
 
 
 def of_rows(kernel: Any, dtype: str = "bfloat16") -> Config:
-    """A kernel of the sums of rows by key."""
+    """Returns the compilation of a kernel that sums rows by key."""
     types = {"rows": "*" + TYPES[dtype], "order": "*i64", "total": "*fp32", "parts": "*fp32"}
     types |= dict.fromkeys(("starts", "marked", "strides", "hot"), "*i32")
     constexprs = {"COLUMNS": 576, "W": launch_key_sum.panel_of(576)}
@@ -83,25 +83,25 @@ def of_rows(kernel: Any, dtype: str = "bfloat16") -> Config:
 
 
 def written() -> Config:
-    """The sums as gradients."""
+    """Returns the compilation of the kernel that writes the sums as gradients."""
     types = {"total": "*fp32", "out": "*bf16", **SMALL, **TABLES}
     constexprs = {"VIEW": 0, "IDS": 0, "COLUMNS": 576, "FIRST": 0, "DIM": 512, "W": 256, "BN": launch_key_sum.WRITE.BN}
     return lambda _: Compiled(key_sum.write_rows, constexprs, types, launch_key_sum.WRITE, counted=False)
 
 
 def noted(p: Problem) -> Config:
-    """lse and D of rows."""
+    """Returns the compilation of the kernel that computes lse and delta of rows."""
     constexprs = launched.prepare_constants(p, shapes.widest(p))
     return lambda _: Compiled(prepare, constexprs, types_of(p, False), launched.PREPARE, counted=False)
 
 
 def configs() -> dict[str, Config]:
-    """Every tile of the tables, features off and on."""
+    """Returns the compilations by name: every tile of the tables, without and with features."""
     results: dict[str, Config] = {}
     three = (("weights", kernels.weigh_slots), ("rows", kernels.backward_rows), ("slots", kernels.backward_slots))
     for what, kernel in three:
         for heads in (128, 64, 32, 16):
-            # A loop of one turn, of 16 heads that are summed, loads nothing ahead.
+            # With 16 heads, the loop over heads has one iteration and no loads ahead.
             ahead = 0 if heads == 16 and what == "slots" else 2
             results[f"sparse {what} {heads}"] = step(kernel, problem(heads), ahead=ahead)
         results[f"sparse {what} 128 apart"] = step(kernel, problem(128, **APART), ahead=2)
@@ -136,7 +136,7 @@ def configs() -> dict[str, Config]:
 
 CONFIGS: dict[str, Config] = configs()
 EVERYDAY: tuple[str, ...] = ("sparse weights 128", "sparse slots 128", "sparse rows 16", "sum rows")
-# Runs that keep bytes on the stack, and why no tile that keeps none is taken.
+# Run that spills registers: reason why no tile without spills is used.
 SPILLED = {
     "sparse two sources apart sm_80": "64 bytes, none of them touched in the loop",
     "sparse weights 40 grouped sm_80": "8 bytes with Triton 3.7.1, none with 3.6.0",

@@ -1,4 +1,4 @@
-"""What is compiled ahead of time of attention to lists."""
+"""Lists the kernels of sparse attention's forward that are compiled ahead of time."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def config(align: int = 0, recomputes: bool = False, split: bool = False, **more: Any) -> Config:
-    """The forward kernel of a problem, or the one that recomputes; cut: programs share out a list."""
+    """Returns the compilation of a forward kernel; recomputes: of recompute_lists; split: programs share a list."""
     given = {"heads_q": 128, "heads_kv": 1, "select_count": 2048, "has_sink": True} | more
     p = problem(**given)
 
@@ -96,8 +96,8 @@ CONFIGS |= {
     "two sources recomputed": config(recomputes=True, **TWO, heads_q=64, page_size=64),
 }
 EVERYDAY = ("lists latent 64 heads", "two sources 64 heads", "lists 128 recomputed")
-# Runs that keep bytes on the stack, and why no tile that keeps none is taken.
-OUTSIDE = "at most 16 bytes, written before the main loop and read behind it"
+# Run that spills registers: reason why no tile without spills is used.
+OUTSIDE = "at most 16 bytes, written before the main loop and read after it"
 FEW = "at most 24 bytes; one instruction of hundreds in a turn touches them"
 PAGES = "112 bytes, touched by 7 of 755 instructions of a turn; 32 heads keep none and take twice as long on an H100"
 SPILLED = {

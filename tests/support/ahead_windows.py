@@ -1,4 +1,4 @@
-"""What is compiled ahead of time of the pooling of windows."""
+"""Lists the pooling kernels that are compiled ahead of time."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ TABLES = pointers("i64", "strides", "lengths") | pointers("i32", "tokens") | poi
 
 
 def config(kernel: Any, problem: PoolingProblem, align: int = 0) -> Config:
-    """A kernel of a problem; align: of rows, 0: to 16 bytes."""
+    """Returns the compilation of a kernel; align: elements to which rows are aligned; 0: 16 bytes."""
     aligned = align or (4 if problem.dtype == "float32" else 8)
     types = TABLES | pointers(problem.dtype, *ROWS) | (pointers("float32", "bias") if problem.has_bias else {})
     constants = launch.constants_of(problem, aligned)[kernel.__name__]
@@ -21,7 +21,7 @@ def config(kernel: Any, problem: PoolingProblem, align: int = 0) -> Config:
 
 
 def configs() -> dict[str, Config]:
-    """Every kernel for the layers of DeepSeek-V4."""
+    """Returns the compilations by name: every kernel with the sizes of DeepSeek-V4's layers."""
     results: dict[str, Config] = {}
     for kernel in (pool, pool_gradient, pool_bias):
         name = kernel.__name__

@@ -1,4 +1,4 @@
-"""Cases whose rows start on 16 bytes, as kernels with wide loads and descriptors want; testing's own never do."""
+"""Aligns the rows of test cases to 16 bytes, which kernels need for wide loads and descriptors."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ GAP = 16  # elements
 
 
 def aligned(args: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments; the rows have NaN between them, and lie apart by whole 16 bytes where their dims allow it."""
+    """Returns the arguments with aligned rows (if their dim is a multiple of 16 bytes) and NaN between the rows."""
     moved = {}
     for name in ROWS:
         values = args[name]

@@ -1,4 +1,4 @@
-"""Whether tensors hold the same bits: -0 is not 0, and a NaN equals only one with its own payload."""
+"""Compares tensors bit by bit: -0 differs from 0, and a NaN equals only a NaN with the same payload."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,12 +7,12 @@ import torch
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Whether two tensors have one dtype, one shape and the same bits; strides may differ."""
+    """Returns True if two tensors have the same dtype, shape and bits; strides may differ."""
     return got.dtype == want.dtype and got.shape == want.shape and not _differ(got, want).any()
 
 
 def same_bits(got: Any, want: Any, what: str = "") -> None:
-    """Asserts same() of two tensors, or of all that two dictionaries, lists or tuples of one form hold."""
+    """Asserts same() for two tensors, or for all tensors in two dictionaries, lists or tuples of the same form."""
     if isinstance(want, Mapping):
         assert isinstance(got, Mapping), what
         assert got.keys() == want.keys(), what
@@ -32,7 +32,7 @@ def same_bits(got: Any, want: Any, what: str = "") -> None:
 
 
 def same_where_not_finite(got: Mapping[str, Sequence[torch.Tensor]], want: Any, what: str) -> None:
-    """Asserts that two calls' results, of any dtypes, are NaN, inf and -inf in the same places."""
+    """Asserts that the results of two calls have NaN, inf and -inf in the same places; dtypes may differ."""
     for name in got:
         for b, (one, other) in enumerate(zip(got[name], want[name], strict=True)):
             assert torch.equal(one.isnan(), other.isnan()), (what, name, b)

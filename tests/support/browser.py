@@ -1,4 +1,4 @@
-"""A headless Chromium over its debugging pipe: no driver, no package, no port, no network."""
+"""Controls a headless Chromium through its debugging pipe; needs no driver, package, port or network."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING = "needs a browser: apt-get install chromium"
-# Pages draw in software, so that a machine with a GPU measures what one without does.
+# Pages are drawn in software, so that measurements do not depend on a GPU.
 FLAGS = (
     "--headless=new",
     "--disable-gpu",
@@ -23,18 +23,18 @@ FLAGS += ("--no-sandbox", "--disable-dev-shm-usage", "--disable-background-netwo
 
 
 class PageError(AssertionError):
-    """What a page threw."""
+    """An exception that a page threw."""
 
 
 class Browser:
-    """One browser with one page."""
+    """A browser with one page."""
 
     def __init__(self) -> None:
         assert CHROMIUM
         self.folder = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
         to_read, self.to = os.pipe()
         self.back, to_write = os.pipe()
-        # The browser reads from 3 and writes to 4, whatever the pipes were called here.
+        # The browser reads from file descriptor 3 and writes to 4.
         moved = f'exec 3<&{to_read} 4>&{to_write}; exec "$@"'
         command = ["bash", "-c", moved, "chromium", CHROMIUM, *FLAGS, f"--user-data-dir={self.folder.name}"]
         self.process = subprocess.Popen(
@@ -57,7 +57,7 @@ class Browser:
         self.close()
 
     def close(self) -> None:
-        """Ends the browser and removes what it kept."""
+        """Ends the browser and removes its files."""
         os.close(self.to)
         try:
             self.process.wait(10)
@@ -68,7 +68,7 @@ class Browser:
         self.folder.cleanup()
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """What a method of the debugging protocol returns."""
+        """Calls a method of the debugging protocol and returns its result."""
         self.number += 1
         message = {"id": self.number, "method": method, "params": params}
         if self.session:
@@ -95,14 +95,14 @@ class Browser:
         return result
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page; promises are awaited."""
+        """Evaluates an expression in the page and returns its value; awaits promises."""
         result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in result:
             raise PageError(result["exceptionDetails"].get("exception", {}).get("description", "an error"))
         return result["result"].get("value")
 
     def open(self, address: str, width: int = 1440, height: int = 1000, dark: bool = False) -> None:
-        """Loads a page in a window of some size, and waits until it has drawn."""
+        """Loads a page in a window of the given size, and waits until it is drawn."""
         self.size(width, height, dark)
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=address)
@@ -110,7 +110,7 @@ class Browser:
         self.frame()
 
     def size(self, width: int, height: int, dark: bool = False, scale: float = 1) -> None:
-        """The window's size, and what the system prefers."""
+        """Sets the window's size, the preferred colour scheme and the scale."""
         phone = width < 600
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone
@@ -119,18 +119,18 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def frame(self) -> None:
-        """Waits until what was asked for is drawn."""
+        """Waits until all requested changes are drawn."""
         self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def key(self, name: str, text: str = "") -> None:
-        """Presses a key."""
+        """Presses and releases a key."""
         codes = {"ArrowRight": 39, "ArrowLeft": 37, "ArrowDown": 40, "ArrowUp": 38, "Tab": 9, " ": 32, "Enter": 13}
         given = {"key": name, "code": "Space" if name == " " else name, "windowsVirtualKeyCode": codes.get(name, 0)}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text or (name if name == " " else ""), **given)
         self.call("Input.dispatchKeyEvent", type="keyUp", **given)
 
     def mouse(self, kind: str, x: float, y: float) -> None:
-        """A mouse event: "Pressed", "Moved" or "Released"."""
+        """Sends a mouse event; kind: "Pressed", "Moved" or "Released"."""
         button = "none" if kind == "Moved" else "left"
         self.call("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, button=button, buttons=1, clickCount=1)
 
@@ -141,7 +141,7 @@ class Browser:
         self.mouse("Released", x, y)
 
     def middle(self, selector: str) -> tuple[float, float]:
-        """Where the middle of an element is, once it is in view."""
+        """Scrolls an element into view and returns the position of its centre."""
         result = self.run(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); "
             "e.scrollIntoView({block: 'center', inline: 'center'}); "

@@ -1,6 +1,6 @@
-"""The operators of the C API, called through ctypes in this process: libopapi joins the Python that runs already.
+"""Calls the operators of the C API through ctypes: libopapi uses the Python interpreter of this process.
 
-Calls are a record's: arguments by canonical name, as the two-phase interface in Python takes them.
+Arguments have a record's canonical names, like those of the two-phase interface in Python.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ KINDS = {"int64_t": ctypes.c_int64, "double": ctypes.c_double, "bool": ctypes.c_
 
 @cache
 def prototypes() -> dict[str, tuple[str, ...]]:
-    """The C types of every operator's parameters, without where it writes."""
+    """Returns the C types of every operator's parameters, without the workspace size and the executor."""
     results = {}
     for header in (INCLUDE / "aclnnop").glob("*.h"):
         text = re.sub(r"/\*.*?\*/", "", header.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -33,21 +33,21 @@ def prototypes() -> dict[str, tuple[str, ...]]:
 
 
 class Inexpressible(Exception):
-    """C has no such argument: a compiler would refuse the call."""
+    """The argument cannot be expressed in C; a compiler would reject the call."""
 
 
 class Operators:
-    """libopapi beside the runtime that it works with."""
+    """libopapi and the runtime libraries that it uses."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.library = ctypes.CDLL(str(LIBRARY / "libopapi.so"))
-        self.retained: list[Any] = []  # what C points to
+        self.retained: list[Any] = []  # memory that C pointers refer to
 
     # ------------------------------------------------------------------------------------------------------ arguments
 
     def tensor(self, value: torch.Tensor, address: int | None = None) -> int:
-        """A tensor's handle, over new device memory with its bytes; any strides are kept."""
+        """Returns a handle of a tensor in new device memory with the same bytes and strides."""
         storage = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
         if address is None and value.numel():
             address = self.runtime.malloc(max(storage.numel(), 1))
@@ -67,7 +67,7 @@ class Operators:
             assert self.runtime.aclrtMemcpy(target, count, source, count, kind) == 0, self.runtime.message()
 
     def argument(self, kind: str, value: Any) -> Any:
-        """A value as C has it."""
+        """Returns a value as an argument for C."""
         if kind in KINDS:
             if not isinstance(value, (int, float)) or (kind != "double" and value != int(value)):
                 raise Inexpressible(kind)
@@ -95,13 +95,13 @@ class Operators:
     # ---------------------------------------------------------------------------------------------------------- calls
 
     def first(self, name: str, arguments: list[Any]) -> tuple[int, int, int | None]:
-        """(ret, workspace size, executor) of phase 1."""
+        """Runs phase 1 and returns (ret, workspace size, executor)."""
         size, executor = ctypes.c_uint64(1 << 60), ctypes.c_void_p(1)
         ret = self.library[name + PHASE_1](*arguments, ctypes.byref(size), ctypes.byref(executor))
         return ret, size.value, executor.value
 
     def second(self, name: str, executor: int | None, size: int = 0, workspace: int | None = None) -> int:
-        """ret of phase 2; workspace: made here where none is given."""
+        """Runs phase 2 and returns ret; allocates the workspace if none is given."""
         if size and workspace is None:
             workspace = self.runtime.malloc(size)
         run = self.library[name]
@@ -109,7 +109,7 @@ class Operators:
         return int(run(workspace, size, executor, None))
 
     def call(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, torch.Tensor | None]) -> int:
-        """The code of both phases; outputs get the bytes that the device has then."""
+        """Runs both phases, copies the device's results to the outputs, and returns the code."""
         values = [args[p.name] if args.get(p.name) is not None else outputs.get(p.name) for p in op.params]
         kinds = prototypes()[op.name]
         arguments, outputs_in_c = [], {}

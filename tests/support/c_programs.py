@@ -1,4 +1,4 @@
-"""C and C++ programs on the C API, built and started as their authors would: a compiler, two folders, no Python."""
+"""Builds and runs C and C++ programs that use the C API, with a compiler and two folders and without Python."""
 
 import os
 import shlex
@@ -18,7 +18,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 def compiled(source: Path, program: Path, *flags: str) -> Path:
-    """A program, linked with the three libraries."""
+    """Compiles a source file, links it with the three libraries and returns the program."""
     command = ["gcc" if source.suffix == ".c" else "g++", "-O0", "-w", *shlex.split(cflags()), *flags, str(source)]
     command += ["-o", str(program), *shlex.split(libs()), "-ldl", "-lpthread"]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -27,7 +27,7 @@ def compiled(source: Path, program: Path, *flags: str) -> Path:
 
 
 def plain_shell(**settings: str) -> dict[str, str]:
-    """Of an environment what any shell has."""
+    """Returns an environment with only the variables of a plain shell, and `settings`."""
     settings_kept = {
         name: os.environ[name] for name in ("PATH", "HOME", "OMP_NUM_THREADS", "OMP_WAIT_POLICY") if name in os.environ
     }
@@ -35,7 +35,7 @@ def plain_shell(**settings: str) -> dict[str, str]:
 
 
 def ended(program: Path | list[str], **settings: str) -> subprocess.CompletedProcess[str]:
-    """A program that has ended."""
+    """Runs a program to its end in a plain environment."""
     command = [str(program)] if isinstance(program, Path) else program
     return subprocess.run(
         command, capture_output=True, text=True, errors="replace", env=plain_shell(**settings), timeout=120, check=False

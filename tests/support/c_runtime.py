@@ -1,4 +1,4 @@
-"""The C libraries by their headers: every function with the types that it is declared with, called through ctypes."""
+"""Calls the functions of the C libraries through ctypes, with the types that the headers declare."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ DECLARED = re.compile(r"(?:ACL_FUNC_VISIBILITY|ACLNN_FUNCTION)\s+([\w ]+?[ *]+)(
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter as declared."""
+    """The declaration of a parameter."""
 
     name: str
     type: str
 
     @property
     def is_pointer(self) -> bool:
-        """Whether null can be given for it."""
+        """True if null is a possible argument."""
         return "*" in self.type or self.type in HANDLES
 
     @property
     def is_handle(self) -> bool:
-        """Whether it takes what the libraries make."""
+        """True if the argument is an object of the libraries."""
         opaque = re.fullmatch(r"acl(Tensor|Scalar|IntArray|FloatArray|BoolArray|TensorList|ScalarList|OpExecutor)\*",
                               self.type.replace("const", "").replace(" ", ""))  # fmt: skip
         return self.type in HANDLES or opaque is not None
@@ -51,7 +51,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Function:
-    """One function as declared."""
+    """The declaration of a function."""
 
     name: str
     returns: str
@@ -63,7 +63,7 @@ def _ctype(text: str) -> Any:
         return ctypes.c_char_p
     if "*" in text or text in HANDLES:
         return ctypes.c_void_p
-    return NUMBERS.get(text, ctypes.c_int)  # what is left are enums
+    return NUMBERS.get(text, ctypes.c_int)  # all other types are enums
 
 
 def _parameter(text: str) -> Parameter:
@@ -75,7 +75,7 @@ def _parameter(text: str) -> Parameter:
 
 @cache
 def functions() -> dict[str, Function]:
-    """Every function that the runtime's headers declare."""
+    """Returns all functions that the runtime's headers declare, by name."""
     results = {}
     for header in HEADERS:
         text = re.sub(r"/\*.*?\*/", "", (INCLUDE / header).read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -86,7 +86,7 @@ def functions() -> dict[str, Function]:
 
 
 def sources(library: str) -> list[Path]:
-    """The C++ files of a library, as its CMakeLists.txt names them."""
+    """Returns the C++ files of a library, which its CMakeLists.txt lists."""
     folder = ROOT / "csrc/capi"
     text = (folder / "CMakeLists.txt").read_text(encoding="utf-8")
     (listed,) = re.findall(rf"^fusion_capi\({library} \S+\.map ([^)]*)\)", text, re.MULTILINE)
@@ -118,28 +118,28 @@ class Runtime:
         return None if text is None else text.decode()
 
     def started(self, config: Path | None = None) -> Iterator[Runtime]:
-        """Between aclInit() and aclFinalize(), with device 0 current."""
+        """Context manager between aclInit() and aclFinalize(), with device 0 set."""
         assert self.aclInit(None if config is None else str(config).encode()) == 0, self.message()
         assert self.aclrtSetDevice(0) == 0
         yield self
         assert self.aclFinalize() == 0, self.message()
 
     def malloc(self, size: int, policy: int = 0) -> int:
-        """An address of device memory."""
+        """Allocates device memory and returns its address."""
         place = ctypes.c_void_p()
         assert self.aclrtMalloc(ctypes.byref(place), size, policy) == 0, self.message()
         assert place.value is not None
         return place.value
 
     def create(self, function: str, *args: Any) -> int:
-        """What a function writes to its first parameter's place."""
+        """Calls a function and returns the object that it writes to its first parameter."""
         place = ctypes.c_void_p()
         assert getattr(self, function)(ctypes.byref(place), *args) == 0, self.message()
         assert place.value is not None
         return place.value
 
     def tensor(self, shape: tuple[int, ...], dtype: int, data: int | None, **more: Any) -> int | None:
-        """aclCreateTensor(), contiguous unless `strides` are given; `storage` is the shape of its memory."""
+        """Calls aclCreateTensor(); more: strides (contiguous by default) and storage, the shape of the memory."""
         strides, storage = more.get("strides"), more.get("storage", shape)
         return self.aclCreateTensor(
             numbers(shape), len(shape), dtype, None if strides is None else numbers(strides), more.get("offset", 0),
@@ -148,19 +148,19 @@ class Runtime:
 
 
 def numbers(values: tuple[int, ...]) -> Any:
-    """int64_t values[]."""
+    """Returns an int64_t array."""
     return (ctypes.c_int64 * max(len(values), 1))(*values)
 
 
 def copied(acl: Runtime, data: np.ndarray, size: int | None = None) -> int:
-    """Device memory with an array's bytes."""
+    """Copies an array to new device memory and returns its address."""
     address = acl.malloc(data.nbytes if size is None else size)
     assert acl.aclrtMemcpy(address, data.nbytes, data.ctypes.data, data.nbytes, TO_DEVICE) == 0, acl.message()
     return address
 
 
 def one_of_each(acl: Runtime) -> dict[str, int]:
-    """A live handle of every kind that can be made without an operator."""
+    """Returns a live object of every kind that can be created without an operator."""
     data = acl.malloc(64)
     tensor, scalar = acl.tensor((4,), FLOAT, data), acl.aclCreateScalar(numbers((1,)), FLOAT)
     assert tensor is not None

@@ -1,6 +1,6 @@
-"""Calls of decode on paged and quantised caches, and golden's answer to them; shared by the interpreter and the GPU.
+"""Makes decode calls over paged and quantised caches and their golden results, for Triton's interpreter and GPUs.
 
-Memory that no key lies in holds NaN, the table's unused entries point far outside the pool.
+Unused memory contains NaN, and unused table entries point far outside the pool.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from fusion_attention.testing.expected import sizes
 
 UNUSED = 1 << 30
 NAMES = ("out", "max", "sum")
-DENSE: dict[str, Any] = {"page_size": 0, "dequant_k": "none", "dequant_v": "none"}  # of gathered() operands
+DENSE: dict[str, Any] = {"page_size": 0, "dequant_k": "none", "dequant_v": "none"}  # for gathered() operands
 
 
 @dataclass(frozen=True)
 class Cache:
-    """kv_len tokens in pages, q_len rows at their end; `more` are further fields of Problem."""
+    """The sizes of a call whose q_len rows are the last tokens of kv_len; more: further fields of Problem."""
 
     kv_len: tuple[int, ...] = (37, 70, 0)
     q_len: int = 1
@@ -54,7 +54,7 @@ class Cache:
         return Problem(*sizes, dtype=self.dtype, scale=0.2, page_size=self.page_size, **given)  # type: ignore[arg-type]
 
     def extents(self, kv_len: tuple[int, ...] | None = None) -> Extents:
-        """Causal to the lower right."""
+        """Returns causal visibility in which the last row attends to all keys."""
         keys = np.array(self.kv_len if kv_len is None else kv_len, np.int64)
         zero = np.zeros_like(keys)
         return Extents(zero + self.q_len, keys, zero - INFINITE, keys - self.q_len + 1, zero, keys - self.q_len)
@@ -70,26 +70,26 @@ CACHES = [
     Cache(dequant="token", dtype="float16", q_len=2),
     Cache(q_len=3, heads_q=8, more={"softcap": 1.5, "bias": "slopes", "has_sink": True}),
     Cache(dequant="token", dtype="float16", q_len=2, more={"softcap": 4.0}),
-    # Pages that hold two tiles of keys, and tiles that hold two pages.
+    # Pages of two tiles of keys, and tiles of two pages.
     Cache(page_size=32),
     Cache(page_size=8, dequant="token", dtype="bfloat16"),
-    # Integers loaded two by two, with what they mean by channel and by token, in columns that are not a power of two.
+    # Integers loaded in pairs, with scales of channels and of tokens; the number of columns is no power of two.
     Cache(dequant="channel", dtype="bfloat16", dim_v=40),
     Cache(dequant="token", dtype="float16", dim_v=32, q_len=2),
-    # One sequence longer than all others together: its tiles alone are cut.
+    # One sequence is longer than all others together: only its tiles are split.
     Cache(kv_len=(3, 400, 0, 20), dtype="bfloat16", dim_v=80),
 ]
 
 
 def rows(tensor: torch.Tensor) -> RowView:
-    """[sequences, tokens, heads, dim] as rows."""
+    """Returns a view of [sequences, tokens, heads, dim]."""
     count, _, _, dim = tensor.shape
     strides = np.full(count, tensor.stride(2), np.int64)
     return RowView((tensor,), np.arange(count, dtype=np.int64) * tensor.stride(0), tensor.stride(1), strides, dim)
 
 
 def operands_on(cache: Cache, device: str, capacity: int = 0) -> Operands:
-    """Operands with random values; capacity: tokens of every sequence that pages hold, at least its own."""
+    """Returns operands with random values; capacity: minimum number of tokens for which every sequence has pages."""
     p, count = cache.problem, len(cache.kv_len)
     dtype, size = p.torch_dtype, cache.page_size
     generator = torch.Generator().manual_seed(7)
@@ -145,7 +145,7 @@ def operands_on(cache: Cache, device: str, capacity: int = 0) -> Operands:
 
 
 def gathered(cache: Cache, o: Operands, e: Extents) -> Operands:
-    """The call with rows in place of pages, dequantised in float64, on the CPU."""
+    """Returns the operands on the CPU with contiguous keys and values, dequantised in float64."""
     count = len(cache.kv_len)
     longest = max(1, int(e.kv_len.max()))
 
@@ -177,7 +177,7 @@ def gathered(cache: Cache, o: Operands, e: Extents) -> Operands:
 
 
 def answer(cache: Cache, o: Operands, e: Extents) -> list[torch.Tensor]:
-    """(out, max, sum) of golden."""
+    """Returns (out, max, sum) of the golden model."""
     operands = gathered(cache, o, e)
     golden.attention_forward(
         dataclasses.replace(cache.problem, **DENSE, kv_dtype="", dtype="float64"), e, None, operands
@@ -186,16 +186,16 @@ def answer(cache: Cache, o: Operands, e: Extents) -> list[torch.Tensor]:
 
 
 def expected(cache: Cache, o: Operands, e: Extents) -> dict[str, Expected]:
-    """out, max and sum of golden, and how far a well-made kernel's may be from them."""
+    """Returns out, max and sum of the golden model with the error bounds of a correct kernel."""
     size = sizes(dataclasses.replace(cache.problem, **DENSE), e, gathered(cache, o, e))
     return {n: Expected(value, size[n]) for n, value in zip(NAMES, answer(cache, o, e), strict=True)}
 
 
 def results(o: Operands) -> list[torch.Tensor]:
-    """(out, max, sum) as computed, on the CPU."""
+    """Returns the computed (out, max, sum) on the CPU."""
     return [view.keep[0].cpu() for view in (o.out, o.stats.max, o.stats.sum)]
 
 
 def judge(cache: Cache, o: Operands, e: Extents) -> None:
-    """Asserts that out, max and sum are golden's but for roundings."""
+    """Asserts that out, max and sum equal the golden results except for rounding."""
     check(cache.id, dict(zip(NAMES, results(o), strict=True)), expected(cache, o, e))

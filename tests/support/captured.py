@@ -1,10 +1,10 @@
-"""What stands for a captured graph where there is no GPU: launches and operations of torch, noted and done once more.
+"""Replaces a CUDA graph on machines without a GPU: records launches and torch operations, and repeats them.
 
 graph = Captured(monkeypatch)
 with graph:
     plan.run(...)
 plan.update(...)
-graph.replay()          into the same memory, with the same arguments
+graph.replay()          # the same operations with the same arguments and memory
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fusion_attention.backends.triton.common import launching
 
 
 class Captured(TorchDispatchMode):
-    """Notes what runs within it."""
+    """Records the operations that run within its context."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.steps: list[Any] = []
         self._launch = launching.launch
         self._open = False
-        monkeypatch.setattr(launching, "launch", self._noting)
+        monkeypatch.setattr(launching, "launch", self._record)
 
     def __enter__(self) -> Captured:
         self._open = True
@@ -39,8 +39,8 @@ class Captured(TorchDispatchMode):
         self._open = False
         super().__exit__(*given)
 
-    def _noting(self, *given: Any) -> None:
-        with _disable_current_modes():  # the interpreter's own operations are no part of a graph
+    def _record(self, *given: Any) -> None:
+        with _disable_current_modes():  # the interpreter's torch operations are not part of a graph
             self._launch(*given)
         if self._open:
             self.steps.append(lambda: self._launch(*given))
@@ -48,19 +48,19 @@ class Captured(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = op(*args, **kwargs)
-        if "empty" not in str(op):  # memory stays where the graph has it, as it is
+        if "empty" not in str(op):  # a replay reuses the memory
             self.steps.append(lambda: _again(op, args, kwargs, out))
         return out
 
     def replay(self) -> None:
-        """Does everything once more."""
+        """Repeats all recorded operations."""
         assert self.steps
         for step in self.steps:
             step()
 
 
 def _again(op: Any, args: Any, kwargs: Any, out: Any) -> None:
-    """An operation, its results where they were."""
+    """Repeats an operation and copies its results to the old results."""
     for old, new in zip(_tensors(out), _tensors(op(*args, **kwargs)), strict=True):
         if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
             old.copy_(new)

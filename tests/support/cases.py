@@ -1,5 +1,5 @@
-"""The cases of training attention: every mode x layout x dtype, one family per thing that a call may bring; and what
-their tests share.
+"""Defines the test cases of training attention: every mode x layout x dtype, and a family for each feature; also the
+functions that their tests share.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ PACKED = Case(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 7))
 
 
 def of_mode(mode: int, layout: str, dtype: str) -> Case:
-    """A legal call of a sparse mode; which shapes and windows it has depends on layout and dtype."""
+    """Returns a valid call of a sparse mode; shapes and windows depend on layout and dtype."""
     turn = LAYOUTS.index(layout) + DTYPES.index(dtype)
     base = replace(PACKED, dtype=dtype) if layout == "TND" else Case(layout=layout, dtype=dtype)
     if turn % 2 and layout != "TND":
@@ -71,7 +71,7 @@ LENGTHS = [
     replace(PACKED, disabled=1, q_rest=2, softmax_layout="TND", sink=True, **DRAWN),
     replace(PACKED, q_rest=5, kv_rest=2, dtype="float16", pse="blocks", dim_rope=4),
     replace(PACKED, q_len=(5,), kv_len=(7,), q_rest=1),
-    # Padded sequences of their own lengths: only the Python API has words for these.
+    # Padded sequences of different lengths, which only the Python API supports.
     *(Case(layout=layout, q_len=(2, 5, 0), kv_len=(7, 3, 4), q_rest=1) for layout in DENSE),
     Case(q_len=(2, 5, 3), kv_len=(7, 0, 4), kv_rest=2, dtype="bfloat16", sink=True, dim_rope=2, **CAUSAL, **BITS),
     Case(layout="BNSD", q_len=(2, 5, 3), kv_len=(7, 1, 4), pse="full", pse_type=0, mask="head", **DRAWN),
@@ -162,24 +162,25 @@ PREFIXES = [
     Case(sparse_mode=6, mask="compressed", prefix=(2, 7)),
     Case(sparse_mode=6, mask="compressed", prefix=(0, 4), q_len=(7, 7), kv_len=(5, 5)),  # prefix 0: rows without keys
     Case(sparse_mode=5, mask="batch", prefix=(2, 7)),
-    Case(sparse_mode=5, mask="batch"),  # none at all: as mode 1
-    Case(sparse_mode=5, mask="head", prefix=(1, 7)),  # below kv_len - q_len: as mode 1
+    Case(sparse_mode=5, mask="batch"),  # no prefix: as mode 1
+    Case(sparse_mode=5, mask="head", prefix=(1, 7)),  # prefix below kv_len - q_len: as mode 1
     Case(sparse_mode=5, mask="batch", prefix=(3,)),
     Case(sparse_mode=5, mask="matrix", prefix=(3,), q_len=(5,), kv_len=(6,)),
     replace(PACKED, sparse_mode=6, mask="compressed", prefix=(5, 0, 4)),
     replace(PACKED, sparse_mode=6, mask="compressed", prefix=(0, 2), q_len=(6, 2), kv_len=(3, 2), disabled=2),
 ]
 
-# Rows that see no key: by the mask, by the band, by both, with every form of answer.
+# Rows that see no key because of the mask, the band or both, with every setting for such rows.
 BLANK = [
     *(Case(layout=layout, mask="matrix", blank=True) for layout in DENSE),
     *(Case(mask="head", blank=True, inner_precise=2, dtype=d) for d in DTYPES),
     *(Case(q_len=(7, 7), kv_len=(4, 4), dtype=d, **CAUSAL) for d in DTYPES),
-    Case(sparse_mode=0, mask="batch", blank=True, pre=2, next=-1, q_len=(7, 7)),  # the band empties one: all are zero
+    # The band hides all keys of one row, so all rows without keys are zero.
+    Case(sparse_mode=0, mask="batch", blank=True, pre=2, next=-1, q_len=(7, 7)),
     *(replace(PACKED, mask="matrix", blank=True, dtype=d) for d in DTYPES),
     replace(PACKED, mask="tokens", blank=True, softmax_layout="TND"),
     replace(PACKED, mask="tokens", blank=True, inner_precise=2),
-    replace(PACKED, mask="matrix", blank=True, sparse_mode=0, pre=3, next=-1),  # both forms in one call
+    replace(PACKED, mask="matrix", blank=True, sparse_mode=0, pre=3, next=-1),  # both kinds of rows in one call
     replace(PACKED, q_len=(6, 3, 2), kv_len=(4, 3, 0), **CAUSAL),
 ]
 

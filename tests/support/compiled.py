@@ -1,6 +1,4 @@
-"""Functions under torch.compile beside themselves: one graph, the same bits, and those of their gradients; and which
-operators run.
-"""
+"""Compares compiled functions with eager ones (one graph, same bits of results and gradients); records operators."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +16,7 @@ def draw(*shape: int, seed: int = 0, count: int = 3) -> Tensors:
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], list[int]]:
-    """The function compiled as one graph, and a list that grows with every graph made."""
+    """Returns the function compiled as one graph, and a list to which every compiled graph appends an item."""
     graphs: list[int] = []
 
     def backend(module: Any, inputs: Any) -> Any:
@@ -29,7 +27,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> tuple[Callable[...
 
 
 def same(function: Callable[..., Any], other: Callable[..., Any], leaves: Tensors, *rest: Any) -> None:
-    """Both functions give the same bits, and so do their gradients."""
+    """Asserts that both functions return the same bits and have gradients with the same bits."""
     one, two = function(*leaves, *rest), other(*leaves, *rest)
     same_bits(one, two)
     weight = torch.linspace(-1, 1, one.numel()).view_as(one)
@@ -37,7 +35,7 @@ def same(function: Callable[..., Any], other: Callable[..., Any], leaves: Tensor
 
 
 class Recorder(TorchDispatchMode):
-    """The operators that run, with their arguments; an active mode makes the interfaces call operators."""
+    """Records the operators that run, with their arguments; the active mode makes the interfaces call operators."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Cases of attention to a window of keys beside compressed keys, and a witness that computes them row by row."""
+"""Defines cases of attention to a window and compressed keys, and a reference that computes them row by row."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,13 +20,13 @@ LEAVES = (*DIFFERENTIABLE, *COMPRESSED)
 
 @dataclass(frozen=True)
 class CompressedCase(SparseCase):
-    """One call, forward and backward.
+    """A call, forward and backward.
 
     Args:
-        ratio, window: of the call.
-        c_len: compressed keys of every sequence; (): those that its tokens close.
-        c_rest: of no sequence behind them.
-        lists: "" (no list), or as of SparseCase, of compressed keys; "holes" has -1 in the middle.
+        ratio, window: arguments of the call.
+        c_len: number of compressed keys of every sequence; (): one for each complete group of tokens.
+        c_rest: number of compressed keys after those of all sequences.
+        lists: "" (no lists), a value of SparseCase for lists of compressed keys, or "holes": -1 between entries.
     """
 
     ratio: int = 2
@@ -48,7 +48,7 @@ class CompressedCase(SparseCase):
         return self.c_rest + (sum(lengths) if self.packed else max(lengths, default=3))
 
     def closed(self, b: int, row: int) -> int:
-        """How many compressed keys a row of sequence b sees."""
+        """Returns the number of compressed keys that a row of sequence b sees."""
         position = self.kv_len[b] - self.q_len[b] + row
         return min(max(position + 1, 0) // self.ratio, self.lengths("c")[b])
 
@@ -74,7 +74,7 @@ def _lists(case: CompressedCase, make: Maker) -> torch.Tensor:
 
 @cache
 def arguments(case: CompressedCase) -> Args:
-    """By canonical name, with dy: strided views in poisoned memory."""
+    """Returns the arguments by canonical name, with dy, as strided views of poisoned memory."""
     make = Maker(case)
     table = make.table() if case.page else None
 
@@ -107,7 +107,7 @@ def lowered(args: Args) -> Sparse:
 
 
 def compute(case: CompressedCase, call: Sparse, dy: torch.Tensor, backend: str) -> Results:
-    """out, max, sum and (without pages) the gradients."""
+    """Computes out, max, sum and (without pages) the gradients."""
     results = run(call, backend)
     result = dict(zip(("out", "max", "sum"), results.values(), strict=True))
     return result if case.page else result | run(SparseBackward(call, dy, *results.values()), backend)
@@ -122,14 +122,14 @@ def wanted(case: CompressedCase, args: Args) -> Any:
 
 
 def read(case: CompressedCase, entries: list[int], b: int, row: int) -> list[int]:
-    """The compressed keys that a row reads, each as often as it is listed."""
+    """Returns the compressed keys that a row reads, each as often as it is listed."""
     closed = case.closed(b, row)
     first = entries[: entries.index(-1)] if -1 in entries else entries
     return [e for e in first[:closed] if e < closed]
 
 
 def witness(case: CompressedCase, args: Args) -> Results:
-    """out and gradients by torch.autograd in float64, row by row; nothing of the package computes."""
+    """Computes out and gradients with torch.autograd in float64, row by row and without the package."""
     leaves = {n: args[n].detach().double().requires_grad_() for n in LEAVES if args.get(n) is not None}
     given = {**args, **leaves}
     out = torch.zeros(args["dy"].shape, dtype=torch.float64)
@@ -167,7 +167,7 @@ def witness(case: CompressedCase, args: Args) -> Results:
 def pooled_by_loops(
     kv: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, ratio: int, overlap: bool
 ) -> torch.Tensor:
-    """[windows, ..., D] of one sequence [tokens, ..., C], channel by channel of each window."""
+    """Pools one sequence [tokens, ..., C] to [windows, ..., D], window by window and channel by channel."""
     half, results = kv.shape[-1] // 2, []
     for w in range(len(kv) // ratio):
         current = [(p, slice(half, None) if overlap else slice(None)) for p in range(w * ratio, (w + 1) * ratio)]
@@ -195,7 +195,7 @@ CASES = [
     replace(PACKED, q_len=(9, 2, 0, 3), kv_len=(4, 0, 5, 8), q_rest=2, kv_rest=3, c_rest=2, lists="all", sink=True),
     CompressedCase(q_len=(5, 2, 0), kv_len=(3, 9, 4), q_rest=1, kv_rest=2, c_rest=2, dtype="bfloat16"),
     CompressedCase(q_len=(0, 0), kv_len=(4, 4)),
-    CompressedCase(q_len=(4, 4), kv_len=(0, 0), c_len=(2, 2), sink=True),  # keys of the second source alone
+    CompressedCase(q_len=(4, 4), kv_len=(0, 0), c_len=(2, 2), sink=True),  # only compressed keys
     CompressedCase(q_len=(130,), kv_len=(150,), ratio=4, count=16, heads_q=3, lists="all", window=40),
     CompressedCase(q_len=(3, 5), kv_len=(33, 7), page=16, lists="all", count=6, dtype="bfloat16", dim_qk=32),
     replace(PACKED, q_len=(3, 9), kv_len=(33, 7), page=16, heads_kv=2, sink=True),

@@ -1,4 +1,4 @@
-"""The cases of decoding: every layout x dtype x store, and one group for each thing that a call may bring."""
+"""Defines the test cases of decode: every layout x dtype x store, and a group for each feature."""
 
 from fusion_attention.testing.decode import DecodeCase
 

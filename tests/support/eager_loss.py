@@ -1,7 +1,7 @@
-"""The indexer's loss in a few lines of torch, written from the formula alone: what the modules are held against.
+"""Computes the indexer's loss in a few lines of torch from its formula; reference for the tests of the modules.
 
-Reads no statistics: softmax over the keys of each row gives target and distribution. Gradients are autograd's, of
-sum(logsumexp(I) - p . I); the value is the KL divergence without clamps.
+Uses no saved statistics: a softmax over the keys of each row gives target and distribution. Autograd differentiates
+sum(logsumexp(I) - p . I); the value is the KL divergence without clamping.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def chosen_keys(indices: Tensor | None, rows: int) -> Tensor:
-    """bool [rows, rows]: the keys of one sequence that each row sees, and chose if it chose."""
+    """Returns bool [rows, rows]: the keys of a sequence that each row sees and, with indices, selected."""
     visible = torch.ones(rows, rows, dtype=torch.bool).tril()
     if indices is None:
         return visible
@@ -23,7 +23,7 @@ def chosen_keys(indices: Tensor | None, rows: int) -> Tensor:
 def one_sequence(
     q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, weights: Tensor, keys: Tensor, scale: float
 ) -> Tensor:
-    """q [S, N1, D], k [S, N2, D] (rope parts appended), keys bool [S, S]."""
+    """Returns the loss of a sequence: q [S, N1, D], k [S, N2, D] (rope parts appended), keys bool [S, S]."""
     with torch.no_grad():
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = torch.einsum("ihd,jhd->hij", q, k) * scale
@@ -47,7 +47,7 @@ def eager_loss(
     k_rope: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Summed over all rows of padded [B, S, ...] or packed [T, ...] tensors."""
+    """Returns the loss summed over all rows of padded [B, S, ...] or packed [T, ...] tensors."""
     if q_rope is not None and k_rope is not None:
         q, k = torch.cat([q, q_rope], -1), torch.cat([k, k_rope], -1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -1,4 +1,4 @@
-"""Cases whose operands are as small, or as large, as their dtype holds, and cases of a tiny keep_prob."""
+"""Defines cases whose operands are near the limits of their dtype, and cases with a tiny keep_prob."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,16 +18,16 @@ CASES = [
     )
     for dtype in ("float32", "bfloat16", "float16")
 ]
-# 1e-39 is subnormal in float32 and bfloat16, 1e-6 in float16, of which the others leave zeros and infinities.
+# 1e-40 is subnormal in float32 and bfloat16, 1e-6 in float16; other factors give zeros and infinities in float16.
 FACTORS = [1e-40, 1e-38, 1e-30, 1e-20, 1e-6, 1e20, 1e30]
 OPERANDS = ["query", "key", "value", "dy", "pse", "sink"]
-# Of which float32 holds the last normally, the next as subnormals, the first not at all.
+# In float32, the last is a normal number, those before it are subnormal, and the first three are 0.
 TINY = [5e-324, 1e-160, 1e-46, 1e-40, 1e-38, 1.2e-38]
 DROPPED = Case(**_SMALL, dropout="bits", keep_prob=1e-38, pse="full")
 
 
 def scaled(case: Case, operand: str, factor: float) -> dict[str, Any] | None:
-    """The arguments of a case, one of them multiplied; None where it has none, or the dtype holds nothing of it."""
+    """Returns the arguments of a case with one of them multiplied; None if it is absent or its dtype cannot hold it."""
     args = arguments(case)
     if args[operand] is None:
         return None
@@ -37,7 +37,7 @@ def scaled(case: Case, operand: str, factor: float) -> dict[str, Any] | None:
 
 
 def dropped(dtype: str, keep_prob: float) -> tuple[Case, dict[str, Any]]:
-    """A case some of whose weights are kept, though few should be; what 1 / keep_prob multiplies makes up for it."""
+    """Returns a case with a tiny keep_prob that keeps a quarter of the weights; value and dy are scaled down for it."""
     case = replace(DROPPED, dtype=dtype, keep_prob=keep_prob)
     args = arguments(case)
     generator = torch.Generator().manual_seed(3)
@@ -50,10 +50,10 @@ def dropped(dtype: str, keep_prob: float) -> tuple[Case, dict[str, Any]]:
 
 
 def judge_kept(dtype: str, keep_prob: float, backend: str) -> None:
-    """All results of kept(); where out is infinite, as it is saved for gradients, those that do not read it."""
+    """Compares all results of dropped(); if out is infinite, without the gradients that read it."""
     case, args = dropped(dtype, keep_prob)
     got, want = run(lowered(case, args), args["dy"], backend), expected(case, args)
-    rest = max(1e-100 / keep_prob, 1.0)  # below 1e-100 the sizes are those of 1e-100
+    rest = max(1e-100 / keep_prob, 1.0)  # below 1e-100, the operands have the sizes of 1e-100
     want |= {name: replace(w, size=w.size * rest) for name, w in want.items() if name not in ("max", "sum")}
     some = [*want] if bool(got["out"].isfinite().all()) else ["out", "max", "sum", "dv"]
     check(case.id, {name: got[name] for name in some}, {name: want[name] for name in some})

@@ -1,6 +1,6 @@
-"""One call of every plan of the native core, of any size: what all of them promise about threads is asked of all.
+"""Makes a call of every native plan, for tests of threads that apply to all plans.
 
-Gradients start from saved statistics that no forward has computed: whose they are does not matter to threads.
+Gradients use arbitrary saved statistics, because their values do not matter to these tests.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ FAMILIES = *DENSE, "selections", "their gradients", "indexer", "loss over lists"
 def families(
     rows: int, cached: int, heads: int = 8, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Callable[[], Results]]:
-    """Name -> call; rows: of queries and keys, cached: keys of a sequence that is decoded."""
+    """Returns calls by name; rows: numbers of query rows and keys; cached: number of keys of a decoded sequence."""
     torch.manual_seed(0)
     top_k = max(rows // 4, 1)
     q, k, v, dy, out = (torch.randn(1, rows, heads, 64, dtype=dtype) for _ in range(5))

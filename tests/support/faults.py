@@ -1,4 +1,4 @@
-"""Local faults, drawn by a seed, planted in one place of a right result."""
+"""Introduces random errors in one place of a correct result."""
 
 import random
 from collections.abc import Callable
@@ -20,12 +20,14 @@ TENTH = "a tenth more on 64 tokens"
 
 @dataclass(frozen=True, eq=False)
 class Planted:
-    """A fault.
+    """An introduced error.
 
     Attributes:
-        what: it is. output: where it was planted. units: rows to look at, whole tiles.
-        effect: the largest root mean square of a tile, in expected errors of a program in the dtype; of a tile of few
-            numbers in halves of what chance gives them.
+        what: name of the error.
+        output: name of the changed output.
+        units: the rows to judge, in whole tiles.
+        effect: largest 2 z / limit of a tile; z is the root mean square error relative to the expected error of a
+            program in the dtype, and the limit is 2 for all but small tiles.
     """
 
     what: str
@@ -35,7 +37,7 @@ class Planted:
 
 
 def planted(long: Long, rng: random.Random) -> Planted:
-    """Changes one output of the call in one place; the seed says which and how."""
+    """Changes a random place of a random output of the call in a random way."""
     o = rng.choice([o for o in long.outputs if o.view is not None])
     b = rng.randrange(len(long.setting.extents))
     head = rng.randrange(long.setting.problem.heads_q)
@@ -64,7 +66,7 @@ def planted(long: Long, rng: random.Random) -> Planted:
 
 
 def _effect(long: Long, o: Output, unit: Unit, change: Tensor, variance: Tensor) -> float:
-    """Of the worst tile, also of 16 of its columns."""
+    """Returns Planted.effect: the largest over tiles and over 16 columns of tiles."""
     errors = Errors([long.length(o, unit.b)], of_heads(long.setting, unit).stop, change.shape[-1])
     result = ratios(change, torch.zeros_like(change), variance.sqrt())
     errors.add(0, of_heads(long.setting, unit), unit.rows, result)
@@ -98,7 +100,7 @@ VALUES: dict[str, Callable[[Tensor, random.Random], Tensor]] = {
 
 
 def _of_pairs(long: Long, unit: Unit, change: Callable[[Block, Tensor], Block], rng: random.Random, count: int) -> Edit:
-    """A change of what lies across the unit's rows: `count` keys, of gradients of keys as many query rows."""
+    """Returns an edit that changes `count` keys of the unit's rows, or `count` query rows of the unit's keys."""
     e = long.setting.extents
     if unit.by_keys:
         begin, end = 0, int(e.q_len[unit.b])
@@ -126,14 +128,14 @@ def _doubled(block: Block, here: Tensor) -> Block:
 
 
 def _moved(block: Block, here: Tensor) -> Block:
-    """Keys and values there are those of some other place."""
+    """Replaces keys and values by those of another place."""
     k, v = block.k.clone(), block.v.clone()
     k[:, here], v[:, here] = (t.roll(17, 1)[:, here].flip(1) for t in (block.k, block.v))
     return replace(block, k=k, v=v)
 
 
 def _wrong_page(long: Long, unit: Unit, rng: random.Random) -> Edit:
-    """128 keys that the rows meet; of gradients of keys, the unit's own keys."""
+    """Returns an edit that replaces 128 keys of the rows or, for gradients of keys, the unit's own keys."""
     if unit.by_keys:
         return lambda block: _moved(block, torch.ones(block.k.shape[1], dtype=torch.bool))
     return _of_pairs(long, unit, lambda block, here: _moved(block, here[0]), rng, PAGE)

@@ -1,6 +1,6 @@
-"""Kernels of sparse attention and of the indexer with faults in their lists, in plain torch.
+"""Simulates kernels of sparse attention and of the indexer that handle lists incorrectly, in plain torch.
 
-Shares nothing with the judge. A fault is drawn by a seed, with its sizes.
+Shares no code with the judge. A seed determines the fault and the sizes.
 """
 
 import math
@@ -34,7 +34,7 @@ class Call:
 
 
 def drawn(seed: int, ends: bool) -> Call:
-    """Sizes and dtype of a call; ends: lists end at -1 before their last entry."""
+    """Draws a call; ends: lists end at -1 before their last entry."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
@@ -60,7 +60,7 @@ def drawn(seed: int, ends: bool) -> Call:
 def scored(
     x: Call, lists: Tensor | None = None, *, block: int = 0, once: bool = False, ends: str = "", dense: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(scores, how often a row's list has a key) [B, N1, S1, S2]; every argument is a fault."""
+    """Returns (scores, number of times that a row lists a key) [B, N1, S1, S2]; every option is a fault."""
     keys, block = x.k.shape[1], block or x.block
     lists = (x.lists if lists is None else lists)[:, :, 0].long()
     times = torch.zeros(*lists.shape[:2], -(-keys // block) + 1)
@@ -76,14 +76,14 @@ def scored(
 
 
 def softmax(scores: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights, maximum, sum) of rows."""
+    """Returns (weights, maximum, sum) of rows."""
     top = scores.amax(-1, keepdim=True)
     weights = (scores - top).exp().nan_to_num(0.0) * times
     return weights, top, weights.sum(-1, keepdim=True)
 
 
 def attended(x: Call, lists: Tensor | None = None, **fault: Any) -> Tensor:
-    """The output."""
+    """Computes the output; options: as of scored()."""
     weights, _, total = softmax(*scored(x, lists, **fault))
     out = weights.to(x.q.dtype).float() @ x.v.transpose(1, 2).float() / total.where(total > 0, 1.0)
     return out.transpose(1, 2).to(x.q.dtype)
@@ -92,7 +92,7 @@ def attended(x: Call, lists: Tensor | None = None, **fault: Any) -> Tensor:
 def differentiated(
     x: Call, lists: Tensor | None = None, *, delta: float = 1.0, of_dk: float = 1.0, **fault: Any
 ) -> Capture:
-    """A backward without statistics: dq, dk, dv from q, k, v, lists and dout; every argument is a fault."""
+    """Computes dq, dk and dv from q, k, v, lists and dout, without statistics; every option is a fault."""
     dout = torch.randn(x.q.shape, generator=torch.Generator().manual_seed(x.rng.randrange(1 << 30))).to(x.q.dtype)
     _, top, total = softmax(*scored(x))
     scores, times = scored(x, lists, **fault)
@@ -114,13 +114,13 @@ def capture(x: Call, out: Tensor) -> Capture:
 
 
 def _without_last(lists: Tensor) -> Tensor:
-    """Lists whose last entry before -1 is -1."""
+    """Returns the lists without the last entry before -1."""
     count = (lists >= 0).sum(-1, keepdim=True)
     return lists.masked_fill(torch.arange(lists.shape[-1]) == count - 1, -1)
 
 
 def _moved(lists: Tensor, by: int) -> Tensor:
-    """The lists of the rows before or behind; the row at the edge has its own."""
+    """Returns lists shifted by some rows; rows without a neighbour there keep theirs."""
     rows = lists.shape[1]
     return lists[:, (torch.arange(rows) + by).clamp(0, rows - 1)]
 
@@ -153,7 +153,7 @@ def drawn_indexer(seed: int) -> Indexer:
 def chosen(
     x: Indexer, *, relu: bool = True, by: int = 0, bound: int = 0, shorter: int = 0, unread: tuple[int, int] = (0, 0),
 ) -> Capture:  # fmt: skip
-    """Lists and scores; every argument is a fault."""
+    """Computes lists and scores; every option is a fault."""
     rows, keys = x.q.shape[1], x.k.shape[1]
     products = torch.einsum("brhd,bkd->brhk", x.q.float(), x.k[:, :, 0].float())
     products = products.relu() if relu else products
@@ -225,7 +225,7 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
         _list(lambda x: attended(x, _moved(x.lists, -1)), "before"),
         ("list-of-another-row",),
     ),
-    "lists of the row behind": (_list(lambda x: attended(x, _moved(x.lists, 1)), "behind"), ("list-of-another-row",)),
+    "lists of the row after": (_list(lambda x: attended(x, _moved(x.lists, 1)), "row after"), ("list-of-another-row",)),
     "lists are ignored": (_list(lambda x: attended(x, dense=True), ""), ("list-ignored",)),
     "blocks of 32": (_list(lambda x: attended(x, block=32), "blocks of 32"), ("list-block",)),
     "a backward without delta": (_backward("", lambda x: {"delta": 0.0}), ("delta-missing",)),
@@ -238,7 +238,7 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     ),
     "no relu": (_index("", relu=False), ("relu-missing",)),
     "weights of the next head": (_index("next head", by=1), ("index-weights-moved",)),
-    "a bound one too large": (_index("behind the right edge", bound=1), ("window-off-by-one",)),
+    "a bound one too large": (_index("after the right edge", bound=1), ("window-off-by-one",)),
     "a bound one too small": (_index("diagonal", bound=-1), ("window-off-by-one",)),
     "lists one short": (_index("", shorter=1), ("list-shortened",)),
     "the last tile is not read": (_unread, ("tile-skipped",)),
@@ -246,14 +246,14 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
 
 
 def planted(fault: str, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
-    """Returns (a call with wrong results, the mistakes that name the fault, words of its parameters)."""
+    """Returns (a call with wrong results, names of the fault's mistakes, texts of its parameters)."""
     program, names = FAULTS[fault]
     result, words = program(1000 * seed + [*FAULTS].index(fault))
     return result, names, words
 
 
 def right(seed: int) -> Capture:
-    """A right result."""
+    """Returns a call with correct results."""
     if seed % 2:
         return chosen(drawn_indexer(seed))
     x = drawn(seed, seed % 4 == 0)

@@ -1,4 +1,4 @@
-"""flash-attn's attention as its documentation has it, sequence by sequence, and the words that a call may say."""
+"""Computes attention as flash-attn's documentation defines it, sequence by sequence, and lists a call's options."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ def formula(
     alibi_slopes: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out [S1, N1, Dv], lse [N1, S1]) of one sequence [S, N, D], in its dtype."""
+    """Returns (out [S1, N1, Dv], lse [N1, S1]) of one sequence [S, N, D], in its dtype."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     row, key = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0], torch.arange(k.shape[0])

@@ -1,6 +1,6 @@
-"""Masks and score_mods as programs for FlexAttention write them, and attention by its formula, for any dtype.
+"""Defines masks and score_mods of typical FlexAttention programs, and computes attention by its formula in any dtype.
 
-The formula calls functions as torch's own eager attention does, and shares nothing with the integration.
+The formula calls these functions like torch's eager attention, and shares no code with the integration.
 """
 
 from collections.abc import Callable
@@ -36,12 +36,12 @@ def same_document(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def neighbours(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """5 x 5 around a pixel of a canvas of 20 columns and 10 rows, shifted inwards at its edges."""
+    """Shows the 5 x 5 pixels around a pixel of a canvas of 20 columns and 10 rows, shifted inwards at its edges."""
     row, column = (q // 20).clamp(2, 7), (q % 20).clamp(2, 17)
     return ((row - k // 20).abs() <= 2) & ((column - k % 20).abs() <= 2)
 
 
-# In what words each reaches attention(); one mask for all heads and items where it can be.
+# Mask: (function, the form in which it is passed to attention()).
 MASKS: dict[str, tuple[Mod, str]] = {
     "full": (noop_mask, "band"),
     "causal": (causal, "band"),
@@ -69,7 +69,7 @@ MASKS: dict[str, tuple[Mod, str]] = {
 
 
 def bucket(distance: Any) -> Any:
-    """T5's: exact to 8, then by the logarithm."""
+    """Returns T5's bucket of a distance: exact below 8, then logarithmic."""
     far = 8 + (torch.log(distance.clamp(min=1).float() / 8) / 2.7725887 * 8).long()
     ahead = torch.where(distance < 0, 16, 0)
     distance = distance.abs()
@@ -110,15 +110,15 @@ REFUSED: dict[str, tuple[Mod, str]] = {
     "a clamp": (lambda s, b, h, q, k: s.clamp(max=3), ".clamp of a score"),
     "a square": (lambda s, b, h, q, k: s * s, "a product of two scores"),
     "a number for a score": (lambda s, b, h, q, k: torch.where(q >= k, s, -1e9), "where() with a number"),
-    "a factor per key": (lambda s, b, h, q, k: s * _KEY[b, k], "a score times what differs by key"),
-    "a factor behind the cap": (lambda s, b, h, q, k: torch.tanh(s) * (q + 1), "a capped score times what differs"),
+    "a factor per key": (lambda s, b, h, q, k: s * _KEY[b, k], "a score times a factor that depends on the key"),
+    "a factor after the cap": (lambda s, b, h, q, k: torch.tanh(s) * (q + 1), "a capped score times a factor"),
     "a bias under the cap": (lambda s, b, h, q, k: 9 * torch.tanh((s + q - k) / 9), "tanh() of a sum"),
     "a condition on the score": (lambda s, b, h, q, k: torch.where(s > 0, s, 0.1 * s), "a comparison"),
 }
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, score_mod: Mod | None, mask: Mod | None) -> tuple[Tensor, Tensor]:
-    """(out, lse) in q's dtype, differentiable; what functions captured in float32 stays so."""
+    """Returns differentiable (out, lse) in q's dtype; tensors that functions capture keep their dtype."""
     shared = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
     hidden = None if mask is None else ~create_mask(mask, *q.shape[:3], k.shape[2], device="cpu")
@@ -140,7 +140,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, score_mod: Mod | None, mask: Mod | 
 
 
 def inputs(seed: int, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """q, k, v and a gradient of the output."""
+    """Returns random q, k, v and a gradient of the output."""
     random = torch.Generator().manual_seed(seed)
     return [
         torch.randn(ITEMS, heads, tokens, DIM, generator=random).to(dtype)

@@ -1,6 +1,6 @@
-"""Fused inference attention said by a case: its tensors in hostile memory, and its answer from the case alone.
+"""Makes the arguments of fused inference attention for a case, in poisoned memory, and computes the expected results.
 
-Nothing here knows the lowering or a back end.
+Uses neither the lowering nor a back end.
 """
 
 import math
@@ -18,30 +18,31 @@ Args = dict[str, Any]
 FLT_MAX = torch.finfo(torch.float32).max
 UNLIMITED = (1 << 31) - 1
 MODES = {"tensor": 0, "channel": 0, "token": 1, "head": 2, "token_head": 3, "pages": 4, "pages_head": 5}
-# How the axes of each layout lie, from [batch, heads, tokens, elements] or packed [heads, tokens, elements].
+# Permutations from [batch, heads, tokens, elements], or packed [heads, tokens, elements], to each layout.
 AXES = {"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3), "BSH": (0, 2, 1, 3), "NBSD": (1, 0, 2, 3)}
 AXES |= {"NTD": (0, 1, 2), "NSD": (0, 1, 2), "TND": (1, 0, 2), "SH": (1, 0, 2)}
 
 
 @dataclass(frozen=True)
 class FusedCase(Named):
-    """One call of fused inference attention.
+    """A call of fused inference attention.
 
     Args:
-        layout: input_layout. rest: packed rows behind the last item.
-        q_len, kv_len: rows and keys of every item, without a prefix; rows, slots: what padded tensors hold; 0: as much
-            as the longest item.
-        store: of keys: "stack", "list", or pages "rows" [blocks, size, N*D], "heads" [blocks, N, size, D] or "pieces"
+        layout: input_layout. rest: number of packed rows after the last item.
+        q_len, kv_len: rows and keys of every item, without a prefix.
+        rows, slots: rows and keys of an item in padded tensors; 0: those of the longest item.
+        store: "stack", "list", or a layout of pages: "rows" [blocks, size, N*D], "heads" [blocks, N, size, D], "pieces"
             [blocks, N, D / d0, size, d0].
-        mode, pre, next, precise: sparse_mode, the tokens, inner_precise. mask: a random full one; blank: it hides all
-            keys of every item's second row.
-        pse: "", "batch", "shared" or "row" (one row for all).
-        left: slots behind every item's rows and keys (left padding).
-        prefix: keys of a shared prefix, of one more that its tensor holds.
-        keys, values: scales of stored integers, a key of MODES; bits: 8 or 4; joint: in one tensor; offsets: with them.
-        full: an int8 query with a scale for each product. latent: an int8 query with rope parts and a scale per row.
-        shares: values are the keys' own memory.
-        out: int8 output: "", "tensor" or "channel".
+        mode, pre, next, precise: sparse_mode, pre_tokens, next_tokens, inner_precise.
+        mask: pass a random full mask; blank: it hides all keys of every item's second row.
+        pse: "", "batch", "shared" or "row" (one row for all rows).
+        left: number of slots after every item's rows and keys (left padding).
+        prefix: number of keys of a shared prefix; its tensor has one key more.
+        keys, values: kind of the scales of stored integers, a key of MODES, or "".
+        bits: 8 or 4; joint: scales of keys and values are one tensor; offsets: integers have offsets.
+        full: int8 query with a scale for each product. latent: int8 query with rope parts and a scale for each row.
+        shares: the values are the keys.
+        out: kind of the scale of an int8 output: "", "tensor" or "channel".
     """
 
     layout: str = "BSND"
@@ -126,7 +127,7 @@ class FusedCase(Named):
 
 @cache
 def logical(case: FusedCase) -> Args:
-    """The numbers of a case, by item: q [N1, rows, D]; k and v [N2, prefix + keys, D] as stored; scales; masks."""
+    """Returns a case's numbers by item: q [N1, rows, D], stored k and v [N2, prefix + keys, D], scales, masks."""
     generator = case.generator()
     dtype, low = getattr(torch, case.dtype), -8 if case.bits == 4 else -128
 
@@ -166,7 +167,7 @@ def logical(case: FusedCase) -> Args:
 
 
 def _scales(case: FusedCase, side: str, what: str, dim: int, draw: Any) -> Any:
-    """By item [1 or N2, 1 or prefix + keys, 1 or dim]."""
+    """Returns scales or offsets by item: [1 or N2, 1 or prefix + keys, 1 or dim]."""
     kind = case.keys if side == "k" else case.values
     heads = case.heads_kv if kind in ("channel", "head", "token_head", "pages_head") else 1
     tokens = kind in ("token", "token_head", "pages", "pages_head")
@@ -185,7 +186,7 @@ def _scales(case: FusedCase, side: str, what: str, dim: int, draw: Any) -> Any:
 
 
 def _shaped(case: FusedCase, by_head: Tensor, layout: str) -> Tensor:
-    """[batch, heads, tokens, elements], or packed without the batch, in a layout, with memory of its own."""
+    """Copies [batch, heads, tokens, elements], or packed rows without the batch, to a layout."""
     moved = by_head.permute(AXES[layout])
     memory = poisoned(tuple(moved.shape), moved.dtype)
     memory.copy_(moved)
@@ -193,7 +194,7 @@ def _shaped(case: FusedCase, by_head: Tensor, layout: str) -> Tensor:
 
 
 def rows_of(case: FusedCase, items: list[Tensor], layout: str, tokens: int, first: tuple[int, ...]) -> Tensor:
-    """Rows of items [heads, tokens, elements] in a layout; all others are poison."""
+    """Returns rows of items [heads, tokens, elements] in a layout; all other rows are poison."""
     heads, _, dim = items[0].shape
     if len(AXES[layout]) == 3:
         full = poisoned((heads, tokens, dim), items[0].dtype)
@@ -210,7 +211,7 @@ def rows_of(case: FusedCase, items: list[Tensor], layout: str, tokens: int, firs
 
 
 def table_of(case: FusedCase) -> Tensor | None:
-    """A block table of scattered pages, and -1 where no token lies."""
+    """Returns a block table of pages in random order; unused entries are -1."""
     if not case.paged:
         return None
     count = -(-max(case.kv_len) // case.page_size) + 1
@@ -222,7 +223,7 @@ def table_of(case: FusedCase) -> Tensor | None:
 
 
 def cache_of(case: FusedCase, items: list[Tensor]) -> Any:
-    """Keys or values [N2, tokens, elements] of every item in their store."""
+    """Returns keys or values [N2, tokens, elements] of all items in the form of the case's store."""
     if case.store == "stack":
         return rows_of(case, items, case.inside, case.key_slots, case.kv_first)
     if case.store == "list":
@@ -240,7 +241,7 @@ def cache_of(case: FusedCase, items: list[Tensor]) -> Any:
 
 
 def _int32(stored: Any) -> Any:
-    """Integers of four bits, eight to a word, the first in the lowest half."""
+    """Packs eight int4 numbers into an int32; the first number has the lowest bits."""
     if isinstance(stored, list):
         return [_int32(one) for one in stored]
     nibbles = (stored & 15).to(torch.int64).unflatten(-1, (-1, 8))
@@ -260,7 +261,7 @@ def _scale_tensor(case: FusedCase, kind: str, items: list[Tensor]) -> Tensor:
 
 
 def arguments(case: FusedCase) -> Args:
-    """The call by canonical name."""
+    """Returns the arguments by canonical name."""
     n, table = logical(case), table_of(case)
     suffix = {name: [rows[:, case.prefix :] for rows in n[name]] for name in "kv"}
     k, v = (cache_of(case, suffix[name]) for name in "kv")
@@ -352,11 +353,11 @@ def _quantised(case: FusedCase, n: Args) -> Args:
     return args
 
 
-# ----------------------------------------------------------------------------------------------------------- the answer
+# ----------------------------------------------------------------------------------------------------------- expected
 
 
 def visible_of(case: FusedCase, b: int) -> tuple[Tensor, Tensor]:
-    """([rows, keys] visible, [rows] the band leaves a key) of an item."""
+    """Returns ([rows, keys] visible, [rows] true if the band leaves a key) of an item."""
     rows, keys = case.q_len[b], case.prefix + case.kv_len[b]
     i, j = torch.arange(rows)[:, None], torch.arange(keys)
     beyond, mode = keys - rows, case.mode
@@ -388,7 +389,7 @@ def visible_of(case: FusedCase, b: int) -> tuple[Tensor, Tensor]:
 
 
 def item(case: FusedCase, b: int) -> tuple[Tensor, Tensor]:
-    """(out [N1, rows, dim_v], lse [N1, rows]) of an item."""
+    """Computes (out [N1, rows, dim_v], lse [N1, rows]) of an item."""
     n, group = logical(case), case.heads_q // case.heads_kv
     q, k, v = n["q"][b].double(), *(_meaning(case, n, side, b) for side in "kv")
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
@@ -451,7 +452,7 @@ def _narrow(case: FusedCase, n: Args, out: Tensor) -> Tensor:
 
 
 def answer(case: FusedCase) -> tuple[Tensor, Tensor]:
-    """(attention_out, softmax_lse) in their layouts; rows of no item are 0 and +inf."""
+    """Returns the expected (attention_out, softmax_lse) in their layouts; rows of no item are 0 and +inf."""
     results = [item(case, b) for b in range(len(case.q_len))]
     packed = len(AXES[case.outside]) == 3
     lead = (case.heads_q,) if packed else (len(results), case.heads_q)

@@ -1,4 +1,4 @@
-"""The cases of fused inference attention: a group for each thing that a call may bring."""
+"""Defines the test cases of fused inference attention, in a group for each feature."""
 
 from support.fused import FusedCase
 
@@ -99,9 +99,9 @@ INTEGERS = [
     *(FusedCase(out=kind, offsets=o, layout=x) for kind in ("tensor", "channel") for o, x in ((0, "BSH"), (1, "BNSD"))),
     FusedCase(out="channel", offsets=True, dim=24, dim_v=8, layout="TND_NTD", rest=1),
 ]  # fmt: skip
-# Of PromptFlashAttention alone, which has no logarithm.
+# Calls of PromptFlashAttention, which returns no log-sum-exp.
 PROMPTS = [FusedCase(layout="SH", q_len=(3, 0, 4), kv_len=(3, 0, 4), dtype=dtype) for dtype in ("float16", "float32")]
-# New tokens in the words of IncreFlashAttention.
+# Decode calls with the options of IncreFlashAttention.
 DECODES = [
     *(
         FusedCase(q_len=(1, 1), layout=x, store=s)

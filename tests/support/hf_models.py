@@ -1,6 +1,6 @@
-"""Families of transformers, tiny, with random weights, and what is tested of each; a page of docs lists it.
+"""Defines tiny models of transformers with random weights, and the tests of each; docs/with_transformers.md lists them.
 
-python tests/support/hf_models.py          writes the page's table anew
+python tests/support/hf_models.py          # writes the page's table
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "with_transformers.md"
-# How a batch may come, and what may be done with a model; the columns of the table.
+# The tests of a model, which are the columns of the table: forms of a batch and uses of the model.
 COLUMNS = (
     "plain", "padded", "left-padded", "packed", "bfloat16", "generate", "static cache", "paged cache", "torch.compile",
 )  # fmt: skip
@@ -40,15 +40,15 @@ LATENT = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model of transformers, and what it is tested with.
+    """A model of transformers and its tests.
 
     Args:
-        name: as people say it.
-        model: the class, "module.Class".
-        config: "Class" of its module, and what it is made with.
-        columns: what is tested.
-        inputs: makes a batch; those of text are made for all models alike.
-        special: what is special of its attention, for the table.
+        name: usual name.
+        model: class, as "module.Class".
+        config: name of the configuration class in the same module.
+        sizes: arguments of the configuration.
+        columns: tests that the model passes.
+        special: description of its attention for the table.
     """
 
     name: str
@@ -60,17 +60,17 @@ class Family:
 
     @property
     def module(self) -> Any:
-        """transformers' module of the model's code."""
+        """Returns the module of transformers that defines the model."""
         folder = self.model.split(".")[0]
         return importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
 
     @property
     def has_experts(self) -> bool:
-        """Whether a token is handed to some of several experts."""
+        """True if the model has experts."""
         return "num_experts_per_tok" in self.sizes
 
     def make(self) -> Any:
-        """The model, in float32 and evaluation mode, with scores far enough apart that a wrong mask shows."""
+        """Makes the model in float32 and evaluation mode; its scores differ enough to detect a wrong mask."""
         folder, name = self.model.split(".")
         configuration = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
         torch.manual_seed(0)
@@ -81,12 +81,12 @@ class Family:
             if text.endswith("sinks"):
                 torch.nn.init.normal_(parameter)
         if self.has_experts:
-            model.set_experts_implementation("eager")  # which float64 goes through too
+            model.set_experts_implementation("eager")  # supports float64
         return model
 
 
 def text(name: str, folder: str, prefix: str, sizes: dict[str, Any], special: str = "") -> Family:
-    """A decoder of text."""
+    """Returns the family of a text decoder."""
     return Family(name, f"{folder}.{prefix}ForCausalLM", f"{prefix}Config", sizes, CAUSAL, special)
 
 
@@ -146,7 +146,7 @@ NOT_SERVED = {
 
 
 class Float64Torch:
-    """torch, in which what is called float32 is float64: their modules go through float32 in any dtype."""
+    """torch with float64 in place of float32, because transformers' modules convert to float32 in any dtype."""
 
     float = float32 = torch.float64
 
@@ -163,7 +163,7 @@ def in_float64(family: Family) -> Iterator[None]:
 
 
 def table() -> str:
-    """What docs/with_transformers.md lists."""
+    """Returns the table of docs/with_transformers.md."""
     lines = ["| model | " + " | ".join(COLUMNS) + " | with |", "|---" * (len(COLUMNS) + 2) + "|"]
     for family in FAMILIES:
         marks = ["yes" if column in family.columns else "" for column in COLUMNS]
@@ -173,7 +173,7 @@ def table() -> str:
 
 
 def page_with(table_text: str) -> str:
-    """The page with another table."""
+    """Returns the page with its table replaced."""
     start, end = "<!-- table -->\n", "\n<!-- end of table -->"
     text = PAGE.read_text(encoding="utf-8")
     return text[: text.index(start) + len(start)] + table_text + text[text.index(end) :]

@@ -1,13 +1,14 @@
-"""Repairs what Triton's interpreter gets wrong, in this process only: TRITON_INTERPRET=1.
+"""Corrects errors of Triton's interpreter and makes it faster, in this process only (TRITON_INTERPRET=1).
 
-1. A run-time bound of a loop is an array of one element, which range() wants as an integer.
-2. tl.dot of bfloat16 multiplies the raw bits: operands are widened first.
-3. float32 to bfloat16 cuts bits off: a GPU rounds to the nearest, halves to even. Integers go by float32.
-4. numpy rounds the product of a row and a column by the place of the column: tl.dot is rounded from float64, so that
-   equal columns have equal products, as on a GPU.
-5. Every call of a kernel's function exchanges the whole language, and puts it back: half of all time. Here it stays.
-6. Types of blocks and shapes of tensors are made anew by every operation, and overflows are computed for assertions
-   that are off: two thirds of the rest. Types and shapes are reused here, and nothing is computed for assertions.
+1. A run-time bound of a loop is an array of one element, but range() needs an integer: tensors get __index__.
+2. tl.dot multiplies the bits of bfloat16 as integers: operands are converted to float32 first.
+3. Conversion from float32 to bfloat16 truncates; a GPU rounds to nearest even. Integers are converted through float32.
+4. numpy's rounding of a product depends on the position of the column: tl.dot is computed in float64 and rounded once,
+   so that equal columns have equal products, as on a GPU.
+5. Every call of a kernel's function patches and restores the whole language, which takes half of the time: here, the
+   patches stay.
+6. Every operation creates types of blocks and shapes of tensors and computes overflows for disabled assertions, which
+   takes two thirds of the rest: here, types and shapes are reused, and overflows are not computed.
 """
 
 import functools
@@ -52,7 +53,7 @@ def _cast_rounding(self: Any, source: Any, to: Any) -> Any:
 
 
 def _patch_once(function: Any) -> Any:
-    """A scope that puts nothing back; what a module calls the language is exchanged at its first call."""
+    """Patches the language for a module at its first call; returns a scope that restores nothing."""
     module = function.__globals__["__name__"]
     if module not in _patched:
         _patch_lang(function)
@@ -91,7 +92,7 @@ def _reuse_types() -> None:
 
 
 def repair() -> None:
-    """Once in a process."""
+    """Installs all corrections; to be called once in a process."""
     interpreter._patch_lang_tensor = _patch_with_index
     interpreter._patch_lang = _patch_once
     interpreter.InterpreterBuilder.create_dot = _dot_of_widened

@@ -1,4 +1,4 @@
-"""What the Triton back end launches, seen by tests."""
+"""Observes the launches of the Triton back end in tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ See = Callable[[Any, dict[str, Any]], Any]
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, see: See, *, computes: bool = True) -> None:
-    """Shows every launch before it is made: the kernel, and its arguments and Triton's options by their names."""
+    """Calls `see` before every launch with the kernel and its arguments and options by name; computes: launch it."""
     real = launching.launch
 
     def watched(kernel: Any, grid: tuple[int, ...], arguments: list[Any], options: dict[str, int]) -> None:
@@ -23,5 +23,5 @@ def watch(monkeypatch: pytest.MonkeyPatch, see: See, *, computes: bool = True) -
 
 
 def constants(named: dict[str, Any]) -> dict[str, Any]:
-    """Those of a launch's arguments that a kernel knows while compiling, and Triton's options."""
+    """Returns the constexpr arguments of a launch and Triton's options."""
     return {name: value for name, value in named.items() if name.isupper() or name.startswith("num_")}

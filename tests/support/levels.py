@@ -1,6 +1,6 @@
-"""Levels and codes of the rules of training and decoding restated (docs/rulings.md 15).
+"""Lists the levels and codes of the rules of training and decoding a second time (docs/rulings.md 15).
 
-What is not listed is meaning, and 561002.
+Rules that are not listed are of level "meaning" and have the code 561002.
 """
 
 LIMITS = {
@@ -109,6 +109,6 @@ SHAPES_AND_DTYPES = {
     *(("pse", "the dtype of query"), ("pse", "float32 slopes [B, N1] or [N1]"), ("dpse", "shape and dtype of pse")),
     *(pair for pair in LIMITS if pair[0] == "query_rope"),
 }
-# One wording, two levels: an illegal prefix is an error in mode 6 and a note in mode 5; S1 == S2 is asked of tables and
-# of slopes.
+# Rules with one wording and two levels: an invalid prefix is an error in mode 6 and a note in mode 5; S1 == S2 applies
+# to tables and to slopes.
 BOTH = {"per sequence a prefix between max(0, kv_len - q_len) and kv_len": "note", "S1 == S2": "limit"}

@@ -1,4 +1,4 @@
-"""A call of sparse_flash_mla with lists of keys, and the witness that computes it row by row."""
+"""Makes a call of sparse_flash_mla with lists of keys, and computes the expected results row by row."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import torch
 
 Tensor = torch.Tensor
 Args = dict[str, Any]
-ROWS, KEYS = (3, 0, 4), (7, 5, 9)  # of packed sequences
+ROWS, KEYS = (3, 0, 4), (7, 5, 9)  # lengths of packed sequences
 LEAVES = ("q", "ori_kv", "sinks")
 
 
 def packed(heads: int = 4, dim: int = 16, slots: int = 6, dtype: torch.dtype = torch.float32) -> Args:
-    """Packed sequences whose lists name keys twice, go on behind their count, or are empty; other keys are NaN."""
+    """Makes packed sequences whose lists have duplicates, entries after their end, or no keys; other keys are NaN."""
     q, kv = torch.randn(sum(ROWS), heads, dim).to(dtype), torch.randn(sum(KEYS), 1, dim).to(dtype)
     lists = torch.cat([torch.randint(0, keys - 1, (rows, 1, slots)) for rows, keys in zip(ROWS, KEYS, strict=True)])
     lists[1, 0, 2:], lists[4, 0] = -1, -1
@@ -26,7 +26,7 @@ def packed(heads: int = 4, dim: int = 16, slots: int = 6, dtype: torch.dtype = t
 
 
 def witness(args: Args, dout: Tensor) -> tuple[Tensor, ...]:
-    """(out, softmax_lse, gradients of LEAVES, ori_softmax_l1_norm) in float64."""
+    """Computes (out, softmax_lse, gradients of LEAVES, ori_softmax_l1_norm) in float64."""
     q, kv, sinks = (args[name].detach().double().nan_to_num().requires_grad_() for name in LEAVES)
     lists, counts, first = args["ori_sparse_indices"][:, 0].tolist(), args["ori_topk_length"][:, 0].tolist(), 0
     norm = torch.zeros(len(q), 1, len(lists[0]), dtype=torch.float64)
@@ -49,7 +49,7 @@ def witness(args: Args, dout: Tensor) -> tuple[Tensor, ...]:
 
 
 def computed(cann: Any, args: Args, dout: Tensor) -> tuple[Tensor, ...]:
-    """What witness() returns, by the package's functions: gradients by autograd, the norm by the gradient operator."""
+    """Computes the results of witness() with the package: gradients by autograd, the norm by the gradient operator."""
     leaves = {name: args[name].detach().clone().requires_grad_() for name in LEAVES}
     out, lse = cann.sparse_flash_mla(**{**args, **leaves}, return_softmax_lse=True)
     gradients = torch.autograd.grad(out, tuple(leaves.values()), dout)

@@ -1,6 +1,6 @@
-"""Long calls of every family, and the pieces of them that are judged: both ends, boundaries of tiles, and drawn ones.
+"""Makes long calls of every family and selects the pieces that are judged: both ends, tile boundaries and random ones.
 
-The whole of a call of 16384 tokens takes golden minutes; a piece takes as long as the keys that its rows meet.
+The golden model takes minutes for a call of 16384 tokens; for a piece, its time depends on the keys of its rows.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from fusion_attention.testing.cases import Case, arguments
 from fusion_attention.testing.sparse import SparseCase
 from fusion_attention.testing.sparse import arguments as sparse_arguments
 
-TILE = 32  # rows of a look
+TILE = 32  # rows of a judged tile
 PAGE = 128
 
 
 @dataclass(eq=False)
 class Long:
-    """A call, and its results by a back end."""
+    """A call and the results of a back end."""
 
     call: Recorded
     setting: Setting
     outputs: list[Output]
 
     def restored(self) -> Long:
-        """The same with results of its own."""
+        """Returns a copy with separate results."""
         captured = {o.name: o.tensor.clone() for o in self.outputs}
         return Long(self.call, *setting_of(self.call.lowered(), captured))
 
@@ -43,14 +43,14 @@ class Long:
         return int((self.setting.extents.kv_len if o.by_keys else self.setting.extents.q_len)[b])
 
     def unit(self, o: Output, b: int, head: int, first: int, count: int = TILE) -> Unit:
-        """Rows of the head (of a key head: all query heads that share it)."""
+        """Returns `count` rows of a head; of gradients of keys: of all query heads that share a key head."""
         group = self.setting.group
         heads = slice(head // group * group, head // group * group + group) if o.by_keys else slice(head, head + 1)
         return Unit(b, heads, slice(first, min(first + count, self.length(o, b))), o.by_keys)
 
 
 def long_call(operator: str, inputs: dict[str, Any], backend: str, saved: dict[str, Any] | None = None) -> Long:
-    """A call of a record, computed."""
+    """Computes a call of a record."""
     names = RECORDS[operator].by_name
     inputs = {n: v for n, v in {**inputs, **(saved or {})}.items() if n in names and v is not None}
     inputs = {n: v for n, v in inputs.items() if n not in ("seed", "offset")}
@@ -63,12 +63,12 @@ def long_call(operator: str, inputs: dict[str, Any], backend: str, saved: dict[s
 
 
 def dense(dtype: str, q_len: int, kv_len: int, *, causal: bool = True, backend: str = "cpu", **fields: Any) -> Long:
-    """Training attention."""
+    """Computes training attention."""
     return long_call("npu_fusion_attention_v2", arguments(_case(dtype, q_len, kv_len, causal, **fields)), backend)
 
 
 def gradient(dtype: str, q_len: int, kv_len: int, *, causal: bool = True, backend: str = "cpu", **fields: Any) -> Long:
-    """Its backward, from what that back end saved."""
+    """Computes the backward, from the saved results of the same back end."""
     args = arguments(_case(dtype, q_len, kv_len, causal, **fields))
     saved = long_call("npu_fusion_attention_v2", args, backend).call.outputs
     names = {"attention_in": "attention_out", "softmax_max": "softmax_max", "softmax_sum": "softmax_sum"}
@@ -82,7 +82,7 @@ def _case(dtype: str, q_len: int, kv_len: int, causal: bool, **fields: Any) -> C
 
 
 def decode(dtype: str, lengths: Sequence[int], *, backend: str = "cpu", seed: int = 5) -> Long:
-    """One new token of each sequence over pages in no order."""
+    """Computes a new token of each sequence over pages in random order."""
     make = torch.Generator().manual_seed(seed)
     kind = getattr(torch, dtype)
     pages = [-(-n // PAGE) for n in lengths]
@@ -98,14 +98,14 @@ def decode(dtype: str, lengths: Sequence[int], *, backend: str = "cpu", seed: in
 
 
 def sparse(dtype: str, q_len: int, kv_len: int, *, backend: str = "cpu", **fields: Any) -> Long:
-    """Sparse attention over lists of 512 keys."""
+    """Computes sparse attention over lists of 512 keys."""
     return long_call(
         "npu_sparse_flash_attention", sparse_arguments(_sparse_case(dtype, q_len, kv_len, **fields)), backend
     )
 
 
 def sparse_gradient(dtype: str, q_len: int, kv_len: int, *, backend: str = "cpu", **fields: Any) -> Long:
-    """Its backward, from what that back end saved."""
+    """Computes the backward, from the saved results of the same back end."""
     args = sparse_arguments(_sparse_case(dtype, q_len, kv_len, **fields))
     result = long_call("npu_sparse_flash_attention", args, backend).call.outputs
     saved = {"attention_in" if n == "attention_out" else n: t for n, t in result.items()}
@@ -118,7 +118,7 @@ def _sparse_case(dtype: str, q_len: int, kv_len: int, **fields: Any) -> SparseCa
 
 
 def pieces(long: Long, seed: int, drawn: int = 4) -> Iterator[Unit]:
-    """Tiles of rows and keys: the first and the last, across boundaries of kernels' tiles, and drawn ones."""
+    """Yields pieces of rows and keys: the first, the last, those at boundaries of kernels' tiles, and random ones."""
     rng = random.Random(seed)
     judged_kinds = set()
     for o in long.outputs:
@@ -135,7 +135,7 @@ def pieces(long: Long, seed: int, drawn: int = 4) -> Iterator[Unit]:
 
 
 def failing(long: Long, units: Sequence[Unit], grade: Grade = KERNEL) -> dict[str, Any]:
-    """The looks that are too large in these pieces, by output; limits are those of the whole call."""
+    """Returns the checks that fail in these pieces, by output, with the limits of the whole call."""
     results: dict[str, Errors] = {}
     p, e = long.setting.problem, long.setting.extents
     for unit in units:

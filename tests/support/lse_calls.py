@@ -1,4 +1,4 @@
-"""Calls whose loss goes through the lse of an attention, and what their gradients are in float64."""
+"""Computes losses that use the lse of attention, and their expected gradients in float64."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 Given = dict[str, Tensor]
 Call = Callable[..., Any]
 BATCH, ROWS, KEYS, HEADS, HEADS_KV, DIM = 2, 37, 50, 4, 2, 24
-VISIBLE = torch.ones(ROWS, KEYS, dtype=torch.bool).tril(KEYS - ROWS - 20)  # the first rows see no key
+VISIBLE = torch.ones(ROWS, KEYS, dtype=torch.bool).tril(KEYS - ROWS - 20)  # the first rows see no keys
 
 
 def drawn(seed: int, dtype: torch.dtype, **shapes: tuple[int, ...]) -> Given:
@@ -23,17 +23,17 @@ def drawn(seed: int, dtype: torch.dtype, **shapes: tuple[int, ...]) -> Given:
 
 
 def results(call: Call, given: Given, dtype: torch.dtype | None, parts: str) -> Any:
-    """[lse, gradients] of a loss through lse and, with "both", through out; dlse is float32 throughout."""
+    """Returns [lse, gradients] of a loss that uses lse and, if parts is "both", out; dlse is float32."""
     leaves = {n: (t if dtype is None else t.to(dtype)).detach().requires_grad_() for n, t in given.items()}
     out, lse = call(**leaves)
     torch.manual_seed(5)
     dout, dlse = torch.randn(out.shape).to(next(iter(given.values())).dtype), torch.randn(lse.shape) * 3
-    # Rows without keys have lse -inf, whatever their logits are.
+    # Rows without keys have lse -inf for any logits.
     wanted = [(lse, dlse.to(lse.dtype))] + ([(out, dout.to(out.dtype))] if parts == "both" else [])
     result, above = zip(*wanted, strict=True)
     grads = torch.autograd.grad(result, [*leaves.values()], above, allow_unused=True)
     pairs = zip(leaves.items(), grads, strict=True)
-    named = {f"d{n}": torch.zeros_like(leaf) if g is None else g for (n, leaf), g in pairs}  # lse has none for v
+    named = {f"d{n}": torch.zeros_like(leaf) if g is None else g for (n, leaf), g in pairs}  # lse has no gradient for v
     return {"lse": lse.masked_fill(lse == -torch.inf, 0), **named}
 
 
@@ -41,7 +41,7 @@ def judge(
     name: str, given: Given, call: Call, program: Call, parts: str,
     backends: tuple[str, ...] = ("cpu", "golden"),
 ) -> None:  # fmt: skip
-    """The call by back ends, beside the program in float64."""
+    """Compares a call on several back ends with the program in float64."""
     got = {b: results(partial(call, b), given, None, parts) for b in backends}
 
     def both() -> Any:
@@ -54,7 +54,7 @@ def judge(
 def formula(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sink: Tensor | None = None, cap: float = 0.0, bias: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """[.., heads, rows, dim]; a row without keys is 0, with an lse of -inf or of its sink."""
+    """Computes (out, lse) of [.., heads, rows, dim]; rows without keys are 0, and their lse is -inf or the sink."""
     group = q.shape[-3] // k.shape[-3]
     scores = q @ k.repeat_interleave(group, -3).mT / math.sqrt(q.shape[-1])
     scores = cap * torch.tanh(scores / cap) if cap else scores
@@ -76,7 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def on(device: str, call: Call) -> Call:
-    """The call of a back end with tensors of the host, on a device and back."""
+    """Returns a call that copies its tensors to a device and its results back."""
 
     def run(backend: str, **leaves: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = call(**{n: t.to(device) for n, t in leaves.items()}, backend=backend, return_lse=True)
@@ -86,7 +86,7 @@ def on(device: str, call: Call) -> Call:
 
 
 def dense(name: str, dtype: torch.dtype, device: str = "cpu") -> tuple[Given, Call, Call]:
-    """A case's tensors, its call of a back end, and the formula."""
+    """Returns the tensors of a case, its call of a back end, and the formula."""
     case = dict(CASES[name])
     cap = case.pop("cap", 0.0)
     shapes = {"q": (BATCH, HEADS, ROWS, DIM), "k": (BATCH, HEADS_KV, KEYS, DIM), "v": (BATCH, HEADS_KV, KEYS, DIM)}
@@ -97,7 +97,7 @@ def dense(name: str, dtype: torch.dtype, device: str = "cpu") -> tuple[Given, Ca
 
 
 def lists(dtype: torch.dtype, device: str = "cpu") -> tuple[Given, Call, Call]:
-    """The same of attention to lists."""
+    """Returns the same as dense(), for attention to lists."""
     given = drawn(7, dtype, q=(BATCH, ROWS, HEADS, DIM), k=(BATCH, KEYS, 1, DIM), v=(BATCH, KEYS, 1, DIM))
     given["sink"] = torch.randn(HEADS)
     listed = torch.stack([torch.randperm(KEYS)[:9] for _ in range(BATCH * ROWS)]).view(BATCH, ROWS, 1, 9).int()

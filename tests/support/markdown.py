@@ -1,4 +1,4 @@
-"""Markdown as the tests of pages read it: fenced blocks, links and headings."""
+"""Reads Markdown for the tests of pages: fenced blocks, links and headings."""
 
 import re
 import textwrap
@@ -15,7 +15,7 @@ _CODE = re.compile(r"`[^`\n]*`")
 
 
 def written() -> dict[str, str]:
-    """The text of every page in git, by path."""
+    """Returns the text of every page in git, by path."""
     others = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "csrc/README.md")]
     paths = [*others, *sorted((ROOT / "docs").rglob("*.md"))]
     return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
@@ -23,30 +23,30 @@ def written() -> dict[str, str]:
 
 @cache
 def pages() -> dict[str, str]:
-    """The text of every page, with tables and pages that a program writes, by path; it takes 20 seconds."""
+    """Returns the text of every page by path, with generated tables and pages; takes 20 seconds."""
     results = {name: with_tables(text) for name, text in written().items()}
     return results | {f"docs/{name}": text for name, text in generated().items() if name.endswith(".md")}
 
 
 def fenced(page: str) -> Iterator[tuple[str, str]]:
-    """(language, text) of every block, inside lists and tabs too."""
+    """Yields (language, text) of every block, also inside lists and tabs."""
     for _, language, text in _FENCE.findall(page):
         yield language, textwrap.dedent(text)
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
-    """The blocks of a language."""
+    """Returns the blocks of a language."""
     return [text for result, text in fenced(page) if result == language]
 
 
 def links(page: str) -> list[str]:
-    """Where a page's links and pictures lead, those outside the tree left out."""
+    """Returns the targets of a page's links and pictures inside the tree."""
     text = _CODE.sub("", _FENCE.sub("", page))
     return [target for target in _LINK.findall(text) if not re.match(r"[a-z]+:", target)]
 
 
 def anchors(page: str) -> set[str]:
-    """The names of a page's headings, as the site's builder makes them."""
+    """Returns the anchors of a page's headings, as the site's builder names them."""
     text = _FENCE.sub("", page)
     results: set[str] = set()
     for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):

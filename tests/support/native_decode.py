@@ -1,6 +1,6 @@
-"""Decodes of the native core: keys and values stored as floats or integers, in rows, tensor lists or pages.
+"""Makes and runs decodes on the native core: keys and values are floats or integers in rows, tensor lists or pages.
 
-Whatever no row may see is poison: unused pages and slots hold NaN, table entries behind a length name no page.
+Unused memory is poison: unused pages and slots contain NaN, and unused table entries name no page.
 """
 
 import math
@@ -24,7 +24,7 @@ LIMITS = {"int8": (-128, 128), "int4": (-8, 8)}
 
 @dataclass
 class Stored:
-    """Keys or values as they lie in a cache: numbers per sequence, and what they mean."""
+    """Keys or values in a cache: numbers by sequence, with their scales and offsets."""
 
     numbers: list[torch.Tensor]  # [heads, tokens, dim]
     scale: list[torch.Tensor] = field(default_factory=list)  # [heads, 1, dim] or [heads, tokens, 1]
@@ -38,13 +38,13 @@ class Stored:
 
 
 def nibbles(t: torch.Tensor) -> torch.Tensor:
-    """Two numbers in a byte, the even element in the low half."""
+    """Packs two numbers into a byte; the even element has the low half."""
     even = torch.nn.functional.pad(t, (0, t.shape[-1] % 2)).int()
     return (even[..., 0::2] & 15 | (even[..., 1::2] & 15) << 4).to(torch.uint8)
 
 
 def in_pages(tensors: list[torch.Tensor], dim: int, size: int, rng: random.Random, heads_first: bool) -> PagedView:
-    """Pages in random order, among unused ones; the table ends in entries that name no page."""
+    """Returns pages in random order among unused ones; the table ends with entries that name no page."""
     heads, width = tensors[0].shape[0], tensors[0].shape[2]
     counts = [-(-t.shape[1] // size) for t in tensors]
     order = list(range(sum(counts) + 3))
@@ -84,7 +84,7 @@ def dequant_of(stored: Stored, form: str, size: int, seed: int) -> Dequant | Non
 
 
 def pieces_of(view: PagedView, heads: int, fragment: int) -> PagedView:
-    """The same rows in pages [heads, pieces, tokens, piece], among poison."""
+    """Returns the same rows in pages [heads, pieces, tokens, piece] within poisoned memory."""
     size, width = view.page_size, view.dim
     count = view.pool.numel() // view.stride_page
     numbers = view.pool.view(-1).as_strided(
@@ -101,7 +101,7 @@ def pieces_of(view: PagedView, heads: int, fragment: int) -> PagedView:
 
 
 def alike(call: Call, common: int) -> Call:
-    """The call, all of whose sequences begin with the same keys."""
+    """Returns the call with the same first keys in all sequences."""
     call = replace(call, k=[t.clone() for t in call.k], v=[t.clone() for t in call.v])
     for tensors in (call.k, call.v):
         for t in tensors[1:]:
@@ -111,7 +111,7 @@ def alike(call: Call, common: int) -> Call:
 
 @dataclass
 class Case:
-    call: Call  # its problem and numbers as the specification takes them: plain, of the dtype's precision
+    call: Call  # the problem without a cache, with dequantised numbers of the dtype's precision
     problem: Problem
     k: Stored
     v: Stored
@@ -137,7 +137,7 @@ class Case:
 
 
 def store(tensors: list[torch.Tensor], kind: str, dequant: str, rng: random.Random) -> Stored:
-    """Integers near the tensors, with scales and perhaps offsets; without a kind the tensors themselves."""
+    """Returns the tensors quantised, with scales and perhaps offsets; without a kind, returns them unchanged."""
     if not kind:
         return Stored(tensors)
     low, high = LIMITS[kind]
@@ -202,7 +202,7 @@ def draw_case(seed: int) -> Case:
 
 
 def stored_case(call: Call, p: Problem, forms: list[str], rng: random.Random, seed: int) -> Case:
-    """The call with its keys and values in a cache; without pages one of the forms."""
+    """Returns the call with its keys and values in a cache: in pages or, without pages, in one of the forms."""
     call = converted(call, p.torch_dtype)
     k = store(call.k, p.kv_dtype, p.dequant_k, rng)
     v = store(call.v, p.kv_dtype, p.dequant_v, rng)
@@ -216,7 +216,7 @@ def stored_case(call: Call, p: Problem, forms: list[str], rng: random.Random, se
 def native(case: Case, variant: str | None = None, threads: int = 2) -> Results:
     operands, extents = case.operands(), case.call.extents
     schedule = cpu.schedule(case.problem, extents, "attention_forward", variant)
-    some = extents.kv_len[extents.q_len > 0] > 32  # of fewer keys the dense forward may compute the rows
+    some = extents.kv_len[extents.q_len > 0] > 32  # with fewer keys, the dense forward may compute the rows
     assert not some.any() or isinstance(schedule, decode.Schedule)
     torch.set_num_threads(threads)
     cpu.attention_forward(case.problem, extents, schedule, operands)
@@ -224,11 +224,11 @@ def native(case: Case, variant: str | None = None, threads: int = 2) -> Results:
 
 
 def remade(case: Case) -> Call:
-    """The call, with the sizes of errors that its problem has where keys are integers.
+    """Returns the call with a problem whose expected errors are those of integer keys.
 
-    A program may round the rows that it makes of them to the dtype, or query rows times their scales to 16 bits.
+    A program may round dequantised rows to the dtype, or products of query rows and scales to 16 bits.
     """
-    kind = "int8" if case.problem.kv_dtype else ""  # rows lie unpacked here
+    kind = "int8" if case.problem.kv_dtype else ""  # int4 rows are not packed here
     return replace(case.call, problem=replace(case.call.problem, kv_dtype=kind))
 
 

@@ -1,6 +1,6 @@
-"""Dense calls of the native core: drawn at random, run by a forced variant, and the errors that they may have.
+"""Draws random dense calls, runs them on a given variant of the native core, and compares them with error bounds.
 
-Calls have every feature, dtype, band and length; the errors allowed are those that roundings make.
+The calls cover all features, dtypes, bands and lengths; the bounds allow the errors of rounding.
 """
 
 import math
@@ -25,9 +25,9 @@ from fusion_attention.testing import compare
 from fusion_attention.testing.expected import sizes
 
 DECODE_VARIANTS = _native.cpu_features()["runnable"]
-# The others are another one's with a decode of their own.
+# The other variants only replace another variant's decode kernels.
 VARIANTS = [name for name in DECODE_VARIANTS if "dense" in _native.cpu_features()["parts"][name]]
-# Seeds of calls, and a cap that bends all of their scores, some, and none but the largest.
+# (seed of a call, softcap that changes all scores, some, or only the largest).
 CAPPED = [(seed, softcap) for seed in range(3000, 3010) for softcap in (0.4, 3.0, 50.0)]
 AXES = ["hij", "ij", "hj", "hi", "i", "j", "h", ""]
 
@@ -58,7 +58,7 @@ def draw_problem(rng: random.Random) -> Problem:
 
 
 def draw_call(seed: int) -> Call:
-    """A call of low-precision values."""
+    """Draws a call whose values have low precision."""
     rng = random.Random(seed)
     problem = draw_problem(rng)
     longest = rng.choice([10, 60, 130, 300])
@@ -78,7 +78,7 @@ def draw_call(seed: int) -> Call:
 
 
 def with_cap(call: Call, softcap: float) -> Call:
-    """The call with a cap on its scores."""
+    """Returns the call with a softcap."""
     return replace(call, problem=replace(call.problem, softcap=softcap))
 
 
@@ -89,7 +89,7 @@ def converted(call: Call, dtype: torch.dtype) -> Call:
 
 
 def invalid(call: Call, seed: int) -> None:
-    """Some elements of some inputs become inf or NaN."""
+    """Replaces random elements of random inputs by inf, -inf or NaN."""
     rng = random.Random(seed)
     value = rng.choice([math.nan, math.inf, -math.inf])
     for _ in range(rng.randint(1, 3)):
@@ -108,7 +108,7 @@ def native(call: Call, variant: str | None = None, packed: bool = True, threads:
 
 
 def judge(call: Call, got: Results, want: Results, at: Any) -> None:
-    """Empty rows exactly; all other rows by the errors that roundings make there."""
+    """Compares results: empty rows exactly, all other rows within the errors of rounding."""
     operands = load(call, call.problem.torch_dtype, torch.float32)
     result = sizes(call.problem, call.extents, operands)
     views = {"out": operands.out, "max": operands.stats.max, "sum": operands.stats.sum}
@@ -124,7 +124,7 @@ def judge(call: Call, got: Results, want: Results, at: Any) -> None:
 
 
 def unit_views(problem: Problem, q_len: int, kv_len: int) -> tuple[Extents, Operands]:
-    """One sequence of zeros in q and k, whose v is the identity: out is the matrix of probabilities."""
+    """Makes a sequence with zeros in q and k and the identity as v, so that out is the matrix of probabilities."""
 
     def view(values: torch.Tensor) -> RowView:  # [heads, length, dim]
         zero = np.zeros(1, np.int64)
@@ -148,7 +148,7 @@ def gradients(
     shared: bool = False,
     owned: bool = False,
 ) -> Results:
-    """From what a forward saved; shared and owned: as backward()."""
+    """Computes gradients from the saved results of a forward; shared, owned: as in backward()."""
     torch.set_num_threads(threads)
     plan = cpu.schedule(call.problem, call.extents, "attention_backward", variant)
     compute = partial(cpu.attention_backward, call.problem, call.extents, plan)
@@ -162,7 +162,7 @@ def wanted(call: Call, saved: Results) -> Results:
 
 
 def gradient_sizes(call: Call, saved: Results) -> Results:
-    """The expected sizes of the errors of gradients(); a bias's were added to ones."""
+    """Returns the expected errors of gradients(); the gradient of a bias is added to ones."""
     p, e, result = call.problem, call.extents, Results()
 
     def compute(operands: Operands, grads: Grads) -> None:

@@ -1,4 +1,4 @@
-"""Lowered calls of cases on the native core: a forced variant, any number of threads, and hostile memory."""
+"""Runs lowered calls of cases on the native core, with a given variant, number of threads and poisoned memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,7 @@ FAR = 1 << 30
 
 
 def run(call: Lowered, variant: str | None = None, threads: int = 2, apart: bool = False) -> Results:
-    """The results of a call; apart: every sequence of an input lies in a buffer of its own, head by head."""
+    """Returns the results of a call; apart: every sequence of an input has its own head-major buffer."""
     outputs = call.results()
     filled = call.fill(outputs)
     filled.begin()
@@ -34,7 +34,7 @@ def run(call: Lowered, variant: str | None = None, threads: int = 2, apart: bool
 
 
 def prepared_apart(operands: Any, extents: Extents) -> Any:
-    """The same operands; rows of inputs in a buffer of NaN for each sequence, with gaps between heads and tokens."""
+    """Returns the operands with inputs in a NaN buffer for each sequence, with gaps between heads and tokens."""
     results: dict[str, Any] = {}
     for name in ("q", "k", "v", "q_rope", "k_rope", "weights"):
         view, lengths = getattr(operands, name, None), extents.kv_len if name[0] in "kv" else extents.q_len
@@ -42,18 +42,18 @@ def prepared_apart(operands: Any, extents: Extents) -> Any:
             heads = view.keep[0].shape[-2]
             results[name] = rows([view.sequence(b, heads, int(n)) for b, n in enumerate(lengths)], packed=False)
         elif isinstance(view, RowView):
-            results[name] = replace(results["k"], dim=view.dim)  # values that are a part of the keys' rows
+            results[name] = replace(results["k"], dim=view.dim)  # the values are part of the keys' rows
     if hasattr(operands, "index"):
         results["index"] = prepared_apart(operands.index, extents)
     return replace(operands, **results)
 
 
 def hostile(case: Rows, args: Args, weighed: Callable[[int, int, int], list[int]], heads: int) -> Args:
-    """The same call: keys that no row weighs are NaN, and lists lie between numbers that would read far outside.
+    """Returns the call with NaN in keys that no row uses, and lists within memory of out-of-range numbers.
 
     Args:
-        weighed: the keys of a sequence that a row weighs by the lists of a key head.
-        heads: key heads with lists of their own; one list is every head's.
+        weighed: function of sequence, row and key head; returns the keys that the row uses.
+        heads: number of key heads with separate lists; with 1, all heads use one list.
     """
     for b, h in np.ndindex(len(case.q_len), heads):
         named = {token for row in range(case.q_len[b]) for token in weighed(b, row, h)}
@@ -65,7 +65,7 @@ def hostile(case: Rows, args: Args, weighed: Callable[[int, int, int], list[int]
 
 
 def far(lists: torch.Tensor | None) -> torch.Tensor | None:
-    """The same lists, between numbers that would read far outside."""
+    """Returns the lists within memory of out-of-range numbers."""
     if lists is None:
         return None
     memory = torch.full((*lists.shape[:-1], lists.shape[-1] + 5), FAR, dtype=lists.dtype)
@@ -73,7 +73,7 @@ def far(lists: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def in_pages(case: Rows, args: Args, size: int) -> Args:
-    """The same call with keys in pages: those that no key needs, and the rest of the last ones, hold NaN."""
+    """Returns the call with keys in pages; unused pages and slots contain NaN."""
     paged = replace(case, page=size)
     make = Maker(paged)
     table = make.table()
@@ -82,6 +82,6 @@ def in_pages(case: Rows, args: Args, size: int) -> Args:
 
 
 def extents_of(q_len: tuple[int, ...], kv_len: tuple[int, ...]) -> Extents:
-    """Causal from the last corner."""
+    """Returns causal visibility in which the last row attends to all keys."""
     q, kv = np.array(q_len, np.int64), np.array(kv_len, np.int64)
     return Extents(q, kv, *Band.causal().resolve(q, kv), np.zeros_like(q))

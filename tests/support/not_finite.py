@@ -1,6 +1,6 @@
-"""Calls with lists in which one element is not finite, and what a back end must make of them: golden's rows, exactly.
+"""Makes calls with lists in which one element is not finite; back ends must match the golden model's NaN and inf.
 
-A weight of 0 times an infinity is NaN: so the elements that matter are those whose scores are -inf, or not above 0.
+A weight of 0 times infinity is NaN, so results depend on elements whose scores are -inf or not above 0.
 """
 
 import math
@@ -29,7 +29,7 @@ Run = Callable[[Lowered], Results]
 
 
 def backward(args: Args) -> tuple[SparseBackward, dict[str, Expected]]:
-    """The call of golden's output and statistics, rounded once, and what it should give."""
+    """Returns the backward of the golden model's rounded output and statistics, and the expected results."""
     call = sparse.lowered(args)
     want = sparse.expected(call, args["dy"])
     out, top, total = (want.pop(name).value for name in ("out", "max", "sum"))
@@ -37,7 +37,7 @@ def backward(args: Args) -> tuple[SparseBackward, dict[str, Expected]]:
 
 
 def attention(case: SparseCase, args: Args, run: Run) -> Results:
-    """Results, which differ from golden's by roundings."""
+    """Runs the backward of attention on golden results, checks its gradients and returns them."""
     step, want = backward(args)
     result = run(step)
     check(case.id, result, want)
@@ -45,7 +45,7 @@ def attention(case: SparseCase, args: Args, run: Run) -> Results:
 
 
 def values(case: IndexerCase, args: Args, run: Run) -> Results:
-    """As attention()."""
+    """Runs the backward of the indexer, checks its gradients and returns them."""
     step = IndexerBackward(sparse.lowered_indexer(args), args["dy"], args["lists"])
     result = run(step)
     check_index(step, {case.id: result})
@@ -53,7 +53,7 @@ def values(case: IndexerCase, args: Args, run: Run) -> Results:
 
 
 def loss(case: LossCase, args: Args, run: Run) -> Results:
-    """As attention(); without lists the statistics of the indexer are given, where an interface would find them."""
+    """Runs the loss, checks its results and returns them; without lists, the call gets the indexer's statistics."""
     call = indexer_loss.lowered(case, args)
     given = {} if case.count else {name: args[name] for name in INDEX_STATISTICS}
     call = Loss(call.extents, call.layout, {**call.tensors, **given}, call.problem)
@@ -78,7 +78,7 @@ CASES: list[tuple[Family, Any, tuple[str, ...]]] = [
     (loss, LossCase("TND", count=6, dim_rope=3, **FLOAT16, **TWO), OF_LOSS),
     (loss, LossCase("TND", count=6, heads=5, heads_q=6, heads_kv=3, sink=True, lists="wild", **HALF, **TWO), OF_LOSS),
 ]
-# A case, a tensor, an element of it and what it becomes, of calls whose products are all above 0.
+# ((family, case, names), tensor, index of an element or row, new value), for calls whose products are all above 0.
 HIDDEN = [
     (CASES[0], "key", (1, 0), -math.inf),
     (CASES[3], "query", (1, 1, 1), -math.inf),
@@ -90,7 +90,7 @@ HIDDEN = [
 
 
 def arguments_of(family: Family, case: Any, positive: bool) -> Args:
-    """Arguments; positive: of rows whose products are all above 0, so that minus infinity makes them all -inf."""
+    """Returns arguments; positive: all products are above 0, so that -inf in a row makes all of its scores -inf."""
     arguments = {attention: sparse.arguments, values: sparse.indexer_arguments, loss: indexer_loss.arguments}[family]
     args = cloned(arguments(case))
     if positive:
@@ -102,7 +102,7 @@ def arguments_of(family: Family, case: Any, positive: bool) -> Args:
 
 
 def strides(tensor: torch.Tensor) -> Iterator[tuple[int, ...]]:
-    """The first element; a late one; a whole row."""
+    """Yields indices of the first element, of a late element and of a whole row."""
     yield tuple(0 for _ in tensor.shape)
     yield tuple(max(n - 2, 0) if axis < 2 else n - 1 for axis, n in enumerate(tensor.shape))
     if tensor.dim() > 2:
@@ -110,7 +110,7 @@ def strides(tensor: torch.Tensor) -> Iterator[tuple[int, ...]]:
 
 
 def hides(what: Any, name: str, at: tuple[int, ...], fill: float, run: Run) -> None:
-    """Of a row of HIDDEN."""
+    """Tests an entry of HIDDEN."""
     family, case, _ = what
     args = arguments_of(family, case, positive=True)
     args[name][at] = fill
@@ -128,7 +128,7 @@ def every_tensor(family: Family, case: Any, names: tuple[str, ...], positive: bo
 
 
 def outlasts(dtype: str, run: Run) -> None:
-    """An infinity, a weight of an entry far below the largest; a key whose score is -inf beside it is not seen."""
+    """Tests that an entry's tiny weight still multiplies an infinity, while a key with score -inf gets no gradient."""
     case = SparseCase(q_len=(3,), kv_len=(20,), count=20, lists="all", heads_q=2, scale=1.0, dim_qk=4, dtype=dtype)
     args = cloned(sparse.arguments(case))
     args["query"].fill_(1.0), args["key"].zero_()
@@ -141,7 +141,7 @@ def outlasts(dtype: str, run: Run) -> None:
 
 
 def entries_that_do_not_count(run: Run) -> None:
-    """The gradient of a value whose entry names no key that the row sees may be anything."""
+    """Tests that gradients of values are ignored where the list entry names no visible key."""
     case = IndexerCase("TND", q_len=(3,), kv_len=(7,), top_k=4)
     args = arguments_of(values, case, positive=False)
     args["lists"][0, 0, 1], args["lists"][1, 0, 2] = 6, -1

@@ -10,7 +10,7 @@ from fusion_attention.testing import Case, lowered, run
 
 
 def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor with its whole storage on the GPU: strides, gaps and the NaN in them stay."""
+    """Copies a tensor with its whole storage to the GPU, so that strides and NaN in gaps remain."""
     if tensor is None:
         return None
     everything = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
@@ -23,7 +23,7 @@ def moved(call: DenseCall) -> DenseCall:
 
 
 def on_gpu(case: Case, args: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Results and gradients of a case, computed on the GPU."""
+    """Computes results and gradients of a case on the GPU."""
     dy = copied(args["dy"])
     assert dy is not None
     result = run(moved(lowered(case, args)), dy, "auto")

@@ -1,4 +1,4 @@
-"""What torch_npu (2.14) declares of its operators, and sample calls of those that are here."""
+"""Reads torch_npu's (2.14) operator schemas and makes sample calls of the operators of this package."""
 
 import inspect
 import re
@@ -14,17 +14,17 @@ from fusion_attention.ops.auxiliary.definitions import AUXILIARY, CONTRACTS
 
 from .records import by_name
 
-# A schema a line. Those of ATB's functions (`_npu_...`) are not among them: no declaration of theirs can be read.
+# One schema per line, without ATB's functions (`_npu_...`), whose declarations cannot be read.
 _DECLARED = Path(__file__).with_name("resources") / "torch_npu-2.14.0.txt"
 
 
 def declared() -> dict[str, str]:
-    """torch_npu's schemas by operator and overload."""
+    """Returns torch_npu's schemas by operator and overload."""
     return {line.partition("(")[0]: line for line in _DECLARED.read_text().splitlines()}
 
 
 def normalised(schema: str) -> str:
-    """A schema without what differs on purpose: which sizes a trace may hold as symbols, and what is written."""
+    """Returns a schema without intended differences: symbolic sizes and annotations of written arguments."""
     text = str(torch._C.parse_schema(f"npu::{schema}"))
     for theirs, ours in (("SymInt", "int"), ("Scalar scale=1,", "float scale=1.,"), ("Scalar", "float")):
         text = text.replace(theirs, ours)
@@ -32,7 +32,7 @@ def normalised(schema: str) -> str:
 
 
 def sampled(name: str) -> dict[str, Any]:
-    """Arguments of a legal call of an operator by its names; gradients are wanted where it has them."""
+    """Returns arguments of a valid call of an operator by name; tensors require gradients if the operator has them."""
     op = CONTRACTS[name]
     args = sample(op)
     dense = ("query", "key", "value") if "fusion_attention" in name and "grad" not in name else ()

@@ -1,6 +1,6 @@
-"""Calls from dense tensors for the tests of golden, and a second statement of what they mean, by autograd.
+"""Makes calls from dense tensors for tests of the golden model, and computes the expected results with autograd.
 
-All memory is hostile: sequences lie strided and offset in buffers full of NaN, results are poisoned before each call.
+Memory is poisoned: sequences are strided and offset in buffers of NaN, and results contain poison before each call.
 """
 
 from collections.abc import Callable
@@ -38,10 +38,10 @@ class Call:
     dout: Tensors
     q_rope: Tensors = field(default_factory=list)
     k_rope: Tensors = field(default_factory=list)
-    bias: Tensors = field(default_factory=list)  # a table is [heads or 1, 1024, keys]
+    bias: Tensors = field(default_factory=list)  # with a table: [heads or 1, 1024, keys]
     slopes: torch.Tensor | None = None
     blocked: Tensors = field(default_factory=list)
-    tiled: Tensors = field(default_factory=list)  # as blocked; given to back ends as tiles
+    tiled: Tensors = field(default_factory=list)  # like blocked, but passed to back ends as tiles
     keep: Tensors = field(default_factory=list)
     sink: torch.Tensor | None = None
     seed: int = 5
@@ -49,12 +49,12 @@ class Call:
 
 
 def poison(dtype: torch.dtype, size: int) -> torch.Tensor:
-    """NaN, or an integer that no test stores on purpose."""
+    """Returns memory of NaN, or of an integer that no test stores."""
     return torch.full((size,), torch.nan if dtype.is_floating_point else 85, dtype=dtype)
 
 
 def rows(tensors: Tensors, packed: bool = True) -> RowView:
-    """The tensors with gaps between their rows: token-major in one NaN buffer, or head-major in one buffer each."""
+    """Copies tensors with gaps between rows: packed into one token-major NaN buffer, else into head-major buffers."""
     dim = tensors[0].shape[2]
     longest = max(t.shape[1] for t in tensors)
     stride_token = tensors[0].shape[0] * (dim + 1) + 2 if packed else dim + 3
@@ -70,12 +70,12 @@ def rows(tensors: Tensors, packed: bool = True) -> RowView:
 
 
 def buffer(like: Tensors, dim: int, dtype: torch.dtype = torch.float64) -> RowView:
-    """Poisoned memory for a result with the heads and lengths of an input."""
+    """Returns poisoned memory for a result with the heads and lengths of an input."""
     return rows([torch.full((*t.shape[:2], dim), torch.nan, dtype=dtype) for t in like], packed=False)
 
 
 def matrix(tensors: Tensors) -> MatrixView:
-    """The matrices one after the other in poisoned memory; axes of size 1 get stride 0, the same object lies once."""
+    """Copies matrices to poisoned memory; axes of size 1 get stride 0, and each tensor object is stored once."""
     poison = torch.full((3,), torch.nan if tensors[0].is_floating_point() else 1).to(tensors[0].dtype)
     once = {id(t): t for t in tensors}
     place = dict(zip(once, np.cumsum([1, *(t.numel() + 3 for t in once.values())]).tolist(), strict=False))
@@ -86,7 +86,7 @@ def matrix(tensors: Tensors) -> MatrixView:
 
 
 def bits(keep: Tensors) -> MatrixView:
-    """Boolean matrices as bits, least significant first; nothing is aligned to bytes."""
+    """Packs boolean matrices into bits, least significant first, without alignment to bytes."""
     loose = np.concatenate([np.ones(5, bool), *(t.numpy().ravel() for t in keep), np.ones(5, bool)])
     address = np.cumsum([5, *(t.numel() for t in keep)])[:-1]
     strides = np.array([[t[0].numel(), t.shape[2]] for t in keep])
@@ -94,7 +94,7 @@ def bits(keep: Tensors) -> MatrixView:
 
 
 def tiled(blocked: Tensors) -> dict[str, Any]:
-    """The operands of blocked tiles: one list of bits for all sequences, which nothing leads to but their numbers."""
+    """Returns the operands of blocked tiles: numbers of tiles for each sequence, and one list of their bits."""
     tiles_cut = [cut_tiles(t) for t in blocked]
     before = np.cumsum([0, *(len(bits) for _, bits in tiles_cut)]).tolist()
     numbers = [torch.where(t >= 0, t + n, t) for (t, _), n in zip(tiles_cut, before, strict=False)]
@@ -104,7 +104,7 @@ def tiled(blocked: Tensors) -> dict[str, Any]:
 def load(
     call: Call, dtype: torch.dtype = torch.float64, stats: torch.dtype = torch.float64, packed: bool = True
 ) -> Operands:
-    """The operands, with poisoned room for out and statistics (of any dtypes); packed: q and v are, and k is not."""
+    """Returns the operands with poisoned memory for out and statistics (of any dtypes); packed: pack q and v, not k."""
     return Operands(
         q=rows(call.q, packed),
         k=rows(call.k, not packed),
@@ -149,12 +149,12 @@ def backward(
     shared: bool = False,
     owned: bool = False,
 ) -> Results:
-    """The gradients computed from what a forward saved (of any dtypes).
+    """Computes gradients from the saved results (of any dtypes) of a forward.
 
     Args:
-        packed: as load().
-        shared: dbias is one buffer, as it lies in memory.
-        owned: dbias is written; else it is added to what was there.
+        packed: as in load().
+        shared: return dbias as one buffer.
+        owned: the call writes dbias; else it adds to its previous values.
     """
     lanes = {name: rows([t.to(stats) for t in saved[name]]) for name in ("max", "sum")}
     out = rows([t.to(dtype) for t in saved["out"]])
@@ -176,7 +176,7 @@ def backward(
 
 
 def run(call: Call, saved: Results | None = None) -> Results:
-    """Forward, then backward from the statistics and out that forward saved, or from those given."""
+    """Runs the forward, and the backward from its statistics and out or from those given."""
     saved = saved or forward(call)
     return saved | backward(call, saved, partial(golden.attention_backward, call.problem, call.extents, None))
 
@@ -192,7 +192,7 @@ def make(
     shift: int = 0,
     seed: int = 0,
 ) -> Call:
-    """Random tensors for a problem; an axis not named is stored once; shared: all sequences read one bias."""
+    """Makes a call with random tensors; axes not named in bias_axes or blocked_axes have size 1; shared: one bias."""
     generator = torch.Generator().manual_seed(seed)
     lengths = np.array(q_len, np.int64), np.array(kv_len, np.int64)
     shifts = np.full_like(lengths[0], shift)
@@ -228,7 +228,7 @@ def make(
 
 
 def mixed(blocked: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The same, but for tiles that are blocked whole or not at all."""
+    """Returns the mask with some tiles completely blocked and some completely visible."""
     heads, *sizes = blocked.shape
     kind = torch.randint(4, (heads, *(-(-n // 128) for n in sizes)), generator=generator)
     kind = kind.repeat_interleave(128, -1).repeat_interleave(128, -2)[:, : sizes[0], : sizes[1]]
@@ -236,7 +236,7 @@ def mixed(blocked: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def alone(call: Call, b: int) -> Call:
-    """Sequence b of a call, as a call of its own."""
+    """Returns a call of only sequence b."""
     tensors = {n: getattr(call, n)[b : b + 1] for n in (*INPUTS, "bias", "blocked", "tiled", "keep", "dout")}
     slopes = None if call.slopes is None else call.slopes[b : b + 1]
     extents = Extents(*(getattr(call.extents, name)[b : b + 1] for name in EXTENT_ROWS))
@@ -247,7 +247,7 @@ def alone(call: Call, b: int) -> Call:
 
 
 def in_band(call: Call, b: int) -> torch.Tensor:
-    """[q_len, kv_len]: the interval rule by literal loops."""
+    """Returns bool [q_len, kv_len]: the band, by loops over the definition of its intervals."""
     e = call.extents
     q_len, kv_len, lo, hi, prefix = (int(a[b]) for a in (e.q_len, e.kv_len, e.lo, e.hi, e.prefix))
     visible = [[i + lo <= j and (j < i + hi or j < prefix) for j in range(kv_len)] for i in range(q_len)]
@@ -255,7 +255,7 @@ def in_band(call: Call, b: int) -> torch.Tensor:
 
 
 def seen_by(call: Call, b: int) -> torch.Tensor:
-    """[heads_q, q_len, kv_len]: in the band, and not blocked."""
+    """Returns bool [heads_q, q_len, kv_len]: pairs in the band that are not blocked."""
     visible = in_band(call, b).expand(call.problem.heads_q, -1, -1)
     visible = visible & ~call.tiled[b] if call.tiled else visible
     return visible & ~call.blocked[b] if call.blocked else visible
@@ -282,7 +282,7 @@ def full_bias(call: Call, b: int, stored: torch.Tensor | None) -> torch.Tensor |
 
 
 def formulas(call: Call, b: int, t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, max, sum) of sequence b by the textbook: one matmul over concatenated rows, mask, softmax, drop."""
+    """Computes (out, max, sum) of sequence b: one matmul over concatenated rows, mask, softmax, dropout."""
     p = call.problem
     q = torch.cat([t["q"], t["q_rope"]], -1) if "q_rope" in t else t["q"]
     k = torch.cat([t["k"], t["k_rope"]], -1) if "k_rope" in t else t["k"]
@@ -313,7 +313,7 @@ def formulas(call: Call, b: int, t: dict[str, torch.Tensor]) -> tuple[torch.Tens
 
 
 def witness(call: Call) -> Results:
-    """Everything that run() returns, by autograd."""
+    """Computes the results of run() with autograd."""
     names = [n for n in (*INPUTS, "bias") if getattr(call, n)]
     leaves = {id(t): t.clone().requires_grad_() for n in names for t in getattr(call, n)}
     sink = None if call.sink is None else call.sink.clone().requires_grad_()

@@ -1,15 +1,15 @@
-"""The C++ programs of CANN's pages for aclnnFlashAttentionUnpaddingScoreGradV3, ...ScoreV2,
+"""Transcribes the C++ programs of CANN's pages for aclnnFlashAttentionUnpaddingScoreGradV3, ...ScoreV2,
 aclnnIncreFlashAttentionV4, aclnnSparseFlashAttentionGrad and aclnnSparseLightningIndexerGradKLLoss.
 
-Transcribed are the calls of acl and aclnn in the programs' order, with their arguments, and the host data with their
-types. Left out are printing and the returns after a call that failed: every call must succeed, but for those named in
-a comment. Added is what a test needs:
+The calls of acl and aclnn are in the programs' order, with the same arguments and with host data of the same
+types. Omitted are printing and the returns after a failed call: every call must succeed, except those named in
+comments. Additions for the tests:
 
-* outputs are filled with 0x7E7E... between the phases: the programs' own data are often what should come out;
-* `given` puts other numbers into a tensor, behind which the program's own host data stay where they are longer;
-* where a program copies more back than its buffer holds, which is refused here, what the tensor holds is copied too.
+* outputs are filled with 0x7E7E... between the phases, because the programs' initial data often equal the results;
+* `given` replaces numbers of a tensor; longer host data of the program keep their end;
+* where a program copies back more than its buffer contains, which is an error here, the tensor is copied too.
 
-The programs' host data are odd: floats that tensors read as pairs of bfloat16 or float16, shorts read as float16.
+Some tensors read the programs' host data as another type: floats as pairs of bfloat16 or float16, shorts as float16.
 """
 
 import math
@@ -23,19 +23,19 @@ from fusion_attention import acl, aclnn
 
 Given = Mapping[str, torch.Tensor]
 Printed = dict[str, np.ndarray]
-FILL = 0x7E  # As float16 a NaN, as bfloat16 and float32 about 8e37.
+FILL = 0x7E  # a NaN as float16, about 8e37 as bfloat16 and float32
 
 
 def check(ret: int) -> None:
-    """CHECK_RET."""
+    """Asserts success, in place of the programs' CHECK_RET."""
     assert ret == acl.ACL_SUCCESS, (ret, acl.get_recent_err_msg())
 
 
 class Device:
-    """What a program made of its host data, by the names of its variables: addresses, tensors and their bytes."""
+    """The addresses, tensors and byte counts of a program, by the names of its variables."""
 
     def __init__(self, given: Given, device_id: int = 0, with_context: bool = False) -> None:
-        """Init: aclInit, aclrtSetDevice, a context where one is made too, aclrtCreateStream."""
+        """Transcribes Init: aclInit, aclrtSetDevice, optionally a context, aclrtCreateStream."""
         self.given, self.id = given, device_id
         self.address: dict[str, int] = {}
         self.tensor: dict[str, acl.Tensor | None] = {}
@@ -53,7 +53,7 @@ class Device:
         check(ret)
 
     def create(self, name: str, host_data: np.ndarray, shape: list[int], dtype: int) -> str:
-        """CreateAclTensor: aclrtMalloc, aclrtMemcpy, contiguous strides, aclCreateTensor; the text of its refusal."""
+        """Transcribes CreateAclTensor: aclrtMalloc, aclrtMemcpy, aclCreateTensor; returns the error message or ""."""
         assert host_data.size == math.prod(shape)
         size = host_data.nbytes
         if name in self.given:
@@ -66,33 +66,33 @@ class Device:
         strides = [1] * len(shape)
         for i in range(len(shape) - 2, -1, -1):
             strides[i] = shape[i + 1] * strides[i + 1]
-        # As printed, whether there is a tensor is not looked at.
+        # The programs do not check whether aclCreateTensor returns null.
         self.tensor[name] = acl.create_tensor(shape, dtype, strides, 0, acl.ACL_FORMAT_ND, shape, address)
         self.address[name], self.bytes[name], self.shape[name] = address, size, shape
         return "" if self.tensor[name] is not None else acl.get_recent_err_msg()
 
     def create_all(self, *rows: tuple[str, np.ndarray, list[int], int]) -> None:
-        """One after the other."""
+        """Creates tensors in order."""
         for row in rows:
             text = self.create(*row)
             assert not text, (row[0], text)
 
     def __getitem__(self, names: str) -> tuple[acl.Tensor | None, ...]:
-        """Tensors by names apart; "-" is a null pointer."""
+        """Returns the tensors of space-separated names; "-" is a null pointer."""
         return tuple(None if name == "-" else self.tensor[name] for name in names.split())
 
     def destroy(self, names: str) -> None:
-        """aclDestroyTensor of each."""
+        """Calls aclDestroyTensor for each name."""
         for name in names.split():
             check(acl.destroy_tensor(self.tensor[name]))
 
     def free(self, names: str) -> None:
-        """aclrtFree of each."""
+        """Calls aclrtFree for each name."""
         for name in names.split():
             check(acl.rt.free(self.address[name]))
 
     def run(self, operator: str, args: tuple[Any, ...], outputs: str) -> None:
-        """Both phases and the wait."""
+        """Runs both phases and synchronises the stream."""
         phase_1: Callable[..., Any] = getattr(aclnn, operator + "GetWorkspaceSize")
         ret, size, executor = phase_1(*args)
         check(ret)
@@ -105,7 +105,7 @@ class Device:
         check(acl.rt.synchronize_stream(self.stream))
 
     def print_out(self, outputs: str, dtype: type = np.float32) -> Printed:
-        """PrintOutResult of outputs: what it copies to the host to print, one number per element."""
+        """Transcribes PrintOutResult: copies one number per element of each output to the host and returns them."""
         printed = {name: np.zeros(math.prod(self.shape[name]), dtype) for name in outputs.split()}
         for name, result in printed.items():
             ret = acl.rt.memcpy(result, result.nbytes, self.address[name], result.nbytes, acl.ACL_MEMCPY_DEVICE_TO_HOST)
@@ -113,7 +113,7 @@ class Device:
         return printed
 
     def end(self, names: str = "") -> None:
-        """Steps 6 and 7 where they destroy and free the same names, and the end of step 7."""
+        """Runs steps 6 and 7 for names that they both destroy and free, and the end of step 7."""
         self.destroy(names)
         self.free(names)
         if self.workspace:
@@ -137,7 +137,7 @@ def shorts(shape: list[int], value: int) -> np.ndarray:
 
 
 def unpadding_score_grad_v3(given: Given) -> Printed:
-    """What it prints of each output: floats, whose first half is all of a bfloat16 tensor."""
+    """Returns the floats that it prints of each output; their first half is the whole bfloat16 tensor."""
     device, outputs = Device(given), "dq dqRope dk dkRope dv"
     head, rope, statistics, bf16 = [256, 1, 128], [256, 1, 64], [256, 1, 8], acl.ACL_BF16
     device.create_all(
@@ -177,7 +177,7 @@ def unpadding_score_grad_v3(given: Given) -> Printed:
 
 
 def score_v2(given: Given) -> Printed:
-    """The outputs; as printed, the first one would be read as floats, twice the bytes that it has."""
+    """Returns the outputs; the program reads the first one as floats, which are twice its bytes."""
     device = Device(given)
     rows, statistics = [256, 1, 128], [1, 1, 256, 8]
     device.create_all(
@@ -197,7 +197,7 @@ def score_v2(given: Given) -> Printed:
         *(layout, inner_precise, sparse_mode, pse_type, *device["softmaxMax softmaxSum - attentionOut"]),
     )
     device.run("aclnnFlashAttentionScoreV2", args, "softmaxMax softmaxSum attentionOut")
-    # The program prints the failure and goes on.
+    # The program prints the error and continues.
     result, address = np.zeros(32768, np.float32), device.address["attentionOut"]
     ret = acl.rt.memcpy(result, result.nbytes, address, result.nbytes, acl.ACL_MEMCPY_DEVICE_TO_HOST)
     assert (ret, result.any()) == (107000, False)
@@ -211,10 +211,10 @@ def score_v2(given: Given) -> Printed:
 
 
 def incre_flash_attention_v4(given: Given) -> Printed:
-    """The output; as printed it would be read as doubles, four times the bytes that it has."""
+    """Returns the output; the program reads it as doubles, which are four times its bytes."""
     device = Device(given)
     rows, keys, half = [1, 2, 1, 16], [1, 2, 16, 16], acl.ACL_FLOAT16
-    # Floats, read as float16: twice the bytes that the tensors have.
+    # The floats, read as float16, are twice the bytes of the tensors.
     device.create_all(("query", floats(32, 1), rows, half), ("key", floats(512, 1), keys, half))
     key_list = acl.create_tensor_list(list(device["key"]))
     device.create_all(("value", floats(512, 1), keys, half))
@@ -228,7 +228,7 @@ def incre_flash_attention_v4(given: Given) -> Printed:
         *(heads, scale, layout, kv_heads, block_size, inner_precise, *device["out"]),
     )
     device.run("aclnnIncreFlashAttentionV4", args, "out")
-    # Twice the bytes of the output's buffer: the program returns here. The rest is what it would do then.
+    # The program reads twice the bytes of the output's buffer and returns here; the rest are the steps after that.
     result = np.zeros(32)
     ret = acl.rt.memcpy(result, result.nbytes, device.address["out"], 32 * 8, acl.ACL_MEMCPY_DEVICE_TO_HOST)
     assert (ret, result.any()) == (107000, False)
@@ -245,7 +245,7 @@ def incre_flash_attention_v4(given: Given) -> Printed:
 
 
 def sparse_flash_attention_grad(given: Given) -> Printed:
-    """The outputs, as the shorts that it copies."""
+    """Returns the outputs as the shorts that the program copies."""
     device, outputs = Device(given, with_context=True), "dq dk dv dqRope dkRope"
     q, k, q_rope, k_rope = [1, 16, 512], [2048, 1, 512], [1, 16, 64], [2048, 1, 64]
     half, statistics = acl.ACL_FLOAT16, [1, 1, 16]
@@ -279,8 +279,8 @@ def sparse_flash_attention_grad(given: Given) -> Printed:
     device.destroy("q k v sparseIndices out dOut softmaxMax softmaxSum actSeqQLen actSeqKvLen qRope kRope")
     device.destroy("dq dk dv dqRope dkRope")
     device.free("q k v sparseIndices softmaxMax softmaxSum out dOut")
-    # The addresses of the rope parts went into the variables of dq and dk, and are lost: their own are null still, and
-    # their memory is never freed, nor that of the two lengths. finalize() takes it back.
+    # The program stores the addresses of the rope parts in the variables of dq and dk, so their own are null, and their
+    # memory is never freed, like that of the two lengths. finalize() frees it.
     assert [acl.rt.free(0) for _ in ("qRope", "kRope")] == [100000, 100000]
     device.free("dq dk dv dqRope dkRope")
     device.end()
@@ -295,7 +295,7 @@ CORRECTED = {"weight": [4, 32], "sparseIndices": [4, 1, 2048], "softmaxMax": [1,
 
 
 def loss_tensors(device: Device, shapes: Mapping[str, list[int]], indices: type, numbers: type) -> dict[str, str]:
-    """Step 2, with host data of these types where tensors are of 32 bits: what was refused, and why."""
+    """Runs step 2 and returns errors by tensor; indices, numbers: host types of int32 and of float32 tensors."""
     half, row = acl.ACL_FLOAT16, np.full(2048, -1, indices)
     row[:8] = np.arange(8)
     lists, statistics, weight = shapes["sparseIndices"], shapes["softmaxMax"], shapes["weight"]
@@ -319,7 +319,7 @@ def loss_tensors(device: Device, shapes: Mapping[str, list[int]], indices: type,
 
 
 def loss_args(device: Device) -> tuple[Any, ...]:
-    """Phase 1's."""
+    """Returns the arguments of phase 1."""
     q_ends, kv_ends = acl.create_int_array([4]), acl.create_int_array([8])
     scale, pre, following, sparse_mode, deterministic, layout = 1.0, 65536, 65536, 3, False, "TND"
     return (
@@ -332,7 +332,7 @@ def loss_args(device: Device) -> tuple[Any, ...]:
 def indexer_grad_kl_loss_refused(
     shapes: Mapping[str, list[int]], indices: type = np.int16, numbers: type = np.int16
 ) -> tuple[dict[str, str], int, str]:
-    """As printed up to the end of phase 1, where it returns: (tensors that are null, and why), its code, its text."""
+    """Runs the program to the end of phase 1, where it returns: (errors of null tensors by name, code, message)."""
     device = Device({}, 3, with_context=True)
     nulls = loss_tensors(device, shapes, indices, numbers)
     ret, _, _ = getattr(aclnn, LOSS + "GetWorkspaceSize")(*loss_args(device))
@@ -340,11 +340,11 @@ def indexer_grad_kl_loss_refused(
 
 
 def indexer_grad_kl_loss(given: Given) -> Printed:
-    """The outputs, with the shapes and the types of host data that the page's tables ask for."""
+    """Returns the outputs with the shapes and types of host data that the page's tables specify."""
     device = Device(given, 3, with_context=True)
     assert not loss_tensors(device, CORRECTED, np.int32, np.float32)
     device.run(LOSS, loss_args(device), "dQIndex dKIndex dWeight loss")
-    # As printed, all outputs would be read as floats, three of them twice the bytes that they have.
+    # The program reads all outputs as floats, which are twice the bytes of three of them.
     printed = device.print_out("dQIndex dKIndex dWeight", np.int16) | device.print_out("loss")
     device.end("q k qIndex kIndex qRope kRope weight sparseIndices softmaxMax softmaxSum dQIndex dKIndex dWeight loss")
     return printed

@@ -1,4 +1,4 @@
-"""Calls of attention() whose sequences are cut into chunks: drawn at random, whole and chunk by chunk."""
+"""Draws calls of attention() and computes them completely and in chunks of their sequences."""
 
 import itertools
 import random
@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass
 class Call:
-    """Arguments of attention() in "BSND" (one sequence per batch item), or in "TND"."""
+    """The arguments of attention() in layout "BSND" or "TND"."""
 
     args: dict[str, Any]
     dout: Tensor
@@ -39,20 +39,20 @@ class Call:
         return self.args["layout"] == "TND"
 
     def lowered(self, in_float64: bool = False) -> DenseCall:
-        """The whole call; wide: in float64."""
+        """Returns the complete call, optionally in float64."""
         args = self.args
         if in_float64:
             inputs64 = {n: a.double() for n, a in args.items() if isinstance(a, Tensor) and a.is_floating_point()}
             args = args | inputs64
-        # Without a call_cache: no plan of another variant is found again.
+        # Without a call cache, so that no plan of another variant is reused.
         return replace(api_definition.dense_call(bind(api_definition.RECORD, args), seed=self.seed))
 
     def saved(self, of: dict[str, Tensor]) -> Saved:
-        """What a backward has of all rows."""
+        """Returns the saved results for a backward of all rows."""
         return Saved(*(self.tokens(t) for t in (self.dout, of["out"], of["max"], of["sum"])))
 
     def tokens(self, t: Tensor) -> Tensor:
-        """As chunks want it: [batch, tokens, heads, ...]."""
+        """Returns a view [batch, tokens, heads, ...], the layout of chunks."""
         if self.packed:
             return t[None]
         return t.transpose(1, 2) if t.dim() == 3 else t
@@ -81,7 +81,7 @@ class Call:
         return Keys(chunks, *given)  # type: ignore[arg-type]
 
     def chunks(self, side: str, cuts: Any = None) -> Chunks:
-        """The sequences of rows ("q") or keys ("kv"), cut where cuts(length) says."""
+        """Returns chunks of the sequences of rows ("q") or keys ("kv"), split at cuts(length)."""
         e = self.lowered().extents
         lengths = e.q_len if side == "q" else e.kv_len
         chunks = []
@@ -93,7 +93,7 @@ class Call:
 
 
 def each(chunks: Chunks) -> list[Chunks]:
-    """One at a time."""
+    """Returns each chunk separately."""
     return [subset(chunks, np.array([i])) for i in range(len(chunks))]
 
 
@@ -102,12 +102,12 @@ def subset(chunks: Chunks, chosen: np.ndarray) -> Chunks:
 
 
 def place(chunks: Chunks) -> tuple[int, slice]:
-    """Where one chunk lies in tensors [batch, tokens, ...]."""
+    """Returns the indices of one chunk in tensors [batch, tokens, ...]."""
     return int(chunks.batch[0]), slice(int(chunks.start[0]), int(chunks.start[0] + chunks.count[0]))
 
 
 def run(call: Call, backend: str = "auto") -> dict[str, Tensor]:
-    """Results and gradients of the whole call in one chunk."""
+    """Computes results and gradients of the complete call in one chunk."""
     golden = backend == "golden"
     lowered = call.lowered(golden)
     out, max_, sum_ = attention(lowered, backend)
@@ -118,7 +118,7 @@ def run(call: Call, backend: str = "auto") -> dict[str, Tensor]:
 
 
 def expected(call: Call) -> dict[str, Expected]:
-    """What run() should find, and lse: golden's values with the sizes of a right program's errors."""
+    """Returns the expected results of run() and lse: golden values with the expected errors of a correct program."""
     golden, lowered = run(call, "golden"), call.lowered()
     lse = golden["max"] + golden["sum"].log()
     lanes = dict(zip(("max", "sum"), to_lanes(lowered, golden["max"], golden["sum"]), strict=True))
@@ -129,7 +129,7 @@ def expected(call: Call) -> dict[str, Expected]:
 
 
 def draw(seed: int) -> Call:
-    """A call with any features, dtype, band and lengths."""
+    """Draws a call with random features, dtype, band and lengths."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = rng.choice(DTYPES)

@@ -1,7 +1,7 @@
-"""Kernels with well-known mistakes, written once more in plain torch from CANN's pages: what the judge must find.
+"""Simulates kernels with common mistakes, in plain torch and from CANN's pages, which the judge must detect.
 
-Shares nothing with the judge or the intermediate representation. A kernel is a plain loop over sequences; `wrong` names
-the mistake that it makes, and "" none. Sums are of float32; weights are rounded where a chip's kernel rounds them.
+Shares no code with the judge or the intermediate representation. A kernel is a loop over sequences; `wrong` names the
+mistake, or "" for none. Sums are in float32; weights are rounded where a device's kernel rounds them.
 """
 
 import math
@@ -19,7 +19,7 @@ LANES = 8
 
 @dataclass(frozen=True)
 class Capture:
-    """A call with its results, and the mistake that was made."""
+    """A call with its results and the mistake in them."""
 
     mistake: str
     operator: str
@@ -29,7 +29,7 @@ class Capture:
 
 
 def visible(case: Case, args: dict[str, Any], b: int, wrong: str) -> Tensor:
-    """[heads, rows, keys]."""
+    """Returns bool [heads, rows, keys]: the visible pairs."""
     rows, keys = case.q_len[b], case.kv_len[b]
     right = seen(case, args, b)
     i, j = torch.arange(rows)[:, None], torch.arange(keys)
@@ -57,7 +57,7 @@ def visible(case: Case, args: dict[str, Any], b: int, wrong: str) -> Tensor:
 
 
 def bias_of(case: Case, args: dict[str, Any], b: int, wrong: str) -> tuple[Tensor | float, bool]:
-    """(what is added [heads, rows, keys], whether it is added before the scale)."""
+    """Returns (bias [heads, rows, keys], true if it is added before scaling)."""
     pse, rows, keys = args["pse"], case.q_len[b], case.kv_len[b]
     if pse is None or wrong == "pse-missing":
         return 0.0, False
@@ -73,7 +73,7 @@ def bias_of(case: Case, args: dict[str, Any], b: int, wrong: str) -> tuple[Tenso
 
 
 def kept_of(case: Case, args: dict[str, Any], b: int, wrong: str) -> Tensor | None:
-    """[heads, rows, keys] of 1 and 0."""
+    """Returns the dropout mask [heads, rows, keys] as ones and zeros, or None."""
     if case.dropout == "none" or wrong == "dropout-missing":
         return None
     rows, keys = case.q_len[b], case.kv_len[b]
@@ -91,7 +91,7 @@ def scale_of(case: Case, wrong: str) -> float:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a kernel rounds: accumulate in 16 bits, key by key."""
+    """The rounding of a kernel that accumulates in 16 bits, key by key; to: the dtype, or None for no rounding."""
 
     to: torch.dtype | None = None
 
@@ -100,7 +100,7 @@ class Rounding:
 
 
 def row_block(case: Case, args: dict[str, Any], b: int, wrong: str, rough: Rounding) -> tuple[Tensor, ...]:
-    """(out, max, sum) [heads, rows, ..] of a sequence."""
+    """Computes (out, max, sum) [heads, rows, ..] of a sequence."""
     group, dtype = case.heads_q // case.heads_kv, getattr(torch, case.dtype)
 
     def keys_of(name: str) -> Tensor:
@@ -148,13 +148,13 @@ def accumulated(weights: Tensor, values: Tensor, rough: Rounding) -> Tensor:
     if rough.to is None:
         return weights @ values
     total = torch.zeros(*weights.shape[:2], values.shape[-1])
-    for key in range(values.shape[1]):  # one product after the other, each sum rounded
+    for key in range(values.shape[1]):  # one product at a time, with each sum rounded
         total = rough(total + rough(weights[..., key, None] * values[:, None, key]))
     return total
 
 
 def forward(case: Case, args: dict[str, Any], wrong: str = "", rough: Rounding = Rounding()) -> dict[str, Tensor]:
-    """attention_out, softmax_max, softmax_sum as npu_fusion_attention returns them."""
+    """Computes attention_out, softmax_max and softmax_sum like npu_fusion_attention."""
     dtype = getattr(torch, case.dtype)
     out = torch.zeros(args["dy"].shape, dtype=dtype)
     shape = (case.tokens("q"), case.heads_q) if case.packed else (len(case.q_len), case.heads_q, case.tokens("q"))
@@ -185,7 +185,7 @@ def forward(case: Case, args: dict[str, Any], wrong: str = "", rough: Rounding =
 
 
 def mixed(case: Case, args: dict[str, Any]) -> list[tuple[Tensor, ...]]:
-    """A packed batch as one long sequence: causal over all of it, ends meeting."""
+    """Computes a packed batch as one long causal sequence, in which keys of other sequences are visible."""
     total_q, total_kv = sum(case.q_len), sum(case.kv_len)
     one = replace(case, q_len=(total_q,), kv_len=(total_kv,), sparse_mode=0, mask="none")
     q_rows = torch.cat([torch.arange(m) + n - m + sum(case.kv_len[:b]) for b, (m, n) in
@@ -204,7 +204,7 @@ def mixed(case: Case, args: dict[str, Any]) -> list[tuple[Tensor, ...]]:
 
 
 def backward(case: Case, args: dict[str, Any], saved: dict[str, Tensor], wrong: str = "") -> dict[str, Tensor]:
-    """dq, dk, dv as npu_fusion_attention_grad returns them, from what the forward returned."""
+    """Computes dq, dk and dv like npu_fusion_attention_grad, from the forward's results."""
     dtype, group = getattr(torch, case.dtype), case.heads_q // case.heads_kv
     results = {
         n: torch.zeros(args[of].shape, dtype=dtype) for n, of in (("dq", "query"), ("dk", "key"), ("dv", "value"))
@@ -238,7 +238,7 @@ def backward(case: Case, args: dict[str, Any], saved: dict[str, Tensor], wrong: 
 def planted_call(
     case: Case, wrong: str, operator: str = "npu_fusion_attention_v2", rough: Rounding = Rounding()
 ) -> Capture:
-    """A capture of a training call in CANN's words."""
+    """Makes a capture of a training call with an operator of CANN."""
     from fusion_attention.ops import RECORDS
 
     args = arguments(case)
@@ -251,7 +251,7 @@ def planted_call(
 
 
 def made_gradient(case: Case, wrong: str) -> Capture:
-    """A capture of a training gradient."""
+    """Makes a capture of a training gradient."""
     args = arguments(case)
     saved = forward(case, args)
     saved_names = {"attention_in": saved["attention_out"], "softmax_max": saved["softmax_max"],
@@ -264,11 +264,11 @@ def made_gradient(case: Case, wrong: str) -> Capture:
     return Capture(wrong, "npu_fusion_attention_grad_v2", inputs, backward(case, args, saved, wrong), case.id)
 
 
-# ------------------------------------------------------------------------------------------- what has no name, and ours
+# ----------------------------------------------------------------------------------- unnamed mistakes and our functions
 
 
 def made_own(case: Case, wrong: str) -> Capture:
-    """A capture of fusion_attention.attention."""
+    """Makes a capture of fusion_attention.attention."""
     from fusion_attention.testing.python_calls import pythonic
 
     args = arguments(case)
@@ -291,7 +291,7 @@ UNNAMED = {
 
 
 def made_unnamed(case: Case, what: str) -> Capture:
-    """A capture with a mistake that nobody has named."""
+    """Makes a capture with a mistake that the judge has no name for."""
     result = planted_call(case, "", "npu_fusion_attention_v2")
     result.outputs["attention_out"] = UNNAMED[what](result.outputs["attention_out"].float()).to(
         result.outputs["attention_out"].dtype

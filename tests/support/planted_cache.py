@@ -1,4 +1,4 @@
-"""Kernels of inference, of the indexer and of its loss with well-known mistakes, in plain torch (as planted.py)."""
+"""Simulates kernels of inference, of the indexer and of its loss with common mistakes, like planted.py."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ LENGTHS, PAGE, HEADS, HEADS_KV, DIM, SCALE = (53, 90, 17), 16, 4, 2, 32, 0.2
 
 
 def softmax_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(out [N, R, D], log-sum-exp [N, R, 1]) over all keys of k [N, S, D]."""
+    """Returns (out [N, R, D], log-sum-exp [N, R, 1]) over all keys of k [N, S, D]."""
     scores = q @ k.mT * scale
     top = scores.amax(-1, keepdim=True)
     weights = (scores - top).exp()
@@ -23,7 +23,7 @@ def softmax_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dty
 
 
 def paged(wrong: str, dtype: torch.dtype, operator: str, seed: int) -> Capture:
-    """One new token of three sequences over pages; where the dtype has it, with log-sum-exp."""
+    """Makes a decode of three sequences over pages, with log-sum-exp if the operator returns it."""
     torch.manual_seed(seed)
     pages = [-(-n // PAGE) for n in LENGTHS]
     blocks = 3 * max(pages) + 1
@@ -68,7 +68,7 @@ def paged(wrong: str, dtype: torch.dtype, operator: str, seed: int) -> Capture:
 
 
 def stored(wrong: str, dtype: torch.dtype, offsets: bool, seed: int) -> Capture:
-    """One new token over a padded cache of int8."""
+    """Makes a decode over a padded int8 cache."""
     torch.manual_seed(seed)
     batch, slots, group = 3, 96, HEADS // HEADS_KV
     k8, v8 = (torch.randint(-100, 100, (batch, slots, HEADS_KV, DIM), dtype=torch.int8) for _ in range(2))
@@ -98,7 +98,7 @@ def stored(wrong: str, dtype: torch.dtype, offsets: bool, seed: int) -> Capture:
 
 
 def topk(wrong: str, dtype: torch.dtype, count: int, seed: int) -> Capture:
-    """The indexer on small whole numbers, which tie."""
+    """Makes a call of the indexer with small integers, so that scores tie."""
     torch.manual_seed(seed)
     rows, keys, heads, dim = 12, 40, 4, 8
     exact = wrong in ("topk-ties", "")
@@ -125,7 +125,7 @@ def topk(wrong: str, dtype: torch.dtype, count: int, seed: int) -> Capture:
 
 
 def divergence(wrong: str, dtype: torch.dtype, seed: int) -> Capture:
-    """The indexer's loss over all keys, by autograd of the formula itself."""
+    """Makes a call of the indexer's loss over all keys, computed by autograd of its formula."""
     torch.manual_seed(seed)
     rows, keys, heads, dim = 9, 24, 3, 16
     q, k = torch.randn(2, rows, HEADS, dim).to(dtype), torch.randn(2, keys, 1, dim).to(dtype)
@@ -147,7 +147,7 @@ def divergence(wrong: str, dtype: torch.dtype, seed: int) -> Capture:
     each = a * (a.clamp(min=1e-8).log() - b.clamp(min=1e-8).log())
     loss = each.masked_fill(~visible, 0).sum()
     loss = loss / (2 * rows) if wrong == "loss-mean" else loss
-    if wrong == "target-heads":  # the gradient of the unnormalised target, as a kernel writes it
+    if wrong == "target-heads":  # the gradient for a target that is not normalised
         dindex = (y - p).masked_fill(~visible, 0).detach()
         grads = torch.autograd.grad((index.masked_fill(~visible, 0) * dindex).sum(), leaves)
     else:
@@ -166,7 +166,7 @@ LOSS = ("kl-direction", "loss-mean", "target-heads")
 
 
 def planted_caches(wrongs: bool = True) -> Iterator[tuple[str, Make]]:
-    """(a name, what makes the capture); wrongs False: of the same calls without a mistake."""
+    """Yields (name, function that makes a capture); wrongs: with mistakes, else the same calls without them."""
 
     def name(wrong: str) -> str:
         return wrong if wrongs else ""

@@ -1,4 +1,4 @@
-"""The corpus of captures: three or more of each mistake, over operators, dtypes, layouts; correct and noisy ones."""
+"""Defines the captures for tests of the judge: at least three of each mistake, and correct and noisy ones."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +20,7 @@ OPERATORS = ("npu_fusion_attention_v2", "aclnnFlashAttentionScoreV3", "npu_fusio
 
 
 def over(case: Case, layouts: tuple[tuple[str, str], ...] = THREE) -> list[Case]:
-    """The case in three layouts and dtypes."""
+    """Returns the case in three layouts and dtypes."""
     return [replace(case, layout=layout, dtype=dtype) for layout, dtype in layouts]
 
 
@@ -85,13 +85,13 @@ OTHER_CASES: dict[str, list[Case]] = {
 
 
 def operator_of(case: Case, number: int) -> str:
-    """Different operators for the captures of one mistake."""
+    """Returns the operator of a mistake's capture number `number`."""
     is_simple = case.layout != "TND" and not case.dim_rope
     return OPERATORS[number % 3] if is_simple else "npu_fusion_attention_v2"
 
 
 def planted() -> Iterator[tuple[str, Make]]:
-    """(a name, what makes the capture), of all mistakes of training attention."""
+    """Yields (name, function that makes a capture) for all mistakes of training attention."""
     for wrong, cases in DENSE.items():
         for i, case in enumerate(cases):
             yield f"{wrong}-{i}", partial(planted_call, case, wrong, operator_of(case, i))
@@ -104,7 +104,7 @@ def planted() -> Iterator[tuple[str, Make]]:
 
 
 def correct() -> Iterator[tuple[str, Make]]:
-    """The same calls without a mistake."""
+    """Yields the same calls as planted(), without mistakes."""
     for wrong, cases in DENSE.items():
         for i, case in enumerate(cases):
             yield f"right-{wrong}-{i}", partial(planted_call, case, "", operator_of(case, i))
@@ -117,7 +117,7 @@ def correct() -> Iterator[tuple[str, Make]]:
 
 
 def noisy() -> Iterator[tuple[str, Make]]:
-    """Kernels that round every sum to 16 bits, and make no mistake."""
+    """Yields captures of kernels that round every sum to 16 bits and make no mistake."""
     calls = (CAUSAL, BASE, replace(BASE, mask="head"), replace(CAUSAL, scale=0.1), PACKED,
              replace(BASE, sparse_mode=4, pre=9, next=3, mask="compressed"), replace(BASE, pse="full"))  # fmt: skip
     for i, case in enumerate(calls):

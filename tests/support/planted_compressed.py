@@ -1,4 +1,4 @@
-"""Kernels of a window beside compressed keys, and of their indexer, with well-known mistakes, in plain torch."""
+"""Simulates kernels of attention to a window and compressed keys, and of its indexer, with common mistakes."""
 
 import math
 import runpy
@@ -20,7 +20,7 @@ LATE, EARLY, RESIDUAL = "compressed-bound:late", "compressed-bound:early", "comp
 
 
 def closed_keys(rows: int, tokens: int, keys: int, ratio: int, wrong: str) -> Tensor:
-    """The number of compressed keys that every row sees; the last row is the last token."""
+    """Returns the number of compressed keys that every row sees; the last row is the last token."""
     if wrong == RESIDUAL:
         tokens = keys * ratio + keys % ratio
     position = torch.arange(tokens - rows, tokens)
@@ -31,7 +31,7 @@ def closed_keys(rows: int, tokens: int, keys: int, ratio: int, wrong: str) -> Te
 
 
 def attended(args: dict[str, Any], wrong: str = "") -> Results:
-    """attention_out, and softmax_max and softmax_sum [B, 1, S, N]: rows of whole sequences, in float64."""
+    """Computes attention_out, softmax_max and softmax_sum [B, 1, S, N] of complete sequences in float64."""
     q, k, c = (args[name].double() for name in ("query", "key", "key_compressed"))
     rows, ratio = q.shape[1], args["ratio"]
     scale = 1.0 if wrong == "scale-missing" else q.shape[-1] ** -0.5
@@ -59,7 +59,7 @@ def attended(args: dict[str, Any], wrong: str = "") -> Results:
 
 
 def chosen(args: dict[str, Any], wrong: str = "") -> Results:
-    """sparse_indices_out and sparse_values_out of whole sequences."""
+    """Computes sparse_indices_out and sparse_values_out of complete sequences."""
     q, k, w = (args[name].double() for name in ("query", "key", "weights"))
     scores = (w[..., None] * torch.einsum("bshd,bjd->bshj", q, k[:, :, 0]).relu()).sum(2)
     rows, count = q.shape[1], args["sparse_count"]
@@ -73,7 +73,7 @@ def chosen(args: dict[str, Any], wrong: str = "") -> Results:
 
 
 def pooled(args: dict[str, Any], wrong: str = "") -> torch.Tensor:
-    """The compressed keys of whole sequences, window by window, in float64."""
+    """Computes the compressed keys of complete sequences in float64, window by window."""
     kv, gate, bias, ratio = (args[name] for name in ("kv", "gate", "position_bias", "ratio"))
     kv, z = kv.double(), gate.double()
     if bias is not None and wrong != "position-bias-missing":
@@ -93,12 +93,12 @@ def pooled(args: dict[str, Any], wrong: str = "") -> torch.Tensor:
     return torch.stack(results, 1).to(args["kv"].dtype)
 
 
-TOKENS, FAR = 72, 16  # 18 keys of 4 tokens, 4 keys of 16 and a rest of 8: every mistake shows other keys
+TOKENS, FAR = 72, 16  # 18 keys of 4 tokens; 4 keys of 16 and 8 more tokens: every mistake changes the visible keys
 Captures = dict[str, list[Path]]
 
 
 def captured(folder: Path) -> Captures:
-    """The files of one training step of the example in its last stage, by operator and direction."""
+    """Records a training step of the example in its last stage; returns the files by operator and direction."""
     script = runpy.run_path(str(ROOT / "examples" / "train_v4.py"))
     names = script["Model"].__init__.__globals__
     names["CONTEXT"], names["BATCH"] = TOKENS, 2
@@ -122,7 +122,7 @@ def recording(files: Captures, name: str, number: int = 0) -> Recording:
 
 @cache
 def _calls() -> tuple[Recording, ...]:
-    """Attention to listed compressed keys, to all of them, and the indexer."""
+    """Returns calls of attention to listed compressed keys, of attention to all of them, and of the indexer."""
     with tempfile.TemporaryDirectory() as folder:
         files = captured(Path(folder))
         attention = (recording(files, "compressed_attention", number) for number in (0, 1))
@@ -135,7 +135,7 @@ def _planted(number: int, wrong: str) -> tuple[Capture, tuple[str, ...], tuple[s
     return Capture("", call.op.name, inputs, program(call.args, wrong)), (wrong.partition(":")[0],), ()
 
 
-BOTH = ("scale-missing", "window-off-by-one", "lse-sink", LATE)  # of listed and of all compressed keys
+BOTH = ("scale-missing", "window-off-by-one", "lse-sink", LATE)  # for listed and for all compressed keys
 ALL = (*BOTH, EARLY, RESIDUAL, "compressed-unmasked", "compressed-unmasked:both")
 FAULTS = {
     **{f"listed {wrong}": partial(_planted, 0, wrong) for wrong in BOTH},
@@ -145,5 +145,5 @@ FAULTS = {
 
 
 def planted(fault: str, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
-    """Returns (a call of the example with wrong results, the mistakes that name the fault, no words)."""
+    """Returns (a call of the example with wrong results, names of the fault's mistakes, ())."""
     return FAULTS[fault]()

@@ -1,6 +1,6 @@
-"""Decode kernels with faults in pages, splits and stored integers, in plain torch: one new token of three sequences.
+"""Simulates decode kernels with faults in pages, splits and stored integers, for one token of three sequences.
 
-Shares nothing with the judge. A fault is drawn by a seed, with its page, split, head and sizes.
+Shares no code with the judge. A seed determines the fault, its page, split and head, and the sizes.
 """
 
 import math
@@ -17,10 +17,10 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Call:
-    """Keys and values [slots of the cache, N2, D] of three sequences, and values that faults draw from.
+    """The tensors of a decode of three sequences, and the random generator of faults.
 
     Attributes:
-        pool: of keys and of values [blocks, page, N2, D]; table: [3, pages].
+        pool: pages of keys and of values [blocks, page, N2, D]; table: [3, pages].
     """
 
     q: Tensor  # [3, N1, D]
@@ -36,13 +36,13 @@ class Call:
         return self.q.dtype
 
     def gathered(self, side: int, table: Tensor, b: int, length: int) -> Tensor:
-        """Keys or values [length, N2, D] of a sequence."""
+        """Returns keys or values [length, N2, D] of a sequence."""
         pages = table[b, : -(-length // self.page)].long()
         return self.pool[side][pages].flatten(0, 1)[:length].float()
 
 
 def drawn(seed: int) -> Call:
-    """Sizes, dtype, lengths and pages of a call."""
+    """Draws a call: sizes, dtype, lengths and pages."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = rng.choice([torch.float16, torch.bfloat16])
@@ -58,7 +58,7 @@ def drawn(seed: int) -> Call:
 
 
 def attended(x: Call, q: Tensor, k: Tensor, v: Tensor, split: int = 0, merge: str = "", lost: int = -1) -> Tensor:
-    """The output [N1, D] of a row, of splits of so many keys."""
+    """Computes the output [N1, D] of a row; split: keys per split, or 0 for no splits; merge, lost: faults."""
     group = q.shape[0] // k.shape[1]
     k, v = (t.transpose(0, 1).repeat_interleave(group, 0) for t in (k, v))
     scores = (q.float()[:, None] @ k.mT * x.scale)[:, 0]
@@ -92,7 +92,7 @@ def paged(
     merge: str = "",
     lost: int = -1,
 ) -> Tensor:
-    """The output [3, N1, D]; every argument is a fault."""
+    """Computes the output [3, N1, D]; every option is a fault."""
     tables, rows = tables or (x.table, x.table), []
     for b, length in enumerate(x.lengths):
         full = -(-length // x.page) * x.page
@@ -177,7 +177,7 @@ Meaning = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _quantised(kind: str, read: Callable[[Tensor, Tensor, Tensor], Tensor], word: str) -> Fault:
-    """Integers of a cache; read: of stored [S, N2, D], scale and offset, what the kernel makes of them."""
+    """Returns a fault of an integer cache; read: dequantises stored [S, N2, D] with scale and offset incorrectly."""
 
     def fault(x: Call) -> tuple[Capture, tuple[str, ...]]:
         return stored(x, kind, read), (word,)
@@ -186,7 +186,7 @@ def _quantised(kind: str, read: Callable[[Tensor, Tensor, Tensor], Tensor], word
 
 
 def stored(x: Call, kind: str, read: Meaning) -> Capture:
-    """A padded cache; kind: "channel", "token" or "int4", always with offsets."""
+    """Makes a call over a padded integer cache with offsets; kind: "channel", "token" or "int4"."""
     generator = torch.Generator().manual_seed(x.rng.randrange(1 << 30))
     heads, dim, slots = x.pool[0].shape[2], x.pool[0].shape[3], max(x.lengths) + 5
     limit = 8 if kind == "int4" else 100
@@ -225,7 +225,7 @@ def _scales_in_pages(place: Callable[[Call], Position], word: str) -> Fault:
 
 
 def stored_in_pages(x: Call, place: Position) -> Capture:
-    """Integers and one scale per token, both in pages; place: where the kernel looks for a token's scale."""
+    """Makes a call over integers and token scales in pages; place: position from which a token's scale is read."""
     generator = torch.Generator().manual_seed(x.rng.randrange(1 << 30))
     rows = [torch.randint(-100, 100, x.pool[0].shape, generator=generator) for _ in range(2)]
     scale = (torch.rand(2, *x.pool[0].shape[:2], generator=generator) * 1.5 + 0.1) / 100
@@ -261,7 +261,7 @@ def _next(axis: int) -> Meaning:
     return lambda t, scale, offset: (t + offset.roll(-1, axis)) * scale.roll(-1, axis)
 
 
-# The fault, and the mistakes that name it.
+# Name of a fault: (the fault, names of the mistakes that describe it).
 FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "entries a column to the right": (_tables(lambda t, x: t.roll(-1, 1), "kv", "to the right"), ("page-table",)),
     "entries a column to the left": (_tables(lambda t, x: t.roll(1, 1), "kv", "to the left"), ("page-table",)),
@@ -269,9 +269,9 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "keys a column to the left": (_tables(lambda t, x: t.roll(1, 1), "k", "keys alone"), ("page-table",)),
     "the first sequence's pages": (_tables(lambda t, x: t[:1].repeat(3, 1), "kv", "first sequence"), ("page-table",)),
     "another block for a page": (_one_page, ("page-wrong", "tile-stale")),
-    "slots behind the last key": (_fixed("last page", beyond="seen"), ("padding-seen",)),
+    "slots after the last key": (_fixed("last page", beyond="seen"), ("padding-seen",)),
     "the last, partial page left out": (_dropped, ("tile-skipped",)),
-    "zeros behind the last key": (_fixed("", beyond="zeros"), ("padding-weighed",)),
+    "zeros after the last key": (_fixed("", beyond="zeros"), ("padding-weighed",)),
     "the new token left out": (_fixed("", shorter=1), ("length-off-by-one",)),
     "splits averaged": (_splits("mean", "mean"), ("tile-softmax",)),
     "splits added": (_splits("sum", "sum"), ("tile-softmax",)),
@@ -295,31 +295,31 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "offsets of the other sign": (
         _quantised("channel", lambda t, s, o: (t - o) * s, "other sign"), ("dequantisation",)
     ),
-    "offsets behind the scale": (_quantised("channel", lambda t, s, o: t * s + o, "* scale +"), ("dequantisation",)),
+    "offsets added after scaling": (_quantised("channel", lambda t, s, o: t * s + o, "* scale +"), ("dequantisation",)),
     "halves of int4 exchanged": (_quantised("int4", _pairs, "high half"), ("dequantisation",)),
     "int4 without its sign": (_quantised("int4", _unsigned, "without their sign"), ("dequantisation",)),
 }  # fmt: skip
 
 
-_FLAT = ("zeros behind the last key", "the new token left out")
+_FLAT = ("zeros after the last key", "the new token left out")
 
 
 def planted(fault: str, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str, ...]]:
-    """Returns (a call with wrong results, the mistakes that name the fault, words of its parameters)."""
+    """Returns (a call with wrong results, names of the fault's mistakes, texts of its parameters)."""
     program, names = FAULTS[fault]
     wanted, n = fault == "heads modulo N2", 1000 * seed + [*FAULTS].index(fault)
     x = drawn(n)
     while wanted and x.q.shape[1] == x.pool[0].shape[2]:
         n += 100
         x = drawn(n)
-    if fault in _FLAT:  # a few keys show where no key dominates
+    if fault in _FLAT:  # the fault is visible if no key dominates
         x = replace(x, scale=x.scale / 4)
     result, words = program(x)
     return result, names, words
 
 
 def right(seed: int) -> Capture:
-    """A right result: of splits in any number, or of stored integers."""
+    """Returns a call with correct results, of any number of splits or of stored integers."""
     x = drawn(seed)
     if seed % 3 == 2:
         return stored_in_pages(x, lambda at: at)

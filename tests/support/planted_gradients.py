@@ -1,6 +1,6 @@
-"""Backward kernels with the faults that kernels have, in plain torch: loops over tiles of rows and of keys.
+"""Simulates backward kernels with typical faults, in plain torch: loops over tiles of rows and of keys.
 
-Shares nothing with the judge. A fault is drawn by a seed, with its tile, head, rows and sizes.
+Shares no code with the judge. A seed determines the fault, its tile, head and rows, and the sizes.
 """
 
 import math
@@ -21,10 +21,10 @@ _OF_ROWS = {"dq"}
 
 @dataclass(frozen=True)
 class Call:
-    """A backward of fusion_attention.attention, its kernel's tile, and values that faults draw from.
+    """A backward of fusion_attention.attention, its kernel's tile size, and the random generator of faults.
 
     Attributes:
-        q, dout: [B, N1, S1, D]. keep: False for dropped pairs [B, N1, S1, S2]; None: all are kept. sink: [N1], or None.
+        q, dout: [B, N1, S1, D]. keep: [B, N1, S1, S2], false for dropped pairs, or None. sink: [N1], or None.
     """
 
     q: Tensor
@@ -57,7 +57,7 @@ class Call:
         return full.tril(keys - rows) if self.causal else full
 
     def scores(self) -> tuple[Tensor, Tensor | float]:
-        """Scores [B, N1, S1, S2] before the mask, and the slope of the cap."""
+        """Returns scores [B, N1, S1, S2] before the mask, and the derivative of the softcap."""
         scores = self.per_head(self.q) @ self.per_head(self.k).mT * self.scale
         if not self.softcap:
             return scores, 1.0
@@ -65,7 +65,7 @@ class Call:
         return self.softcap * tanh, 1 - tanh * tanh
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The output in the dtype, and the maximum and sum of rows [B, N1, S1, 1]."""
+        """Returns the output in the dtype, and the maximum and sum of rows [B, N1, S1, 1]."""
         scores = self.scores()[0].masked_fill(~self.visible(), -math.inf)
         top = scores.amax(-1, keepdim=True)
         sink = None if self.sink is None else self.sink[:, None, None]
@@ -89,7 +89,7 @@ class Call:
 
 
 def drawn(seed: int, **wanted: Any) -> Call:
-    """Sizes, dtype, heads and tile of a call; wanted: causal, grouped, square, dropout, softcap, sink."""
+    """Draws a call: sizes, dtype, heads and tile; wanted: causal, grouped, square, dropout, softcap, sink."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
@@ -137,11 +137,12 @@ def kernel(
     heads: tuple[str, Callable[[int, int], int]] | None = None,
     given: tuple[Tensor, ...] = (),
 ) -> Grads:
-    """The gradients, in float32 sums over weights of the dtype; every argument is a fault.
+    """Computes gradients with float32 sums of weights in the dtype; every option is a fault.
 
-    times: the multiplicity of a tile of rows i and of keys j in a gradient, a number or [B, N1, 1, 1].
-    heads: ("k", "v" or "kv", the key head that a query head reads, of its number and the size of a group).
-    given: in place of the forward's results.
+    times: function of a gradient, a tile of rows and a tile of keys; returns how often they count, a number or
+        [B, N1, 1, 1].
+    heads: ("k", "v" or "kv", function of a query head and the size of a group; returns the key head that is read).
+    given: replaces the forward's results.
     """
     group, (out, top, sums) = x.group, given or x.forward()
     if heads is not None:
@@ -189,7 +190,7 @@ def kernel(
 
 # ------------------------------------------------------------------------------------------------------------- faults
 
-# Returns the wrong gradients, and words of the diagnosis that give the fault's parameters.
+# Returns (wrong gradients, texts of the fault's parameters in the diagnosis).
 Fault = Callable[[Call], tuple[Grads, tuple[str, ...]]]
 
 
@@ -206,7 +207,7 @@ def _scaled(dq: float | None, dk: float | None, word: str) -> Fault:
 
 
 def _of_heads(weights: Callable[[Call], tuple[list[float], str]]) -> Fault:
-    """dk and dv with other factors of a group's heads."""
+    """Returns a fault that sums dk and dv over a group's heads with other weights."""
 
     def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
         factors, word = weights(x)
@@ -227,7 +228,7 @@ def _mean(x: Call) -> tuple[list[float], str]:
 
 
 def _tile(kinds: str, factor: float, which: str) -> Fault:
-    """A tile of keys (in dq) or of rows (in dk, dv) that counts `factor` times; which: "inner", "last"."""
+    """Returns a fault that counts a tile of keys (dq) or of rows (dk, dv) `factor` times; which: "inner" or "last"."""
 
     def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
         of = "keys" if "dq" in kinds else "rows"
@@ -243,7 +244,7 @@ def _tile(kinds: str, factor: float, which: str) -> Fault:
 
 
 def _update(kind: str, factor: float) -> Fault:
-    """One addition of a concurrent sum: to one tile of a gradient of one head, from one tile."""
+    """Returns a fault in one addition of a concurrent sum: of one tile to one tile of a head's gradient."""
 
     def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
         rows, keys = len(x.tiles("rows")), len(x.tiles("keys"))
@@ -265,7 +266,7 @@ def _update(kind: str, factor: float) -> Fault:
 
 
 def _stored(kinds: str) -> Fault:
-    """The last tile's contribution replaces the others'."""
+    """Returns a fault that stores the last tile's contribution instead of adding it."""
 
     def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
         of = "keys" if "dq" in kinds else "rows"
@@ -280,7 +281,7 @@ def _stored(kinds: str) -> Fault:
 
 
 def _diagonal(kinds: str) -> Fault:
-    """A causal loop without the tile on the diagonal; rows and keys have one length."""
+    """Returns a fault that omits the tile on the diagonal; rows and keys have the same length."""
 
     def fault(x: Call) -> tuple[Grads, tuple[str, ...]]:
         which = f"the last visible tile of {x.tile} keys" if "dq" in kinds else f"the first visible tile of {x.tile}"
@@ -308,7 +309,7 @@ def _edited(edit: Callable[[Grads, Call], str]) -> Fault:
 
 
 def _summed_in_turns(x: Call) -> tuple[Grads, tuple[str, ...]]:
-    """dk and dv of key head n sum over the query heads n, n + N2, ..."""
+    """Sums dk and dv of key head n over the query heads n, n + N2, ..."""
     heads = x.k.shape[1]
     order = torch.arange(x.q.shape[1]).view(x.group, heads).T.reshape(-1)
     grads = kernel(x)
@@ -373,7 +374,7 @@ def _rolled(grads: Grads, x: Call) -> str:
 
 
 _LOG2E = 1 / math.log(2)
-# The fault, the mistakes that name it, and the calls that can have it.
+# Name of a fault: (the fault, names of the mistakes that describe it, properties of calls that can have it).
 FAULTS: dict[str, tuple[Fault, tuple[str, ...], dict[str, Any]]] = {
     "no delta": (_fixed(delta="missing"), ("delta-missing",), {}),
     "delta is added": (_fixed("added", delta="added"), ("delta-wrong",), {}),
@@ -433,7 +434,7 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...], dict[str, Any]]] = {
 
 
 def planted(fault: str, seed: int) -> tuple[Recorded, tuple[str, ...], tuple[str, ...]]:
-    """Returns (a call with wrong gradients, the mistakes that name the fault, words of its parameters)."""
+    """Returns (a call with wrong gradients, names of the fault's mistakes, texts of its parameters)."""
     program, names, wanted = FAULTS[fault]
     x = drawn(1000 * seed + [*FAULTS].index(fault), **wanted)
     grads, words = program(x)

@@ -1,6 +1,6 @@
-"""Tiled kernels with the faults that kernels have, in plain torch: a loop over tiles of keys with an online softmax.
+"""Simulates tiled kernels with typical faults, in plain torch: a loop over tiles of keys with an online softmax.
 
-Shares nothing with the judge. A fault is drawn by a seed, with its tile, head, rows and sizes.
+Shares no code with the judge. A seed determines the fault, its tile, head and rows, and the sizes.
 """
 
 import math
@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Call:
-    """A call of fusion_attention.attention, its kernel's tile of keys, and values that faults draw from."""
+    """A call of fusion_attention.attention, its kernel's tile size, and the random generator of faults."""
 
     q: Tensor  # [B, S1, N1, D]
     k: Tensor
@@ -41,7 +41,7 @@ class Call:
 
 
 def drawn(seed: int) -> Call:
-    """Sizes, dtype, heads and tile of a call."""
+    """Draws a call: sizes, dtype, heads and tile."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
@@ -84,9 +84,9 @@ def kernel(
     apart: str = "",
     change: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> Tensor:
-    """The output rows, in float32 sums over weights of the dtype; every argument is a fault.
+    """Computes the output with float32 sums of weights in the dtype; every option is a fault.
 
-    moved: (a tile or EVERY, "k", "v" or "kv", how many keys further it is read). exchanged: tiles of values.
+    moved: (a tile or EVERY, "k", "v" or "kv", offset in keys from which it is read). exchanged: two tiles of values.
     """
     q, k, v = _prepared(x)
     if change is not None:
@@ -136,18 +136,18 @@ def kernel(
 
 # ------------------------------------------------------------------------------------------------------------- faults
 
-# Returns the wrong output, and words of the diagnosis that give the fault's parameters.
+# Returns (wrong output, texts of the fault's parameters in the diagnosis).
 Words = tuple[str, ...]
 Fault = Callable[[Call], tuple[Tensor, Words]]
 
 
 def _fixed(word: str, **fault: Any) -> Fault:
-    """word: with {tile} for the tile's size."""
+    """Returns a fault without drawn parameters; word: its text, with {tile} for the tile's size."""
     return lambda x: (kernel(x, **fault), (word.format(tile=x.tile),))
 
 
 def _at_tile(which: str, word: str, run: Callable[[Call, int], Tensor]) -> Fault:
-    """A fault of one tile; which: "first", "inner" or "last"."""
+    """Returns a fault of one tile; which: "first", "inner" or "last"."""
 
     def fault(x: Call) -> tuple[Tensor, Words]:
         last = len(x.tiles()) - 1
@@ -195,7 +195,7 @@ def _stored(edit: Callable[[Tensor, Call], str]) -> Fault:
 
 
 def _changed(word: str, change: Callable[[Call, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Fault:
-    """Other keys and values [B, N1, S2, D]."""
+    """Returns a fault that replaces keys and values [B, N1, S2, D]."""
     return lambda x: (kernel(x, change=lambda q, k, v: (q, *change(x, k, v))), (word,))
 
 
@@ -204,7 +204,7 @@ def _neighbour(x: Call, t: Tensor) -> Tensor:
 
 
 def _turned(t: Tensor) -> Tensor:
-    """Rows [B, N, S2, D] whose tiles of D rows are transposed."""
+    """Returns rows [B, N, S2, D] with transposed tiles of D rows."""
     keys, size = t.shape[2:]
     squares = torch.nn.functional.pad(t, (0, 0, 0, -keys % size)).unflatten(2, (-1, size)).mT
     return squares.flatten(2, 3)[:, :, :keys]
@@ -265,7 +265,7 @@ def _swap_sequences(out: Tensor, x: Call) -> str:
 
 
 _TILES = "key tiles of {tile}"
-# The fault, and the mistakes that name it.
+# Name of a fault: (the fault, names of the mistakes that describe it).
 FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "the accumulator is not rescaled": (_fixed(f"accumulator, {_TILES}", unscaled="out"), ("rescale-missing",)),
     "the sum is not rescaled": (_fixed(f"sum of weights, {_TILES}", unscaled="sum"), ("rescale-missing",)),
@@ -315,7 +315,7 @@ FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
 
 
 def planted(fault: str, seed: int) -> tuple[Capture, tuple[str, ...], Words]:
-    """Returns (a call with wrong results, the mistakes that name the fault, words of its parameters)."""
+    """Returns (a call with wrong results, names of the fault's mistakes, texts of its parameters)."""
     program, names = FAULTS[fault]
     x = drawn(1000 * seed + [*FAULTS].index(fault))
     out, words = program(x)
@@ -323,7 +323,7 @@ def planted(fault: str, seed: int) -> tuple[Capture, tuple[str, ...], Words]:
 
 
 def right(seed: int) -> Capture:
-    """A right result whose tiles come in another order."""
+    """Returns a call with correct results, computed in another order of tiles."""
     x = drawn(seed)
     order = [*range(len(x.tiles()))]
     x.rng.shuffle(order)

@@ -1,4 +1,4 @@
-"""The layers of fusion_attention.nn written plainly, by masks and softmax: one sequence at a time."""
+"""Computes the layers of fusion_attention.nn with masks and softmax, one sequence at a time."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ INDEX: dict[str, Any] = {"index_heads": 3, "index_dim": 12, "top_k": TOP_K}
 
 
 def make(form: str, stage: dsa.Stage = "sparse") -> dsa.SparseAttention:
-    """A layer with random weights: "latent", "heads" or "grouped"."""
+    """Makes a layer with random weights; form: "latent", "heads" or "grouped"."""
     torch.manual_seed(0)
     if form == "latent":
         layer: dsa.SparseAttention = dsa.SparseLatentAttention(DIM, HEADS, **LATENT, **INDEX)
@@ -26,7 +26,7 @@ def make(form: str, stage: dsa.Stage = "sparse") -> dsa.SparseAttention:
 
 
 def turned(rows: Tensor, positions: Tensor, width: int, neighbours: bool = False) -> Tensor:
-    """Rotary embedding by complex numbers, in float32 at least: [S, heads, D]."""
+    """Applies rotary embedding to [S, heads, D] with complex numbers, at least in float32."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     pairs = rows[..., :width].to(dtype).unflatten(-1, (-1, 2) if neighbours else (2, -1))
     pairs = pairs if neighbours else pairs.transpose(-1, -2)
@@ -38,7 +38,7 @@ def turned(rows: Tensor, positions: Tensor, width: int, neighbours: bool = False
 
 
 def plain_rows(layer: Any, x: Tensor, width: int = 8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v [S, heads, D] and the indexer's query input, of one sequence; MLA is never absorbed here."""
+    """Returns q, k, v [S, heads, D] and the indexer's query input of one sequence; MLA's weights are not absorbed."""
     at = torch.arange(len(x))
     if isinstance(layer, dsa.SparseSelfAttention):
         q, k, v = (f(x).unflatten(-1, (-1, layer.head_dim)) for f in (layer.q_proj, layer.k_proj, layer.v_proj))
@@ -54,9 +54,9 @@ def plain_rows(layer: Any, x: Tensor, width: int = 8) -> tuple[Tensor, Tensor, T
 
 
 def plain(layer: Any, x: Tensor, width: int = 8) -> tuple[Tensor, Tensor]:
-    """One sequence [S, DIM] through a layer in its stage: out, and the loss summed over rows.
+    """Returns the output of a layer in its stage for one sequence [S, DIM], and the loss summed over rows.
 
-    width: elements that rope turns; latent layers have LATENT's.
+    width: number of elements that rope rotates; latent layers use LATENT's.
     """
     q, k, v, query = plain_rows(layer, x, width)
     indexer, width = layer.indexer, LATENT["rope_dim"] if isinstance(layer, dsa.SparseLatentAttention) else width

@@ -1,4 +1,4 @@
-"""Right gradients by many programs, dtypes, lengths and inputs, drawn by a seed.
+"""Computes correct gradients with random programs, dtypes, lengths and inputs.
 
 The programs are plain torch: autograd of eager attention in the dtype, backwards of scaled_dot_product_attention and
 FlexAttention, and backwards as kernels write them: tile by tile from the log-sum-exp, delta from the stored output or
@@ -27,10 +27,10 @@ Grads = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Attention of one sequence [heads, rows, dim], and what its output's gradient is.
+    """Attention of one sequence [heads, rows, dim], and the gradient of its output.
 
     Attributes:
-        seen: [rows, keys] bool. bias: [heads, rows, keys] in the dtype, or None. keep: the same, bool.
+        visible: bool [rows, keys]. bias: [heads, rows, keys] in the dtype, or None. keep: bool [heads, rows, keys].
     """
 
     q: Tensor
@@ -60,7 +60,7 @@ class Call:
         return dict(zip(("dq", "dk", "dv", "dpse"), grads, strict=False))
 
     def per_head(self, t: Tensor) -> Tensor:
-        """Heads of keys as many as the query's."""
+        """Repeats key heads for each query head."""
         return t.repeat_interleave(self.group, 0)
 
 
@@ -68,7 +68,7 @@ Program = Callable[[Call, random.Random], Grads]
 
 
 def attended(c: Call, leaves: list[Tensor], softmax_in: torch.dtype | None) -> Tensor:
-    """Eager attention, every step in the dtype of its tensors."""
+    """Computes eager attention with every step in the dtype of the tensors, except for the softmax."""
     q, k, v, *bias = leaves
     scores = q @ c.per_head(k).mT * c.scale
     if c.softcap:
@@ -83,28 +83,28 @@ def attended(c: Call, leaves: list[Tensor], softmax_in: torch.dtype | None) -> T
 
 
 def eager(c: Call, rng: random.Random) -> Grads:
-    """All in the dtype, the softmax in float32 or not."""
+    """Computes every step in the dtype, with the softmax in float32 or not."""
     leaves = c.leaves()
     out = attended(c, leaves, rng.choice([None, torch.float32]))
     return c.named(torch.autograd.grad(out, leaves, c.dout))
 
 
 def wide_eager(c: Call, rng: random.Random) -> Grads:
-    """In float32, gradients rounded at the end."""
+    """Computes in float32 and rounds the gradients at the end."""
     leaves = [t.detach().float().requires_grad_() for t in c.leaves()]
     out = attended(c, leaves, None)
     return c.named(tuple(g.to(c.dtype) for g in torch.autograd.grad(out, leaves, c.dout.float())))
 
 
 def sdpa(c: Call, rng: random.Random) -> Grads:
-    """The flash or math kernel of the CPU."""
+    """Runs torch's flash or math kernel for the CPU."""
     leaves = c.leaves()
     q, k, v, *bias = (t[None] for t in leaves)
     causal = bool(c.visible.all())
     mask = None if causal else c.visible
     if bias:
         mask = bias[0].masked_fill(~c.visible, -math.inf)
-    if rng.random() < 0.5:  # a group's heads are repeated, and their gradients added by autograd
+    if rng.random() < 0.5:  # autograd adds the gradients of a group's repeated heads
         k, v = (t.repeat_interleave(c.group, 1) for t in (k, v))
     flash = not bias and rng.random() < 0.6
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if flash else SDPBackend.MATH):
@@ -115,7 +115,7 @@ def sdpa(c: Call, rng: random.Random) -> Grads:
 
 
 def flex(c: Call, rng: random.Random) -> Grads:
-    """The formulas that it runs without a compiler; it refuses to differentiate them on a CPU, but can."""
+    """Runs FlexAttention's eager formulas, which can be differentiated on a CPU although it raises an error."""
     leaves = c.leaves()
     q, k, v, *_ = (t[None] for t in leaves)
 
@@ -124,14 +124,14 @@ def flex(c: Call, rng: random.Random) -> Grads:
             score = c.softcap * torch.tanh(score / c.softcap)
         return torch.where(c.visible[row, key], score, -math.inf)
 
-    torch.compiler.reset()  # so that it traces these shapes, and none that stand for many
+    torch.compiler.reset()  # so that it traces with static shapes
     with mock.patch("torch.nn.attention.flex_attention._validate_device"):
         out = flex_attention(q, k, v, score_mod=shown, scale=c.scale, enable_gqa=c.group > 1)
     return c.named(torch.autograd.grad(out[0], leaves, c.dout))
 
 
 def scores_of(c: Call, rows: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
-    """(scores in float32, their slope by the scaled product) of some rows and keys."""
+    """Returns (scores in float32, their derivative by the scaled product) of some rows and keys."""
     product = c.q[:, rows].float() @ c.per_head(c.k)[:, keys].float().mT * c.scale
     result, slope = product, torch.ones_like(product)
     if c.softcap:
@@ -143,7 +143,7 @@ def scores_of(c: Call, rows: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
 
 
 def forward(c: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """(out in the dtype, max, sum) of a kernel that sums in float32, rounding weights to the dtype."""
+    """Computes (out in the dtype, max, sum) like a kernel that rounds weights to the dtype and sums in float32."""
     every = torch.arange(c.q.shape[1])
     scores, _ = scores_of(c, every, slice(None))
     top = scores.amax(-1, keepdim=True)
@@ -154,12 +154,12 @@ def forward(c: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def tiled(c: Call, rng: random.Random) -> Grads:
-    """Tiles of keys, and rows in an order of their own: P again from the log-sum-exp, sums in float32."""
+    """Computes gradients by tiles of keys, with rows in random order, P from the log-sum-exp, and sums in float32."""
     out, top, total = forward(c)
     lse = top + total.log()
     rows = torch.randperm(c.q.shape[1])
     step, block = rng.choice([16, 64, 100, 1000]), rng.choice([32, 128, 1000])
-    low = rng.random() < 0.7  # weights and gradients of scores as matrix units take them
+    low = rng.random() < 0.7  # weights and gradients of scores are rounded to the dtype
     from_out, group_low = rng.random() < 0.6, rng.random() < 0.4
     dq = torch.zeros(c.q.shape)
     dk, dv = (torch.zeros(len(c.q), *t.shape[1:]) for t in (c.k, c.v))
@@ -191,7 +191,7 @@ def tiled(c: Call, rng: random.Random) -> Grads:
 
 
 def probabilities(c: Call, rows: Tensor, keys: slice, lse: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(slope, P before dropout, dP) of some rows and keys."""
+    """Returns (derivative of the scores, P before dropout, dP) of some rows and keys."""
     scores, slope = scores_of(c, rows, keys)
     upstream = dout @ c.per_head(c.v)[:, keys].float().mT
     if c.keep is not None:
@@ -200,7 +200,7 @@ def probabilities(c: Call, rows: Tensor, keys: slice, lse: Tensor, dout: Tensor)
 
 
 def ours(c: Call, rng: random.Random) -> Grads:
-    """This library's."""
+    """Computes gradients with this library."""
     leaves = c.leaves()
     q, k, v, *bias = leaves
     out = fa.attention(
@@ -219,13 +219,13 @@ ANY: list[Program] = [eager, wide_eager, tiled, tiled, ours]
 
 
 def programs(c: Call) -> list[Program]:
-    """Those that compute it."""
+    """Returns the programs that support a call."""
     is_supported = c.keep is None and not c.softcap
     return ANY + [sdpa] * is_supported + [flex] * (c.keep is None and c.bias is None)
 
 
 def drawn(rng: random.Random) -> Call:
-    """A call of 1 to 900 rows and keys."""
+    """Draws a call of 1 to 900 rows and keys."""
     dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
     group, heads_kv, dim = rng.choice([1, 1, 2, 4]), rng.choice([1, 2]), rng.choice([1, 8, 16, 32, 64, 128])
     dim_v = dim if rng.random() < 0.8 else rng.choice([8, 16, 64])
@@ -255,7 +255,7 @@ def drawn(rng: random.Random) -> Call:
 
 
 def judged(c: Call, grads: Grads) -> Judgement:
-    """As the backward of a recorded call, from what a forward saved; of plain calls by CANN's record of gradients."""
+    """Judges gradients as a recorded backward with saved results; plain calls use CANN's record of gradients."""
     out, top, total = forward(c)
     results = {n: g[None] for n, g in grads.items()}
     mask = None if bool(c.visible.all()) else ~c.visible
@@ -276,7 +276,7 @@ def judged(c: Call, grads: Grads) -> Judgement:
 
 
 def right(seed: int) -> tuple[str, Judgement]:
-    """A drawn call and program, and the verdict on its gradients."""
+    """Draws a call and a program; returns their description and the verdict on the gradients."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     call = drawn(rng)

@@ -1,4 +1,4 @@
-"""Right outputs by many programs, dtypes, lengths and inputs, drawn by a seed.
+"""Computes correct outputs with random programs, dtypes, lengths and inputs.
 
 The programs are plain torch: eager in the dtype, scaled_dot_product_attention, FlexAttention, tiles of keys in any
 order by the online softmax, keys split and merged by their log-sum-exps, and sums over keys in random order.
@@ -18,7 +18,7 @@ Program = Callable[[Tensor, Tensor, Tensor, Tensor, float, random.Random], Tenso
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: random.Random) -> Tensor:
-    """All in the dtype, but the softmax's exponentials."""
+    """Computes every step in the dtype, except for the exponentials of the softmax."""
     scores = (q @ k.mT * scale).masked_fill(~visible, float("-inf"))
     return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
@@ -35,7 +35,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: ra
 
 
 def tiled(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: random.Random) -> Tensor:
-    """The online softmax over tiles of keys in any order; weights in the dtype, sums in float32."""
+    """Runs an online softmax over tiles of keys in random order, with weights in the dtype and sums in float32."""
     step = rng.choice([16, 64, 100])
     starts = list(range(0, k.shape[-2], step))
     rng.shuffle(starts)
@@ -53,7 +53,7 @@ def tiled(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: r
 
 
 def split(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: random.Random) -> Tensor:
-    """Two parts of the keys, merged by their log-sum-exps in float32."""
+    """Computes two parts of the keys and merges them by their log-sum-exps in float32."""
     at = rng.randint(1, k.shape[-2])
     parts = []
     for here in (slice(0, at), slice(at, None)):
@@ -78,7 +78,7 @@ PROGRAMS: dict[str, Program] = {f.__name__: f for f in (eager, torch_sdpa, flex,
 
 
 def right(seed: int) -> tuple[str, Judgement]:
-    """A drawn call and program, and the verdict on its output."""
+    """Draws a call and a program; returns their description and the verdict on the output."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])

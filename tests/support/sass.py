@@ -1,6 +1,6 @@
-"""Reads machine code: the innermost loop that multiplies, and how many instructions a turn of it issues.
+"""Reads a kernel's machine code: finds the innermost loop that multiplies and counts its instructions.
 
-That number decides how fast a kernel is where tensor cores are faster than what feeds them, and needs no GPU to count.
+Where other instructions limit the tensor cores, this number determines a kernel's speed, and it needs no GPU.
 """
 
 import re
@@ -13,25 +13,25 @@ _TARGET = re.compile(r"(0x[0-9a-f]+)")
 
 
 class Instruction(NamedTuple):
-    """One instruction; target: where it may jump to, 0 if nowhere."""
+    """An instruction; target: address of its jump, or 0."""
 
     address: int
     name: str
-    always: bool  # no predicate decides
+    always: bool  # true if it has no predicate
     target: int
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Instructions of one turn: `most` by the longest way through it, `least` by the shortest."""
+    """The numbers of instructions of an iteration: `most` on its longest path, `least` on its shortest."""
 
     most: int
     least: int
-    stacked: int  # instructions that read or write the stack, on any way
+    stacked: int  # instructions that read or write the stack, on all paths
 
 
 def instructions(code: str) -> list[Instruction]:
-    """What cuobjdump -sass printed of one kernel."""
+    """Parses the output of cuobjdump -sass for one kernel."""
     results = []
     for address, predicate, name, rest in _INSTRUCTION.findall(code):
         target = _TARGET.findall(rest) if name.split(".")[0] == "BRA" else []
@@ -45,7 +45,7 @@ def _is(instruction: Instruction, *kinds: str) -> bool:
 
 
 def _paths(body: list[Instruction]) -> Loop:
-    """Every way from the first to the last instruction goes forward, so one pass finds the longest and the shortest."""
+    """Returns the longest and shortest path through a loop; all jumps are forward, so one pass suffices."""
     at = {instruction.address: n for n, instruction in enumerate(body)}
     most, least = [-1] * len(body), [len(body)] * len(body)
     most[0] = least[0] = 1
@@ -60,7 +60,7 @@ def _paths(body: list[Instruction]) -> Loop:
 
 
 def loops(code: str) -> list[Loop]:
-    """The innermost loops that multiply on tensor cores; without any, those with the most multiply-adds."""
+    """Returns the innermost loops that multiply on tensor cores; without any, those with the most multiply-adds."""
     listed = instructions(code)
     spans = sorted({(one.target, one.address) for one in listed if 0 < one.target < one.address})
     bodies = [[one for one in listed if first <= one.address <= last] for first, last in spans]
@@ -73,6 +73,6 @@ def loops(code: str) -> list[Loop]:
     if not multiplying and bodies:
         adds = [sum(_is(one, "FFMA") for one in body) for body in bodies]
         multiplying = [body for body, count in zip(bodies, adds, strict=True) if count and count * 2 > max(adds)]
-    # Scores are exponentiated; a loop that only adds means of values is another.
+    # The main loop computes exponentials; loops without them only add means of values.
     main = [body for body in multiplying if any(one.name == "MUFU.EX2" for one in body)] or multiplying
-    return [loop for body in innermost(main) if (loop := _paths(body)).most > 0]  # else: no loop, code moved behind it
+    return [loop for body in innermost(main) if (loop := _paths(body)).most > 0]  # else: code moved after the loop

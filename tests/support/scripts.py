@@ -1,4 +1,4 @@
-"""Scripts, each in a process forked from one that has imported torch, the package and transformers."""
+"""Runs scripts in processes forked from one that has imported torch, the package and transformers."""
 
 import contextlib
 import multiprocessing
@@ -14,7 +14,7 @@ SECONDS = 120
 
 @dataclass(frozen=True)
 class Run:
-    """A script that ended, and what it printed."""
+    """The exit code and output of a script."""
 
     code: int | None
     stdout: str
@@ -22,7 +22,7 @@ class Run:
 
 
 def run(script: Path, arguments: list[str], folder: Path) -> Run:
-    """Runs a script as a program; its output goes through files of a folder."""
+    """Runs a script as a program; its output is written to files in a folder."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=_main, args=(str(script), arguments, str(folder)))

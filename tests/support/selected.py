@@ -1,4 +1,4 @@
-"""What the tests of sparse attention, of the indexer and of its loss share: operands, back ends, what is close."""
+"""Shared functions of the tests of sparse attention, of the indexer and of its loss."""
 
 import math
 from collections.abc import Callable
@@ -35,12 +35,12 @@ def operands(case: Rows) -> Args:
 
 
 def leaves_of(args: Args, *names: str) -> Results:
-    """The tensors of a call that want a gradient."""
+    """Returns the tensors of a call as leaves that require gradients."""
     return {name: args[name].detach().requires_grad_() for name in names if args[name] is not None}
 
 
 def check_half_of_a_loss(result: torch.Tensor, leaves: Results, want: Results) -> None:
-    """A loss, and gradients of half of it."""
+    """Compares a loss and the gradients of half of it."""
     same_bits(result.detach().reshape(1), want["loss"], "loss")
     (result * 0.5).backward()
     for name in DIFFERENTIABLE:
@@ -50,24 +50,24 @@ def check_half_of_a_loss(result: torch.Tensor, leaves: Results, want: Results) -
 
 
 def cloned(args: Args) -> Args:
-    """The call with tensors that may be written."""
+    """Returns the arguments with cloned tensors."""
     return {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in args.items()}
 
 
 def shown(op: Op, case: Rows, args: Args) -> Args:
-    """Arguments of the Python API."""
+    """Returns the arguments by their names in the Python API."""
     given = {p.shown: args[p.name] for p in op.params if p.name in args}
     return {**given, "causal": case.mode == 3, "q_len": case.q_len, "kv_len": case.kv_len}
 
 
 def backends(case: Rows) -> list[str]:
-    """The back ends that compute a case, golden first."""
+    """Returns the back ends that support a case; golden first."""
     problem = LOWERED[type(case)](case, operands(case)).problem
     return ["golden", *([] if cpu.reasons_against(problem, torch.device("cpu")) else ["cpu"])]
 
 
 def close(got: Results, want: Results) -> None:
-    """The same in float64; a loss is kept in float32."""
+    """Compares results in float64, and a loss in float32."""
     assert got.keys() == want.keys()
     for name, value in want.items():
         rtol = torch.finfo(torch.float32).eps if name == "loss" else 1e-11
@@ -77,7 +77,7 @@ def close(got: Results, want: Results) -> None:
 
 
 def ordered(case: IndexerCase, args: Args, indices: torch.Tensor, values: torch.Tensor, at: Any) -> None:
-    """Asserts descending score, then ascending index, then -1 and -inf, of scores that every sum computes exactly."""
+    """Asserts descending scores, then ascending indices, then -1 and -inf; the scores must be exact in any sum."""
     for b, rows in enumerate(case.q_len):
         scores, (scores_here, theirs) = (
             scores_of(case, args, b, torch.float64),

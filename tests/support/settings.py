@@ -1,4 +1,4 @@
-"""Random settings of the mask explorer, plain and hostile, and the JavaScript of its rules beside the Python."""
+"""Draws valid and invalid settings of the mask explorer, and runs its rules in Python and in JavaScript."""
 
 import json
 import random
@@ -13,7 +13,7 @@ COUNTS = (UNLIMITED, UNLIMITED - 1, 0, 1, 2, 3, 7, -1, -2, -5, -UNLIMITED, 40)
 
 
 def random_setting(rng: random.Random, longest: int = 12, modes: tuple[int, ...] = MODES) -> Setting:
-    """Any mode over any lengths: prefixes that do not fit, windows beside the scores, masks that are too small."""
+    """Draws any mode and lengths, also invalid prefixes, windows outside of the scores and masks that are too small."""
     mode, packed = rng.choice(modes), rng.random() < 0.5
     items = rng.randint(1, 4) if packed else 1
     q_len = tuple(rng.randint(0 if packed else 1, longest) for _ in range(items))
@@ -35,7 +35,7 @@ def random_setting(rng: random.Random, longest: int = 12, modes: tuple[int, ...]
 
 
 def by_python(s: Setting) -> dict[str, Any]:
-    """Everything that is said of a setting at every interface."""
+    """Returns all results of the Python rules for a setting, by interface."""
     results: dict[str, Any] = {}
     for interface in INTERFACES:
         p = visible.picture(s, interface)
@@ -50,7 +50,7 @@ def by_python(s: Setting) -> dict[str, Any]:
     return results
 
 
-# The same by the page's own functions; what it gives is JSON.
+# JavaScript that returns the same results as JSON, with the page's functions.
 BY_SCRIPT = """
 function everything(given) {
   const s = settingOf(given), found = {};
@@ -66,5 +66,5 @@ function everything(given) {
 
 
 def argument(s: Setting) -> str:
-    """A setting as JSON."""
+    """Returns a setting as JSON."""
     return json.dumps(asdict(s))

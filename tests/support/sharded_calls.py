@@ -1,4 +1,4 @@
-"""Calls of attention on the ranks of a world beside the same call of one process."""
+"""Runs calls of attention on the ranks of a world, and the same calls in one process."""
 
 import random
 from functools import cache
@@ -22,7 +22,7 @@ S = 5 * 64 + 7
 
 
 def tensors(layout: str, dtype: torch.dtype, b: int, s1: int, s2: int, n1: int, n2: int, d: int, **more: Any) -> Any:
-    """q, k, v, and what a case asks for, all of the whole call."""
+    """Makes the complete tensors of a call: q, k, v and those of the case's options."""
     torch.manual_seed(7)
 
     def rows(s: int, n: int, dim: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ def upstream(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def of_one(case: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """One process."""
+    """Computes results and gradients of a case in one process."""
     words = {"layout": "BSND", **case["words"]}
     leaves = tensors(words["layout"], case["dtype"], **case["sizes"])
     leaves = {n: t.requires_grad_(n in GRADIENTS) for n, t in leaves.items()}
@@ -64,7 +64,7 @@ def of_one(case: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def summed(local: torch.Tensor, group: Any) -> torch.Tensor:
-    """What all ranks have of a gradient, added in their order: of what is the same on every rank, each has its part."""
+    """Adds the ranks' parts of the gradient of a replicated tensor, in the order of the ranks."""
     parts = [torch.zeros_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, local.contiguous(), group=group)
     return sum(parts[1:], parts[0].float()).to(local.dtype)
@@ -72,12 +72,12 @@ def summed(local: torch.Tensor, group: Any) -> torch.Tensor:
 
 @cache
 def mesh_of(rows: int) -> Any:
-    """Made once in a process: each new one is new connections, and they take long."""
+    """Returns a mesh, made once in a process, because new connections take long."""
     return init_device_mesh("cpu", (rows, 2))
 
 
 def of_ranks(group: Any, schedule: str, case: dict[str, Any], options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The ranks of a group, put together again."""
+    """Computes a case on the ranks of a group and returns the unsharded results and gradients."""
     line = group
     if schedule == "ulysses+ring":
         group = mesh_of(group_of(group).world // 2)
@@ -89,7 +89,7 @@ def of_ranks(group: Any, schedule: str, case: dict[str, Any], options: dict[str,
     if batch is None:
         lengths = {"q": words["q_len"], "k": words.get("kv_len", words["q_len"])}
     lengths |= {"q_rope": lengths["q"], "v": lengths["k"], "k_rope": lengths["k"]}
-    # What is cut: how long it is, and along which axis.
+    # Sharded tensor: (length, axis).
     sharded_axes = {name: (lengths[name], token) for name in tensors_made if name in lengths}
     sharded_axes |= {
         name: (s1, -2) for name in ("bias", "blocked") if name in tensors_made and tensors_made[name].shape[-2] != 1
@@ -116,10 +116,10 @@ def of_ranks(group: Any, schedule: str, case: dict[str, Any], options: dict[str,
 
 
 def all_of(group: Any, schedule: str, names: list[Any], options: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    """What rank 0 finds of several cases, and whether every rank finds the same bits as before in the first of them."""
+    """Returns the results of several cases, and asserts that the first case gives the same bits in a second run."""
     results = {name: of_ranks(group, schedule, named(name), options) for name in names}
     again = of_ranks(group, schedule, named(names[0]), options)
-    assert all(same(results[names[0]][n], t) for n, t in again.items()), "other bits in another run"
+    assert all(same(results[names[0]][n], t) for n, t in again.items()), "another run gave other bits"
     return results if group_of(group).rank == 0 else {}
 
 
@@ -166,7 +166,7 @@ CASES = {
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """A call that nobody chose."""
+    """Draws a random case."""
     draw = random.Random(seed)
     n2 = draw.choice([1, 2, 4])
     sizes: dict[str, Any] = {"b": draw.choice([1, 1, 3]), "n1": 4, "n2": n2, "d": draw.choice([8, 24, 64])}
@@ -203,19 +203,19 @@ def drawn(seed: int) -> dict[str, Any]:
 
 
 def named(name: str | int) -> dict[str, Any]:
-    """A case by name, or by the seed that it is drawn from."""
+    """Returns a case by name, or a random case by seed."""
     return drawn(name) if isinstance(name, int) else CASES[name]
 
 
 @cache
 def one(name: str | int) -> dict[str, torch.Tensor]:
-    """What one process finds."""
+    """Returns the results of one process."""
     return of_one(named(name))
 
 
 @cache
 def wanted(name: str | int) -> dict[str, Expected]:
-    """What any number of processes should find."""
+    """Returns the expected results, for any number of processes."""
     case = named(name)
     words = {"layout": "BSND", **case["words"]}
     args = tensors(words["layout"], case["dtype"], **case["sizes"]) | words
@@ -225,5 +225,5 @@ def wanted(name: str | int) -> dict[str, Expected]:
 
 
 def judge(name: str | int, results: dict[str, torch.Tensor]) -> None:
-    """compare() with golden's results of the whole call."""
+    """Compares results with the golden results of the complete call."""
     check(f"{name}", results, wanted(name))

@@ -1,4 +1,4 @@
-"""Faults and right results drawn by a seed over all families of planted programs, and the judge's verdicts on them."""
+"""Draws faults and correct results from all families of planted programs, and judges them."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +33,9 @@ LOW = torch.bfloat16
 
 
 class Roundings(TorchFunctionMode):
-    """Rounds to bfloat16 in place of every dtype, with errors that many times as large as a rounding's.
+    """Replaces rounding to any dtype by rounding to bfloat16, with errors `times` as large.
 
-    An error of a rounding is uniform over the distance of two numbers; a normal one is added before it.
+    The error of rounding is uniform over the distance of two adjacent numbers; a normal error is added before it.
     """
 
     def __init__(self, times: float, seed: int) -> None:
@@ -60,15 +60,15 @@ def _of_case(make: Make, seed: int) -> tuple[Capture, tuple[str, ...], tuple[str
 
 
 def _low(make: Any) -> Any:
-    """A program of a case, in bfloat16."""
+    """Returns the program of a case in bfloat16."""
     dtypes = {Case: lambda case: replace(case, dtype="bfloat16"), torch.dtype: lambda dtype: LOW}
     return partial(make.func, *(dtypes.get(type(a), lambda a: a)(a) for a in make.args), **make.keywords)
 
 
 def kinds(low: bool) -> dict[str, Planted]:
-    """The faults by name; low: of cases in bfloat16 alone."""
+    """Returns the faults by name; low: only of cases in bfloat16."""
     modules = [planted_tiles, planted_gradients, planted_decodes, faulty_list_kernels]
-    modules += [] if low else [planted_compressed]  # of a float32 model
+    modules += [] if low else [planted_compressed]  # its model is in float32
     results: dict[str, Planted] = {
         f"{module.__name__.rpartition('planted_')[2]}: {fault}": partial(module.planted, fault)
         for module in modules
@@ -87,8 +87,10 @@ class Named:
     """A drawn fault and its verdict.
 
     Attributes:
-        family, parameters: True if the first explanation is right, and one with the right parameters is among them.
-        has_parameters: True if the fault has some. wrongly: True if all explanations are wrong.
+        family: True if the first explanation is correct.
+        parameters: True if one of the explanations has the correct parameters.
+        has_parameters: True if the fault has parameters.
+        wrongly: True if all explanations are wrong.
     """
 
     fault: str
@@ -106,7 +108,7 @@ def _verdict(call: Capture | Recorded) -> Judgement:
 
 
 def faults(count: int, seed: int, noise: float) -> Iterator[Named]:
-    """Yields drawn faults; noise: of bfloat16, in a good kernel's; 1: of any dtype."""
+    """Yields random faults; noise: factor of the errors of rounding, in bfloat16; 1: faults in any dtype."""
     rng, drawn = random.Random(seed), kinds(noise != 1)
     for _ in range(count):
         fault, number = rng.choice([*drawn]), rng.randrange(1000)
@@ -125,7 +127,7 @@ def _call(capture: Capture) -> Judgement:
 
 
 def rights(count: int, seed: int) -> Iterator[tuple[str, Judgement]]:
-    """Yields drawn right results, and their verdicts."""
+    """Yields random correct results and their verdicts."""
     rng = random.Random(seed)
     cases = [make for _, make in (*correct(), *planted_caches(False))]
     sources: dict[str, Callable[[int], tuple[str, Judgement]]] = {

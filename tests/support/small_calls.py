@@ -1,4 +1,4 @@
-"""A small right call of every family of operators: (operator, inputs, outputs), computed by a back end."""
+"""Makes a small correct call of every family of operators: (operator, inputs, outputs) of a back end."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,7 @@ LOSS = indexer_loss.LossCase("BSND", 0, "float16", (9,), (40,), count=12, dim_qk
 
 
 def computed(operator: str, inputs: dict[str, Any], backend: str = "cpu") -> Call:
-    """The call by a back end; arguments that the operator does not have, and None, are left out."""
+    """Computes a call with a back end; omits None and arguments that the operator does not have."""
     names = RECORDS[operator].by_name
     inputs = {n: v for n, v in inputs.items() if n in names and v is not None and n not in ("seed", "offset")}
     call = recorded(operator, inputs, {"none yet": torch.zeros(1)})
@@ -31,7 +31,7 @@ def computed(operator: str, inputs: dict[str, Any], backend: str = "cpu") -> Cal
 
 
 def gradient_of(args: dict[str, Any], backend: str = "cpu") -> Call:
-    """The backward of a call by its arguments, from what that back end saved."""
+    """Computes the backward of a call from the saved results of the same back end."""
     saved = computed("npu_fusion_attention_v2", args, backend)[2]
     given = {"attention_in": "attention_out", "softmax_max": "softmax_max", "softmax_sum": "softmax_sum"}
     args |= {"scale_value": args.get("scale"), **{n: saved[o] for n, o in given.items()}}
@@ -45,7 +45,7 @@ def sparse_gradient(case: sparse.SparseCase) -> Call:
 
 
 def statistics(case: indexer_loss.LossCase) -> Call:
-    """Those of the indexer's scores."""
+    """Computes the statistics of the indexer's scores."""
     args = {n: t for n, t in indexer_loss.arguments(case).items() if not n.startswith("softmax_")}
     return computed("npu_dense_lightning_indexer_softmax_lse", args)
 
@@ -55,7 +55,7 @@ def _planted(capture: Any) -> Call:
 
 
 def attention_call(dtype: torch.dtype) -> Call:
-    """attention."""
+    """Computes a call of attention."""
     make = torch.Generator().manual_seed(1)
     q, k = (torch.randn(1, n, h, 16, generator=make).to(dtype) for n, h in ((21, 4), (37, 2)))
     return computed("attention", {"q": q, "k": k, "v": k.flip(1)})
@@ -86,6 +86,6 @@ def _recorded(name: str) -> Call:
 
 
 def small(name: str) -> Call:
-    """The family's call, with results of its own."""
+    """Returns the call of a family, with copied results."""
     operator, inputs, outputs = _recorded(name)
     return operator, inputs, {n: t.clone() for n, t in outputs.items()}

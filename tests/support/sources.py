@@ -1,4 +1,4 @@
-"""The package's sources as a tree of modules, for the tests that hold laws against it."""
+"""Lists the package's modules for tests of the source code."""
 
 from functools import cache
 from pathlib import Path
@@ -9,7 +9,7 @@ SOURCE = ROOT / "src" / PACKAGE
 
 
 def named(path: Path) -> str:
-    """The module's name within the package; the package's own __init__ is the empty name."""
+    """Returns a module's name within the package; "" for the package's __init__."""
     parts = path.relative_to(SOURCE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -1,7 +1,7 @@
-"""Compiles the kernels of lists, of the indexer and of its loss for a chip without having one.
+"""Compiles the kernels of sparse attention, of the indexer and of its loss for a GPU without having one.
 
-`python tests/support/sparse_ahead.py` compiles every area and writes what this Triton makes of it into resources/, a
-file for each area; with names of areas or of entries after it these alone.
+`python tests/support/sparse_ahead.py [NAME...]` compiles all areas, or the named areas or entries, and writes the
+figures of this version of Triton to a file for each area in resources/.
 """
 
 import sys
@@ -35,7 +35,7 @@ SPILLED = {run: reason for module in AREAS.values() for run, reason in module.SP
 
 
 def compiled(run: str) -> Compiled:
-    """An entry of RUNS."""
+    """Returns the compilation of an entry of RUNS."""
     area, name, chip = RUNS[run]
     result = AREAS[area].CONFIGS[name](chip)
     assert result is not None
@@ -43,18 +43,18 @@ def compiled(run: str) -> Compiled:
 
 
 def figures(run: str) -> Figures:
-    """What an entry of RUNS takes."""
+    """Returns the figures of an entry of RUNS."""
     one = compiled(run)
     return taken(of_types(one.kernel, one.constants, one.types.get), one.tile, RUNS[run][2], one.counted)
 
 
 def resources(area: str) -> Path:
-    """Where this Triton's figures of an area are recorded."""
+    """Returns the file of an area's figures for this version of Triton."""
     return RESOURCES / f"{area}-{triton.__version__}.json"
 
 
 def main() -> None:
-    """Compiles all entries, or those of areas or names that are given, and records what they take."""
+    """Compiles all entries, or those of the given areas or names, and records their figures."""
     requested = sys.argv[1:] or list(AREAS)
     rows = {area: recorded(resources(area)) for area in AREAS}
     with workers() as pool:

@@ -1,4 +1,4 @@
-"""Models of transformers whose layers choose keys, tiny, with random weights, and their original results."""
+"""Makes tiny models of transformers whose layers select keys, with random weights, and their original results."""
 
 import contextlib
 import importlib
@@ -16,7 +16,7 @@ import fusion_attention as fa
 Batch = dict[str, Any]
 OURS, EAGER = "fusion_attention", "eager"
 VOCABULARY = SIZES["vocab_size"]
-# Indexers with few heads score 0 for some keys, which tie.
+# With few heads, an indexer gives some keys the score 0, so that they tie.
 INDEX = {"index_n_heads": 32, "index_head_dim": 16}
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
@@ -45,18 +45,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def code_of(name: str) -> Any:
-    """The module of a family's code."""
+    """Returns the module that defines a family."""
     return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 
 def config_of(name: str, **changed: Any) -> Any:
-    """A configuration of a family."""
+    """Returns a configuration of a family."""
     configuration = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
     return getattr(configuration, MODELS[name][1])(**MODELS[name][2] | changed)
 
 
 def make(name: str, attention: str = OURS, **changed: Any) -> Any:
-    """A model in float64 and evaluation mode, with scores far enough apart that a wrong choice shows."""
+    """Makes a model in float64 and evaluation mode; its scores differ enough to detect a wrong selection."""
     torch.manual_seed(0)
     model = getattr(code_of(name), MODELS[name][0])(config_of(name, **changed)).eval()
     for text, parameter in model.named_parameters():
@@ -64,13 +64,13 @@ def make(name: str, attention: str = OURS, **changed: Any) -> Any:
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
         if text.endswith(("sinks", "position_bias")):
             torch.nn.init.normal_(parameter)
-    model.set_experts_implementation("eager")  # which float64 goes through too
+    model.set_experts_implementation("eager")  # supports float64
     model.set_attn_implementation(attention)
     return model.double()
 
 
 def layers_of(model: Any) -> list[Any]:
-    """The attention layers of a model that a patch serves."""
+    """Returns the attention layers of a model that are patched."""
     return [
         module
         for module in model.modules()
@@ -80,7 +80,7 @@ def layers_of(model: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def in_float64(model: Any) -> Iterator[None]:
-    """Their modules compute in float64 throughout, and so do ours."""
+    """Makes transformers' modules and ours compute everything in float64."""
     with pytest.MonkeyPatch.context() as patch, fa.use_backend("golden"):
         patch.setattr(sys.modules[type(model).__module__], "torch", Float64Torch())
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -92,7 +92,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def gradients(model: Any, calls: list[tuple[Batch, Tensor]]) -> dict[str, Tensor]:
-    """The logits of tokens that are no padding, and the gradients of all parameters that have one."""
+    """Returns the logits of tokens that are not padding, and all gradients of parameters."""
     model.zero_grad()
     with in_float64(model):
         out = torch.cat([model(**batch).logits[keep] for batch, keep in calls])
@@ -102,7 +102,7 @@ def gradients(model: Any, calls: list[tuple[Batch, Tensor]]) -> dict[str, Tensor
 
 
 def agree(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    """Compares results in float64, whose roundings differ."""
+    """Compares results in float64, except for rounding."""
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         error = (ours[name] - expected).abs().max()

@@ -1,6 +1,6 @@
-"""The tables of docs/with_*.md: what an integration's tests ran, and what came of it.
+"""Writes the tables of docs/with_*.md: the tests of an integration and their results.
 
-python tests/integrations/test_sdpa.py          writes that of its page; test_flash_attn.py and test_flex_page.py too
+python tests/integrations/test_sdpa.py          # writes its page's table; also test_flash_attn.py, test_flex_page.py
 """
 
 import re
@@ -12,18 +12,18 @@ BEGIN, END = "<!-- table -->\n", "<!-- end of table -->"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lines of a table in Markdown."""
+    """Returns a Markdown table."""
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
 
 
 def written(page: str) -> str:
-    """The table that a page has."""
+    """Returns the table in a page."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     return text.split(BEGIN)[1].split(END)[0]
 
 
 def write(page: str, lines: str) -> None:
-    """Puts a table in a page."""
+    """Replaces the table in a page."""
     path = ROOT / "docs" / page
     text = path.read_text(encoding="utf-8")
     path.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + lines + END, text, flags=re.DOTALL), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Everything that npu.install() changes, in this thread, and a mode that sees what torch is asked."""
+"""Returns the state that npu.install() changes in this thread, and records calls of torch functions."""
 
 import sys
 from typing import Any
@@ -17,12 +17,12 @@ def surroundings() -> list[Any]:
 
 
 def there() -> bool:
-    """Whether there is a torch.npu that works: torch keeps the name of a device that it has heard of."""
+    """Returns True if torch.npu works; torch keeps the name of a device after its removal."""
     return bool(hasattr(torch, "npu") and torch.npu.is_available())
 
 
 class Recorded(TorchFunctionMode):
-    """The names of functions that are called under it."""
+    """Records the names of functions that are called in its context."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Compiles the kernels for a chip without having one, and reads from the binary what it takes.
+"""Compiles the kernels for a GPU without having one, and reads figures of registers, memory and instructions.
 
     figures("forward 128 sm_90") -> {"registers": 255, "spilled": 0, "shared": 131072, "whole": 13.09, ...}
 
-`python tests/support/triton_ahead.py` compiles the whole list and writes what this Triton makes of it into resources/,
-with names of entries after it these alone.
+`python tests/support/triton_ahead.py [NAME...]` compiles all entries, or the named ones, and writes the figures of this
+version of Triton to resources/.
 
-The constants are those of a launch (launch_dense.py); what a launch finds out about its arguments - absent ones,
-pointers on 16 bytes - is said here by hand. Reads with the cuobjdump of Triton's own wheel.
+The constants are those of a launch (launch_dense.py). Properties of arguments that a launch detects (absent ones,
+pointers aligned to 16 bytes) are specified here. Binaries are read with the cuobjdump of Triton's wheel.
 """
 
 import json
@@ -57,7 +57,7 @@ KERNELS = {
 
 
 def constexprs_of(kernel: str, problem: Problem, tile: Tile, align: int = 0) -> launching.Constants:
-    """What a kernel knows while compiling; align: elements of which row starts are multiples, 0: those of 16 bytes."""
+    """Returns a kernel's constexpr arguments; align: elements to which rows are aligned; 0: 16 bytes."""
     align = align or shapes.widest(problem)
     if kernel == "forward":
         return launch_dense.forward_constants(problem, tile, align)
@@ -73,7 +73,7 @@ def constexprs_of(kernel: str, problem: Problem, tile: Tile, align: int = 0) -> 
 
 
 def pointer(kernel: str, name: str, p: Problem) -> str | None:
-    """The type of an argument that is memory, or None where a problem lacks it."""
+    """Returns the type of a pointer argument, or None if the problem does not have it."""
     stored = p.bias in ("matrix", "table")
     lacking = {
         **dict.fromkeys(("q_rope", "k_rope", "dq_rope", "dk_rope"), not p.dim_rope),
@@ -101,12 +101,12 @@ def pointer(kernel: str, name: str, p: Problem) -> str | None:
 
 
 def source(kernel: str, problem: Problem, constants: launching.Constants) -> ASTSource:
-    """A kernel with the types of its arguments."""
+    """Returns a kernel's source with the types of its arguments."""
     return of_types(KERNELS[kernel], constants, lambda name: pointer(kernel, name, problem))
 
 
 def of_types(function: Any, constants: launching.Constants, typed: Callable[[str], str | None]) -> ASTSource:
-    """A kernel with its constants; typed: the type of an argument that has no annotation, None where it is absent."""
+    """Returns a kernel's source; typed: returns the type of an argument without annotation, or None if absent."""
     signature: dict[str, str] = {}
     fixed: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -122,13 +122,13 @@ def of_types(function: Any, constants: launching.Constants, typed: Callable[[str
 
 
 def measure(kernel: str, problem: Problem, tile: Tile, chip: int, align: int = 0) -> Figures:
-    """What the kernel takes on a chip (80 for sm_80), and with which instructions it multiplies."""
+    """Returns a kernel's figures on a chip (80 for sm_80), including the kinds of its multiplications."""
     result = taken(source(kernel, problem, constexprs_of(kernel, problem, tile, align)), tile, chip, kernel in LOOPS)
     return result | {way: issued(kernel, tile, int(result[way])) for way in ("cut", "whole")}
 
 
 def taken(given: ASTSource, tile: Tile, chip: int, counted: bool) -> Figures:
-    """measure() of a kernel with its arguments; cut and whole: instructions of a turn of its main loop, if counted."""
+    """Returns the figures of a source; cut, whole: instructions of an iteration of its main loop, if counted."""
     compiled = triton.compile(
         given, target=GPUTarget("cuda", chip, 32), options={"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     )
@@ -160,11 +160,12 @@ def taken(given: ASTSource, tile: Tile, chip: int, counted: bool) -> Figures:
 
 
 def issued(kernel: str, tile: Tile, instructions: int) -> float:
-    """Instructions of a turn of the main loop, per score that a thread owns; of decode, of all warps per 64 keys.
+    """Returns the instructions of an iteration of the main loop, per score of a thread; decode: of all warps, per 64
+    keys.
 
-    cut: of a turn that takes every branch, whole: of one that skips what it may, as where no mask cuts the tile.
+    cut: an iteration that takes every branch; whole: one that skips all optional branches, as for tiles without a mask.
     """
-    if not instructions:  # of a kernel whose loop is not counted
+    if not instructions:  # the kernel's loop is not counted
         return 0.0
     if kernel == "decode":
         return instructions * tile.num_warps * 64 / tile.BN
@@ -172,7 +173,7 @@ def issued(kernel: str, tile: Tile, instructions: int) -> float:
 
 
 def ahead(intermediate: str) -> int:
-    """Loads that a loop keeps in flight: groups of asynchronous copies, or tiles beside the one in use by TMA."""
+    """Returns the number of loads that a loop keeps in flight: groups of asynchronous copies, or further TMA tiles."""
     groups = [int(n) for n in re.findall(r"async_wait .*?num = (\d+)", intermediate)]
     copied = "async_tma_copy_global_to_local" in intermediate
     stages = [int(n) for n in re.findall(r"memdesc_index .*?memdesc<(\d+)x\d+x\d+x", intermediate)] if copied else []
@@ -184,8 +185,8 @@ def ahead(intermediate: str) -> int:
 
 @dataclass(frozen=True)
 class Config:
-    """One kernel for one problem; align: of known(); rows: decode's BM, where that is not its table's; table: whose
-    tile it takes, where that is not the kernel's own."""
+    """A kernel for a problem; align: as in constexprs_of(); rows: BM of decode instead of its table's; table: table of
+    the tile instead of the kernel's own."""
 
     kernel: str
     problem: Problem
@@ -194,7 +195,7 @@ class Config:
     table: str = ""
 
     def tile(self, chip: int) -> Tile | None:
-        """The tile that a launch chooses; None: the chip's tables hold none."""
+        """Returns the tile that a launch selects; None if the chip's table has none."""
         if self.kernel in shapes.RECOMPUTE:
             return shapes.recompute_tile(self.kernel, self.problem)
         if self.kernel == "join":
@@ -228,7 +229,7 @@ INT8 = {"kv_dtype": "int8", "dequant_k": "channel", "dequant_v": "token"}
 
 
 def configs() -> dict[str, Config]:
-    """Every kernel with every row of its table, features off and on."""
+    """Returns the entries by name: every kernel with every row of its table, without and with features."""
     results: dict[str, Config] = {}
     for kernel in ("forward", "query", "key"):
         for name, size in SIZES.items():
@@ -243,9 +244,9 @@ def configs() -> dict[str, Config]:
         results[f"{kernel} 128 even strides"] = Config(kernel, problem(128, **LIGHT), align=2)
         results[f"{kernel} float32"] = Config(kernel, problem(128, **FLOAT32, **LIGHT))
         results[f"{kernel} float32 read"] = Config(kernel, problem(128, **FLOAT32, **READ, **MEAN))
-    for name in ("64", "128", "192", "256"):  # one thing is read for every pair of row and key
+    for name in ("64", "128", "192", "256"):  # one value is read for every pair of row and key
         results[f"forward {name} blocked"] = Config("forward", problem(**SIZES[name], has_blocked=True))
-    # A score that is a product and nothing else: tiles of their own.
+    # Scores that are only a product have different tiles.
     results["forward 64 plain"] = Config("forward", problem(64))
     results["query 64 plain"] = Config("query", problem(64))
     results["query 192 plain"] = Config("query", problem(128, dim_rope=64))
@@ -254,7 +255,7 @@ def configs() -> dict[str, Config]:
     results["key 128 float16"] = Config("key", problem(128, dtype="float16"))
     results["key 128 mean"] = Config("key", problem(128, **MEAN))
     results["forward 128 mean"] = Config("forward", problem(128, **LIGHT, **MEAN_IN_BAND))
-    # What meets in one call and in no entry above: no group, a cap or means at the largest tiles.
+    # Combinations that no entry above has: no group, a softcap or means with the largest tiles.
     results["key 128 ungrouped"] = Config("key", problem(128, heads_kv=16))
     results["key 192 mean"] = Config("key", problem(**SIZES["192"], **LIGHT, **MEAN))
     results["forward 192 capped"] = Config("forward", problem(**SIZES["192"], softcap=50.0))
@@ -272,7 +273,7 @@ def configs() -> dict[str, Config]:
 
 
 def of_caches() -> dict[str, Config]:
-    """Decode, prefill and latents."""
+    """Returns the entries of decode, prefill and latents."""
     results: dict[str, Config] = {}
     results["decode 128"] = Config("decode", problem(128, **PAGES))
     results["decode 128 16 rows"] = Config("decode", problem(128, **PAGES), rows=16)
@@ -317,8 +318,8 @@ OLDER = (
     "recompute_out 128",
 )  # on sm_80 too
 CHIPS = (80, 86, 90)
-SHARED = {80: 166912, 86: 101376, 90: 232448}  # bytes that a program may have
-OTHERS = {89: 86, 100: 90, 120: 86}  # chips whose tiles are another one's (shapes.CHIPS)
+SHARED = {80: 166912, 86: 101376, 90: 232448}  # bytes of shared memory of a program
+OTHERS = {89: 86, 100: 90, 120: 86}  # chips that use another one's tiles (shapes.CHIPS)
 RUNS = {
     f"{name} sm_{chip}": (name, chip)
     for name, config in CONFIGS.items()
@@ -330,7 +331,7 @@ OF_DENSE = RESOURCES / f"{triton.__version__}.json"
 
 
 def figures(run: str) -> Figures:
-    """measure() of an entry of RUNS."""
+    """Returns measure() of an entry of RUNS."""
     name, chip = RUNS[run]
     config = CONFIGS[name]
     tile = config.tile(chip)
@@ -339,7 +340,7 @@ def figures(run: str) -> Figures:
 
 
 def recorded(path: Path) -> dict[str, Figures]:
-    """The figures by run that a file holds, none without the file."""
+    """Returns the figures in a file by run; {} if the file does not exist."""
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"columns": []}
     columns = table.pop("columns")
     return {
@@ -350,7 +351,7 @@ def recorded(path: Path) -> dict[str, Figures]:
 
 
 def record(path: Path, rows: Mapping[str, Figures]) -> None:
-    """Writes the figures by run: the names of the columns, then a line for each kernel with a row for each chip."""
+    """Writes figures to a file: the names of the columns, then a line for each kernel with a row for each chip."""
     lines: dict[str, Any] = {"columns": list(next(iter(rows.values())))}
     for run, row in rows.items():
         name, _, chip = run.rpartition(" ")
@@ -360,9 +361,9 @@ def record(path: Path, rows: Mapping[str, Figures]) -> None:
 
 
 def worse(result: Figures, before: Figures, shared: int) -> dict[str, tuple[float, float]]:
-    """The figures, now and before, in which a kernel takes more; shared: bytes that it may have in any case.
+    """Returns (current, previous) of the figures that became worse; shared: the chip's limit of shared memory.
 
-    Waits: wgmma that the assembler runs one after the other waits after each.
+    More waits mean that the assembler serialised wgmma, with a wait after each.
     """
     most = before | {"registers": before["registers"] + 8, "shared": min(before["shared"], shared)}
     risen = {key for key in most if key != "copies" and result[key] > most[key]} - {"ahead"}
@@ -371,12 +372,12 @@ def worse(result: Figures, before: Figures, shared: int) -> dict[str, tuple[floa
 
 
 def workers() -> ProcessPoolExecutor:
-    """Processes that compile; started afresh, since a fork of a process with threads may hang."""
+    """Returns processes that compile; they are spawned, because a fork of a process with threads may hang."""
     return ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
 
 
 def main() -> None:
-    """Compiles all entries, or those that are named, and records what they take."""
+    """Compiles all entries, or the named ones, and records their figures."""
     requested = sys.argv[1:] or list(CONFIGS)
     rows = recorded(OF_DENSE)
     with workers() as pool:

@@ -1,4 +1,4 @@
-"""The two-phase interface called by a record: handles, poisoned outputs, both phases."""
+"""Calls the two-phase interface with the arguments of a record: handles, poisoned outputs and both phases."""
 
 import warnings
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ Args = dict[str, Any]
 
 
 def axes_of(op: Op, args: Args) -> dict[str, int]:
-    """The size of every axis word, as far as inputs show it."""
+    """Returns the size of every axis name that the inputs determine."""
     sizes: dict[str, int] = {}
     for number in (q for q in op.params if isinstance(q, Attr) and q.axis and isinstance(args.get(q.name), int)):
         sizes[number.axis] = args[number.name]
@@ -25,7 +25,7 @@ def axes_of(op: Op, args: Args) -> dict[str, int]:
     for p in op.tensors():
         value, words = args[p.name], p.words(op.layout_of(p, args))
         if paged and isinstance(p, Tensors):
-            continue  # pages have axes of their own
+            continue  # pages have different axes
         if isinstance(value, torch.Tensor) and value.dim() == len(words):
             for word, size in zip(words, value.shape, strict=True):
                 unknown = [axis for axis in word.split("*") if not axis.isdigit() and axis not in sizes]
@@ -41,7 +41,7 @@ def axes_of(op: Op, args: Args) -> dict[str, int]:
 
 
 def windows_of(op: Op, args: Args) -> dict[str, int]:
-    """The axes that a call of legal shapes derives from its windows."""
+    """Returns the axes that a call of legal shapes derives from its windows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ContractWarning)
         try:
@@ -52,7 +52,7 @@ def windows_of(op: Op, args: Args) -> dict[str, int]:
 
 
 def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:
-    """Poisoned memory for the outputs of a call, those that it brings left as they are."""
+    """Returns poisoned memory for the outputs of a call; outputs among the arguments are kept."""
     sizes = axes_of(op, args)
     results: dict[str, torch.Tensor | None] = {}
     for p in op.tensors(output=True):
@@ -80,7 +80,7 @@ def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:
 
 
 def handle(value: Any, tensors: bool = False) -> Any:
-    """What a program passes; tensors: integers lie in one, not in an array."""
+    """Returns a value as a program passes it; tensors: pass integers as a tensor instead of an array."""
     if isinstance(value, torch.Tensor):
         return acl.Tensor.of(value)
     if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
@@ -93,7 +93,7 @@ def handle(value: Any, tensors: bool = False) -> Any:
 def handles_of(
     op: Op, args: Mapping[str, Any], outputs: Mapping[str, torch.Tensor | None], tensors: bool = False
 ) -> dict[str, Any]:
-    """What phase 1 takes, by the record's names."""
+    """Returns the arguments of phase 1 by the record's names."""
     values = {p.name: args[p.name] if args.get(p.name) is not None else outputs.get(p.name) for p in op.params}
     return {name: handle(value, tensors) for name, value in values.items()}
 
@@ -106,7 +106,7 @@ def call(
     tensors: bool = False,
     **options: Any,
 ) -> tuple[int, int]:
-    """(ret of phase 1, ret of phase 2) with outputs given by name; tensors: as of handle()."""
+    """Returns (ret of phase 1, ret of phase 2) with outputs by name; tensors: as in handle()."""
     handles, options = handles_of(op, args, outputs, tensors).values(), options | {"check_content": check_content}
     first, size, executor = getattr(aclnn, op.name + "GetWorkspaceSize")(*handles, **options)
     if first:
@@ -120,7 +120,7 @@ def call(
 def done(
     op: Op, args: Args, outputs: dict[str, torch.Tensor | None] | None = None, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """The outputs of a legal call."""
+    """Returns the outputs of a valid call."""
     given = outputs_of(op, args) if outputs is None else outputs
     assert call(op, args, given, **options) == (0, 0), acl.get_recent_err_msg()
     return {name: tensor for name, tensor in given.items() if tensor is not None}

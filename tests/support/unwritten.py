@@ -1,4 +1,4 @@
-"""A back end that forgets: its operation kind runs, then one element of one of its results is as it was before."""
+"""Simulates a back end that leaves one element of one result unwritten."""
 
 import importlib
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Results = dict[str, torch.Tensor]
 
 
 def written(op_kind: Callable[..., None], *given: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Runs a back end's op_kind: (a tensor that it wrote, what that held before) for each."""
+    """Runs a back end's op_kind and returns (written tensor, its previous values) for each."""
     _, _, _, *operands = given
     tensors = {tensor.data_ptr(): tensor for tensor in tensors_in(tuple(operands)) if tensor.numel()}
     before = [(tensor, tensor.clone()) for tensor in tensors.values()]
@@ -30,7 +30,7 @@ def is_poison(tensor: torch.Tensor) -> bool:
 
 
 def judge(ours: Results, right: Results) -> None:
-    """The tests' own comparison, with a program that errs by its last rounding alone."""
+    """Compares results with errors of only a final rounding."""
     assert ours.keys() == right.keys()
     for name, want in right.items():
         if want.is_floating_point():
@@ -40,16 +40,16 @@ def judge(ours: Results, right: Results) -> None:
 
 
 def forgets(patch: pytest.MonkeyPatch, backend: str, op_kind: str, run: Callable[[], Results]) -> int:
-    """Forgets one element of each result of an operation kind in turn, each of which was poison and must be missed.
+    """Restores the poison of one element of each result in turn, and asserts that the comparison fails each time.
 
     Args:
-        patch: puts the operation kind back.
-        backend: its back end.
-        op_kind: whose results are poisoned.
-        run: a call that uses the operation kind, and all that it returns.
+        patch: restores the operation kind after the test.
+        backend: name of the back end.
+        op_kind: operation kind whose results are poisoned.
+        run: makes a call that uses the operation kind, and returns all results.
 
     Returns:
-        How many results there were.
+        The number of results.
     """
     module = importlib.import_module(f"fusion_attention.backends.{backend}")
     real, right, result, at = getattr(module, op_kind), run(), 1, 0
@@ -59,7 +59,7 @@ def forgets(patch: pytest.MonkeyPatch, backend: str, op_kind: str, run: Callable
         changed = written(real, *given)
         tensor, old = changed[at]
         result = len(changed)
-        assert is_poison(old), f"{op_kind}: result {at} held other values than poison before"
+        assert is_poison(old), f"{op_kind}: result {at} contained other values than poison before"
         tensor.as_strided((1,), (1,), tensor.storage_offset() + tensor.numel() // 2).copy_(old.flatten()[:1])
 
     judge(run(), right)

@@ -1,4 +1,4 @@
-"""Calls of every family of operation kinds, for what a back end may forget of their results."""
+"""Makes calls of every family of operation kinds, for tests that find unwritten results."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -53,7 +53,7 @@ def losses(backend: str) -> Results:
     return eager.run(loss.lowered(case, loss.arguments(case)), backend)
 
 
-# (family, operation kind): results of the operation kind.
+# (family, operation kind): number of results of the operation kind.
 FAMILIES: dict[tuple[Callable[[str], Results], str], int] = {
     (training, "attention_forward"): 3,
     (training, "attention_backward"): 7,

@@ -1,11 +1,11 @@
-"""Worlds of several processes on gloo, which stay and serve many cases: starting a process takes seconds.
+"""Runs test cases on worlds of several gloo processes, which are reused because starting a process takes seconds.
 
-    def case(group, factor): return factor * dist.get_rank(group)     # a function of a module, run on every rank
+    def case(group, factor): return factor * dist.get_rank(group)     # function of a module; runs on every rank
     def test_it(worlds): assert worlds.run(3, case, 2) == [0, 2, 4]
 
-One pool of processes serves worlds of every size: those of n ranks are a group of the first n. torch names a new group
-by how many a process has made, and ranks with two names for one group wait for ever: cases of fewer ranks leave uneven
-numbers behind, so every case begins to count at one of its own.
+One pool of processes serves worlds of every size: a world of n ranks is a group of the first n. torch names a new group
+by the number of groups that a process has made, and ranks with different names of a group wait for ever. After cases of
+fewer ranks these numbers differ, so every case starts with a new number.
 """
 
 import itertools
@@ -23,17 +23,17 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 4
-SECONDS = 60.0  # a case, on a busy machine
-TIMEOUT = 20.0  # of the process groups
-GROUPS = 1000  # that a case may make
+SECONDS = 60.0  # limit for a case, on a busy machine
+TIMEOUT = 20.0  # timeout of the process groups
+GROUPS = 1000  # largest number of groups that a case may make
 
 
 class Failed(Exception):
-    """What a rank raised, as text."""
+    """The text of an exception on a rank."""
 
 
 class Worlds:
-    """A pool of processes, begun when it is first used, and anew when a case has broken it."""
+    """A pool of processes, which starts when it is first used and after a case that broke it."""
 
     def __init__(self, largest: int = LARGEST, timeout: float = TIMEOUT) -> None:
         self.largest, self.timeout = largest, timeout
@@ -42,19 +42,19 @@ class Worlds:
         self._cases = itertools.count(1)
 
     def run(self, world: int, case: Callable[..., Any], *args: Any, kill: Sequence[int] = ()) -> list[Any]:
-        """What case(group, *args) returns on each rank of a world; raises Failed where one raises.
+        """Returns the results of case(group, *args) on each rank of a world; raises Failed if a rank raises.
 
-        kill: ranks that are expected to die; None stands for what they return. The pool is then begun anew.
+        kill: ranks that are expected to die; their results are None, and the pool is started again.
         """
         results = self.outcomes(world, case, *args, kill=kill)
         failed = [f"rank {rank}:\n{result}" for rank, result in enumerate(results) if isinstance(result, Failed)]
         if failed:
-            self.end()  # Nobody knows what still waits there.
+            self.end()  # ranks may still be waiting
             raise Failed("\n".join(failed))
         return results
 
     def outcomes(self, world: int, case: Callable[..., Any], *args: Any, kill: Sequence[int] = ()) -> list[Any]:
-        """run(), with a Failed in the place of what a rank that raises would return."""
+        """Returns the same as run(), with a Failed as the result of a rank that raises."""
         if not self._processes:
             self._begin()
         request = pickle.dumps((world, next(self._cases) * GROUPS, case, args))
@@ -99,7 +99,7 @@ class Worlds:
         self._ends = [end for _, end in sorted(((end.recv(), end) for end in ends), key=lambda pair: int(pair[0]))]
 
     def end(self) -> None:
-        """Ends the processes; the next case begins others."""
+        """Ends the processes; the next case starts new ones."""
         for end in self._ends:
             end.close()
         for process in self._processes:
@@ -109,7 +109,7 @@ class Worlds:
 
 
 def member(address: str, store: str, rank: int, largest: int, timeout: float) -> None:
-    """A process of the pool: runs cases until its pipe is closed."""
+    """Runs cases in a process of the pool until its pipe is closed."""
     with Client(address, family="AF_UNIX") as end:
         end.send(rank)
         groups = _initialised(store, rank, largest, timeout)
@@ -119,7 +119,7 @@ def member(address: str, store: str, rank: int, largest: int, timeout: float) ->
             try:
                 world, _world.group_count, case, args = pickle.loads(end.recv_bytes())
             except EOFError:
-                os._exit(0)  # No farewell: others may be gone.
+                os._exit(0)  # no clean shutdown, because other ranks may be dead
             end.send_bytes(pickle.dumps(_outcome(case, groups[world], args)))
 
 
@@ -134,7 +134,7 @@ def _outcome(case: Callable[..., Any], group: Any, args: tuple[Any, ...]) -> Any
 
 
 def _initialised(store: str, rank: int, largest: int, timeout: float) -> dict[int, Any]:
-    """The groups by their size; memory for results holds NaN, as in every test."""
+    """Returns the groups by size; memory for results contains NaN, as in every test."""
     import torch
     import torch.distributed as dist
 
@@ -155,7 +155,7 @@ def _initialised(store: str, rank: int, largest: int, timeout: float) -> dict[in
 
 
 if __name__ == "__main__":
-    # Cases and what they return name this module as their test does, not __main__.
+    # Cases and their results refer to this module by its name in tests, not as __main__.
     from support import worlds
 
     server, at, number, count, seconds = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""Calls of records as Python text: what `fusion-attention explain` reads."""
+"""Writes calls of records as Python text, which `fusion-attention explain` reads."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +11,8 @@ from fusion_attention.ir.mask import Band
 
 
 def text(op: Op, args: Mapping[str, Any], interface: bool = True) -> str:
-    """A call with every argument by name; interface: without outputs, which functions of torch_npu and our own have
-    not."""
+    """Returns the text of a call with every argument by name; interface: without outputs, which functions of torch_npu
+    and of this package do not have."""
     written = []
     for p in op.params:
         value = args.get(p.name)
@@ -25,7 +25,7 @@ def text(op: Op, args: Mapping[str, Any], interface: bool = True) -> str:
 
 
 def word(value: Any) -> str:
-    """One value; a tensor by its dtype and shape."""
+    """Returns the text of a value; a tensor is written with its dtype and shape."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape)) or '()'}]"
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
-"""The protocol of back ends, which compute the operations of the intermediate representation, and their selection.
+"""The protocol of back ends and their selection; back ends compute operations of the intermediate representation.
 
-Each back end is a module that reports what it cannot compute. Back ends never import one another; load() imports the
-selected one.
+Each back end is a module that reports the problems which it cannot compute. Back ends never import one another; load()
+imports the selected one.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from fusion_attention.settings import override
 
 # The order in which "auto" tries back ends. golden is used by name only.
 AUTO = ("triton", "cpu")
-SHAPES = "meta"  # the device without memory, and its back end
+SHAPES = "meta"  # torch's device without memory, and the back end for it
 BACKENDS = (*AUTO, "golden")
 BackendName = Literal["auto", "cpu", "triton", "golden"]  # for type checkers
 _GOLDEN = ' golden computes it, in float64: backend="golden", or a block with fusion_attention.use_backend("golden").'
@@ -36,41 +36,41 @@ Accepted = Any  # a problem that the back end computes
 
 
 class Backend(Protocol):
-    """A back end: a module with these functions. Only reasons_against() is called for problems that it rejects.
+    """A back end: a module with these functions; for problems that it cannot compute only reasons_against() is called.
 
-    The properties are the operation kinds: functions of problem, extents, schedule and memory.
+    The properties are the operations by kind, functions of problem, extents, schedule, operands and gradients.
     """
 
     NAME: str
 
     def reasons_against(self, problem: AnyProblem, device: torch.device, op_kind: str = "", /) -> list[str]:
-        """One sentence for each property of the problem that it does not support; op_kind "": for every operation."""
+        """Returns a sentence for each property of the problem that is not supported; op_kind "": by some operation."""
         ...
 
     def schedule(self, problem: Accepted, extents: Extents, op_kind: str, /) -> Any:
-        """The schedule of an operation on given lengths, which every run receives; None if it needs none."""
+        """Returns the schedule of an operation on given lengths, which every run receives; None if it needs none."""
         ...
 
     def reschedule(self, problem: Accepted, extents: Extents, op_kind: str, schedule: Any, /) -> Any:
-        """The schedule for other key lengths of the same sequences: the given one, modified, or a new one."""
+        """Returns the schedule for other key lengths of the same sequences: the given one, modified, or a new one."""
         ...
 
     def workspace_bytes(self, problem: Accepted, extents: Extents, op_kind: str, /) -> int:
-        """Bytes that an operation allocates besides operands and results."""
+        """Returns the bytes that an operation allocates in addition to operands and results."""
         ...
 
     def prepare(
         self, problem: Accepted, schedule: Any, operands: Any, names: tuple[str, ...], /
     ) -> Callable[..., bool] | None:
-        """A function for repeated forward calls whose views differ only in memory; None if it would not be faster.
+        """Returns a function for repeated forward calls on other tensors of equal layouts; None if it is not faster.
 
-        The function takes tensors in the order of names (those of ir.places); max and sum may be None if they are not
-        read. The function returns False if the results are incomplete, and the caller then runs the operation.
+        The function takes tensors in the order of `names` (of ir.places); max and sum may be None if they are not read.
+        It returns False if its results are incomplete; the caller then runs the operation.
         """
         ...
 
     def keep(self, operands: Any, /) -> Any:
-        """Operands that many runs use unchanged, in a data structure of the back end; None if it has none for them."""
+        """Returns operands in the back end's form for many runs with the same operands; None if it has no such form."""
         ...
 
     @property
@@ -85,7 +85,7 @@ class Backend(Protocol):
 
 
 class IndexerBackend(Backend, Protocol):
-    """A back end that also computes the indexer, its loss and pooling, as all of them do."""
+    """A back end with the operations of the indexer, of its loss and of pooling; every back end has them."""
 
     @property
     def indexer_topk(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands], None]:
@@ -119,7 +119,7 @@ class IndexerBackend(Backend, Protocol):
 
 
 def load(name: str) -> Backend:
-    """Imports a back end by name; the others, whose requirements may be missing on this machine, are not imported."""
+    """Imports one back end by name; requirements of the others may be missing on this machine."""
     result: IndexerBackend
     if name == "triton":
         from fusion_attention.backends import triton
@@ -141,8 +141,7 @@ def load(name: str) -> Backend:
 
 
 def choose(problem: AnyProblem, device: torch.device, backend: str, op_kind: str = "") -> str:
-    """Name of the back end for an operation ("": for all operations): the requested one, or the first of AUTO that
-    computes the problem.
+    """Returns the back end's name for an operation ("": for all): the requested one, or the first suitable of AUTO.
 
     Raises:
         ValueError: an unknown name.
@@ -170,7 +169,7 @@ def _check_name(backend: str) -> None:
 
 
 def reasons_of(name: str, problem: AnyProblem, device: torch.device, op_kind: str = "") -> list[str]:
-    """Reasons why a back end does not compute a problem on a device; empty if it does."""
+    """Returns the reasons why a back end does not compute a problem on a device; none if it does."""
     try:
         module = load(name)
     except ImportError as error:
@@ -180,11 +179,11 @@ def reasons_of(name: str, problem: AnyProblem, device: torch.device, op_kind: st
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Inside the block, or the function that it decorates, calls that name no back end are computed by this one.
+    """Selects the back end for calls without an argument `backend`, in a block or in a decorated function.
 
-    The choice counts in this thread (and asyncio task), for every interface but the two-phase one, whose back end
-    acl.init() says. A graph that torch.compile or torch.export traces inside keeps it; one traced outside takes it
-    where it runs inside.
+    It applies to this thread (and asyncio task), and to all interfaces except the two-phase one, whose back end
+    acl.init() selects. A graph that torch.compile or torch.export traces in the block stores this back end. A graph
+    that was traced elsewhere uses it when it runs in the block.
 
     Args:
         name: "auto" (by the device), "cpu", "triton" or "golden", the float64 model.

@@ -1,4 +1,4 @@
-"""The back end of the meta device: calls are checked and planned and return shapes, as torch's operators do there."""
+"""The back end of torch's meta device: calls are checked and planned, and return tensors without memory."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ NAME = "meta"
 
 
 def reasons_against(problem: AnyProblem, device: torch.device, op_kind: str = "") -> list[str]:
-    """One reason if the device is not meta, else none."""
+    """Returns one reason if the device is not meta, else none."""
     return [] if device.type == NAME else [f"the meta back end computes device meta, not {device.type}."]
 
 
 def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
-    """Bytes of scratch: 0."""
+    """Returns 0: nothing is allocated."""
     return 0
 
 

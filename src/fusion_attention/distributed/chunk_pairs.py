@@ -1,8 +1,8 @@
 """Attention between chunks of sequences on one process: forward, backward, and the gradient of a sink.
 
-A chunk is a range of adjacent tokens of one sequence. A chunk of rows and a chunk of keys make a *pair*, which a back
-end computes as a sequence whose Part has its position (ir/problem.py). If chunks begin at multiples of CUT, the bits
-are those of the unsharded call for
+A chunk is a range of adjacent tokens of one sequence. A chunk of rows and a chunk of keys are a *pair*. A back end
+computes a pair as a sequence whose Part has its position in the unsharded sequence (ir/problem.py). If chunks begin at
+multiples of CUT, the bits are those of the unsharded call for
 
 * out, statistics and dq, if each chunk of rows has all keys of its sequence in one pair;
 * dk and dv, if each chunk of keys has all rows of its sequence in one pair.
@@ -32,11 +32,11 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Chunks of sequences and their positions in tensors [batch, tokens, heads, dim]; one element per chunk, int64.
+    """Chunks of sequences and their positions in tensors [batch, tokens, heads, dim].
 
-    Args:
-        seq, first, count: the sequence, its first token in the chunk, and the number of tokens.
-        batch, start: the indices on a tensor's first and second axis.
+    Args (int64, one element per chunk):
+        seq, first, count: the sequence, the position of the chunk's first token in it, and the number of tokens.
+        batch, start: the chunk's index on a tensor's first axis, and its first index on the second axis.
     """
 
     seq: np.ndarray
@@ -108,8 +108,10 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """Results of the forward for a backward: dout and out as q with dim_v elements, max and sum [batch, tokens,
-    heads_q] over all keys of the rows."""
+    """Inputs of a backward: dout and out [batch, tokens, heads_q, dim_v], and max and sum [batch, tokens, heads_q].
+
+    The statistics are over all keys of the rows.
+    """
 
     dout: Tensor
     out: Tensor
@@ -129,7 +131,7 @@ class Keys:
 
 @dataclass(eq=False)
 class Gradients:
-    """Gradients in the shapes of their inputs, None if there is none; partial ones are float32.
+    """Gradients in the shapes of their inputs, or None; partial gradients are float32.
 
     dbias has the bias's dtype if FullCall.owns_bias, else float32.
     """
@@ -166,8 +168,7 @@ class Pairs:
 def pairs(full: FullCall, rows: Chunks, keys: Chunks, *, partial: bool = False) -> Pairs:
     """Returns the pairs of chunks of one sequence in which a row sees a key.
 
-    All pairs are returned if rows without keys get the mean of all keys, or if a sink is in a result that is not
-    partial.
+    It returns all pairs if rows without keys return the mean of V, or if results are not partial and there is a sink.
     """
     order = np.lexsort((keys.first, keys.seq))
     begin, end = (np.searchsorted(keys.seq[order], rows.seq, side) for side in ("left", "right"))
@@ -185,11 +186,15 @@ def pairs(full: FullCall, rows: Chunks, keys: Chunks, *, partial: bool = False) 
 def forward(
     full: FullCall, rows: Rows, keys: Keys, met: Pairs | None = None, backend: str = "auto", *, partial: bool = False
 ) -> Partial:
-    """Computes attention of rows to keys; returns new tensors [batch, tokens, heads_q, dim_v], [batch, tokens,
-    heads_q].
+    """Returns out [batch, tokens, heads_q, dim_v] and statistics [batch, tokens, heads_q] of rows over keys.
 
-    partial: out is float32 without the sink (ir/merge.py: join_sink adds it after the last keys), and rows may be in
-    several pairs. Else out has the problem's dtype, and each chunk of rows is in at most one pair.
+    Args:
+        full: the unsharded call.
+        rows, keys: the chunks.
+        met: the pairs to compute; None: pairs().
+        backend: the back end's name.
+        partial: True for out in float32 without the sink (join_sink() of ir/merge.py adds it after the last keys); rows
+            may then be in several pairs. Else out has the problem's dtype, and a chunk of rows is in at most one pair.
     """
     met = pairs(full, rows.chunks, keys.chunks, partial=partial) if met is None else met
     problem = _partial(full.problem) if partial else full.problem
@@ -223,10 +228,13 @@ def backward(
     partial: bool = False,
     dbias: bool = False,
 ) -> Gradients:
-    """Computes the gradients of pairs; tokens without a pair get zeros. See sink_gradient() for a sink.
+    """Returns the gradients of pairs, zeros for tokens without a pair; sink_gradient() computes that of a sink.
 
-    partial: gradients of rows and keys are float32; required if rows or keys are in several pairs. dbias: set it in
-    every call of a backward with a bias gradient, as it changes the bits of other gradients.
+    Args:
+        full, rows, keys, met, backend: as for forward().
+        saved: results of the forward and their gradient.
+        partial: True for float32 gradients of rows and keys; required if rows or keys are in several pairs.
+        dbias: True in every call of a backward with a bias gradient, because it changes the bits of other gradients.
     """
     met = pairs(full, rows.chunks, keys.chunks, partial=True) if met is None else met
     problem = replace(_partial(full.problem), wide_results=partial)
@@ -258,8 +266,7 @@ def backward(
 
 
 def sink_gradient(full: FullCall, rows: Rows, saved: Saved, backend: str = "auto") -> Tensor:
-    """Returns float32 [heads_q], the gradient of a sink over these rows; for all rows it has the bits of one
-    process."""
+    """Returns the gradient of a sink over these rows, float32 [heads_q]; over all rows it has one process's bits."""
     assert full.sink is not None
     dsink = torch.zeros_like(full.sink)
     none = Chunks.packed(np.arange(len(full.extents)), np.zeros(len(full.extents)), np.zeros(len(full.extents)))
@@ -281,7 +288,7 @@ def sink_gradient(full: FullCall, rows: Rows, saved: Saved, backend: str = "auto
 
 
 class _Sum:
-    """Memory for gradients of chunks: one layer per pair of a chunk, added in order."""
+    """Memory for gradients of chunks, with a layer for each pair of a chunk; total() adds the layers in order."""
 
     def __init__(
         self, like: Tensor | None, dtype: torch.dtype, chunks: Chunks, chosen: np.ndarray, layer: np.ndarray
@@ -318,13 +325,13 @@ def _rank_among_equals(values: np.ndarray) -> np.ndarray:
 
 
 def _extents(full: FullCall, rows: Chunks, keys: Chunks, row: np.ndarray, key: np.ndarray) -> Extents:
-    """Returns pairs as sequences, with bands and shifts relative to the chunks' first row and key."""
+    """Returns the extents of pairs as sequences, with bands and shifts relative to the chunks' first row and key."""
     e, seq, first_row, first_key = full.extents, rows.seq[row], rows.first[row], keys.first[key]
     apart = first_row - first_key
     lo, hi = (np.where(np.abs(edge) < INFINITE, edge + apart, edge) for edge in (e.lo[seq], e.hi[seq]))
     origin = Part(first_row, first_key, seq * full.heads + full.first_head, e.q_len[seq], e.kv_len[seq])
     prefix = np.maximum(e.prefix[seq] - first_key, 0)
-    # Without slopes the shift has no effect; 0 lets plans be shared.
+    # Without slopes the shift has no effect; with 0, more calls use the same plan.
     shift = e.shift[seq] - apart if full.slopes is not None else np.zeros_like(seq)
     return Extents(rows.count[row], keys.count[key], lo, hi, prefix, shift, origin)
 
@@ -333,7 +340,7 @@ def _sees(e: Extents) -> np.ndarray:
     """Returns bool [sequences], true if a row sees a key."""
     some = (e.q_len > 0) & (e.kv_len > 0)
     by_prefix = e.prefix > 0
-    # The first row whose band ends after key 0 must begin before the last key.
+    # A row sees a key if the first row whose band ends after key 0 has a band that begins before the last key.
     by_band = (e.hi > e.lo) & (np.maximum(1 - e.hi, 0) <= np.minimum(e.q_len, e.kv_len - e.lo) - 1)
     visible: np.ndarray = some & (by_prefix | by_band)
     return visible

@@ -1,4 +1,4 @@
-"""Decoding over a cache whose pages are sharded: each rank attends to its pages, and partial results are merged."""
+"""Decoding over a cache whose pages are sharded over ranks: each rank attends to its pages, then results are merged."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -36,24 +36,24 @@ def decode_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest tokens of each sequence over a PagedKVCache(group=...).
+    """Computes attention of the newest tokens of each sequence over a PagedKVCache(group=...).
 
-    Every rank attends to the tokens of its pages, and partial results are merged by (max, sum) in float32, in the order
-    of ranks: the same bits on every rank and in every run.
+    Every rank attends to the tokens of its pages. The partial results are merged in float32 by their statistics, in the
+    order of ranks, so results have the same bits on every rank and in every run.
 
     Args:
         q: [B, S1, N1, D], the same on every rank; with own_heads this rank's heads, [B, S1, N1 / ranks, D].
         cache: a PagedKVCache with a group.
-        sequences: one per row of q; None: all.
-        own_heads: heads are divided among the ranks in order, as in tensor parallelism: queries are gathered, and one
-            exchange returns each rank the results of its heads. sink, bias and blocked are those of all heads.
+        sequences: the cache's sequence of each batch item of q; None: all sequences.
+        own_heads: True if the heads are divided among the ranks in order, as in tensor parallelism. Queries are then
+            gathered, and each rank gets the results of its heads. sink, bias and blocked are those of all heads.
         layout, q_len, scale, band, blocked, bias, sink, softcap, return_lse, backend: as in fa.decode_attention().
 
     Returns:
         out in the shape of q, and lse, as in fa.decode_attention().
 
     Raises:
-        GroupError: ranks make different calls, sequences have different lengths on them, or a rank died.
+        GroupError: ranks make different calls, a sequence has different lengths on the ranks, or a rank died.
         ContractError: the call is not allowed by `fusion-attention ops decode_attention`.
 
     Source: this library; what vLLM calls decode context parallel.
@@ -85,7 +85,7 @@ def attend(
     backend: str,
     own_heads: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes decode_attention() from arguments by parameter name."""
+    """Returns decode_attention()'s results from arguments by parameter name."""
     q, layout, ranks = args["q"], args["layout"], cache.group.world
     if ranks == 1:
         result = dispatch.results(
@@ -137,19 +137,19 @@ def attend(
 
 
 def _check(args: Mapping[str, Any], cache: Any, sequences: Sequence[int] | None, heads: int) -> None:
-    """Raises for invalid arguments of the call of all ranks, with the messages of one process.
+    """Raises ContractError for invalid arguments of the call of all ranks, as one process does.
 
-    heads: the number of all heads divided by those of q.
+    heads: the number of all heads divided by the number of q's heads.
     """
     lengths, q = cache.lengths(sequences), args["q"]
     failures = []
     for name in ("out_scale", "out_offset"):
         if args.get(name) is not None:
-            advice = "ranks' results are merged as they are: quantise the merged one"
+            advice = "only unquantised results can be merged: quantise the merged result"
             failures.append(Failure(_OP, name, "None over a cache with a group", show(args[name]), advice))
     if isinstance(q, Tensor) and q.dim() == 4 and q.shape[0] != len(lengths):
         got = f"{len(lengths)} of {cache!r}" if sequences is None else show(sequences)
-        advice = f"q has {q.shape[0]} rows: sequences=[...] says whose they are"
+        advice = f"q has {q.shape[0]} rows: sequences=[...] names their sequences"
         failures.append(Failure(_OP, "sequences", f"{q.shape[0]} sequences of the cache", got, advice))
     if failures:
         raise ContractError(failures)
@@ -169,7 +169,10 @@ def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int],
     """Returns the arguments of the call over the tokens of this rank's pages.
 
     Args:
-        args: arguments of the call and of the cache. pages: this rank's pages per sequence; lengths: over all ranks.
+        args: arguments of the call and of the cache.
+        pages: this rank's pages of each sequence.
+        lengths: tokens of each sequence on all ranks.
+        size: tokens of a page.
     """
     q, layout = args["q"], args["layout"]
     rows = q.shape[1] if layout == "BSND" else q.shape[2]
@@ -183,7 +186,7 @@ def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int],
     first, end = _here(np.minimum(first, end), pages, size), _here(end, pages, size)
     first = np.minimum(first, end)
     there = row < q_len[:, None]
-    # Pages before the first visible key are left out: a window reads only the pages that it overlaps.
+    # Pages before the first visible key are omitted, so a window reads only the pages that it overlaps.
     visible = there & (end > first)
     gone = np.where(visible, first, np.iinfo(np.int64).max).min(1, initial=np.iinfo(np.int64).max) // size * size
     kv_len = np.where(visible, end, 0).max(1, initial=0)
@@ -206,7 +209,7 @@ def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int],
 
 
 def _here(token: np.ndarray, pages: list[list[int]], size: int) -> np.ndarray:
-    """Returns the number of this rank's tokens before tokens [sequences, rows] of their sequences."""
+    """Returns how many tokens of this rank are before each of the tokens [sequences, rows] of their sequences."""
     result = np.zeros_like(token)
     for b, local in enumerate(pages):
         page = token[b] // size
@@ -217,7 +220,7 @@ def _here(token: np.ndarray, pages: list[list[int]], size: int) -> np.ndarray:
 
 
 def _table(table: Tensor, gone: np.ndarray) -> Tensor:
-    """Removes the first pages of each row of a table; at least one column remains."""
+    """Returns a page table without the first `gone` pages of each row; at least one column remains."""
     if not gone.any():
         return table if table.shape[1] else table.new_zeros(len(table), 1)
     rows = [row[int(n) :] for row, n in zip(table, gone, strict=True)]
@@ -234,7 +237,7 @@ def _global_slots(pages: list[list[int]], slots: int, size: int, device: torch.d
 
 
 def _columns(tensor: Tensor, place: Tensor) -> Tensor:
-    """Selects the columns of a mask or bias that are this rank's keys."""
+    """Returns the columns of a mask or bias that belong to this rank's keys."""
     if tensor.shape[-1] == 1:
         return tensor
     full = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
@@ -248,14 +251,16 @@ def _columns(tensor: Tensor, place: Tensor) -> Tensor:
 
 
 def _mark(sequences: Sequence[int] | None, lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Returns a hash of sequences and lengths, 4 bytes; it travels with every result, as lengths change with every
-    token."""
+    """Returns a hash of sequences and lengths, 4 bytes, which is sent with every result.
+
+    Ranks compare it at every call, because lengths change with every token.
+    """
     text = repr((None if sequences is None else list(map(int, sequences)), lengths)).encode()
     return torch.tensor([zlib.crc32(text) & 0x7FFFFFFF], dtype=torch.int32, device=device).view(torch.uint8)
 
 
 def _same(call: Call, parts: Sequence[Tensor], mark: Tensor) -> None:
-    """Raises if the mark of a rank differs."""
+    """Raises GroupError if the hash of a rank differs."""
     for rank, shard in enumerate(parts):
         if not torch.equal(shard[-len(mark) :], mark):
             what = f"rank {rank} decodes other sequences, or sequences of other lengths"

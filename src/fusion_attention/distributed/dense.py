@@ -1,6 +1,6 @@
 """attention() over sequences that are sharded over several ranks; every rank calls it with its shard.
 
-Every rank validates and lowers the unsharded call as one of fusion_attention.attention, without memory, so rules,
+Every rank validates and lowers the unsharded call of fusion_attention.attention on tensors without memory, so rules,
 messages and defaults are those of its operator definition.
 """
 
@@ -18,7 +18,7 @@ from fusion_attention.distributed import schedules
 from fusion_attention.distributed.chunk_pairs import FullCall, Keys, Rows, Saved
 from fusion_attention.distributed.groups import AnyGroup, Call, Group, group_of
 from fusion_attention.distributed.layout import layout_of
-from fusion_attention.distributed.schedules import Meeting, Side
+from fusion_attention.distributed.schedules import ScheduleInputs, Side
 from fusion_attention.distributed.sharding import shape_of
 from fusion_attention.distributed.ulysses import Heads, indivisible
 from fusion_attention.ir.dropout import draw_seed
@@ -37,12 +37,12 @@ from fusion_attention.torch_ops.foreign_arguments import refuse
 Tensor = torch.Tensor
 _ROWS, _KEYS, _MATRICES = ("q", "q_rope"), ("k", "v", "k_rope"), ("bias", "blocked")
 _TENSORS = ("q", "k", "v", "q_rope", "k_rope", "bias", "blocked", "alibi_slopes", "sink")
-_UNEVEN = "every rank makes the same calls; shares of different sizes need tokens=, the size of the whole"
+_UNEVEN = "every rank must make the same calls; shards of different sizes need tokens=, the unsharded number"
 _CAST = ("q", "k", "v", "q_rope", "k_rope", "bias")
-_UNCUT = {
-    "drop_bits": "is not cut among ranks: leave it to seed and offset, which drop as in one process",
-    "blocked_tiles": "is not cut among ranks: pass this rank's rows of the mask as blocked",
-    "blocked_bits": "is not cut among ranks: pass this rank's rows of the mask as blocked",
+_NOT_SHARDED = {
+    "drop_bits": "cannot be sharded: pass seed and offset, which drop the same elements as one process",
+    "blocked_tiles": "cannot be sharded: pass this rank's rows of the mask as blocked",
+    "blocked_bits": "cannot be sharded: pass this rank's rows of the mask as blocked",
 }
 
 
@@ -84,9 +84,9 @@ def attention(
 
         out = attention(q, k, v)        this rank's rows, over the keys of all ranks
 
-    Every rank makes the call, with the same options. It is differentiable in q, k, v, q_rope, k_rope, bias and sink;
-    the loss is the sum of all ranks' losses. The gradient of a sink, and of a bias that all rows share, is the
-    contribution of this rank: sum it over ranks, like gradients of weights.
+    Every rank must make the call, with the same options. It is differentiable in q, k, v, q_rope, k_rope, bias and
+    sink, for a loss that is the sum of all ranks' losses. The gradient of a sink, and of a bias that all rows share, is
+    this rank's contribution: sum it over ranks, like gradients of weights.
 
     Args:
         q: this rank's query rows, [B, local S1, N1, D] in layout BSND.
@@ -102,18 +102,18 @@ def attention(
         q_rope, k_rope: this rank's shards.
         blocked, bias: padded layouts: this rank's rows x all keys, [B, N1, local S1, S2]; size 1 broadcasts.
         alibi_slopes, sink: the same on every rank.
-        seed: of dropout, which drops the same elements as one process; None: rank 0 draws a seed.
+        seed: seed of dropout, which drops the same elements as in one process; None: rank 0 draws a seed.
         layout, heads, scale, band, sparse_mode, pre_tokens, next_tokens, alibi_start, keep_prob, offset, empty_rows,
             softcap, return_lse, backend: as in fusion_attention.attention, for the unsharded call.
-        foreign: parameter names of other libraries raise an error with our name.
+        foreign: parameter names of other libraries; they raise an error that has this function's name.
 
     Returns:
         out of this rank's rows, or (out, lse).
 
     Raises:
         ContractError, BackendError, TypeError: as in fusion_attention.attention.
-        GroupError: ranks make different calls, a shard does not have the size that shard() gives it, or a rank died.
-        NotImplementedError: a trace (torch.compile, torch.func), which cannot contain the communication.
+        GroupError: ranks make different calls, a shard does not have the size of shard()'s result, or a rank died.
+        NotImplementedError: the call is traced (torch.compile, torch.func); a trace cannot contain communication.
 
     Source: this library.
 
@@ -121,13 +121,13 @@ def attention(
         >>> import fusion_attention, torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or torchrun's
         >>> q = torch.randn(1, 4096, 4, 64)
-        >>> share = fusion_attention.distributed.shard(q, None, "zigzag", 4096)
-        >>> attention(share, share, share, tokens=4096, band=Band.causal()).shape
+        >>> x = fusion_attention.distributed.shard(q, None, "zigzag", 4096)
+        >>> attention(x, x, x, tokens=4096, band=Band.causal()).shape
         torch.Size([1, 4096, 4, 64])
         >>> dist.destroy_process_group()
     """
-    for word in foreign.keys() & _UNCUT.keys():
-        raise TypeError(f"fusion_attention: distributed.attention: {word}: {_UNCUT[word]}")
+    for word in foreign.keys() & _NOT_SHARDED.keys():
+        raise TypeError(f"fusion_attention: distributed.attention: {word}: {_NOT_SHARDED[word]}")
     if foreign:
         refuse(attention, foreign)
     args = {
@@ -161,8 +161,8 @@ def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str)
     dispatch.autocast(args, _CAST)
     if dispatch.is_traced(args.values()):
         raise NotImplementedError(
-            "fusion_attention: distributed.attention: a trace cannot hold what passes between ranks (call it eagerly, "
-            "outside torch.compile and torch.func: torch.compiler.disable)"
+            "fusion_attention: distributed.attention: a trace cannot contain communication between ranks (call it "
+            "eagerly, outside torch.compile and torch.func: torch.compiler.disable)"
         )
     with torch._C.DisableTorchFunction():
         whole_args = _full_args(args, options, ranks)
@@ -178,9 +178,9 @@ def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str)
             (args["seed"], args["offset"]),
             _UNEVEN if options.tokens is None and not sides[0].packed else "",
         )
-        full = _lowered_whole(args, lowered, call)
+        full = _full_call(args, lowered, call)
         dbias = args["bias"] is not None and args["bias"].requires_grad
-        m = Meeting(full, call, *sides, backend, options.deterministic, dbias)
+        m = ScheduleInputs(full, call, *sides, backend, options.deterministic, dbias)
         return _Shared.apply(m, options, lowered.form.layout, *(args[name] for name in _TENSORS))
 
 
@@ -209,8 +209,8 @@ def _tokens(args: dict[str, Any], options: _Options, ranks: Group, token: int, *
     if packed:
         if options.tokens is not None:
             raise ValueError(
-                f"fusion_attention: distributed.attention: tokens: expected None beside packed sequences, got "
-                f"{options.tokens!r} (q_len and kv_len say it)"
+                f"fusion_attention: distributed.attention: tokens: expected None with packed sequences, got "
+                f"{options.tokens!r} (q_len and kv_len determine it)"
             )
         kv_len = args["q_len"] if args["kv_len"] is None else args["kv_len"]
         return _sum(args["q_len"]), _sum(kv_len)
@@ -246,7 +246,7 @@ def _blank(value: Any, axis: int, size: int | None) -> Any:
 
 
 def _words(full_args: dict[str, Any], bound: Any, options: _Options) -> dict[str, Any]:
-    """Returns the settings that must agree on all ranks; for matrices without their rows, which may be one or many."""
+    """Returns the settings that must agree on all ranks; a matrix's number of rows is excluded: it may be 1 or many."""
     settings: dict[str, Any] = {"deterministic": options.deterministic, "grad": torch.is_grad_enabled()}
     for name, value in full_args.items():
         if isinstance(value, Tensor) and name in _TENSORS:
@@ -271,7 +271,7 @@ def _sides(lowered: DenseCall, options: _Options) -> tuple[Side, Side]:
     return side(e.q_len, lowered.q), side(e.kv_len, lowered.k)
 
 
-def _lowered_whole(args: dict[str, Any], lowered: DenseCall, call: Call) -> FullCall:
+def _full_call(args: dict[str, Any], lowered: DenseCall, call: Call) -> FullCall:
     """Returns the unsharded call for chunk_pairs.py, with this rank's copy of replicated tensors."""
     p, e, q = lowered.problem, lowered.extents, args["q"]
     slopes, sink = (wide(args[name], q) for name in ("alibi_slopes", "sink"))
@@ -279,18 +279,18 @@ def _lowered_whole(args: dict[str, Any], lowered: DenseCall, call: Call) -> Full
         slopes = slopes.detach().reshape(-1, p.heads_q).expand(len(e), p.heads_q)
     seed = args["seed"] if p.dropout == "philox" else 0
     if seed is None:
-        seed = call.of_first("handing the seed round", draw_seed())
+        seed = call.of_first("sending the seed of rank 0", draw_seed())
     sink = None if sink is None else sink.detach()
     owns = owns_bias(lowered)
     return FullCall(p, e, p.heads_q, slopes=slopes, sink=sink, seed=seed, offset=lowered.offset, owns_bias=owns)
 
 
 def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, sides: tuple[Side, Side]) -> None:
-    """Raises for a call that cannot be sharded, on every rank alike."""
+    """Raises ValueError for a call that cannot be sharded, on every rank."""
     why, name = "", "schedule"
     moves = options.schedule.startswith("ulysses")
     if options.deterministic and options.schedule != "allgather":
-        name, why = "deterministic", f'goes with schedule="allgather" alone, got {options.schedule!r}'
+        name, why = "deterministic", f'needs schedule="allgather", got {options.schedule!r}'
     elif moves:
         why = indivisible(lowered.problem, options.shape[-1])
     one_row = 1 in sides[0].placement.sizes
@@ -299,9 +299,9 @@ def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, sides: 
         if t is None:
             continue
         if sides[0].packed:
-            name, why = matrix, "goes with padded sequences alone (packed ones have a band, lengths and slopes)"
+            name, why = matrix, "needs padded sequences (packed sequences have a band, lengths and slopes)"
         elif one_row and (moves or options.deterministic or (matrix == "bias" and t.requires_grad)):
-            name, why = matrix, "goes with ranks of more rows than one: none can tell that from a row for all"
+            name, why = matrix, "needs ranks with more than one row: one row could be this rank's, or one for all rows"
     if why:
         raise ValueError(f"fusion_attention: distributed.attention: {name}: {why}")
 
@@ -313,8 +313,8 @@ def _fault(args: dict[str, Any], lowered: DenseCall, options: _Options, sizes: S
         for name in names:
             if (t := args[name]) is not None and t.shape[token] != size:
                 return (
-                    f"{name} has {t.shape[token]} tokens, and its share is {size} (shard() lays tokens out; tokens= "
-                    "says how many there are in all)"
+                    f"{name} has {t.shape[token]} tokens, and this rank's shard has {size} (shard() makes it; tokens= "
+                    "is the number of tokens on all ranks)"
                 )
     for name in _MATRICES:
         if (t := args[name]) is not None and t.dim() >= 2 and t.shape[-2] not in (1, sizes[0]):
@@ -330,7 +330,7 @@ class _Shared(torch.autograd.Function):
     """The differentiable call; statistics have no derivative."""
 
     @staticmethod
-    def forward(ctx: Any, m: Meeting, options: _Options, layout: str, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, m: ScheduleInputs, options: _Options, layout: str, *tensors: Any) -> tuple[Tensor, ...]:
         rows, keys = _canonical(m, layout, tensors)
         partial = _computed(m, options, rows, keys, None)
         results = _placement(partial, layout)
@@ -364,7 +364,7 @@ class _Shared(torch.autograd.Function):
         return None, None, None, *(g if need else None for g, need in zip(grads, wanted, strict=True))
 
 
-def _computed(m: Meeting, options: _Options, rows: Rows, keys: Keys, saved: Saved | None) -> Any:
+def _computed(m: ScheduleInputs, options: _Options, rows: Rows, keys: Keys, saved: Saved | None) -> Any:
     """Returns the results of a schedule, or the gradients if `saved` is given."""
     gathered = options.schedule == "allgather"
     forward = schedules.gathered_forward if gathered else schedules.ring_forward
@@ -377,8 +377,8 @@ def _computed(m: Meeting, options: _Options, rows: Rows, keys: Keys, saved: Save
     return among.forward(rows, keys, forward) if saved is None else among.backward(rows, keys, saved, backward)
 
 
-def _canonical(m: Meeting, layout: str, tensors: Sequence[Any]) -> tuple[Rows, Keys]:
-    """Returns a rank's tensors as [batch, tokens, heads, dim], as views."""
+def _canonical(m: ScheduleInputs, layout: str, tensors: Sequence[Any]) -> tuple[Rows, Keys]:
+    """Returns views of a rank's tensors as [batch, tokens, heads, dim]."""
     p, rank = m.full.problem, m.call.rank
     given: dict[str, Any] = dict(zip(_TENSORS, (None if t is None else t.detach() for t in tensors), strict=True))
     rows: dict[str, Any] = {n: _rows_of(given[n], layout, p.heads_q) for n in _ROWS}
@@ -404,7 +404,7 @@ def _rows_of(t: Any, layout: str, count: int) -> Any:
 
 
 def _placement_rows(t: Tensor, layout: str) -> Tensor:
-    """Inverts _rows_of()."""
+    """Returns [batch, tokens, heads, dim] in a layout; the inverse of _rows_of()."""
     batch, token, head = LAYOUTS[layout]
     if batch is None:
         t = t[0]

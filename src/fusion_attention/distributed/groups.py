@@ -1,7 +1,7 @@
 """Communication between the ranks of one call: order, tags and error messages.
 
-All data travels point to point, as bytes, with a tag of the call, so that calls never receive each other's data. Sums
-are computed here, in the order of ranks.
+All data is sent point to point, as bytes, with a tag of the call, so that a call never receives another call's data.
+This module computes sums over ranks, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from fusion_attention.memory import empty
 
 Tensor = torch.Tensor
 AnyGroup = dist.ProcessGroup | DeviceMesh | None
-# Signatures that a group caches after comparing them.
+# Number of compared signatures that a group caches.
 _AGREED = 256
 # Devices that a back end of torch.distributed supports; others may support any.
 _SENDS = {"gloo": ("cpu",), "nccl": ("cuda",), "mpi": ("cpu",)}
-_NOT_ALL = (
-    "a rank died, raised an error of its own (see its output), made another call, or is later than the group's timeout"
-)
+_NOT_ALL = "a rank died, raised another error (see its output), made another call, or is later than the group's timeout"
 _COMPARING = "comparing the call with the other ranks'"
 _FAILURES = (RuntimeError, ValueError, OSError)  # exceptions of torch.distributed
 
@@ -39,14 +37,14 @@ _FAILURES = (RuntimeError, ValueError, OSError)  # exceptions of torch.distribut
 class GroupError(RuntimeError):
     """A call of several ranks failed; the message has function, rank, schedule, step, cause and advice.
 
-    If only some ranks raise it (one died, or was late), the ranks' counters differ: make a new group.
+    If only some ranks raise it (one died, or was late), the ranks' numbers of calls differ, so make a new group.
     """
 
 
 class Pending:
-    """Sends and receives that are not complete; keeps their memory alive.
+    """Sends and receives that are not complete, and references to their memory.
 
-    At the end of a `with` block, also after an error, all data has arrived: an unfinished operation would break the
+    Leaving a `with` block waits for all data, also after an error, because an unfinished operation would break the
     connection for later calls.
     """
 
@@ -81,13 +79,13 @@ class Group:
 
     def __init__(self, data: dist.ProcessGroup, ranks: Sequence[int], axes: tuple[Group, ...] = ()) -> None:
         self.axes, self.ranks = axes, tuple(ranks)
-        self._weak = weakref.ref(data)  # the table of groups must not keep its keys alive
-        self._meshes: dict[tuple[Group, tuple[int, ...]], Group] = {}  # by the other axis and all ranks
+        self._weak = weakref.ref(data)  # weak: _GROUPS maps `data` to this object
+        self._meshes: dict[tuple[Group, tuple[int, ...]], Group] = {}  # (group of the other axis, all ranks) -> mesh
         self.rank, self.world = self.ranks.index(dist.get_rank()), len(self.ranks)
         self.calls = itertools.count()
         self._agreed: OrderedDict[tuple[tuple[str, str], ...], dict[str, Any]] = OrderedDict()
         self._compared = itertools.count()
-        self._tried: set[str] = set()  # types of devices
+        self._tried: set[str] = set()  # device types for which try_out() has run
 
     @property
     def _data(self) -> dist.ProcessGroup:
@@ -116,14 +114,14 @@ class Group:
         varies: object = None,
         advice: str = "",
     ) -> Call:
-        """Starts a call of the group; every rank makes it, with the same settings.
+        """Starts a call of the group; every rank must call this, with the same settings.
 
         Args:
             function: the name of the public function.
-            settings: lengths, dtypes and options that must agree; compared at the first call with them.
+            settings: lengths, dtypes and options that must be equal on all ranks; ranks compare them at the first call.
             device: the device of the tensors.
-            fault: an error of this rank's shard; at the first call of a signature every rank raises it.
-            varies: a value that must agree and changes with every call; it is part of the tags, not compared.
+            fault: an error of this rank's shard, or ""; at the first call with these settings every rank raises it.
+            varies: a value that must be equal and changes from call to call; it is part of the tags and not compared.
             advice: advice for settings that differ.
 
         Raises:
@@ -148,8 +146,10 @@ class Group:
         return call
 
     def compare(self, text: str) -> list[str]:
-        """Returns the text of every rank, in the order of ranks. The group's store transports it, apart from the data,
-        and can tell which ranks are missing."""
+        """Returns the text of every rank, in the order of ranks.
+
+        The group's store transports the texts, because it can report which ranks did not send one.
+        """
         if self.axes:
             rows, columns = self.axes
             return [text for line in rows.compare("\n".join(columns.compare(text))) for text in line.split("\n")]
@@ -161,7 +161,7 @@ class Group:
         except _FAILURES as error:
             silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
             raise RuntimeError(f"nothing came from rank {', '.join(silent)}") from error
-        # All ranks have written this message, so all have read the one before the last.
+        # All ranks have written this message, so all have read the message before the previous one.
         store.delete_key(f"fusion_attention/{number - 2}/{self.rank}")
         return [store.get(key).decode() for key in keys]
 
@@ -185,10 +185,10 @@ class Group:
 
 
 class Call:
-    """One call of a group and its communication. Every step has a name, for error messages.
+    """One call of a group and its communication; every step has a name, for error messages.
 
     Attributes:
-        call_cache: a cache for all calls with the same settings.
+        call_cache: a cache that all calls with the same settings share.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Call:
         self._key, self._steps, self._derivatives = 0, itertools.count(), itertools.count()
 
     def begin(self, text: str, key: int = 0) -> None:
-        """Sets the key of the call's tags, so that calls with different texts never receive each other's data."""
+        """Sets the key of the call's tags, so that a call never receives data of a call with another text or key."""
         self._key = zlib.crc32(f"{self.function} {text}".encode(), key)
 
     def along(self, axis: int) -> Call:
@@ -211,7 +211,7 @@ class Call:
         return call
 
     def error(self, step: str, what: str, advice: str) -> GroupError:
-        """Makes a GroupError with the call's function, rank and schedule."""
+        """Returns a GroupError with the call's function, rank and schedule."""
         schedule = f", schedule {self.schedule}" if self.schedule else ""
         return GroupError(
             f"fusion_attention: distributed.{self.function}: rank {self.rank} of {self.world}{schedule}, {step}: "
@@ -236,7 +236,7 @@ class Call:
             raise self.error(step, str(error).split("\n", 1)[0], _NOT_ALL) from error
 
     def sends(self, device: torch.device) -> None:
-        """Raises if the group cannot send tensors on a device."""
+        """Raises GroupError if the group cannot send tensors on a device."""
         for group in self.group.axes or (self.group,):
             backend = group.backend(device)
             if not backend or device.type not in _SENDS.get(backend, (device.type,)):
@@ -256,29 +256,33 @@ class Call:
                 raise self.error(
                     _COMPARING,
                     f"rank 0 calls with {first}, rank {rank} with {other}",
-                    advice or "every rank makes the same calls, in the same order",
+                    advice or "every rank must make the same calls, in the same order",
                 )
         for rank, (_, _, result) in enumerate(heard):
             if result:
                 raise self.error(_COMPARING, f"on rank {rank} {result}", "all ranks stop")
 
     def try_out(self) -> None:
-        """Sends a number from every rank to every other: an unsupported back end fails now rather than in training, and
-        some back ends need all ranks in their first exchange."""
+        """Sends a number from every rank to every other rank.
+
+        An unsupported back end thus fails before training, and some back ends need all ranks in their first exchange.
+        """
         lines = [self.along(axis) for axis in range(len(self.group.axes))] or [self]
         for line in lines:
             local = torch.tensor([line.rank], device=self.device)
             heard = torch.cat(line.all_gather("trying the group out", local, [1] * line.world)).tolist()
             if heard != list(range(line.world)):
-                raise self.error("trying the group out", f"ranks {heard} answered", "make the group anew")
+                raise self.error("trying the group out", f"ranks {heard} answered", "make a new group")
 
     # ---------------------------------------------------------------------------------------------------- what passes
 
     def exchange(
         self, step: str, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Pending:
-        """Posts tensors to and from ranks (rank, tensor); received tensors must be contiguous. Empty tensors are not
-        sent. Every rank must take the same number of steps, also without data."""
+        """Starts sends and receives, lists of (rank, tensor); received tensors must be contiguous.
+
+        Empty tensors are not sent. Every rank must make the same number of exchanges, also without data.
+        """
         tag = zlib.crc32(b"%d" % next(self._steps), self._key) & 0x7FFFFFFF
         out = [(rank, _bytes(t.detach().contiguous())) for rank, t in sends if t.numel()]
         into = [(rank, _bytes(t)) for rank, t in receives if t.numel()]
@@ -287,7 +291,7 @@ class Call:
         return Pending(self, step, works, [t for _, t in (*out, *into)])
 
     def derivative(self) -> Call:
-        """Returns the call of the gradients; a forward call may have several, one after another."""
+        """Returns a call for the gradients; a forward may be followed by several backwards."""
         call = Call(self.group, f"{self.function}, backward", self.schedule, self.device, self.call_cache)
         call.begin(str(next(self._derivatives)), self._key)
         return call
@@ -365,9 +369,9 @@ def group_of(group: AnyGroup) -> Group:
     return new_group
 
 
-# A Group lives as long as torch's object. A mesh is identified by its groups: equal meshes may have different groups,
-# and ranks release a mesh at different times. The table by id avoids a query of torch, which takes longer than a small
-# call.
+# A Group exists as long as torch's object. A mesh is identified by its groups, because equal meshes may have different
+# groups, and ranks delete a mesh at different times. The table by the mesh's id avoids asking torch for the groups,
+# which takes longer than a small call.
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
 _MESHES: dict[int, tuple[weakref.ref[DeviceMesh], Group]] = {}
 
@@ -384,8 +388,8 @@ def _of_mesh(mesh: DeviceMesh) -> Group:
 def _crossed(mesh: DeviceMesh) -> Group:
     if mesh.ndim > 2:
         raise GroupError(
-            f"fusion_attention: distributed: expected a mesh of one or two dimensions, got {mesh.ndim} (take "
-            'a part of it: mesh["name"])'
+            f"fusion_attention: distributed: expected a mesh of one or two dimensions, got {mesh.ndim} "
+            '(select one or two: mesh["name"])'
         )
     ranks = tuple(mesh.mesh.flatten().tolist())
     if dist.get_rank() not in ranks:
@@ -395,13 +399,13 @@ def _crossed(mesh: DeviceMesh) -> Group:
 
 
 def _destroyed() -> GroupError:
-    return GroupError("fusion_attention: distributed: the process group was destroyed (make another)")
+    return GroupError("fusion_attention: distributed: the process group was destroyed (make a new one)")
 
 
 def _not_a_member() -> GroupError:
     return GroupError(
         f"fusion_attention: distributed: expected a group of this process, got one without rank {dist.get_rank()} "
-        "(ranks that are no members do not call)"
+        "(only members may call)"
     )
 
 
@@ -420,7 +424,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _summed(parts: Sequence[Tensor]) -> Tensor:
-    """Adds tensors in float32 or float64, and rounds once."""
+    """Returns the sum of tensors, computed in float32 or float64 and rounded once."""
     first = parts[0]
     total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
     for shard in parts[1:]:

@@ -79,7 +79,7 @@ def layout_of(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -
 
 
 class _Shares:
-    """The chunks assigned to each rank, with their load."""
+    """The chunks assigned to each rank, and the ranks' loads."""
 
     def __init__(self, lengths: tuple[int, ...], ranks: int) -> None:
         self.lengths = lengths
@@ -88,11 +88,14 @@ class _Shares:
         self.all_tokens, self.all_pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
 
     def load(self, rank: int) -> int:
-        """Returns the larger of a rank's fractions of tokens and causal pairs; integers, so that all ranks agree."""
+        """Returns a rank's load: the larger of its fractions of all tokens and of all causal pairs, as an integer.
+
+        Integers are equal on all ranks.
+        """
         return max(self.tokens[rank] * self.all_pairs, self.pairs[rank] * self.all_tokens)
 
     def divide(self, b: int, count: int) -> None:
-        """Assigns a chunk of a long sequence to every rank, or an early and a late chunk."""
+        """Assigns `count` chunks of a long sequence: one to every rank, or an early and a late chunk."""
         ranks = len(self.chunks)
         owners = [*range(ranks), *reversed(range(ranks))][:count]
         tiles = -(-self.lengths[b] // CUT)
@@ -121,7 +124,7 @@ class _Shares:
 
 
 def joined(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    """Merges adjacent chunks, in order, without empty ones."""
+    """Returns chunks, in order, with adjacent ones merged and without empty ones."""
     results: list[Chunk] = []
     for chunk in sorted(chunk for chunk in chunks if chunk.end > chunk.first):
         if results and results[-1].sequence == chunk.sequence and results[-1].end == chunk.first:
@@ -132,7 +135,7 @@ def joined(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
 
 
 def _divided(chunks: tuple[Chunk, ...], parts: int) -> list[tuple[Chunk, ...]]:
-    """Divides a rank's tokens among several ranks, in order, at multiples of CUT."""
+    """Divides chunks among `parts` ranks, in order, at multiples of CUT."""
     begins = list(itertools.accumulate((p.end - p.first for p in chunks), initial=0))
 
     def edge(at: int) -> int:

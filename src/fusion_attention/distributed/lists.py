@@ -8,12 +8,12 @@ import torch
 from fusion_attention.distributed.sharded_call import Segment, ShardedCall
 
 Tensor = torch.Tensor
-# Rows per step, which bounds temporary memory.
+# Rows per step, which limits temporary memory.
 _ROWS = 1024
 
 
-def found_bad(indices: Tensor, segments: Sequence[Segment], kv_len: np.ndarray, block: int) -> str:
-    """Describes the first entry that is neither -1 nor a block of its sequence; returns "" if all are valid."""
+def invalid_entry(indices: Tensor, segments: Sequence[Segment], kv_len: np.ndarray, block: int) -> str:
+    """Returns a description of the first entry that is neither -1 nor a block of its sequence; "" if all are valid."""
     for b, first, count, at in segments:
         entries, blocks = indices[at : at + count], -(-int(kv_len[b]) // block)
         if not entries.numel():
@@ -37,15 +37,18 @@ def owned(
     *,
     own_count: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the lists of all rows with only the blocks that overlap some segments of keys, in order.
+    """Returns the lists of all rows, restricted to the blocks that overlap given segments of keys, in order.
 
     Args:
-        sharded: the call. indices: flat lists of all rows.
-        beside: a number per entry, in the shape of indices.
-        own_count: count entries from their segment's first key; requires one segment per sequence and block 1.
+        sharded: the call.
+        segments: segments of this rank's keys.
+        indices: flat lists of all rows.
+        block: keys of a block.
+        beside: a number for each entry, in the shape of indices, or None.
+        own_count: True if entries count from the segment's first key; requires one segment per sequence and block 1.
 
     Returns:
-        (lists, numbers), filled up with -1 and 0; numbers are empty without `beside`.
+        (lists padded with -1, the numbers of their entries padded with 0; empty without `beside`).
     """
     assert indices is not None
     e, count = sharded.full.extents, indices.shape[-1]

@@ -68,14 +68,15 @@ def _chunks(chunks: tuple[Chunk, ...], lengths: np.ndarray, packed: bool, empty:
 
 
 @dataclass(frozen=True, eq=False)
-class Meeting:
+class ScheduleInputs:
     """The inputs of every schedule.
 
     Args:
         full: the unsharded call.
         call: the communication between the ranks.
-        rows, keys: their layouts on the ranks.
-        deterministic: gradients of gathered keys have the bits of one process.
+        rows, keys: the layouts of rows and keys on the ranks.
+        backend: the back end's name.
+        deterministic: True if gradients of gathered keys must have the bits of one process.
         dbias: True if the bias needs a gradient.
     """
 
@@ -88,7 +89,7 @@ class Meeting:
     dbias: bool = False
 
     def pairs(self, name: Any, rows: Chunks, keys: Chunks, *, partial: bool = False) -> Pairs:
-        """Returns the pairs of two sets of chunks; all calls of a signature share them under a name."""
+        """Returns the pairs of two sets of chunks, cached under `name` for all calls with the same settings."""
         result: Pairs | None = self.call.call_cache.get(name)
         if result is None:
             result = self.call.call_cache[name] = chunk_pairs.pairs(self.full, rows, keys, partial=partial)
@@ -98,15 +99,15 @@ class Meeting:
 # ------------------------------------------------------------------------------------------------------ gathered keys
 
 
-def gathered_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
-    """Gathers all keys on every rank; rows meet their keys in ascending order, as in one process."""
+def gathered_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
+    """Gathers all keys on every rank and computes this rank's rows over them, in the order of one process."""
     everything = _gather_keys(m, keys)
     met = m.pairs("gathered", rows.chunks, everything.chunks)
     return chunk_pairs.forward(m.full, rows, everything, met, m.backend)
 
 
-def gathered_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
-    """Sums the gradients of keys in the order of ranks, or computes them on their rank from all rows."""
+def gathered_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Results:
+    """Returns the gradients: keys' are summed over ranks in order, or (deterministic) computed from all rows."""
     everything = _gather_keys(m, keys)
     met = m.pairs("gathered", rows.chunks, everything.chunks)
     g = chunk_pairs.backward(m.full, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
@@ -119,9 +120,11 @@ def gathered_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Resul
     return replace(g, dk=owned.dk, dv=owned.dv, dk_rope=owned.dk_rope), _sink(m, rows, saved)
 
 
-def _owned(m: Meeting, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
-    """Returns the gradients of this rank's keys from all rows, rounded as in one process: one chunk per sequence at a
-    time, so that none is partial."""
+def _owned(m: ScheduleInputs, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
+    """Returns the gradients of this rank's keys from all rows, rounded as in one process.
+
+    One chunk of each sequence is computed at a time, so that no gradient is a partial sum.
+    """
     p, total = keys.chunks, None
     turn = np.arange(len(p)) - np.searchsorted(p.seq, p.seq)
     for n in range(int(turn.max(initial=0)) + 1):
@@ -141,15 +144,15 @@ def _owned(m: Meeting, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
     return total
 
 
-def _gather_keys(m: Meeting, keys: Keys) -> Keys:
+def _gather_keys(m: ScheduleInputs, keys: Keys) -> Keys:
     k, v, k_rope = _gather(m.call, "gathering keys", m.keys.placement, (keys.k, keys.v, keys.k_rope))
     assert k is not None
     assert v is not None
     return Keys(m.keys.all(), k, v, k_rope)
 
 
-def _gather_rows(m: Meeting, rows: Rows, saved: Saved) -> tuple[Rows, Saved]:
-    """Gathers all rows with the inputs of their backward; matrices have their rows first in the exchange."""
+def _gather_rows(m: ScheduleInputs, rows: Rows, saved: Saved) -> tuple[Rows, Saved]:
+    """Gathers all rows with the inputs of their backward; matrices are exchanged with rows as their first axis."""
     matrices = [None if t is None or t.shape[-2] == 1 else t.movedim(-2, 1) for t in (rows.bias, rows.blocked)]
     given = (rows.q, rows.q_rope, saved.dout, saved.out, saved.max, saved.sum, *matrices)
     q, q_rope, *of_saved, bias, blocked = _gather(m.call, "gathering rows", m.rows.placement, given)
@@ -180,7 +183,7 @@ def _placed(placement: Layout, shares: Sequence[Tensor]) -> Tensor:
     return full
 
 
-def _scatter(m: Meeting, step: str, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _scatter(m: ScheduleInputs, step: str, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Returns this rank's shard of gathered tensors, summed over ranks in order."""
     placement, call = m.keys.placement, m.call
     starts = np.cumsum((0, *placement.lengths)).tolist()
@@ -203,7 +206,7 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _sink(m: Meeting, rows: Rows, saved: Saved) -> Tensor | None:
+def _sink(m: ScheduleInputs, rows: Rows, saved: Saved) -> Tensor | None:
     """Returns the sink's gradient from this rank's rows; None without a sink."""
     return None if m.full.sink is None else chunk_pairs.sink_gradient(m.full, rows, saved, m.backend)
 
@@ -211,9 +214,11 @@ def _sink(m: Meeting, rows: Rows, saved: Saved) -> Tensor | None:
 # --------------------------------------------------------------------------------------------------------- ring of keys
 
 
-def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
-    """Circulates keys: a rank computes with its own keys, then with those of the rank before it, and so on, and merges
-    the results in this order. The next keys arrive during the computation."""
+def ring_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
+    """Circulates keys: a rank computes with its keys, then with the previous rank's keys, and so on.
+
+    Results are merged in this order. The next keys are received during the computation.
+    """
     call = m.call
     if call.world == 1:
         keys = replace(keys, chunks=m.keys.all())
@@ -240,10 +245,10 @@ def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
     return result._replace(out=result.out.to(rows.q.dtype))
 
 
-def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
-    """Circulates keys again, followed by their gradients, which every rank adds to: float32 until their rank has them.
+def ring_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Results:
+    """Circulates keys again, followed by their gradients in float32, to which every rank adds its contribution.
 
-    A rank keeps the gradient from its own rows and adds it last, so gradients need as many transfers as keys.
+    A rank adds the contribution of its rows to its keys last, so gradients need as many transfers as keys.
     """
     call = m.call
     if call.world == 1:
@@ -274,14 +279,14 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
         else:
             added = gradients
         block = coming
-    home, behind = _pass_on(m, "gradients of keys come home", added, _block(keys), True)
+    home, behind = _pass_on(m, "receiving the gradients of this rank's keys", added, _block(keys), True)
     assert total is not None
     behind.wait()
     dk, dv, *rest = [theirs.add_(ours) for theirs, ours in zip(home, mine, strict=True)]
     return replace(total, dk=dk, dv=dv, dk_rope=rest[0] if rest else None), _sink(m, rows, saved)
 
 
-def _met(m: Meeting, rows: Rows, source: int) -> Pairs:
+def _met(m: ScheduleInputs, rows: Rows, source: int) -> Pairs:
     """Returns the pairs of this rank's rows with the keys of another rank."""
     return m.pairs(("ring", source), rows.chunks, m.keys.chunks(source), partial=True)
 
@@ -290,7 +295,7 @@ def _block(keys: Keys) -> list[Tensor]:
     return [t.contiguous() for t in (keys.k, keys.v, keys.k_rope) if t is not None]
 
 
-def _next_block(m: Meeting, step: int, block: list[Tensor]) -> tuple[list[Tensor], Pending]:
+def _next_block(m: ScheduleInputs, step: int, block: list[Tensor]) -> tuple[list[Tensor], Pending]:
     """Sends a block of keys to the next rank and receives one from the previous rank."""
     call = m.call
     if step == call.world - 1:
@@ -304,7 +309,7 @@ def _next_block(m: Meeting, step: int, block: list[Tensor]) -> tuple[list[Tensor
 
 
 def _pass_on(
-    m: Meeting, what: str, added: list[Tensor], block: list[Tensor], some: bool
+    m: ScheduleInputs, what: str, added: list[Tensor], block: list[Tensor], some: bool
 ) -> tuple[list[Tensor], Pending]:
     """Sends gradients of keys to the next rank and receives those of a block from the previous rank."""
     call = m.call

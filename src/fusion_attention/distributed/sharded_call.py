@@ -1,7 +1,7 @@
 """A call of several ranks: validated and lowered as one, then restricted to the rows of this rank over gathered keys.
 
-Everything below is packed: padded sequences are concatenated, and lengths exclude the padding. This module is the same
-for every operator.
+Calls here are packed: padded sequences are concatenated, and lengths exclude the padding. This module serves every
+operator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from fusion_attention.contract import ContractError, Op, bind
 from fusion_attention.distributed.groups import AnyGroup, Call, group_of
 from fusion_attention.distributed.layout import Layout, layout_of
-from fusion_attention.distributed.sharding import gathered, shape_of, shard_of, summed_shares
+from fusion_attention.distributed.sharding import gathered, shape_of, shard_of, summed_shards
 from fusion_attention.ir.call import Lowered
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import EXTENT_ROWS, Extents
@@ -44,8 +44,10 @@ class Segment(NamedTuple):
     """Adjacent tokens of one sequence on this rank.
 
     Args:
-        sequence: its index; first: the first token's position in it; tokens: their number.
-        at: the first token's index among this rank's tokens.
+        sequence: number of the sequence.
+        first: position of the first token in the sequence.
+        tokens: number of tokens.
+        at: index of the first token among this rank's tokens.
     """
 
     sequence: int
@@ -58,9 +60,11 @@ class Side:
     """The layout of the tokens of queries, or of keys, on ranks and in the unsharded call.
 
     Attributes:
-        lengths: tokens of every sequence, without padding; starts: its first token in the unsharded tensor.
+        lengths: tokens of every sequence, without padding.
+        starts: index of every sequence's first token in the unsharded tensor.
         segments: segments of this rank, in order, without padding.
-        tokens: number of tokens of this rank; full_tokens: of all ranks.
+        tokens: number of tokens of this rank.
+        full_tokens: number of tokens of all ranks.
     """
 
     def __init__(self, placement: Layout, lengths: np.ndarray, padded: bool, rank: int) -> None:
@@ -81,7 +85,7 @@ class Side:
 
     @functools.cached_property
     def rounds(self) -> list[list[Segment]]:
-        """The segments in rounds with at most one segment per sequence, so that gradients of a round do not collide."""
+        """The segments in rounds with at most one segment per sequence, so that a round writes no gradient twice."""
         results: list[list[Segment]] = []
         met = [0] * len(self.lengths)
         for segment in self.segments:
@@ -95,27 +99,27 @@ class Side:
         """Returns a tensor with its tokens, of this rank or of all ranks, on one axis."""
         return tensor.flatten(0, 1) if self.padded else tensor
 
-    def lying(self, tensor: Tensor) -> Tensor:
-        """Inverts flat()."""
+    def unflattened(self, tensor: Tensor) -> Tensor:
+        """Returns a flat tensor with its original axes; the inverse of flat()."""
         if not self.padded:
             return tensor
         return tensor.unflatten(0, (len(self.lengths), len(tensor) // max(len(self.lengths), 1)))
 
     def gathered(self, call: Call, tensor: Tensor) -> Tensor:
         """Gathers flat tokens of all ranks."""
-        return self.flat(gathered(self.lying(tensor), call, self.placement, int(self.padded)))
+        return self.flat(gathered(self.unflattened(tensor), call, self.placement, int(self.padded)))
 
     def local(self, full: Tensor) -> Tensor:
         """Returns this rank's part of flat tokens of all ranks."""
-        return self.flat(shard_of(self.lying(full), self.placement, self.rank, int(self.padded)))
+        return self.flat(shard_of(self.unflattened(full), self.placement, self.rank, int(self.padded)))
 
     def summed(self, call: Call, full: Tensor) -> Tensor:
         """Returns this rank's part of flat tokens of all ranks, summed over ranks in order."""
         parts = (
-            shard_of(self.lying(full), self.placement, rank, int(self.padded))
+            shard_of(self.unflattened(full), self.placement, rank, int(self.padded))
             for rank in range(len(self.placement.ranks))
         )
-        return self.flat(summed_shares(call, [shard.contiguous() for shard in parts]))
+        return self.flat(summed_shards(call, [shard.contiguous() for shard in parts]))
 
 
 class ShardedCall:
@@ -149,11 +153,11 @@ class ShardedCall:
         return self._on(tensors, self.extents(segments))
 
     def keys_of(self, tensors: Given, segments: Sequence[Segment]) -> Any:
-        """Returns the call of the rows of all ranks over the keys of segments; key 0 is the first of a segment.
+        """Returns the call of the rows of all ranks over the keys of segments; a segment's first key is key 0.
 
         Args:
-            tensors: queries of all ranks and keys of this one, batch and tokens on one axis. segments: parts of this
-                rank's keys, at most one per sequence.
+            tensors: flat queries of all ranks, and flat keys of this rank.
+            segments: segments of this rank's keys, at most one per sequence.
         """
         e: Extents = self.full.extents
         b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T
@@ -200,10 +204,12 @@ class ShardedCall:
 
 
 class Sums:
-    """Gradients of several rounds: rows are written once each, keys are float32 sums over rounds and ranks.
+    """Gradients of several rounds: each row is written once, keys are summed in float32 over rounds and ranks.
 
     Args:
-        rows: names of the gradients of rows. dtype: dtype of the gradients of keys.
+        sharded: the call.
+        rows: names of the gradients of rows.
+        dtype: dtype of the gradients of keys.
     """
 
     def __init__(self, sharded: ShardedCall, rows: Sequence[str], dtype: torch.dtype) -> None:
@@ -244,7 +250,7 @@ class Sums:
 # --------------------------------------------------------------------------------------------------- the unsharded call
 
 
-def cut_of(
+def make_sharded_call(
     function: str,
     op: Op,
     args: Mapping[str, Any],
@@ -260,7 +266,9 @@ def cut_of(
     """Validates and lowers a call of all ranks, and returns it with this rank's layout.
 
     Args:
-        function: its name in errors. op: its operator definition; args: this rank's arguments, by parameter name.
+        function: the name in errors.
+        op: the operator definition.
+        args: this rank's arguments, by parameter name.
         rows, keys: the names of tensors along query rows and along keys; the first of each is required.
         tokens: S, or (S1, S2), of unsharded padded sequences; None: every rank has as many tokens as this one.
         settings: other values that must be the same on every rank.
@@ -287,8 +295,8 @@ def cut_of(
         have, want = args[name].shape[int(padded)], placement.sizes[ranks.rank]
         if have != want:
             fault = (
-                f"{op.by_name[name].shown} has {have} tokens, not the {want} that its layout gives it: shard() the "
-                "whole with the same schedule and lengths, and say tokens= where ranks have not all as many"
+                f"{op.by_name[name].shown} has {have} tokens, not the {want} of this rank's layout: shard() the "
+                "complete tensor with the same schedule and lengths, and pass tokens= if ranks have different numbers"
             )
     words = _words(args, (*rows, *keys)) | {"schedule": schedule, "tokens": counts, "backend": chosen(backend)}
     words |= settings
@@ -301,7 +309,7 @@ def cut_of(
 
 
 def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks: int) -> list[int]:
-    """Returns the tokens of the unsharded queries and keys as the arguments imply them; bind() reports errors."""
+    """Returns the numbers of tokens of the unsharded queries and keys, from the arguments; bind() reports errors."""
     sizes = tokens if isinstance(tokens, tuple) else (tokens, tokens)
     if len(sizes) != 2 or not all(size is None or (type(size) is int and 0 <= size < INFINITE) for size in sizes):
         raise ValueError(f"fusion_attention: distributed: tokens: expected S, (S1, S2) or None, got {tokens!r}")
@@ -339,7 +347,7 @@ def _words(args: Mapping[str, Any], along: Sequence[str]) -> dict[str, Any]:
 
 
 def _axis(name: str, layout: str) -> int:
-    """Returns the axis of tokens; an lse has heads before it."""
+    """Returns the axis of tokens; in an lse it follows the heads."""
     return 0 if layout == PACKED else 2 if name == "lse" else 1
 
 

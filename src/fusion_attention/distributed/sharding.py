@@ -16,7 +16,7 @@ Lengths = int | Sequence[int] | Tensor
 def shard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: int = 1) -> Tensor:
     """Returns this rank's shard of complete sequences.
 
-    Every rank has the complete tensor; there is no communication. The gradient of x is that of the shard at its
+    Every rank must have the complete tensor; there is no communication. The gradient of x is the shard's at its
     positions and zero elsewhere: sum it over ranks, like gradients of weights.
 
     Args:
@@ -46,7 +46,7 @@ def shard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: int 
 
 
 def unshard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: int = 1) -> Tensor:
-    """Returns complete sequences on every rank, from the shards of all; inverts shard().
+    """Returns complete sequences on every rank, from the shards of all ranks; the inverse of shard().
 
     Args, Raises: as in shard(); x is this rank's shard.
 
@@ -70,7 +70,7 @@ def positions(group: AnyGroup, schedule: str, lengths: Lengths) -> Tensor:
 def group_and_placement(function: str, group: AnyGroup, schedule: str, lengths: Lengths) -> tuple[Group, Layout]:
     """Returns a group and the layout of a schedule's sequences on it."""
     ranks = group_of(group)
-    return ranks, layout_of(schedule, _whole_lengths(function, lengths), shape_of(function, ranks, schedule))
+    return ranks, layout_of(schedule, _lengths(function, lengths), shape_of(function, ranks, schedule))
 
 
 def shape_of(function: str, ranks: Group, schedule: str) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ def shape_of(function: str, ranks: Group, schedule: str) -> tuple[int, ...]:
     return shape
 
 
-def _whole_lengths(function: str, lengths: Lengths) -> tuple[int, ...]:
+def _lengths(function: str, lengths: Lengths) -> tuple[int, ...]:
     given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     result = (given,) if isinstance(given, int) else given
     try:
@@ -116,7 +116,7 @@ def _fits(function: str, x: Tensor, dim: int, tokens: int, why: str) -> None:
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != tokens:
         raise ValueError(
             f"fusion_attention: distributed.{function}: x: expected {why} {tokens} tokens along dim {dim}, got shape "
-            f"{list(x.shape)} (every rank says the lengths of the whole sequences)"
+            f"{list(x.shape)} (every rank must pass the lengths of the complete sequences)"
         )
 
 
@@ -131,7 +131,7 @@ def _call(function: str, x: Tensor, ranks: Group, schedule: str, placement: Layo
 
 
 def gathered(x: Tensor, call: Call, placement: Layout, dim: int) -> Tensor:
-    """Gathers complete sequences from shards; on a mesh along the second dimension first."""
+    """Returns complete sequences from all ranks' shards; a mesh gathers along its second dimension first."""
     rows = x.movedim(dim, 0).contiguous()
     if call.world == 1:
         parts = [rows]
@@ -176,11 +176,11 @@ class _Unshard(torch.autograd.Function):
         ranks, schedule, placement, dim = ctx.settings
         call = _call("unshard, backward", upstream, ranks, schedule, placement, dim)
         parts = [shard_of(upstream, placement, rank, dim).contiguous() for rank in range(ranks.world)]
-        return summed_shares(call, parts), None, None, None, None
+        return summed_shards(call, parts), None, None, None, None
 
 
-def summed_shares(call: Call, parts: list[Tensor]) -> Tensor:
-    """Returns this rank's tensor summed over ranks; on a mesh along a row, then along the column."""
+def summed_shards(call: Call, parts: list[Tensor]) -> Tensor:
+    """Returns the sum over ranks of the tensors for this rank; on a mesh along a row, then along the column."""
     if call.world == 1:
         return parts[0]
     if not call.group.axes:

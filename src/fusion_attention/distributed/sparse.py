@@ -1,5 +1,7 @@
-"""Sparse attention, its indexer and the indexer's loss over sharded sequences: rows stay on their rank, keys are
-gathered."""
+"""Sparse attention, its indexer and the indexer's loss over sharded sequences.
+
+Every rank computes its rows; keys are gathered.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import torch
 
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.distributed.groups import AnyGroup, group_of
-from fusion_attention.distributed.lists import found_bad, owned
-from fusion_attention.distributed.sharded_call import ShardedCall, Sums, Tokens, cut_of
+from fusion_attention.distributed.lists import invalid_entry, owned
+from fusion_attention.distributed.sharded_call import ShardedCall, Sums, Tokens, make_sharded_call
 from fusion_attention.distributed.topk import Merged
 from fusion_attention.ops.indexer import api_definition as indexer_record
 from fusion_attention.ops.indexer import call as indexer
@@ -59,11 +61,11 @@ def lightning_indexer(
         schedule: the distribution of tokens, as in attention().
         tokens: S, or (S1, S2), of unsharded padded sequences; None: every rank has as many tokens as this one.
         q_len, kv_len: lengths of the unsharded sequences. Required for packed layouts (kv_len defaults to q_len).
-        merge_topk: keys stay on their ranks, and rows are gathered instead: every rank selects among its keys for all
-            rows, and the selections are merged. This communicates less if rows are few, as in decoding. Results have
-            the same bits; gradients of q and weights are summed over ranks, k's is computed on its rank.
-        deterministic: k's gradient has the bits of one process, at the cost of a second backward; else the same bits in
-            every run. Not with merge_topk, where it always has.
+        merge_topk: True to gather rows in place of keys: every rank selects among its keys for all rows, and the
+            selections are merged. This communicates less if rows are few, as in decoding. Results have the same bits;
+            gradients of q and weights are summed over ranks, k's gradient is computed on its rank.
+        deterministic: True for a gradient of k with the bits of one process, at the cost of a second backward; else it
+            has the same bits in every run. It must be False with merge_topk, which has these bits for k always.
         top_k, layout, causal, backend: as in fa.lightning_indexer().
 
     Returns:
@@ -84,17 +86,17 @@ def lightning_indexer(
     if merge_topk and deterministic:
         raise ValueError(
             "fusion_attention: distributed.lightning_indexer: deterministic: expected False with merge_topk, whose "
-            "gradients of rows are sums over ranks (leave out one of the two)"
+            "gradients of rows are sums over ranks (pass one of the two)"
         )
     if merge_topk and group_of(group).axes:
         raise ValueError(
             "fusion_attention: distributed.lightning_indexer: merge_topk: expected False on a mesh of two dimensions, "
-            "whose ranks pass along one at a time (leave it out, or take a group of one dimension)"
+            "which sums along one dimension after the other (omit it, or pass a group of one dimension)"
         )
     if group_of(group).world == 1:
         result = dispatch.results(indexer_record.RECORD, args, backend)
         return result["sparse_indices_out"], result["sparse_values_out"]
-    sharded = cut_of(
+    sharded = make_sharded_call(
         "lightning_indexer", indexer_record.RECORD, args, _INDEX_Q, _INDEX_KV, group=group, schedule=schedule,
         tokens=tokens, backend=backend,
         settings={"merge_topk": merge_topk, **_settings(args, deterministic, indexer.DIFFERENTIABLE)},
@@ -104,7 +106,7 @@ def lightning_indexer(
     indices, values = (
         Merged.apply(sharded, *tensors) if merge_topk else _Indexer.apply(sharded, deterministic, *tensors)
     )
-    return sharded.q.lying(indices), sharded.q.lying(values)
+    return sharded.q.unflattened(indices), sharded.q.unflattened(values)
 
 
 def sparse_attention(
@@ -138,9 +140,10 @@ def sparse_attention(
     Args:
         q, k, v, indices, q_rope, k_rope: this rank's shards, from shard().
         group, schedule, tokens, q_len, kv_len: as in distributed.lightning_indexer().
-        sink: the same on every rank; its gradient is that of this rank's rows: sum it over ranks, like weights'.
-        deterministic: gradients of keys have the bits of one process: queries and gradients of all ranks are gathered,
-            and a second backward computes the gradients of each rank's keys. Else the same bits in every run.
+        sink: the same on every rank; its gradient is the contribution of this rank's rows: sum it over ranks.
+        deterministic: True for gradients of keys with the bits of one process: queries and gradients of all ranks are
+            gathered, and a second backward computes the gradients of each rank's keys. Else they have the same bits in
+            every run.
         layout, scale, block, causal, dim_v, return_lse, backend: as in fa.sparse_attention().
 
     Returns:
@@ -162,7 +165,7 @@ def sparse_attention(
         result = dispatch.results(sparse_record.RECORD, args, backend, complete=return_lse)
         out = result["attention_out"]
         return (out, _lse(result["softmax_max"], result["softmax_sum"], layout)) if return_lse else out
-    sharded = cut_of(
+    sharded = make_sharded_call(
         "sparse_attention", sparse_record.RECORD, args, _Q, _KV, group=group, schedule=schedule, tokens=tokens,
         backend=backend, settings=_settings(args, deterministic, sparse.DIFFERENTIABLE),
     )  # fmt: skip
@@ -171,10 +174,10 @@ def sparse_attention(
     flat["sinks"] = wide(sink, q)
     names = (*sparse.DIFFERENTIABLE, "sparse_indices")
     out, max_, sum_ = _Attention.apply(sharded, deterministic, *(flat[name] for name in names))
-    out = sharded.q.lying(out)
+    out = sharded.q.unflattened(out)
     if not return_lse:
         return out
-    lse = sharded.q.lying(_lse(max_, sum_, "TND"))
+    lse = sharded.q.unflattened(_lse(max_, sum_, "TND"))
     return out, lse if layout == "TND" else lse.transpose(1, 2)
 
 
@@ -201,18 +204,17 @@ def indexer_loss(
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Computes the divergence of the indexer's distribution from the attention's, summed over the rows of all ranks.
+    """Computes fa.indexer_loss() of sharded sequences: the divergence summed over the rows of all ranks.
 
-    Like fa.indexer_loss(). Every rank has the total loss, and its backward computes the gradients of the rank's
-    tensors: add the loss to the loss of every rank, and call backward() on every rank. In a sum of all ranks' losses
-    for reporting, count it once.
+    Every rank gets the total loss, whose backward computes the gradients of the rank's tensors: add it to the loss on
+    every rank, and call backward() on every rank. In a sum of all ranks' losses for a report, count it once.
 
     Args:
         q, k, lse, index_q, index_k, weights, indices, q_rope, k_rope: this rank's shards, from shard(); lse from
             distributed attention.
         group, schedule, tokens, q_len, kv_len: as in distributed.lightning_indexer().
-        deterministic: loss and gradients have the bits of one process: every rank gathers all rows and computes the
-            unsharded call. Else the same bits in every run.
+        deterministic: True for a loss and gradients with the bits of one process: every rank gathers all rows and
+            computes the unsharded call. Else they have the same bits in every run.
         layout, scale, causal, sink, backend: as in fa.indexer_loss().
 
     Returns:
@@ -232,7 +234,7 @@ def indexer_loss(
     dispatch.autocast(args, ("query", "key", "query_index", "key_index", "query_rope", "key_rope"))
     if group_of(group).world == 1:
         return dispatch.results(loss_record.RECORD, args, backend)["loss"].reshape(())
-    sharded = cut_of(
+    sharded = make_sharded_call(
         "indexer_loss", loss_record.RECORD, args, _LOSS_Q, _LOSS_KV, group=group, schedule=schedule, tokens=tokens,
         backend=backend, settings=_settings(args, deterministic, loss.DIFFERENTIABLE),
     )  # fmt: skip
@@ -248,16 +250,16 @@ def indexer_loss(
 
 
 def _eager(function: str, args: Mapping[str, Any]) -> None:
-    """Raises in a trace, which would keep the results of one communication."""
+    """Raises NotImplementedError in a trace, which would contain the results of one communication as constants."""
     if dispatch.is_traced(args.values()):
         raise NotImplementedError(
-            f"fusion_attention: distributed.{function}: calls of several ranks run eagerly alone: leave them out of "
+            f"fusion_attention: distributed.{function}: calls of several ranks cannot be traced: exclude them from "
             "torch.compile (torch.compiler.disable), torch.func and other traces"
         )
 
 
 def _settings(args: Mapping[str, Any], deterministic: bool, trained: Sequence[str]) -> dict[str, Any]:
-    """Returns settings that ranks compare in addition: deterministic, and the inputs that need a gradient."""
+    """Returns further settings that ranks compare: deterministic, and the inputs that need a gradient."""
     grads = [name for name in trained if isinstance(args[name], Tensor) and args[name].requires_grad]
     return {"deterministic": deterministic, "trained": grads if torch.is_grad_enabled() else []}
 
@@ -274,8 +276,9 @@ def _flat(
 def _check_lists(function: str, sharded: ShardedCall, flat: Mapping[str, Tensor | None], block: int) -> None:
     """Raises for an invalid entry of this rank's lists, from which kernels compute addresses."""
     indices = flat["sparse_indices"]
-    if indices is not None and (got := found_bad(indices, sharded.q.segments, sharded.full.extents.kv_len, block)):
-        text, advice = "-1 or the number of a block of the row's own sequence", "positions count in whole sequences"
+    if indices is not None and (got := invalid_entry(indices, sharded.q.segments, sharded.full.extents.kv_len, block)):
+        text = "-1 or the number of a block of the row's sequence"
+        advice = "positions count in unsharded sequences"
         raise ContractError([Failure(f"distributed.{function}", "indices", text, got, advice)])
 
 

@@ -1,5 +1,4 @@
-"""The indexer with keys that stay on their ranks: each rank selects among its keys for all rows, then results are
-merged."""
+"""The indexer without gathered keys: each rank selects among its keys for all rows, then the selections are merged."""
 
 from __future__ import annotations
 
@@ -19,13 +18,15 @@ from fusion_attention.torch_ops.autograd_guards import once
 
 Tensor = torch.Tensor
 _ROWS = ("query", "weights")
-# Rows per sort, which bounds temporary memory.
+# Rows per sort, which limits temporary memory.
 _TOGETHER = 4096
 
 
 def best(indices: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the `count` largest candidates of each row in the indexer's order: by descending value, NaN first, equal
-    values by ascending index. Index -1 and value -inf mean no candidate."""
+    """Returns (indices, values) of the `count` largest candidates of each row, in the indexer's order.
+
+    Values descend, NaN first; equal values are in the order of indices. Index -1 and value -inf mean no candidate.
+    """
     # Stable sorts, the secondary order first.
     order = indices.sort(dim=-1, stable=True).indices
     indices, values = indices.gather(-1, order), values.gather(-1, order)
@@ -84,7 +85,7 @@ def _chosen(sharded: ShardedCall, tensors: dict[str, Tensor | None]) -> tuple[Te
 
 
 def _best_of(indices: Sequence[Tensor], values: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """Merges the candidates of several ranks or rounds."""
+    """Returns best() of the candidates of several ranks or rounds."""
     best_pairs = []
     for at in range(0, max(len(indices[0]), 1), _TOGETHER):
         some, more = (torch.cat([t[at : at + _TOGETHER] for t in offers], -1) for offers in (indices, values))
@@ -93,10 +94,10 @@ def _best_of(indices: Sequence[Tensor], values: Sequence[Tensor], count: int) ->
 
 
 def _exchanged(sharded: ShardedCall, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Exchanges candidates, and returns the best ones of this rank's rows."""
+    """Exchanges candidates; returns the best candidates of this rank's rows."""
     side, count = sharded.q, indices.shape[-1]
     offers = torch.cat((indices.view(torch.uint8), values.view(torch.uint8)), -1)
-    full = side.lying(offers)
+    full = side.unflattened(offers)
     sends = [
         shard_of(full, side.placement, rank, int(side.padded)).contiguous() for rank in range(len(side.placement.ranks))
     ]

@@ -1,8 +1,7 @@
-"""Exchange of heads for tokens: every rank of a line gets all tokens of the line for some heads, and returns the
-results.
+"""Exchange of heads for tokens: a rank receives all tokens of its line of ranks for some heads, and returns results.
 
-Key heads that several ranks need are sent to each of them; their gradients are added in the order of ranks. Another
-schedule computes the attention in between.
+A key head that several ranks need is sent to each of them, and its gradients are added in the order of ranks. Between
+the two exchanges another schedule computes the attention.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import torch
 
 from fusion_attention.distributed.chunk_pairs import Gradients, Keys, Rows, Saved
 from fusion_attention.distributed.groups import Call
-from fusion_attention.distributed.schedules import Meeting, Results
+from fusion_attention.distributed.schedules import Results, ScheduleInputs
 from fusion_attention.ir.merge import Partial
 from fusion_attention.ir.problem import Problem
 
 Tensor = torch.Tensor
-Forward = Callable[[Meeting, Rows, Keys], Partial]
-Backward = Callable[[Meeting, Rows, Keys, Saved], Results]
+Forward = Callable[[ScheduleInputs, Rows, Keys], Partial]
+Backward = Callable[[ScheduleInputs, Rows, Keys, Saved], Results]
 Ranges = list[tuple[int, int]]
 Some = Sequence[Tensor | None]
 
@@ -40,9 +39,9 @@ class Heads:
 
     Args:
         call: the communication along the line.
-        of_q, of_kv: the heads [first, end) of each rank.
-        rows, keys: number of tokens of each rank.
-        inner: the inputs of the inner schedule.
+        of_q, of_kv: the query heads and key heads [first, end) of each rank.
+        rows, keys: the numbers of rows and keys of each rank.
+        inner: the inputs of the schedule that computes the attention.
     """
 
     call: Call
@@ -50,11 +49,11 @@ class Heads:
     of_kv: Ranges
     rows: Sequence[int]
     keys: Sequence[int]
-    inner: Meeting
+    inner: ScheduleInputs
 
     @classmethod
-    def divided(cls, m: Meeting, line: Call, rest: Call) -> Heads:
-        """Divides the heads of a call over the adjacent ranks of a line; `rest` are the ranks of the inner schedule."""
+    def divided(cls, m: ScheduleInputs, line: Call, rest: Call) -> Heads:
+        """Divides the heads of a call over the ranks of a line; `rest` are the ranks of the inner schedule."""
         p, ranks = m.full.problem, line.world
         n, group = p.heads_q // ranks, p.group
         of_q = [(rank * n, rank * n + n) for rank in range(ranks)]
@@ -76,24 +75,22 @@ class Heads:
     def forward(self, rows: Rows, keys: Keys, compute: Forward) -> Partial:
         """Returns the results of this rank's tokens and all heads."""
         partial = compute(self.inner, *self._given(rows, keys))
-        out, max_, sum_ = self._back(
-            "handing results back", [partial.out, partial.max[..., None], partial.sum[..., None]]
-        )
+        out, max_, sum_ = self._back("returning results", [partial.out, partial.max[..., None], partial.sum[..., None]])
         return Partial(out, max_[..., 0].contiguous(), sum_[..., 0].contiguous())
 
     def backward(self, rows: Rows, keys: Keys, saved: Saved, compute: Backward) -> Results:
         """Returns the gradients of this rank's tokens and all heads; for a bias that rows share, and for sinks, the
         contribution of this rank's heads."""
         given = [saved.dout, saved.out, saved.max[..., None], saved.sum[..., None]]
-        dout, out, max_, sum_ = self._taken("handing gradients round", given, self.of_q, self.rows)
+        dout, out, max_, sum_ = self._taken("exchanging gradients", given, self.of_q, self.rows)
         of_heads = Saved(dout, out, max_[..., 0].contiguous(), sum_[..., 0].contiguous())
         g, dsink = compute(self.inner, *self._given(rows, keys), of_heads)
         # Complete gradients are rounded before the exchange, partial ones (of a head on several ranks) after the sum.
         alone = len(set(self.of_kv)) == len(self.of_kv)
         of_keys = [t if t is None or not alone else t.to(keys.k.dtype) for t in (g.dk, g.dv, g.dk_rope)]
         of_rows = [None if t is None else t.to(rows.q.dtype) for t in (g.dq, g.dq_rope)]
-        dq, dq_rope = self._back("handing gradients back", of_rows)
-        dk, dv, dk_rope = self._back_keys("handing gradients back", of_keys)
+        dq, dq_rope = self._back("returning gradients", of_rows)
+        dk, dv, dk_rope = self._back_keys("returning gradients", of_keys)
         dbias = g.dbias
         if dbias is not None and rows.bias is not None:
             dbias = self._matrix_back(dbias, rows.bias, rows.q.shape[1])
@@ -103,8 +100,8 @@ class Heads:
 
     def _given(self, rows: Rows, keys: Keys) -> tuple[Rows, Keys]:
         """Returns all tokens of the line for this rank's heads."""
-        q, q_rope = self._taken("handing rows round", [rows.q, rows.q_rope], self.of_q, self.rows)
-        k, v, k_rope = self._taken("handing keys round", [keys.k, keys.v, keys.k_rope], self.of_kv, self.keys)
+        q, q_rope = self._taken("exchanging rows", [rows.q, rows.q_rope], self.of_q, self.rows)
+        k, v, k_rope = self._taken("exchanging keys", [keys.k, keys.v, keys.k_rope], self.of_kv, self.keys)
         bias, blocked = (self._matrix(t, rows.q.shape[1]) for t in (rows.bias, rows.blocked))
         rank = self.inner.call.rank
         in_rows, in_keys = self.inner.rows.chunks(rank), self.inner.keys.chunks(rank)
@@ -117,7 +114,7 @@ class Heads:
         first, end = self.of_q[self.call.rank]
         if t.shape[-2] == 1 != rows:  # one row for all tokens
             return t if t.shape[1] == 1 else t[:, first:end]
-        (taken,) = self._taken("handing a matrix round", [t.movedim(2, 1)], self._heads_of(t), self.rows)
+        (taken,) = self._taken("exchanging a matrix", [t.movedim(2, 1)], self._heads_of(t), self.rows)
         result: Tensor = taken.movedim(1, 2)
         return result
 
@@ -125,11 +122,11 @@ class Heads:
         return self.of_q if matrix.shape[1] > 1 else [(0, 1)] * len(self.of_q)
 
     def _matrix_back(self, matrix: Tensor, like: Tensor, rows: int) -> Tensor:
-        """Inverts _matrix() for a gradient."""
+        """Returns this rank's rows of a matrix's gradient; the inverse of _matrix()."""
         if like.shape[-2] == 1 != rows:
             return matrix if like.shape[1] == 1 else self._among_all(matrix, 1)
         heads = self._heads_of(like)
-        (parts,) = self._returned("handing gradients back", [matrix.movedim(2, 1)], heads, self.rows)
+        (parts,) = self._returned("returning gradients", [matrix.movedim(2, 1)], heads, self.rows)
         result: Tensor = torch.cat(parts, 2) if like.shape[1] > 1 else sum(parts[1:], parts[0])
         return result.movedim(1, 2)
 
@@ -145,12 +142,12 @@ class Heads:
         return [None if t is None else torch.cat(next(result), 1) for t in tensors]
 
     def _back(self, step: str, tensors: Some) -> list[Any]:
-        """Inverts _taken() for rows."""
+        """Returns results or gradients of rows to their ranks; the inverse of _taken()."""
         returned = self._returned(step, tensors, self.of_q, self.rows)
         return [None if parts is None else torch.cat(parts, 2) for parts in returned]
 
     def _back_keys(self, step: str, tensors: Some) -> list[Any]:
-        """Inverts _taken() for keys; gradients of a head from several ranks are added in order."""
+        """Returns gradients of keys to their ranks; those of a head from several ranks are added in order."""
         results: list[Any] = []
         for parts in self._returned(step, tensors, self.of_kv, self.keys):
             if parts is None:

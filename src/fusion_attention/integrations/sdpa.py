@@ -1,7 +1,7 @@
-"""torch's scaled_dot_product_attention on this library; patched() replaces torch's for code that cannot be edited.
+"""torch's scaled_dot_product_attention(), computed by attention().
 
-Calls are converted to attention(). torch computes calls that this library does not support (other dtypes and devices,
-tensor subclasses) and reports the errors of invalid ones.
+patched() replaces torch's function for code that cannot be edited. torch computes calls that this library does not
+support (other dtypes and devices, tensor subclasses) and reports the errors of invalid ones.
 """
 
 import functools
@@ -48,16 +48,16 @@ def scaled_dot_product_attention(
     and calls that torch refuses.
 
     Args:
-        query: [..., N, L, E]; three axes are [N, L, E]. Leading axes broadcast. Or a nested tensor of layout
-            torch.jagged, [B, N, j, E], with key and value as well.
-        key: [..., N or fewer, S, E].
-        value: [..., N or fewer, S, Ev].
+        query: [..., N, L, E], [N, L, E] or [L, E]; leading axes of query, key and value broadcast. Or a nested tensor
+            of layout torch.jagged, [B, N, j, E]; then key and value are nested too.
+        key: [..., N, S, E]; fewer heads broadcast (one head) or are shared (enable_gqa).
+        value: [..., N, S, Ev]; fewer heads as for key.
         attn_mask: broadcasts to [..., N, L, S]. bool: true for a visible key; floats are added to the score. A row
             without keys is zero, as in torch.
         dropout_p: probability of dropout, drawn from torch's default generator, but with other draws than torch's.
         is_causal: row i sees the keys up to i, counted from the upper left corner.
         scale: factor on the products; None: 1 / sqrt(E).
-        enable_gqa: groups of query heads share a head of key and value.
+        enable_gqa: N / N_kv consecutive query heads share a head of key and value.
 
     Returns:
         [..., N, L, Ev], in query's dtype.
@@ -123,7 +123,7 @@ def _ours(
     scale: float | None,
     grouped: bool,
 ) -> Tensor | None:
-    """Returns the result, or None if torch is to compute or to refuse the call."""
+    """Returns the result computed by attention(), or None if torch must compute or reject the call."""
     if not 0 <= dropout_p < 1 or (is_causal and mask is not None) or _transformed():
         return None
     if scale is not None and not abs(scale) < _LARGEST:
@@ -138,7 +138,7 @@ def _ours(
         return None
     q, k, v, lead = result
     if mask is not None:
-        # torch's CPU kernel would read the mask's memory in spite of its device.
+        # torch's CPU kernel does not check the mask's device and would read its memory.
         if isinstance(mask, Tensor) and mask.device != q.device:
             raise RuntimeError(
                 f"scaled_dot_product_attention: attn_mask: expected it on {q.device}, where query is, got it on "
@@ -154,7 +154,7 @@ def _ours(
         else:
             how["bias"] = mask
     if len(lead) == 1 and q.stride(1) < q.stride(2):
-        # Token-major memory, as projections write it; the result gets the query's memory order, as torch's does.
+        # The query is a view of [B, S, N, E], as projections write it; the result gets this memory order, as in torch.
         out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **how)
         return out.transpose(1, 2)
     out = attention(q, k, v, layout="BNSD", **how)
@@ -241,7 +241,7 @@ def _same_lengths(one: Any, other: Any) -> bool:
 
 
 def _jagged(query: Any, key: Any, value: Any, grouped: bool, how: dict[str, Any]) -> Tensor | None:
-    """Computes nested tensors [B, N, j, E] whose rows are contiguous, as packed sequences."""
+    """Computes nested tensors [B, N, j, E] with contiguous rows as packed sequences; None if torch must do it."""
     three = (query, key, value)
     if not all(isinstance(t, Tensor) and t.is_nested and t.layout == torch.jagged and t.dim() == 4 for t in three):
         return None

@@ -1,7 +1,7 @@
-"""The attention layers of Qwen4 in transformers that choose blocks of keys.
+"""Attention layers of Qwen4 in transformers, in which an indexer chooses blocks of keys for each row.
 
-A row reads the blocks of `indexer_compress_ratio` keys with the largest scores and the keys behind the last complete
-block. A block's key is the mean of its rows, and its score the sum over heads of max(0, q . key).
+A row reads the blocks of `indexer_compress_ratio` keys with the largest scores, and the keys after the last complete
+block. A block's key is the mean of its indexer keys, and its score the sum over indexer heads of max(0, q . key).
 """
 
 import itertools
@@ -23,7 +23,7 @@ _CAUSAL = Band.causal()
 
 
 class Index(NamedTuple):
-    """Rows of an indexer, its keys before pooling with their angles, in the order of the operators' calls."""
+    """Query rows of an indexer, and its keys before pooling with their rotary angles, in the order of the calls."""
 
     q: Tensor  # [..., heads, D]
     raw: Tensor  # [..., 1, D]
@@ -41,14 +41,14 @@ def forward(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Computes a layer's output [B, S, hidden].
+    """Returns (a layer's output [B, S, hidden], None).
 
     Args:
-        code: transformers' module of the family, which has the rotary function.
+        code: transformers' modeling module of the family, which has the rotary function.
         module: the layer.
-        hidden_states, attention_mask, past_key_values, others: the arguments of its forward; masks as sequences_of()
-            reads them.
-        position_embeddings: (cos, sin) of all tokens, those of the cache included.
+        hidden_states, past_key_values, others: the arguments of the layer's forward.
+        attention_mask: a mask as sequences_of() reads it.
+        position_embeddings: (cos, sin) of all tokens, cached ones included.
     """
     batch, rows = hidden_states.shape[:2]
     q, gate = module.q_proj(hidden_states).unflatten(-1, (-1, 2 * module.head_dim)).chunk(2, -1)
@@ -61,7 +61,7 @@ def forward(
         k, v = (t.transpose(1, 2) for t in stored)
     sequences = sequences_of(attention_mask, q, k, **others)
     indexer = module.indexer
-    # All blocks of the rows before this one are chosen.
+    # Rows before `first` have at most block_topk complete blocks, so they read all their visible keys.
     first: int | None = (indexer.block_topk + 1) * indexer.compress_ratio - 1
     if sequences.longest <= (first or 0):
         first = None
@@ -74,7 +74,7 @@ def forward(
 
 
 def _index(code: ModuleType, module: Any, sequences: Sequences, inputs: Any, cache: Any, used: bool) -> Index | None:
-    """The indexer's rows; None if they are not used. A cache gets its keys in any case."""
+    """Returns the indexer's rows and keys, or None if not `used`; the cache stores the indexer's keys in both cases."""
     if cache is None and not used:
         return None
     hidden_states, (cos, sin) = inputs
@@ -94,14 +94,14 @@ def _index(code: ModuleType, module: Any, sequences: Sequences, inputs: Any, cac
 
 @torch.no_grad()
 def _lists(code: ModuleType, indexer: Any, index: Index, kv_len: Any, how: dict[str, Any]) -> Tensor:
-    """The blocks that every row reads, [..., 1, block_topk + 1]: chosen ones, and the one behind the complete blocks.
+    """Returns the block numbers that each row reads, [..., 1, block_topk + 1]: chosen blocks and the incomplete one.
 
     Args:
-        code: transformers' module of the family.
+        code: transformers' modeling module of the family.
         indexer: the layer's indexer.
-        index: its rows.
-        kv_len: tokens of every sequence; None: all keys.
-        how: length arguments of the rows.
+        index: the indexer's rows and keys.
+        kv_len: number of keys of each sequence; None: all keys.
+        how: arguments `layout`, `q_len` and `kv_len` of the rows' call.
     """
     ratio, layout, device = indexer.compress_ratio, how["layout"], index.q.device
     pooled = compress(index.raw, torch.zeros_like(index.raw), ratio=ratio, layout=layout, kv_len=kv_len)
@@ -140,7 +140,10 @@ def _lists(code: ModuleType, indexer: Any, index: Index, kv_len: Any, how: dict[
 def _attend(
     code: ModuleType, module: Any, sequences: Sequences, rows: Any, index: Index | None, first: int | None
 ) -> Tensor:
-    """Attention of all rows, [..., N, D], of which the first `first` of every sequence, or all (None), are dense."""
+    """Returns the attention output of all rows, [..., N, D].
+
+    The first `first` rows of every sequence (None: all rows) read all visible keys, other rows the chosen blocks.
+    """
     q, k, v = rows
     how: dict[str, Any] = {"scale": module.scaling}
     if first is None:

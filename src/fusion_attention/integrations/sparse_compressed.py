@@ -1,6 +1,7 @@
-"""The attention layers of DeepSeek-V4 in transformers: a window of keys beside compressed keys, all or chosen ones.
+"""Attention layers of DeepSeek-V4 in transformers: rows read a window of keys and compressed keys.
 
-Caches are transformers' own, so calls may alternate with calls of the original's code.
+A layer reads all compressed keys, or those that its indexer chooses. Caches are transformers' classes, so
+transformers' code may compute some calls of a sequence and this module others.
 """
 
 from types import ModuleType
@@ -26,10 +27,10 @@ class Call(NamedTuple):
     """The sequences of one call.
 
     Attributes:
-        lengths: tokens of packed sequences; None: a batch of rows of one length.
-        tokens: tokens of a sequence with those of its cache.
-        positions: int64 [S], of the rows in their sequences (packed: of all rows).
-        cache: the layer's cache of transformers, or None.
+        lengths: tokens of each packed sequence; None: a batch of sequences of equal length.
+        tokens: tokens of a sequence, cached ones included.
+        positions: int64 [S], each row's position in its sequence; of packed sequences [B * S].
+        cache: transformers' cache of the layer, or None.
     """
 
     lengths: list[int] | None
@@ -38,19 +39,19 @@ class Call(NamedTuple):
     cache: Any
 
     def rows(self, t: Tensor) -> Tensor:
-        """Rows [B, S, ...] in the layout of the calls."""
+        """Returns rows [B, S, ...] as they are, or flattened to [B * S, ...] for packed sequences."""
         return t if self.lengths is None else t.flatten(0, 1)
 
     def windows(self, ratio: int) -> Tensor:
-        """The position of the first token of every compressed key that the call completes."""
+        """Returns the position of the first token of each compressed key that the call completes."""
         device = self.positions.device
         if self.lengths is None:
             first = (self.tokens - len(self.positions)) // ratio
             return torch.arange(first, self.tokens // ratio, device=device) * ratio
         return torch.cat([torch.arange(n // ratio, device=device) * ratio for n in self.lengths])
 
-    def words(self, batch: int, ratio: int) -> dict[str, Any]:
-        """Length arguments of the indexer and its loss."""
+    def length_arguments(self, batch: int, ratio: int) -> dict[str, Any]:
+        """Returns the layout and length arguments of lightning_indexer()."""
         if self.lengths is not None:
             kv_len = [n // ratio for n in self.lengths]
             return {
@@ -73,13 +74,13 @@ def forward(
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Computes a layer's output [B, S, hidden].
+    """Returns (a layer's output [B, S, hidden], None).
 
     Args:
-        code: transformers' module of the family, which has the rotary function.
+        code: transformers' modeling module of the family, which has the rotary function.
         module: the layer.
-        hidden_states, position_embeddings, position_ids, attention_mask, past_key_values, others: the arguments of its
-            forward, for which reason_against() has no reason.
+        hidden_states, position_embeddings, position_ids, attention_mask, past_key_values, others: the arguments of the
+            layer's forward, for which reason_against() returns "".
     """
     cos, sin = position_embeddings[module.rope_layer_type]
     rotate = code.apply_rotary_pos_emb
@@ -116,7 +117,7 @@ def _call(module: Any, rows: Tensor, mask: Tensor | None, position_ids: Tensor, 
 
 
 def _lengths(rows: Tensor, mask: Tensor | None, position_ids: Tensor, others: Any, cache: Any) -> Any:
-    """The lengths of packed sequences; None if the rows are not packed."""
+    """Returns the lengths of packed sequences; None if the rows are not packed."""
     if mask is not None and mask.dtype == torch.bool:
         return None
     fresh = cache is None or cache.get_seq_length() == 0
@@ -126,7 +127,7 @@ def _lengths(rows: Tensor, mask: Tensor | None, position_ids: Tensor, others: An
 
 
 def reason_against(layer: Any, given: dict[str, Any]) -> str:
-    """The reason why forward() does not compute a call; "" if it does."""
+    """Returns the reason why forward() cannot compute a call; "" if it can."""
     mask, positions, rows = given["attention_mask"], given["position_ids"], given["hidden_states"]
     cache, count = given.get("past_key_values"), given["hidden_states"].shape[1]
     if mask is not None and mask.dim() == 4:
@@ -134,7 +135,7 @@ def reason_against(layer: Any, given: dict[str, Any]) -> str:
     lengths = _lengths(rows, mask, positions, given, cache)
     if lengths is not None:
         return "lengths of packed sequences are not read in a trace" if isinstance(lengths, Tensor) else ""
-    # Padding behind the tokens of complete sequences is read by no token; other padding is in compressed keys.
+    # No token reads padding on the right of complete sequences; other padding would become part of compressed keys.
     if mask is not None and (cache is not None or hidden(mask) or padding_of(mask).kind in ("run", "scattered")):
         return "compressed keys contain padding (to train padded batches: on the right, with use_cache=False)"
     if hidden(positions):
@@ -147,12 +148,12 @@ def reason_against(layer: Any, given: dict[str, Any]) -> str:
 
 
 def indexer_of(layer: Any) -> Any:
-    """The indexer of a layer; None if it has none."""
+    """Returns the indexer of a layer; None if it has none."""
     return getattr(layer.compressor, "indexer", None)
 
 
 def _attend(code: ModuleType, module: Any, call: Call, inputs: Any, projected: Any) -> Tensor:
-    """Attention of projected rows; the indexer's loss is stored on the layer."""
+    """Returns the attention output of projected rows; stores the indexer's loss, if one is computed, on the layer."""
     q, k, real = projected
     band, sink = Band.window(module.sliding_window - 1), module.sinks
     how: dict[str, Any] = {"band": band, "sink": sink, "scale": module.scaling}
@@ -173,7 +174,8 @@ def _attend(code: ModuleType, module: Any, call: Call, inputs: Any, projected: A
         index = _index(code, indexer, call, inputs, chooses or trains, trains)
         if chooses and index is not None:
             with torch.no_grad():
-                lists, _ = lightning_indexer(*index, indexer.index_topk, ratio=ratio, **call.words(batch, ratio))
+                lengths = call.length_arguments(batch, ratio)
+                lists, _ = lightning_indexer(*index, indexer.index_topk, ratio=ratio, **lengths)
     if call.lengths is None:
         how["residual"] = [call.tokens % ratio] * batch
     else:
@@ -183,19 +185,20 @@ def _attend(code: ModuleType, module: Any, call: Call, inputs: Any, projected: A
         return result
     out, lse = result
     if index is not None:
-        module.indexer_loss = Loss(_loss(module, call, Compared(q, entries, lse, *index), lists, real))
+        module.indexer_loss = Loss(_loss(module, call, LossOperands(q, entries, lse, *index), lists, real))
     return out
 
 
 def _entries(code: ModuleType, compressor: Any, name: str, call: Call, x: Tensor, overlap: bool) -> Tensor:
-    """The compressed keys [B, T, 1, D] of a compressor or an indexer, those of the cache among them.
+    """Returns the compressed keys [B, T, 1, D] of a compressor or an indexer, cached ones included.
 
     Args:
-        code, call: as before.
+        code: transformers' modeling module of the family.
+        call: the sequences of the call.
         compressor: the module with kv_proj, gate_proj, position_bias, kv_norm and rotary_emb.
-        name: its name in the cache.
+        name: the compressor's name in the cache: "compressor" or "indexer".
         x: hidden states, [B, S, hidden].
-        overlap: windows overlap.
+        overlap: True if a compressed key also pools the tokens of the previous window.
     """
     ratio, cache = compressor.compress_rate, call.cache
     windows = call.windows(ratio)
@@ -217,18 +220,18 @@ def _entries(code: ModuleType, compressor: Any, name: str, call: Call, x: Tensor
 
 
 def _pooled(compressor: Any, name: str, call: Call, kv: Tensor, gate: Tensor, overlap: bool) -> Tensor:
-    """The rows of complete windows, [B, windows, D] or packed [windows, D], before their norm."""
+    """Returns the pooled rows of complete windows, [B, windows, D] or packed [windows, D], before normalization."""
     ratio, cache, dim = compressor.compress_rate, call.cache, compressor.head_dim
     bias = compressor.position_bias
     if cache is None:
         gate = call.rows(gate) + bias[call.positions % ratio]
-    else:  # whole windows
+    else:  # the cache returns complete windows only
         gate = gate + bias.repeat(gate.shape[1] // ratio, 1)
     dtype, kv = kv.dtype, call.rows(kv)
     prior: Any = None, None
     if overlap and cache is not None:
         prior = cache.update_overlap_state(name, *(t.unflatten(1, (-1, ratio)) for t in (kv, gate)), dim)
-        if prior[0] is not None:  # a window before the first, of which only the first half is read
+        if prior[0] is not None:  # prepend the previous window; only the first half of its elements is read
             kv, gate = (
                 torch.cat((torch.cat((old, torch.zeros_like(old)), -1).to(t.dtype), t), 1)
                 for old, t in zip(prior, (kv, gate), strict=True)
@@ -242,7 +245,7 @@ def _pooled(compressor: Any, name: str, call: Call, kv: Tensor, gate: Tensor, ov
 def _index(
     code: ModuleType, indexer: Any, call: Call, inputs: Any, used: bool, trains: bool
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The indexer's rows, keys and weights; None if they are not used. A cache gets its keys in any case."""
+    """Returns the indexer's (rows, keys, weights), or None if not `used`; the cache stores the keys in both cases."""
     if call.cache is None and not used:
         return None
     x, q_latent, position_ids = inputs
@@ -261,10 +264,10 @@ def _index(
         return call.rows(q), keys, call.rows(weights)
 
 
-class Compared(NamedTuple):
-    """Operands of an indexer's loss, [B, S, ...] or packed.
+class LossOperands(NamedTuple):
+    """Operands of an indexer's loss, [B, S, ...] or packed [B * S, ...].
 
-    The attention's rows, compressed keys and lse; the indexer's rows, keys and weights.
+    The attention's rows, compressed keys and lse, then the indexer's rows, keys and weights.
     """
 
     q: Tensor
@@ -275,14 +278,15 @@ class Compared(NamedTuple):
     weights: Tensor
 
 
-def _loss(module: Any, call: Call, rows: Compared, lists: Tensor | None, real: Tensor | None) -> Tensor:
-    """The indexer's loss, the mean over tokens, as CompressedAttention has it.
+def _loss(module: Any, call: Call, rows: LossOperands, lists: Tensor | None, real: Tensor | None) -> Tensor:
+    """Returns the indexer's loss, the mean over tokens, as nn.CompressedAttention defines it.
 
     Args:
-        module, call: as before.
+        module: the layer.
+        call: the sequences of the call.
         rows: the operands.
-        lists: chosen keys; None: all visible ones.
-        real: bool [B, S], false for padding; None: all rows are tokens.
+        lists: chosen compressed keys of each row; None: all visible ones.
+        real: bool [B, S], false for padding; None: no padding.
     """
     ratio = module.compressor.compress_rate
     if call.lengths is None:
@@ -290,18 +294,18 @@ def _loss(module: Any, call: Call, rows: Compared, lists: Tensor | None, real: T
         return _of_batch(rows, lists, real, ratio, call.tokens) / tokens
     losses, row, key = [], 0, 0
     for length in call.lengths:
-        mine, my_keys = slice(row, row + length), slice(key, key + length // ratio)
-        one = Compared(
-            rows.q[None, mine], rows.entries[None, my_keys], rows.lse[mine].mT[None],
-            rows.index_q[None, mine], rows.index_k[None, my_keys], rows.weights[None, mine],
+        row_range, key_range = slice(row, row + length), slice(key, key + length // ratio)
+        one = LossOperands(
+            rows.q[None, row_range], rows.entries[None, key_range], rows.lse[row_range].mT[None],
+            rows.index_q[None, row_range], rows.index_k[None, key_range], rows.weights[None, row_range],
         )  # fmt: skip
-        losses.append(_of_batch(one, None if lists is None else lists[None, mine], None, ratio, length))
-        row, key = mine.stop, my_keys.stop
+        losses.append(_of_batch(one, None if lists is None else lists[None, row_range], None, ratio, length))
+        row, key = row_range.stop, key_range.stop
     return torch.stack(losses).sum() / row
 
 
-def _of_batch(rows: Compared, lists: Tensor | None, real: Tensor | None, ratio: int, tokens: int) -> Tensor:
-    """The sum of the losses of rows [B, S, ...]; tokens: of their sequences."""
+def _of_batch(rows: LossOperands, lists: Tensor | None, real: Tensor | None, ratio: int, tokens: int) -> Tensor:
+    """Returns the sum of the losses of rows [B, S, ...] whose sequences have `tokens` tokens."""
     if not rows.entries.shape[1]:
         return rows.index_q.new_zeros((), dtype=torch.float32)
     target = probabilities(rows.q, rows.entries, rows.lse, lists, ratio, tokens % ratio)
@@ -310,4 +314,4 @@ def _of_batch(rows: Compared, lists: Tensor | None, real: Tensor | None, ratio: 
     how: dict[str, Any] = {"ratio": ratio, "residual": [tokens % ratio] * len(rows.q)}
     loss = indexer_target_loss(rows.index_q, rows.index_k, rows.weights, target, lists, **how)
     mass = target.sum(-1)
-    return loss - torch.xlogy(mass, mass).sum()  # of p / m, not of p: no gradient changes
+    return loss - torch.xlogy(mass, mass).sum()  # mass * KL(target / mass || ...); same gradient

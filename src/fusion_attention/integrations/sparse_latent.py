@@ -1,7 +1,7 @@
-"""The attention layers of DeepSeek-V3.2 and GLM-5 in transformers, over the keys that their indexers choose.
+"""Attention layers of DeepSeek-V3.2 and GLM-5 in transformers, over the keys that their indexers choose.
 
-A row whose visible keys are at most top_k reads all of them, so the first rows of a sequence are dense and need no
-indexer. Other rows read latents that all heads share ("absorbed": kv_b_proj is multiplied into query and output).
+A row with at most top_k visible keys reads all of them, so the first rows of a sequence are dense and need no indexer.
+Other rows read the latents, which all heads share: kv_b_proj is multiplied into query and output ("absorbed").
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _CAUSAL = Band.causal()
 
 
 class Latents(NamedTuple):
-    """Rows and keys of a layer in the order of the operators' calls."""
+    """Query rows and keys of a layer, in the order of the calls."""
 
     q: Tensor  # [..., N, nope]
     q_rope: Tensor  # [..., N, rope]
@@ -31,7 +31,7 @@ class Latents(NamedTuple):
 
 
 class Index(NamedTuple):
-    """Rows, keys and weights of an indexer in the order of the operators' calls."""
+    """Query rows, keys and head weights of an indexer, in the order of the calls."""
 
     q: Tensor
     k: Tensor
@@ -51,14 +51,14 @@ def forward(
     prev_topk_indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes a layer: (its output [B, S, hidden], the chosen keys for later layers without an indexer).
+    """Returns (a layer's output [B, S, hidden], the chosen keys for later layers without an indexer).
 
     Args:
         rotate, rotate_index: the rotary functions of the layer and of its indexer.
         module: the layer.
-        hidden_states, position_embeddings, attention_mask, past_key_values, position_ids, others: the arguments of its
-            forward; masks as sequences_of() reads them.
-        prev_topk_indices: chosen keys of an earlier layer.
+        hidden_states, position_embeddings, past_key_values, position_ids, others: the arguments of the layer's forward.
+        attention_mask: a mask as sequences_of() reads it.
+        prev_topk_indices: the chosen keys of an earlier layer, for a layer without an indexer.
     """
     batch = len(hidden_states)
     q_latent = module.q_a_layernorm(module.q_a_proj(hidden_states))
@@ -86,7 +86,7 @@ def forward(
 
 
 def dense_rows(module: Any, sequences: Sequences, rows: int) -> int | None:
-    """Number of the first rows of every sequence that read all their visible keys; None: all do."""
+    """Returns how many first rows of every sequence read all their visible keys; None: all rows do."""
     top_k = module.config.index_topk
     if module.stage in ("dense", "warmup") or sequences.longest <= top_k:
         return None
@@ -97,7 +97,7 @@ def dense_rows(module: Any, sequences: Sequences, rows: int) -> int | None:
 def _index(
     rotate: Callable[..., tuple[Tensor, Tensor]], module: Any, sequences: Sequences, inputs: Any, cache: Any, used: bool
 ) -> Index | None:
-    """The indexer's rows; None if they are not used. A cache gets its keys in any case."""
+    """Returns the indexer's rows, keys and weights, or None if not needed; the cache stores the keys in both cases."""
     trains = _trains(module)
     if cache is None and not used and not trains:
         return None
@@ -120,7 +120,7 @@ def _index(
 
 
 def _trains(module: Any) -> bool:
-    """True if the indexer's loss is asked for."""
+    """True if a forward computes the indexer's loss."""
     staged = module.stage in ("warmup", "sparse") and module.indexer is not None
     return staged and module.training and torch.is_grad_enabled()
 
@@ -128,7 +128,7 @@ def _trains(module: Any) -> bool:
 def _attend(
     module: Any, sequences: Sequences, rows: Latents, index: Index | None, first: int | None, lists: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Attention of all rows, [..., N, v], the lists of rows that are not dense, and the sum of the indexer's losses."""
+    """Returns (output of all rows [..., N, v], lists of the rows that are not dense, sum of the indexer's losses)."""
     if first is None:
         out, loss = _of_rows(module, rows, index, None, sequences.lengths())
         return out, None, loss
@@ -152,9 +152,10 @@ def _attend(
 def _of_rows(
     module: Any, rows: Latents, index: Index | None, lists: Tensor | None, how: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over the keys of lists [..., 1, K], or all visible keys: (out [..., N, v], the indexer's loss).
+    """Returns (out [..., N, v], the indexer's loss) over the keys of lists [..., 1, K], or over all visible keys.
 
-    Scores of absorbed latents take 2 rank + rope products instead of nope + rope + v, but no key is expanded.
+    With absorbed latents, a pair of row and key takes 2 rank + rope products instead of nope + rope + v, but kv_b_proj
+    is not applied to the keys.
     """
     trains, factors = _trains(module), _factors(module)
     if factors is not None and (lists is not None or _absorbs(module, rows)):
@@ -177,9 +178,10 @@ def _of_rows(
 
 
 def _factors(module: Any) -> tuple[Tensor, Tensor] | None:
-    """The factors of kv_b_proj for keys and values, [N, nope, rank] and [N, v, rank]; None if it is not a plain Linear.
+    """Returns the rows of kv_b_proj's weight for keys, [N, nope, rank], and for values, [N, v, rank].
 
-    An adapter, a quantised layer, hooks or a layer that is loaded for its call compute more than a weight shows.
+    None if kv_b_proj may compute more than a product with its weight: an adapter, a quantised layer, a layer with hooks
+    or one whose weight is loaded at its call.
     """
     linear = module.kv_b_proj
     hooks = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
@@ -192,7 +194,7 @@ def _factors(module: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _absorbs(module: Any, rows: Latents) -> bool:
-    """True if dense attention over absorbed latents takes fewer products than over expanded keys."""
+    """True if dense attention takes fewer products over absorbed latents than over keys from kv_b_proj."""
     count, keys = (t.shape[-3] for t in (rows.q, rows.latent))
     rank, expanded = module.kv_lora_rank, module.qk_nope_head_dim + module.v_head_dim
     return bool(count * rank * expanded + count * keys * 2 * rank < keys * rank * expanded + count * keys * expanded)

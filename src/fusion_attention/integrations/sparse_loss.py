@@ -1,4 +1,4 @@
-"""The losses of indexers in models of transformers, which layers store until indexer_loss() reads them."""
+"""The losses of indexers in transformers' models; layers store them until indexer_loss() reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Tensor = torch.Tensor
 
 
 class Loss:
-    """The loss of a layer's last forward; copies of a model have none, because a graph cannot be copied."""
+    """The loss of a layer's last forward; copies of a model have none, because autograd's graph cannot be copied."""
 
     def __init__(self, value: Tensor | None = None) -> None:
         self.value = value
@@ -23,16 +23,19 @@ class Loss:
 
 
 def indexer_loss(model: torch.nn.Module) -> Tensor:
-    """Returns the sum of the indexers' losses of a model's last forward, and removes them from its layers.
+    """Returns the sum of the indexers' losses in a model's last forward, and removes the losses from the layers.
 
-        loss = sum over layers of KL(p || softmax(I)), the mean over tokens
+        loss = sum over layers of mean over tokens of KL(p || softmax(I))
 
-    p is the mean over heads of the attention's probabilities and I the indexer's scores. Layers compute a loss in
+    p is the mean over heads of the attention's probabilities, I are the indexer's scores. Layers compute a loss in
     training mode after fusion_attention.nn.set_stage(model, "warmup") (over all keys) or "sparse" (over chosen keys).
-    Its gradient reaches parameters of indexers only.
+    Only parameters of indexers get a gradient from it.
 
     Args:
-        model: a model of transformers with attn_implementation="fusion_attention".
+        model: a transformers model with attn_implementation="fusion_attention".
+
+    Returns:
+        A scalar tensor.
 
     Raises:
         ValueError: no layer has a loss.

@@ -1,4 +1,4 @@
-"""Models of transformers whose layers choose keys: the families that register() serves, and their patches."""
+"""Families of transformers' models with sparse attention: their releases, functions and patches."""
 
 import functools
 import re
@@ -23,16 +23,17 @@ class Family(NamedTuple):
     """A family of models with sparse attention.
 
     Attributes:
-        name: its name in texts.
-        config: the class of its configurations.
-        layer: the class of its attention layers.
-        releases: releases of transformers with the code that the patch replaces.
-        make: makes a layer's function from the loaded module.
-        faults: the contradictions of a configuration, one sentence each.
-        reason_against: the reason why the function does not compute a call; "" if it does.
-        bias: the original's code needs masks that are added to scores.
-        stages: the indexer can be trained.
-        traced: the function can be part of a trace of torch.compile; others run outside of it.
+        name: the name in error texts.
+        config: name of the configuration's class.
+        layer: name of the attention layer's class.
+        releases: the releases of transformers whose layer code the patch can replace.
+        make: takes the family's modeling module, returns the function that replaces the layer's forward.
+        faults: takes a configuration, returns its contradictions, one sentence each.
+        reason_against: takes a layer and the arguments of its forward, returns the reason why the function cannot
+            compute the call, or "".
+        bias: True if transformers' code of the layer needs float masks, which it adds to scores.
+        stages: True if the indexer can be trained.
+        traced: True if torch.compile may trace the function; other functions run outside the graph.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Family(NamedTuple):
 
 
 def _latent(module: ModuleType, index_rotation: str) -> Callable[..., Any]:
-    """The function of layers with multi-head latent attention: (out, lists)."""
+    """Returns the function of layers with multi-head latent attention; it returns (out, chosen keys)."""
 
     def compute(layer: Any, **given: Any) -> Any:
         return sparse_latent.forward(
@@ -74,7 +75,7 @@ def _glm_moe_dsa(module: ModuleType) -> Callable[..., Any]:
 
 
 def _latent_faults(config: Any) -> list[str]:
-    """The contradictions of a configuration of DeepSeek-V3.2 or GLM-5."""
+    """Returns the contradictions of a configuration of DeepSeek-V3.2 or GLM-5."""
     kinds = getattr(config, "indexer_types", ["full"] * config.num_hidden_layers)
     rules = {
         f"index_topk: expected at least 1, got {config.index_topk}": config.index_topk >= 1,
@@ -101,7 +102,7 @@ def _deepseek_v4(module: ModuleType) -> Callable[..., Any]:
 
 
 def _compressed_faults(config: Any) -> list[str]:
-    """The contradictions of a configuration of DeepSeek-V4."""
+    """Returns the contradictions of a configuration of DeepSeek-V4."""
     rates = {kind: config.compress_rates.get(kind, 0) for kind in {*config.layer_types} - {"sliding_attention"}}
     rules = {
         f"index_topk: expected at least 1, got {config.index_topk}": config.index_topk >= 1,
@@ -120,7 +121,7 @@ def _qwen4_exp(module: ModuleType) -> Callable[..., Any]:
 
 
 def _block_faults(config: Any) -> list[str]:
-    """The contradictions of a configuration of Qwen4 that transformers does not refuse itself."""
+    """Returns the contradictions of a configuration of Qwen4 for which transformers raises no error."""
     if "indexed_attention" in config.layer_types and config.indexer_budget is None:
         return ["indexer_budget: expected a number for layers of indexed_attention, got None"]
     return []
@@ -148,17 +149,17 @@ FAMILIES = {
 
 
 def family_of(config: Any) -> Family | None:
-    """The family of a configuration of transformers' own; None for other models."""
+    """Returns the family of a configuration whose class is transformers'; None for other models."""
     kind = type(config).__module__.removeprefix("transformers.models.").partition(".")[0]
     family = FAMILIES.get(kind)
     return family if family is not None and family.config == type(config).__name__ else None
 
 
 def check(config: Any) -> None:
-    """Refuses a configuration of a served family.
+    """Checks the configuration of a model; other models than those of FAMILIES pass.
 
     Raises:
-        ValueError: a release of transformers that is not in the family's table, or a configuration that contradicts
+        ValueError: the family does not support the installed release of transformers, or the configuration contradicts
             itself.
     """
     family = family_of(config)
@@ -175,16 +176,16 @@ def check(config: Any) -> None:
 
 
 def served(family: Family) -> bool:
-    """True if the installed release is in the family's table."""
+    """True if the family supports the installed release of transformers."""
     return ".".join(re.findall(r"\d+", transformers.__version__)[:2]) in family.releases
 
 
 def patch(changes: Changes, serves: Callable[[Any], bool]) -> None:
-    """Patches the layers of all families, loaded ones now and others when they are loaded.
+    """Patches the layer classes of all families, now or when their module is imported.
 
     Args:
-        changes: gets the patches.
-        serves: true for a configuration whose attention implementation is this library's.
+        changes: records the patches, so that they can be removed.
+        serves: takes a configuration, returns True if its attention implementation is this library's.
     """
     for kind, family in FAMILIES.items():
         if served(family):
@@ -204,7 +205,7 @@ def _patch(changes: Changes, family: Family, serves: Callable[[Any], bool], modu
 def _forward(
     layer: Layer, family: Family, compute: Callable[..., Any], serves: Callable[[Any], bool]
 ) -> Callable[..., Any]:
-    """The forward of a layer's class."""
+    """Returns the forward that replaces that of a layer's class."""
     original = layer.below
     names = original.__code__.co_varnames[1 : original.__code__.co_argcount]
 
@@ -230,7 +231,7 @@ def _forward(
 
 
 def _reason_against(family: Family, layer: Any, given: dict[str, Any]) -> str:
-    """The reason why a call cannot be computed over chosen keys; "" if it can."""
+    """Returns the reason why a call cannot be computed over chosen keys; "" if it can."""
     if asks_for_weights(layer, given):
         return "output_attentions asks for all weights"
     if layer.training and layer.attention_dropout:
@@ -239,7 +240,7 @@ def _reason_against(family: Family, layer: Any, given: dict[str, Any]) -> str:
 
 
 def _matrix(family: Family, layer: Any, given: dict[str, Any]) -> Tensor:
-    """The mask of a call as the original's code reads it."""
+    """Returns the mask of a call in the form that transformers' code of the layer reads."""
     rows_in, cache, mask = given["hidden_states"], given.get("past_key_values"), given["attention_mask"]
     rows = rows_in.shape[1]
     keys = rows if cache is None else cache.get_mask_sizes(rows, layer.layer_idx)[0]
@@ -252,13 +253,13 @@ def _matrix(family: Family, layer: Any, given: dict[str, Any]) -> Tensor:
 
 
 def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask that is added to scores, as transformers' eager code makes it."""
+    """Returns a bool mask as a float mask that is added to scores: 0 for visible keys, else the dtype's minimum."""
     least = torch.finfo(dtype).min
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, least)
 
 
 def asks_for_weights(layer: Any, given: dict[str, Any]) -> bool:
-    """True if a call of a served family's layer asks for attention weights."""
+    """True if a call of a layer of these families must return attention weights."""
     config = getattr(layer, "config", None)
     wanted = given.get("output_attentions") or getattr(config, "output_attentions", False)
     return bool(wanted) and family_of(config) is not None
@@ -267,12 +268,13 @@ def asks_for_weights(layer: Any, given: dict[str, Any]) -> bool:
 def weights(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, indices: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor]:
-    """Attention by the code of the layer's module, which returns its weights [B, N, S, T] too.
+    """Returns (out, attention weights [B, N, S, T]) from transformers' eager code of the layer.
 
     Args:
         module: the layer.
-        q, k, v: [B, N, S, D], [B, Nkv, T, D].
-        mask: [B, 1, S, T].
+        q: [B, N, S, D].
+        k, v: [B, Nkv, T, D].
+        mask: [B, 1, S, T], bool or float.
         indices: chosen keys [B, S, K], or None.
         how: scaling and dropout.
     """

@@ -1,4 +1,4 @@
-"""The path that each layer of a model of transformers takes here, from its configuration alone."""
+"""Describes how this library computes each layer of a transformers model, from the model's configuration alone."""
 
 import importlib
 import json
@@ -19,13 +19,13 @@ COMPRESSED = "padding on the left, padding beside a cache, and positions with ga
 
 
 class Paths(NamedTuple):
-    """The paths of a model.
+    """The computation of a model's layers.
 
     Attributes:
-        model: the class of the configuration.
-        layers: the path of every layer, in order.
-        notes: calls that take another path.
-        problems: the reasons why the model is refused.
+        model: name of the configuration's class.
+        layers: a description of each layer's computation, in order.
+        notes: descriptions of calls that are computed otherwise.
+        problems: the reasons why this library does not compute the model.
     """
 
     model: str
@@ -38,8 +38,8 @@ def configuration(source: str) -> Any:
     """Returns the configuration of a model.
 
     Args:
-        source: a directory with config.json, such a file, a model type ("deepseek_v32"), or a name for
-            from_pretrained().
+        source: a directory with config.json, the path of such a file, a model type ("deepseek_v32"), or a name for
+            AutoConfig.from_pretrained().
 
     Raises:
         ValueError, OSError: transformers cannot read it.
@@ -56,7 +56,7 @@ def configuration(source: str) -> Any:
 
 
 def paths(config: Any) -> Paths:
-    """Returns the path of every layer of a model with attn_implementation="fusion_attention".
+    """Describes the computation of every layer of a model with attn_implementation="fusion_attention".
 
     Example:
         >>> paths(configuration("deepseek_v32")).layers[0]
@@ -113,14 +113,14 @@ def _blocks(config: Any) -> list[str]:
 
 
 def _of_others(config: Any, name: str) -> Paths:
-    """The paths of a model without an indexer, from the code of its module."""
+    """Describes the layers of a model without an indexer, from the code of its modeling module."""
     place = type(config).__module__
     try:
         importlib.import_module(place.replace("configuration_", "modeling_"))
     except ImportError as error:
         return Paths(name, [], [], [f"{name}: the code of the model cannot be loaded ({error})"])
     code = integration._code_of(place)
-    if not code.asks:
+    if not code.uses_interface:
         return Paths(name, [], [], [f'{name}: attention in code of its own: attn_implementation="eager" computes it'])
     count = getattr(config, "num_hidden_layers", 1)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * count

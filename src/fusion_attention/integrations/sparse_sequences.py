@@ -14,10 +14,10 @@ class Sequences(NamedTuple):
 
     Attributes:
         layout: "BSND", or "TND" for packed sequences.
-        q_len, kv_len: tokens of every sequence; None: S and T. The last row is beside the last key.
-        q_order, k_order: int64 [B, S] and [B, T], tokens in front of padding; None: they are.
-        longest: most keys of a sequence, or a bound of it.
-        described: keys that a mask describes; later ones are unused memory of a static cache.
+        q_len, kv_len: rows and keys of every sequence; None: S and T. The last row has the last key's position.
+        q_order, k_order: int64 [B, S] and [B, T], indices that sort tokens before padding; None: tokens are first.
+        longest: the largest number of keys of a sequence, or an upper bound.
+        described: the number of keys that the mask describes; later keys are unused memory of a static cache.
     """
 
     layout: str
@@ -29,28 +29,28 @@ class Sequences(NamedTuple):
     described: int
 
     def rows(self, t: Tensor) -> Tensor:
-        """Rows [B, S, ...] in the order of the calls."""
+        """Returns rows [B, S, ...] in the order of the calls: tokens first, or flattened for packed sequences."""
         return t.flatten(0, 1) if self.layout == "TND" else _ordered(t, self.q_order)
 
     def keys(self, t: Tensor) -> Tensor:
-        """Keys [B, T, ...] in the order of the calls."""
+        """Returns keys [B, T, ...] in the order of the calls."""
         t = t[:, : self.described]
         return t.flatten(0, 1) if self.layout == "TND" else _ordered(t, self.k_order)
 
     def back(self, t: Tensor, batch: int) -> Tensor:
-        """Rows of the calls as the model has them, [B, S, ...]."""
+        """Returns rows of the calls in the model's order, [B, S, ...]; the inverse of rows()."""
         if self.layout == "TND":
             return t.unflatten(0, (batch, -1))
         return t if self.q_order is None else _ordered(t, self.q_order.argsort(1))
 
     def tokens(self, rows: Tensor) -> Any:
-        """Number of the rows [B, S, ...] that are no padding."""
+        """Returns the number of rows [B, S, ...] that are not padding."""
         if self.q_len is None:
             return rows.shape[0] * rows.shape[1]
         return self.q_len.sum() if isinstance(self.q_len, Tensor) else sum(self.q_len)
 
     def lengths(self, first: int = 0, end: int | None = None, upto: int | None = None) -> dict[str, Any]:
-        """Length arguments of a call with the rows first .. end - 1 and the keys before `upto` of every sequence."""
+        """Returns layout, q_len, kv_len of a call on rows first to end - 1 and keys 0 to upto - 1 of each sequence."""
         q_len, kv_len = _between(self.q_len, first, end), _between(self.kv_len, 0, upto)
         return {"layout": self.layout, "q_len": q_len, "kv_len": kv_len}
 
@@ -63,7 +63,7 @@ def _ordered(t: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _between(lengths: Any, first: int, end: int | None) -> Any:
-    """Number of the positions first .. end - 1 in sequences of these lengths."""
+    """Returns how many of the positions first to end - 1 each sequence of these lengths has."""
     if lengths is None or (first == 0 and end is None):
         return lengths
     if isinstance(lengths, Tensor):
@@ -81,12 +81,13 @@ def expressible(mask: Tensor | None, rows: int) -> bool:
 def sequences_of(
     mask: Tensor | None, q: Tensor, k: Tensor, position_ids: Tensor | None = None, **others: Any
 ) -> Sequences:
-    """Reads the sequences from a mask for rows q [B, S, ...] and keys k [B, T, ...].
+    """Returns the sequences that a mask describes for rows q [B, S, ...] and keys k [B, T, ...].
 
     Args:
-        mask: None, bool [B, T'] (keys that are tokens, the last row beside the last of the T' keys), int64 [B, S]
-            (sequence numbers), or bool [B, 1, 1, T] (visible keys of one row).
-        position_ids: [B or 1, S]; packed sequences restart at 0.
+        mask: None, bool [B, T'] (true for a token, false for padding; the last row has the position of key T' - 1),
+            int64 [B, S] (sequence numbers), or bool [B, 1, 1, T] (visible keys of one row).
+        q, k: rows and keys.
+        position_ids: [B or 1, S]; positions of packed sequences restart at 0.
         others: cu_seq_lens_q and cu_seq_lens_k, if the model passes them.
     """
     batch, rows = q.shape[:2]
@@ -106,7 +107,7 @@ def sequences_of(
 
 
 def _read(mask: Tensor, batch: int, rows: int) -> Sequences:
-    """The sequences of a bool mask [B, T'] or [B, 1, 1, T]."""
+    """Returns the sequences of a bool mask [B, T'] or [B, 1, 1, T]."""
     keys = (mask[:, 0, 0] if mask.dim() == 4 else mask).expand(batch, -1)
     length = keys.shape[1]
     tokens = torch.ones_like(keys[:, :1]) if mask.dim() == 4 else keys[:, length - rows :]
@@ -116,7 +117,7 @@ def _read(mask: Tensor, batch: int, rows: int) -> Sequences:
             return Sequences("BSND", None, None, None, None, length, length)
         if kind == "left":
             return Sequences("BSND", tokens.sum(1).tolist(), end, None, None, max(end), length)
-    # A stable sort leaves tokens in their order.
+    # A stable sort moves tokens before padding and preserves their order.
     q_order = (~tokens).to(torch.uint8).argsort(dim=1, stable=True)
     k_order = (~keys).to(torch.uint8).argsort(dim=1, stable=True)
     q_len, kv_len = tokens.sum(1), keys.sum(1)
@@ -134,19 +135,20 @@ def matrix(
     window: int | None = None,
     **others: Any,
 ) -> Tensor:
-    """The bool [B, 1, S, T] of visible keys, for the original's code; four-dimensional masks are returned as they are.
+    """Returns the visible keys as a bool [B, 1, S, T], for transformers' code; four-dimensional masks stay as they are.
 
     Args:
         mask: as for sequences_of().
         q: rows, [B, S, ...].
-        keys: T, more than the mask's in a static cache.
-        window: keys that a row sees, the diagonal included; None: all.
+        keys: T; a static cache has more keys than the mask describes.
+        position_ids, others: as for sequences_of().
+        window: number of keys that a row sees, the diagonal included; None: no limit.
     """
     if mask is not None and mask.dim() == 4:
         return mask
     batch, rows = q.shape[:2]
     if mask is not None and mask.dtype == torch.bool and mask.shape[1] > keys:
-        mask = mask[:, mask.shape[1] - keys :]  # of another layer's cache, which has more tokens
+        mask = mask[:, mask.shape[1] - keys :]  # the mask was made for another layer's longer cache
     count = keys if mask is None or mask.dtype != torch.bool else mask.shape[1]
     row, key = torch.arange(count - rows, count, device=q.device)[:, None], torch.arange(keys, device=q.device)
     visible = key <= row if window is None else (key <= row) & (key > row - window)

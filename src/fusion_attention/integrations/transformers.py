@@ -1,13 +1,13 @@
-"""Attention for models of transformers: register(), then attn_implementation="fusion_attention".
+"""Attention for transformers' models: register(), then attn_implementation="fusion_attention".
 
-A model calls the mask interface once per forward, and the attention interface in every layer. The mask interface
-returns tensors that models, caches and checkpoints handle like any mask:
+A model calls the mask interface mask() once per forward, and the attention interface attend() in every layer. mask()
+returns one of these, which models, caches and checkpoints handle like any mask:
 
-    None                  is_causal and sliding_window of the module apply; the last row is beside the last key
-    bool  [B, T]          as None, but with false for padding; the last row is beside key T - 1, later keys are ignored
-    int64 [B, S]          the sequence number of each packed token; sequences are runs
-    bool  [B, 1 or N, S or 1, T]    the visible keys; attributes of the module are ignored
-    float [B, 1 or N, S or 1, T]    added to the scores; attributes of the module are ignored
+    None                  is_causal and sliding_window of the module apply; the last row has the last key's position
+    bool  [B, T]          as None, but false for padding; the last row has position T - 1, later keys are ignored
+    int64 [B, S]          the sequence number of each packed token; the tokens of a sequence are adjacent
+    bool  [B, 1 or N, S or 1, T]    true for visible keys; is_causal and sliding_window are ignored
+    float [B, 1 or N, S or 1, T]    added to the scores; is_causal and sliding_window are ignored
 """
 
 import functools
@@ -54,7 +54,7 @@ def register(name: str = NAME) -> None:
         name: the name for attn_implementation= and set_attn_implementation().
 
     Warns:
-        ContractWarning: this release of transformers was not tested.
+        ContractWarning: the installed release of transformers was not tested with this library.
 
     Source: this library; docs/with_transformers.md.
 
@@ -83,7 +83,7 @@ def register(name: str = NAME) -> None:
 
 
 def unregister(name: str = NAME) -> None:
-    """Removes an attention implementation that register() added; models with it need another one.
+    """Removes an attention implementation that register() added; models that use it need another one afterwards.
 
     Source: this library; docs/with_transformers.md.
 
@@ -105,7 +105,7 @@ def _serves(config: Any) -> bool:
 
 
 class _Sparse(Counted):
-    """The patches of models with sparse attention, while a name is registered."""
+    """Patches the layers of models with sparse attention while a name is registered."""
 
     def begin(self, changes: Changes) -> None:
         """Patches the layers' classes."""
@@ -116,24 +116,24 @@ _SPARSE = _Sparse()
 
 
 class _Code(NamedTuple):
-    """Properties of the modeling code of a model's architecture."""
+    """Properties of a model's modeling code."""
 
-    asks: bool  # calls the attention interface
+    uses_interface: bool  # the code calls the attention interface
     names: bool  # modules have is_causal or pass it; modules without it count as causal
-    describes: bool  # passes is_causal and packed tokens to the attention function, as flash-attn needs them
-    windows: bool  # passes sliding_window to it
+    describes: bool  # is_causal and lengths of packed sequences are passed, as for flash-attn
+    windows: bool  # sliding_window is passed to the attention interface
     both_sides: bool  # windows of masks that are not causal have flash-attn's size, which includes the diagonal
 
 
 def _read_code(configuration: str) -> _Code:
-    """Inspects the modeling module of a configuration; without one, full masks are used."""
+    """Reads the properties from a modeling module's source; if it is not loaded, mask() makes masks of four axes."""
     module = sys.modules.get(configuration.replace("configuration_", "modeling_"))
     if module is None or "modeling_" not in module.__name__:
-        return _Code(asks=True, names=False, describes=False, windows=False, both_sides=False)
+        return _Code(uses_interface=True, names=False, describes=False, windows=False, both_sides=False)
     text = Path(str(module.__file__)).read_text(encoding="utf-8")
     names = "is_causal" in text
-    says = (words in text for words in ("sliding_window=", "sliding_window + 1"))
-    return _Code("ALL_ATTENTION_FUNCTIONS" in text, names, names and "_supports_flash_attn = True" in text, *says)
+    passed = (words in text for words in ("sliding_window=", "sliding_window + 1"))
+    return _Code("ALL_ATTENTION_FUNCTIONS" in text, names, names and "_supports_flash_attn = True" in text, *passed)
 
 
 _code_of = functools.cache(_read_code)
@@ -162,26 +162,27 @@ def mask(
     config: Any = None,
     **others: Any,
 ) -> Tensor | None:
-    """Makes the mask of a forward for attend(); the arguments are those of transformers' sdpa_mask().
+    """Returns the mask of a forward for attend(), in a form of this module's list.
 
-    allow_is_bidirectional_skip is None for causal masks, whose makers do not pass it.
+    The arguments are those of transformers' sdpa_mask(). allow_is_bidirectional_skip is None for causal masks, because
+    transformers passes it for other masks only.
 
     Raises:
         ValueError: the model's code does not call the attention interface.
     """
     sparse_models.check(config)
     code = _code(type(config).__module__)
-    if not code.asks:
+    if not code.uses_interface:
         raise ValueError(
             f"{type(config).__name__}: this model computes attention in its own code and calls no attention_interface: "
-            f'use attn_implementation="eager" (docs/with_transformers.md says which families can be served)'
+            f'use attn_implementation="eager" (docs/with_transformers.md lists the supported models)'
         )
     causal = allow_is_bidirectional_skip is None
-    # Chunked attention has a local size too, which modules do not get.
+    # Chunked attention has a local size too, which is not passed to the attention interface.
     window = local_size is None or (
         local_size == getattr(config, "sliding_window", None) and code.windows and (causal or code.both_sides)
     )
-    sparse = sparse_models.family_of(config) is not None  # such models never skip a mask; our layers do
+    sparse = sparse_models.family_of(config) is not None  # transformers never skips such models' masks
     if sparse and local_size is None:
         allow_is_causal_skip = mask_function is masking_utils.causal_mask_function
     if (code.describes or sparse) and window:
@@ -189,11 +190,11 @@ def mask(
             end = q_offset + q_length if causal else kv_offset + kv_length
             if not isinstance(end, Tensor) or not torch.compiler.is_compiling():
                 keys = _keys(attention_mask, batch_size, kv_length, kv_offset, int(end), others.get("device", "cpu"))
-                # Full attention, possibly to another sequence: it may reach a module that is causal.
+                # Four axes: a module that counts as causal must not apply a band to full (or cross) attention.
                 full = keys is not None and not causal and local_size is None
-                return _as_blocked(keys[:, None, None] if keys is not None and full else keys)
+                return _cacheable(keys[:, None, None] if keys is not None and full else keys)
         elif causal and attention_mask is None and q_length == kv_length and _packs(mask_function, local_size, others):
-            return _as_blocked(_packed_ids(mask_function, batch_size, q_length, others.get("device", "cpu")))
+            return _cacheable(_packed_ids(mask_function, batch_size, q_length, others.get("device", "cpu")))
     result: Tensor | None = masking_utils.sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -208,11 +209,11 @@ def mask(
         allow_is_bidirectional_skip=code.names and bool(allow_is_bidirectional_skip),
         **others,
     )
-    return _as_blocked(result)
+    return _cacheable(result)
 
 
-def _as_blocked(mask: Tensor | None) -> Tensor | None:
-    """Marks a mask as written by no other code, so that an inference tensor may be cached."""
+def _cacheable(mask: Tensor | None) -> Tensor | None:
+    """Lets cached() store results on a mask that this module made, even if it is an inference tensor."""
     if mask is not None and not torch.compiler.is_compiling() and mask.is_inference():
         mask._fusion_attention = {}  # type: ignore[attr-defined]
     return mask
@@ -221,7 +222,7 @@ def _as_blocked(mask: Tensor | None) -> Tensor | None:
 def _keys(
     padding: Tensor | None, batch: int, kv_length: int, kv_offset: int, end: int, device: torch.device | str
 ) -> Tensor | None:
-    """Returns a bool of the keys before position `end` that are tokens; None if all keys are."""
+    """Returns bool [B, end - kv_offset], false for padding, of the keys before `end`; None if all T keys are tokens."""
     count = end - kv_offset
     if padding is None:
         return None if count == kv_length else torch.ones(1, 1, dtype=torch.bool, device=device).expand(batch, count)
@@ -232,9 +233,9 @@ def _keys(
 
 
 def _packs(function: Callable[..., Any], window: int | None, others: dict[str, Any]) -> bool:
-    """True if a causal mask without padding is one of packed sequences.
+    """True if a causal mask function without padding may be one of packed sequences, made by transformers' and_masks().
 
-    Other masks come from or_masks(), or use vmap. A window of one key does not reveal sequences.
+    A window of one key is excluded, because _packed_ids() cannot derive the sequences from it.
     """
     return window != 1 and function.__name__ == "and_mask" and not others.get("use_vmap")
 
@@ -266,13 +267,15 @@ def attend(
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes one layer's attention: q [B, N, S, D], k and v [B, Nkv, T, D]; out [B, S, N, Dv].
+    """Returns (one layer's attention [B, S, N, Dv], None), from query [B, N, S, D], key and value [B, Nkv, T, D].
+
+    The second result is the attention weights, if a sparse model's layer must return them.
 
     Raises:
         ContractError, BackendError: as fusion_attention.attention().
     """
     if sparse_models.asks_for_weights(module, others):
-        assert attention_mask is not None  # their code makes one in every call
+        assert attention_mask is not None  # transformers' code makes one in every call
         how = {"scaling": scaling, "dropout": dropout}
         return sparse_models.weights(module, query, key, value, attention_mask, indices, **how)
     if others.get("output_attentions"):
@@ -312,14 +315,14 @@ def attend(
 def _of_pages(
     q: Tensor, key: StoredRows, value: Tensor, given: Tensor | None, band: Band | None, words: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns attention over a layer's pages, or the keys and values to compute it with."""
+    """Returns the attention output over a layer's pages, or (keys, values) if the pages do not support the call."""
     if isinstance(value, StoredRows):
         return key.layer.attend(q, given, band, words)
     return key.layer.rows()[0], value  # the model computed the values from those of the cache
 
 
 def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | None:
-    """Returns a layer's band, aligned to the last key or, with a shift, to the first one."""
+    """Returns a layer's band, aligned to the last key, or to the first key with row 0 at position `shift`."""
     if window is None and (shift is None or not causal):
         return _CAUSAL if causal else None
     lo = -INFINITE if window is None else 1 - window
@@ -328,7 +331,7 @@ def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | 
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, q_len: Any, kv_len: Any, words: dict[str, Any]) -> Tensor:
-    """Computes packed sequences that span the batch."""
+    """Computes packed sequences: the rows of all batch items, one after another, with lengths q_len and kv_len."""
     flat = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
     out = attention(*flat, layout="TND", q_len=q_len, kv_len=kv_len, **words)
     return out.view(*q.shape[:2], *out.shape[1:])
@@ -337,7 +340,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, q_len: Any, kv_len: Any, words: dic
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, causal: bool, window: int | None, words: dict[str, Any]
 ) -> Tensor:
-    """Computes attention over a subset of the keys: a bool [B, T], the last key beside the last row."""
+    """Computes attention over the keys that are not padding; keys: bool [B, T], the last row has position T - 1."""
     rows, length = q.shape[1], keys.shape[1]
     k, v = k[:, :length], v[:, :length]
     one_sequence = rows == length and (causal or window is not None)  # else keys may belong to another sequence
@@ -350,7 +353,7 @@ def _padded(
         return attention(q, k, v, band=_band(causal, window, length - rows), **words)
     words["band"] = _band(causal, window)
     if kind == "run" and one_sequence and "bias" not in words:
-        # Padding, a sequence, padding: a row of the batch is three packed sequences without a copy.
+        # Padding, tokens, padding: a batch item becomes up to three packed sequences, without a copy.
         lengths = [n for f, e in zip(first, end, strict=True) for n in (f, e - f, length - e) if n]
         return _packed(q, k, v, lengths, lengths, words)
     if kind != "none":
@@ -359,7 +362,7 @@ def _padded(
 
 
 def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
-    """Converts a four-dimensional mask to arguments of attention()."""
+    """Adds a four-dimensional mask to the arguments `words` of attention()."""
     if given.is_floating_point():
         bias = given.to(q.dtype)
         words["bias"] = words["bias"] + bias if "bias" in words else bias
@@ -378,13 +381,13 @@ def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
 
 
 def _selected(q: Tensor, k: Tensor, v: Tensor, given: Tensor, indices: Tensor, words: dict[str, Any]) -> Tensor:
-    """Computes attention over the keys that an indexer chose [B, S, K], within the mask [B, 1, S, T]."""
+    """Computes attention over the keys `indices` [B, S, K] that an indexer chose and the mask [B, 1, S, T] allows."""
     visible = given[:, 0] if given.dtype == torch.bool else given[:, 0] > torch.finfo(given.dtype).min
     indices = indices.long()
     if not words.keys() <= {"scale", "sink"}:
         chosen = torch.zeros_like(visible).scatter(-1, indices, True)
         return attention(q, k, v, blocked=~(chosen & visible)[:, None], **words)
-    # Lists end at the first negative entry.
+    # sparse_attention() reads a list up to its first negative entry.
     indices = indices.masked_fill(~visible.gather(-1, indices), -1).sort(-1, descending=True).values
     lists = indices[:, :, None].expand(-1, -1, k.shape[2], -1)
     return sparse_attention(q, k, v, lists, causal=False, **words)

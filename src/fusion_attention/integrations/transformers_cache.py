@@ -1,10 +1,10 @@
-"""PagedCache: a cache for generate() of transformers whose keys and values are in pages.
+"""PagedCache: a cache for transformers' generate() whose keys and values are in pages.
 
     model.generate(**inputs, past_key_values=PagedCache(model.config))
 
-Padding is not stored, but only the attention function gets the mask that marks it, so a layer's update() keeps new rows
-pending. update() returns tensors that stand for all rows of the layer: our attention function calls PagedLayer.attend
-with the query, and any other operation on them copies the rows.
+Padding is not stored, but only the attention function gets the mask that marks it. So a layer's update() keeps new rows
+pending and returns StoredRows, which represent all rows of the layer. attend() of `transformers.py` calls
+PagedLayer.attend() with the query; any other operation on StoredRows copies the rows from the pages.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from fusion_attention.ir.mask import Band
 __all__ = ["PagedCache", "PagedLayer", "StoredRows"]
 
 Tensor = torch.Tensor
-# Arguments that decode_attention() supports; other calls are computed from the rows.
+# Arguments with which decode_attention() reads the pages; with others, attention() computes on copied rows.
 _DECODED = frozenset(("scale", "sink", "softcap"))
 
 
 class PagedCache(DynamicCache):
-    """A cache for models of transformers with keys and values in pages, without padding, shared between beams.
+    """A cache for transformers' models: keys and values are in pages, without padding; beams share pages.
 
-    With attn_implementation="fusion_attention" attention reads the pages; other implementations, and calls that
-    decode_attention() does not support (a bias, a four-dimensional mask), get copies. Layers with a sliding window keep
-    the pages of the window. Layers that have neither full nor sliding attention use transformers' cache. Pools grow by
-    doubling.
+    With attn_implementation="fusion_attention" attention reads the pages. Other implementations, and calls that
+    decode_attention() does not support (a bias, a four-dimensional mask), read copies. Layers with a sliding window
+    store only the window's keys. Layers with neither full nor sliding attention use transformers' cache. The pages of
+    a layer double in number when they are full.
 
     Args:
         config: the model's configuration.
-        stored: "" for the model's dtype, or "int8" or "int4": quantised with a scale per token and head.
+        stored: "" for the model's dtype, or "int8" or "int4" for quantised elements with a scale per token and head.
         page_size: tokens per page.
 
     Example:
@@ -63,11 +63,11 @@ class PagedCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pools."""
+        """Bytes of all layers' pages."""
         return sum(layer.pool.nbytes for layer in self.layers if isinstance(layer, PagedLayer) and layer.pool)
 
     def reset(self) -> None:
-        """Removes all sequences; the pools keep their memory."""
+        """Removes all sequences; the memory of the pages is not freed."""
         super().reset()
         self._present.change(lambda real: None)
 
@@ -94,9 +94,9 @@ class PagedCache(DynamicCache):
 
 
 class Present:
-    """The tokens of a batch that are no padding, which layers do not store.
+    """Flags of a batch's tokens, true for a token and false for padding, which layers do not store.
 
-    All layers of a cache use one object, because their masks are equal; the first layer of a forward reads the mask.
+    All layers of a cache share one object, because their masks are equal; the first layer of a forward reads the mask.
     """
 
     def __init__(self) -> None:
@@ -105,8 +105,10 @@ class Present:
         self._read: tuple[Tensor | None, int, bool, Tensor | None] = None, 0, False, None
 
     def read(self, mask: Tensor | None, before: int) -> tuple[bool, Tensor | None]:
-        """Compares a forward's mask with the `before` stored tokens; returns (True if it hides exactly the padding,
-        bool [B, new] of the new tokens that are no padding, or None if all are)."""
+        """Compares a forward's mask with the flags of the first `before` tokens.
+
+        Returns (True if they are equal, flags of the new tokens [B, new], or None if none of them is padding).
+        """
         if mask is None:
             return self._real is None, None
         if mask.dtype != torch.bool or mask.dim() != 2:
@@ -118,7 +120,7 @@ class Present:
         return self._read[2:]
 
     def upto(self, tokens: int, batch: int, device: torch.device) -> Tensor:
-        """Returns bool [B, tokens], true for tokens that are no padding."""
+        """Returns the flags of the first `tokens` positions, bool [B, tokens]."""
         there = torch.ones(batch, tokens, dtype=torch.bool, device=device)
         if self._real is not None:
             real = self._real[:, :tokens]
@@ -126,12 +128,12 @@ class Present:
         return there
 
     def add(self, before: int, new: Tensor) -> None:
-        """Sets the flags (true: no padding) of new tokens, from position `before` on; every layer sets equal flags."""
+        """Stores the flags of new tokens, from position `before` on; all layers store equal flags."""
         self._real = real = torch.cat((self.upto(before, len(new), new.device), new), 1)
         self.gaps = bool((real[:, :-1] & ~real[:, 1:]).any())
 
     def change(self, how: Callable[[Tensor], Tensor | None]) -> None:
-        """Applies a function to the stored flags, for other sequences or fewer tokens."""
+        """Replaces the stored flags by how(flags), after sequences were reordered or tokens removed."""
         self._real = None if self._real is None else how(self._real)
         self._read = None, 0, False, None
 
@@ -140,7 +142,7 @@ class PagedLayer(CacheLayerMixin):
     """The keys and values of one layer in pages, with the interface of transformers' cache layers.
 
     Args:
-        present: the tokens of the cache that are no padding.
+        present: the flags of the cache's tokens.
         window: number of keys that a row sees, the diagonal included; 0: all.
         stored, page_size: as in PagedKVCache.
     """
@@ -158,7 +160,7 @@ class PagedLayer(CacheLayerMixin):
         self._new: tuple[Tensor, Tensor] | None = None  # rows [B, heads, new, dim], pending until a mask comes
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates a pool for the first rows and one more page per sequence, and empty sequences."""
+        """Allocates pages for the first rows, with one more page per sequence, and empty sequences."""
         batch, heads, tokens, dim = key_states.shape
         if self.pool is None:
             retained = min(tokens, self.sliding_window) if self.is_sliding else tokens
@@ -176,10 +178,10 @@ class PagedLayer(CacheLayerMixin):
         return self.pool
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Receives new rows; the returned tensors stand for all rows of the layer.
+        """Receives new keys and values [B, heads, new, dim]; returns StoredRows of the layer's keys and of its values.
 
         Raises:
-            ValueError: rows of another batch size, or with a gradient, which pages do not support.
+            ValueError: the batch size differs from the stored one, or a gradient is needed, which pages do not support.
         """
         self.settle()
         if torch.is_autocast_enabled(key_states.device.type):  # as in attention
@@ -200,8 +202,10 @@ class PagedLayer(CacheLayerMixin):
     def attend(
         self, q: Tensor, mask: Tensor | None, band: Band | None, words: dict[str, Any]
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Computes attention of the newest rows, q [B, S, N, D], over all stored rows; or returns k and v [B, heads,
-        tokens, dim] if pages do not support the call."""
+        """Returns the attention output of the newest rows q [B, S, N, D] over all stored rows.
+
+        If the pages do not support the call, returns (keys, values) [B, heads, tokens, dim] instead.
+        """
         if self._new is None:
             return self.rows()
         before, (k, v) = self._tokens, self._new
@@ -223,7 +227,7 @@ class PagedLayer(CacheLayerMixin):
         return answered
 
     def settle(self, there: Tensor | None = None, slide: bool = True) -> None:
-        """Stores pending rows; there: bool [B, new], false for padding; slide: also frees what no window sees."""
+        """Stores pending rows; there: bool [B, new], false for padding; slide: frees tokens before the window."""
         if self._new is not None:
             (k, v), self._new = (t.transpose(1, 2) for t in self._new), None
             self._take(k, v, there, slide)
@@ -231,7 +235,7 @@ class PagedLayer(CacheLayerMixin):
             self._slide()
 
     def _take(self, k: Tensor, v: Tensor, there: Tensor | None, slide: bool) -> None:
-        """Stores rows [B, new, heads, dim], without padding."""
+        """Stores rows [B, new, heads, dim] except padding."""
         if there is not None:
             self.present.add(self._tokens, there)
         self._tokens += k.shape[1]
@@ -245,7 +249,7 @@ class PagedLayer(CacheLayerMixin):
         self._totals = [total + count for total, count in zip(self._totals, counts, strict=True)]
 
     def _store(self, sequences: Sequence[int], k: Tensor, v: Tensor, slide: bool) -> None:
-        """Appends tokens [sequences, tokens, heads, dim]; the pool grows if it is full."""
+        """Appends tokens [sequences, tokens, heads, dim]; adds pages if all are in use."""
         pages, retained = self._pages, self.sliding_window - 1
         if slide and self._slides and k.shape[1] > retained:
             k, v = (t[:, t.shape[1] - retained :] for t in (k, v))
@@ -266,7 +270,7 @@ class PagedLayer(CacheLayerMixin):
                 self._pages.slide(sequence, self.sliding_window - 1)
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Returns (k, v), [B, heads, tokens, dim]; padding and tokens before a window are zero."""
+        """Returns copies (k, v), [B, heads, tokens, dim]; padding and freed tokens before a window are zero."""
         self.settle(slide=False)  # the newest rows see more tokens than the next ones
         pages, batch = self._pages, len(self.sequences)
         parts = [pages.rows(sequence) for sequence in self.sequences]
@@ -294,7 +298,7 @@ class PagedLayer(CacheLayerMixin):
         return self._tokens + (0 if self._new is None else self._new[0].shape[2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns (keys of the next forward's mask, position of the first); freed keys count too."""
+        """Returns (number of keys in the next forward's mask, 0: the first key's position); freed keys are included."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -302,7 +306,7 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        """Removes all sequences; the pool keeps its memory."""
+        """Removes all sequences; the memory of the pages is not freed."""
         for sequence in self.sequences:
             self._pages.free(sequence)
         self.sequences, self._totals, self._tokens, self._new = [], [], 0, None
@@ -313,7 +317,7 @@ class PagedLayer(CacheLayerMixin):
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last -tokens_to_remove tokens of every sequence; a window frees its retained tokens.
+        """Removes the last -tokens_to_remove tokens of every sequence, then frees tokens before the window.
 
         Raises:
             ValueError: the number is positive.
@@ -331,8 +335,8 @@ class PagedLayer(CacheLayerMixin):
         for cached, total, count in zip(lengths, self._totals, counts, strict=True):
             if cached - count < min(self.sliding_window - 1, total - count):
                 raise RuntimeError(
-                    "PagedCache: crop: a window has left behind tokens that would be seen again "
-                    "(activate_past_recording() before the tokens that may be taken back)"
+                    "PagedCache: crop: the sliding window has freed tokens that would be visible again (call "
+                    "activate_past_recording() before the tokens that crop() may remove)"
                 )
         for sequence, count in zip(self.sequences, counts, strict=True):
             self._pages.crop(sequence, count)
@@ -366,7 +370,7 @@ class PagedLayer(CacheLayerMixin):
 
 
 class StoredRows(Tensor):
-    """All keys or values of a layer, [B, heads, tokens, dim], which any operation copies from the pages."""
+    """All keys or values of a layer, [B, heads, tokens, dim]; an operation on it first copies them from the pages."""
 
     layer: PagedLayer
     _side: int
@@ -374,7 +378,7 @@ class StoredRows(Tensor):
 
     @staticmethod
     def __new__(cls, layer: PagedLayer, side: int, like: Tensor) -> StoredRows:
-        """Makes the tensor; side: 0 for keys, 1 for values; like: new rows."""
+        """Returns a tensor without memory; side: 0 for keys, 1 for values; like: the layer's new rows."""
         shape = (*like.shape[:2], layer.get_seq_length(), like.shape[3])
         wrapper: StoredRows = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         wrapper.layer, wrapper._side = layer, side
@@ -384,7 +388,7 @@ class StoredRows(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs an operation on copies of the rows."""
+        """Runs a torch operation on copies of the rows."""
 
         def materialised(given: Any) -> Any:
             return given.layer.rows()[given._side] if isinstance(given, StoredRows) else given

@@ -1,4 +1,4 @@
-"""Contents of the masks, lengths and positions that models of transformers pass to attention."""
+"""Reads the masks, lengths and positions that transformers' models pass to attention."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,12 @@ Tensor = torch.Tensor
 
 
 class Padding(NamedTuple):
-    """The position of tokens in padded rows: no padding ("none"), "left" of the padding, one "run", or "scattered"."""
+    """The position of a batch's tokens in its padded rows.
+
+    Attributes:
+        kind: "none" (no padding), "left" (tokens, then padding), "run" (adjacent tokens) or "scattered".
+        first, end: each sequence's first token and the end after its last one.
+    """
 
     kind: str
     first: list[int]
@@ -20,12 +25,12 @@ class Padding(NamedTuple):
 
 
 def padding_of(keys: Tensor) -> Padding:
-    """Classifies the padding of a bool [B, T]; cached for all layers."""
+    """Returns the padding of a bool [B, T], true for tokens; cached for all layers."""
     return cached(keys, "padding", read_padding)
 
 
 def read_padding(keys: Tensor) -> Padding:
-    """Classifies the padding of a bool [B, T]."""
+    """Returns the padding of a bool [B, T], true for tokens."""
     length = keys.shape[1]
     if not keys.numel():
         return Padding("none", [0] * len(keys), [length] * len(keys))
@@ -42,7 +47,7 @@ def read_padding(keys: Tensor) -> Padding:
 
 
 def cached(tensor: Tensor, name: str, compute: Callable[[Tensor], Any]) -> Any:
-    """Returns compute(tensor), cached on the tensor until it changes; one mask serves all layers of a forward."""
+    """Returns compute(tensor), cached on the tensor until it changes, because all layers of a forward share a mask."""
     entries = tensor.__dict__.get("_fusion_attention")
     if tensor.is_inference() and entries is None:
         return compute(tensor)  # inference tensors have no version to compare
@@ -65,7 +70,7 @@ def content_of(tensor: Tensor, name: str, compute: Callable[[Tensor], Any]) -> A
 
 
 def run_lengths(ids: Tensor) -> Any:
-    """Returns the lengths of the runs of equal ids in [B, S]; runs end with their row."""
+    """Returns the lengths of the runs of equal numbers in ids [B, S]; no run crosses batch items."""
     apart = (ids + torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1]).flatten()
     if hidden(ids):
         # A trace cannot depend on the number of runs: the result has one length per token, most of them 0.
@@ -82,15 +87,15 @@ def _between(ends: Tensor) -> Any:
 
 
 def _may_restart(position_ids: Tensor, q: Tensor, k: Tensor) -> bool:
-    """True if positions may be those of packed sequences, which only a forward without a cache has."""
+    """True if the call has the shapes of packed sequences: no cached keys, and one position per row."""
     rows = q.shape[1]
     return position_ids.dim() == 2 and 1 < rows == k.shape[1] and rows == position_ids.shape[1]
 
 
 def _restarting(position_ids: Tensor, batch: int) -> Any:
-    """Returns the lengths of sequences whose positions restart at 0; None if no row contains several."""
+    """Returns the lengths of packed sequences, whose positions restart at 0; None if no batch item has several."""
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    packed = (~starts | (position_ids[:, 1:] == 0)).all()  # other jumps are within a sequence
+    packed = (~starts | (position_ids[:, 1:] == 0)).all()  # a jump to another position is within a sequence
     if position_ids.is_meta or (not hidden(position_ids) and not (starts.any() and packed)):
         return None
     starts = starts & packed
@@ -100,7 +105,7 @@ def _restarting(position_ids: Tensor, batch: int) -> Any:
 def packed_lengths(
     ids: Tensor | None, ends: Tensor | None, key_ends: Tensor | None, position_ids: Tensor | None, q: Tensor, k: Tensor
 ) -> tuple[Any, Any]:
-    """Returns the lengths of packed sequences that span a batch, of rows and of keys; None if it is not packed.
+    """Returns (lengths of rows, lengths of keys) of packed sequences, or (None, None) if the batch is not packed.
 
     Args:
         ids: int64 [B, S], the sequence number of each token; or None.

@@ -1,4 +1,4 @@
-"""A call of any operator with outputs to judge: validated, lowered, and computed by every back end."""
+"""A recorded call of any operator with its outputs; it can be validated, lowered, and computed again by a back end."""
 
 import warnings
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ from fusion_attention.plan import compute
 Tensor = torch.Tensor
 BACKENDS = ("cpu", "triton", "golden")
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-# Bytes; golden runs that need more memory are skipped, as the formulas judge block by block.
+# Bytes; golden does not compute calls that need more memory. The judge's formulas need little: they compute blocks.
 BUFFER = 1 << 29
 
 
@@ -28,7 +28,7 @@ class JudgeError(ValueError):
 
 
 class MissingError(JudgeError):
-    """A call without an argument that it needs, or without outputs."""
+    """A call that lacks a required argument, or outputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +36,13 @@ class Recorded:
     """A call with its results.
 
     Attributes:
-        op: its operator definition. args, outputs: by canonical name. seed: of dropout.
-        saved, upstream: for a backward, the forward's results (statistics may be absent) and their gradients.
+        op: the operator definition.
+        args, outputs: arguments and results by canonical name.
+        seed: seed of dropout.
+        source: the file that the call was read from, or "".
         notes: remarks for the report.
+        saved, upstream: of a backward, the forward's results (statistics may be absent) and their gradients.
+        cached: results of this object's methods.
     """
 
     op: Op
@@ -52,7 +56,7 @@ class Recorded:
     cached: dict[str, Any] = field(default_factory=dict)
 
     def bound(self) -> Any:
-        """Validates the call once, and returns it."""
+        """Returns the validated call; validates it once."""
         if "bound" not in self.cached:
             try:
                 with warnings.catch_warnings():
@@ -63,7 +67,7 @@ class Recorded:
         return self.cached["bound"]
 
     def lowered(self) -> Any:
-        """Lowers the call, with every result."""
+        """Returns the lowered call, with every optional result; of a backward, the lowered backward."""
         drawn: dict[str, Any] = {}
         if "keep_prob" in self.op.by_name:
             drawn = {"seed": self.seed, "offset": int(self.args.get("offset") or 0)}
@@ -96,7 +100,7 @@ class Recorded:
         return result
 
     def judgeable(self, lowered: Any) -> dict[str, Tensor]:
-        """Returns the outputs that the call has, in the call's dtypes.
+        """Returns the recorded outputs that the judge has a formula for, in the call's dtypes.
 
         Raises:
             JudgeError: an output has the wrong shape or kind, or the operator has no output of its name.
@@ -126,12 +130,12 @@ class Recorded:
         return results
 
     def unjudged(self, names: Collection[str]) -> dict[str, str]:
-        """Returns the reason why each other output is not judged, by name."""
+        """Returns the reason why each output that is not in `names` is not judged, by name."""
         others = [name for name, t in self.outputs.items() if name not in names and t.numel()]
         return dict.fromkeys(others, "the judge has no formula for it, or the call does not ask for it")
 
     def doubts(self) -> tuple[str, ...]:
-        """Returns the definition's objections that do not prevent the computation: chip limits and content."""
+        """Returns the errors of a strict check with tensor contents; none of them prevents the computation."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ContractWarning)
@@ -141,7 +145,7 @@ class Recorded:
         return ()
 
     def computed(self, backend: str, names: Mapping[str, Tensor]) -> dict[str, Tensor] | str:
-        """Computes the named outputs by a back end of this machine; returns a sentence if that is impossible."""
+        """Returns the named outputs as a back end of this machine computes them, or the reason why it cannot."""
         call = self.lowered()
         try:
             reasons = load(backend).reasons_against(call.problem, call.device)
@@ -162,7 +166,7 @@ class Recorded:
 
 
 def from_recording(recording: Recording, source: str = "") -> Recorded:
-    """Builds a Recorded from the content of a file that capture() wrote."""
+    """Returns the Recorded of a file that capture() wrote."""
     outputs = {n: t.cpu().contiguous() for n, t in recording.outputs.items()}
     return Recorded(
         recording.op, recording.args, outputs, recording.seed, source, (), recording.saved, recording.upstream
@@ -172,7 +176,7 @@ def from_recording(recording: Recording, source: str = "") -> Recorded:
 def recorded(
     operator: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], *, seed: int = 0, source: str = ""
 ) -> Recorded:
-    """Builds a Recorded, without computing, from an operator's name, its arguments and its outputs, all by name.
+    """Returns the Recorded of an operator's name, its arguments by name and its outputs by name; computes nothing.
 
     Argument names are those of the operator's definition or of the public function.
 
@@ -209,7 +213,10 @@ def recorded(
 
 
 def _of_backward(op: Op, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], Mapping[str, Any]]:
-    """Returns (the forward's saved results, their gradients, other arguments); the first two are empty of a forward."""
+    """Splits arguments: returns (the forward's saved results, their gradients, other arguments).
+
+    The first two are empty if the call is a forward.
+    """
     sources = gradients.upstream_of(op)
     upstream = {name: result for name, result in sources.items() if inputs.get(name) is not None}
     if not upstream:
@@ -238,7 +245,7 @@ def _value(op: Op, name: str, value: Any) -> Any:
 
 
 def _in_memory(who: str, value: Any) -> Tensor:
-    """Returns a tensor with readable values on the CPU; an error for other tensors."""
+    """Returns a dense tensor's values on the CPU; raises JudgeError for other tensors."""
     if not isinstance(value, Tensor):
         raise JudgeError(f"{who}: expected a tensor, got {type(value).__name__}")
     if value.is_meta or value.is_quantized or value.is_nested or value.layout != torch.strided:
@@ -249,7 +256,7 @@ def _in_memory(who: str, value: Any) -> Tensor:
 
 
 def with_lse(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns results with lse = max + log(sum), if maximum and sum are among them as this library has them."""
+    """Adds lse = max + log(sum) to results that have "max" and "sum"."""
     if not {"max", "sum"} <= results.keys():
         return results
     return results | {gradients.LSE: results["max"] + results["sum"].log()}

@@ -1,5 +1,7 @@
-"""Finds the mistake that explains a call's outputs: all are tried on some rows, matching mistakes on the complete
-call."""
+"""Finds the mistakes that explain a call's wrong outputs.
+
+Every mistake is tried on sampled rows; the mistakes that explain these are tried on the complete call.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -15,23 +17,23 @@ from fusion_attention.judging.outputs import Output, Unit, units
 from fusion_attention.judging.progress import Watch, over, silent
 from fusion_attention.judging.verdict import Explanation
 
-# A mistake explains an error only if at most this fraction of the error remains, even within the error bound.
+# A mistake explains an error only if at most this fraction of the error remains, also if the rest is within the bound.
 LEFT = 0.25
-_CONFIRMED = 6  # explanations tried on the complete call; for a large call, only the best
+_CONFIRMED = 6  # number of mistakes tried on the complete call; of a large call, only the best one
 _LARGE = 1 << 28  # pairs of rows and keys, of all heads
 _IMPOSSIBLE = (RuntimeError, IndexError, ValueError, ContractError)
 
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A mistake, one way of making it, and its measured errors."""
+    """A mistake, one way of making it, and the outputs' errors that remain under it."""
 
     mistake: Mistake
     way: Try
     result: Result
 
     def outputs(self, case: Case) -> tuple[Output, ...]:
-        """Returns the outputs as the mistake reads them."""
+        """Returns the views of the outputs under this mistake."""
         return case.outputs if self.way.outputs is None else self.way.outputs
 
     def explained(self, outputs: tuple[str, ...], *, confirmed: bool = False, noisy: bool = False) -> Explanation:
@@ -56,7 +58,7 @@ def _of_rows(case: Case, base: Result, seed: int, watch: Watch) -> tuple[tuple[E
     pieces = drawn(base.maps, case.outputs, case.setting, generator)
     sample = measured(case.setting, case.outputs, pieces, grade=PROGRAM)
     failing = tuple(name for name in base.failing if name in sample.tallies)
-    if not failing:  # but outputs without rows
+    if not failing:  # only outputs without rows fail
         return (), False
     tried = [Match(m, way, result) for m, way, result in _tried(case, base, pieces, watch)]
     full = [f for f in tried if f.result.passes and _left(f.result, sample, failing) <= LEFT]
@@ -69,9 +71,9 @@ def _of_rows(case: Case, base: Result, seed: int, watch: Watch) -> tuple[tuple[E
 
 
 def _tried(case: Case, base: Result, pieces: Sequence[Unit], watch: Watch) -> list[tuple[Mistake, Try, Result]]:
-    """Measures every way of every mistake on sampled rows; drops mistakes that are impossible or explain too little.
+    """Measures every way of every mistake on sampled rows; omits mistakes that are impossible or explain too little.
 
-    Before all others, the worst rows and the worst keys are measured: a mistake explains one of their outputs, or none.
+    The worst rows and the worst keys are measured first; a mistake that explains no output there is omitted.
     """
     results = []
     quick = [max(some, key=lambda p: _worst(case, base, p)) for some in _by_axes(pieces)]
@@ -91,7 +93,7 @@ def _tried(case: Case, base: Result, pieces: Sequence[Unit], watch: Watch) -> li
 
 
 def _by_axes(pieces: Sequence[Unit]) -> list[list[Unit]]:
-    """Returns units of rows and units of keys, without empty lists."""
+    """Returns the units grouped by their axis (rows, keys, second source of keys), without empty groups."""
     axes = ([p for p in pieces if (p.by_keys, p.second) == axis] for axis in itertools.product((False, True), repeat=2))
     return [some for some in axes if some]
 
@@ -115,9 +117,10 @@ def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:
 
 
 def _confirmed(case: Case, matches: list[Match], sample: Result, failing: tuple[str, ...]) -> tuple[Explanation, ...]:
-    """Returns the matches that pass on the complete call, with all that explain it equally.
+    """Returns the explanations of matches that pass on the complete call, best first.
 
-    Those that leave less of the error come first; equal ones stay in the order of MISTAKES.
+    Matches that leave less of the error come first, equal ones in the order of MISTAKES. If more than _CONFIRMED match,
+    the others are returned without having been tried on the complete call.
     """
 
     def order(f: Match) -> tuple[bool, float]:
@@ -145,7 +148,7 @@ def _confirmed(case: Case, matches: list[Match], sample: Result, failing: tuple[
 
 
 def _unlike(explanations: list[Explanation]) -> list[Explanation]:
-    """Returns the best way of each mistake."""
+    """Returns the best explanation of each mistake."""
     by_name: dict[str, Explanation] = {}
     for e in sorted(explanations, key=lambda e: e.error):
         by_name.setdefault(e.name, e)
@@ -155,7 +158,7 @@ def _unlike(explanations: list[Explanation]) -> list[Explanation]:
 def _noisy(
     case: Case, tried: list[Match], pieces: Sequence[Unit], sample: Result, failing: tuple[str, ...]
 ) -> tuple[Explanation, ...]:
-    """Returns explanations that leave only noise."""
+    """Returns explanations under which only noise remains: errors of sums in 16 bits."""
     close = [f for f in tried if _left(f.result, sample, failing) <= LEFT]
     return tuple(_unlike([
         f.explained(failing, noisy=True)
@@ -165,7 +168,7 @@ def _noisy(
 
 
 def _alone(case: Case, tried: list[Match], sample: Result, failing: tuple[str, ...]) -> tuple[Explanation, ...]:
-    """Returns explanations of each output by itself, none of which would make correct outputs wrong."""
+    """Returns explanations of single outputs, by mistakes that leave the correct outputs correct."""
     results: dict[tuple[str, str], Explanation] = {}
     for name in failing:
         matches = [

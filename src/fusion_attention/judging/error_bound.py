@@ -1,10 +1,11 @@
-"""The error bound: tests that errors are as small as rounding makes them, in every element and every tile.
+"""The error bound: tests that the errors of a result are no larger than rounding explains, in every group of elements.
 
     z of a group = root mean square of error / expected size, over its elements
 
-Groups are every element, row, tile of rows, tile of rows and columns, head, and all elements. A group fails if z
-exceeds its limit. Limits come from the chi-square distribution, corrected for the number of groups, so that a result
-with only rounding errors fails once in a million verdicts, for any number of elements.
+The groups are: each element, each row, each tile of 32 rows, each tile of 32 rows and 16 columns, each head, and all
+elements. A group fails if its z exceeds its limit. Limits come from the chi-square distribution, corrected for the
+number of groups, so that a result with only rounding errors fails in one of a million verdicts, for any number of
+elements.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from functools import cache
 import torch
 
 Tensor = torch.Tensor
-FALSE_ALARMS = 1e-6  # per verdict
-TILE = 32  # rows; columns are in groups of 16
-COLUMNS = 16
+FALSE_ALARMS = 1e-6  # probability per verdict
+TILE = 32  # rows of a tile
+COLUMNS = 16  # columns of a tile
 # Roundings may be dependent: equal rows have equal errors, and one rounding is up to sqrt(3) times its expected size.
 # So no group of any size fails below twice the expected size.
 LEAST = 2.0
@@ -32,7 +33,7 @@ class Expected:
     Attributes:
         value: the result; for integers, before rounding.
         size: expected root mean square error of each number: 0 if every correct program is exact.
-        draws: the number of random programs that the size was estimated from; 0: computed by formulas.
+        draws: number of randomly rounding programs from which the size was estimated; 0: it was computed by formulas.
     """
 
     value: Tensor
@@ -43,16 +44,17 @@ class Expected:
         return Expected(self.value[place], self.size[place], self.draws)  # type: ignore[index]
 
     def map(self, change: object) -> Expected:
-        """Applies a view or a permutation to both."""
+        """Applies a view or a permutation to value and size."""
         return Expected(change(self.value), change(self.size), self.draws)  # type: ignore[operator]
 
 
 @cache
 def limit(freedom: int, looks: int, draws: int = 0) -> float:
-    """Returns the largest z that rounding gives a group of `freedom` independent errors, among `looks` groups.
+    """Returns the limit of z for a group of `freedom` independent errors, if `looks` groups are tested.
 
-    The limit is the quantile of chi-square (freedom) / freedom that is exceeded with probability FALSE_ALARMS / looks.
-    A size estimated from draws has an error, so that z of one number has Student's t distribution.
+    Its square is the value that chi-square / freedom, with `freedom` degrees of freedom, exceeds with probability
+    FALSE_ALARMS / looks. An expected size that was estimated from `draws` programs has an error itself, so the limit is
+    increased as that of Student's t distribution.
     """
     chance = FALSE_ALARMS / max(looks, 1)
     low, high = 0.0, 1e4
@@ -74,9 +76,10 @@ class Look:
     """The worst group of one kind.
 
     Attributes:
-        kind: "element", "row", "tile", "columns", "head" or "whole".
-        z: root mean square error of the group, in expected sizes; limit: the largest z that rounding explains.
-        place: (head, row) of its first element.
+        kind: "element", "row", "tile", "columns" (a tile of rows and columns), "head" or "whole" (all elements).
+        z: root mean square of the group's errors, in expected sizes.
+        limit: the largest z that rounding explains.
+        place: (head, row) of the group's first element.
     """
 
     kind: str
@@ -92,9 +95,14 @@ class Look:
 def ratios(ours: Tensor, value: Tensor, size: Tensor) -> Tensor:
     """Returns (error / expected size) ** 2 of each number, float64: 0 for equal values, inf if only one is finite.
 
-    Errors of integers count above the half unit of rounding. If golden is beyond the dtype's range, infinity and the
-    largest number are both correct. If golden is just below, or the expected error exceeds the range, an infinity
-    counts as the largest number.
+    Of an integer, only the error beyond the half unit of rounding counts. If golden's value exceeds the dtype's largest
+    number, infinity and the largest number are both correct. If it is above half the largest number, or the expected
+    error exceeds the largest number, an infinity counts as the largest number.
+
+    Args:
+        ours: the result to judge.
+        value: golden's value.
+        size: the expected size of the error.
     """
     value, mine = value.double(), ours.double()
     if ours.is_floating_point() and bool(mine.isinf().any()):
@@ -121,7 +129,9 @@ class Errors:
     """The squared ratios of one output by row, from which all groups are computed.
 
     Args:
-        lengths: number of rows of each sequence; heads: of each row; columns: elements of a row.
+        lengths: number of rows of each sequence.
+        heads: number of heads.
+        columns: number of elements of a row.
     """
 
     def __init__(self, lengths: list[int], heads: int, columns: int) -> None:
@@ -134,7 +144,7 @@ class Errors:
         self.peaks = [torch.zeros(heads, n, dtype=torch.float32) for n in lengths]  # row maxima
 
     def add(self, b: int, heads: slice, rows: slice, errors: Tensor) -> None:
-        """Stores the ratios [heads, rows, columns] of some rows."""
+        """Stores the squared ratios [heads, rows, columns] of some rows of sequence b."""
         if not errors.numel():
             return
         errors = errors.clamp(max=1e30)
@@ -145,7 +155,7 @@ class Errors:
         self.peaks[b][heads, rows] = errors.amax(-1).float()
 
     def append(self, errors: Tensor) -> None:
-        """Stores the ratios [heads, rows, columns] of further rows as a new sequence."""
+        """Stores the squared ratios [heads, rows, columns] of further rows as a new sequence."""
         shape = errors.shape[:2]
         self.cells.append(torch.zeros(*shape, len(self.widths), dtype=torch.float32))
         self.peaks.append(torch.zeros(shape, dtype=torch.float32))
@@ -158,7 +168,7 @@ class Errors:
 
     @property
     def of_rows(self) -> list[Tensor]:
-        """Mean ratio of each row: [heads, rows] float64 per sequence."""
+        """Mean squared ratio of each row: [heads, rows] float64 per sequence."""
         weights = self.widths / self.columns
         return [c.double() @ weights for c in self.cells]
 
@@ -204,7 +214,7 @@ class Errors:
         return sorted(results, key=lambda f: -f[1].z / f[1].limit)
 
     def wrong(self, draws: int = 0) -> list[Tensor]:
-        """Returns bool [heads, rows] per sequence: rows that fail by an element, as a row, or with their tile."""
+        """Returns bool [heads, rows] per sequence: rows of which an element, the row itself, or its tile fails."""
         looks, result = self.looks, []
         for peaks, cells, rows in zip(self.peaks, self.cells, self.of_rows, strict=True):
             one = limit(1, looks, draws) ** 2

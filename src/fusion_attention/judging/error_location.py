@@ -1,4 +1,4 @@
-"""Locates wrong results: sequence, heads, rows or keys, and patterns of tiles."""
+"""Describes where a result is wrong: in which sequences, heads, rows or keys, and in which pattern of tiles."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,8 +17,8 @@ class Map:
     """The error of each row of each head, per sequence.
 
     Attributes:
-        off: [heads, rows] float32 per sequence: the row's error divided by its limit; above 1 a row is wrong.
-        worst: (sequence, head, row, element, ours, golden, expected error) of the largest error.
+        off: [heads, rows] float32 per sequence: the row's error divided by its limit; a row is wrong if it exceeds 1.
+        worst: (sequence, head, row, element, output's value, golden's value, expected error) of the largest error.
     """
 
     def __init__(self, tally: Tally, word: str = "rows") -> None:
@@ -40,7 +40,7 @@ class Map:
         return sum(int(w.sum()) for w in self.wrong) / count if count else 0.0
 
     def sentences(self) -> list[str]:
-        """Describes the location of errors; empty without errors."""
+        """Returns phrases that describe the location of the errors; none without errors."""
         wrong = self.wrong
         bad = [b for b, w in enumerate(wrong) if w.any()]
         if not bad:
@@ -64,10 +64,12 @@ class Map:
 
 
 def looks_like(tally: Tally, word: str = "row", rows: Callable[[int], Tensor] | None = None) -> list[str]:
-    """Describes wrong rows that are zero, NaN, infinite, or copies of other rows.
+    """Returns sentences about wrong rows that are zero, NaN, infinite, or copies of other rows.
 
     Args:
-        word: the name of a row. rows: returns a sequence's output [heads, rows, elements]; None: copies are not tested.
+        tally: the errors.
+        word: the word for a row in the sentences: "row", "key" or "number".
+        rows: returns a sequence's output [heads, rows, elements]; None: copies are not searched.
     """
     wrong = tally.errors.wrong()
     total = sum(int(w.sum()) for w in wrong)
@@ -92,7 +94,7 @@ def looks_like(tally: Tally, word: str = "row", rows: Callable[[int], Tensor] | 
 
 
 def mask_of(setting: Setting, b: int) -> Mask | None:
-    """Returns the mask of a sequence's first head, to be drawn; None if its rows see all keys."""
+    """Returns the mask of a sequence's first head for a drawing; None if all rows see all keys."""
     sizes = int(setting.extents.q_len[b]), setting.extents.all_keys(b)
     if not all(sizes):
         return None
@@ -109,7 +111,7 @@ _LOOKS = (("zero", "is zero", "are zero"), ("nan", "holds NaN", "hold NaN"),
 
 
 def most(tally: Tally, shape: Sequence[int]) -> list[str]:
-    """Describes the largest error of an output without rows."""
+    """Returns a sentence about the largest error of an output without rows, such as a bias's gradient."""
     if tally.worst is None:
         return []
     count = sum(int(w.sum()) for w in tally.errors.wrong())
@@ -120,7 +122,7 @@ def most(tally: Tally, shape: Sequence[int]) -> list[str]:
 
 
 def _copied(rows: Tensor, wrong: Tensor, golden: Tensor) -> tuple[int, int, int, int] | None:
-    """Returns (head, row, other head, other row) of a wrong row that equals another row, unlike golden's; else None."""
+    """Returns (head, row, other head, other row) of a wrong row that equals another row, whose golden rows differ."""
     for head, row in wrong.nonzero()[:8].tolist():
         mine, right = rows[head, row], golden[head, row]
         if not (mine == mine[0]).all():
@@ -154,7 +156,7 @@ def _which(bad: Tensor, word: str) -> str:
 
 
 def _pattern(bad: Tensor) -> str:
-    """Describes wrong rows that begin at a tile's edge, or repeat in every tile."""
+    """Returns a phrase if the wrong rows begin at a tile's edge, or are equal in every tile; else ""."""
     numbers = bad.nonzero().flatten()
     first = int(numbers[0])
     edge = max((tile for tile in TILES if first and first % tile == 0), default=0)

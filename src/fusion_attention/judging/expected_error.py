@@ -1,9 +1,9 @@
-"""Expected size of a correct program's error, per element: independent roundings, propagated through the formulas.
+"""Computes the expected size of a correct program's error, per element: variances of independent roundings, propagated.
 
 docs/accuracy.md states the model and its formulas. All functions return variances: squares of expected sizes.
 
     u       half a unit in the last place of 1, 2^-8 for bfloat16: a stored x has variance (u 2^floor(log2 |x|))^2 / 3
-    r       the same relative to x^2, averaged over x between two powers of two: 3 / (8 log 2) * u^2 / 3
+    r       that variance relative to x^2, averaged over x between two powers of two: 3 / (8 log 2) * u^2 / 3
     a       u^2 / 3 of float32, the dtype of sums: a sum of n terms t has variance a * n * ((sum t)^2 / 3 + sum t^2),
             for any order of its terms
     e       relative variance of a weight exp(s - max), from the error of its score
@@ -24,16 +24,16 @@ from fusion_attention.judging.setting import Block
 Tensor = torch.Tensor
 FLOAT32 = 2.0**-48 / 3  # a
 _UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
-_BINADE = 3 / (8 * math.log(2))  # mean of (2^floor(log2 x) / x)^2, the logarithm of x evenly distributed
+_BINADE = 3 / (8 * math.log(2))  # mean of (2^floor(log2 x) / x)^2 for x with evenly distributed logarithm
 # Spacing of the smallest numbers. GPUs and bfloat16 instructions may flush subnormals of float32's range to 0: an error
 # of up to 2^-126 in either direction.
 _QUANTA = {torch.bfloat16: 2.0**-125, torch.float16: 2.0**-24, torch.float32: 2.0**-125, torch.float64: 0.0}
-# A weight below it may be 0: its products with values that are significant beside 1 in float32 are subnormal.
+# A kernel may round a smaller weight to 0.
 LEAST_WEIGHT = 2.0**-102
-# Fewer pairs than this are computed in float64, where squares of tiny and huge numbers do not underflow or overflow.
+# Variances of fewer pairs of row and key are computed in float64, where squares do not underflow or overflow.
 _FEW = 1 << 18
 _DIGITS = 2.0**-30 / 12  # variance of rounding to two digits of 8 bits, relative to the largest number squared
-_SHORT = 32  # shorter vectors have exact sums of products of squares
+_SHORT = 32  # products_of_squares() is exact for shorter vectors
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -65,9 +65,9 @@ class Grade:
     """The steps in which a program rounds.
 
     Attributes:
-        words: description of results with this grade.
-        low: True if every step is rounded to the dtype, including scores, products and short sums; else only weights,
-            gradients of scores and results are.
+        words: description of results with this grade, for reports.
+        low: True if the results of all steps are rounded to the dtype; False if only weights, gradients of scores and
+            results are.
         poor: True if running sums are rounded too.
     """
 
@@ -103,7 +103,7 @@ POOR = Grade("as exact as a program that sums in 16 bits", low=True, poor=True)
 
 
 def summed(value: Tensor, n: int, dtype: torch.dtype, grade: Grade) -> Tensor:
-    """Returns the contribution of a sum's size to its variance, for n terms: a n value^2 / 3."""
+    """Returns the variance from rounding the running sum of n terms whose total is `value`: a n value^2 / 3."""
     return (grade.sums(dtype) * n / 3 + grade.step(dtype)) * value.nan_to_num(0.0, 0.0, 0.0).square()
 
 
@@ -117,7 +117,7 @@ def _norm(tensor: Tensor, error_dtype: torch.dtype) -> Tensor:
 
 
 def products_of_squares(one: Tensor, other: Tensor, error_dtype: torch.dtype) -> Tensor:
-    """Returns [heads, rows, keys]: sum_d one^2 other^2; for many long vectors, as if of random directions."""
+    """Returns [heads, rows, keys]: sum_d one^2 other^2; for long float32 vectors |one|^2 |other|^2 / dim."""
     dim = one.shape[-1]
     if error_dtype == torch.float64 or dim < _SHORT:
         return _squares(one, error_dtype) @ _squares(other, error_dtype).mT
@@ -130,7 +130,7 @@ def scores(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype, *, exac
     kernel    a * (n * (x^2 / 3 + Q) + 3 x^2 + 2 s^2 + 2 max^2 + (s - max)^2 + 8)      n = dim, x = scale * q . k
     program   plus r * (Q + 3 x^2 + 2 s^2 + (s - max)^2 + 4)                               Q = scale^2 * sum_d q^2 k^2
 
-    It is one number, an upper bound, if that is negligible beside weight(), unless it must be exact.
+    If an upper bound for all pairs is below 2% of weight(), this number is returned, unless `exact`.
     """
     p, dtype = x.problem, x.problem.torch_dtype
     a, r = grade.sums(dtype), grade.step(dtype)
@@ -162,13 +162,16 @@ def scores(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype, *, exac
 
 
 def _terms(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
-    """Returns [heads, rows, 1]: n of sums over keys; equal terms round equally, so their number counts squared."""
+    """Returns [heads, rows, 1]: the number n of terms in sums over keys.
+
+    A key that a list has m times counts m^2, because equal terms have equal rounding errors.
+    """
     live = s.live.to(error_dtype)
     return (live if x.times is None else live * x.times.to(error_dtype).square()).sum(-1, keepdim=True)
 
 
 def _error_dtype(pairs: int, x: Block, *more: Tensor) -> torch.dtype:
-    """Returns the dtype for variances of many pairs: float32 if squares of its operands' products fit."""
+    """Returns the dtype for variances: float32 for many pairs if their squares fit in it, else float64."""
     if pairs <= _FEW:
         return torch.float64
     q, k, v, *others = (
@@ -186,7 +189,7 @@ def faint(pairs: Tensor) -> bool:
 
 
 def _of_weights(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype) -> Tensor | float:
-    """Returns e, plus 1 where the weight is so small that it may become 0."""
+    """Returns e, increased by 1 for weights below LEAST_WEIGHT, which a kernel may round to 0."""
     e, tiny = scores(x, s, grade, error_dtype), (s.weights < LEAST_WEIGHT) & (s.weights > 0)
     return e + tiny.to(error_dtype) if bool(tiny.any()) else e
 
@@ -225,7 +228,7 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     elif isinstance(e, float):
         variance = factor**2 * (each @ values.square())
     else:
-        # A common part of all values cancels; the median is not dominated by the largest value, as a mean is.
+        # Subtract the median of the values, which cancels in v - out; a mean would depend on the largest value alone.
         centre = values.median(1, keepdim=True).values if values.shape[1] else values.new_zeros(1, 1, 1)
         values, off = values - centre, mean - factor * centre
         variance = factor**2 * (each @ values.square()) - 2 * factor * off * (each @ values)
@@ -282,9 +285,9 @@ def _of_logarithm(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
 
 
 def _flips(c: Tensor, s: Softmax, e: Tensor | float, step: float, error_dtype: torch.dtype) -> Tensor:
-    """Returns weights round(c exp(s - max)) so near the middle of two integers that an error changes the integer.
+    """Returns 1 / sum^2 for int8 weights round(c exp(s - max)) that an error may change by one, 0 for others.
 
-    The weight of the maximum, exp(0), has no error.
+    These are near the middle of two integers. The weight of the maximum, exp(0), has no error.
     """
     scaled = c.to(error_dtype) * (s.shown - s.top).exp().to(error_dtype)
     # 7 standard deviations: fewer than one in a million errors is larger.
@@ -294,23 +297,23 @@ def _flips(c: Tensor, s: Softmax, e: Tensor | float, step: float, error_dtype: t
 
 
 def _shares(s: Softmax, error_dtype: torch.dtype) -> Tensor:
-    """Returns P^2 of weights before rounding to integers."""
+    """Returns P^2, the squared probabilities before the weights are rounded to integers."""
     soft = (s.shown - s.top).exp() / s.total.where(s.total != 0, 1.0)
     return soft.to(error_dtype).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0).square()
 
 
 def _remade(p: Problem) -> float:
-    """Returns the variance of rounding dequantised keys and values; 0 if integers are multiplied directly."""
+    """Returns the variance of rounding dequantised keys and values to the dtype; 0 if integers are multiplied."""
     return rounding(p.torch_dtype) if p.kv_dtype and not p.has_weight_scale else 0.0
 
 
 def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
-    """Returns [heads, rows, 1]: the variance of delta = dout . out by the errors of out; g: of all keys of the rows.
+    """Returns [heads, rows, 1]: the variance of delta = dout . out that the errors of out cause.
 
         sum_d dout^2 out^2 (r + a n / 2) + sum_j P^2 dP^2 (e + w + a n) + a dim (delta^2 / 3 + sum (dout out)^2)
         with a gradient of lse plus (a + r) (delta^2 + dlse^2)
 
-    Without g the error of the weights counts as much as that of storing out.
+    g has the gradients of the scores of all keys of the rows. Without g, out's size gives the error of the weights.
     """
     dout, out = x.saved[:2]
     dtype = x.problem.torch_dtype
@@ -338,8 +341,8 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
 
 
 def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, error_dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns (variance of dS without delta's and the divisor's, dS, P with the cap's slope), [heads, rows, keys], and
-    the relative variance of the divisor, [heads, rows, 1]."""
+    """Returns the variance of dS without the variances of delta and divisor, dS, P times the cap's slope, all
+    [heads, rows, keys], and the relative variance of the divisor [heads, rows, 1]."""
     dtype, s = x.problem.torch_dtype, g.softmax
     a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
     dscores = g.dscores.to(error_dtype).nan_to_num(0.0, 0.0, 0.0)
@@ -349,7 +352,7 @@ def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, error_dtype
     slope: Any = s.slope.to(error_dtype) if isinstance(s.slope, Tensor) else s.slope
     products += underflow(dim) * factor**2
     soft = s.weights.to(error_dtype).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0)
-    # Of the saved divisor, and of one that a program recomputes.
+    # Variance of the saved divisor, and of the divisor if a program recomputes it.
     divisor = 2 * ((soft.square() * e).sum(-1, keepdim=True) + a * _of_logarithm(x, s, error_dtype))
     soft, sloped = soft * slope, dscores * slope
     each = sloped.square() * (e + (w + 2 * r)) + soft.square() * products
@@ -362,7 +365,7 @@ def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, error_dtype
 
 
 def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
-    """Returns [heads, rows, keys]: the variance of the gradient of scores, which is a bias's."""
+    """Returns [heads, rows, keys]: the variance of the gradient of scores, which is also the gradient of a bias."""
     error_dtype = torch.float64
     e = _of_weights(x, g.softmax, grade, error_dtype)
     before = replace(g, softmax=replace(g.softmax, slope=1.0))
@@ -423,7 +426,7 @@ def gradients(
 
 
 def _of_dv(x: Block, s: Softmax, weight_errors: Tensor) -> Tensor:
-    """Returns the variance of dv from that of the weights with dropout."""
+    """Returns the variance of dv, from the variance of the weights after dropout."""
     error_dtype, factor = weight_errors.dtype, x.keep_factor if x.keep is not None else 1.0
     dout, live = _squares(x.summed.get("dv", x.saved[0]), error_dtype), s.live.to(error_dtype)
     result = weight_errors.mT @ dout + quantum(x.problem.torch_dtype) * factor**2 * (live.mT @ dout)

@@ -1,4 +1,4 @@
-"""Expected size of a correct program's error for the indexer and its loss: the model of expected_error, for some rows.
+"""Computes the expected size of a correct program's error for the indexer and its loss, by expected_error's model.
 
     S_h = q_h . k,  I = sum_h w_h max(0, S_h)      products and scores, n terms each
     y = exp(I - max) / sum,  p = mean of heads' probabilities,  dI = y - p
@@ -30,7 +30,7 @@ TOTALS = ("loss", "dk")  # sums over all rows
 # A product within this many standard deviations of 0 may have either sign in correct programs.
 _OPEN = 4.0
 _FEW, _BUFFER = 1 << 18, 1 << 22  # as in expected_error; numbers in memory at once
-# Other parts of a variance are approximated if they are at most this fraction of that of rounding dI to 16 bits.
+# Other variances are approximated if they are at most this fraction of the variance of rounding dI to 16 bits.
 _LITTLE = 0.02
 
 
@@ -40,13 +40,15 @@ def _clean(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Uncertain:
-    """Variances of products S, [heads, rows, keys], and scores I, [rows, keys]; open: the sign of S is uncertain.
+    """Variances of products S [heads, rows, keys] and of scores I [rows, keys].
+
+    open: True where the sign of S is uncertain. live: True where S is positive or open.
 
     var(S) = a (n (S^2 / 3 + Q) + S^2) + r (2 S^2 + Q)                                   Q = sum_d q^2 k^2
     var(I) = sum_h w_h^2 var(S_h) + (a + r) sum_h t_h^2 + a H (I^2 / 3 + sum_h t_h^2) + r I^2
 
-    over the heads whose S is above 0 or open; t_h = w_h max(0, S_h). An S of exactly 0 is not open: its terms are zeros
-    or integers.
+    over the heads whose S is live; t_h = w_h max(0, S_h). An S of exactly 0 is not open: its terms are zeros or
+    integers, so correct programs agree.
     """
 
     products: Tensor
@@ -62,7 +64,10 @@ def _fits(s: Scored) -> bool:
 
 
 def uncertain(s: Scored, dtype: torch.dtype, grade: Grade, dscores: Tensor | None = None) -> Uncertain:
-    """Returns the variances of a block's products and scores; dscores: the scores' gradient, if needed later."""
+    """Returns the variances of a block's products and scores.
+
+    dscores, the scores' gradient, is needed if gradients' variances are computed from the result.
+    """
     few = s.dots.numel() <= _FEW or not _fits(s) or (dscores is not None and faint(_clean(dscores)))
     error_dtype = torch.float64 if few else torch.float32
     a, r, n, heads = grade.sums(dtype), grade.step(dtype), s.q.shape[-1], len(s.q)
@@ -83,7 +88,7 @@ def uncertain(s: Scored, dtype: torch.dtype, grade: Grade, dscores: Tensor | Non
 
 
 def statistics(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wanted]:
-    """Returns max and sum of the scores of some rows, before they are stored.
+    """Returns max and sum of the scores of some rows, with the variances before they are stored.
 
     max   var(I) at the maximum
     sum   sum^2 (sum_j y^2 (var(I) + x) + (1 - 2 y_max) var(I at the maximum) + a n / 3 + r)
@@ -108,11 +113,14 @@ def statistics(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wanted]
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """Variances of log y and p: independent per key [rows, keys], and common to all keys of a row [rows, 1].
+    """Variances of log y and p: of independent errors per key [rows, keys], of common errors of a row's keys [rows, 1].
 
-    of_y: of log y, per key; y_row: from the row's sum. of_p: of p, per key; p_row: relative, from the row's divisor.
-    shares: the fraction of each key in the row's sum, through which the error of a score changes all y; None: the sum
-    is an input.
+    Attributes:
+        of_y, y_row: variance of log y of each key, and the common one from the row's sum.
+        of_p, p_row: variance of p of each key, and the common one, relative to p, from the row's divisor.
+        p: p.
+        shares: each key's fraction of the row's sum, by which the error of its score changes all y of the row; None if
+            the sum is an input.
     """
 
     of_y: Tensor
@@ -167,7 +175,7 @@ def _shares(c: Compared, error_dtype: torch.dtype) -> Tensor | None:
 
 
 def _of_mass(given: Given, a: float) -> Tensor:
-    """[rows, 1]: of what a given target sums to, relative to it: a (1 + n (1 / 3 + sum_j p_j^2 / sum^2))."""
+    """Returns [rows, 1]: the relative variance of a given target's sum: a (1 + n (1 / 3 + sum_j p_j^2 / sum^2))."""
     if given.unit:
         return torch.zeros_like(given.mass)
     p, mass = _clean(given.p), _clean(given.mass).square()
@@ -200,7 +208,9 @@ def target(x: Attended, dtype: torch.dtype, grade: Grade, error_dtype: torch.dty
 
 
 def of_loss(c: Compared, spreads: Spread, terms: int, dtype: torch.dtype, grade: Grade) -> Tensor:
-    """Returns [1]: the variance of rows' contribution to the loss, f (log p - log y) over their keys, without summed().
+    """Returns [1]: the variance of the rows' contribution to the loss, the sum over keys of f (log p - log y).
+
+    summed() is added for the complete loss.
 
     row    Spread.of_sums() of its slopes, f - y sum f in I and log p - log y + 1 in p
            + f^2 (a (log y^2 + 2 log p^2 + 2 d^2 + 2) + r (log y^2 + log p^2 + 2 d^2)),  d = log p - log y
@@ -224,13 +234,13 @@ def of_gradients(
     s: Scored, u: Uncertain, times: Tensor, dscores: Tensor, slopes: tuple[Spread, Tensor, Tensor] | None, rows: int,
     dtype: torch.dtype, grade: Grade, squares: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Returns the variances of gradients(), without summed(); slopes: a Spread, dI by log y, dI by p; None: dI is an
-    input.
+    """Returns the variances of gradients(), to which summed() is added for complete results.
 
-    times: multiplicity of a key in a row's list: equal terms of a sum round equally, so their number counts squared.
-    squares: sum of dI^2 over the entries of a key, which exceeds dI^2 if entries cancel. None: keys are listed once.
+    slopes: (Spread, derivative of dI by log y, derivative of dI by p); None if dI is an input.
+    times: how often a row's list has a key; equal terms have equal rounding errors, so m of them count m^2.
+    squares: sum of dI^2 over the list entries of a key, which exceeds dI^2 if they cancel; None: keys are listed once.
 
-    dI        Spread.of_pairs(): y^2 var(log y) + var(p), without the error that is common to a row's keys
+    dI        Spread.of_pairs(): y^2 var(log y) + var(p), without the common error of a row's keys
     dS        w_h^2 var(dI) + (w_h dI)^2 (w + 2 a + a n) where S > 0; where its sign is open (w_h dI)^2 / 4
     dq        sum_j var(dS) k^2, plus w_h^2 (sum_j y k)^2 and w_h^2 (sum_j p k)^2 times the common variances of the row
     dk        sum_ij var(dI) (sum_h w_h q)^2 + the variance of roundings of dS, times q^2
@@ -273,8 +283,10 @@ def _little(pairs: Tensor, squares: Tensor, w: float) -> bool:
 
 
 def _of_rows(x: Spread, by_y: Tensor, by_p: Tensor, live: Tensor, k: Tensor) -> Tensor:
-    """Returns [heads, rows, dim]: the variance of sum_j (by_y log y + by_p p) k over live pairs, like Spread.of_sums()
-    per element."""
+    """Returns [heads, rows, dim]: the variance of sum_j (by_y log y + by_p p) k over live pairs.
+
+    Of each element it is computed as in Spread.of_sums().
+    """
     result = (live * (by_y.square() * x.of_y + by_p.square() * x.of_p)) @ k.square()
     full = (live * by_y) @ k
     if x.shares is not None:
@@ -287,8 +299,7 @@ def _of_rows(x: Spread, by_y: Tensor, by_p: Tensor, live: Tensor, k: Tensor) -> 
 
 
 def _of_keys(pairs: Tensor, weights: Tensor, q: Tensor) -> Tensor:
-    """Returns [keys, dim]: sum_i var(dI) (sum_h w_h q)^2; weights [heads, rows, keys], 0 for pairs that are not
-    live."""
+    """Returns [keys, dim]: sum_i var(dI) (sum_h w_h q)^2; weights: w_h [heads, rows, keys], 0 unless a pair is live."""
     result = q.new_zeros(pairs.shape[1], q.shape[-1])
     step = max(1, _BUFFER // max(result.numel(), 1))
     for i in range(0, len(pairs), step):

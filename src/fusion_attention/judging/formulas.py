@@ -1,7 +1,7 @@
-"""The formulas of attention on one block, in any precision: float64 for golden, float32 for a baseline program.
+"""Computes attention and its gradients on one block, in float64 as golden does, or in float32 as a baseline program.
 
-A baseline program computes in float32 and rounds weights and results to the call's dtype; one of CANN's standards
-compares errors with it. Tests compare these formulas with the golden back end.
+A baseline program computes in float32 and rounds weights and results to the call's dtype. One of CANN's accuracy
+standards compares a result's errors with a baseline's. Tests compare these formulas with the golden back end.
 """
 
 import math
@@ -23,14 +23,15 @@ class Precision:
     """The dtypes of a computation.
 
     Attributes:
-        dtype: of products and sums. low: dtype of rounded weights and results; None: no rounding.
+        dtype: dtype of products and sums.
+        low: dtype to which weights and results are rounded; None: no rounding.
     """
 
     dtype: torch.dtype = torch.float64
     low: torch.dtype | None = None
 
     def narrow(self, weights: Tensor) -> Tensor:
-        """Rounds weights for the second product."""
+        """Returns weights rounded for the product with V; only bfloat16 rounds them."""
         return weights.to(self.low).to(self.dtype) if self.low == torch.bfloat16 else weights
 
     def stored(self, values: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ GOLDEN = Precision()
 
 
 def baseline(dtype: torch.dtype) -> Precision:
-    """Returns the precision of a straightforward program for results of a dtype."""
+    """Returns the precision of a baseline program with results of a dtype."""
     return Precision(torch.float64 if dtype == torch.float64 else torch.float32, dtype)
 
 
@@ -51,11 +52,15 @@ class Softmax:
     """The weights of a block, with the values that they were computed from.
 
     Attributes:
-        shown: scores, -inf for an invisible key. product: scores before bias and cap; None: the same as shown.
-        slope: derivative of a score by its product. top, total: [heads, rows, 1]. keyless: bool, rows without a key.
-        weights: exp(score - max), before the division by total and before dropout; 1 for rows that return the mean of
-            V. live: pairs with a weight, before dropout; softmax: those with a weight by score. mean: rows that return
-            the mean of V.
+        shown: scores, -inf for an invisible key.
+        product: scores before bias and cap; None: equal to shown.
+        slope: derivative of the capped score by the product.
+        top, total: maximum of the scores and sum of the weights, [heads, rows, 1].
+        keyless: bool, true for rows without a key.
+        weights: exp(score - max), before the division by total and before dropout; 1 for rows that return V's mean.
+        live: bool, true for pairs with a weight, before dropout.
+        softmax: bool, true for pairs whose weight depends on the score; not for rows that return V's mean.
+        mean: bool, true for rows that return the mean of V.
     """
 
     shown: Tensor
@@ -85,8 +90,7 @@ def narrowed(block: Block, precision: Precision) -> Block:
 
 
 def scores_of(x: Block) -> tuple[Tensor, Tensor | None, Tensor | float]:
-    """Returns (scores [heads, rows, keys], -inf for an invisible key; products before cap and bias; slope of the
-    cap)."""
+    """Returns (scores [heads, rows, keys], -inf for an invisible key; scores before cap and bias; slope of the cap)."""
     result = x.q @ x.k.mT
     if x.q_rope is not None and x.k_rope is not None:
         result = result + x.q_rope @ x.k_rope.mT
@@ -139,7 +143,7 @@ def saved_softmax(x: Block) -> Softmax:
 
 
 def _with_means(x: Block, s: Softmax) -> Softmax:
-    """Sets equal weights for rows without a key whose result is the mean of V."""
+    """Sets the weights of rows that return the mean of V to 1, and rounds the weights of int8 queries to integers."""
     mean = s.keyless & (s.total > 0)
     weights, live = s.weights, s.live
     if mean.any():
@@ -150,7 +154,7 @@ def _with_means(x: Block, s: Softmax) -> Softmax:
 
 
 def forward(x: Block, p: Precision = GOLDEN, s: Softmax | None = None) -> dict[str, Tensor]:
-    """Returns out [heads, rows, dim_v], and max and sum [heads, rows, 1] as in Stats; s: the block's softmax."""
+    """Returns out [heads, rows, dim_v], and max and sum [heads, rows, 1]; s: the block's softmax, if computed."""
     x = narrowed(x, p)
     s = softmax(x) if s is None else s
     weights, live = p.narrow(s.weights), s.live
@@ -175,15 +179,18 @@ def _returned(x: Block, out: Tensor, p: Precision) -> Tensor:
     if offset is not None:
         out = out + offset
     if p.low is None:
-        return out.clamp(-128, 127)  # judged before rounding, as near the middle of two integers both are correct
+        return out.clamp(-128, 127)  # before rounding: near the middle of two integers both are correct
     rounded = out.round() if x.problem.out_quant == "tensor" else (out + 0.5 * out.sign()).trunc()
     return rounded.clamp(-128, 127).nan_to_num(0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Gradients of a block's scores: dscores before a cap's slope, dx after it; upstream dP, delta, and P with
-    dropout."""
+    """Gradients of a block's scores.
+
+    dscores is dS before the multiplication with the cap's slope, dx after it, upstream is dP, dropped_weights is P
+    after dropout.
+    """
 
     softmax: Softmax
     dscores: Tensor
@@ -215,8 +222,8 @@ GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dsink")
 def gradients(
     x: Block, p: Precision = GOLDEN, g: Scored | None = None, kinds: Collection[str] = GRADIENTS
 ) -> dict[str, Tensor]:
-    """Returns the block's contribution to gradients: dq [heads, rows, ..], and dk, dv [heads, keys, ..], by query head,
-    without rounding of sums."""
+    """Returns the block's contributions to the gradients, by query head: dq [heads, rows, ..], dk and dv
+    [heads, keys, ..]; sums are not rounded."""
     x = narrowed(x, p)
     g = scored(x, p) if g is None else g
     dout, visible = x.saved[0], g.softmax.softmax

@@ -1,4 +1,4 @@
-"""Backwards of which no statistics were saved: the formulas compute them from the forward's inputs."""
+"""Lowers the backward of a recorded forward; statistics that were not saved are computed by the formulas."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ OUT = SPARSE[0]
 
 
 def upstream_of(op: Op) -> dict[str, str]:
-    """Returns the results with a gradient, by the gradient's name: dout of the output, dlse of its statistic."""
+    """Returns {gradient's name: result's name} of an operator's results with a gradient: "dout", "dlse"."""
     if "keep_prob" in op.by_name:
         return dict(zip((DOUT, DLSE), op.trains, strict=False))
     of_lists = "sparse_indices" in op.by_name and "sinks" in op.by_name and SHARED_LSE not in op.trains
@@ -27,31 +27,31 @@ def upstream_of(op: Op) -> dict[str, str]:
 
 
 def gradients_of(op: Op) -> dict[str, str]:
-    """Returns the names of the gradients of an operator's inputs, by that name and by the input's as users write it."""
+    """Returns {accepted name: gradient's name} of the gradients of an operator's inputs, such as {"dquery": "dq"}."""
     inputs = {name: None for names in op.trains.values() for name in names} if upstream_of(op) else {}
     names = {name: gradient_name(op, name) for name in inputs if name in op.by_name}
     return {f"d{op.by_name[n].shown}": g for n, g in names.items()} | {g: g for g in names.values()}
 
 
 def is_training(call: Any) -> bool:
-    """True if a lowered call has a backward whose statistics can be computed here."""
+    """True if backward_of() can lower a call's backward."""
     return isinstance(call, DenseForward) or type(call) is Sparse
 
 
 def with_kernel_statistics(call: Any) -> Any:
-    """Returns a dense call with statistics in the kernels' format: one number per row and head; others as they are."""
+    """Returns a dense call whose statistics have one number per row and head, as in kernels; other calls unchanged."""
     return DenseForward(call.call) if isinstance(call, DenseForward) else call
 
 
 def names_of(call: Any) -> dict[str, str]:
-    """Returns the names of a call's results in with_kernel_statistics(call)."""
+    """Returns {name of a call's result: its name in with_kernel_statistics(call)}."""
     return dict(zip(call.names, RESULTS, strict=True)) if isinstance(call, DenseForward) else {n: n for n in SPARSE}
 
 
 def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Any:
-    """Lowers the backward of a forward whose statistics were not saved: the formulas give them.
+    """Returns the lowered backward of a forward; the formulas compute its statistics.
 
-    The forward's output is that in `saved`, or else computed and rounded to the call's dtype.
+    The forward's output is read from `saved`; without it, it is computed and rounded to the call's dtype.
     """
     forward, names = with_kernel_statistics(call), names_of(call)
     results = {name: torch.zeros_like(t) for name, t in forward.results().items()}

@@ -1,6 +1,6 @@
-"""Pictures of where a result is wrong: heads by rows (keys, for gradients of keys and values), or rows by keys.
+"""Draws where a result is wrong: heads by rows (by keys for gradients of keys and values), or rows by keys.
 
-One function reduces errors to a grid of cells; text() and figure() draw it for a terminal and for a page.
+grid() reduces the errors to cells; text() and figure() draw them for a terminal and for an HTML page.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 Tensor = torch.Tensor
-TERMINAL = (16, 64)  # cells down and across, at most
+TERMINAL = (16, 64)  # largest numbers of cells down and across
 OF_MASK = (8, 64)
 PAGE = (96, 96)
-_FINITE = 1e14  # Errors has numbers above it for errors that are not finite
+_FINITE = 1e14  # larger numbers in Errors represent errors that are not finite
 _MARKS = "░▒▓█"
 _STYLES = ("yellow", "yellow", "red", "bold red")
 _WITHIN, _STRANGE = "·", "!"
@@ -34,10 +34,11 @@ _WITHIN, _STRANGE = "·", "!"
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The keys that rows of a sequence's first head see.
+    """The visible keys of a sequence's first head, in cells of rows and keys.
 
     Attributes:
-        visible: the fraction of a cell's keys that its first row sees [rows, keys]. steps: rows and keys in a cell.
+        visible: [cells down, cells across], the fraction of a cell's keys that are visible to its first row.
+        steps: numbers of rows and keys in a cell.
         of: the sequence, in words.
     """
 
@@ -60,8 +61,10 @@ class Surface:
     """The errors of an output by position, for each sequence.
 
     Attributes:
-        z: [down, across] float32 per sequence, in expected sizes. wrong: likewise bool.
-        down, across: words of the axes ("heads", "rows"). step: positions of `across` in a column.
+        z: [down, across] float32 per sequence: errors in expected sizes.
+        wrong: [down, across] bool per sequence.
+        down, across: words of the axes ("heads", "rows").
+        step: number of positions of the axis across in one column of z.
     """
 
     z: Sequence[Tensor]
@@ -71,7 +74,7 @@ class Surface:
     step: int = 1
 
     def order(self) -> list[int]:
-        """Returns the sequences with cells, those with an error first."""
+        """Returns the numbers of sequences that are not empty, those with an error first."""
         return sorted((b for b, z in enumerate(self.z) if z.numel()), key=lambda b: (not bool(self.wrong[b].any()), b))
 
 
@@ -80,8 +83,11 @@ class Grid:
     """The worst error of each cell.
 
     Attributes:
-        z: [down, across] float32, in expected sizes. wrong: likewise bool.
-        down, across: words of the axes; steps: positions in a cell; sizes: positions of an axis.
+        z: [down, across] float32: largest error of a cell, in expected sizes.
+        wrong: [down, across] bool.
+        down, across: words of the axes.
+        steps: numbers of positions in a cell, down and across.
+        sizes: numbers of positions of the two axes.
     """
 
     z: Tensor
@@ -98,19 +104,19 @@ class Grid:
         return " by ".join(words) or "one position"
 
     def limits(self) -> tuple[float, float]:
-        """Returns the least and the largest finite z of wrong cells."""
+        """Returns the smallest and the largest finite z of wrong cells."""
         finite = self.z[self.wrong & self.z.isfinite()]
         return (float(finite.min()), float(finite.max())) if len(finite) else (LEAST, LEAST)
 
     def levels(self) -> Tensor:
-        """Returns [down, across]: 0 to 1 of wrong cells by the logarithm of z; 1 of one that is not finite."""
+        """Returns [down, across]: for wrong cells 0 to 1 by the logarithm of z, 1 if z is not finite."""
         least, most = (math.log(max(z, LEAST)) for z in self.limits())
         level = (self.z.clamp(min=LEAST).log() - least) / max(most - least, 1e-6)
         return level.nan_to_num(nan=1.0, posinf=1.0).clamp(0, 1) if most > least else torch.ones_like(level)
 
 
 def rows_by_columns(tally: Tally, shape: Sequence[int]) -> Surface | None:
-    """Returns the surface of an output that is a sum over sequences and has rows and keys as last axes; else None."""
+    """Returns the surface of an output [.., rows, keys] that is a sum over sequences; else None."""
     if len(shape) < 2 or not tally.errors.count:
         return None
     z = tally.errors.cells[0][0].sqrt()
@@ -120,7 +126,7 @@ def rows_by_columns(tally: Tally, shape: Sequence[int]) -> Surface | None:
 
 
 def grid(surface: Surface, b: int, most: tuple[int, int]) -> Grid:
-    """Reduces a sequence's errors to at most `most` cells, by maxima over powers of two of positions."""
+    """Returns the largest error of each cell of a sequence; at most `most` cells, of powers of two of positions."""
     z, wrong = surface.z[b], surface.wrong[b]
     z = z.masked_fill(z.isnan() | (z > _FINITE), math.inf)
     steps = cells_of(z.shape, most)
@@ -131,7 +137,7 @@ def grid(surface: Surface, b: int, most: tuple[int, int]) -> Grid:
 
 
 def cells_of(sizes: Sequence[int], most: tuple[int, int]) -> tuple[int, int]:
-    """Returns the positions of a cell down and across: powers of two that make at most `most` cells."""
+    """Returns the numbers of positions in a cell: powers of two, the smallest with at most `most` cells."""
     down, across = (1 << (-(-max(n, 1) // cells) - 1).bit_length() for n, cells in zip(sizes, most, strict=True))
     return down, across
 
@@ -143,8 +149,8 @@ def _reduced(t: Tensor, steps: Sequence[int]) -> Tensor:
 
 
 def text(name: str, surface: Surface) -> Text:
-    """Draws the first sequence with an error as lines of block characters, for a terminal of 80 columns."""
-    from rich.text import Text  # tests on a GPU run where it is not installed
+    """Returns a drawing of the first sequence with an error in block characters, for a terminal of 80 columns."""
+    from rich.text import Text  # imported here because rich may be absent where GPU tests run
 
     b = surface.order()[0]
     g = grid(surface, b, TERMINAL)
@@ -173,7 +179,7 @@ def _of(surface: Surface, b: int) -> str:
 
 
 def _ticks(g: Grid) -> str:
-    """Labels every sixteenth cell of the axis across, and names the axis."""
+    """Returns the line of labels of the axis across: a position every 16 cells, and the axis's word."""
     line = ""
     for cell in range(0, g.z.shape[1], 16):
         line = f"{line:{cell}}{cell * g.steps[1]}"
@@ -181,7 +187,7 @@ def _ticks(g: Grid) -> str:
 
 
 def figure(name: str, surface: Surface, b: int) -> str:
-    """Draws a sequence as a figure of HTML with labelled axes: green within the bound, yellow to red beyond it."""
+    """Returns an HTML figure of a sequence with labelled axes: green within the bound, yellow to red beyond it."""
     g = grid(surface, b, PAGE)
     data = base64.b64encode(_png(g)).decode()
     least, most = g.limits()

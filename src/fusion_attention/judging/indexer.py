@@ -1,8 +1,7 @@
-"""Judges calls of the indexer, its statistics and its loss: selected keys by their scores, values, statistics, the loss
-and its gradients.
+"""Judges calls of the indexer, of its statistics and of its loss.
 
-A list of keys is judged by the keys' scores: of two similar scores rounding may select either; of two equal scores the
-smaller index comes first.
+A list of selected keys is judged by the keys' scores, because of two similar scores rounding may select either. Of two
+equal scores the smaller index must come first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,12 +33,12 @@ _OP_KINDS = ("indexer_topk", "indexer_lse", "indexer_loss", "indexer_backward")
 
 
 def serves(lowered: Any) -> bool:
-    """True if a call is of the indexer, of its statistics or of its loss."""
+    """True if a lowered call is of the indexer, of its statistics or of its loss."""
     return str(lowered.op_kind).startswith("indexer")
 
 
 def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standard: str = "error-bound") -> Judgement:
-    """Judges a call, like judge.judged()."""
+    """Returns the Judgement of a call, as judge.judged() does for other operators."""
     if lowered.op_kind not in _OP_KINDS:
         raise JudgeError(f"{call.op.name}: the judge has no formula for it")
     x = setting_of(lowered)
@@ -71,7 +70,7 @@ def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standa
 
 
 def _looks(x: Index, kind: str, tally: Tally, views: Mapping[str, Any]) -> list[str]:
-    """Describes the errors of an output."""
+    """Returns sentences about the errors of an output."""
     if kind in ("loss", "max", "sum"):
         return looks_like(tally, "number")
     if kind == "indices":  # judgeable() marks wrong entries by NaN
@@ -83,13 +82,13 @@ def _looks(x: Index, kind: str, tally: Tally, views: Mapping[str, Any]) -> list[
 
 
 _LISTS = tuple(
-    f"{has} a key that is not there, not seen, listed before, or of two that score the same not the first"
+    f"{has} a key that does not exist, is not visible, is listed twice, or precedes a smaller index with an equal score"
     for has in ("has", "have")
 )
 
 
 def setting_of(lowered: Any) -> Index:
-    """Makes an Index from a lowered call of the indexer, its statistics or its loss."""
+    """Returns the Index of a lowered call of the indexer, its statistics or its loss."""
     filled = lowered.fill(lowered.results())
     if filled.first is not None:
         from fusion_attention.plan import compute
@@ -109,8 +108,7 @@ def setting_of(lowered: Any) -> Index:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Golden's values of an output for rows of sequence b (complete for a total), with the scores of the listed
-    keys."""
+    """Golden's values of an output for rows of sequence b (all rows for sums over rows), and the scores of all keys."""
 
     kind: str
     b: int
@@ -127,7 +125,7 @@ def pieces(
     *,
     with_baseline: bool = False,
 ) -> Iterator[Block]:
-    """Yields every output of a call in blocks [heads, rows, elements] of a sequence; last the loss, [1, 1, 1]."""
+    """Yields golden's values of every output in blocks [heads, rows, elements]; the last is the loss, [1, 1, 1]."""
     e, dtypes = x.extents, dtypes or {}
     losses: list[Wanted] = []
     pairs = x.heads + (x.problem.heads_q if x.of_loss is not None else 0)
@@ -139,7 +137,7 @@ def pieces(
             rows = slice(first, min(first + step, q_len))
             result = wanted(x, b, rows, grade, dtypes)
             if with_baseline:
-                result = _with_plain(x, b, rows, result)
+                result = _with_baseline(x, b, rows, result)
             for kind in kinds:
                 if kind in TOTALS:
                     (losses if kind == "loss" else keys).append(result[kind])
@@ -153,13 +151,13 @@ def pieces(
         yield Block("loss", 0, slice(0, 1), Wanted(*shaped))  # type: ignore[arg-type]
 
 
-def _sum(parts: Sequence[Wanted]) -> Wanted:
-    baseline = None if parts[0].baseline is None else sum(p.baseline for p in parts)  # type: ignore[misc]
-    return Wanted(sum(p.value for p in parts), sum(p.variance for p in parts), baseline)  # type: ignore[arg-type]
+def _sum(terms: Sequence[Wanted]) -> Wanted:
+    baseline = None if terms[0].baseline is None else sum(t.baseline for t in terms)  # type: ignore[misc]
+    return Wanted(sum(t.value for t in terms), sum(t.variance for t in terms), baseline)  # type: ignore[arg-type]
 
 
-def _with_plain(x: Index, b: int, rows: slice, expected: Mapping[str, Wanted]) -> dict[str, Wanted]:
-    """Adds the results of a straightforward float32 program."""
+def _with_baseline(x: Index, b: int, rows: slice, expected: Mapping[str, Wanted]) -> dict[str, Wanted]:
+    """Adds the results of a baseline program, which computes in float32."""
     narrow, dtype = torch.float32, x.problem.torch_dtype
     if x.op_kind == "indexer_topk":
         _, values, indices = chosen(x, x.scored(b, rows, narrow), x.visible(b, rows))
@@ -186,7 +184,7 @@ def measured(
     with_baseline: bool = False,
     beside: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> Result:
-    """Measures the outputs to judge, and results of other back ends beside them, against golden's."""
+    """Returns the errors of recorded outputs, and of other back ends' results (`beside`), against golden's values."""
     kinds = {KINDS[n]: n for n in captured}
     dtypes = {k: _dtype(x, k, captured[n]) for k, n in kinds.items()}
     given_: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}
@@ -206,7 +204,7 @@ def measured(
 
 
 def _dtype(x: Index, kind: str, tensor: Tensor) -> torch.dtype:
-    """Returns the dtype to which an output is rounded; golden's results are judged in the call's dtype."""
+    """Returns the dtype to which an output is rounded; for a float64 output, the call's dtype."""
     return x.stored(kind) if tensor.dtype == torch.float64 or not tensor.is_floating_point() else tensor.dtype
 
 
@@ -222,7 +220,7 @@ def _tally(x: Index, kind: str, tensor: Tensor) -> Tally:
 
 
 def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns views of the outputs to judge, by kind."""
+    """Returns views of the recorded outputs, by kind."""
     o, *grads = lowered.fill({**lowered.results(), **captured}).operands
     if lowered.op_kind == "indexer_topk":
         return {"indices": o.indices, "values": o.values}
@@ -233,7 +231,7 @@ def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def judgeable(x: Index, view: Any, block: Block) -> tuple[Tensor, Wanted]:
-    """Returns (output to judge, expected output) of a block; lists of keys are replaced by the scores of their keys."""
+    """Returns (recorded output, expected output) of a block; lists of keys are replaced by the scores of their keys."""
     heads, lengths = x.heads if block.kind == "dq" else 1, x.extents.kv_len if block.kind == "dk" else x.extents.q_len
     ours: Tensor = view.sequence(block.b, heads, int(lengths[block.b]))[:, block.rows]
     if block.scores is None or block.kind != "indices":
@@ -258,8 +256,8 @@ def _listed(scores: Tensor, indices: Tensor) -> Tensor:
 
 
 def _misplaced(scores: Tensor, mine: Tensor, listed: Tensor, x: Index) -> Tensor:
-    """Returns list entries that are wrong for any score: absent, invisible or repeated keys, and keys with equal scores
-    in the wrong order."""
+    """Returns bool, true for list entries that are wrong whatever the scores' errors: keys that do not exist, invisible
+    or repeated keys, and keys with equal scores in the wrong order."""
     none = (listed != -1) & ((listed < 0) | (listed >= scores.shape[-1]) | (mine == -torch.inf))
     order = listed.sort(dim=-1, stable=True)
     again = torch.zeros_like(none)

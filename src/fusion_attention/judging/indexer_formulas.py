@@ -1,4 +1,4 @@
-"""The formulas of the indexer and its loss for some rows, in any precision, with parameters that a mistake changes.
+"""Computes the indexer and its loss for some rows, in any precision; fields of Index reproduce mistakes.
 
 Tests compare these formulas with the golden back end.
 """
@@ -27,15 +27,25 @@ class Index:
     """A call of the indexer, its statistics or its loss in the intermediate representation.
 
     Attributes:
-        index: its IndexerOperands; of_loss: the IndexerLossOperands around them, or None; grads: of a backward.
+        op_kind, problem, extents: as in the intermediate representation.
+        index: the call's IndexerOperands.
+        of_loss: the IndexerLossOperands that contain them, or None.
+        grads: memory of gradients, of a backward.
         own_statistics: True if the call computes the statistics; else they are inputs.
-        relu, weighted: True if scores have them. weights_from: the weights are those of so many heads further.
-        unread: (first, end) of keys that are never chosen. shorter: entries that are missing at the end of full lists.
-        factor: factor on scores. largest: select the largest scores.
-        last_first: of equal scores the later key comes first. by_key: lists are in the order of keys.
-        direction: of the divergence, "p|y" or (wrong) "y|p". loss_alone: only the loss has the wrong direction.
-        reduction: of the loss and its gradients over rows: "sum" or "mean". sign: sign of dI.
-        per_head: the target is divided by the number of heads. scaled: the attention's scores are scaled.
+        relu, weighted: False to omit max(0, .) or the head weights from scores.
+        factor: factor on scores.
+        largest: False to select the smallest scores.
+        last_first: True to list the later one of two keys with equal scores first.
+        by_key: True to list keys in their order.
+        direction: of the divergence, "p|y", or (wrong) "y|p".
+        loss_alone: True if only the loss has the wrong direction, not its gradients.
+        reduction: of the loss and its gradients over rows: "sum" or "mean".
+        sign: sign of dI.
+        per_head: False if the target is not divided by the number of heads.
+        scaled: False if the attention's scores are not scaled.
+        weights_from: head h uses the weight of head h + weights_from.
+        unread: (first, end) of keys that are never chosen.
+        shorter: number of entries that are missing at the end of full lists.
     """
 
     op_kind: str
@@ -89,7 +99,7 @@ class Index:
         return getattr(torch, names.get(kind, p.dtype))
 
     def scored(self, b: int, rows: slice, dtype: torch.dtype) -> Scored:
-        """Computes products and scores of some rows with all keys."""
+        """Returns products and scores of some rows with all keys."""
         q_len, kv_len = int(self.extents.q_len[b]), int(self.extents.kv_len[b])
         q = self.index.q.sequence(b, self.heads, q_len)[:, rows].to(dtype)
         k = self.index.k.sequence(b, 1, kv_len)[0].to(dtype)
@@ -104,8 +114,11 @@ class Index:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Scores of some rows over all keys: q [heads, rows, dim], k [keys, dim], weights [heads, rows, 1], dots = q . k,
-    activations = max(0, dots) [heads, rows, keys], and scores [rows, keys]."""
+    """Scores of some rows over all keys.
+
+    q [heads, rows, dim], k [keys, dim], weights [heads, rows, 1], dots = q . k [heads, rows, keys],
+    activations = max(0, dots), scores [rows, keys].
+    """
 
     q: Tensor
     k: Tensor
@@ -118,8 +131,7 @@ class Scored:
 
 
 def chosen(x: Index, s: Scored, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns scores [rows, kv_len], -inf for an invisible key, and values and indices [rows, top_k] of the selected
-    keys."""
+    """Returns scores [rows, kv_len], -inf for an invisible key; values and indices of selected keys [rows, top_k]."""
     scores = s.scores.masked_fill(~visible, -math.inf)
     ranked = scores if x.largest else (-scores).masked_fill(scores == -math.inf, -math.inf)
     if x.last_first:
@@ -151,9 +163,18 @@ def softmax(scores: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """The attention's probabilities: scores and shares [heads, rows, keys], lse [heads, rows, 1], divisor [rows, 1],
-    and their target [rows, keys]; squares: sums of the squared terms of a score, of which there are dim; at_sinks: the
-    sinks' probabilities."""
+    """The attention's probabilities for some rows, from which the loss's target is made.
+
+    Attributes:
+        scores: [heads, rows, keys].
+        squares: sum of the squares of a score's dim terms, [heads, rows, keys].
+        dim: number of terms of a score.
+        lse: [heads, rows, 1].
+        shares: probabilities of each head, [heads, rows, keys].
+        divisor: [rows, 1]: number of heads, without the sinks' probabilities.
+        target: sum of the heads' probabilities / divisor, [rows, keys].
+        at_sinks: the sinks' probabilities [heads, rows, 1], or None.
+    """
 
     scores: Tensor
     squares: Tensor
@@ -167,12 +188,19 @@ class Attended:
 
 @dataclass(frozen=True, eq=False)
 class Compared:
-    """The two distributions of the loss for some rows; all but scored and attended [rows, keys], top, total [rows, 1].
+    """The two distributions of the loss for some rows: y of the indexer and the target p, both [rows, keys].
 
     Attributes:
-        times: multiplicity of a key. own_statistics: as in Index. losses: contributions to the loss.
-        dscores: dI. by_y, by_p: derivatives of dI by log y and by p; loss_by_y, loss_by_p: those of the loss.
-        given: of a target that is an operand, which has no `attended`.
+        scored, attended: the indexer's scores; the attention's probabilities, None if the target is an operand.
+        times: how often a row's list has a key, [rows, keys].
+        top, total: maximum and sum of the indexer's softmax, [rows, 1].
+        own_statistics: as in Index.
+        logs: (log p, log y).
+        losses: contributions to the loss, [rows, keys].
+        dscores: dI, [rows, keys].
+        by_y, by_p: derivatives of dI by log y and by p.
+        loss_by_y, loss_by_p: derivatives of the loss by log y and by p.
+        given: the target, if it is an operand.
     """
 
     scored: Scored
@@ -195,10 +223,15 @@ class Compared:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """A target that is an operand, on some rows: p of its elements, their keys (behind the last: none), and what p sums
-    to.
+    """A target that is an operand of the call, for some rows and its elements.
 
-    squares: dI^2 element by element, added up by keys. mass: [rows, 1], 1 where p counts as one that sums to 1.
+    Attributes:
+        p: the target's elements, 0 where they are not read.
+        key: the key of each element; the number of keys for an element without a key.
+        read: bool, true for elements that are read.
+        mass: [rows, 1]: sum of p, or 1 if `unit`.
+        unit: True if p counts as a distribution that sums to 1.
+        squares: [rows, keys]: sum of dI^2 over the elements of a key.
     """
 
     p: Tensor
@@ -209,13 +242,13 @@ class Given:
     squares: Tensor
 
     def of_elements(self, matrix: Tensor) -> Tensor:
-        """A matrix of keys, [rows, keys], at the target's elements; 0 where they are not read."""
+        """Returns the entries of a matrix [rows, keys] for the target's elements; 0 where these are not read."""
         extended = torch.cat((matrix, matrix.new_zeros(len(matrix), 1)), 1)
         return extended.gather(1, self.key).masked_fill(~self.read, 0)
 
 
 def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype | None = None) -> Compared:
-    """Compares the two distributions over rows of a sequence; low: rounds dI if it is bfloat16."""
+    """Returns the two distributions of some rows of a sequence; low: dtype to which dI is rounded, if bfloat16."""
     p, s = x.problem, x.scored(b, rows, dtype)
     times = x.visible(b, rows).to(dtype)
     if p.select_count:
@@ -257,7 +290,7 @@ def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype
 
 
 def _compared_to_given(x: Index, b: int, rows: slice, begun: dict[str, Any]) -> Compared:
-    """The same, to a target that is an operand; begun: fields of the result."""
+    """Returns compared()'s result for a target that is an operand; begun: the fields that are computed already."""
     times, of_y = begun["times"], begun["y"]
     dtype, kv_len = of_y.dtype, of_y.shape[1]
     target = x.of_loss.target.sequence(b, 1, int(x.extents.q_len[b]))[0, rows].to(dtype)
@@ -300,8 +333,10 @@ def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:
 
 
 def given(x: Index, b: int, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dI, the sum of its squares, and the multiplicity of each key, [rows, keys], from gradients of list
-    entries."""
+    """Returns (dI, sum of squares of its terms, number of list entries) of each key, [rows, keys].
+
+    dI is the sum of the gradients of the key's list entries.
+    """
     entries, read = _entries(x, b, rows)
     _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop), x.problem.ratio)
     kv_len = int(x.extents.kv_len[b])
@@ -314,8 +349,8 @@ def given(x: Index, b: int, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def gradients(s: Scored, dscores: Tensor, visible: Tensor) -> dict[str, Tensor]:
-    """Returns the rows' contribution to the gradients: dq [heads, rows, dim], dk [1, keys, dim], dweights [1, rows,
-    heads].
+    """Returns the rows' contributions to the gradients: dq [heads, rows, dim], dk [1, keys, dim], dweights
+    [1, rows, heads].
 
     dw_h = sum_j dI_j max(0, S_hj),  dS = dI w [S > 0],  dq = dS k,  dk = sum_h dS^T q
     """

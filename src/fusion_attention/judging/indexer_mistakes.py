@@ -44,14 +44,14 @@ def _alignment(x: Index) -> Tries:
         yield "from the lower right corner", _banded(x, hi=moved(x.extents.hi, d))
 
 
-@partial(IndexMistake, "mask-ignored", "Keys that the call removes are seen.", "Is sparse_mode passed on?")
+@partial(IndexMistake, "mask-ignored", "Keys that the call's mask removes are visible.", "Is sparse_mode passed on?")
 def _unmasked(x: Index) -> Tries:
     if finite(x.extents.hi).any():
         yield "the sparse mode", _banded(x, hi=np.full_like(x.extents.hi, INFINITE))
 
 
 @partial(
-    IndexMistake, "causal-uncalled", "Keys behind the diagonal are removed, though the call does not ask for it.",
+    IndexMistake, "causal-uncalled", "Keys after the diagonal are removed, but the call is not causal.",
     "Look for a default of sparse_mode.",
 )  # fmt: skip
 def _uncalled(x: Index) -> Tries:
@@ -62,8 +62,8 @@ def _uncalled(x: Index) -> Tries:
 @partial(IndexMistake, "window-off-by-one", "An edge of the band is one key off.", "A row sees its own key.")
 def _by_one(x: Index) -> Tries:
     if finite(x.extents.hi).any() and x.problem.ratio == 1:
-        yield "the diagonal itself is not seen", _banded(x, hi=moved(x.extents.hi, -1))
-        yield "one key behind the right edge is seen", _banded(x, hi=moved(x.extents.hi, 1))
+        yield "the diagonal itself is not visible", _banded(x, hi=moved(x.extents.hi, -1))
+        yield "one key after the right edge is visible", _banded(x, hi=moved(x.extents.hi, 1))
 
 
 @partial(IndexMistake, *BOUND)
@@ -116,7 +116,7 @@ def _weights(x: Index) -> Tries:
 
 @partial(
     IndexMistake, "index-weights-moved", "Heads have the weights of their neighbours.",
-    "Weights are [.., S1, N1]: heads beside each other.",
+    "Weights are [.., S1, N1]: the heads of a row are adjacent.",
 )  # fmt: skip
 def _neighbours(x: Index) -> Tries:
     if x.heads > 1:
@@ -125,7 +125,10 @@ def _neighbours(x: Index) -> Tries:
 
 
 @partial(
-    IndexMistake, "list-shortened", "The last entry of full lists is missing.", "Of more keys sparse_count are chosen."
+    IndexMistake,
+    "list-shortened",
+    "The last entry of full lists is missing.",
+    "Lists have sparse_count keys if that many are visible.",
 )
 def _shorter(x: Index) -> Tries:
     if x.op_kind == "indexer_topk" and x.problem.top_k > 1:
@@ -146,7 +149,7 @@ def _unread(x: Index) -> Tries:
                 yield f"the last, partial tile of {tile}", x.changed(unread=(lengths[0] // tile * tile, lengths[0]))
 
 
-@partial(IndexMistake, "index-scale", "The indexer's scores are scaled.", "They have no scale of their own.")
+@partial(IndexMistake, "index-scale", "The indexer's scores are scaled.", "They have no scale.")
 def _factor(x: Index) -> Tries:
     if x.op_kind == "indexer_topk":
         yield "1 / sqrt(D)", x.changed(factor=x.problem.dim**-0.5)
@@ -160,7 +163,7 @@ def _loss(x: Index) -> bool:
 
 @partial(
     IndexMistake, "kl-direction", "The divergence is taken in the other direction: KL(y | p), not KL(p | y).",
-    "p is the attention's distribution and weighs the logarithms.",
+    "KL(p | y) = sum p (log p - log y); p is the attention's distribution.",
 )  # fmt: skip
 def _direction(x: Index) -> Tries:
     if _loss(x) and not x.problem.has_target:

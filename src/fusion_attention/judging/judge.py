@@ -1,4 +1,4 @@
-"""judge() and diagnose(): judge the results of a call, and explain errors by well-known mistakes."""
+"""judge() and diagnose(): judge the results of a call; diagnose() also explains errors by well-known mistakes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,15 +36,16 @@ def judge(
     backends: bool = True,
     standard: str = "error-bound",
 ) -> Judgement:
-    """Judges the results of a call: no element, tile or head may have a larger error than rounding explains.
+    """Judges the results of a call: no element, row, tile or head may have a larger error than rounding explains.
 
         z = root mean square error / expected size <= 2 (more for few numbers) in every row, tile and head
 
     Args:
         operator: the operator's name, e.g. "npu_fusion_attention", "attention" (`fusion-attention ops` lists all).
-        inputs: arguments by name. outputs: results by the operator's names ("attention_out", "softmax_max", ...).
-        seed: seed of dropout, if the call has no bits.
-        backends: also judge this machine's back ends.
+        inputs: arguments by name.
+        outputs: results by the operator's names ("attention_out", "softmax_max", ...).
+        seed: seed of dropout, if the dropout mask is not among the inputs.
+        backends: also judge the results of this machine's back ends.
         standard: "error-bound" (docs/accuracy.md), or one of CANN's, "cann-0.5%" or "cann-double".
 
     Returns:
@@ -91,7 +92,14 @@ def diagnose(
 def judged(
     call: Recorded, *, search: bool, backends: bool = True, standard: str = "error-bound", watch: Watch = silent
 ) -> Judgement:
-    """Judges the outputs of a call; watch: reports progress."""
+    """Returns the judgement of a recorded call.
+
+    Args:
+        call: the call.
+        search: True to search mistakes that explain errors.
+        backends, standard: as for judge().
+        watch: is called with the progress.
+    """
     if standard not in STANDARDS:
         raise JudgeError(f"standard {standard!r} is not known: one of {', '.join(STANDARDS)}")
     call = replace(call, notes=(*remarks(call), *call.notes))
@@ -146,7 +154,7 @@ def _beside(
 
 
 def _looks(setting: Setting, o: Output, tally: Tally) -> list[str]:
-    """Describes the errors of an output."""
+    """Returns sentences about the errors of an output."""
     if o.view is None:
         return most(tally, o.tensor.shape) + looks_like(tally, "row" if tally.errors.columns > 1 else "number")
     p, e, word = setting.problem, setting.extents, "key" if o.by_keys else "row"

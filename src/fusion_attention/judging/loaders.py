@@ -1,8 +1,7 @@
-"""Reads calls with inputs and outputs from files: of capture(), dumps of msprobe (mindstudio-probe), .npz, .pt,
-.safetensors.
+"""Reads calls with inputs and outputs from files: of capture(), of msprobe (mindstudio-probe), .npz, .pt, .safetensors.
 
-No code in a file is executed: torch's restricted reader reads pickles, unless the caller permits others. Sizes are
-checked before values are read.
+Code in a file is not executed: torch's reader with weights_only=True reads pickles, unless the caller permits the
+other. Sizes are checked before values are read.
 """
 
 import zipfile
@@ -22,7 +21,7 @@ from fusion_attention.ops import RECORDS
 Tensor = torch.Tensor
 LIMIT = 8 << 30  # bytes of a file's values
 UNNAMED = Reading()
-_DEEPEST = 16  # levels of nested dicts
+_DEEPEST = 16  # largest number of levels of nested dicts
 
 
 def read_calls(path: Path, how: Reading = UNNAMED) -> Iterator[Recorded]:
@@ -92,7 +91,7 @@ def _file(path: Path, how: Reading) -> Iterator[Recorded]:
 
 
 def _flat(content: Any, name: str = "", depth: int = 0) -> dict[str, Any]:
-    """Returns the tensors, numbers and words of nested dicts and lists, by names with dots."""
+    """Returns the tensors, numbers and texts of nested dicts and lists by name; nested names are joined by dots."""
     if depth > _DEEPEST:
         raise JudgeError(f"{name[:80]}: nested more than {_DEEPEST} deep")
     if isinstance(content, (list, tuple)) and not all(isinstance(each, int) for each in content):
@@ -131,7 +130,7 @@ def _npz(path: Path) -> dict[str, Any]:
 
 
 def _of_array(who: str, array: np.ndarray) -> Any:
-    """Returns an array as a tensor, an array of one word as a string."""
+    """Returns an array as a tensor, an array with one text as a string."""
     if array.dtype.kind in "US" and array.size == 1:
         return str(array.reshape(-1)[0])
     if array.dtype.kind == "V":

@@ -1,4 +1,4 @@
-"""Measures the outputs of a call against the formulas, completely or on samples, under any setting."""
+"""Computes the errors of a call's outputs against the formulas of any setting, on the complete call or on samples."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,13 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """Error tallies of a call's outputs, maps of complete calls, and tallies of other programs' results by program."""
+    """The errors of a call's outputs.
+
+    Attributes:
+        tallies: errors of each output.
+        maps: errors by row of each output; only if the complete call was measured.
+        beside: errors of each output of other programs, by program.
+    """
 
     tallies: dict[str, Tally]
     maps: dict[str, Map]
@@ -50,11 +56,16 @@ def measured(
     with_baseline: bool = False,
     beside: Mapping[str, Sequence[Output]] = MappingProxyType({}),
 ) -> Result:
-    """Measures the errors of the outputs to judge against the outputs that the formulas give for a setting.
+    """Returns the errors of recorded outputs against the outputs that the formulas compute for a setting.
 
     Args:
-        grade: grade of the expected errors. complete: the pieces cover the call, and maps are needed.
-        with_baseline: also measure a baseline program. beside: results of other programs, by name.
+        setting: the call, perhaps with a mistake.
+        outputs: the recorded outputs.
+        pieces: the parts of the call that are computed.
+        grade: grade of the expected errors.
+        complete: True if the pieces are the complete call; then maps are made.
+        with_baseline: also measure a baseline program.
+        beside: results of other programs, by program.
     """
 
     def fresh(results: Sequence[Output]) -> dict[str, Tally]:
@@ -84,9 +95,9 @@ def measured(
 
 
 def graded(measure: Callable[[Sequence[str] | None, Grade], Result]) -> tuple[Result, dict[str, Grade]]:
-    """Measures outputs as a kernel's and, if they fail, as a program's; returns the errors and each output's grade.
+    """Measures outputs with the grade KERNEL, and those that fail with the grade PROGRAM.
 
-    measure: measures the named outputs (None: all) with a grade.
+    Returns (the errors, the grade of each output). measure(names, grade) measures the named outputs (None: all).
     """
     base = measure(None, KERNEL)
     grades = dict.fromkeys(base.tallies, KERNEL)
@@ -108,21 +119,21 @@ def _tally(setting: Setting, o: Output, *, complete: bool) -> Tally:
 
 
 def of_total(setting: Setting, o: Output, wanted: Wanted) -> Tally:
-    """Measures the errors of an output without rows."""
+    """Returns the errors of an output without rows."""
     tally = _tally(setting, o, complete=True)
     tally.add((0, slice(0, 1), slice(None)), *_of_total(o, wanted))
     return tally
 
 
 def _of_total(o: Output, wanted: Wanted) -> tuple[Tensor, Wanted]:
-    """Returns an output without rows as [1, rows, columns]."""
+    """Returns an output without rows, and its expected values, as [1, rows, columns]."""
     shape = (1, -1, o.tensor.shape[-1] if o.tensor.dim() > 1 else 1)
     value, variance = (t.reshape(shape) for t in (wanted.value, wanted.variance))
     return o.tensor.reshape(shape), Wanted(value, variance, None if wanted.baseline is None else value)
 
 
 def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, generator: torch.Generator) -> list[Unit]:
-    """Samples parts of failing and of passing regions, a few heads and rows each; the first failure is included."""
+    """Returns sampled units of wrong and of correct rows, a few heads and rows each, with the first wrong row."""
     results: set[tuple[int, int, int, int, int, bool, bool]] = set()
     for o in outputs:
         if o.name not in maps:
@@ -139,7 +150,7 @@ def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, gen
 
 
 def _some(marks: Tensor, count: int, generator: torch.Generator) -> list[list[int]]:
-    """Returns the first and last true indices and random ones between."""
+    """Returns the indices [head, row] of the first and last true elements and of random ones between."""
     flat = marks.flatten().nonzero().flatten()
     if not len(flat):
         return []

@@ -1,4 +1,4 @@
-"""Reads dumps of msprobe (mindstudio-probe): dump.json with a file per tensor."""
+"""Reads dumps of msprobe (mindstudio-probe): a file dump.json, and a file for each tensor."""
 
 import json
 from dataclasses import dataclass
@@ -15,10 +15,13 @@ _DEEPEST = 16
 
 @dataclass(frozen=True)
 class DumpedCall:
-    """A dumped call; tensors are paths of files in the folder.
+    """A dumped call, whose tensors are paths of files.
 
     Attributes:
-        name: msprobe's name; operator: the operator's name.
+        name: msprobe's name of the call.
+        operator: the operator's name.
+        folder: the folder that contains the files.
+        args, kwargs, outputs: positional and keyword arguments, and results.
     """
 
     name: str
@@ -59,7 +62,7 @@ def calls_of(file: Path, pick: str = "") -> list[DumpedCall]:
 
 
 def _operator(name: str) -> str:
-    """Returns the operator of an entry: npu_fusion_attention for NPU.npu_fusion_attention.0.forward."""
+    """Returns the operator in an entry's name: npu_fusion_attention for NPU.npu_fusion_attention.0.forward."""
     parts = name.split(".")
     return next((p for p in parts if p in RECORDS), "") if parts[-1] == "forward" else ""
 

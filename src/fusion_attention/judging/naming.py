@@ -1,4 +1,4 @@
-"""Matches the names in a file to the parameters and results of an operator: the calls that the file holds."""
+"""Makes calls from a file's tensors: matches the file's names to the parameters and results of an operator."""
 
 import ast
 import json
@@ -17,11 +17,11 @@ from fusion_attention.judging.gradients import LSE, gradients_of, upstream_of
 from fusion_attention.ops import RECORDS
 
 Tensor = torch.Tensor
-OUTPUT = "output."  # prefix of the names of results, where a parameter has the same name
-FLASH_LSE = "softmax_lse"  # flash-attn's name of it
+OUTPUT = "output."  # prefix of a result's name if a parameter has the same name
+FLASH_LSE = "softmax_lse"  # flash-attn's name of the result lse
 _LOW = ("bfloat16", "float16")
 _BANDS = "full, causal, window(left, right) or prefix_causal([keys of each sequence])"
-_SHOWN = 24  # names in a message
+_SHOWN = 24  # largest number of names in a message
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,13 @@ class Reading:
     """Options for reading files that capture() did not write.
 
     Attributes:
-        operator: the operator's name. names: map from parameters and results to names in the file; "output.<result>"
-            for a result with the name of a parameter.
-        values: arguments that are in no file. seed: of dropout. unsafe_pickle: True if pickles may execute code.
-        pick: text that the names of selected calls of a dump contain.
+        operator: the operator's name.
+        names: {name of a parameter or result: name in the file}; "output.<result>" for a result with the name of a
+            parameter.
+        values: arguments that the file does not contain.
+        seed: seed of dropout.
+        unsafe_pickle: True if reading a pickle may execute code.
+        pick: only calls of a dump whose names contain this text are read.
         dtype: dtype of the call, if files store its values as float32 ("bfloat16", which numpy lacks); "": unchanged.
     """
 
@@ -46,7 +49,7 @@ class Reading:
 
 
 def listed(names: Any) -> str:
-    """Formats the names of a file, at most 24."""
+    """Returns the names joined by commas, at most 24."""
     every = sorted(names)
     more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
     return (", ".join(every[:_SHOWN]) or "none") + more
@@ -67,7 +70,7 @@ class _Names:
         return f"it has {', '.join(inputs)}; results {', '.join(self.results)}{more}"
 
     def target(self, name: str) -> str:
-        """Returns a parameter's name, or a result's after "output."; "" for the name of something else."""
+        """Returns the parameter that a name denotes, or "output." and the result; "" if it denotes neither."""
         result = name.removeprefix(OUTPUT)
         result = LSE if result == FLASH_LSE and LSE in self.results else result
         if result in self.results or result in self.gradients:
@@ -75,17 +78,17 @@ class _Names:
         return name if name in self.inputs else ""
 
     def of(self, name: str, content: Mapping[str, Any]) -> str:
-        """Returns target() of a name in a file, or of its last part if no other name ends in that."""
+        """Returns target() of a name in a file, or of the part after its last dot if no other name ends with it."""
         last = name.rpartition(".")[2]
         alone = sum(other.rpartition(".")[2] == last for other in content) == 1
         return self.target(name) or (self.target(last) if alone else "")
 
 
 def named(path: Path, content: Mapping[str, Any], how: Reading) -> Iterator[Recorded]:
-    """Yields the calls in a file's tensors and values by name: the forward, and the backward if gradients are there.
+    """Yields the calls in a file's tensors and values by name: the forward, and the backward if there are gradients.
 
-    Names are those of the operator's parameters and results. Of a dotted name (a nested dict's) the last part counts,
-    if no other name ends in it. Other names are left alone, with a note.
+    Names are those of the operator's parameters and results. Of a name with dots (of a nested dict), the part after the
+    last dot is used if no other name ends with it. Other names are ignored, with a note.
     """
     if not how.operator:
         raise JudgeError(f"{path}: not a capture: say which operator it is a call of (--op); it has {listed(content)}")
@@ -144,7 +147,7 @@ def _calls(
 
 
 def _laid(op: Op, name: str, value: Any, how: Reading) -> Any:
-    """Returns a value from a file as the operator takes it: numbers as Python's, packed softmax_lse as [T, N]."""
+    """Returns a value from a file in the operator's form: numbers as Python numbers, packed softmax_lse as [T, N]."""
     last, packed = name.rpartition(".")[2], how.values.get(op.layout_attr or "", "") == "TND"
     if last == FLASH_LSE and FLASH_LSE not in results_of(op) and packed and value.dim() == 2:
         return value.mT  # flash-attn's is [N, T]
@@ -171,7 +174,7 @@ def value_of(op: Op, name: str, value: Any) -> Any:
 
 
 def _band(who: str, value: Any) -> Band:
-    """Reads a band's constructor without running it: causal, window(63, 0), Band.causal(align="start")."""
+    """Returns the Band of a text such as causal, window(63, 0) or Band.causal(align="start"); executes no code."""
     refused = JudgeError(f"{who}: expected {_BANDS}, got {str(value)[:80]!r}")
     if isinstance(value, Band):
         return value
@@ -190,7 +193,7 @@ def _band(who: str, value: Any) -> Band:
 
 
 def values_from(text: str) -> Any:
-    """Parses a value as JSON; other text is a string."""
+    """Returns the value of a JSON text; other text is returned as a string."""
     try:
         return json.loads(text)
     except ValueError:
@@ -207,7 +210,7 @@ def record(operator: str) -> Op:
 
 
 def results_of(op: Op) -> tuple[str, ...]:
-    """Returns the names of an operator's results; lse = max + log(sum) is one of this library's functions'."""
+    """Returns the names of an operator's results, with "lse" (max + log(sum)) for functions of this library."""
     results = tuple(dict.fromkeys((*returned(op), *(p.name for p in op.tensors(output=True)))))
     return (*results, LSE) if {"max", "sum"} <= set(results) else results
 
@@ -215,7 +218,7 @@ def results_of(op: Op) -> tuple[str, ...]:
 def of_call(
     op: Op, inputs: dict[str, Any], outputs: dict[str, Tensor], how: Reading, source: str, notes: tuple[str, ...] = ()
 ) -> Recorded:
-    """Builds a Recorded of a call whose values may have been stored in a larger dtype."""
+    """Returns the Recorded of a call whose values may have been stored in a larger dtype, such as float32."""
     words = {name: getattr(p, "dtypes", "") for p in op.params for name in (p.shown, p.name)}
     free = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and words.get(n) != "float32"}
     if how.dtype:
@@ -235,7 +238,7 @@ def of_call(
 
 
 def _narrowed(t: Tensor, dtype: str) -> Tensor:
-    """Converts a float32 tensor to a dtype if that is exact; else returns it unchanged."""
+    """Returns a float32 tensor in a smaller dtype if that is exact, else unchanged."""
     if t.dtype != torch.float32:
         return t
     low = t.to(getattr(torch, dtype))

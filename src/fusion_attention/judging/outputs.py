@@ -1,4 +1,4 @@
-"""The outputs of a call as rows of a sequence and head, for every layout, and their expected values."""
+"""The outputs of a call as rows of sequences and heads, for every layout, and their expected values."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from fusion_attention.ops.training.run import DenseBackward, DenseForward
 
 Tensor = torch.Tensor
 FLT_MAX = torch.finfo(torch.float32).max
-# Scores of one block; a few tensors of this size are in memory.
+# Number of scores in one block; a few tensors of this size are in memory at once.
 PAIRS = 1 << 19
 _KEYS = {"dk", "dv", "dk_rope"}
-TOTALS = ("dsink", "dpse")  # sums over all sequences
+TOTALS = ("dsink", "dpse")  # gradients that are sums over all sequences
 _GRADS = {"dquery": "dq", "dkey": "dk", "dvalue": "dv", "dquery_rope": "dq_rope", "dkey_rope": "dk_rope",
           "dsinks": "dsink", "dkey_compressed": "dk_compressed", "dvalue_compressed": "dv_compressed"}  # fmt: skip
 _SECOND = "_compressed"
@@ -36,16 +36,17 @@ _SECOND = "_compressed"
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """One output of a call, to be judged.
+    """One output of a call that is judged.
 
     Attributes:
-        name: its name in the operator definition. kind: "out", "max", "sum", "lse", or a gradient's name in the
-            formulas.
+        name: name in the operator definition.
+        kind: "out", "max", "sum", "lse", or the gradient's name in the formulas.
+        tensor: the output.
         view: its rows; None for a sum over all sequences.
-        tensor: its memory; form: the operators whose values for empty rows it has ("training", "sparse",
-            "shared", "own": ours, "log": lse of this library's functions, -inf of a row without keys; +inf is read so
-            too, as flash-attn writes it).
-        second: its keys are those of the second source.
+        form: the operators whose values for empty rows it has: "training", "sparse", "shared", "own" (the intermediate
+            representation) or "log" (lse of this library's functions: -inf for a row without keys; flash-attn's +inf is
+            read as -inf).
+        second: True if its rows are keys of the second source.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Output:
 
     @property
     def by_keys(self) -> bool:
-        """True if its rows are tokens of the key side."""
+        """True if its rows are keys, not query rows."""
         return self.kind in _KEYS
 
     def of_unit(self, unit: Unit) -> bool:
@@ -65,7 +66,7 @@ class Output:
         return self.view is not None and (self.by_keys, self.second) == (unit.by_keys, unit.second)
 
     def lengths(self, extents: Extents) -> list[int]:
-        """Returns its number of rows in every sequence."""
+        """Returns the output's number of rows in each sequence."""
         counted = extents.kv_len if self.by_keys else extents.q_len
         if self.second:
             assert extents.compressed is not None
@@ -74,8 +75,7 @@ class Output:
         return result
 
     def rows(self, setting: Setting, b: int, heads: slice, rows: slice) -> Tensor:
-        """Returns [heads, rows, elements] of sequence b; rows of a second source are numbered after the first
-        source."""
+        """Returns rows of sequence b, [heads, rows, elements]; keys of a second source are numbered after the first."""
         assert self.view is not None
         count = setting.problem.heads_kv if self.by_keys else setting.problem.heads_q
         every = self.view.sequence(b, count, self.lengths(setting.extents)[b])
@@ -85,11 +85,11 @@ class Output:
         return every[heads, rows.start - before : rows.stop - before]
 
     def before(self, extents: Extents, b: int) -> int:
-        """Returns the number of keys that are numbered before its rows."""
+        """Returns the number of keys that are numbered before the output's rows: those of the first source, or 0."""
         return int(extents.kv_len[b]) if self.second else 0
 
     def unit_of(self, setting: Setting, unit: Unit) -> Unit:
-        """Returns a unit by the output's heads and the numbers of its rows."""
+        """Returns a unit with the output's heads (key heads if by_keys), and rows numbered from the output's first."""
         before = self.before(setting.extents, unit.b)
         rows = slice(unit.rows.start - before, unit.rows.stop - before)
         return replace(unit, heads=of_heads(setting, unit), rows=rows)
@@ -99,7 +99,7 @@ class Output:
 class Unit:
     """A part of a call that is computed in one step: query heads, and rows (keys if by_keys), of sequence b.
 
-    second: compressed keys, which are numbered after the others.
+    second: True if the keys are compressed keys, which are numbered after the others.
     """
 
     b: int
@@ -110,7 +110,7 @@ class Unit:
 
 
 def setting_of(call: Any, captured: Mapping[str, Tensor]) -> tuple[Setting, list[Output]]:
-    """Returns the setting and the outputs to judge of a lowered dense, decode or sparse call."""
+    """Returns (setting, judged outputs) of a lowered dense, decode or sparse call and its recorded results."""
     scratch = call.results()
     filled = call.fill(scratch)
     filled.begin()
@@ -149,12 +149,12 @@ def _over(shown: Any, flat: Tensor) -> RowView:
 
 
 def _by_token(call: Sparse, tensor: Tensor) -> Tensor:
-    """Returns statistics by CANN's axes as [.., tokens, heads]."""
+    """Returns statistics in CANN's order of axes as [.., tokens, heads]."""
     return tensor.movedim(0 if call.layout == "TND" else 1, -2).flatten(-2)
 
 
 def _of_lanes(tensor: Tensor) -> Tensor:
-    """Returns the statistic that a row repeats in eight lanes; if lanes differ, their differences are added to it."""
+    """Returns the first of a statistic's eight lanes; differences of the other lanes are added, so that they fail."""
     first = tensor[..., :1]
     same = (tensor == first) | (tensor.isnan() & first.isnan())
     return first[..., 0] + (tensor - first).abs().masked_fill(same, 0).sum(-1)
@@ -177,7 +177,7 @@ def units(setting: Setting, outputs: list[Output]) -> Iterator[Unit]:
     for b in range(len(e)):
         q_len, kv_len = int(e.q_len[b]), e.all_keys(b)
         heads = min(p.heads_q, max(p.group, PAIRS // max(q_len * kv_len, 1) // p.group * p.group))
-        # Rows before keys: sums over keys' rows are made on the way.
+        # Rows before keys: the gradients of keys are summed while rows are computed.
         for head, (by_keys, second) in itertools.product(range(0, p.heads_q, heads), sorted(kinds)):
             before = int(e.kv_len[b]) if second else 0
             end = kv_len if second or not by_keys else int(e.kv_len[b])
@@ -190,8 +190,13 @@ def units(setting: Setting, outputs: list[Output]) -> Iterator[Unit]:
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """Expected values of an output [heads, rows, elements]: golden's value, the variance of a correct program's error,
-    and optionally the results of a baseline program."""
+    """Expected values of an output [heads, rows, elements].
+
+    Attributes:
+        value: golden's values.
+        variance: variance of a correct program's error.
+        baseline: results of a baseline program, or None.
+    """
 
     value: Tensor
     variance: Tensor
@@ -248,14 +253,14 @@ def _values(
 
 
 def _dtype(o: Output, problem: Any) -> torch.dtype:
-    """Returns the dtype to which an output is rounded; golden's results are judged in the call's dtype."""
+    """Returns the dtype to which an output is rounded; for a float64 output, the call's dtype."""
     if o.tensor.dtype != torch.float64 or problem.dtype == "float64":
         return o.tensor.dtype
     return torch.float32 if o.kind in ("max", "sum", "lse", "dsink") else problem.torch_dtype
 
 
 def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *, keyless: bool) -> Tensor:
-    """Converts a result of the formulas to the values that its operator returns for empty rows."""
+    """Returns a result of the formulas with the values that the output's operator has for empty rows."""
     if o.kind == "out":
         return raw["out"]
     top, total = raw["max"], raw["sum"]
@@ -281,7 +286,7 @@ def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *,
 def _gradient(
     setting: Setting, unit: Unit, outputs: list[Output], grade: Grade | None, p: Precision, *, exact: bool
 ) -> dict[str, Wanted]:
-    """Returns gradients of rows, or of keys: a sum over all rows, some rows at a time."""
+    """Returns the expected gradients of a unit's query rows, or of its keys, which are sums over all query rows."""
     problem, length = setting.problem, int(setting.extents.q_len[unit.b])
     wanted = [o for o in outputs if o.of_unit(unit)]
     if not unit.by_keys:
@@ -318,7 +323,7 @@ def _gradient(
 
 
 def _kinds(setting: Setting, outputs: list[Output]) -> Set[str]:
-    """Returns the gradients that outputs need; those of keys that are values, too, need both."""
+    """Returns the kinds of gradients that outputs need; if keys are also the values, dk needs dv too."""
     kinds = {o.kind for o in outputs}
     return kinds | _KEYS if setting.problem.shares_kv and kinds & _KEYS else kinds
 
@@ -326,7 +331,7 @@ def _kinds(setting: Setting, outputs: list[Output]) -> Set[str]:
 def _of_keys(
     setting: Setting, unit: Unit, kinds: Set[str], grade: Grade | None, p: Precision, *, exact: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns (values, variances) of gradients of keys by query head: sums over all rows."""
+    """Returns (values, variances) of a unit's gradients of keys, by query head: sums over all rows."""
     length = int(setting.extents.q_len[unit.b])
     sums = setting.sums.get((unit.b, unit.heads.start, unit.heads.stop, grade, p))
     if sums is not None and sums.rows == length:
@@ -362,7 +367,7 @@ def _sum_by_keys(
     variances: dict[str, Tensor],
     of: tuple[Any, Any],
 ) -> None:
-    """Adds what the next rows of some heads contribute to all keys; only the latest heads' sums are kept."""
+    """Adds the contributions of further rows to the gradients of all keys; only sums of the latest heads are stored."""
     at = (unit.b, unit.heads.start, unit.heads.stop, *of)
     sums = setting.sums.get(at)
     if unit.rows.start == 0 or sums is None or sums.rows != unit.rows.start:
@@ -390,7 +395,7 @@ def _of_block(
     *,
     exact: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], slice]:
-    """Returns (values, variances, keys) of a block's contribution to gradients, by kind."""
+    """Returns a block's contributions to gradients: (values by kind, variances by kind, the block's keys)."""
     block = setting.block(unit.b, unit.heads, rows, keys)
     if grade is None:
         return formulas.gradients(block, p, kinds=kinds), {}, block.keys
@@ -401,7 +406,7 @@ def _of_block(
 
 
 def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
-    """Returns an output that is a sum over all sequences: of sinks [heads], of biases in their shape."""
+    """Returns the expected gradient of sinks [heads] or of a bias (in its shape), which are sums over all sequences."""
     p, e, grads = setting.problem, setting.extents, setting.grads
     assert grads is not None
     if o.kind == "dsink":
@@ -451,9 +456,9 @@ def _delta(
     setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade, *, exact: bool,
     complete: tuple[Block, formulas.Scored] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns [heads, rows, 1]: the variance of delta; it depends on all keys of the rows, so it is cached.
+    """Returns [heads, rows, 1]: the variance of delta, which is cached, because it depends on all keys of the rows.
 
-    complete: the rows with all their keys, if the caller has them.
+    complete: the block of the rows with all keys, and its gradients of scores, if the caller has computed them.
     """
     at = (unit.b, unit.heads.start, unit.heads.stop, grade.words)
     if at not in setting.deltas:
@@ -476,6 +481,6 @@ def _delta(
 
 
 def of_heads(setting: Setting, unit: Unit) -> slice:
-    """Returns the heads of a unit's outputs."""
+    """Returns the heads of a unit's outputs: query heads, or key heads if by_keys."""
     group = setting.problem.group
     return slice(unit.heads.start // group, unit.heads.stop // group) if unit.by_keys else unit.heads

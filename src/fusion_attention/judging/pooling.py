@@ -1,7 +1,7 @@
 """Judges calls that pool windows of rows, and their gradients.
 
-The formulas are those of attention: for a channel of a window, a query with one element and without products, whose
-keys are the window's rows, and whose scores are their gates.
+The formulas of attention compute them: each channel of a window is a query row whose keys are the window's rows, whose
+scores are the rows' gates, and whose values are the rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,22 +32,26 @@ _LEFT = 0.25
 # (name, description, advice, changed fields)
 MISTAKES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("compressor-halves", "The halves of overlapping windows are exchanged.",
-     "The first channels are those of the window before; the last, of the window's rows.", {"swapped": True}),
+     "The first channels pool the previous window's rows, the last channels the window's rows.",
+     {"swapped": True}),
     ("compressor-first-window", "The first window pools rows before the sequence.",
-     "They count nothing: their gates are -inf, not 0.", {"wrapped": True}),
-    ("position-bias-missing", "Gates lack their bias by position.", "Is position_bias passed?", {"unbiased": True}),
+     "They have no weight: their gates are -inf, not 0.",
+     {"wrapped": True}),
+    ("position-bias-missing", "The position bias is not added to the gates.", "Is position_bias passed?",
+     {"unbiased": True}),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """A call with what a mistake may change.
+    """A call, with fields that reproduce mistakes.
 
     Args:
-        dout: the gradients of results of a sequence, [heads, windows, dim]; None: a forward.
-        swapped: a window pools the last channels of the window before, and the first of its current.
-        wrapped: the first window pools rows of zeros before it, which have gates of 0.
-        unbiased: gates lack the bias.
+        problem, extents, operands: as in the intermediate representation.
+        dout: returns the gradient of a sequence's results, [heads, windows, dim]; None: a forward.
+        swapped: True if a window pools the last channels of the previous window's rows, and the first of its rows.
+        wrapped: True if the first window pools rows of zeros before it, with gates of 0.
+        unbiased: True if gates lack the bias.
     """
 
     problem: PoolingProblem
@@ -58,14 +62,14 @@ class Windows:
     wrapped: bool = False
     unbiased: bool = False
 
-    def parts(self, b: int) -> Iterator[slice]:
-        """Ranges of channels of about PAIRS elements of a sequence."""
+    def channel_ranges(self, b: int) -> Iterator[slice]:
+        """Yields ranges of channels with about PAIRS elements of a sequence."""
         p = self.problem
         step = max(1, PAIRS // max(p.heads * int(self.extents.kv_len[b]), 1))
         return (slice(first, min(first + step, p.dim)) for first in range(0, p.dim, step))
 
     def block(self, b: int, channels: slice) -> Block:
-        """Channels of results as heads of a block, each with one row and the keys of its window."""
+        """Returns a block whose heads are channels of a sequence's windows, each with one row and its window's keys."""
         p, o, first = self.problem, self.operands, int(self.extents.lo[b])
         end = (first + int(self.extents.q_len[b])) * p.ratio
         x, z = (view.sequence(b, p.heads, end).double() for view in (o.kv, o.gate))
@@ -88,7 +92,7 @@ class Windows:
         return replace(block, saved=(dout, right["out"], right["max"], right["sum"]))
 
     def _keys(self, rows: Tensor, first: int, channels: slice) -> Tensor:
-        """[heads * windows * channels, 1, keys] of a sequence's rows."""
+        """Returns a sequence's rows as keys of such a block, [heads * windows * channels, 1, keys]."""
         p = self.problem
         windows = rows.unflatten(1, (-1, p.ratio))
         if p.overlap:
@@ -101,21 +105,24 @@ class Windows:
         return windows.transpose(2, 3).flatten(0, 2).unsqueeze(1)
 
     def _rows(self, keys: Tensor, b: int, channels: int) -> Tensor:
-        """The inverse of _keys(): [heads, rows in memory, 1 or 2, channels] of keys; 0 where no window pools a row."""
+        """Returns keys as rows [heads, rows in memory, 1 or 2, channels]; the inverse of _keys().
+
+        A row that no window pools is 0.
+        """
         p, first, count = self.problem, int(self.extents.lo[b]), int(self.extents.q_len[b])
         windows = keys.reshape(p.heads, count, channels, -1).transpose(2, 3)
         memory = -(-int(self.extents.kv_len[b]) // p.ratio)
-        result = keys.new_zeros(p.heads, memory + 1, p.ratio, 1 + p.overlap, channels)  # behind a window of zeros
+        result = keys.new_zeros(p.heads, memory + 1, p.ratio, 1 + p.overlap, channels)  # the first window is padding
         result[:, first + 1 : first + 1 + count, :, int(p.overlap and not self.swapped)] = windows[:, :, -p.ratio :]
         if p.overlap:
             result[:, first : first + count, :, int(self.swapped)] = windows[:, :, : p.ratio]
         return result[:, 1:].flatten(1, 2)[:, : int(self.extents.kv_len[b])]
 
     def sequence(self, b: int, grade: Grade | None) -> dict[str, tuple[Tensor, Tensor]]:
-        """(values, variances) of a sequence by output, [heads, windows or rows, elements]."""
+        """Returns (values, variances) of a sequence for each output, [heads, windows or rows, elements]."""
         p, e = self.problem, self.extents
         parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        for channels in self.parts(b) if int(e.q_len[b]) else ():
+        for channels in self.channel_ranges(b) if int(e.q_len[b]) else ():
             width = channels.stop - channels.start
             for name, both in self.wanted(self.block(b, channels), grade).items():
                 shown = [
@@ -132,9 +139,9 @@ class Windows:
         }
 
     def wanted(self, block: Block, grade: Grade | None) -> dict[str, tuple[Tensor, Tensor]]:
-        """(values, variances) of a block by output, [heads, 1, 1 or keys]; grade None: of a float32 program."""
+        """Returns (values, variances) of a block for each output, [heads, 1, 1 or keys]; grade None: of a baseline."""
         precision = formulas.GOLDEN if grade is not None else Precision(torch.float32)
-        if grade is KERNEL and self.problem.dtype != "float64":  # which rounds no weight
+        if grade is KERNEL and self.problem.dtype != "float64":  # the kernels round no weight
             block = replace(block, problem=replace(block.problem, dtype="float32"))
         block = formulas.narrowed(block, precision)
         if self.dout is None:
@@ -155,12 +162,12 @@ class Windows:
 
 
 def serves(lowered: Any) -> bool:
-    """True if a call pools windows, or is of the gradients."""
+    """True if a lowered call pools windows, or computes the gradients of pooling."""
     return str(lowered.op_kind).startswith("pooling")
 
 
 def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standard: str = "error-bound") -> Judgement:
-    """Judges a call, like judge.judged()."""
+    """Returns the Judgement of a call, as judge.judged() does for other operators."""
     of = getattr(lowered, "call", lowered)
     operands = lowered.fill(lowered.results()).operands[0]
     dout = None
@@ -190,7 +197,7 @@ def measured(
     x: Windows, of: Any, captured: Mapping[str, Tensor], grade: Grade, with_baseline: bool = False,
     beside: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> Result:  # fmt: skip
-    """Measures the outputs to judge, and results of other back ends beside them, against golden's."""
+    """Returns the errors of recorded outputs, and of other back ends' results (`beside`), against golden's values."""
     p, e = x.problem, x.extents
     given: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}
     shapes = {OUT: (p.heads, e.q_len.tolist(), p.dim), BIAS: (1, [p.ratio], p.channels)}
@@ -198,7 +205,7 @@ def measured(
         who: {n: _tally(t[n], *shapes.get(n, (p.heads, e.kv_len.tolist(), p.channels)), p) for n in captured}
         for who, t in given.items()
     }
-    # Of the bias: values, variances, and values of a float32 program.
+    # The bias's gradient: values, variances, and values of a baseline program.
     sums = [torch.zeros(p.ratio, p.channels, dtype=torch.float64) for _ in range(3)]
 
     def add(name: str, b: int, wanted: Wanted) -> None:
@@ -230,7 +237,7 @@ def measured(
 
 
 def _dtype(tensor: Tensor, p: PoolingProblem, name: str = "") -> torch.dtype:
-    """The dtype to which an output is rounded; golden's results are judged in the call's dtype."""
+    """Returns the dtype to which an output is rounded; for a float64 output, the call's dtype."""
     dtype: torch.dtype = tensor.dtype
     return dtype if dtype != torch.float64 else getattr(torch, name or p.dtype)
 
@@ -240,7 +247,7 @@ def _tally(tensor: Tensor, heads: int, lengths: list[int], columns: int, p: Pool
 
 
 def _explained(x: Windows, of: Any, captured: Mapping[str, Tensor], base: Result) -> tuple[Explanation, ...]:
-    """The mistakes whose results are the captured ones."""
+    """Returns the mistakes that explain the recorded outputs."""
     results, failing = [], base.failing
     for name, means, fix, fields in MISTAKES:
         of_bias = "unbiased" in fields

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 Item = TypeVar("Item")
-Watch = Callable[[str, int, int], None]  # words, steps done, steps of all
+Watch = Callable[[str, int, int], None]  # (description, number of completed steps, number of all steps)
 PATIENCE = 2.0  # seconds without a bar
 
 
@@ -20,17 +20,18 @@ def silent(words: str, done: int, steps: int) -> None:
 
 
 def over(watch: Watch, words: str, items: Sequence[Item]) -> Iterator[Item]:
-    """Yields items, and reports each."""
+    """Yields items, and reports each to `watch`."""
     for done, item in enumerate(items):
         watch(words, done, len(items))
         yield item
 
 
 class Bar:
-    """Shows progress as a bar if the console is a terminal, after PATIENCE seconds; erased at the end.
+    """Shows progress as a bar after PATIENCE seconds if the console is a terminal; the bar is erased at the end.
 
     Args:
-        name: text before each step's text. console: where to draw; None: stderr.
+        name: text before each step's description.
+        console: the console to draw on; None: stderr.
     """
 
     def __init__(self, name: str = "", console: Console | None = None) -> None:
@@ -47,7 +48,7 @@ class Bar:
             self.progress.stop()
 
     def __call__(self, words: str, done: int, steps: int) -> None:
-        """Draws the steps that are done."""
+        """Draws the number of completed steps."""
         if self.progress is None:
             if time.monotonic() - self.began < PATIENCE or not self.console.is_terminal:
                 return

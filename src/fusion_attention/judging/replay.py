@@ -26,7 +26,8 @@ class Replay:
     """A saved call with its saved and recomputed results; printed as five lines with a verdict.
 
     Attributes:
-        operator: the operator's name; args: its arguments by canonical name.
+        operator: the operator's name.
+        args: its arguments by canonical name.
         recorded, recomputed: outputs by name, from the file and from the new computation.
         differences: the largest absolute difference of each output; inf if shapes or positions of NaN differ.
         recording: the content of the file, if there was one.
@@ -69,7 +70,7 @@ class Replay:
 def replay(path: str | Path, *, backend: str = "auto", device: str | torch.device = "cpu") -> Replay:
     """Computes a call that capture() saved again and compares the results.
 
-    Dropout is drawn again from the saved seed, with this library's generator rather than the chip's.
+    Dropout is drawn from the saved seed by this library's generator, which differs from the chip's.
 
     Args:
         path: a file that capture() wrote.

@@ -1,4 +1,4 @@
-"""Reports of judgements: a table for a terminal, and an HTML file with pictures of the errors."""
+"""Makes reports of judgements: a table for a terminal, and an HTML file, both with pictures of the errors."""
 
 import html
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _STYLE = {RIGHT: "bold green", NOISY: "bold yellow"}
 
 
 def table(judgement: Judgement) -> RenderableType:
-    """Makes a table of a call's outputs, with pictures of the wrong ones, back ends and explanations."""
+    """Returns a table of a call's outputs, then pictures of wrong outputs, the back ends' errors and explanations."""
     title = Text.assemble(
         (f"{judgement.source or judgement.operator}  ", "bold"), (judgement.verdict, _style(judgement.verdict))
     )
@@ -39,7 +39,7 @@ def table(judgement: Judgement) -> RenderableType:
 
 
 def _figures(o: Opinion) -> str:
-    """Returns the location and size of an error; for a correct output its grade."""
+    """Returns the location and size of an output's error; of a correct output, its grade."""
     if o.passes:
         return o.grade if o.judged.standard == "error-bound" else ""
     return "; ".join((*o.where, o.judged.reason))

@@ -1,4 +1,4 @@
-"""Remarks on a call that come before its verdict: inputs and outputs that cannot be those of a working kernel."""
+"""Remarks on inputs and outputs that suggest a mistake in recording the call, such as NaN in every element."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ def remarks(call: Recorded) -> tuple[str, ...]:
     """Returns remarks on tensors with NaN.
 
     Raises:
-        JudgeError: an input holds nothing but NaN, so every result would agree.
+        JudgeError: all elements of an input are NaN, so that any result would be correct.
     """
     results = []
     inputs = dict(_tensors({**call.args, **{f"gradient of {n}": t for n, t in call.upstream.items()}}))
@@ -34,14 +34,14 @@ def remarks(call: Recorded) -> tuple[str, ...]:
 
 
 def _tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the floating tensors with numbers."""
+    """Yields (name, tensor) of floating-point tensors that are not empty."""
     for name, value in values.items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
             yield name, value.float() if value.dtype.itemsize == 1 else value
 
 
 def alien(result: Result) -> tuple[str, ...]:
-    """Names outputs that are further from the right result than zeros are, in most rows: another call's, perhaps."""
+    """Returns remarks on outputs that are further from golden than zeros are, in most rows: perhaps of another call."""
     remarks = []
     for name, map_ in result.maps.items():
         tally = result.tallies[name]

@@ -1,6 +1,6 @@
-"""An editable call in the intermediate representation, from which any rows, heads and keys can be materialised.
+"""Setting: a call in the intermediate representation that can be changed; Block: some of its rows, heads and keys.
 
-Block and Setting read the same views as back ends do.
+They read the same views of memory as back ends do.
 """
 
 from __future__ import annotations
@@ -27,16 +27,25 @@ class Block:
     """Some rows, query heads and keys of one sequence, in float64; k and v have the heads of q, or one.
 
     Attributes:
-        heads, rows, keys: their ranges in sequence b.
-        scores_by: the factor on q . k, a number or [heads, rows, 1].
-        visible: bool [heads or 1, rows, keys]; times: multiplicity of each key, or None.
-        in_band: [rows] bool; kv_len, q_len: keys and query rows of the sequence.
-        keep: False for dropped elements, or None; keep_factor: factor on the others.
-        dropped_divisor: the divisor excludes dropped elements.
-        saved: for a backward, (dout, out, max, sum) of these rows; dlse: likewise, or None.
-        delta_by: factor on delta; sloped: gradients have the cap's slope. counted: factor on the contribution of a pair
-            to gradients, [heads or 1, rows or 1, keys or 1], or None. summed: by gradient, the vectors that it sums, if
-            they are others than k, q or dout.
+        heads, rows, keys: the ranges of the block in sequence b.
+        kv_len, q_len: numbers of keys and query rows of the sequence.
+        scores_by: factor on q . k, a number or [heads, rows, 1].
+        visible: bool [heads or 1, rows, keys].
+        in_band: bool [rows], true for rows with a key in the band.
+        times: how often a row's list has a key, or None.
+        keep: bool, false for weights that dropout removes, or None.
+        keep_factor: factor on the other weights.
+        weight_scale: factor on weights before they are rounded to int8, or None.
+        out_scale: (scale, offset) of a quantised output, or None.
+        bias_capped: True if the bias is added before the cap.
+        dropped_divisor: True if the sum of weights excludes dropped ones.
+        delta_by: factor on delta.
+        sloped: False if gradients lack the cap's slope.
+        counted: factor on the contribution of a pair to gradients, [heads or 1, rows or 1, keys or 1], or None.
+        summed: by gradient, the vectors whose weighted sum it is, if they are not k, q or dout.
+        gradient_scale: factor of dq and dk, if it is not scores_by.
+        saved: of a backward, (dout, out, max, sum) of these rows.
+        dlse: of a backward, the gradient of lse, or None.
     """
 
     problem: Problem
@@ -82,8 +91,13 @@ Edit = Callable[[Block], Block]
 
 
 class Lists(NamedTuple):
-    """Lists of selected keys or blocks: entries [heads, rows, entries], those that are read, and the number of keys or
-    blocks."""
+    """Lists of selected keys, or of blocks of keys.
+
+    Attributes:
+        entries: [heads, rows, entries].
+        read: bool, true for entries that are read.
+        keys: the number of keys, or of blocks.
+    """
 
     entries: Tensor
     read: Tensor
@@ -95,13 +109,16 @@ class Setting:
     """A call with all parameters that a mistake may change.
 
     Attributes:
-        kv_heads: the key head of each query head. v_heads: that of its values, if it is another one. q_heads: the head
-            that is read as each query head.
+        op_kind, problem, extents, operands, grads: as in the intermediate representation.
+        kv_heads: the key head of each query head; None: the correct one.
+        v_heads: the head of its values, if it is not kv_heads.
+        q_heads: the query head that is read in place of each query head.
         edits: functions applied to every block.
-        offset_outside: dequantise as stored * scale + offset, in place of (stored + offset) * scale.
-        high_first: the even element of an int4 pair is in the high half. unsigned: integers of 4 bits have no sign.
-        drop_msb: dropout bits begin with the most significant one.
-        lists: changes lists of keys.
+        offset_outside: True to dequantise as stored * scale + offset, not (stored + offset) * scale.
+        high_first: True if the even element of an int4 pair is in the high half of the byte.
+        unsigned: True if integers of 4 bits have no sign.
+        drop_msb: True if dropout bits begin with the most significant one.
+        lists: function applied to lists of keys.
         returns: functions applied to every result: (kind, value, the intermediate representation's results, block,
             precision) -> value; for gradients no results, and in place of a block the unit of the output's rows.
         errors: functions applied to the variance of every result's error: (kind, variance, values before and after
@@ -144,7 +161,7 @@ class Setting:
         return self.changed(extents=Extents(**arrays, compressed=e.compressed))
 
     def of_compressed(self, hi: np.ndarray) -> Setting:
-        """Returns this setting with another bound of visible keys of the second source."""
+        """Returns this setting with another bound `hi` of the visible compressed keys."""
         second = self.extents.compressed
         assert second is not None
         return self.changed(extents=replace(self.extents, compressed=replace(second, hi=hi)))
@@ -159,7 +176,7 @@ class Setting:
         return self.problem.group
 
     def block(self, b: int, heads: slice, rows: slice, keys: slice | None = None) -> Block:
-        """Materialises rows and heads of sequence b; keys None: those that the rows may see."""
+        """Returns a block of sequence b in float64; keys None: the keys that the rows may see."""
         p, e, o = self.problem, self.extents, self.operands
         first, end = e.row_interval(b, np.arange(rows.start, rows.stop))
         kv_len = e.all_keys(b)
@@ -248,7 +265,7 @@ class Setting:
         return rows[torch.from_numpy(np.asarray(heads)), keys].to(WORKING_DTYPE)
 
     def _stored(self, b: int, name: str) -> Tensor:
-        """Returns [heads_kv, kv_len, dim] without dequantisation, common keys first; cached for one sequence."""
+        """Returns stored rows [heads_kv, kv_len, dim], not dequantised, common keys first; cached for one sequence."""
         if (b, name) in self.cached:
             result: Tensor = self.cached[b, name]
             return result
@@ -304,7 +321,7 @@ class Setting:
         return times[..., keys]
 
     def _listed(self, b: int, rows: slice) -> tuple[Tensor, int]:
-        """Returns (the number of visible keys of each row for lists [rows, 1], the number of keys)."""
+        """Returns (number of keys that lists may contain, for each row [rows, 1]; number of keys)."""
         p, e, row = self.problem, self.extents, np.arange(rows.start, rows.stop)
         if p.compressed_ratio:
             end, count = e.compressed_end(b, row, p.compressed_ratio), e.all_keys(b) - int(e.kv_len[b])
@@ -355,7 +372,7 @@ class Setting:
 
 
 def selected_times(entries: Tensor, read: Tensor, kv_len: int, block: int) -> Tensor:
-    """Returns [heads, rows, kv_len]: the multiplicity of each key in lists [heads, rows, entries]."""
+    """Returns [heads, rows, kv_len]: how often lists [heads, rows, entries] have each key."""
     blocks = -(-kv_len // block)
     counted = read & (entries < blocks)
     total = torch.zeros(*entries.shape[:-1], blocks + 1, dtype=WORKING_DTYPE)
@@ -368,7 +385,7 @@ def _rows(view: RowView, b: int, heads_all: int, length: int, heads: slice, rows
 
 
 def _keys(p: Problem, first: np.ndarray, end: np.ndarray, kv_len: int) -> slice:
-    """Returns the keys that rows may see, or all if an empty row may need their mean."""
+    """Returns the range of keys that rows may see; all keys if a row without keys may return the mean of V."""
     means = p.empty_rows == "mean" or (p.empty_rows != "zero" and (p.has_blocked or p.bias != "none"))
     some = end > first
     if means or p.has_blocked_tiles or p.selects or not some.any():

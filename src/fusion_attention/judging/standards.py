@@ -1,6 +1,6 @@
-"""Standards for correct outputs: the error bound, and the criteria that CANN's tests publish.
+"""Standards for correct outputs: the error bound, and the criteria that CANN publishes for tests of its operators.
 
-Outputs are processed in blocks, so that no complete float64 copy is in memory.
+Outputs are processed block by block, so that no complete float64 copy is in memory.
 """
 
 import math
@@ -22,7 +22,8 @@ class Judged:
     """The verdict of one standard on one output.
 
     Attributes:
-        standard: its name. passes: True if the output is correct by it.
+        standard: the standard's name.
+        passes: True if the output is correct by it.
         reason: the reason of a failure; "" if it passes.
     """
 
@@ -32,7 +33,7 @@ class Judged:
 
 
 class Marks(NamedTuple):
-    """Properties of the rows of a sequence, [heads, rows]."""
+    """Properties of the rows of a sequence, [heads, rows]: see Tally.marks."""
 
     nan: Tensor
     infinite: Tensor
@@ -41,7 +42,7 @@ class Marks(NamedTuple):
 
 
 def marked(rows: Tensor) -> Tensor:
-    """Returns the products of rows with fixed numbers, which differ where rows do."""
+    """Returns the products of rows with fixed numbers, by which different rows can be told apart."""
     return rows @ torch.arange(rows.shape[-1], dtype=torch.float64).cos()
 
 
@@ -53,11 +54,15 @@ class Tally:
     """The errors of an output against golden, accumulated block by block.
 
     Attributes:
-        errors: ratios to the expected sizes. worst: sequence, head, row, element, ours, golden and expected error at
-            the largest ratio.
-        strange: count of values that are finite in only one of output and golden. huge: count of golden's values beyond
-            float32's range where the output's are not.
-        marks: rows with NaN, infinities or only zeros where golden has none, and marked() of golden's rows.
+        dtype: the output's dtype.
+        errors: squared ratios of errors to their expected sizes.
+        terms: number of terms of the longest sum.
+        count: number of elements.
+        strange: number of elements that are finite in only one of output and golden.
+        huge: number of elements for which golden exceeds float32's range and the output does not.
+        worst: (sequence, head, row, element, output's value, golden's value, expected error) at the largest ratio.
+        marks: per sequence, rows with NaN, infinities or only zeros where golden has none, and marked() of golden's
+            rows.
     """
 
     dtype: torch.dtype
@@ -66,12 +71,13 @@ class Tally:
     count: int = 0
     strange: int = 0
     huge: int = 0
-    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # of errors: sum, sum of squares, largest
-    # Of the baseline: sum of squared errors, and golden's largest value.
+    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # sum, sum of squares and largest of errors
+    # Sum of the baseline's squared errors, and golden's largest value.
     baseline: list[float] = field(default_factory=lambda: [0.0, 0.0])
     size: float = 0.0  # sum of golden's squares
     beyond: int = 0
-    relative: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0])  # sum and largest of ours, of baseline
+    # Sum and largest of our relative errors, then of the baseline's.
+    relative: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0])
     small: list[int] = field(default_factory=lambda: [0, 0])
     worst: tuple[int, int, int, int, float, float, float] | None = None
     peak: float = 0.0
@@ -79,7 +85,7 @@ class Tally:
     measured: bool = False  # True if a baseline was measured too
 
     def add(self, place: tuple[int, slice, slice] | None, ours: Tensor, wanted: Wanted) -> None:
-        """Adds a block [heads, rows, elements] at a sequence's heads and rows, or (None) at no position."""
+        """Adds a block [heads, rows, elements]; place: (sequence, heads, rows), None if positions are not needed."""
         value = wanted.value.double()
         if not value.numel():
             return
@@ -112,7 +118,7 @@ class Tally:
             mark[heads, rows] = new
 
     def _magnitudes(self, mine: Tensor, value: Tensor, baseline: Tensor | None) -> None:
-        """Accumulates absolute errors and the counts of CANN's standards."""
+        """Adds a block's absolute errors, and its numbers for CANN's standards."""
         beyond = value.abs() >= FLT_MAX
         self.huge += int((beyond & (mine.abs() < FLT_MAX)).sum())
         odd = ~(value.isfinite() & mine.isfinite()) | beyond
@@ -162,7 +168,7 @@ class Tally:
 
     @property
     def relative_rms(self) -> float:
-        """RMS error as a fraction of golden's RMS."""
+        """Root mean square error, divided by golden's root mean square."""
         return math.inf if self.strange else math.sqrt(self.sums[1] / self.size) if self.size else self.rms
 
     @property
@@ -171,21 +177,23 @@ class Tally:
         return not self.errors.fails()
 
     def bound(self) -> Judged:
-        """Judges by the error bound: no element, row, tile or head has a larger error than rounding explains."""
+        """Returns the verdict of the error bound: no group of elements has a larger error than rounding explains."""
         failing = self.errors.fails()
         if not failing:
             return Judged("error-bound", passes=True)
         return Judged("error-bound", False, sentence(*failing[0]))
 
     def cann_share(self) -> Judged:
-        """Judges by CANN's operator tests: at most 0.5 % of elements differ by more than 0.5 % (or 2.5e-5)."""
+        """Returns the verdict of CANN's operator tests: at most 0.5 % of elements differ by over 0.5 % (or 2.5e-5)."""
         fraction = (self.beyond + self.strange) / max(self.count, 1)
         broken = [f"{fraction:.2%} of elements beyond 0.5 %"] if fraction > 0.005 else []
         return self._published("cann-0.5%", broken)
 
     def cann_double(self) -> Judged:
-        """Judges by CANN's double benchmark: relative errors beside a baseline's: 10 x largest, 2 x mean, RMS,
-        small."""
+        """Returns the verdict of CANN's double benchmark, which limits relative errors by multiples of a baseline's.
+
+        The factors are 10 for the largest error, 2 for the mean, the root mean square and errors of small values.
+        """
         n = max(self.count, 1)
         ratios = (
             ("largest relative error", self.relative[1], self.relative[3], 10),
@@ -193,7 +201,7 @@ class Tally:
             ("RMS error", self.rms, math.sqrt(self.baseline[0] / n), 2),
             ("errors of small values", self.small[0], max(self.small[1], 1), 2),
         )
-        # Errors of float32 rounding are common to both programs.
+        # Errors of rounding to float32 are accepted for any baseline.
         floor = 2.0**-24 * math.sqrt(max(self.terms, 1))
         broken = [
             f"{what} {result:.3g} > {times} x {base:.3g}"
@@ -203,13 +211,13 @@ class Tally:
         return self._published("cann-double", broken)
 
     def _published(self, name: str, broken: list[str]) -> Judged:
-        """Makes a verdict; a value that is not finite where golden is fails every standard."""
+        """Returns a verdict; it also fails if a value is finite in only one of output and golden."""
         strange = [f"{self.strange} values are not finite, or should not be"] if self.strange else []
         return Judged(name, not (strange or broken), "; ".join(strange + broken))
 
 
 def sentence(b: int, look: Look) -> str:
-    """Describes a failing group."""
+    """Returns a sentence about a failing group of elements."""
     head, row = look.place
     where = {
         "element": f"a number of row {row}, head {head}", "row": f"row {row} of head {head}",

@@ -1,6 +1,6 @@
-"""The judge's verdict on a call: per output, per back end, and explanations; as text and as JSON.
+"""The judge's verdict on a call: for each output and back end, and explanations; as text and as JSON.
 
-A verdict contains numbers and text, and no tensors except pictures of errors.
+A verdict contains numbers and text, and no tensors except the errors that pictures show.
 """
 
 import html
@@ -27,10 +27,12 @@ class Opinion:
         grade: result of the error bound: "as exact as a kernel that sums in float32", "as exact as a program in
             bfloat16", or "wrong".
         mean, rms, largest: absolute errors against golden.
-        z: root mean square error over all elements, in expected sizes; z_tile: of the worst tile of 32 rows.
-        where: descriptions of the location of errors. worst: sequence, head, row, element, ours, golden and expected
-            error of the largest ratio.
-        surface: the errors by position, to be drawn; None of an output without rows.
+        z: root mean square error over all elements, in expected sizes.
+        z_tile: the same of the worst tile of 32 rows.
+        where: descriptions of the location of errors.
+        worst: (sequence, head, row, element, output's value, golden's value, expected error) at the largest ratio of
+            error and expected error.
+        surface: the errors by position, for drawings; None for an output without rows.
     """
 
     name: str
@@ -55,10 +57,16 @@ def opinion(
     name: str, tally: Tally, grade: Grade, standard: str, map_: Map | None = None, looks_like: Sequence[str] = (),
     surface: Surface | None = None,
 ) -> Opinion:  # fmt: skip
-    """Makes a verdict from a tally with an expected grade.
+    """Returns the verdict on an output.
 
     Args:
-        looks_like: further descriptions of its rows. surface: of an output without a map.
+        name: the output's name.
+        tally: its errors.
+        grade: the grade of the expected errors.
+        standard: the requested standard.
+        map_: the errors by row; None for an output without rows.
+        looks_like: further sentences about the errors.
+        surface: the errors for drawings, if there is no map.
     """
     wrong = not tally.passes
     where = (*map_.sentences(), *looks_like) if wrong and map_ is not None else tuple(looks_like) if wrong else ()
@@ -83,10 +91,12 @@ class Explanation:
     """A mistake that explains the outputs: a program with this mistake would have computed them.
 
     Attributes:
-        name, means, fix: as in the mistake. detail: the way of making it.
-        outputs: the explained outputs. error: their remaining error, in expected sizes.
-        confirmed: True if measured on the complete call; else on samples.
-        noisy: True if only noise remains.
+        name, means, fix: as in Mistake.
+        detail: the way of making the mistake.
+        outputs: the explained outputs.
+        error: their remaining error, in expected sizes.
+        confirmed: True if the mistake was tried on the complete call, False if on sampled rows.
+        noisy: True if the remaining errors are those of sums in 16 bits.
     """
 
     name: str
@@ -107,13 +117,17 @@ class Judgement:
     """The verdict on a call.
 
     Attributes:
-        operator: the operator's name; source: the file's name.
+        operator: the operator's name.
+        source: the file's name, or "".
         verdict: "right", "wrong", or, after a search for mistakes, "noisy": wrong, but as exact as sums in 16 bits.
+        outputs: the verdict on each output, by name.
+        unjudged: the reason why each other output is not judged, by name.
+        backends: for each back end of this machine, its errors by output in expected sizes, or the reason for none.
+        mistakes: explanations, best first; empty if not searched, or if none explains the errors.
+        searched: True if mistakes were searched.
+        notes: remarks.
         standard: the requested standard.
-        outputs: verdicts by name. unjudged: reasons by name of other outputs.
-        backends: for each back end of this machine its error by output, in expected sizes, or a reason for none.
-        mistakes: explanations, best first; empty if not searched, or if none fits.
-        searched: True if mistakes were searched. mask: that of the first sequence with an error, to be drawn, or None.
+        mask: the mask of the first sequence with an error, for drawings, or None.
     """
 
     operator: str
@@ -135,7 +149,7 @@ class Judgement:
 
     @property
     def grade(self) -> str:
-        """The worst grade of its outputs."""
+        """The worst grade of the outputs."""
         return max((o.grade for o in self.outputs.values()), key=lambda g: (g == WRONG, "program" in g), default="")
 
     def failing(self) -> list[str]:
@@ -170,7 +184,7 @@ class Judgement:
         ]
 
     def _why(self, bad: list[str]) -> str:
-        """Joins the explanations of the same outputs; names the outputs if they have different ones."""
+        """Returns the explanations as one text; outputs are named if they have different explanations."""
         unknown = "no known mistake explains it"
         by_outputs: dict[tuple[str, ...], list[str]] = {}
         for m in self.mistakes:
@@ -188,12 +202,12 @@ class Judgement:
         return {name: surface for name, surface in surfaces.items() if surface.order()}
 
     def pictures(self) -> str:
-        """Draws wrong outputs in block characters, heads by rows (or keys) with the worst z of a cell, and the mask."""
+        """Returns drawings of wrong outputs in block characters, heads by rows (or keys), and of the mask."""
         drawn = [str(text(name, surface)) for name, surface in self.drawn.items()]
         return "\n".join([*drawn, *([] if self.mask is None else self.mask.lines())]).rstrip()
 
     def _repr_html_(self) -> str:
-        """The lines and the pictures, in a notebook."""
+        """Returns the lines and the pictures as HTML for a notebook."""
         figures = (figure(name, surface, surface.order()[0]) for name, surface in self.drawn.items())
         return f"<pre>{html.escape(str(self))}</pre>{''.join(figures)}{self.mask_in_html()}"
 
@@ -202,7 +216,7 @@ class Judgement:
         return "" if self.mask is None else f"<pre>{html.escape(chr(10).join(self.mask.lines()))}</pre>"
 
     def json(self) -> dict[str, Any]:
-        """Converts everything but pictures to JSON values; numbers that are not finite become strings."""
+        """Returns everything except pictures as JSON values; numbers that are not finite become strings."""
 
         def number(value: float) -> Any:
             return value if math.isfinite(value) else str(value)
@@ -243,10 +257,14 @@ def judgement(
     call: Recorded, opinions: dict[str, Opinion], backends: dict[str, Any], judged: Collection[str], standard: str,
     search: bool, mistakes: tuple[Explanation, ...], noisy: bool, mask: Mask | None = None,
 ) -> Judgement:  # fmt: skip
-    """Makes the judgement of a call.
+    """Returns the judgement of a call.
 
     Args:
-        judged: the outputs with a formula. noisy: True if wrong outputs are as exact as sums in 16 bits.
+        call: the call.
+        opinions: the verdicts on outputs.
+        backends, standard, search, mistakes, mask: as Judgement's backends, standard, searched, mistakes, mask.
+        judged: the names of outputs for which there is a formula.
+        noisy: True if wrong outputs are as exact as sums in 16 bits.
     """
     right = all(o.passes for o in opinions.values())
     verdict, notes = RIGHT if right else NOISY if noisy else WRONG, (*call.notes, *call.doubts())

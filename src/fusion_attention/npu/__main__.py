@@ -1,6 +1,7 @@
-"""`python -m fusion_attention.npu script.py ...` runs a program for the chip unchanged; so does `torchrun -m`.
+"""`python -m fusion_attention.npu script.py ...` runs a program that was written for Ascend NPUs, without changes.
 
-In processes that the program starts torch_npu is importable too (npu/subprocesses/sitecustomize.py).
+`torchrun -m fusion_attention.npu script.py` does so on every rank. Processes that the program starts can import
+torch_npu too (npu/subprocesses/sitecustomize.py).
 """
 
 import argparse
@@ -12,21 +13,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fusion_attention.npu import install
-from fusion_attention.npu.subprocesses import tell
+from fusion_attention.npu.subprocesses import export
 
 DEFAULT = inspect.signature(install).parameters["device"].default
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Calls install(), and runs the script or module in the arguments as Python would."""
+    """Calls install(), then runs the script or module that the command line names, as Python does."""
     parser = argparse.ArgumentParser(
-        "python -m fusion_attention.npu", description="Run a program for the chip without it."
+        "python -m fusion_attention.npu", description="Run a program for Ascend NPUs without an NPU."
     )
-    parser.add_argument("--device", default=DEFAULT, help="What npu.install() is told (default: %(default)s).")
-    parser.add_argument("--strict", action="store_true", help="What the chip would refuse is an error.")
-    parser.add_argument("-m", dest="module", action="store_true", help="The program is a module, as of python -m.")
+    parser.add_argument("--device", default=DEFAULT, help="Argument `device` of npu.install() (default: %(default)s).")
+    parser.add_argument("--strict", action="store_true", help="Calls that the chip does not support are errors.")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="The program is the name of a module, as for python -m."
+    )
     parser.add_argument("program", help="A script, or with -m a module.")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The program's own.")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="Arguments of the program.")
     given = parser.parse_args(arguments)
     if given.module:
         there = importlib.util.find_spec(given.program.partition(".")[0]) is not None
@@ -38,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         install(given.device, strict=given.strict)
     except (ValueError, RuntimeError) as error:
         parser.error(str(error))
-    tell(given.device, given.strict)
+    export(given.device, given.strict)
     sys.argv = [given.program, *given.arguments]
     if given.module:
         runpy.run_module(given.program, run_name="__main__", alter_sys=True)

@@ -1,6 +1,6 @@
-"""Statistics of the names of the chip's packages in a tree of sources: number of uses, and whether they exist here.
+"""Counts the uses of names of Ascend's Python packages in source files, and tells whether this library has the names.
 
-Files are parsed with ast and not executed.
+Files are parsed with ast, not executed.
 """
 
 import ast
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# From a package's name in programs to its name in the table.
+# A package's name in programs -> its name in the table that `coverage` prints.
 ROOTS = {
     "torch_npu": "torch_npu",
     "torch.npu": "torch_npu.npu",
@@ -59,7 +59,7 @@ class Reading:
         uses: uses by name.
         files: number of files that were read.
         unread: the reason for each file that was not read.
-        device_tests: number of expressions that test for the device "npu".
+        device_tests: number of expressions that test whether a device is "npu".
     """
 
     uses: dict[str, Use] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Reading:
 
 
 def read(path: Path) -> Reading:
-    """Finds all uses of the chip's packages in a file, or in all files *.py below a folder.
+    """Returns all uses of Ascend's packages in a file, or in all files *.py below a folder.
 
     Raises:
         OSError: the path does not exist.
@@ -100,7 +100,7 @@ def read(path: Path) -> Reading:
             if file.stat().st_size > LARGEST:
                 raise ValueError(f"larger than {LARGEST >> 20} MiB")
             text, result = file.read_bytes(), Reading()
-            if _MARKS.search(text):  # parsing is slow, and few files of a tree mention the chip
+            if _MARKS.search(text):  # parsing is slow, and few files mention these packages
                 _File(result, name).read(_tree(text))
         except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
             reading.unread[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -111,15 +111,15 @@ def read(path: Path) -> Reading:
 
 def _tree(text: bytes) -> ast.AST:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other people's code
+        warnings.simplefilter("ignore")  # warnings about the source that is read
         return ast.parse(text)
 
 
 def present(name: str, modules: dict[str, ModuleType]) -> bool:
-    """True if this library has a name of the table.
+    """True if this library has a name.
 
     Args:
-        name: a full name, as in Use.
+        name: a full name, as Use.name.
         modules: all modules that install() provides, by name.
     """
     if name in modules:
@@ -209,8 +209,8 @@ class _File:
         self._chain(node.func, inner, called=True)
         begins = isinstance(node.func, ast.Attribute) and node.func.attr == "startswith"
         self.reading.device_tests += begins and any(map(_is_device, node.args))
-        asks = isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr") and len(node.args) > 1
-        if asks and isinstance(literal := node.args[1], ast.Constant) and isinstance(literal.value, str):
+        by_text = isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr") and len(node.args) > 1
+        if by_text and isinstance(literal := node.args[1], ast.Constant) and isinstance(literal.value, str):
             owner = self._name(node.args[0], set())
             if owner and literal.value.isidentifier():
                 self.reading._note(f"{owner}.{literal.value}", self.file, called=False)
@@ -224,7 +224,7 @@ class _File:
             self.reading._note(name, self.file, called)
 
     def _name(self, node: ast.AST, inner: set[int]) -> str | None:
-        """The full name of a chain such as a.b.c; None if it does not start with a name. Adds its nodes to `inner`."""
+        """Returns the full name of a chain a.b.c, or None if it starts with no name; adds its nodes to `inner`."""
         parts: list[str] = []
         inner.add(id(node))
         while isinstance(node, ast.Attribute):
@@ -232,7 +232,7 @@ class _File:
             node = node.value
             inner.add(id(node))
         if not isinstance(node, ast.Name):
-            inner.discard(id(node))  # for instance a call, whose names are still to be read
+            inner.discard(id(node))  # for example a call, whose names are read later
             return None
         meaning = self.meaning.get(node.id)
         return meaning and ".".join([meaning, *reversed(parts)])

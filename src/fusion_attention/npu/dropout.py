@@ -1,4 +1,4 @@
-"""torch_npu's function that draws a dropout mask, and a check that a given mask is the one of a seed."""
+"""torch_npu's function that draws a dropout mask, and a check that a given mask equals the mask drawn from a seed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fusion_attention.torch_ops.aliases import aliased
 
 __all__ = ["_npu_dropout_gen_mask"]
 
-_ALIGNED = 128  # bits: the chip writes whole blocks of them
-_GLANCE = 4096  # keys that are compared
+_ALIGNED = 128  # bits: the length of a mask is a multiple of this
+_GLANCE = 4096  # number of keys that glance_at_mask() compares in each row
 
 
 @aliased
@@ -33,15 +33,15 @@ def _npu_dropout_gen_mask(
     parallel: bool | None = True,
     sync: bool | None = None,
 ) -> torch.Tensor:
-    """Draws the dropout mask that attention draws from (seed, offset).
+    """Returns the dropout mask that attention draws from (seed, offset), as bits.
 
-    bit i = 1 if score i of `size` is kept;  i = ((b * N1 + n) * S1 + row) * S2 + key
+        bit i = 1 if the probability of score i is kept;  i = ((b * N1 + n) * S1 + row) * S2 + key
 
     Args:
-        input: determines the device only.
-        size: [B, N1, S1, S2], or [N1, S1, S2] of one sequence: the mask is then the one of keep_prob = 1 - p and
-            (seed, offset), which the gradient functions draw again. Other sizes give other bits: the last axis counts
-            keys, the one before rows; [numels] is one row.
+        input: a tensor on the mask's device; its content is not read.
+        size: [B, N1, S1, S2], or [N1, S1, S2] of one sequence. The mask then equals the one that attention and its
+            gradient functions draw for keep_prob = 1 - p and (seed, offset). Of other sizes, the last axis counts keys
+            and the axis before rows; [numels] is one row.
         p: probability of dropping, 0 to 1.
         seed, offset: of the generator; unsigned seeds are allowed.
         parallel, sync: accepted without effect.
@@ -52,7 +52,7 @@ def _npu_dropout_gen_mask(
     Raises:
         ContractError: a wrong size, probability, seed or offset.
 
-    Source: Ascend op-plugin, _npu_dropout_gen_mask. The chip's own bits are others (docs/rulings.md 9).
+    Source: Ascend op-plugin, _npu_dropout_gen_mask. The chip's generator draws other bits (docs/rulings.md 9).
 
     Example:
         >>> q = torch.randn(2, 5, 4, 16)
@@ -95,9 +95,10 @@ def _failures(input: Any, size: Any, p: Any, seed: Any, offset: Any) -> Iterator
 
 
 def glance_at_mask(op: str, call: DenseCall) -> None:
-    """Warns (strict: raises) if a given mask differs from the one that the given seed draws; compares one row per head.
+    """Warns (strict: raises) if a given dropout mask differs from the mask drawn from the given seed.
 
-    Autograd saves the mask, but the gradient functions draw again from the seed that the forward returns.
+    One row of each head is compared. Autograd saves the given mask, but the gradient functions draw a mask from the
+    seed that the forward returns.
     """
     p, e = call.problem, call.extents
     some = np.flatnonzero((e.q_len > 0) & (e.kv_len > 0))

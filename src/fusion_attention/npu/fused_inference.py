@@ -1,6 +1,6 @@
-"""torch_npu's fused inference attention, with its names, signatures, defaults and returns, on any device.
+"""torch_npu's fused inference attention, with the same names, signatures, defaults and results, on any device.
 
-The functions are not differentiable. fused_out.py has the variant `.out` of the two fused functions and its helpers.
+The functions are not differentiable. fused_out.py makes the variant `.out` of the two fused functions.
 """
 
 import torch
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 
 def _both(op: Op, args: Args) -> tuple[Tensor, Tensor]:
-    """(attention_out, softmax_lse) of a call."""
+    """Returns (attention_out, softmax_lse) of a call; softmax_lse is empty if the call does not request it."""
     result = dispatch.results(op, fused_out.numbered(args))
     out = result["attention_out"]
     lse = result.get("softmax_lse")
@@ -60,9 +60,9 @@ _npu_fused_infer_attention_score_v2_get_max_workspace = fused_out.workspace_of(
 
 @from_record(ROOM_V1)
 def _npu_fused_infer_attention_score_infer_output(args: Args) -> tuple[Tensor, Tensor]:
-    return fused_out.room(fused.TORCH_V1, args)
+    return fused_out.allocated(fused.TORCH_V1, args)
 
 
 @from_record(ROOM_V2)
 def _npu_fused_infer_attention_score_v2_infer_output(args: Args) -> tuple[Tensor, Tensor]:
-    return fused_out.room(fused.TORCH_V2, args)
+    return fused_out.allocated(fused.TORCH_V2, args)

@@ -1,5 +1,5 @@
-"""Further functions of torch_npu's fused attention, made from operator definitions: `.out`, the size of its workspace,
-and the allocation of results."""
+"""Makes functions related to torch_npu's fused attention from operator definitions: `.out`, the function that returns
+its workspace, and the function that allocates results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NUMBERS = {dtype: number for number, dtype in OUT_DTYPES.items()}
 
 
 def numbered(args: Args) -> Args:
-    """Replaces a torch.dtype in the argument out_dtype by its number in torch."""
+    """Returns the arguments with torch's number of a dtype in out_dtype in place of the torch.dtype."""
     dtype = args.get("out_dtype")
     return {**args, "out_dtype": _NUMBERS.get(dtype, -1)} if isinstance(dtype, torch.dtype) else args
 
@@ -81,7 +81,7 @@ def _out_of(function: Interface, op: Op) -> Interface:
 
     return _dressed(
         out, function, op, ("attention_out", "softmax_lse"),
-        "A softmax_lse that is not asked for is left alone, whatever it is.",
+        "A softmax_lse that the call does not request is not written.",
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[
             return tuple(out)
 
         result = cast("WithOut[P, R_co]", function)
-        rest = "Results that the call has not are left alone; nothing is differentiable."
+        rest = "Tensors for results that the call does not compute are not written. Nothing is differentiable."
         result.out = _dressed(out, function, op, results, rest)
         return result
 
@@ -112,7 +112,7 @@ def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[
 
 
 def _dressed(out: Interface, function: Interface, op: Op, results: Sequence[str], rest: str) -> Interface:
-    """Sets signature and docstring of an `.out`, derived from those of its function."""
+    """Sets signature and docstring of an `.out`, derived from its function's."""
     buffers = (
         inspect.Parameter("workspace", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=torch.Tensor | None),
         inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[Sequence[torch.Tensor], "a!"]),
@@ -123,14 +123,14 @@ def _dressed(out: Interface, function: Interface, op: Op, results: Sequence[str]
     out.__signature__ = signature  # type: ignore[attr-defined]
     out.__wrapped__ = function  # type: ignore[attr-defined]
     out.__qualname__ = f"{function.__name__}.out"
-    out.__doc__ = f"""{function.__name__} into tensors that are given, which it returns.
+    out.__doc__ = f"""Writes the results of {function.__name__} to given tensors, and returns these tensors.
 
 Args:
-    workspace: not used: this library plans its own memory.
-    out: [{", ".join(results)}], of the shapes and dtypes that the call has.
+    workspace: not used; this library allocates its memory itself.
+    out: [{", ".join(results)}], with the shapes and dtypes of the results.
         {rest}
 
-All others are the function's. Source: {op.page}.
+Other arguments are those of {function.__name__}. Source: {op.page}.
 """
     return out
 
@@ -151,17 +151,17 @@ def workspace_of(function: WithOut[P, Pair], op: Op) -> Callable[P, torch.Tensor
     get_max_workspace.__signature__ = signature  # type: ignore[attr-defined]
     get_max_workspace.__wrapped__ = function  # type: ignore[attr-defined]
     get_max_workspace.__name__ = get_max_workspace.__qualname__ = f"_{function.__name__}_get_max_workspace"
-    get_max_workspace.__doc__ = f"""The workspace of {function.__name__}.out: a tensor without elements.
+    get_max_workspace.__doc__ = f"""Returns the workspace of {function.__name__}.out: a tensor without elements.
 
-This library plans its own memory; what is wrong with the call is said here already.
+This library allocates its memory itself. An invalid call raises here as in {function.__name__}.
 
-Args: as {function.__name__}'s. Source: {op.page}.
+Args: those of {function.__name__}. Source: {op.page}.
 """
     return get_max_workspace
 
 
-def room(op: Op, given: Args) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocates (attention_out, softmax_lse) of a call, from the arguments that determine shapes."""
+def allocated(op: Op, given: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns new tensors (attention_out, softmax_lse) for a call; the arguments determine their shapes."""
     args = {**op.neutral, **numbered(given)}
     layout, query, heads = args["input_layout"], args["query"], args["num_heads"]
 

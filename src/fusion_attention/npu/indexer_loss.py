@@ -1,4 +1,4 @@
-"""torch_npu's losses of the lightning indexer, with its names, signatures, defaults and returns."""
+"""torch_npu's losses of the lightning indexer, with the same names, signatures, defaults and results."""
 
 import torch
 

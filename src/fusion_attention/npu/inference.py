@@ -1,4 +1,4 @@
-"""torch_npu's npu_incre_flash_attention, with its name, signature, defaults and return, on any device.
+"""torch_npu's npu_incre_flash_attention, with the same name, signature, defaults and result, on any device.
 
 The function is not differentiable.
 """

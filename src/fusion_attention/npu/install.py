@@ -1,6 +1,7 @@
-"""install() and uninstall(), which make this library importable as `torch_npu`, so that Ascend code runs anywhere.
+"""install() and uninstall(): make this library importable as `torch_npu`, so that code for Ascend NPUs runs anywhere.
 
-This module defines the changes; patches.py applies and removes them. Another torch_npu is never modified.
+This module defines the changes to other modules; patches.py applies and removes them. Another torch_npu is never
+modified.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _DEVICES = ("cpu", "cuda", "host")
 
 
 class _Way(NamedTuple):
-    """The meaning of "npu": a device of torch computed by `base`, or (not registers_device) another name of `base`."""
+    """The meaning of "npu": a device of torch whose operators `base` computes, or another name of `base`.
+
+    registers_device is True for the device, False for the name.
+    """
 
     base: torch.device
     registers_device: bool
@@ -44,7 +48,7 @@ def _changed(way: _Way, changes: Changes) -> None:
         return torch.device(kind, device_module.number(device))
 
     def npu(self: Any, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
-        """Copies the tensor to the device that represents the NPU; returns the tensor if it is there."""
+        """Returns the tensor on the device that represents the NPU: a copy, or the tensor itself if it is there."""
         return self.to(device=place(device), non_blocking=non_blocking)
 
     def module_npu(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
@@ -52,7 +56,7 @@ def _changed(way: _Way, changes: Changes) -> None:
         return self.to(place(device))
 
     def record_stream(self: torch.Tensor, stream: Any) -> None:
-        """Keeps the tensor's memory until a stream has run; does nothing for streams of the host."""
+        """Keeps the tensor's memory until a stream's work is complete; does nothing for streams of the host."""
         if not isinstance(stream, device_module.Stream):
             torch._C.TensorBase.record_stream(self, stream)
 
@@ -85,21 +89,21 @@ _installed: tuple[_Way, Changes] | None = None
 
 
 def install(device: str | torch.device = "cpu", *, strict: bool | None = None) -> None:
-    """Makes this library importable as `torch_npu`, and "npu" a device of torch that is computed by the CPU or CUDA.
+    """Makes this library importable as `torch_npu`, and "npu" a device of torch on which the CPU or CUDA computes.
 
     Afterwards `import torch_npu`, `torch.npu`, `x.npu()`, `x.is_npu`, `module.npu()` and the device "npu" work in every
     thread: `torch.randn(2, device="npu").device.type` is "npu", and each operator of torch runs the kernel of the
-    computing device on the same memory. Libraries that search for torch_npu at import must be imported afterwards. A
-    second call changes device and strictness only. If anything fails, nothing is changed.
+    computing device, which reads and writes the same memory. Import libraries that search for torch_npu after
+    install(). A second call changes device and strictness only. If a step fails, all changes are reverted.
 
-    The first call compiles a C++ file for the installed torch, and caches it. Without a C++ compiler a warning is
-    issued, and "npu" is another name of the computing device, as with device="host": tensors then have that device's
-    type, and other threads that use "npu" must call install() too.
+    The first call compiles a C++ file for the installed torch and caches the result. Without a C++ compiler it warns,
+    and "npu" is another name of the computing device, as with device="host": tensors then have that device's type, and
+    other threads that use "npu" must call install() too.
 
     Args:
         device: the computing device: "cpu", or "cuda" if there is one; "host": the CPU, without a device "npu".
-        strict: the chip's limits are errors, in every thread of the process, until uninstall(); None: unchanged. `with
-            npu.strict():` applies to a block.
+        strict: True: calls beyond the chip's limits are errors, in every thread, until uninstall(); None: unchanged.
+            `with npu.strict():` does so for a block.
 
     Raises:
         RuntimeError: another torch_npu is installed, or another library uses torch's PrivateUse1.
@@ -142,7 +146,7 @@ def _wanted(device: str | torch.device) -> _Way:
 
 
 def _loaded(wanted: _Way) -> _Way:
-    """Loads the device "npu"; without a compiler, warns and returns the way with another name."""
+    """Loads the device "npu"; without a compiler, warns and makes "npu" another name of the computing device."""
     if not wanted.registers_device:
         return wanted
     try:
@@ -160,9 +164,9 @@ def _loaded(wanted: _Way) -> _Way:
 def uninstall() -> None:
     """Removes all changes of install(), in all threads; does nothing if it is not installed.
 
-    Later changes by other code stay. torch cannot forget the name of a device: `torch.npu` then reports that there is
-    none, existing tensors work, and new ones raise. With device="host", an inactive mode remains in other threads that
-    called install().
+    Changes that other code made later stay. torch cannot remove a device: `torch.npu` then reports no device, existing
+    tensors work, and making new ones raises. With device="host", other threads that called install() keep an inactive
+    TorchFunctionMode.
 
     Example:
         >>> uninstall()

@@ -1,7 +1,7 @@
-"""Construction of torch_npu's functions from operator definitions: signature, docstring, and reading of arguments.
+"""Makes torch_npu's functions from operator definitions: signature, docstring, and reading of arguments.
 
-A definition has the names, order, defaults, types and meaning of parameters. The function itself is a body that
-receives the arguments by the definition's names.
+A definition has the names, order, defaults, types and meaning of the parameters. A function's body receives one
+dictionary of the arguments by the definition's names.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _WITHOUT = re.compile(r"'(\w+)' not in missing")
 
 
 def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]], Callable[..., R]]:
-    """Makes a function from an operator definition and a body, which has its module and return type.
+    """Makes a function from an operator definition and a body; the body's module and return type become the function's.
 
     Args:
         op: the operator definition.
-        host: number of results, the last ones, that stay in host memory if tensors are on a device that exists
-            only by name (torch_ops/aliases.py); None: the body uses torch's operators only, which need no aliases.
+        host: how many of the last results remain in host memory if the tensors are on "npu", whose memory another
+            device computes on (torch_ops/aliases.py); None: the body calls torch's operators only, which accept "npu".
     """
 
     def decorate(body: Callable[[Args], R]) -> Callable[..., R]:
@@ -48,25 +48,26 @@ def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]],
 
 
 def reader(op: Op) -> Callable[..., Args]:
-    """A function with the definition's signature that returns its arguments by the definition's names."""
+    """Returns a function with the definition's signature that returns its arguments by the definition's names."""
     return _reading(op, lambda args: args, Args)
 
 
 def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R]:
-    """A function that passes its arguments by name to a body; optimized, because every call uses it."""
+    """Returns a function that passes its arguments by name to a body; optimized, because every call uses it."""
     signature = signature_of(op, returns)
     parameters = signature.parameters.values()
     names = {p.shown: p.name for p in op.params}
     parameter_of = {p.name: names[p.name] for p in parameters}
     shown = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     first = [parameter_of[name] for name in shown]
-    # Rules test if some attributes were passed, so their default here is None.
-    asking = (rule.check for rule in op.asked if " missing" in rule.check)
-    optional = {name for check in asking for name in _WITHOUT.findall(check)}
+    # Rules test whether these attributes were passed, so their default here is None.
+    checks = (rule.check for rule in op.asked if " missing" in rule.check)
+    optional = {name for check in checks for name in _WITHOUT.findall(check)}
     defaults = {parameter_of[p.name]: None if parameter_of[p.name] in optional else p.default for p in parameters}
     spelled = [pair for pair in parameter_of.items() if pair[0] != pair[1]]
-    # By number of positional arguments: keywords that are duplicates or canonical names, and required keywords.
-    refused = [{*shown[:count], *(name for _, name in spelled)} for count in range(len(shown) + 1)]
+    # For each number of positional arguments: keywords that are not accepted (duplicates, canonical names that the
+    # function spells otherwise), and keywords that are required.
+    rejected = [{*shown[:count], *(name for _, name in spelled)} for count in range(len(shown) + 1)]
     necessary = {p.name for p in parameters if p.default is _EMPTY}
     needed = [necessary.difference(shown[:count]) for count in range(len(shown) + 1)]
     total, most, enough = len(parameter_of), len(shown), len(necessary)
@@ -74,10 +75,10 @@ def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R
     def call(*given: Any, **named: Any) -> R:
         count = len(given)
         lacks = count < enough and not needed[count] <= named.keys()
-        if lacks or count > most or not refused[count].isdisjoint(named):
+        if lacks or count > most or not rejected[count].isdisjoint(named):
             raise misused(call, given, named)
         args = defaults.copy()
-        args.update(zip(first, given))  # noqa: B905 - strict costs a keyword
+        args.update(zip(first, given))  # noqa: B905 - strict= would cost time
         args.update(named)
         for name, other in spelled:
             if name in named:
@@ -96,7 +97,7 @@ def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R
 
 
 def signature_of(op: Op, returns: Any) -> inspect.Signature:
-    """The signature of an operator definition's function: its inputs in order."""
+    """Returns the signature of an operator definition's function: its inputs in order."""
     declared = [(p, *_declared(op, p)) for p in op.inputs]
     placed = next((at for at, (p, _, _) in enumerate(declared) if p.shown == op.keywords), len(declared))
     # Python forbids a positional parameter with a default before one without.
@@ -109,7 +110,7 @@ def signature_of(op: Op, returns: Any) -> inspect.Signature:
 
 
 def _declared(op: Op, p: Any) -> tuple[Any, Any]:
-    """(type, default) of a parameter; the first member of a union is torch_npu's declared type (operators.py)."""
+    """Returns (type, default) of a parameter; a union's first member is the type in torch's schema (operators.py)."""
     default = _EMPTY if p.default is REQUIRED else p.default
     if (declared := op.declared.get(p.name)) is not None:
         return declared, default if default is not None or _NONE in get_args(declared) else _EMPTY

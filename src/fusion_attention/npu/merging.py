@@ -1,6 +1,7 @@
-"""torch_npu's functions that merge partial results of attention, of two steps of a ring or of a list of ranks.
+"""torch_npu's functions that merge partial attention results: of two steps of a ring, or of a list of ranks.
 
-ir/merge.py merges; this module converts layouts, lanes, and statistics of empty rows.
+ir/merge.py computes the merge; this module converts layouts, lanes (equal copies of statistics), and statistics of
+empty rows.
 """
 
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ def npu_ring_attention_update(
 
 @from_record(merging.UPDATE)
 def npu_attention_update(args: Args) -> tuple[Tensor, Tensor | None]:
-    given = {**args, **checked(merging.UPDATE, args)}  # one tensor is a list of one
+    given = {**args, **checked(merging.UPDATE, args)}  # a single tensor becomes a list
     lse, local_out = given["lse"], given["local_out"]
     with torch.no_grad():
         out = local_out[0]
@@ -72,7 +73,7 @@ def npu_attention_update(args: Args) -> tuple[Tensor, Tensor | None]:
 
 
 def _head_major(ends: Sequence[int], heads: int) -> Tensor:
-    """Positions [tokens * heads] of the statistics of (token, head) in head-major order within each sequence."""
+    """Returns the position of each (token, head)'s statistic, [tokens * heads], if each sequence is head-major."""
     positions, start = [], 0
     for end in ends:
         token, head = torch.arange(end - start)[:, None], torch.arange(heads)
@@ -82,7 +83,7 @@ def _head_major(ends: Sequence[int], heads: int) -> Tensor:
 
 
 def _by_token(lanes: Tensor, order: Tensor | None) -> Tensor:
-    """The first lane of a statistic, token-major: [S, B, N] or [T, N]."""
+    """Returns the first lane of a statistic, token-major: [S, B, N] or [T, N]."""
     one = lanes[..., 0]
     if one.dim() == 3:
         return one.permute(2, 0, 1)
@@ -94,7 +95,7 @@ def _by_token(lanes: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _in_lanes(one: Tensor, like: Tensor, order: Tensor | None) -> Tensor:
-    """The inverse of _by_token(): a statistic in the order of `like`, with lanes."""
+    """Returns a statistic in the order of `like`, with lanes; the inverse of _by_token()."""
     if like.dim() == 4:
         one = one.permute(1, 2, 0)
     elif order is not None:
@@ -105,7 +106,7 @@ def _in_lanes(one: Tensor, like: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _partial(out: Tensor, max_: Tensor, sum_: Tensor, heads: int) -> Partial:
-    """A partial result as float32 copies, with statistics of empty rows in the kernels' format."""
+    """Returns a partial result as float32 copies, with the kernels' statistics of empty rows (max -inf, sum 0)."""
     empty = max_ == _LOWEST
     total = torch.where(empty & (sum_ == _LARGEST), 0.0, sum_)
     peak = torch.where(empty | (total == 0), -torch.inf, max_)

@@ -1,7 +1,7 @@
-"""Registration of the functions of torch_npu and of CANN's package as operators of torch: torch.ops.npu, torch.ops.atb
-and torch.ops.cann_ops_transformer.
+"""Registers the functions of torch_npu and of CANN's Python package as operators of torch.
 
-Schemas are derived from the functions' signatures.
+They are in torch.ops.npu, torch.ops.atb and torch.ops.cann_ops_transformer. Schemas are derived from the functions'
+signatures.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in ("npu", 
 _OF_ATB = {*atb.__all__, *atb_rows.__all__}
 Interface = Callable[..., Any]
 
-# torch's names of types in schemas. The first member of a union is used, torch_npu's type.
-# Annotated[Tensor, "a!"] is a written tensor, or a result that is this tensor.
+# Python types -> types in torch's schemas. Of a union, the first member is used, which is torch_npu's type.
+# Annotated[Tensor, "a!"] is a tensor that the operator writes; as a result, it is that argument.
 # Annotated[Sequence[int], 2] is a list of two numbers, or one number for both.
 _TYPES = {torch.Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
-# Operators that torch_npu declares under an overload with a name.
+# Operators that torch_npu registers as a named overload.
 _OVERLOADS = {"_npu_dropout_gen_mask": "Tensor"}
 # Functions that may return an argument, which operators must not.
 _HANDS_BACK = {"npu_format_cast"}
-# Functions whose parameter `input` is not named `self` in the schema.
+# Functions whose parameter `input` keeps its name in the schema; in others the schema has `self`.
 _INPUT = {
     *("npu_cross_entropy_loss", "npu_dynamic_quant", "npu_transpose_batchmatmul"),
     *("npu_format_cast", "npu_format_cast_", "get_npu_format"),
@@ -53,7 +53,7 @@ def register_all(interfaces: Mapping[str, Interface], namespace: str = "") -> No
 
     Args:
         interfaces: functions by name.
-        namespace: the operators' namespace in torch.ops; "": torch_npu's two, npu and atb.
+        namespace: the operators' namespace in torch.ops; "": npu or atb, as in torch_npu.
     """
     for name, interface in interfaces.items():
         library = _LIBRARIES[namespace or ("atb" if name in _OF_ATB else "npu")]
@@ -66,7 +66,7 @@ def register_all(interfaces: Mapping[str, Interface], namespace: str = "") -> No
 
 
 def _changed(interface: Interface, types: Mapping[str, Any]) -> Interface:
-    """A copy of a function with other types of some parameters in its signature; None removes a parameter."""
+    """Returns a function with other types of some parameters in its signature; type None removes the parameter."""
 
     @functools.wraps(interface)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ def _register(name: str, interface: Interface, library: torch.library.Library) -
     packet, _, overload = name.partition(".")
 
     def autograd(*args: Any, **kwargs: Any) -> Any:
-        """Calls the function, which has the derivative, if a gradient is required; else the operator below autograd."""
+        """Calls the function, which records its derivative, if a gradient is required; else the operator itself."""
         tensors = list(_tensors((*args, *kwargs.values())))
         no_tangents(tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -103,11 +103,11 @@ def _register(name: str, interface: Interface, library: torch.library.Library) -
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """The fake implementation of a function that only writes its arguments: does nothing."""
+    """Does nothing: the implementation for fake tensors of a function that only writes its arguments."""
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yields the tensors in arguments, also in lists."""
+    """Yields the tensors among arguments, and those in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -123,8 +123,8 @@ def _with_int_result(interface: Interface) -> Interface:
         result = interface(*args, **kwargs)
         if any(isinstance(value, torch.Tensor) for value in result[4:]):
             raise NotImplementedError(
-                f"torch.ops.npu.{interface.__name__}: returns its seed as an int, and one that is drawn in a trace "
-                "is a tensor: give a seed, or call npu_fusion_attention_v3, whose seed is a tensor"
+                f"torch.ops.npu.{interface.__name__}: seed: expected a number in a trace, because the operator returns "
+                "an int, got a seed to draw (pass a seed, or call npu_fusion_attention_v3, which returns a tensor)"
             )
         return result
 
@@ -132,7 +132,7 @@ def _with_int_result(interface: Interface) -> Interface:
 
 
 def _apart(interface: Interface) -> Interface:
-    """Wraps a function so that it never returns its first argument, but a copy."""
+    """Wraps a function so that it returns a copy wherever it would return its first argument."""
 
     @functools.wraps(interface)
     def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ def _apart(interface: Interface) -> Interface:
 
 
 def schema_of(function: Interface, name: str = "") -> str:
-    """The schema of a function for torch.library, with types from its annotations.
+    """Returns the schema of a function for torch.library; types are from the function's annotations.
 
     Args:
         function: a function with annotations of all parameters and of its return.
@@ -167,7 +167,7 @@ def schema_of(function: Interface, name: str = "") -> str:
 
 
 def _hints(function: Interface, signature: inspect.Signature) -> dict[str, Any]:
-    """The resolved types of a function with textual annotations; {} for functions made from operator definitions."""
+    """Returns the types of a function whose annotations are text; {} if they are types already."""
     written = any(isinstance(p.annotation, str) for p in signature.parameters.values())
     return typing.get_type_hints(inspect.unwrap(function), include_extras=True) if written else {}
 

@@ -1,6 +1,6 @@
-"""The plugin `pytest -p fusion_attention.npu.pytest`: runs tests that were written for the chip.
+"""The plugin of `pytest -p fusion_attention.npu.pytest`, which runs tests that were written for Ascend NPUs.
 
-The plugin calls install() before conftests are read, and uninstall() at the end. `--fake-npu` (fake_npu.py) does the
+It calls install() before conftests are read, and uninstall() at the end. The option --fake-npu (fake_npu.py) does the
 same.
 """
 
@@ -13,17 +13,17 @@ import pytest
 
 from fusion_attention import npu
 from fusion_attention.npu.__main__ import DEFAULT
-from fusion_attention.npu.subprocesses import tell
+from fusion_attention.npu.subprocesses import export
 
 NAME = "fusion_attention.npu.pytest"
-_UNSAY = pytest.StashKey[Callable[[], None]]()
+_RESTORE = pytest.StashKey[Callable[[], None]]()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Calls npu.install()."""
     npu.install()
-    early_config.stash[_UNSAY] = tell(DEFAULT)  # for xdist's workers and processes that tests start
+    early_config.stash[_RESTORE] = export(DEFAULT)  # for xdist's workers and processes that tests start
 
 
 def pytest_report_header() -> str:
@@ -39,8 +39,8 @@ def pytest_collection_finish() -> None:
     if result is None or "fusion" not in str(getattr(result, "__version__", "")):
         warnings.warn(
             pytest.PytestWarning(
-                f"torch_npu is {result!r} and computes nothing: a conftest or test has replaced the one that "
-                "fusion_attention installed (leave that out)"
+                f"torch_npu is {result!r} and computes nothing: a conftest or test has replaced the module that "
+                "fusion_attention installed (do not replace it)"
             ),
             stacklevel=1,
         )
@@ -48,5 +48,5 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Calls npu.uninstall()."""
-    config.stash.get(_UNSAY, lambda: None)()
+    config.stash.get(_RESTORE, lambda: None)()
     npu.uninstall()

@@ -1,4 +1,4 @@
-"""torch_npu's sparse attention, block masks and lightning indexer, with its names, signatures, defaults and returns.
+"""torch_npu's sparse attention and lightning indexer, with the same names, signatures, defaults and results.
 
 The functions are differentiable in the same inputs as torch_npu's.
 """

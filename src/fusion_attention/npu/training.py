@@ -1,4 +1,4 @@
-"""torch_npu's training attention, with its names, signatures, defaults and returns, on any device.
+"""torch_npu's training attention, with the same names, signatures, defaults and results, on any device.
 
 training_call.py runs the calls. The functions are differentiable in query, key, value, pse, rope tensors and sink.
 """

@@ -1,6 +1,7 @@
-"""Calls of torch_npu's training attention: binding, lowering and execution, eagerly or in a trace.
+"""Runs calls of torch_npu's training attention, eagerly or in a trace.
 
-capture() replaces forward() and backward() while it saves calls, so callers must look them up in this module.
+capture() replaces forward() and backward() of this module while it saves calls, so callers must look them up here at
+each call.
 """
 
 from typing import Any
@@ -19,12 +20,12 @@ _CAST = ("query", "key", "value", "query_rope", "key_rope", "pse")
 
 
 def forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
-    """(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels) of a forward call."""
+    """Returns (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels) of a forward call."""
     kind = args.get("pse_type", 1)
     dispatch.autocast(args, _CAST[:-1] if isinstance(kind, int) and kind in (2, 3) else _CAST)
     if dispatch.is_traced(args.values()):
         return _traced_forward(op, args)
-    with torch._C.DisableTorchFunction():  # Function modes have seen this call; its internal calls are hidden.
+    with torch._C.DisableTorchFunction():  # TorchFunctionModes handled this call; internal calls are hidden from them
         bound = bind(op, args)
         given = bound.args
         seed, offset, drops = given.get("seed") or 0, given.get("offset") or 0, dispatch.drops(given["keep_prob"])
@@ -41,7 +42,7 @@ def forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def _traced_forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
-    """forward() in a trace: a drawn seed is a tensor without dimensions, drawn when the trace runs; numels is 0."""
+    """Returns forward()'s results in a trace: a drawn seed is a tensor [], drawn when the trace runs; numels is 0."""
     seed, offset = args.get("seed") or 0, args.get("offset") or 0
     drops = dispatch.drops(args["keep_prob"])
     drawn = None
@@ -53,10 +54,10 @@ def _traced_forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tenso
 
 
 def backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    """(dq, dk, dv, dq_rope, dk_rope, dpse, dsink) of a gradient call."""
+    """Returns (dq, dk, dv, dq_rope, dk_rope, dpse, dsink) of a gradient call."""
     for name in ("seed", "offset"):
         if not isinstance(op.by_name[name], Attr) and isinstance(args[name], Tensor) and args[name].dim() == 0:
-            args[name] = args[name].reshape(1)  # bind() treats tensors without dimensions as absent
+            args[name] = args[name].reshape(1)  # bind() treats tensors without axes as absent
     seed = args["seed"]
     returned = isinstance(op.by_name["seed"], Attr) and isinstance(seed, Tensor)  # by a traced forward
     if dispatch.is_traced(args.values()):

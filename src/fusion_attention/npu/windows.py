@@ -1,8 +1,7 @@
-"""Warnings that the NPU attention of transformers ignores a window or a sink, which gives wrong results, also on the
-chip.
+"""Warns when transformers' attention for NPUs ignores a sliding window or a sink; its results are then wrong.
 
-transformers inspects the signature of an attention function and omits unsupported arguments; its NPU functions support
-neither windows nor sinks. The call itself is not changed.
+transformers inspects the signature of an attention function and omits arguments that it does not have. Its functions
+for NPUs have neither windows nor sinks, so this happens on the chip too. The warning does not change the call.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ DROPPED = {
 
 
 def watch(changes: Changes) -> None:
-    """Wraps the functions of transformers when they are loaded.
+    """Wraps the functions of transformers when their module is loaded.
 
-    References that transformers holds still warn after the changes are removed, which remains correct.
+    Other modules of transformers may still refer to a wrapped function after the changes are removed; it then still
+    warns, which is correct.
     """
 
     def wrap(module: ModuleType) -> None:
@@ -43,7 +43,7 @@ def watch(changes: Changes) -> None:
 
 def _tell(name: str) -> bool:
     warnings.warn(
-        f"transformers' attention for an NPU leaves out {name}: {DROPPED[name]}, here and on the chip "
+        f"transformers' attention for an NPU ignores {name}: {DROPPED[name]}, here and on the chip "
         '(load the model with attn_implementation="eager" or "sdpa")',
         ContractWarning,
         stacklevel=3,
@@ -52,7 +52,7 @@ def _tell(name: str) -> bool:
 
 
 def _warning(function: Any) -> Any:
-    """Wraps a function with additional parameters that warn; returns it unchanged if it has them already."""
+    """Adds parameters to a function that warn if they are given; returns a function that has them unchanged."""
     signature = inspect.signature(function)
     dropped = [name for name in DROPPED if name not in signature.parameters]
     if not dropped:

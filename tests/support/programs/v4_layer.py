@@ -1,7 +1,7 @@
-"""A training program for the chip: a DeepSeek-V4 layer that reads a window beside chosen compressed keys.
+"""Trains a DeepSeek-V4 layer on device npu; it attends to a window and selected compressed keys.
 
-The layer has two paths, as such programs have: the chip's fused functions, and torch's own operators. Started as a
-script, it computes the loss, the output and all gradients on device npu, and saves them to its first argument.
+Like typical programs, the layer has two paths: the fused functions of device npu, and torch's operators. Run as a
+script, it computes the loss, the output and all gradients on device npu, and saves them to the file of its argument.
 """
 
 import sys
@@ -13,7 +13,7 @@ RATIO, WINDOW, TOP_K, HEADS, DIM, INDEX_HEADS, INDEX_DIM, HIDDEN, TOKENS = 4, 8,
 
 
 class IndexerLoss(torch.autograd.Function):
-    """Gradients of the indexer, which the fused function computes at once; no value."""
+    """Gives the indexer the gradients that the fused function computes; the loss has the value 0."""
 
     @staticmethod
     def forward(ctx, q, k, w, lists, target):
@@ -33,7 +33,7 @@ class IndexerLoss(torch.autograd.Function):
 
 
 def rotated(rows, every=1):
-    """Neighbouring pairs of the last half of each row, turned by its position."""
+    """Rotates adjacent pairs of the last half of each row by its position."""
     half = rows.shape[-1] // 2
     angle = every * torch.arange(rows.shape[1], dtype=rows.dtype)[:, None] * 0.5 ** torch.arange(half // 2)
     cos, sin = (t.to(rows.device, rows.dtype)[:, None] for t in (angle.cos(), angle.sin()))
@@ -137,14 +137,14 @@ class Layer(torch.nn.Module):
 
 
 def step(layer, x, fused):
-    """The output and the gradients of everything, by name."""
+    """Returns the output and all gradients by name."""
     out, index_loss = layer(x, fused)
     (out.square().sum() + index_loss).backward()
     return {"out": out.detach(), "x": x.grad} | {name: p.grad for name, p in layer.named_parameters()}
 
 
 def layer_on(device, dtype):
-    """The layer and its input, the same for every device."""
+    """Returns the layer and its input, with the same values on every device."""
     torch.manual_seed(0)
     layer, x = Layer(), torch.randn(1, TOKENS, HIDDEN)
     return layer.to(device, dtype), x.to(device, dtype).requires_grad_()

@@ -1,4 +1,4 @@
-"""The CPU back end: all operations in the native core, and the means of empty rows in torch."""
+"""The CPU back end: the native core computes all operations; torch computes the means of V for empty rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +50,7 @@ Schedule = ForwardPlan | BackwardPlan | SparsePlan | IndexerPlan | decode.Schedu
 
 
 def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: str = "") -> list[str]:
-    """One sentence for each property of the problem that this back end does not support."""
+    """Returns a sentence for each property of the problem that this back end does not support."""
     table: list[tuple[str, object, tuple[object, ...]]] = [
         ("device", torch.device(device).type, DEVICES),
         ("dtype", problem.dtype, DTYPES),
@@ -74,10 +74,10 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: st
 
 
 def schedule(problem: AnyProblem, extents: Extents, op_kind: str, variant: str | None = None) -> Schedule:
-    """The core's plan of an operation; variant: an instruction set that runs here, by default the fastest.
+    """Returns the core's plan of an operation; variant: an instruction set of this machine, by default the fastest.
 
-    Tile boundaries depend only on the lengths of the sequence, so its bits do not depend on other sequences, packing or
-    threads.
+    The boundaries of tiles depend only on a sequence's lengths, so the bits of its results do not depend on other
+    sequences, packing or the number of threads.
     """
     backward = op_kind.endswith("_backward")
     if isinstance(problem, IndexerLossProblem):
@@ -94,14 +94,14 @@ def schedule(problem: AnyProblem, extents: Extents, op_kind: str, variant: str |
 
 
 def reschedule(problem: Problem, extents: Extents, op_kind: str, planned: Schedule) -> Schedule:
-    """The plan for other key lengths and bands of the same sequences: a decode plan is updated, others are remade."""
+    """Returns the plan for other key lengths and bands of the same sequences: an updated decode plan, or a new plan."""
     if isinstance(planned, decode.Schedule) and planned.update(problem, extents):
         return planned
     return schedule(problem, extents, op_kind)
 
 
 def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
-    """Bytes that an operation allocates besides operands and results, with torch's current number of threads."""
+    """Returns the bytes that an operation allocates besides operands and results, with torch's number of threads."""
     return schedule(problem, extents, op_kind).workspace_bytes(torch.get_num_threads())
 
 
@@ -128,9 +128,9 @@ def attention_forward(
 
 
 def prepare(problem: Any, schedule: Schedule, operands: Any, names: tuple[str, ...]) -> Callable[..., bool] | None:
-    """A function for repeated forward calls whose views differ only in memory; None if this plan has none.
+    """Returns a function for repeated forward calls on other tensors of equal layouts; None if this plan has none.
 
-    The function returns False if the means of empty rows are still missing.
+    The function returns False if it did not write the means of V for empty rows.
     """
     prepared: PreparedForward | PreparedDecode | PreparedIndexer
     if isinstance(schedule, IndexerPlan):
@@ -146,7 +146,7 @@ def prepare(problem: Any, schedule: Schedule, operands: Any, names: tuple[str, .
 
 
 def keep(operands: Any) -> Any:
-    """Operands whose arguments for the core are computed once; None for operands of the indexer."""
+    """Returns operands whose arguments for the core are computed once; None for operands of the indexer."""
     return KeptOperands(**vars(operands)) if isinstance(operands, Operands) else None
 
 

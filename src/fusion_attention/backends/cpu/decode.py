@@ -1,4 +1,7 @@
-"""Decoding on the CPU, few query rows over long, paged or quantized keys: converts views to the core's arguments."""
+"""Plans and runs the core's decode kernel, for few query rows over long, paged or quantized keys.
+
+It converts views of memory to the core's arguments.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,30 +18,32 @@ _STORAGES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4}
 _STORED = {"int8": torch.int8, "int4": torch.uint8}
 _DEQUANTS = {"none": 0, "channel": 1, "token": 2}
 _ROUNDINGS = {"none": 0, "tensor": 1, "channel": 2}
-# Maximum rows (query tokens * heads of a group) for which one pass over unpacked keys is faster than packing them, in
-# sequences with few tokens, whose heads the dense forward computes one by one, and in others. Measured.
+# Largest number of rows (query tokens * heads of a group) for which the decode kernel's pass over keys as they are in
+# memory is faster than the dense forward, which packs keys: in sequences of at most _FEW_TOKENS tokens, whose heads the
+# dense forward computes one by one, and in others. Measured.
 _FEW_TOKENS, _ROWS_OF_FEW, _ROWS = 8, 64, 16
-# The same for keys that are paged, or shared with values or sequences; also for up to so many tokens.
+# The same numbers for keys that are paged, or shared with values or other sequences.
 _ROWS_OF_CACHE, _TOKENS_OF_CACHE = 128, 3
-# With so few keys packing is faster, since scores stay in registers (csrc/dense/short.h), unless there are very few
-# tokens. No other bound may depend on the number of keys, which changes from step to step of a plan.
+# With at most _FEW_KEYS keys the dense forward is faster, because scores stay in registers (csrc/dense/short.h), unless
+# there are at most _FEWER_TOKENS tokens. Other bounds must not depend on the number of keys, which changes between the
+# steps of a plan.
 _FEW_KEYS, _FEWER_TOKENS = 32, 2
 
 
 def needed(problem: Problem) -> bool:
-    """True if only the decode kernel supports the layout of the keys or the format of the result."""
+    """Returns true if only the decode kernel supports the layout of the keys or the format of the result."""
     p = problem
     common = p.common_keys > 0 or p.has_row_scale
     return p.page_size > 0 or p.kv_dtype != "" or p.shares_kv or p.out_quant != "none" or common
 
 
 def reasons_against(problem: Problem) -> list[str]:
-    """One sentence for each property that the decode kernel does not support, if the problem needs it."""
+    """Returns a sentence for each property that the decode kernel does not support, if only it supports the rest."""
     p, reasons = problem, []
     if needed(p) and p.dropout != "none":
         reasons.append(
             "the cpu back end computes no dropout over pages, stored integers, shared or common keys, "
-            "with scales of rows or with an int8 result."
+            "with a scale per row or with an int8 result."
         )
     if needed(p) and p.has_blocked_tiles:
         reasons.append("the cpu back end computes blocked tiles over dense rows of keys alone.")
@@ -48,8 +53,10 @@ def reasons_against(problem: Problem) -> list[str]:
 
 
 def chosen(problem: Problem, extents: Extents) -> np.ndarray:
-    """bool [sequences], True for sequences that the decode kernel computes; depends on the problem and the lengths of
-    the complete sequence only."""
+    """Returns bool [sequences], true for sequences that the decode kernel computes.
+
+    It depends only on the problem and the lengths of the complete sequence.
+    """
     if problem.kv_dtype or problem.out_quant != "none":
         return np.ones(len(extents), bool)
     q_len, kv_len = extents.chosen_by
@@ -71,29 +78,29 @@ class Schedule:
 
     decode: _native.DecodePlan
     dense: _native.ForwardPlan | None
-    own: np.ndarray  # [sequences] bool: computed by the decode kernel
-    stays: bool  # all sequences are, for any number of keys
+    decoded: np.ndarray  # [sequences] bool: true for sequences that the decode kernel computes
+    decodes_all: bool  # true if it computes all sequences, for any number of keys
 
     @property
     def variant(self) -> str:
-        """The instruction set of the plan."""
+        """Name of the plan's instruction set."""
         return self.decode.variant
 
     def workspace_bytes(self, threads: int) -> int:
-        """Bytes of scratch: the larger of both plans, which run one after the other."""
+        """Returns the bytes of scratch: the larger number of both plans, which run one after the other."""
         dense = self.dense.workspace_bytes(threads) if self.dense else 0
         return max(self.decode.workspace_bytes(threads), dense)
 
     def update(self, problem: Problem, extents: Extents) -> bool:
         """Sets new key lengths and bands of the same sequences; False if they need another plan."""
-        if self.dense is not None or not (self.stays or chosen(problem, extents).all()):
+        if self.dense is not None or not (self.decodes_all or chosen(problem, extents).all()):
             return False
         self.decode.update(extents.kv_len, extents.lo, extents.hi)
         return True
 
 
 def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | _native.ForwardPlan:
-    """The plan of the decode kernel, of the dense forward, or of both if sequences differ."""
+    """Returns the plan of the decode kernel, of the dense forward, or of both if sequences need different ones."""
     decoded = chosen(problem, extents)
     if not decoded.any() and not needed(problem):
         return native.plan_forward(problem, extents, variant)
@@ -109,8 +116,7 @@ def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | 
 
 
 def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
-    """Writes out and statistics of every row of every sequence; out of empty rows is 0. Returns the number of empty
-    rows."""
+    """Writes out and statistics of every row of every sequence, 0 for out of empty rows; returns their number."""
     threads = torch.get_num_threads()
     if schedule.dense and not needed(problem):
         empty = native.run_forward(schedule.dense, problem, operands)
@@ -124,7 +130,7 @@ def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
 
 
 def prepare(schedule: Schedule, problem: Problem, operands: Operands, names: tuple[str, ...]) -> _native.PreparedDecode:
-    """A function that repeats run() on other tensors, in the order of names, without the dense forward."""
+    """Returns a function that repeats run() on other tensors, in the order of names, without the dense forward."""
     with native.Floats() as floats:
         return schedule.decode.prepare(_operands(problem, operands, floats), names)
 

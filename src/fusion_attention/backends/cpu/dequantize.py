@@ -1,4 +1,4 @@
-"""Conversion of cached rows to float32, and of results to their stored format, for computations in torch."""
+"""Converts stored rows to float32, and results to their stored format, for computations in torch."""
 
 from dataclasses import replace
 
@@ -9,17 +9,17 @@ from fusion_attention.ir.problem import Operands, Problem
 
 
 def keys(problem: Problem, operands: Operands, b: int, which: slice) -> torch.Tensor:
-    """Keys `which` of sequence b, [heads_kv, keys, dim_qk] float32; stored integers are not scaled."""
+    """Returns a range of keys of sequence b, [heads_kv, keys, dim_qk] float32; stored integers are not scaled."""
     return _rows(problem, operands.k, operands.k_common, b, which)
 
 
 def values(problem: Problem, operands: Operands, b: int, which: slice) -> torch.Tensor:
-    """Values `which` of sequence b, [heads_kv, keys, dim_v] float32; stored integers are not scaled."""
+    """Returns a range of values of sequence b, [heads_kv, keys, dim_v] float32; stored integers are not scaled."""
     return _rows(problem, operands.v, operands.v_common, b, which)
 
 
-def meant(stored: torch.Tensor, dequant: Dequant | None, b: int, which: slice) -> torch.Tensor:
-    """Dequantizes the rows of keys `which` of sequence b: (stored + offset) * scale."""
+def dequantized(stored: torch.Tensor, dequant: Dequant | None, b: int, which: slice) -> torch.Tensor:
+    """Returns stored rows of a range of keys of sequence b, dequantized: (stored + offset) * scale."""
     if dequant is None:
         return stored
     heads = stored.shape[0]
@@ -29,7 +29,7 @@ def meant(stored: torch.Tensor, dequant: Dequant | None, b: int, which: slice) -
 
 
 def rounded(problem: Problem, operands: Operands, x: torch.Tensor) -> torch.Tensor:
-    """Results x [heads_q, rows, dim_v], scaled, rounded and saturated if out is int8; else unchanged."""
+    """Returns results x [heads_q, rows, dim_v]: scaled, rounded and saturated if out is int8, else unchanged."""
     if problem.out_quant == "none":
         return x
     assert operands.out_scale is not None

@@ -1,7 +1,7 @@
 """Attention with int8 queries, keys, values and weights, in blocks of rows and keys, with torch's matrix products.
 
 Weights are rounded to int8 relative to the row's final maximum, so there are two passes over the keys. Products of
-integers are exact in float32 if blocks of keys are short, so bits do not depend on threads.
+integers are exact in float32 in short blocks of keys, so bits do not depend on the number of threads.
 """
 
 import math
@@ -15,9 +15,9 @@ from fusion_attention.ir import bias
 from fusion_attention.ir.kv import Dequant
 from fusion_attention.ir.problem import Extents, Operands, Problem
 
-# Keys of a block: sums of so many products of two numbers up to 128 are below 2**24, hence exact in float32.
+# Keys of a block: a sum of 512 products of two int8 is at most 2**23, so it is exact in float32.
 _KEYS = 512
-# Elements of query and key rows for which products are exact for the same reason.
+# Largest number of elements of query and key rows for which q . k is exact in float32.
 _EXACT_DIM = 1024
 # Maximum number of scores in memory at once.
 _SCORES = 1 << 21
@@ -26,7 +26,7 @@ _BUFFERS = 5
 
 
 def reasons_against(problem: Problem) -> list[str]:
-    """One sentence for each property that this kernel does not support."""
+    """Returns a sentence for each property that this kernel does not support."""
     p = problem
     table = (
         ("bias", p.bias, ("none", "matrix")),
@@ -37,7 +37,7 @@ def reasons_against(problem: Problem) -> list[str]:
         ("has_blocked_tiles", p.has_blocked_tiles, (False,)),
     )
     return [
-        f"the cpu back end computes {what} {', '.join(map(str, accepted))} beside rounded weights, not {given}."
+        f"the cpu back end computes {what} {', '.join(map(str, accepted))} with rounded weights, not {given}."
         for what, given, accepted in table
         if given not in accepted
     ]
@@ -45,26 +45,25 @@ def reasons_against(problem: Problem) -> list[str]:
 
 @dataclass(eq=False)
 class Schedule:
-    """The schedule of a call: the number of rows that are computed together."""
+    """The schedule of a call: the number of rows in a block."""
 
     problem: Problem
     rows: int
 
     def workspace_bytes(self, threads: int) -> int:
-        """Bytes of scratch, for any number of threads."""
+        """Returns the bytes of scratch, for any number of threads."""
         p = self.problem
         return 4 * (_BUFFERS * p.heads_q * self.rows * _KEYS + _KEYS * p.heads_kv * (p.dim_qk + p.dim_v))
 
 
 def plan(problem: Problem) -> Schedule:
-    """The schedule of a problem, for any lengths."""
+    """Returns the schedule of a problem, for any lengths."""
     return Schedule(problem, max(1, _SCORES // (problem.heads_q * _KEYS)))
 
 
 @torch.no_grad()
 def run(schedule: Schedule, problem: Problem, extents: Extents, operands: Operands) -> int:
-    """Writes out and statistics of every row of every sequence; out of empty rows is 0. Returns the number of empty
-    rows."""
+    """Writes out and statistics of every row of every sequence, 0 for out of empty rows; returns their number."""
     empty = 0
     for b in range(len(extents)):
         q_len = int(extents.q_len[b])
@@ -94,14 +93,14 @@ class _Block:
         self.q = q.to(accum_dtype).reshape(problem.heads_kv, -1, problem.dim_qk)
 
     def compute(self) -> int:
-        """Writes the results of the rows, and returns the number of empty ones."""
+        """Writes the results of the rows, and returns the number of empty rows."""
         p, o, b, rows = self.problem, self.operands, self.b, self.rows
         count = rows.stop - rows.start
         peak = torch.full((p.heads_q, count, 1), -math.inf)
         for keys in self.keys:
             peak = torch.maximum(peak, self._scores(keys).amax(-1, keepdim=True))
         empty = peak == -math.inf
-        # A scale that all tokens share is applied last, so that sums are of integers.
+        # A scale that is equal for all tokens is applied last, so that integers are summed.
         scaled_last = p.dequant_v != "token" and (o.dequant_v is None or o.dequant_v.offset is None)
         total = torch.zeros(p.heads_q, count, 1)
         out = torch.zeros(p.heads_kv, p.group * count, p.dim_v, dtype=torch.float64)
@@ -111,10 +110,10 @@ class _Block:
             full = (self.weight_scale * weights).round().clamp(-128, 127)
             values = dequantize.values(p, o, b, keys)
             if not scaled_last:
-                values, full = dequantize.meant(values.double(), o.dequant_v, b, keys), full.double()
+                values, full = dequantize.dequantized(values.double(), o.dequant_v, b, keys), full.double()
             out += full.view(p.heads_kv, p.group * count, -1) @ values
         if scaled_last:
-            out = dequantize.meant(out, o.dequant_v, b, slice(0, 1))
+            out = dequantize.dequantized(out, o.dequant_v, b, slice(0, 1))
         result = out.view(p.heads_q, count, p.dim_v) / total.masked_fill(empty, 1.0)
         self._store(dequantize.rounded(p, o, result), peak, total)
         return int(empty.sum())
@@ -125,11 +124,11 @@ class _Block:
             view.sequence(self.b, self.problem.heads_q, self.rows.stop)[:, self.rows].copy_(result)
 
     def _scores(self, keys: slice) -> torch.Tensor:
-        """Scores [heads_q, rows, keys] float32; -inf for keys that are not visible."""
+        """Returns scores [heads_q, rows, keys] float32; -inf for keys that are not visible."""
         p, o, b, rows = self.problem, self.operands, self.b, self.rows
         k = dequantize.keys(p, o, b, keys)
         if not self.exact:
-            k = dequantize.meant(k.double(), o.dequant_k, b, keys)
+            k = dequantize.dequantized(k.double(), o.dequant_k, b, keys)
         products = (self.q @ k.mT).float().view(p.heads_q, rows.stop - rows.start, -1)
         scores = products * self.factor
         if p.has_row_scale and o.row_scale is not None:
@@ -141,7 +140,7 @@ class _Block:
         return scores.masked_fill(((key < self.first) | (key >= self.end)) | self._blocked(keys), -math.inf)
 
     def _blocked(self, keys: slice) -> torch.Tensor:
-        """Mask of blocked keys, bool, that broadcasts to [heads_q, rows, keys]."""
+        """Returns the mask of blocked keys, bool, that broadcasts to [heads_q, rows, keys]."""
         p, view, rows = self.problem, self.operands.blocked, self.rows
         if not p.has_blocked or view is None:
             return torch.zeros(1, dtype=torch.bool)
@@ -154,7 +153,7 @@ class _Block:
 
 
 def _common_scale(dequant: Dequant | None, b: int, p: Problem) -> float | None:
-    """The scale of all stored keys if they have a single one (integers are then multiplied exactly), else None."""
+    """Returns the scale of sequence b's keys if all have the same (integers are then multiplied), else None."""
     if dequant is None:
         return 1.0
     if dequant.offset is not None or p.dequant_k != "channel":

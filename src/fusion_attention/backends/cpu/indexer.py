@@ -21,7 +21,7 @@ from fusion_attention.memory import empty
 def plan_indexer(
     problem: IndexerProblem, extents: Extents, op_kind: str, variant: str | None
 ) -> _native.IndexerPlan | _native.SparsePlan:
-    """The core's plan of an operation; variant: an instruction set that runs here, None: the fastest."""
+    """Returns the core's plan of an operation; variant: an instruction set of this machine, None: the fastest."""
     p = problem
     fields = _fields(p, p.heads, p.dim, 0 if op_kind == "indexer_lse" else p.top_k)
     if op_kind == "indexer_backward":
@@ -30,7 +30,7 @@ def plan_indexer(
 
 
 def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: str | None) -> _native.SparsePlan:
-    """The core's plan of the loss; variant: as in plan_indexer()."""
+    """Returns the core's plan of the loss; variant: as in plan_indexer()."""
     p, dtype = problem, DTYPES[problem.torch_dtype]
     attention = (
         p.heads_q,
@@ -52,14 +52,14 @@ def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: st
 
 
 def run_indexer(plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands) -> None:
-    """Writes indices, and values if there are any; with a plan of indexer_lse, statistics."""
+    """Writes indices, and values if problem.has_values; with a plan of indexer_lse, statistics."""
     plan.run(torch.get_num_threads(), _lists(problem, operands))
 
 
 def prepare_lists(
     plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands, names: tuple[str, ...]
 ) -> _native.PreparedIndexer:
-    """A function that repeats run_indexer() on other tensors, in the order of names (ir/places.py)."""
+    """Returns a function that repeats run_indexer() on other tensors, in the order of names (ir/places.py)."""
     return plan.prepare(_lists(problem, operands), names)
 
 

@@ -1,6 +1,6 @@
-"""Empty rows that return the mean of V: out = (1/n) sum_j M_j v_j over all n keys, sum = n, and dv_j += M_j dout / n.
+"""Computes empty rows that return the mean of V: out = (1/n) sum_j M_j v_j over all n keys, and sum = n.
 
-Computed after the core, which writes 0 and a maximum of -inf for such rows.
+Their gradient is dv_j += M_j dout / n. The core, which runs before, writes 0 and a maximum of -inf for these rows.
 """
 
 import math
@@ -17,13 +17,13 @@ from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 
 # Rows and keys of a block; memory is linear in the sequence length.
 _ROWS = _KEYS = 256
-# Bits of a value such that a sum of so many is exact in float64, which has 53 bits.
+# Bits to which values are rounded, so that sums over a block of 2^8 keys are exact in float64's 53 bits.
 _DIGITS = 53 - 1 - 8
 
 
 @torch.no_grad()
 def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
-    """Overwrites out and sum of the empty rows that return means according to problem.empty_rows."""
+    """Overwrites out and sum of the empty rows that, by problem.empty_rows, return the mean of V."""
     heads = problem.heads_q
     for b, tile, rows in _tiles(extents):
         empty = operands.stats.max.sequence(b, heads, rows.stop)[:, rows] == -math.inf
@@ -35,7 +35,7 @@ def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
         kv_len = int(extents.kv_len[b])
         mean = torch.zeros(heads, tile.stop - tile.start, problem.dim_v, dtype=torch.float32)
         for keys in _steps(kv_len, _KEYS):
-            v = dequantize.meant(dequantize.values(problem, operands, b, keys), operands.dequant_v, b, keys)
+            v = dequantize.dequantized(dequantize.values(problem, operands, b, keys), operands.dequant_v, b, keys)
             mean += _kept_sum(
                 _unmasked(problem, extents, operands, b, tile, keys), v.repeat_interleave(problem.group, 0)
             )
@@ -50,8 +50,7 @@ def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
 
 @torch.no_grad()
 def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, grads: Grads) -> None:
-    """Adds to dv the contributions of empty rows that return means, summed first, so that dv is rounded only once
-    more."""
+    """Adds to dv the sum of the contributions of empty rows that return means; dv is rounded once more."""
     p, heads = problem, problem.heads_q
     for b, tiles in groupby(_tiles(extents), key=itemgetter(0)):
         kv_len, full = int(extents.kv_len[b]), int(extents.chosen_by[1][b])
@@ -72,7 +71,7 @@ def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, g
                 by_head = by_head[:, keys.start - tile.start : keys.stop - tile.start]
                 given[:, keys] += by_head.unflatten(0, (p.heads_kv, p.group)).sum(1)
         if given is not None:
-            assert grads.dv is not None  # a problem with means has a v of its own
+            assert grads.dv is not None  # a problem with means never shares v with k
             target = grads.dv.sequence(b, p.heads_kv, kv_len)
             target.copy_(target.float() + given)
 
@@ -82,10 +81,10 @@ def _steps(length: int, size: int) -> Iterator[slice]:
 
 
 def _tiles_of(first: int, length: int, full: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yields (tile, own): tiles of a complete sequence that overlap a chunk of it, and their overlap with the chunk.
+    """Yields (tile, overlap): tiles of a complete sequence that overlap a chunk of it, and the overlap.
 
-    Positions count from the chunk's first token. Products are over complete tiles, because torch's bits depend on
-    sizes.
+    Positions count from the chunk's first token. Products are over complete tiles, because the bits of torch's products
+    depend on sizes.
     """
     for start in range(first // size * size, first + length, size):
         tile = slice(start - first, min(start + size, full) - first)
@@ -93,7 +92,7 @@ def _tiles_of(first: int, length: int, full: int, size: int) -> Iterator[tuple[s
 
 
 def _tiles(extents: Extents) -> Iterator[tuple[int, slice, slice]]:
-    """Yields (sequence, tile, rows), as _tiles_of(), for all sequences with keys."""
+    """Yields (sequence, tile, rows of the chunk in it), as _tiles_of(), for all sequences with keys."""
     full = extents.chosen_by[0]
     for b in np.flatnonzero(extents.kv_len).tolist():
         first = 0 if extents.part is None else int(extents.part.first_row[b])
@@ -102,7 +101,7 @@ def _tiles(extents: Extents) -> Iterator[tuple[int, slice, slice]]:
 
 
 def _unmasked(problem: Problem, extents: Extents, operands: Operands, b: int, rows: slice, keys: slice) -> torch.Tensor:
-    """Mask [heads_q, rows, keys] bool, True for pairs that dropout keeps."""
+    """Returns bool [heads_q, rows, keys], true for pairs that dropout keeps."""
     p = problem
     if p.dropout == "none":
         return torch.ones(1, 1, 1, dtype=torch.bool).expand(p.heads_q, rows.stop - rows.start, keys.stop - keys.start)
@@ -115,10 +114,10 @@ def _unmasked(problem: Problem, extents: Extents, operands: Operands, b: int, ro
 
 
 def _kept_sum(unmasked: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Sums [heads, m, d] of values [heads, n, d] where unmasked [heads, m, n]; dropped NaN do not count.
+    """Returns sums [heads, m, d] of the values [heads, n, d] for which unmasked [heads, m, n] is true, not others' NaN.
 
-    Values are rounded to integers whose sums are exact in float64, so the bits do not depend on the order of addition
-    or on threads.
+    Values are rounded to multiples of a unit, whose sums are exact in float64, so bits do not depend on the order of
+    addition or the number of threads.
     """
     finite = values.isfinite()
     clean = values.where(finite, 0.0).double()

@@ -1,4 +1,4 @@
-"""Dense forward and backward in the native core: plans, and the conversion of views to the core's arguments."""
+"""Plans and runs the native core's dense forward and backward; converts views of memory to the core's arguments."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ _Matrix = tuple[Any, ...]
 
 
 def plan_forward(problem: Problem, extents: Extents, variant: str | None) -> _native.ForwardPlan:
-    """The core's plan of a forward; variant: an instruction set that runs here, None: the fastest."""
+    """Returns the core's plan of a forward; variant: an instruction set of this machine, None: the fastest."""
     t = by_query(extents, _native.TILE_ROWS)
     tiles = t.seq, t.row0, t.row1, t.begin, t.end
     return _native.ForwardPlan(problem_of(problem), extents_of(extents), tiles, variant)
 
 
 def plan_backward(problem: Problem, extents: Extents, variant: str | None) -> _native.BackwardPlan:
-    """The core's plan of a backward; variant: as in plan_forward()."""
+    """Returns the core's plan of a backward; variant: as in plan_forward()."""
     return _native.BackwardPlan(problem_of(problem), extents_of(extents), variant)
 
 
 def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> int:
-    """Writes out and statistics of every row of every sequence; out of empty rows is 0. Returns the number of empty
-    rows."""
+    """Writes out and statistics of every row of every sequence, 0 for out of empty rows; returns their number."""
     with Floats() as floats:
         return plan.run(torch.get_num_threads(), core_arguments(_operands, problem, operands, floats))
 
@@ -47,14 +46,16 @@ def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands)
 def prepare_forward(
     plan: _native.ForwardPlan, problem: Problem, operands: Operands, names: tuple[str, ...]
 ) -> _native.PreparedForward:
-    """A function that repeats run_forward() on other tensors of the same dtypes, in the order of names."""
+    """Returns a function that repeats run_forward() on other tensors of the same dtypes, in the order of names."""
     with Floats() as floats:
         return plan.prepare(_operands(problem, operands, floats), names)
 
 
 def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:
-    """Writes the gradients (adds to dbias unless owns_dbias); returns the number of empty rows that return means, whose
-    contributions to dv are not included."""
+    """Writes the gradients (adds to dbias unless owns_dbias), without contributions of empty rows that return means.
+
+    Returns the number of these rows.
+    """
     p, g, dtype = problem, grads, problem.torch_dtype
     result_dtype = torch.float32 if p.wide_results else dtype
     dsink = empty(g.dout.keep[0], (p.heads_q,), torch.float32)
@@ -78,7 +79,7 @@ def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operand
 
 
 class Floats:
-    """A context that keeps float32 copies alive while the core reads them."""
+    """Context that keeps references to float32 copies while the core reads them."""
 
     def __enter__(self) -> Floats:
         self._references: list[torch.Tensor] = []
@@ -89,7 +90,7 @@ class Floats:
         self._references.clear()
 
     def address(self, values: torch.Tensor | None) -> int:
-        """The address of the values as a contiguous float32 array; 0 for None."""
+        """Returns the address of the values as a contiguous float32 array; 0 for None."""
         if values is None:
             return 0
         self._references.append(values.to(torch.float32).contiguous())
@@ -113,7 +114,7 @@ def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
 
 @dataclass(eq=False)
 class KeptOperands(Operands):
-    """Operands that many runs use unchanged, with their cached arguments for the core."""
+    """Operands of many runs, with cached arguments for the core."""
 
     arguments: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
 
@@ -121,7 +122,7 @@ class KeptOperands(Operands):
 def core_arguments(
     make: Callable[[Problem, Operands, Floats], tuple[Any, ...]], p: Problem, o: Operands, floats: Floats
 ) -> tuple[Any, ...]:
-    """The core's arguments for operands, from make(); cached for KeptOperands."""
+    """Returns the core's arguments for operands, from make(); cached for KeptOperands."""
     if not isinstance(o, KeptOperands):
         return make(p, o, floats)
     result = o.arguments.get(make)
@@ -133,7 +134,7 @@ def core_arguments(
 
 
 def _operands(p: Problem, o: Operands, floats: Floats, out: torch.dtype | None = None) -> tuple[Any, ...]:
-    """The core's arguments for operands; out: the dtype of o.out, None: by the problem."""
+    """Returns the core's arguments for operands; out: the dtype of o.out, None: the problem's."""
     dtype = p.torch_dtype
     out = out or (torch.float32 if p.wide_results else dtype)
     return (
@@ -168,7 +169,7 @@ def _tiles_of(tiles: MatrixView, bits: torch.Tensor | None) -> tuple[_Matrix, in
 
 def rows_of(view: RowView | PagedView | None, dtype: torch.dtype) -> _Rows:
     if not isinstance(view, RowView):
-        raise TypeError(f"fusion_attention: native core: expected rows at addresses, got {type(view).__name__}")
+        raise TypeError(f"fusion_attention: native core: expected a view of contiguous rows, got {type(view).__name__}")
     first, address = view.keep[0], view.address
     if first.dtype is not dtype:
         raise TypeError(f"fusion_attention: native core: expected {dtype} in memory, got {first.dtype}")

@@ -16,8 +16,10 @@ class PoolingPlan:
     """The core's arguments for the lengths of a call.
 
     Args:
-        sums: partial sums of the gradient of a bias, at most; 0: there is none.
-        variant: an instruction set that runs here, None: the fastest.
+        problem, lengths: the problem and its lengths, as the core's arguments.
+        dtype: dtype of the rows.
+        sums: largest number of partial sums of the bias's gradient; 0: no such gradient.
+        variant: an instruction set of this machine, None: the fastest.
     """
 
     problem: tuple[Any, ...]
@@ -27,16 +29,17 @@ class PoolingPlan:
     variant: str | None
 
     def workspace_bytes(self, threads: int) -> int:
-        """Bytes that a run allocates, at most."""
+        """Returns the most bytes that a run allocates."""
         _, dim, ratio, overlap, _ = self.problem
         padded = -(-dim // 16) * 16
         return 4 * padded * (4 * threads + ratio * (1 + overlap) * self.sums)
 
 
 def plan_pooling(p: PoolingProblem, extents: Extents, op_kind: str, variant: str | None) -> PoolingPlan:
-    """The core's plan of pooling or of its gradients."""
+    """Returns the core's plan of pooling or of its gradients."""
     dtype = getattr(torch, p.dtype)
-    # Products of the sizes of a window that no sequence fills might exceed 64 bits; a bias has them in memory.
+    # A ratio above all lengths is reduced, because products with it might exceed 64 bits; with a bias, which has a row
+    # for each position of a window, it cannot be that large.
     ratio = p.ratio if p.has_bias else min(p.ratio, int(extents.kv_len.max(initial=0)) + 1)
     lengths = extents.kv_len, extents.q_len, extents.lo, extents.q_len
     sums = max(64, -(-int(extents.q_len.sum()) * p.heads // 256)) if p.has_bias and op_kind != "pooling" else 0

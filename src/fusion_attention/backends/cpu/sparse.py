@@ -1,4 +1,4 @@
-"""Attention to selected keys in the native core: forward and backward."""
+"""Plans and runs the native core's attention to selected keys, forward and backward."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from fusion_attention.memory import empty
 
 
 def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str | None) -> _native.SparsePlan:
-    """The core's plan; variant: an instruction set that runs here, None: the fastest."""
+    """Returns the core's plan; variant: an instruction set of this machine, None: the fastest."""
     p, dtype = problem, DTYPES[problem.torch_dtype]
     sizes = p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope
     selection = p.has_sink, p.shares_kv, p.select_count, p.select_block
@@ -22,7 +22,7 @@ def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str
 
 
 def run_sparse_forward(plan: _native.SparsePlan, problem: Problem, operands: Operands) -> None:
-    """Writes out and statistics of every row of every sequence; out of empty rows is 0."""
+    """Writes out and statistics of every row of every sequence; out is 0 for empty rows."""
     with Floats() as floats:
         plan.run(torch.get_num_threads(), _arguments(problem, operands, sink=floats.address(operands.sink)))
 
@@ -52,13 +52,12 @@ def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Op
 
 
 def wide_keys(dk: RowView, dtype: torch.dtype) -> torch.dtype | None:
-    """float32 if the gradients of keys are float32 but rows have another dtype, for summation of partial results; else
-    None."""
+    """Returns float32 if the gradients of keys are float32 (partial sums) and rows have another dtype, else None."""
     return torch.float32 if dk.keep[0].dtype == torch.float32 != dtype else None
 
 
 def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: int) -> tuple[Any, ...] | None:
-    """The core's arguments for a view of keys, with addresses or in pages."""
+    """Returns the core's arguments for a view of keys, contiguous or in pages."""
     if view is None:
         return None
     if not isinstance(view, PagedView):
@@ -74,7 +73,7 @@ def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: in
 
 
 def _arguments(p: Problem, o: Operands, **more: Any) -> tuple[Any, ...]:
-    """Calls arguments() with the tensors of an attention call."""
+    """Returns arguments() of the tensors of an attention call."""
     dtype, sequences = p.torch_dtype, len(o.q.address)
     return arguments(
         q=rows_of(o.q, dtype),
@@ -100,7 +99,7 @@ def arguments(
     dweights: Any = None, sink: int = 0, dsink: int = 0, wide_keys: bool = False, k_compressed: Any = None,
     v_compressed: Any = None, dk_compressed: Any = None, dv_compressed: Any = None, target: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The tensors of a call with selected keys or of the indexer, in the order of the core's arguments."""
+    """Returns the tensors of a call with selected keys or of the indexer, in the order of the core's arguments."""
     read = q, q_rope, indices, k, k_rope, v, out, max_, sum_, weights, values
     written = dout, dlse, dq, dq_rope, dk, dk_rope, dv, dweights, sink, dsink, wide_keys
     return *read, *written, k_compressed, v_compressed, dk_compressed, dv_compressed, target

@@ -1,7 +1,6 @@
 """The golden back end: the reference in float64, with which every other back end is compared.
 
-The golden back end computes every problem on every device, dtype "float64" included, without a plan, and is used by
-name only.
+It computes every problem in every dtype on every device, without a plan, and is used only if a call names it.
 """
 
 from typing import Any
@@ -34,7 +33,7 @@ __all__ = [
 ]
 
 NAME = "golden"
-# Buffers of heads * q_len * kv_len doubles that are alive at once (measured, rounded up).
+# Number of buffers of heads * q_len * kv_len doubles that are in memory at once (measured, rounded up).
 _BUFFERS = {
     "attention_forward": 6,
     "attention_backward": 10,
@@ -48,12 +47,12 @@ _BUFFERS = {
 
 
 def reasons_against(problem: AnyProblem, device: torch.device, op_kind: str = "") -> list[str]:
-    """An empty list: this back end computes every problem."""
+    """Returns an empty list: this back end computes every problem."""
     return []
 
 
 def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
-    """Estimated bytes of the score matrices of the largest sequence."""
+    """Returns the estimated bytes of the score matrices of the largest sequence."""
     if isinstance(problem, PoolingProblem):
         rows = int(extents.kv_len.max(initial=0))
         return 8 * problem.heads * problem.channels * rows * _BUFFERS[op_kind]

@@ -24,51 +24,51 @@ _INF = float("inf")
 
 @dataclass(frozen=True, eq=False)
 class _Sequence:
-    """One sequence in float64, key/value heads repeated so that every tensor has heads_q heads."""
+    """One sequence in float64; key and value heads are repeated so that every tensor has heads_q heads."""
 
     q: torch.Tensor  # [heads_q, q_len, dim_qk]
     k: torch.Tensor  # [heads_q, kv_len, dim_qk]
     v: torch.Tensor  # [heads_q, kv_len, dim_v]
     q_rope: torch.Tensor | None  # [heads_q, q_len, dim_rope]
     k_rope: torch.Tensor | None  # [heads_q, kv_len, dim_rope]
-    in_band: torch.Tensor  # [q_len, 1] bool: the row's band is not empty, whatever is blocked
-    scores: torch.Tensor  # [heads_q, q_len, kv_len]: -inf exactly for the keys that are not visible
-    keep: torch.Tensor  # [heads_q, q_len, kv_len] bool: not dropped
-    keep_factor: float  # factor on a kept probability
-    times: torch.Tensor  # [heads_q, q_len, kv_len], or one 1: multiplicity of a visible key in the softmax
+    in_band: torch.Tensor  # [q_len, 1] bool: the band has a key of the row, blocked or not
+    scores: torch.Tensor  # [heads_q, q_len, kv_len]: -inf if and only if the key is not visible
+    keep: torch.Tensor  # [heads_q, q_len, kv_len] bool: false for weights that dropout removes
+    keep_factor: float  # factor on the other weights: 1 / keep_prob
+    times: torch.Tensor  # [heads_q, q_len, kv_len], or one 1: how often the softmax counts a visible key
     slope: torch.Tensor | float  # [heads_q, q_len, kv_len]: derivative of a score by its product before the cap, or 1
 
 
 def _kv_heads(problem: Problem, device: torch.device) -> torch.Tensor:
-    """The key/value head of each query head, [heads_q]."""
+    """Returns the key head of each query head, [heads_q]."""
     return torch.arange(problem.heads_q, device=device) // problem.group
 
 
-def _seen(
+def _visible(
     problem: Problem, extents: Extents, operands: Operands, b: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(visible [heads_q, q_len, keys], in_band [q_len, 1]) of sequence b, both bool."""
+    """Returns (visible [heads_q, q_len, keys], in_band [q_len, 1]) of sequence b, both bool."""
     q_len, kv_len = int(extents.q_len[b]), int(extents.kv_len[b])
     row = np.arange(q_len)
     first, end = (torch.from_numpy(edge).to(device)[:, None] for edge in extents.row_interval(b, row))
     key = torch.arange(extents.all_keys(b), device=device)
-    seen = ((key >= first) & (key < end)).expand(problem.heads_q, -1, -1)
+    visible = ((key >= first) & (key < end)).expand(problem.heads_q, -1, -1)
     if problem.compressed_ratio:
         bound = torch.from_numpy(extents.compressed_end(b, row, problem.compressed_ratio)).to(device)[:, None]
-        seen = seen | ((key >= kv_len) & (key < kv_len + bound))
+        visible = visible | ((key >= kv_len) & (key < kv_len + bound))
     if problem.has_blocked:
         assert operands.blocked is not None
         free = operands.blocked.sequence(b, problem.heads_q, q_len, kv_len) == 0
-        seen = seen & F.pad(free, (operands.blocked.first_of(b), 0), value=True)
+        visible = visible & F.pad(free, (operands.blocked.first_of(b), 0), value=True)
     if problem.has_blocked_tiles:
         assert operands.blocked_tiles is not None
         lengths = problem.heads_q, q_len, kv_len
-        seen = seen & ~blocked_by_tiles(operands.blocked_tiles, operands.blocked_bits, b, *lengths)
-    return seen, end > first
+        visible = visible & ~blocked_by_tiles(operands.blocked_tiles, operands.blocked_bits, b, *lengths)
+    return visible, end > first
 
 
 def _times(problem: Problem, extents: Extents, operands: Operands, b: int, device: torch.device) -> torch.Tensor:
-    """Number of times that each row's list selects each key of sequence b; 1 without a selection."""
+    """Returns how often each row's list selects each key of sequence b; 1 without a selection."""
     if not problem.select_count:
         return torch.ones(1, 1, 1, dtype=torch.float64, device=device)
     assert operands.indices is not None
@@ -80,7 +80,7 @@ def _times(problem: Problem, extents: Extents, operands: Operands, b: int, devic
         end, listed = extents.row_interval(b, row)[1], kv_len
     entries, read = scanned(operands.indices, end, b, problem.heads_kv, block)
     times = added_up(read.double(), entries, read, -(-listed // block))
-    # A block counts with all of its keys; the band removes the keys behind the row's last visible one.
+    # An entry selects all keys of its block; the band removes those after the row's last visible key.
     times = times.repeat_interleave(block, -1)[..., :listed]
     if problem.compressed_ratio:
         times = F.pad(times, (kv_len, 0), value=1.0)
@@ -88,7 +88,7 @@ def _times(problem: Problem, extents: Extents, operands: Operands, b: int, devic
 
 
 def _bias(problem: Problem, extents: Extents, operands: Operands, b: int) -> torch.Tensor:
-    """The bias [heads_q, q_len, kv_len] in float64."""
+    """Returns the bias [heads_q, q_len, kv_len] in float64."""
     lengths = int(extents.q_len[b]), int(extents.kv_len[b])
     rows, keys = slice(0, lengths[0]), slice(0, lengths[1])
     if problem.bias in ("slopes", "slopes_sqrt"):
@@ -104,7 +104,7 @@ def _bias(problem: Problem, extents: Extents, operands: Operands, b: int) -> tor
 def _keep(
     problem: Problem, extents: Extents, operands: Operands, b: int, device: torch.device
 ) -> tuple[torch.Tensor, float]:
-    """(keep, keep_factor) of sequence b, as in _Sequence."""
+    """Returns (keep, keep_factor) of sequence b, as in _Sequence."""
     heads = problem.heads_q
     lengths = int(extents.q_len[b]), extents.all_keys(b)
     if problem.dropout == "none":
@@ -116,12 +116,12 @@ def _keep(
         seed, offset = operands.seed, operands.offset
         stream, rows, keys = extents.drawn(b, heads)
         keep = keep_from_philox(seed, offset, problem.keep_prob, stream, heads, rows, keys)
-    # keep_prob is at least 1e-200: below that results underflow in float32, and the factor could overflow float64.
+    # The factor of a keep_prob below 1e-200 might overflow float64; results then underflow in float32.
     return keep.to(device), 1.0 / max(problem.keep_prob, 1e-200)
 
 
 def _stored(problem: Problem, view: RowView | PagedView, b: int, length: int) -> torch.Tensor:
-    """Rows [heads_kv, length, dim] of sequence b in float64; integers are not scaled."""
+    """Returns stored rows [heads_kv, length, dim] of sequence b in float64; integers are not scaled."""
     if problem.kv_dtype == "int4":
         packed = replace(view, dim=-(-view.dim // 2)).sequence(b, problem.heads_kv, length).int()
         halves = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., : view.dim]
@@ -129,13 +129,13 @@ def _stored(problem: Problem, view: RowView | PagedView, b: int, length: int) ->
     return view.sequence(b, problem.heads_kv, length).double()
 
 
-def _meant(
+def _dequantised(
     problem: Problem, views: tuple[RowView | PagedView, RowView | None], b: int, length: int, dequant: Dequant | None
 ) -> torch.Tensor:
-    """The keys or values [heads_kv, length, dim] of sequence b, after its common prefix; integers are dequantized as
-    (stored + offset) * scale.
+    """Returns keys or values [heads_kv, length, dim] of sequence b, with the common prefix first.
 
-    views: of the sequence's keys, and of the common prefix or None.
+    Integers are dequantised as (stored + offset) * scale. views: of the sequence's rows, and of the common prefix or
+    None.
     """
     own, common = views
     shared = min(problem.common_keys, length)
@@ -161,8 +161,7 @@ def _quantised(problem: Problem, operands: Operands, out: torch.Tensor) -> torch
 
 
 def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Sequence:
-    """Loads sequence b and computes its scores: scale * (q . k + q_rope . k_rope), capped if there is a softcap, plus
-    bias."""
+    """Returns sequence b with scores scale * (q . k + q_rope . k_rope), capped if there is a softcap, plus bias."""
     device = operands.q.keep[0].device
     q_len, kv_len = int(extents.q_len[b]), int(extents.kv_len[b])
     kv_heads = _kv_heads(problem, device)
@@ -176,7 +175,7 @@ def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Se
         dequant: Dequant | None,
         compressed: RowView | PagedView | None,
     ) -> torch.Tensor:
-        rows = _meant(problem, (view, common), b, kv_len, dequant)
+        rows = _dequantised(problem, (view, common), b, kv_len, dequant)
         if compressed is not None:
             rows = torch.cat((rows, _stored(problem, compressed, b, extents.all_keys(b) - kv_len)), dim=1)
         return rows[kv_heads]
@@ -203,17 +202,17 @@ def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Se
     if problem.bias != "none":
         added = _bias(problem, extents, operands, b)
         scores = scores + (problem.scale * added if problem.bias_scaled else added)
-    seen, in_band = _seen(problem, extents, operands, b, device)
+    visible, in_band = _visible(problem, extents, operands, b, device)
     times = _times(problem, extents, operands, b, device)
-    seen = seen & (times > 0)
+    visible = visible & (times > 0)
     keep, keep_factor = _keep(problem, extents, operands, b, device)
-    return _Sequence(q, k, v, q_rope, k_rope, in_band, scores.where(seen, -_INF), keep, keep_factor, times, slope)
+    return _Sequence(q, k, v, q_rope, k_rope, in_band, scores.where(visible, -_INF), keep, keep_factor, times, slope)
 
 
 def _statistics(problem: Problem, operands: Operands, s: _Sequence) -> tuple[torch.Tensor, torch.Tensor]:
-    """(max, sum) [heads_q, q_len, 1] before dropout; an empty row's sum is kv_len if it returns the mean, else 0."""
+    """Returns (max, sum) [heads_q, q_len, 1] before dropout; an empty row's sum is kv_len for the mean of V, else 0."""
     heads, q_len, kv_len = s.scores.shape
-    # A sink acts as an additional key without a value; without a sink its score is -inf, which changes nothing.
+    # A sink acts as an additional key without a value; without a sink its score is -inf, which has no effect.
     sink = s.scores.new_full((heads, q_len, 1), -_INF)
     if problem.has_sink:
         assert operands.sink is not None
@@ -229,11 +228,11 @@ def _statistics(problem: Problem, operands: Operands, s: _Sequence) -> tuple[tor
 def _weights(
     problem: Problem, operands: Operands, s: _Sequence, row_max: torch.Tensor, row_sum: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """(softmax, weights, live), each [heads_q, q_len, kv_len], and the divisor, computed from the statistics.
+    """Returns (softmax, weights, live), each [heads_q, q_len, kv_len], and the divisor, computed from the statistics.
 
     softmax (bool) marks the visible pairs of rows that are not empty. live (bool) also marks all keys of empty rows
-    that return the mean. weights / divisor is the probability of each live pair, before dropout. A key with score -inf
-    is not visible, for any cause: its value is not read, not even NaN.
+    that return the mean of V. weights / divisor is the probability of each live pair, before dropout. A key with score
+    -inf is not visible, so that NaN of its value does not reach the result.
     """
     empty = row_max == -_INF
     mean = empty & (row_sum > 0)
@@ -249,9 +248,9 @@ def _weights(
 
 
 def weighted_sum(weights: torch.Tensor, live: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Sum over n of weights [heads, m, n] * values [heads, n, d] over live pairs (bool [heads, m, n]): [heads, m, d].
+    """Returns the sum over live n of weights [heads, m, n] * values [heads, n, d], [heads, m, d]; live: bool.
 
-    A value row with NaN or infinities is added to its live rows only, because 0 * NaN is NaN.
+    Values that are not finite are added separately to the rows to which they are live, because 0 * NaN is NaN.
     """
     finite = values.isfinite().all(-1)  # [heads, n]
     total = weights.where(live & finite[:, None, :], 0) @ values.where(finite[..., None], 0)
@@ -280,7 +279,7 @@ def attention_forward(problem: Problem, extents: Extents, schedule: None, operan
 
 @torch.no_grad()
 def attention_backward(problem: Problem, extents: Extents, schedule: None, operands: Operands, grads: Grads) -> None:
-    """Writes the gradients that are not None, from the saved out and statistics (which may cover more keys).
+    """Writes the gradients that are not None, from the saved out and statistics (of these keys, or of more).
 
     dP = (dout . v) * M,  D = dout . out - dlse,  dS = P * (dP - D),  M = keep / keep_prob
     dq = scale * dS' k,  dk = scale * dS'^T q,  dv = (P * M)^T dout,  dbias = dS
@@ -351,8 +350,10 @@ def _store_qk(
 def _store_shared(
     problem: Problem, views: tuple[RowView, RowView | None], b: int, kv_len: int, per_query_head: torch.Tensor
 ) -> None:
-    """Sums a gradient [heads_q, keys, dim] over the query heads of each key/value head, and stores the first kv_len
-    keys in the first view and those of a second source in the second."""
+    """Sums a gradient [heads_q, keys, dim] over the query heads of each key head and stores it.
+
+    The first view receives the first kv_len keys, the second view the keys of a second source.
+    """
     _, keys, dim = per_query_head.shape
     total = per_query_head.new_zeros(problem.heads_kv, keys, dim)
     total.index_add_(0, _kv_heads(problem, total.device), per_query_head)
@@ -363,7 +364,7 @@ def _store_shared(
 
 
 def _add_bias_gradient(problem: Problem, grads: Grads, b: int, dscores: torch.Tensor) -> None:
-    """Adds dS (times scale if problem.bias_scaled) to the elements that the bias was read from."""
+    """Adds dS (times scale if problem.bias_scaled) to the gradient of the bias."""
     assert grads.dbias is not None
     gradient = problem.scale * dscores if problem.bias_scaled else dscores
     q_len, kv_len = gradient.shape[1:]

@@ -1,4 +1,4 @@
-"""Reading of lists of selected blocks, for attention and for the indexer's gradients."""
+"""Reads lists of selected blocks of keys, for attention and for the indexer's gradients."""
 
 import numpy as np
 import torch
@@ -7,10 +7,10 @@ from fusion_attention.ir.kv import RowView
 
 
 def scanned(view: RowView, end: np.ndarray, b: int, heads: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(entries int64, read bool) of sequence b, both [heads, q_len, entries of a list]; read: the row reads the entry.
+    """Returns (entries int64, read bool) of sequence b's lists, both [heads, q_len, entries of a list].
 
-    A row whose visible keys are before `end` reads at most the first ceil(end / block) entries, and stops at the first
-    negative one.
+    read is true for the entries that a row reads: those before its first negative entry, and only the first
+    ceil(end / block), where `end` is the end of the row's visible keys.
     """
     entries = view.sequence(b, heads, len(end)).long()
     blocks = torch.from_numpy(-(-np.maximum(end, 0) // block)).to(entries.device)[:, None]
@@ -19,11 +19,11 @@ def scanned(view: RowView, end: np.ndarray, b: int, heads: int, block: int) -> t
 
 
 def added_up(values: torch.Tensor, entries: torch.Tensor, read: torch.Tensor, places: int) -> torch.Tensor:
-    """Sums values [.., entries] by index: result [.., places], where element j sums the values of read entries j.
+    """Returns [.., places], whose element j is the sum of `values` [.., entries] over the read entries that are j.
 
-    Entries beyond the last index are dropped.
+    Entries from `places` on are ignored.
     """
     counted = read & (entries < places)
-    total = values.new_zeros(*values.shape[:-1], places + 1)  # the last element collects entries that do not count
+    total = values.new_zeros(*values.shape[:-1], places + 1)  # the last element collects ignored entries
     total.scatter_add_(-1, entries.where(counted, places), values.where(counted, 0))
     return total[..., :places]

@@ -1,7 +1,7 @@
 """The indexer's softmax statistics, and its Kullback-Leibler loss against attention, in float64.
 
-This module builds complete score matrices. A token that is listed several times counts as often: sums are over the
-entries of the list. Keys that are not visible, or not selected, never reach a result.
+This module builds complete score matrices. Sums are over the entries of a list, so a token that is listed several times
+counts several times. Keys that are not visible, or not selected, never reach a result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _scores(operands: IndexerOperands, extents: Extents, b: int, heads: int) -> 
 
 
 def _shown(extents: Extents, b: int, ratio: int, device: torch.device) -> torch.Tensor:
-    """Matrix [q_len, kv_len] float64: 1 for the keys in a row's band, else 0."""
+    """Returns a matrix [q_len, kv_len] float64: 1 for the keys in a row's band, else 0."""
     edges = extents.row_interval(b, np.arange(extents.q_len[b]), ratio)
     first, end = (torch.from_numpy(edge).to(device)[:, None] for edge in edges)
     key = torch.arange(int(extents.kv_len[b]), device=device)
@@ -53,7 +53,7 @@ def _shown(extents: Extents, b: int, ratio: int, device: torch.device) -> torch.
 
 
 def _statistics(scores: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax statistics (max, sum) [q_len, 1] of scores whose keys count `times`; (-inf, 0) for a row without keys."""
+    """Returns (max, sum) [q_len, 1] of a softmax that counts each key `times`; (-inf, 0) for a row without keys."""
     seen = scores.where(times > 0, -_INF)
     row_max = torch.cat((seen, seen.new_full((len(seen), 1), -_INF)), -1).amax(-1, keepdim=True)
     row_sum = (times * (seen - row_max).exp()).where(times > 0, 0).sum(-1, keepdim=True)
@@ -72,7 +72,7 @@ def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: None, opera
 
 
 def _times(problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int) -> torch.Tensor:
-    """Matrix [q_len, kv_len]: the number of times that a row counts each key; 0 outside its band."""
+    """Returns a matrix [q_len, kv_len]: how often a row counts each key; 0 outside its band."""
     shown = _shown(extents, b, problem.ratio, operands.loss.device)
     if not problem.select_count:
         return shown
@@ -85,7 +85,7 @@ def _times(problem: IndexerLossProblem, extents: Extents, operands: IndexerLossO
 def _target(
     problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, times: torch.Tensor
 ) -> torch.Tensor:
-    """p [q_len, kv_len]: the mean over heads of the attention's probabilities, from its saved statistics."""
+    """Returns p [q_len, kv_len]: the mean over heads of the attention's probabilities, from its saved statistics."""
     p, (q_len, kv_len) = problem, times.shape
     assert operands.q is not None
     assert operands.k is not None
@@ -119,7 +119,7 @@ def _attended(
     y: torch.Tensor,
     times: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, dI [q_len, kv_len]) with the attention's distribution as target; y: the indexer's distribution."""
+    """Returns (loss, dI [q_len, kv_len]) with the attention's distribution as target; y: the indexer's distribution."""
     seen = times > 0
     p = _target(problem, extents, operands, b, times).where(seen, 0)
     factor = p.clamp(min=_LEAST) if problem.select_count else p
@@ -130,7 +130,7 @@ def _attended(
 def _entries(
     problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, target: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(key, read), both of the target's shape: the key of each element, and True if the row's list reads it."""
+    """Returns (key, read), both of the target's shape: each element's key, and True if the row's list reads it."""
     if not problem.select_count:
         key = torch.arange(target.shape[1], device=target.device).expand(len(target), -1)
         return key, key >= 0
@@ -148,7 +148,7 @@ def _given(
     y: torch.Tensor,
     times: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, dI [q_len, kv_len]) with an operand as target; writes y at the target's elements, if it is a result."""
+    """Returns (loss, dI [q_len, kv_len]) with an operand as target; writes y of the target's elements if requested."""
     assert operands.target is not None
     q_len, kv_len = y.shape
     target = operands.target.sequence(b, 1, q_len)[0].double()

@@ -9,8 +9,10 @@ Tensor = torch.Tensor
 
 
 def _windows(rows: Tensor, p: PoolingProblem, first: int, count: int, absent: float) -> Tensor:
-    """The rows that windows [first, first + count) pool, [heads, windows, ratio or 2 ratio, dim]; absent: the value of
-    rows before the first window."""
+    """Returns the rows of windows first to first + count - 1, [heads, windows, ratio or 2 ratio, dim].
+
+    absent: the value of rows before the first window.
+    """
     ratio = p.ratio
     own = rows[:, first * ratio : (first + count) * ratio].unflatten(1, (count, ratio))
     if not p.overlap:
@@ -21,7 +23,7 @@ def _windows(rows: Tensor, p: PoolingProblem, first: int, count: int, absent: fl
 
 
 def _inputs(p: PoolingProblem, o: PoolingOperands, b: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Rows and gates of a sequence with the bias, [heads, rows, channels] in float64."""
+    """Returns rows, and gates with the bias, of a sequence, [heads, rows, channels] in float64."""
     kv, z = (view.sequence(b, p.heads, rows).double() for view in (o.kv, o.gate))
     if o.bias is not None:
         z = z + o.bias.double()[torch.arange(rows, device=z.device) % p.ratio]
@@ -29,7 +31,7 @@ def _inputs(p: PoolingProblem, o: PoolingOperands, b: int, rows: int) -> tuple[T
 
 
 def _placed(windows: Tensor, rows: Tensor, p: PoolingProblem, first: int) -> None:
-    """Writes what _windows() reads from `rows` back to its place there."""
+    """Writes windows, in the form of _windows(), back to `rows`."""
     count, ratio = windows.shape[1], p.ratio
     rows[:, first * ratio : (first + count) * ratio, p.channels - p.dim :] = windows[:, :, -ratio:].flatten(1, 2)
     if p.overlap:

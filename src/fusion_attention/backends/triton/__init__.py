@@ -1,4 +1,4 @@
-"""The Triton back end: attention on NVIDIA GPUs. Triton is imported by the first computation, not with this module."""
+"""The Triton back end: all operations on NVIDIA GPUs. The first computation imports Triton, this module does not."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ NAME = "triton"
 DTYPES = ("float32", "float16", "bfloat16")
 MAJORS = (8, 9, 10, 12)  # major compute capabilities for which the kernels were compiled
 TRITONS = ((3, 6), (3, 8))  # oldest and newest supported versions of Triton
-# Tables with the tiles of an operation; only the decode kernels read caches.
+# Names of an operation's tables of tile shapes; only the decode kernels read caches.
 TABLES = {"attention_forward": ("forward", "decode"), "attention_backward": ("query", "key")}
 ALL = ("forward", "query", "key", "decode")
 
 
 def against_triton() -> list[str]:
-    """Reasons why the installed version of Triton cannot compile the kernels, or that it is missing."""
+    """Returns the reasons why Triton cannot compile the kernels: it is missing, or has an untested version."""
     try:
         import triton
     except ImportError:
@@ -51,14 +51,14 @@ def against_triton() -> list[str]:
 
 
 def interpreted() -> bool:
-    """True if kernels run under Triton's interpreter, on the CPU."""
+    """Returns True if kernels run under Triton's interpreter, on the CPU."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)
 
 
 def against_device(device: torch.device) -> list[str]:
-    """Reasons why a device cannot run the kernels."""
+    """Returns the reasons why a device cannot run the kernels."""
     if against := against_triton():
         return against
     if interpreted():
@@ -80,7 +80,7 @@ def against_device(device: torch.device) -> list[str]:
 
 
 def against_shape(problem: Problem, device: torch.device, op_kind: str) -> list[str]:
-    """Reasons why a problem's sizes are not supported: the tables of tiles have no entry that fits the device."""
+    """Returns the reasons why a problem's sizes are not supported: no tile shape fits them on the device."""
     p, reasons = problem, []
     if p.dim_rope > shapes.WIDEST_ROPE:
         reasons.append(f"the triton back end computes dim_rope up to {shapes.WIDEST_ROPE}, not {p.dim_rope}.")
@@ -95,7 +95,7 @@ def against_shape(problem: Problem, device: torch.device, op_kind: str) -> list[
 
 
 def against_cache(problem: Problem) -> list[str]:
-    """Reasons why the decode kernels do not support a problem with a cache."""
+    """Returns the reasons why the decode kernels do not support a problem with a cache."""
     p = problem
     if not p.page_size and not p.kv_dtype:
         return []
@@ -108,7 +108,7 @@ def against_cache(problem: Problem) -> list[str]:
 
 
 def refused(table: tuple[tuple[str, object, tuple[object, ...]], ...]) -> list[str]:
-    """A sentence for each row (what, given, accepted) whose value is not accepted."""
+    """Returns a sentence for each row (what, given, accepted) whose given value is not accepted."""
     return [
         f"the triton back end computes {what} {', '.join(map(str, accepted))}, not {given}."
         for what, given, accepted in table
@@ -117,7 +117,7 @@ def refused(table: tuple[tuple[str, object, tuple[object, ...]], ...]) -> list[s
 
 
 def against_dense(problem: Problem) -> list[str]:
-    """Reasons why the dense and decode kernels do not support a problem."""
+    """Returns the reasons why the dense and decode kernels do not support a problem."""
     p = problem
     unknown = refused(
         (
@@ -135,7 +135,7 @@ def against_dense(problem: Problem) -> list[str]:
 
 
 def against_selection(problem: Problem) -> list[str]:
-    """Reasons why the kernels of selected keys do not support a problem."""
+    """Returns the reasons why the kernels of selected keys do not support a problem."""
     p, what = problem, "select_count" if problem.select_count else "compressed_ratio"
     return refused(
         (
@@ -146,7 +146,7 @@ def against_selection(problem: Problem) -> list[str]:
 
 
 def against_family(problem: AnyProblem, device: torch.device, op_kind: str) -> list[str]:
-    """Reasons why sizes are not supported by the kernels of selected keys, of the indexer or of its loss."""
+    """Returns the reasons why kernels of selected keys, of the indexer or its loss do not support a problem's sizes."""
     chip = shapes.chip_of(device)
     if problem.dtype not in DTYPES or chip is None:
         return []
@@ -154,8 +154,7 @@ def against_family(problem: AnyProblem, device: torch.device, op_kind: str) -> l
 
 
 def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: str = "") -> list[str]:
-    """One sentence for each property of the problem that this back end does not support; op_kind "": for every
-    operation."""
+    """Returns a sentence for each property of the problem that is not supported; op_kind "": by some operation."""
     p, where = problem, torch.device(device)
     against = against_device(where)
     if isinstance(p, IndexerProblem | IndexerLossProblem):
@@ -169,7 +168,7 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: st
 
 
 def schedule(problem: AnyProblem, extents: Extents, op_kind: str) -> Schedule:
-    """The schedule of an operation on given lengths; the first run on a device adds the device's tables to it."""
+    """Returns the schedule of an operation on given lengths; the first run on a device adds the device's tables."""
     from fusion_attention.backends.triton.common import launching
     from fusion_attention.backends.triton.decode import launch as launch_decode
 
@@ -179,7 +178,7 @@ def schedule(problem: AnyProblem, extents: Extents, op_kind: str) -> Schedule:
 
 
 def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
-    """The most bytes that an operation allocates besides operands and results."""
+    """Returns the most bytes that an operation allocates besides operands and results."""
     planned = schedule(problem, extents, op_kind)
     if isinstance(problem, PoolingProblem):
         from fusion_attention.backends.triton.windows import launch as launch_pooling

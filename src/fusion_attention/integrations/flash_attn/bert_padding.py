@@ -28,14 +28,18 @@ def unpad_input(
 
     Args:
         hidden_states: [B, S, ...].
-        attention_mask: [B, S], 1 for a token. unused_mask: [B, S], 1 for a position that is packed but not counted.
+        attention_mask: [B, S], 1 for a token and 0 for padding.
+        unused_mask: [B, S], 1 for padding that is packed too, but not counted in the last result.
 
     Returns:
-        (tokens [T, ...], indices in B * S, cumulative lengths [B + 1] as int32, longest length, tokens per sequence).
+        (packed tokens [T, ...], their indices [T] in the flattened axes [B * S], cumulative lengths [B + 1] as int32,
+        largest length, number of tokens per sequence [B] as int32).
 
     Example:
-        >>> found = unpad_input(torch.randn(2, 3, 8), torch.tensor([[1, 1, 0], [1, 1, 1]]))
-        >>> found[0].shape, found[2].tolist(), found[3]
+        >>> tokens, indices, ends, longest, counts = unpad_input(
+        ...     torch.randn(2, 3, 8), torch.tensor([[1, 1, 0], [1, 1, 1]])
+        ... )
+        >>> tokens.shape, ends.tolist(), longest
         (torch.Size([5, 8]), [0, 2, 5], 3)
     """
     mask_total = attention_mask if unused_mask is None else attention_mask + unused_mask
@@ -48,14 +52,15 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Packs the tokens of rows that contain several sequences each.
+    """Packs the tokens of a batch whose items contain several sequences each, one after another.
 
     Args:
         hidden_states: [B, S, ...].
-        attention_mask_in_length: [B, S]: the lengths of a row's sequences, then zeros.
+        attention_mask_in_length: [B, S]: the lengths of an item's sequences, then zeros.
 
     Returns:
-        (tokens [T, ...], indices in B * S, cumulative lengths as int32, longest length).
+        (packed tokens [T, ...], their indices [T] in the flattened axes [B * S], cumulative lengths as int32, largest
+        length).
     """
     rows, columns = attention_mask_in_length.sum(-1), attention_mask_in_length.shape[-1]
     is_token = torch.arange(columns, device=rows.device) < rows[:, None]

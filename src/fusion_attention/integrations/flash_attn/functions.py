@@ -31,7 +31,7 @@ def flash_attn_func(
 ) -> Result:
     """flash_attn.flash_attn_func: attention of padded tensors.
 
-        s   = cap(softmax_scale * q . k) - slope * |i + S2 - S1 - j|
+        s   = cap(softmax_scale * q . k) - slope * |i + S2 - S1 - j|     for row i and key j
         out = dropout(softmax(s over the visible keys)) v
 
     Args:
@@ -39,11 +39,12 @@ def flash_attn_func(
         k, v: [B, S2, N2, D]; N1 is a multiple of N2.
         dropout_p: probability of dropout, drawn from torch's default generator.
         softmax_scale: factor on the products; None: 1 / sqrt(D).
-        causal: row i sees the keys up to i + S2 - S1: aligned to the lower right corner.
-        window_size: (left, right) keys around that diagonal; -1: no limit. Numbers or tensors of them.
-        softcap: above 0, scores are softcap * tanh(score / softcap).
-        alibi_slopes: [N1] or [B, N1].
-        deterministic: no effect: all gradients are deterministic.
+        causal: row i sees keys 0 to i + S2 - S1, so the last row sees all keys.
+        window_size: (left, right): row i sees keys i + S2 - S1 - left to i + S2 - S1 + right; -1: no limit. Two numbers
+            or a tensor of two.
+        softcap: above 0, cap(x) = softcap * tanh(x / softcap); else cap(x) = x.
+        alibi_slopes: float32 [N1] or [B, N1], the slope of each query head.
+        deterministic: no effect; gradients are always deterministic.
         return_attn_probs: also return lse, float32 [B, N1, S1], and None. Unlike flash-attn's, lse is differentiable;
             it is -inf for a row without keys.
 
@@ -107,7 +108,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Computes flash_attn_func() with all three in one tensor qkv [B, S, 3, N, D], without a copy.
+    """Computes flash_attn_func() with query, key and value in one tensor qkv [B, S, 3, N, D], without a copy.
 
     Source: flash_attn 2.8, flash_attn_interface.py.
 
@@ -144,9 +145,9 @@ def flash_attn_varlen_func(
 
     Args:
         q: [T1, N1, D], T1 the tokens of all sequences.
-        k, v: [T2, N2, D]; with block_table pages [pages, size, N2, D], without a derivative.
-        cu_seqlens_q, cu_seqlens_k: [B + 1], cumulative lengths with a leading 0. A tensor on a GPU is read again only
-            after a change.
+        k, v: [T2, N2, D]; with block_table pages [pages, size, N2, D], and no result is differentiable.
+        cu_seqlens_q, cu_seqlens_k: [B + 1], cumulative lengths with a leading 0. Values of a tensor on a GPU are
+            cached on the host until the tensor changes.
         max_seqlen_q, max_seqlen_k: no effect.
         block_table: [B, pages per sequence], int32: page numbers of each sequence.
 
@@ -229,7 +230,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Computes flash_attn_varlen_func() with all three in one tensor qkv [T, 3, N, D], without a copy.
+    """Computes flash_attn_varlen_func() with query, key and value in one tensor qkv [T, 3, N, D], without a copy.
 
     Source: flash_attn 2.8, flash_attn_interface.py.
 

@@ -115,7 +115,7 @@ def _unpad_input_to_four(hidden_states: Any, attention_mask: Any) -> Any:
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
-    module = ModuleType(name, f"{name}, as fusion_attention plays it: the same calls on any machine.")
+    module = ModuleType(name, f"{name}, implemented by fusion_attention: the same calls on any machine.")
     vars(module).update(names, __path__=[], __getattr__=_absent(name))
     return module
 
@@ -132,12 +132,13 @@ def _always(*_: Any, **__: Any) -> bool:
 
 
 def _admit(changes: Changes, module: ModuleType) -> None:
-    """Makes transformers accept the installed module without CUDA."""
+    """Makes transformers' check for flash-attn return True, also without CUDA."""
     if hasattr(module, "is_flash_attn_2_available"):
         changes.set(module, "is_flash_attn_2_available", _always)
 
 
 def _admit_devices(changes: Changes, module: ModuleType) -> None:
+    """Adds the CPU to the devices on which transformers accepts flash-attn, if there is no CUDA device."""
     _admit(changes, module)
     compatible = getattr(module, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", {}).get(2)
     if isinstance(compatible, dict) and not torch.cuda.is_available():

@@ -1,6 +1,6 @@
 """Layers that programs import from flash_attn: rotary embedding, RMS norm and cross entropy, computed by torch.
 
-Each layer is torch's own operation under flash_attn's name.
+Norms and the loss are torch's operations under flash_attn's names.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ class RotaryEmbedding(torch.nn.Module):
     ) -> None:
         super().__init__()
         if scale_base is not None:
-            raise NotImplementedError("RotaryEmbedding: scale_base: expected None: xPos scaling is not played here")
+            raise NotImplementedError("RotaryEmbedding: scale_base: expected None: xPos scaling is not supported")
         self.dim, self.base, self.interleaved = dim, base, interleaved
         frequencies = base ** -(torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
         self.register_buffer("inv_freq", frequencies, persistent=False)

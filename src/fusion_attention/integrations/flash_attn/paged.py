@@ -38,22 +38,23 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """flash_attn.flash_attn_with_kvcache: new tokens over a cache, to which their keys and values are appended.
+    """flash_attn.flash_attn_with_kvcache: appends keys and values of new tokens to a cache, then attends to the cache.
 
-    Without a derivative.
+    It is not differentiable.
 
     Args:
         q: [B, S1, N1, D].
-        k_cache, v_cache: [Bc, S2, N2, D], or with block_table pages [pages, size, N2, D] of any size. Modified.
+        k_cache, v_cache: [Bc, S2, N2, D], or with block_table pages [pages, size, N2, D] of any size. k and v are
+            written into them.
         k, v: [B, new, N2, D]: stored after the cache_seqlens tokens, so they need cache_seqlens.
-        rotary_cos, rotary_sin: [positions, R / 2], R <= D: rotate k by its positions; q by its positions if causal or
-            windowed, else by cache_seqlens. They need k.
-        cache_seqlens: tokens in the cache before this call, a number or [B]; None: the cache's size.
-        cache_batch_idx: [B]: rows of the cache that the sequences use.
-        cache_leftpad: [B]: first position of each sequence in its row.
-        block_table: [B, pages per sequence], int32.
-        softmax_scale, causal, window_size, softcap, alibi_slopes: as in flash_attn_func(). With alibi_slopes pages, and
-            rows by cache_batch_idx, are copied.
+        rotary_cos, rotary_sin: [positions, R / 2], R <= D: rotate the first R elements of k by the tokens' positions,
+            and of q by its tokens' positions if causal or windowed, else by the position cache_seqlens. They need k.
+        cache_seqlens: tokens of each sequence in the cache before this call, a number or [B]; None: the cache's size.
+        cache_batch_idx: [B]: index on the cache's first axis for each sequence.
+        cache_leftpad: [B]: first position of each sequence in the cache; earlier positions are not visible.
+        block_table: [B, pages per sequence], int32: page numbers of each sequence.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in flash_attn_func(). With alibi_slopes, pages and
+            sequences selected by cache_batch_idx are copied.
         rotary_interleaved: elements 0 and 1 rotate together; else 0 and R / 2.
         num_splits: no effect.
         return_softmax_lse: also return lse, float32 [B, N1, S1].
@@ -87,10 +88,10 @@ def flash_attn_with_kvcache(
         _check_rows(rows, q, k_cache, block_table)
         if rotary_cos is not None:
             if k is None or rotary_sin is None:
-                raise ValueError("flash_attn_with_kvcache: rotary_cos: expected rotary_sin, k and v beside it")
-            each = causal or any(int(n) >= 0 for n in window_size)
+                raise ValueError("flash_attn_with_kvcache: rotary_cos: expected rotary_sin, k and v too")
+            advance = causal or any(int(n) >= 0 for n in window_size)
             k = rotated(k, rotary_cos, rotary_sin, before, rotary_interleaved)
-            q = rotated(q, rotary_cos, rotary_sin, before, rotary_interleaved, each=each)
+            q = rotated(q, rotary_cos, rotary_sin, before, rotary_interleaved, advance=advance)
         if k is not None and v is not None and new:
             for cache, fresh in ((k_cache, k), (v_cache, v)):
                 _append(cache, fresh, before, rows, block_table)
@@ -113,7 +114,7 @@ def flash_attn_with_kvcache(
 def attend_pages(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, q_len: Any, kv_len: Any, *, alibi_slopes: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse [T1, N1]) of packed rows [T1, N1, D] over pages."""
+    """Returns (out [T1, N1, D], lse [T1, N1]) of packed rows q [T1, N1, D] over pages, without a derivative."""
     ends = list(kv_len)
     _check_buffer(ends, k, table)
     _check_pages(ends, k, table)
@@ -141,24 +142,24 @@ def _attend(
     alibi_slopes: Tensor | None,
     **how: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of padded rows over the cache."""
+    """Returns (out, lse) of padded rows q [B, S1, N1, D] over the first `ends` tokens of each sequence in the cache."""
     batch = q.shape[0]
-    sides: Any = (k, v)
+    caches: Any = (k, v)
     if pads is not None:
         slots = torch.arange(k.shape[1], device=pads.device)
         how["blocked"] = (slots < pads[:, None])[:, None, None]
     if alibi_slopes is not None:  # decoding does not support them: the cache becomes padded keys
         if table is not None:
-            sides = [side[table.long()].flatten(1, 2) for side in sides]
+            caches = [cache[table.long()].flatten(1, 2) for cache in caches]
         elif rows is not None:
-            sides = [side[list(rows)] for side in sides]
-        k, v = (side[:batch] for side in sides)
+            caches = [cache[list(rows)] for cache in caches]
+        k, v = (cache[:batch] for cache in caches)
         return attention(q, k, v, kv_len=ends, alibi_slopes=alibi_slopes, return_lse=True, **how)
     if rows is not None:
-        sides = tuple([side[row : row + 1] for row in rows] for side in sides)
+        caches = tuple([cache[row : row + 1] for row in rows] for cache in caches)
     elif table is None:
-        sides = tuple(side[:batch] for side in sides)
-    return decode_attention(q, sides, kv_len=ends, block_table=table, return_lse=True, **how)
+        caches = tuple(cache[:batch] for cache in caches)
+    return decode_attention(q, caches, kv_len=ends, block_table=table, return_lse=True, **how)
 
 
 def _before(
@@ -175,7 +176,7 @@ def _before(
     if (k is None) != (v is None):
         raise ValueError(f"{name}: v: expected k and v, or neither, got one of them")
     if k is not None and lengths is None:
-        raise ValueError(f"{name}: cache_seqlens: expected it beside k, which is stored behind them, got None")
+        raise ValueError(f"{name}: cache_seqlens: expected the position at which k is stored, got None")
     if k is not None and v is not None and (k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]):
         raise ValueError(f"{name}: k, v: expected [{q.shape[0]}, new, N2, D], got {tuple(k.shape)}, {tuple(v.shape)}")
     if pads is not None and table is not None:
@@ -195,22 +196,22 @@ def _check_buffer(ends: Sequence[int], k_cache: Tensor, table: Tensor | None) ->
     if table is not None and longest > table.shape[-1] * size:
         raise RuntimeError(
             f"flash_attn: block_table: expected pages for {longest} tokens, got {table.shape[-1]} of {size} tokens "
-            "(give every sequence as many pages as its tokens take)"
+            "(list enough pages for the tokens of every sequence)"
         )
     if table is None and longest > size:
         raise RuntimeError(
-            f"flash_attn: k_cache: expected room for {longest} tokens, got {size} (allocate a longer cache)"
+            f"flash_attn: k_cache: expected space for {longest} tokens, got {size} (allocate a longer cache)"
         )
 
 
 def _check_pages(ends: Sequence[int], k_cache: Tensor, table: Tensor) -> None:
-    """Raises if the table has no valid page for a token; called before anything is written or copied."""
+    """Raises RuntimeError if the table has an invalid page number for a token, before anything is written or copied."""
     used = torch.arange(table.shape[1], device=table.device) * k_cache.shape[1] < table.new_tensor(ends)[:, None]
     named = table[used]
     if named.numel() and not 0 <= int(named.min()) <= int(named.max()) < k_cache.shape[0]:
         raise RuntimeError(
             f"flash_attn: block_table: expected pages from 0 to {k_cache.shape[0] - 1}, got {int(named.min())} to "
-            f"{int(named.max())} (the tokens of each sequence need pages that are there)"
+            f"{int(named.max())} (list an existing page for every token)"
         )
 
 
@@ -229,7 +230,7 @@ def _check_rows(rows: Sequence[int] | None, q: Tensor, k_cache: Tensor, table: T
 def _append(
     cache: Tensor, fresh: Tensor, before: Sequence[int], rows: Sequence[int] | None, table: Tensor | None
 ) -> None:
-    """Stores new tokens [B, new, N2, D] after those of the cache."""
+    """Stores new tokens [B, new, N2, D] in a cache, after the `before` tokens of each sequence."""
     batch, new = fresh.shape[:2]
     at = torch.tensor(list(before), device=cache.device)[:, None] + torch.arange(new, device=cache.device)
     if table is None:

@@ -22,11 +22,11 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """flash_attn.layers.rotary.apply_rotary_emb: rotates the first R elements of every row by its position.
+    """flash_attn.layers.rotary.apply_rotary_emb: rotates the first R elements of every row by its token's position.
 
     Args:
         x: [B, S, N, D], or packed [T, N, D] with cu_seqlens.
-        cos, sin: [positions, R / 2].
+        cos, sin: [positions, R / 2], of the angle of each position and pair of elements.
         interleaved: elements 0 and 1 rotate together; else 0 and R / 2.
         inplace: write the result to x and return x.
         seqlen_offsets: position of each sequence's first token, a number or [B].
@@ -51,7 +51,7 @@ def apply_rotary_emb(
         starts = [seqlen_offsets] * len(lengths) if isinstance(seqlen_offsets, int) else numbers(seqlen_offsets)
         rows = [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
         rows.append(torch.zeros(x.shape[0] - sum(lengths), dtype=torch.int64))  # rows after the last sequence
-        out = _turned(x, cos, sin, torch.cat(rows), interleaved)
+        out = _rotated_at(x, cos, sin, torch.cat(rows), interleaved)
         out = torch.cat((out[: sum(lengths)], x[sum(lengths) :]))
     return x.copy_(out) if inplace else out
 
@@ -73,15 +73,15 @@ def apply_rotary(
 
 
 def rotated(
-    x: Tensor, cos: Tensor, sin: Tensor, starts: Sequence[int], interleaved: bool, *, each: bool = True
+    x: Tensor, cos: Tensor, sin: Tensor, starts: Sequence[int], interleaved: bool, *, advance: bool = True
 ) -> Tensor:
-    """Rotates x [B, S, N, D] from a start position per sequence; each: positions advance with the tokens."""
-    steps = torch.arange(x.shape[1]) if each else torch.zeros(x.shape[1], dtype=torch.int64)
-    return _turned(x, cos, sin, torch.tensor(list(starts))[:, None] + steps, interleaved)
+    """Rotates x [B, S, N, D]: token s of sequence b by position starts[b] + s, or starts[b] if not `advance`."""
+    steps = torch.arange(x.shape[1]) if advance else torch.zeros(x.shape[1], dtype=torch.int64)
+    return _rotated_at(x, cos, sin, torch.tensor(list(starts))[:, None] + steps, interleaved)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """Rotates x [..., N, D] by positions [...]."""
+def _rotated_at(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """Rotates the first elements of x [..., N, D] by positions [...]."""
     if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
         raise RuntimeError(
             f"flash_attn: cos, sin: expected rows for positions {int(positions.min())} to {int(positions.max())}, got "

@@ -14,14 +14,14 @@ Tensor = torch.Tensor
 Window = Sequence[int] | Tensor
 
 _FULL, _CAUSAL = Band.full(), Band.causal()
-# Lengths read from another device, which synchronizes: tensor's id -> (weak reference, version, numbers). The layers of
-# a model share them.
+# Numbers read from tensors on a GPU: tensor's id -> (weak reference, version, numbers). A read synchronizes the GPU, so
+# the layers of a model share one.
 _READ: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}
 _ENTRIES = 64
 
 
 def band_of(causal: bool, window: Window) -> Band:
-    """Returns the band of a window aligned to the lower right corner; -1 is no limit, causal is no key to the right."""
+    """Returns the band of flash-attn's window (left, right); -1: no limit; causal: right is 0."""
     left, right = (n if type(n) is int else int(n) for n in window)
     if causal:
         right = 0
@@ -34,7 +34,7 @@ def band_of(causal: bool, window: Window) -> Band:
 
 
 def numbers(tensor: Tensor) -> list[int]:
-    """Returns the integers of a tensor; a tensor on another device is read again only after a change."""
+    """Returns the integers of a tensor; those of a tensor on a GPU are cached until it changes."""
     if tensor.device.type == "cpu" or tensor.is_inference():
         return tensor.tolist()
     entry = _READ.get(id(tensor))
@@ -59,12 +59,12 @@ def lengths_of(ends: Tensor, name: str) -> list[int] | Tensor:
 
 
 def capped(softcap: float) -> float:
-    """Returns our softcap: 0 for no cap."""
+    """Returns attention()'s softcap, 0 for no cap; flash-attn also accepts negative numbers for no cap."""
     return max(float(softcap), 0.0)
 
 
 def returned(result: Any, with_probs: bool, *, packed: bool = False) -> Any:
-    """Returns out, or (out, lse, None) with flash-attn's axes: lse [B, N, S], packed [N, T]."""
+    """Returns out, or (out, lse, None) with flash-attn's axes: lse [B, N1, S1], or packed [N1, T1]."""
     if not with_probs:
         return result
     out, lse = result

@@ -1,7 +1,7 @@
-"""torch.nn.attention.flex_attention's function on this library, with gradients on a CPU.
+"""torch's flex_attention(), computed by attention(), with gradients on a CPU too.
 
-Masks become bands, lengths or tiles (`masks.py`), a score_mod becomes a softcap, slopes or a bias (`scores.py`); other
-functions are refused. attention() computes the call.
+A mask is converted to a band, lengths or tiles (`masks.py`), a score_mod to a softcap, slopes or a bias (`scores.py`).
+A score_mod that cannot be converted raises BackendError.
 """
 
 import functools
@@ -41,16 +41,16 @@ def flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """torch.nn.attention.flex_attention.flex_attention, on this library: forward and backward, on any machine.
+    """torch.nn.attention.flex_attention.flex_attention, computed by attention(): forward and backward, on any machine.
 
-    It is differentiable in query, key, value and in the bias that a score_mod adds.
+    It is differentiable in query, key, value and in tensors that a score_mod adds to the score.
 
     Args:
         query: [B, Hq, L, E]; float16, bfloat16, float32, or (slowly) float64.
-        key: [B, Hkv, S, E]; with a block_mask, B may be 1 for any batch size of query.
+        key: [B, Hkv, S, E]; with a block_mask, its batch size may be 1 for any batch size of query.
         value: [B, Hkv, S, Ev].
-        score_mod: a function of (score, b, h, q_idx, kv_idx): score * a + b, or c * tanh(score * a) + b, with a number
-            c, an a that does not depend on the key, and a b that does not depend on the score; -inf hides a key.
+        score_mod: a function of (score, b, h, q_idx, kv_idx) that returns score * f + t or c * tanh(score * f) + t:
+            f does not depend on kv_idx, t does not depend on the score, c is a number; -inf hides a key.
         block_mask: torch's BlockMask, or a mask function of (b, h, q_idx, kv_idx).
         scale: factor on the dot products; None: 1 / sqrt(E).
         enable_gqa: Hq may be a multiple of Hkv.
@@ -65,8 +65,9 @@ def flex_attention(
         BackendError: a score_mod depends on the score in another way.
         ValueError, NotImplementedError, RuntimeError: tensors or masks do not fit, as in torch.
 
-    Source: torch 2.13. Rows without keys are 0, and their lse is -inf. Blocks of a mask decide before its function, as
-        in compiled code: all keys of a full block are visible, and none of a block that is not listed.
+    Source: torch 2.13. Rows without keys are 0, and their lse is -inf. A BlockMask's mask function decides only within
+        its partial blocks, as in torch's compiled code: all keys of a full block are visible, and none of a block that
+        is not listed.
 
     Example:
         >>> q = torch.randn(1, 4, 100, 32, requires_grad=True)
@@ -94,14 +95,14 @@ def _flex_attention(
 ) -> Any:
     _check_tensors(query, key, value, enable_gqa, block_mask)
     _check_mask(query, key, block_mask)
-    _check_asked(return_lse, return_aux)
+    _check_lse_options(return_lse, return_aux)
     items, heads, rows, dim = query.shape
     if key.shape[0] != items:
         key, value = (t.expand(items, -1, -1, -1) for t in (key, value))
     shape = Shape(items, heads, rows, key.shape[2], query.device)
     cast = {"q": query, "k": key, "v": value}
     dispatch.autocast(cast, ("q", "k", "v"))
-    visible, terms = _understood(score_mod, block_mask, shape, cast["q"].dtype)
+    visible, terms = _converted(score_mod, block_mask, shape, cast["q"].dtype)
     scale = (dim**-0.5 if scale is None else scale) * terms.factor
     stats = return_lse or bool(return_aux and return_aux.lse)
     with torch.autocast(query.device.type, enabled=False) if _autocasts(query) else nullcontext():  # already cast
@@ -114,7 +115,10 @@ def _flex_attention(
 
 
 def explain(query: Tensor, key: Tensor, score_mod: Callable[..., Any] | None = None, block_mask: Any = None) -> str:
-    """Returns the arguments of attention() that a mask and a score_mod become; bands are fastest, then tiles.
+    """Describes the arguments of attention() to which a mask and a score_mod are converted.
+
+    Masks that are bands are computed fastest, then masks with tiles of 128 x 128. The arguments are those of
+    flex_attention().
 
     Example:
         >>> q = torch.randn(1, 4, 100, 32)
@@ -123,7 +127,7 @@ def explain(query: Tensor, key: Tensor, score_mod: Callable[..., Any] | None = N
     """
     _check_mask(query, key, block_mask)
     shape = Shape(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
-    visible, terms = _understood(score_mod, block_mask, shape, query.dtype)
+    visible, terms = _converted(score_mod, block_mask, shape, query.dtype)
     words = []
     if _packs(visible, terms):
         words.append(f"{len(visible.q_len or ())} packed sequences, band={visible.band}")
@@ -192,7 +196,7 @@ def _check_mask(query: Tensor, key: Tensor, mask: Any) -> None:
     if lengths != expected and tuple(mask.BLOCK_SIZE) != (_FULL_BLOCK, _FULL_BLOCK):
         raise ValueError(
             f"flex_attention: block_mask: expected one made for q_len={expected[0]} and kv_len={expected[1]}, got one "
-            f"for {lengths[0]} and {lengths[1]}; make it anew, or crop it by block_mask._adjust(q_len, kv_len)"
+            f"for {lengths[0]} and {lengths[1]}; create it again, or crop it with block_mask._adjust(q_len, kv_len)"
         )
     if mask.kv_num_blocks.device != query.device:
         raise RuntimeError(
@@ -201,14 +205,14 @@ def _check_mask(query: Tensor, key: Tensor, mask: Any) -> None:
         )
 
 
-def _check_asked(return_lse: bool, return_aux: Any) -> None:
+def _check_lse_options(return_lse: bool, return_aux: Any) -> None:
     if return_lse and return_aux is not None:
         raise ValueError(
-            "flex_attention: return_lse: expected it or return_aux, got both; AuxRequest(lse=True) says it"
+            "flex_attention: return_lse: expected it or return_aux, got both; use AuxRequest(lse=True) alone"
         )
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError(
-            "flex_attention: return_aux: expected AuxRequest(lse=...), got max_scores=True, which has no result here"
+            "flex_attention: return_aux: expected AuxRequest(lse=...), got max_scores=True, which is not supported"
         )
 
 
@@ -216,12 +220,13 @@ def _is_block_mask(mask: Any) -> bool:
     return hasattr(mask, "kv_num_blocks") and hasattr(mask, "mask_mod")
 
 
-# ----------------------------------------------------------------------------------------------------- understanding
+# -------------------------------------------------------------------------------------------------------- conversion
 
 
-def _understood(
+def _converted(
     score_mod: Callable[..., Any] | None, mask: Any, shape: Shape, dtype: torch.dtype
 ) -> tuple[Visible, Terms]:
+    """Returns the visible keys of a mask and the terms of a score_mod."""
     if not (shape.items and shape.heads and shape.rows and shape.keys):
         return _EVERY, Terms()
     visible = _EVERY
@@ -251,13 +256,13 @@ def _of_function(mod: mods.Mod, shape: Shape) -> Visible:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Visible, terms: Terms, scale: float, *, stats: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (out [B, N, S1, Dv], lse [B, N, S1]) of a converted call."""
+    """Returns (out [B, N, S1, Dv], lse [B, N, S1]) of a converted call; lse is None if `stats` is false."""
     dtype = q.dtype
     if terms.by_row is not None:
         q, k, v = ((t if dtype == torch.float64 else t.float()) for t in (q, k, v))
         q = q * terms.by_row  # in float32 or float64, so that no digit is lost
     if terms.bias is not None and terms.bias.dtype != q.dtype:
-        # attention() needs a bias in the query's dtype, which would round this one.
+        # attention() needs a bias in the query's dtype; rounding the bias to it would lose digits.
         both = torch.promote_types(terms.bias.dtype, q.dtype)
         q, k, v, bias = (t.to(both) for t in (q, k, v, terms.bias))
         terms = replace(terms, bias=bias)
@@ -273,7 +278,7 @@ def _attend(
 
 
 def _packs(visible: Visible, terms: Terms) -> bool:
-    """True if a call runs on packed sequences; a bias, or distances that packing would change, prevents it."""
+    """True if a call can run on packed sequences: without a bias, and with slopes only if distances do not change."""
     if not visible.packed or visible.band is None or terms.bias is not None:
         return False
     return terms.slopes is None or (visible.aligned and terms.slopes.ndim == 1)
@@ -322,7 +327,10 @@ def _tokens_outside(q: Tensor) -> bool:
 
 
 def _uncompiled(layer: Layer) -> Callable[..., Any]:
-    """Wraps torch.compile to return this function uncompiled, since programs compile torch's with fullgraph=True."""
+    """Wraps torch.compile to return flex_attention() of this module as it is, without compiling it.
+
+    Programs compile torch's flex_attention with fullgraph=True, which this one does not support.
+    """
 
     @functools.wraps(layer.below)
     def compile(model: Any = None, **options: Any) -> Any:  # torch.compile's parameter name
@@ -349,9 +357,9 @@ class _Patched(Counted):
 
 
 def patched() -> _Patched:
-    """Replaces torch's flex_attention by this one while entered, for code that cannot be edited; may be nested.
+    """Returns a context manager that replaces torch's flex_attention by this module's, for code that cannot be edited.
 
-    Functions that torch.compile(flex_attention) returned before still use torch's.
+    Blocks may be nested. Functions that torch.compile(flex_attention) returned earlier still use torch's.
 
     Example:
         >>> with patched():

@@ -1,6 +1,6 @@
 """Converts a FlexAttention block mask to a band with lengths if it equals one, else to tiles with bits.
 
-A mask becomes a band only after every row was compared, never because of its function's name or code.
+A mask becomes a band only after every row was compared with the band; names and code of mask functions are not used.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ class Visible:
         assert self.tiles is not None
         assert self.bits is not None
         full = torch.stack([torch.full((TILE, TILE // 8), fill, dtype=torch.uint8) for fill in (0, 255)])
-        bits = torch.cat([self.bits, full])[self.tiles.long()]  # ALL and NONE index the last two
+        bits = torch.cat([self.bits, full])[self.tiles.long()]  # ALL (-2) and NONE (-1) index the last two
         pairs = np.unpackbits(bits.numpy(), axis=5, bitorder="little").astype(bool)
         pairs = pairs.transpose(0, 1, 2, 4, 3, 5)
         b, n, down, _, across, _ = pairs.shape
@@ -60,7 +60,7 @@ class Visible:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a call and the device on which its functions run."""
+    """The sizes of a call (batch, query heads, rows, keys) and the device on which its functions run."""
 
     items: int
     heads: int
@@ -115,14 +115,14 @@ def _blocks(counts: Tensor, indices: Tensor, down: int, across: int) -> np.ndarr
     if numbers.shape[2] < down or positions.shape[:3] != numbers.shape:
         raise ValueError(
             f"flex_attention: block_mask: expected at least {down} rows of blocks for this query, got kv_num_blocks "
-            f"{tuple(counts.shape)} and kv_indices {tuple(indices.shape)}; make the mask anew for these lengths"
+            f"{tuple(counts.shape)} and kv_indices {tuple(indices.shape)}; create the mask again for these lengths"
         )
     numbers, positions = numbers[:, :, :down], positions[:, :, :down]
     valid = np.arange(positions.shape[3]) < numbers[..., None]
     if ((positions < 0) | (positions >= across))[valid].any() or (numbers > positions.shape[3]).any():
         raise ValueError(
             f"flex_attention: block_mask: expected block numbers from 0 to {across - 1}, got others in kv_indices; "
-            "make the mask anew for these lengths"
+            "create the mask again for these lengths"
         )
     listed = np.zeros((*positions.shape[:3], across + 1), bool)
     np.put_along_axis(listed, np.where(valid, positions, across).astype(np.int64), True, axis=3)
@@ -144,7 +144,7 @@ class _Rows:
 
 
 def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape) -> _Rows:
-    """Returns all tiles of a mask; the function runs only where blocks do not decide."""
+    """Returns all tiles of a mask; the mask function runs only in tiles that overlap a partial block."""
     grid = _expanded(mod, grid, shape)
     low, high = (_per_tile(grid, block, shape, fold) for fold in (np.minimum, np.maximum))
     tiles = np.where(high == 0, NONE, ALL).astype(np.int32)
@@ -185,7 +185,7 @@ def _expanded(mod: mods.Mod, grid: np.ndarray, shape: Shape) -> np.ndarray:
 
 
 def _per_tile(grid: np.ndarray, block: tuple[int, int], shape: Shape, fold: Any) -> np.ndarray:
-    """Returns [B, N, tiles down, tiles across]: fold over the blocks that a tile overlaps."""
+    """Returns [B, N, tiles down, tiles across]: the minimum or maximum (`fold`) of the states of each tile's blocks."""
     for axis, size, length in ((2, block[0], shape.rows), (3, block[1], shape.keys)):
         starts = np.arange(0, length, TILE)
         ends = (np.minimum(starts + TILE, length) - 1) // size + 1
@@ -196,7 +196,7 @@ def _per_tile(grid: np.ndarray, block: tuple[int, int], shape: Shape, fold: Any)
 
 
 def _of_full_tiles(is_full: np.ndarray, shape: Shape) -> tuple[np.ndarray, ...]:
-    """Returns (first, end, count) of each row over full tiles."""
+    """Returns each row's first visible key, end and number of visible keys, counting full tiles alone."""
     starts = np.arange(0, shape.keys, TILE)
     ends = np.minimum(starts + TILE, shape.keys)
     first = np.where(is_full, starts, _FAR).min(-1, initial=_FAR)
@@ -278,7 +278,7 @@ def _padded(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] 
 
 
 def _of_all(band: Band, shape: Shape) -> Band:
-    """Returns a band of one item as that of the batch, with a prefix per item."""
+    """Returns the band of one item for the batch: its prefix is repeated for every item."""
     if len(band.prefix) == 1:
         return Band(band.lo, band.hi, band.align, band.prefix * shape.items)
     return band
@@ -291,8 +291,8 @@ def _packed(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] 
     sequence = np.repeat(np.arange(len(sequences)), q_len)
     row = np.tile(np.arange(shape.rows), len(first)) - begin[sequence]
     visible = end.ravel() > 0
-    own_first, own_end = (np.where(visible, e.ravel() - start[sequence], 0) for e in (first, end))
-    edges = _Edges(own_first, own_end, sequence, row)
+    local_first, local_end = (np.where(visible, e.ravel() - start[sequence], 0) for e in (first, end))
+    edges = _Edges(local_first, local_end, sequence, row)
     band = _band(edges, q_len, kv_len)
     if band is None or band.prefix:
         return None
@@ -329,7 +329,7 @@ def _sequences_of(first: np.ndarray, end: np.ndarray, keys: int) -> list[tuple[i
 
 
 class _Edges(NamedTuple):
-    """The visible keys first <= j < end of each row (0, 0: none), its sequence, and its index there."""
+    """The visible keys first <= j < end of each row (0, 0: none), its sequence, and its index in the sequence."""
 
     first: np.ndarray
     end: np.ndarray
@@ -338,7 +338,7 @@ class _Edges(NamedTuple):
 
 
 def _band(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> Band | None:
-    """Returns the band that gives each row its keys, rows after q_len none; None if there is none."""
+    """Returns the band with exactly the visible keys of each row, and none for rows after q_len; else None."""
     square = bool((q_len == kv_len).all())
     for align in ("end", "start") if square else ("start", "end"):  # prefers the shorter description
         for band in _candidates(edges, q_len, kv_len, align):
@@ -348,7 +348,7 @@ def _band(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> Band | None:
 
 
 def _candidates(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray, align: str) -> Iterator[Band]:
-    """Yields the possible bands, from rows whose edges are not those of all keys."""
+    """Yields bands that may equal the mask; the limits come from rows that do not see the first or the last key."""
     first, end, sequence, row = edges
     keys = kv_len[sequence]
     diagonal = row + (keys - q_len[sequence] if align == "end" else 0)
@@ -369,7 +369,7 @@ def _candidates(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray, align: str
 
 
 def _is(band: Band, edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> bool:
-    """True if a band gives every row exactly its keys."""
+    """True if a band has exactly the visible keys of every row."""
     first, end, sequence, row = edges
     lo, hi, prefix = (edge[sequence] for edge in band.resolve(q_len, kv_len))
     left = np.maximum(0, row + lo)
@@ -382,7 +382,7 @@ def _is(band: Band, edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> boo
 
 
 def _relative(mod: mods.Mod, shape: Shape) -> Visible | None:
-    """Returns the visible keys of a function of the distance alone, if they are a band; else None."""
+    """Returns the visible keys of a function that depends only on row - key, if they are a band; else None."""
     distances = torch.arange(1 - shape.keys, shape.rows, device=shape.device)
     zero = torch.zeros(1, dtype=torch.int64, device=shape.device)
 

@@ -1,4 +1,4 @@
-"""Evaluates FlexAttention's mask_mod and score_mod as torch does, and caches results by the tensors they capture."""
+"""Evaluates FlexAttention's mask_mod and score_mod as torch does; caches results until a captured value changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 T = TypeVar("T")
-Mod = Callable[..., Any]  # of (b, h, q_idx, kv_idx)
+Mod = Callable[..., Any]  # function of (b, h, q_idx, kv_idx)
 
 # ------------------------------------------------------------------------------------------------------- evaluating
 
@@ -35,7 +35,7 @@ class _Indexed(TorchFunctionMode):
 def at_pairs(mod: Mod, b: Tensor, h: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
     """Evaluates mod for every pair of row and key in n blocks: [n, R, K] from b, h [n], rows [n, R], keys [n, K].
 
-    The function gets four scalars, as in torch.
+    mod is called with four scalar tensors, as in torch.
     """
     over_keys = torch.vmap(mod, in_dims=(None, None, None, 0))
     over_rows = torch.vmap(over_keys, in_dims=(None, None, 0, None))
@@ -62,7 +62,7 @@ def depends(mod: Mod, axis: int, device: torch.device) -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------------------------------ relative ones
+# --------------------------------------------------------------------------------------------------- relative positions
 
 
 class Absolute(Exception):
@@ -70,9 +70,10 @@ class Absolute(Exception):
 
 
 class Position:
-    """A row or key of unknown position whose distance from another is known; the difference of two is a tensor.
+    """The index of a row or key of which only the distance to another Position is known.
 
-    A function's value for these is its value for every pair at that distance. All other operations raise Absolute.
+    The difference of two Positions is a tensor. A function that accepts Positions has the same value for all pairs of
+    row and key at that distance. Operations that need the index itself raise Absolute.
     """
 
     def __init__(self, shift: Any) -> None:
@@ -128,7 +129,7 @@ def _number(value: Any) -> Any:
 
 
 def by_distance(mod: Mod, b: Tensor, h: Tensor, distances: Tensor) -> Tensor | None:
-    """Evaluates mod for rows `distances` after a key: [n, D] from b, h [n]; None if mod reads absolute positions."""
+    """Evaluates mod for n pairs b, h [n] and D values of row - key: [n, D]; None if mod reads absolute positions."""
 
     def of_distance(b: Tensor, h: Tensor, distance: Tensor) -> Any:
         return mod(b, h, Position(distance), Position(torch.zeros_like(distance)))
@@ -136,7 +137,7 @@ def by_distance(mod: Mod, b: Tensor, h: Tensor, distances: Tensor) -> Tensor | N
     try:
         with _Indexed():
             return torch.vmap(torch.vmap(of_distance, in_dims=(None, None, 0)), in_dims=(0, 0, None))(b, h, distances)
-    except Exception:  # of any kind: a symbolic position caused it, not the caller
+    except Exception:  # any error, because a symbolic position caused it, not the caller
         return None
 
 
@@ -158,45 +159,45 @@ class _Cache(OrderedDict[Any, Any]):
 
 def remembered(
     owner: Any,
-    question: Any,
+    key: Any,
     captured: tuple[Any, ...],
-    answer: Callable[[], T],
+    compute: Callable[[], T],
     *,
     content: bool = True,
     keep: Callable[[T], bool] = lambda result: True,
 ) -> T:
-    """Returns answer(), or its earlier result while nothing in `captured` has changed; stored on the owner.
+    """Returns compute(), or its earlier result while nothing in `captured` has changed; stored on the owner.
 
     Args:
         owner: the object that stores results; nothing is stored on objects without attributes.
-        question: hashable key of everything else that the result depends on.
-        captured: objects that answer() reads: functions with all they capture, tensors with their content.
-        answer: computes the result.
-        content: False if answer() does not read the content of tensors.
+        key: hashable; everything else on which the result depends.
+        captured: objects that compute() reads: functions with all that they capture, tensors with their content.
+        compute: computes the result.
+        content: False if compute() does not read the content of tensors.
         keep: returns True for a result that may be reused.
     """
     try:
-        answers = vars(owner).get(_ATTRIBUTE)
-        if type(answers) is not _Cache:
-            answers = _Cache()
-            setattr(owner, _ATTRIBUTE, answers)
+        results = vars(owner).get(_ATTRIBUTE)
+        if type(results) is not _Cache:
+            results = _Cache()
+            setattr(owner, _ATTRIBUTE, results)
     except (TypeError, AttributeError):
-        return answer()
+        return compute()
     state, owners = _state(captured, content)
-    entry = answers.get(question)
+    entry = results.get(key)
     if entry is not None and entry[0] == state:
         return entry[2]
-    result = answer()
+    result = compute()
     if not keep(result):
         return result
-    answers[question] = (state, owners, result)  # while the owners live, their ids are not reused
-    while len(answers) > _ENTRIES:
-        answers.popitem(last=False)
+    results[key] = (state, owners, result)  # while the owners live, their ids are not reused
+    while len(results) > _ENTRIES:
+        results.popitem(last=False)
     return result
 
 
 def _state(values: tuple[Any, ...], content: bool) -> tuple[list[Any], list[Any]]:
-    """Returns (values to compare, their objects) of values and of everything that functions among them capture."""
+    """Returns (comparable values, the objects whose ids they contain) of values and of all that functions capture."""
     owners: list[Any] = []
     atoms = [atom for value in values for atom in _atoms(value, frozenset(), set(), owners)]
     if content:
@@ -210,11 +211,11 @@ def _atoms(value: Any, names: frozenset[str], visited: set[Any], owners: list[An
         yield type(value), value
         return
     # Different functions may read different attributes of one object.
-    question = id(value) if isinstance(value, (Tensor, types.FunctionType)) else (id(value), names)
-    if question in visited:
+    visit = id(value) if isinstance(value, (Tensor, types.FunctionType)) else (id(value), names)
+    if visit in visited:
         yield id(value)
         return
-    visited.add(question)
+    visited.add(visit)
     owners.append(value)
     if isinstance(value, (tuple, list, set, frozenset)):
         yield type(value), len(value)
@@ -292,7 +293,7 @@ def _cell(cell: types.CellType) -> Any:
 
 
 def _content(tensor: Tensor) -> Any:
-    """Returns a value that changes with a tensor's content; inference tensors always count as changed."""
+    """Returns a value that changes when a tensor's content changes; inference tensors always count as changed."""
     if tensor.is_inference():
         return object()
     return tensor._version, tensor.requires_grad, tensor.data_ptr() if tensor.layout is torch.strided else 0

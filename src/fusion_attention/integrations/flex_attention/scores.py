@@ -1,7 +1,7 @@
 """Converts a FlexAttention score_mod to arguments of attention(): a factor, a softcap, slopes or a bias.
 
-The function runs on a symbolic score that supports these operations and refuses all others. Before use, the result is
-compared with the function at random positions.
+The function runs on a symbolic score, which supports the operations that can be converted and raises BackendError for
+others. The result is compared with the function at random positions before it is used.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ _PROBES = 256
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """softcap * tanh(factor * s / softcap) + bias - slopes * |key - row|; without a softcap, factor * s + ...
+    """A score_mod as a formula of the score s: softcap * tanh(factor * s / softcap) + bias - slopes * |key - row|.
+
+    Without a softcap, the first term is factor * s.
 
     Attributes:
         bias: [B or 1, N or 1, S1 or 1, S2 or 1], or None; in the dtype of the query or of scores.
         slopes: float32 [N] or [B, N], or None.
         by_row: [B or 1, N or 1, S1 or 1, 1]: another factor of s, or None.
-        behind: True if the terms are valid only for keys at or before their row.
+        behind: True if the terms are valid only for keys at or before the row's position.
         mask: returns True for a visible key; keys that the function sets to -inf are invisible, and not in the bias.
     """
 
@@ -45,8 +47,8 @@ class Terms:
 def refused(got: str, hint: str) -> BackendError:
     """Returns the error for a score_mod that cannot be expressed by attention's arguments."""
     return BackendError(
-        "flex_attention: score_mod: expected score * a + b or c * tanh(score * a) + b, with a number c, an a that all "
-        f"keys share and any b that the score is no part of; got {got}; {hint}"
+        "flex_attention: score_mod: expected score * f + t or c * tanh(score * f) + t, with a number c, an f that does "
+        f"not depend on the key, and a t that does not depend on the score; got {got}; {hint}"
     )
 
 
@@ -78,7 +80,9 @@ class _Score:
         if not isinstance(other, _Score):
             return _Score(self._like, self._form, self._bias + other, self._row)
         if self._form.cap is not None or other._form.cap is not None or self._row is not other._row:
-            raise refused("a sum of two scores, one of them capped or scaled by row", "add before that")
+            raise refused(
+                "a sum of two scores, one of them capped or scaled by row", "add before the cap and the factor"
+            )
         factor = self._form.factor + other._form.factor
         return _Score(self._like, self._form._replace(factor=factor), self._bias + other._bias, self._row)
 
@@ -122,7 +126,7 @@ class _Score:
 
     def tanh(self) -> _Score:
         if self._form.cap is not None or isinstance(self._bias, Tensor) or self._bias != 0:
-            raise refused("tanh() of a sum or of another tanh()", "cap the score alone, and add behind the cap")
+            raise refused("tanh() of a sum or of another tanh()", "cap the score alone, and add after the cap")
         return _Score(self._like, self._form._replace(cap=1.0), row=self._row)
 
     def clone(self, *_: Any, **__: Any) -> _Score:
@@ -168,11 +172,11 @@ def _number(value: Any) -> float:
             return float(value)
     except RuntimeError:  # vmap refuses float() of a value that varies with the position
         pass
-    raise refused("a capped score times what differs by position, or takes a gradient", _COMPUTE)
+    raise refused("a capped score times a factor that depends on the position or needs a gradient", _COMPUTE)
 
 
 def _chosen(condition: Any, chosen: Any, other: Any) -> _Score:
-    """Evaluates where(condition, chosen, other), in which -inf may replace a score."""
+    """Evaluates torch.where(condition, chosen, other) of symbolic scores, or of one and -inf."""
     scores = [value for value in (chosen, other) if isinstance(value, _Score)]
     if not scores or isinstance(condition, _Score):
         raise refused("a condition on the score", _COMPUTE)
@@ -196,7 +200,7 @@ def _tensor(value: Any, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
-# torch's functions by name, with the symbolic score as any argument.
+# torch's functions by name; any argument may be the symbolic score.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("add", "radd"), lambda a, b: a + b if isinstance(a, _Score) else b + a),
     **dict.fromkeys(("sub", "subtract"), lambda a, b: a - b if isinstance(a, _Score) else b.__rsub__(a)),
@@ -218,7 +222,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class _Interpreted:
-    """Runs a score_mod on a symbolic score: a call returns the bias of a pair, `form` its factor or cap on s."""
+    """Runs a score_mod on a symbolic score: a call returns the terms that are added for a pair of row and key.
+
+    After a call, `form` has the factor and the cap of the score.
+    """
 
     def __init__(self, score_mod: Callable[..., Any], dtype: torch.dtype) -> None:
         self.score_mod, self.dtype = score_mod, dtype
@@ -237,14 +244,19 @@ class _Interpreted:
         if not isinstance(score, _Score):
             score = _Score(like, _Form(0.0, None), score)
         if score._form != (self.form or score._form):
-            raise refused("a function that does something else at every call", "make it one of its arguments alone")
+            raise refused("a function that differs between calls", "make it depend on its arguments alone")
         self.form = score._form
         return _tensor(score._bias, like), _tensor(1.0 if score._row is None else score._row, like)
 
 
 class _Structure(NamedTuple):
-    """The dependencies of a score_mod: of its bias on (batch, head, row, key), or on the distance of row and key alone;
-    and of its factor by row, None without one."""
+    """The indices on which a score_mod depends.
+
+    Attributes:
+        varies: for batch, head, row and key, whether the bias depends on it.
+        relative: True if the bias depends on row and key by their distance alone.
+        by_row: for the same four indices, whether the tensor factor depends on it; None without such a factor.
+    """
 
     varies: tuple[bool, ...]
     relative: bool
@@ -263,11 +275,11 @@ def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, al
     """
     question = ("score_mod", shape, dtype, alone, past, torch.is_grad_enabled())
     return mods.remembered(
-        score_mod, question, (score_mod,), lambda: _terms(score_mod, shape, dtype, alone, past), keep=_lasts
+        score_mod, question, (score_mod,), lambda: _terms(score_mod, shape, dtype, alone, past), keep=_reusable
     )
 
 
-def _lasts(score_terms: Terms) -> bool:
+def _reusable(score_terms: Terms) -> bool:
     return not any(t is not None and t.requires_grad for t in (score_terms.bias, score_terms.by_row))
 
 
@@ -288,8 +300,8 @@ def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alon
     factor, cap, _ = bias.form
     if cap is not None:
         if cap == 0 or factor == 0:
-            raise refused("a cap of zero", "leave the score out")
-        # cap * tanh(factor * s) is abs(cap) * tanh(factor * abs(cap) * s / abs(cap)), with the sign within.
+            raise refused("a cap of zero", "return a value without the score")
+        # cap * tanh(factor * s) = abs(cap) * tanh((factor * cap) * s / abs(cap)): tanh is odd.
         factor *= cap
     by_row = None if structure.by_row is None else _matrix(bias.by_row, _shape_of(shape, structure.by_row))
     if by_row is not None and by_row.numel() == 1 and not by_row.requires_grad:
@@ -300,7 +312,7 @@ def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alon
 
 
 def _lossless(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Converts values to a dtype if that is exact; distances of many tokens need more digits than bfloat16 has."""
+    """Converts values to a dtype if that is exact; bfloat16, for example, has too few digits for large distances."""
     rounded = values.to(dtype)
     return rounded if bool((rounded.detach() == values.detach()).all()) else values
 
@@ -313,7 +325,7 @@ def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
         if bias.form.by_row:
             by_row = tuple(mods.depends(bias.by_row, axis, shape.device) for axis in range(4))
             if by_row[3]:
-                raise refused("a score times what differs by key", "multiply the key by it")
+                raise refused("a score times a factor that depends on the key", "multiply the key tensor by the factor")
         if not (varies[2] and varies[3]):
             return _Structure(varies, False, by_row)
         zero = torch.zeros(1, dtype=torch.int64, device=shape.device)
@@ -350,12 +362,12 @@ def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
     if alone and hidden.any():
         left = values.masked_fill(hidden, 0)
         if not left.any():
-            return Terms(mask=_leaves(bias))
+            return Terms(mask=_visibility(bias))
     return Terms(bias=values) if values.any() else Terms()
 
 
 def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, past: bool, heads: int) -> Terms:
-    """Makes terms from the bias [B, N, S2 + S1 - 1] by distance, 1 - S2 to S1 - 1."""
+    """Makes terms from the bias at each distance row - key, [B, N, S2 + S1 - 1] for distances 1 - S2 to S1 - 1."""
     if values.requires_grad:
         return Terms(bias=_spread(values, at))
     distance = torch.arange(1 - at.keys, at.rows, device=values.device)
@@ -364,7 +376,7 @@ def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, pa
     hidden = values == -torch.inf
     if hidden.any() and not alone:
         return Terms(bias=_spread(values, at), behind=past)
-    mask = _leaves(bias) if hidden.any() else None
+    mask = _visibility(bias) if hidden.any() else None
     if not values.masked_fill(hidden, 0).any():
         return Terms(mask=mask, behind=past)
     slopes = _slopes(values, distance, hidden | (distance < 0) if past else hidden)
@@ -375,7 +387,7 @@ def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, pa
 
 
 def _slopes(values: Tensor, distance: Tensor, free: Tensor) -> Tensor | None:
-    """Returns slopes [N] or [B, N] whose products with distances equal the values, except where free; else None."""
+    """Returns slopes [N] or [B, N] with -slope * |distance| equal to the values, except where `free`; else None."""
     if values.dtype != torch.float32:
         return None
     adjacent = (~free & (distance.abs() == 1)).expand_as(values)
@@ -389,12 +401,12 @@ def _slopes(values: Tensor, distance: Tensor, free: Tensor) -> Tensor | None:
 
 
 def _spread(values: Tensor, at: Shape) -> Tensor:
-    """Expands values by distance to [B, N, S1, S2]."""
+    """Expands values [B, N, S2 + S1 - 1] at each distance row - key to a view [B, N, S1, S2]."""
     windows = values.flip(-1).unfold(-1, at.keys, 1)  # window t has the distances S1 - 1 - t, S1 - 2 - t, ...
     return windows.flip(-2)
 
 
-def _leaves(bias: _Interpreted) -> mods.Mod:
+def _visibility(bias: _Interpreted) -> mods.Mod:
     def mask(b: Any, h: Any, row: Any, key: Any) -> Tensor:
         return bias(b, h, row, key) != -torch.inf
 
@@ -433,9 +445,9 @@ def _verify(score_mod: Callable[..., Any], score_terms: Terms, bias: _Interprete
             f"{n}={int(p[at])}" for n, p in zip(("b", "h", "q_idx", "kv_idx"), (b, h, row, key), strict=True)
         )
         raise refused(
-            f"{float(theirs[at]):.9g} for the score {float(score[at]):.9g} at {place}, where its operations make "
-            f"{float(ours[at]):.9g}",
-            "let it depend on nothing but its arguments, and round no score",
+            f"{float(theirs[at]):.9g} for the score {float(score[at]):.9g} at {place}, where the converted formula "
+            f"gives {float(ours[at]):.9g}",
+            "make it depend on its arguments alone, and do not round the score",
         )
 
 

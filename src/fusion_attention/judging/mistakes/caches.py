@@ -16,9 +16,9 @@ from fusion_attention.judging.outputs import Output
 from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
-_SAMPLES = 4  # rows of a sequence
-_LEFT = 0.25  # of a row's error, at most, under a candidate
-_NUMBERS = 1 << 24  # of results for each page of a sequence and each block of the pool, at most
+_SAMPLES = 4  # number of compared rows of a sequence
+_LEFT = 0.25  # largest fraction of a row's error that may remain under a candidate
+_NUMBERS = 1 << 24  # largest number of elements of the results for all pairs (page of a sequence, block of the pool)
 
 
 def _paged(s: Setting) -> bool:
@@ -33,8 +33,8 @@ def _with_table(
 
 
 @partial(
-    Mistake, "page-table", "Pages are found through the wrong entries of the block table.",
-    "Token t lies in page block_table[b, t // block_size], at row t % block_size.",
+    Mistake, "page-table", "Pages are read through the wrong entries of the block table.",
+    "Token t is in page block_table[b, t // block_size], at row t % block_size.",
 )  # fmt: skip
 def page_table(case: Case) -> Iterator[Try]:
     s = case.setting
@@ -103,7 +103,7 @@ def page_wrong(case: Case) -> Iterator[Try]:
 
 
 def _exchanged(case: Case, o: Output, k: PagedView, b: int) -> list[tuple[int, int]]:
-    """Returns (page of sequence b, block of the pool) whose exchange explains the sequence's wrong rows."""
+    """Returns the pairs (page of sequence b, block of the pool) that explain the wrong rows if the block is read."""
     s, size = case.setting, k.page_size
     length, blocks = int(s.extents.kv_len[b]), int(k.pool.shape[0])
     pages = length // size  # an exchanged last, partial page has other keys
@@ -129,7 +129,7 @@ def _exchanged(case: Case, o: Output, k: PagedView, b: int) -> list[tuple[int, i
 
 
 def _row_of_pages(s: Setting, pool: Setting, at: tuple[int, slice, slice], size: int, pages: int) -> tuple[Sums, ...]:
-    """Returns the sums of a row over its full pages, over all blocks of the pool, and over its last, partial page."""
+    """Returns a row's sums over its full pages, over all blocks of the pool, and over its last, partial page."""
     length = int(s.extents.kv_len[at[0]])
     blocks = s.block(*at, slice(0, pages * size)), pool.block(*at), s.block(*at, slice(pages * size, length))
     shown = torch.cat([formulas.scores_of(x)[0].flatten() for x in blocks])
@@ -147,7 +147,7 @@ def _of(s: Setting, change: Callable[[Tensor], Tensor], d: Dequant) -> Dequant:
 
 
 def _reread(s: Setting, view: RowView | PagedView | None, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns a view of scales [heads, tokens or 1, elements] that are changed in each sequence."""
+    """Returns a view of scales, to which change() is applied sequence by sequence as [heads, tokens or 1, elements]."""
     if view is None:
         return None
     by_token = isinstance(view, PagedView) or view.stride_token != 0
@@ -158,7 +158,7 @@ def _reread(s: Setting, view: RowView | PagedView | None, change: Callable[[Tens
 
 
 def _next(s: Setting, view: Any) -> Any:
-    """Returns a view of the next token's scales; in pages, the last slot of a sequence's last page has its own."""
+    """Returns a view that has the next token's scales for each token; the last slot of a sequence is unchanged."""
     if isinstance(view, RowView):
         return replace(view, address=view.address + view.stride_token)
     if view is None:
@@ -169,7 +169,7 @@ def _next(s: Setting, view: Any) -> Any:
 
 
 def _beside(s: Setting, view: Any, by: int) -> Any:
-    """Returns a view of the scales of pages that many further; those at the edge have their own."""
+    """Returns a view that has, for each page, the scales of the page `by` further; pages at the ends are unchanged."""
     if not isinstance(view, PagedView):
         return view
     last = -(-s.extents.kv_len // view.page_size) - 1
@@ -191,7 +191,7 @@ def _transposed(rows: Tensor) -> Tensor:
 
 
 def _scales(case: Case) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """Yields other scales of a head, a token or a channel."""
+    """Yields (detail, change of scales) for scales of another head, token or channel."""
     p, o = case.setting.problem, case.setting.operands
     if p.heads_kv > 1:
         yield "scales prepared [D, N2], not [N2, D]", _transposed

@@ -1,4 +1,4 @@
-"""Mistakes in the second source of keys, each of which stands for several tokens."""
+"""Mistakes in the second source of keys: compressed keys, each of several tokens."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,16 +12,16 @@ from fusion_attention.judging.setting import Setting
 Edges = Iterator[tuple[str, np.ndarray]]
 BOUND = (
     "compressed-bound", "Compressed keys are visible too early or too late.",
-    "A row at position p sees (p + 1) // ratio of them: each from its own last token on.",
+    "A row at position p sees (p + 1) // ratio of them: each from its last token on.",
 )  # fmt: skip
 RESIDUAL = (
-    "compressed-residual", "Positions count from the compressed keys without the tokens behind them.",
-    "The residual is tokens % ratio; keys % ratio shows rows tokens of the future.",
+    "compressed-residual", "Positions are computed from the compressed keys alone, without the tokens after them.",
+    "The residual is tokens % ratio; with keys % ratio rows see future tokens.",
 )  # fmt: skip
 
 
 def bounds(hi: np.ndarray, ratio: int) -> Edges:
-    """Yields other bounds (row + hi) // ratio of visible compressed keys."""
+    """Yields (detail, other hi) for the bound (row + hi) // ratio of a row's visible compressed keys."""
     yield "position // ratio: a token late", hi - 1
     yield "position // ratio + 1: before their last token", hi + ratio - 1
     if ratio > 2:
@@ -31,7 +31,7 @@ def bounds(hi: np.ndarray, ratio: int) -> Edges:
 
 
 def residuals(hi: np.ndarray, q_len: np.ndarray, keys: np.ndarray, ratio: int) -> Edges:
-    """Yields bounds of other residuals; hi is tokens - q_len + 1."""
+    """Yields (detail, hi computed with another residual); the correct hi is tokens - q_len + 1."""
     residual = hi + q_len - 1 - keys * ratio
     for detail, other in (("keys % ratio for tokens % ratio", keys % ratio), ("0 for tokens % ratio", 0 * keys)):
         if (other != residual).any():
@@ -39,7 +39,7 @@ def residuals(hi: np.ndarray, q_len: np.ndarray, keys: np.ndarray, ratio: int) -
 
 
 def _bounded(s: Setting, hi: np.ndarray) -> Iterator[Setting]:
-    """Yields the setting with another bound, if it shows a row other keys."""
+    """Yields the setting with another bound, if any row then sees other keys."""
     changed, ratio = s.of_compressed(hi), s.problem.compressed_ratio
     for b, rows in enumerate(s.extents.q_len.tolist()):
         row = np.arange(rows)
@@ -81,7 +81,7 @@ def compressed_unmasked(case: Case) -> Iterator[Try]:
 
 @partial(
     Mistake, "compressed-missing", "Rows read no compressed keys.",
-    "Is cmp_kv passed, and do lists count from the sequence's own first compressed key?",
+    "Is cmp_kv passed, and do lists count from the sequence's first compressed key?",
 )  # fmt: skip
 def compressed_missing(case: Case) -> Iterator[Try]:
     s, second = case.setting, case.setting.extents.compressed

@@ -1,4 +1,4 @@
-"""Mistakes of backward kernels: dS = P (dP - delta) and its parts, sums over heads and tiles, exchanged gradients."""
+"""Mistakes of backward kernels: in dS = P (dP - delta), in sums over heads and tiles, and exchanged gradients."""
 
 import math
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def delta_missing(case: Case) -> Iterator[Try]:
 
 
 @partial(
-    Mistake, "delta-wrong", "The row sum in the gradient of scores is another: dS is P * (dP - sum(dO * O) + dlse).",
+    Mistake, "delta-wrong", "The row sum in the gradient of scores is wrong: dS is P * (dP - sum(dO * O) + dlse).",
     "Look at the kernel that computes delta, and at the offset at which rows of delta are read.",
 )  # fmt: skip
 def delta_wrong(case: Case) -> Iterator[Try]:
@@ -54,7 +54,7 @@ def _neighbours(heads: int) -> list[tuple[str, int]]:
 
 
 def _of_other(case: Case, x: Block, by: int) -> tuple[Tensor, ...]:
-    """Returns what the forward saved and dout, of the heads that many further."""
+    """Returns (dout, out, max, sum) of the heads `by` further than the block's."""
     s = case.setting
     heads = (torch.arange(x.heads.start, x.heads.stop) + by) % s.problem.heads_q
     return tuple(t[heads] for t in s.block(x.b, slice(0, s.problem.heads_q), x.rows, slice(0, 0)).saved)
@@ -62,7 +62,7 @@ def _of_other(case: Case, x: Block, by: int) -> tuple[Tensor, ...]:
 
 @partial(
     Mistake, "gradient-scale", "dq and dk lack the scale, or have it twice.",
-    "Behind the loop: dq = scale * dS k, dk = scale * dS^T q.",
+    "After the loop: dq = scale * dS k, dk = scale * dS^T q.",
 )  # fmt: skip
 def gradient_scale(case: Case) -> Iterator[Try]:
     s, scale = case.setting, case.setting.problem.scale
@@ -116,7 +116,7 @@ def softcap_slope(case: Case) -> Iterator[Try]:
         yield Try("", case.setting.changed(lambda x: replace(x, sloped=False)))
 
 
-@partial(Mistake, "gradients-exchanged", "Gradients are in each other's place.", "The order is dq, dk, dv.")
+@partial(Mistake, "gradients-exchanged", "Gradients are exchanged.", "The order is dq, dk, dv.")
 def exchanged(case: Case) -> Iterator[Try]:
     s = case.setting
     kinds = {o.kind: o for o in case.outputs if o.view is not None and not o.second}
@@ -131,7 +131,7 @@ def exchanged(case: Case) -> Iterator[Try]:
 
 @partial(
     Mistake, "group-sum", "dk and dv are not summed over the query heads of a group.",
-    "Look at the loop over the query heads of a group: key heads receive from N1 / N2 of them.",
+    "Look at the loop over the query heads of a group: a key head's gradient is the sum over N1 / N2 of them.",
 )  # fmt: skip
 def group_sum(case: Case) -> Iterator[Try]:
     s = case.setting

@@ -1,4 +1,4 @@
-"""The type of mistakes, and helpers to edit bands."""
+"""The types Mistake, Try and Case, and helpers for mistakes of all kinds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusion_attention.judging.outputs import Output, Unit
 from fusion_attention.judging.setting import Block, Setting
 
 Tensor = torch.Tensor
-SIZES = (16, 32, 64, 128, 256)  # of tiles
+SIZES = (16, 32, 64, 128, 256)  # sizes of tiles
 Result = TypeVar("Result")
 
 
@@ -25,9 +25,13 @@ class Case:
     """A call to be diagnosed.
 
     Attributes:
-        setting: the correct setting. outputs: the captured outputs. names: values of the bound call. layout: of rows.
+        setting: the correct setting.
+        outputs: the recorded outputs.
+        names: arguments and sizes of the bound call.
+        layout: layout of the output's rows.
         wrong: the wrong rows of each output, bool [heads, rows] per sequence.
-        marks: marked() of golden's rows, likewise. cached: evidence that several mistakes need.
+        marks: marked() of golden's rows of each output, [heads, rows] per sequence.
+        cached: results of once(), which several mistakes use.
     """
 
     setting: Setting
@@ -56,7 +60,13 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Try:
-    """One way to make a mistake in a call: the setting that reproduces it, or other views of the outputs."""
+    """One way to make a mistake in a call.
+
+    Attributes:
+        detail: describes the way, in a few words.
+        setting: the call with the mistake.
+        outputs: the outputs if the mistake reads them in another way; None: unchanged.
+    """
 
     detail: str
     setting: Setting
@@ -65,12 +75,14 @@ class Try:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A well-known mistake. `@partial(Mistake, name, means, fix)` makes one of the function that yields its ways.
+    """A well-known mistake; @partial(Mistake, name, means, fix) makes it from the function `tries`.
 
     Args:
-        name: its name in reports. means: what the kernel does, in a sentence. fix: advice.
-        tries: yields the ways to make the mistake in a case; none if that is impossible.
-        general: others that explain the result as well are named first.
+        name: name in reports.
+        means: a sentence that says what the wrong kernel does.
+        fix: advice.
+        tries: yields the ways to make the mistake in a case; none if it is impossible there.
+        general: True for a mistake that reports list after others that explain the result equally well.
     """
 
     name: str
@@ -81,20 +93,21 @@ class Mistake:
 
 
 def wrong_outputs(case: Case) -> list[Output]:
-    """Returns output rows and gradients of which some rows are wrong."""
+    """Returns the outputs, except statistics, of which some rows are wrong."""
     statistics = ("max", "sum", "lse")
     return [o for o in case.outputs if o.kind not in statistics and any(w.any() for w in case.wrong.get(o.name, ()))]
 
 
 def out_of(case: Case) -> Output | None:
-    """Returns the call's output rows if some of them are wrong, else None."""
+    """Returns the attention output if some of its rows are wrong, else None."""
     return next((o for o in wrong_outputs(case) if o.kind == "out"), None)
 
 
 def wrong_area(case: Case, o: Output) -> list[Tensor]:
     """Returns the rows of an output that may be wrong: bool [heads, rows] per sequence.
 
-    Single rows between wrong ones may be right by chance, so ranges and heads that are wrong for the most part count.
+    Some rows between wrong rows may be correct by chance. So all heads are included if most are wrong, and all rows
+    between the first and last wrong row if half of them are.
     """
     return [_heads(w.any(1))[:, None] & _filled(w.any(0)) for w in case.wrong[o.name]]
 
@@ -120,7 +133,7 @@ def _filled(wrong: Tensor) -> Tensor:
 
 
 def layouts(case: Case, view: RowView, heads: int, *, of_keys: bool = False) -> Iterator[tuple[str, RowView]]:
-    """Yields views of the same memory in other layouts, with their names."""
+    """Yields (layout, view of the same memory in this layout) for other layouts than the call's."""
     e, dim = case.setting.extents, view.dim
     lengths, starts = (e.kv_len, e.kv_start) if of_keys else (e.q_len, e.q_start)
     count = len(e)
@@ -142,7 +155,7 @@ def layouts(case: Case, view: RowView, heads: int, *, of_keys: bool = False) -> 
 
 
 def factor_of(mine: Tensor, right: Tensor) -> float:
-    """Returns the factor that makes `right` nearest to `mine`, with two digits if they are nearly as near."""
+    """Returns the factor that brings `right` nearest to `mine`, rounded to two digits if that is nearly as near."""
     factor = float((mine * right).sum() / right.square().sum())
     short = float(f"{factor:.2g}")
     left, left_of_short = (float((mine - by * right).norm()) for by in (factor, short))
@@ -150,13 +163,13 @@ def factor_of(mine: Tensor, right: Tensor) -> float:
 
 
 def returning(setting: Setting, change: Callable[..., Tensor], errors: Callable[..., Tensor] | None = None) -> Setting:
-    """Returns a setting with one more function on results, and on the variance of their errors."""
+    """Returns a setting with one more function for results, and one for the variances of their errors."""
     added = () if errors is None else (errors,)
     return setting.changed(returns=(*setting.returns, change), errors=(*setting.errors, *added))
 
 
 def grown(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
-    """Errors of rows that grow as the rows do."""
+    """Returns the variance of rows' errors after a change, scaled by the growth of the rows' sums of squares."""
     if kind in ("max", "sum", "lse"):
         return variance
     sizes = (t.double().square().sum(-1, keepdim=True) for t in (after, before))
@@ -175,14 +188,14 @@ def moved(edge: np.ndarray, by: np.ndarray | int) -> np.ndarray:
 
 
 def opened(s: Setting) -> Setting:
-    """Returns a setting whose rows see all keys that the mask's elements leave."""
+    """Returns a setting without the band: rows see all keys that the mask matrix does not remove."""
     e = s.extents
     lo, hi = np.full_like(e.lo, -INFINITE), np.full_like(e.hi, INFINITE)
     return s.of_extents(lo=lo, hi=hi, prefix=np.zeros_like(e.prefix))
 
 
 def without_matrix(s: Setting) -> Setting:
-    """Returns a setting without the mask's elements."""
+    """Returns a setting without the mask matrix."""
     return s.of_problem(has_blocked=False, has_blocked_tiles=False)
 
 

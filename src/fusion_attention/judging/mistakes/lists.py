@@ -21,7 +21,7 @@ def _changed(case: Case, detail: str, change: Callable[[Lists], Lists]) -> Itera
 
 
 def _without(x: Lists, number: int) -> Lists:
-    """Leaves out an entry of lists; -1: the last that is read."""
+    """Returns lists without the entry of a number; -1: without the last one that is read."""
     at = torch.arange(x.entries.shape[-1])
     count = x.read.sum(-1, keepdim=True)
     return x._replace(read=x.read & (at != (count - 1 if number < 0 else number)))
@@ -29,7 +29,7 @@ def _without(x: Lists, number: int) -> Lists:
 
 @partial(
     Mistake, "list-shortened", "An entry of the lists is not read.",
-    "A list ends at its first -1, or behind its last entry.",
+    "A list ends at its first -1, or after its last entry.",
 )  # fmt: skip
 def shortened(case: Case) -> Iterator[Try]:
     count = case.setting.problem.select_count
@@ -38,25 +38,25 @@ def shortened(case: Case) -> Iterator[Try]:
 
 
 def _with_ends(x: Lists, key: int) -> Lists:
-    """Reads -1 as a key; -1: the last."""
+    """Returns lists whose -1 are read as key number `key`; -1: the last key."""
     ends = x.entries < 0
     return x._replace(entries=x.entries.masked_fill(ends, key % max(x.keys, 1)), read=x.read | ends)
 
 
 @partial(
-    Mistake, "list-end-read", "Entries at and behind the end of a list are read.",
-    "-1 ends a list: it is no key, and what lies behind it is arbitrary.",
+    Mistake, "list-end-read", "Entries at or after the end of a list are read.",
+    "-1 ends a list: it is no key, and entries after it are arbitrary.",
 )  # fmt: skip
 def end_read(case: Case) -> Iterator[Try]:
     for key, word in ((-1, "last"), (0, "first")):
         for way in _changed(case, f"-1 as the {word} key", partial(_with_ends, key=key)):
             yield way
             unmasked = way.setting.changed(lambda x: x if x.times is None else replace(x, visible=x.times > 0))
-            yield Try(f"{way.detail}, for rows that do not see it too", unmasked)
-    yield from _changed(case, "behind -1", lambda x: x._replace(read=x.entries >= 0))
+            yield Try(f"{way.detail}, also for rows to which it is not visible", unmasked)
+    yield from _changed(case, "after -1", lambda x: x._replace(read=x.entries >= 0))
 
 
-@partial(Mistake, "list-duplicates", "Keys that a list has twice count once.", "Every entry of a list counts.")
+@partial(Mistake, "list-duplicates", "A key that a list has twice counts once.", "Every entry of a list counts.")
 def duplicates(case: Case) -> Iterator[Try]:
     def once(x: Block) -> Block:
         return x if x.times is None else replace(x, times=x.times.clamp(max=1.0))
@@ -71,7 +71,7 @@ def duplicates(case: Case) -> Iterator[Try]:
 def other_rows(case: Case) -> Iterator[Try]:
     s, view = case.setting, case.setting.operands.indices
     if s.problem.select_count and isinstance(view, RowView):
-        for detail, by in (("of the row before", -1), ("of the row behind", 1)):
+        for detail, by in (("of the row before", -1), ("of the row after", 1)):
             yield Try(detail, s.of_operands(indices=_moved(s, view, by)))
             yield Try(
                 f"{detail}, across sequences",
@@ -80,14 +80,14 @@ def other_rows(case: Case) -> Iterator[Try]:
 
 
 def _moved(s: Setting, view: RowView, by: int) -> RowView:
-    """Returns a view of the lists of the rows before or behind; the row at the edge has the right one."""
+    """Returns a view that has, for each row, the list of the row `by` further; rows at the ends are unchanged."""
     lengths = s.extents.q_len
     rows = [view.sequence(b, s.problem.heads_kv, int(n)) for b, n in enumerate(lengths)]
     keep = tuple(t[:, (torch.arange(t.shape[1]) + by).clamp(0, max(t.shape[1] - 1, 0))].contiguous() for t in rows)
     return RowView(keep, np.zeros_like(lengths), view.dim, lengths * view.dim, view.dim)
 
 
-@partial(Mistake, "list-ignored", "Rows read all keys that they see, not those of their lists.", "Are lists passed?")
+@partial(Mistake, "list-ignored", "Rows read all visible keys, not only those of their lists.", "Are lists passed?")
 def ignored(case: Case) -> Iterator[Try]:
     if case.setting.problem.select_count and not case.setting.problem.compressed_ratio:
         yield Try("", case.setting.of_problem(select_count=0))
@@ -107,7 +107,7 @@ def block_size(case: Case) -> Iterator[Try]:
 
 
 def _complete(x: Lists) -> Lists:
-    """Reads lists to their first -1."""
+    """Returns lists that are read up to their first -1."""
     return x._replace(read=(x.entries >= 0).cumprod(-1).bool())
 
 

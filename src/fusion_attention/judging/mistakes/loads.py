@@ -1,4 +1,4 @@
-"""Mistakes of single tiles of keys: left out, counted twice, or read from another place."""
+"""Mistakes of single tiles of keys: a tile is omitted, counted twice, or read from another address."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -25,10 +25,10 @@ from fusion_attention.judging.mistakes.tiles import (
 from fusion_attention.judging.setting import Block
 
 Tensor = torch.Tensor
-_EXCHANGED = "its values and those of the tile behind exchanged"
+_EXCHANGED = "its values and those of the next tile exchanged"
 _STALE = ("the values", "the keys", "keys and values")
-_OTHERS = ("of the tile before", "of the tile behind", "from one key before", "from one key behind")
-# Ways to treat a tile, and the mistakes that they are.
+_OTHERS = ("of the tile before", "of the tile after", "from one key before", "from one key after")
+# Kind of wrong treatment of a tile -> name of the mistake.
 _KINDS = {
     "left out": "tile-left-out",
     "counted twice": "tile-twice",
@@ -41,11 +41,13 @@ _KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Treated:
-    """Another treatment of keys.
+    """Scores, weights and values of all keys under a wrong treatment.
 
     Attributes:
-        scores: the scores that count in the maximum. product, total: weights in the product with V and in the sum, of
-            the right maximum [heads, rows, keys]. values: of the keys.
+        scores: the scores from which the maximum is computed.
+        product, total: weights in the product with V and in the sum of weights, relative to the correct maximum,
+            [heads, rows, keys].
+        values: values of the keys.
     """
 
     scores: Tensor
@@ -55,7 +57,7 @@ class Treated:
 
 
 def _treated(loop: Loop, kind: str, by: int) -> Treated:
-    """Returns a kind of treatment of all keys; by: the distance of the keys that are read, negative for keys behind."""
+    """Returns all keys under a kind of treatment; by: key j is read from key j - by."""
     right, scores, values = exponentials(loop.scores), loop.scores, loop.values
     none = torch.zeros_like(right)
     if kind == "left out":
@@ -71,14 +73,14 @@ def _treated(loop: Loop, kind: str, by: int) -> Treated:
 
 
 def _distances(kind: str, size: int) -> list[int]:
-    """Returns the distances of the keys that a tile, and the tile behind it, are read from."""
+    """Returns the distance to the keys that are read instead, for a tile and, if exchanged, the tile after it."""
     if kind == _EXCHANGED:
         return [-size, size]
     return [(1 if "one key" in kind else size) * (1 if "before" in kind else -1)]
 
 
 def _with(loop: Loop, kind: str, marks: list[Tensor], distances: list[int]) -> Sums:
-    """A softmax in which marked keys are treated in another way."""
+    """Returns the sums of a softmax in which marked keys have another treatment."""
     scores, product = loop.scores, exponentials(loop.scores)
     total, results = product, []
     for at, by in zip(marks, distances, strict=True):
@@ -105,7 +107,7 @@ _Key = tuple[str, int, int]  # kind, size and number of a tile
 
 
 def _candidates(case: Case, mistake: str) -> list[_Key]:
-    """Returns the tiles of a mistake that explain some wrong rows, by their remaining error."""
+    """Returns the (kind, size, tile) of a mistake that explain some wrong rows; smallest remaining error first."""
     o = out_of(case)
     left: dict[_Key, float] = {}
     possible: set[_Key] | None = None
@@ -123,7 +125,7 @@ def _candidates(case: Case, mistake: str) -> list[_Key]:
 
 
 def _without(loop: Loop, mine: Tensor, mistake: str, possible: set[_Key] | None) -> Iterator[tuple[_Key, float]]:
-    """Yields the error of a row that remains under each way of a mistake; NaN if no key of the row is left."""
+    """Yields ((kind, size, tile), a row's remaining error) for each way of a mistake; NaN if no key remains."""
     for kind, name in _KINDS.items():
         for size in SIZES if "tile" in kind else (1, *SIZES):
             if name == mistake and (possible is None or any(key[:2] == (kind, size) for key in possible)):
@@ -136,7 +138,7 @@ def _without(loop: Loop, mine: Tensor, mistake: str, possible: set[_Key] | None)
 
 
 def _errors(loop: Loop, mine: Tensor, kind: str, size: int) -> Tensor:
-    """Returns the remaining errors of a row, tile by tile: NaN if a tile has all of its keys, infinite if none."""
+    """Returns a row's remaining error for each tile; NaN for a tile with all keys of the row, infinite with none."""
     number = loop.positions // size - loop.first // size
     tiles = int(number[-1]) + 1
 
@@ -160,7 +162,7 @@ def _errors(loop: Loop, mine: Tensor, kind: str, size: int) -> Tensor:
 
 
 def _every_stale(case: Case) -> Iterator[Try]:
-    """Yields loops whose every tile but the first has keys or values of the tile before."""
+    """Yields loops in which every tile except the first has keys or values of the previous tile."""
     kinds = [f"with {what} of the tile before" for what in _STALE]
     return explaining(case, (
         Way(f"every tile of {size}, {kind}", partial(_every, kind=kind, size=size))
@@ -169,7 +171,7 @@ def _every_stale(case: Case) -> Iterator[Try]:
 
 
 def _transposed(case: Case) -> Iterator[Try]:
-    """Yields all square tiles of keys, or of values, with rows and columns exchanged; the last one ends in zeros."""
+    """Yields calls with rows and columns of all square tiles of keys or values exchanged; the last is zero-padded."""
     s = case.setting
 
     def turned(x: Block, *, name: str, size: int) -> Block:
@@ -199,7 +201,7 @@ def _mistake(
 
 MISTAKES = (
     _mistake(
-        "tile-left-out", "A tile of keys, or one key, is left out.",
+        "tile-left-out", "A tile of keys, or one key, is omitted.",
         "Look at the bounds of the loop over tiles of keys.",
     ),
     _mistake(
@@ -207,7 +209,7 @@ MISTAKES = (
         "Look at the step and the first tile of the loop over tiles of keys.",
     ),
     _mistake(
-        "tile-stale", "A tile of keys meets keys or values of its neighbour.",
+        "tile-stale", "A tile of keys is computed with keys or values of its neighbour.",
         "Look at the loads in the loop over tiles of keys: their offset, and the barrier before the product.",
         _every_stale,
     ),

@@ -23,7 +23,7 @@ from fusion_attention.judging.mistakes.kinds import (
 )
 from fusion_attention.judging.setting import Block, Setting
 
-_LOOKS = 64  # rows, or keys, at which a candidate is compared with the wrong ones
+_LOOKS = 64  # number of rows, or of keys, at which a candidate is compared with the wrong output
 TILES = (512, 128, 256, 64, 32, 16, 1024, 2048)
 
 
@@ -33,7 +33,7 @@ def _bands(s: Setting) -> bool:
 
 
 def _other(case: Case, detail: str, changed: Setting) -> Iterator[Try]:
-    """Yields a way if its band differs from the call's."""
+    """Yields one Try if the changed band differs from the call's."""
     if not same_band(case.setting, changed):
         yield Try(detail, changed)
 
@@ -56,7 +56,7 @@ def causal_alignment(case: Case) -> Iterator[Try]:
 
 
 @partial(
-    Mistake, "mask-ignored", "Keys that the call removes are seen.",
+    Mistake, "mask-ignored", "Keys that the call's mask removes are visible.",
     "Without an atten_mask the training operators ignore sparse_mode; in inference look at the mask's shape.",
 )  # fmt: skip
 def mask_ignored(case: Case) -> Iterator[Try]:
@@ -71,7 +71,7 @@ def mask_ignored(case: Case) -> Iterator[Try]:
 
 
 @partial(
-    Mistake, "causal-uncalled", "Keys behind the diagonal are removed, though the call does not ask for it.",
+    Mistake, "causal-uncalled", "Keys after the diagonal are removed, but the call is not causal.",
     "Look for a default of is_causal or sparse_mode.",
 )  # fmt: skip
 def band_uncalled(case: Case) -> Iterator[Try]:
@@ -92,7 +92,7 @@ def _inverted(view: MatrixView) -> MatrixView:
 
 
 @partial(
-    Mistake, "mask-polarity", "The mask is read the other way round: what it removes is all that is seen.",
+    Mistake, "mask-polarity", "The mask is inverted: only the keys that it removes are visible.",
     "True removes a key in CANN; in torch's SDPA True keeps it: pass ~mask.",
 )  # fmt: skip
 def mask_polarity(case: Case) -> Iterator[Try]:
@@ -112,26 +112,27 @@ def mask_polarity(case: Case) -> Iterator[Try]:
 
 @partial(
     Mistake, "window-off-by-one", "An edge of the band is one key off.",
-    "pre_tokens counts the keys before the diagonal, without the diagonal's own.",
+    "pre_tokens counts the keys before the diagonal, without the diagonal's key.",
 )  # fmt: skip
 def window_by_one(case: Case) -> Iterator[Try]:
     s, e = case.setting, case.setting.extents
     if finite(e.hi).any():
-        yield from _other(case, "the diagonal itself is not seen", s.of_extents(hi=moved(e.hi, -1)))
-        yield from _other(case, "one key behind the right edge is seen", s.of_extents(hi=moved(e.hi, 1)))
+        yield from _other(case, "the diagonal itself is not visible", s.of_extents(hi=moved(e.hi, -1)))
+        yield from _other(case, "one key after the right edge is visible", s.of_extents(hi=moved(e.hi, 1)))
     if finite(e.lo).any():
-        yield from _other(case, "one key before the left edge is seen", s.of_extents(lo=moved(e.lo, -1)))
-        yield from _other(case, "the first key of the window is not seen", s.of_extents(lo=moved(e.lo, 1)))
-    right, left = ("one key behind the right edge is seen", 0, 1), ("the first key of the window is not seen", 1, 0)
+        yield from _other(case, "one key before the left edge is visible", s.of_extents(lo=moved(e.lo, -1)))
+        yield from _other(case, "the first key of the window is not visible", s.of_extents(lo=moved(e.lo, 1)))
+    right = ("one key after the right edge is visible", 0, 1)
+    left = ("the first key of the window is not visible", 1, 0)
     yield from _in_tiles(case, *[right] * bool(finite(e.hi).any()), *[left] * bool(finite(e.lo).any()))
 
 
 @dataclass(frozen=True)
 class _Tiled:
-    """A band in tiles of `rows` x `keys` pairs: those without a visible key are skipped, edges apply where they cross.
+    """A band in tiles of `rows` x `keys` pairs: tiles without a visible key are skipped.
 
     Attributes:
-        left, right: keys by which the edges move inside the tiles that they cross; None: they are not applied there.
+        left, right: number of keys by which an edge is moved in tiles that it crosses; None: it is not applied there.
     """
 
     extents: Extents
@@ -168,15 +169,15 @@ class _Tiled:
         return replace(x, visible=x.visible & band, in_band=band.any(-1))
 
     def explains(self, case: Case) -> bool:
-        """True if most wrong rows have other keys than in the band, and most right rows have not; likewise for keys.
+        """True if visible keys differ from the band's in most wrong rows and in few correct rows; likewise for keys.
 
-        Tiles that hide nothing explain nothing: `mask-ignored` is the name of that.
+        False if the tiles hide no pair, which is the mistake `mask-ignored`.
         """
         band, hides = _Tiled(self.extents), False
         for o in case.outputs:
             for b, wrong in enumerate(case.wrong.get(o.name, ())):
                 marks = wrong.any(0)
-                if o.kind == "max" or not marks.any():  # a maximum often has the same place among other keys
+                if o.kind == "max" or not marks.any():  # a maximum is often equal among other keys
                     continue
                 bad, good = (t[:: len(t) // _LOOKS + 1] for t in (marks.nonzero()[:, 0], (~marks).nonzero()[:, 0]))
                 at, every = torch.cat((bad, good)).numpy(), np.arange(self.extents.q_len[b])
@@ -190,7 +191,7 @@ class _Tiled:
 
 
 def _in_tiles(case: Case, *edges: tuple[str, int | None, int | None]) -> Iterator[Try]:
-    """Yields ways to move edges inside tiles, or not to apply them: (detail, left, right)."""
+    """Yields a Try for each size of tiles and each (detail, left, right) of `edges`, which are fields of _Tiled."""
     s = case.setting
     if s.problem.select_count or s.problem.compressed_ratio or s.extents.prefix.any():
         return
@@ -204,7 +205,8 @@ def _in_tiles(case: Case, *edges: tuple[str, int | None, int | None]) -> Iterato
 
 @partial(
     Mistake, "edge-tiles-unmasked", "An edge of the band is not applied inside the tiles that it crosses.",
-    "Tiles are skipped, or read without a mask, by their first and last row and key; the others need the comparison.",
+    "A tile's first and last row and key tell whether it is skipped or needs no mask; other tiles need a comparison "
+    "per key.",
 )  # fmt: skip
 def edge_tiles(case: Case) -> Iterator[Try]:
     e = case.setting.extents
@@ -225,8 +227,8 @@ def window_ignored(case: Case) -> Iterator[Try]:
 
 
 @partial(
-    Mistake, "window-mirrored", "The two sides of the window are in each other's place.",
-    "pre_tokens is what lies to the left of the diagonal, next_tokens what lies to the right.",
+    Mistake, "window-mirrored", "The two sides of the window are exchanged.",
+    "pre_tokens is the number of keys to the left of the diagonal, next_tokens to the right.",
 )  # fmt: skip
 def window_mirrored(case: Case) -> Iterator[Try]:
     s, e = case.setting, case.setting.extents
@@ -240,7 +242,7 @@ def window_mirrored(case: Case) -> Iterator[Try]:
 
 
 @partial(
-    Mistake, "prefix-ignored", "The prefix that all rows see is treated as any other key.",
+    Mistake, "prefix-ignored", "The prefix, which all rows see, is masked like other keys.",
     "Modes 5 and 6 take one prefix per sequence.",
 )  # fmt: skip
 def prefix_ignored(case: Case) -> Iterator[Try]:
@@ -250,12 +252,12 @@ def prefix_ignored(case: Case) -> Iterator[Try]:
 
 
 @partial(
-    Mistake, "tile-skipped", "Keys behind the edge of a tile are left out.",
+    Mistake, "tile-skipped", "Keys after the edge of a tile are omitted.",
     "Look at the loop over tiles of keys: its end, and its last, partial tile.",
 )  # fmt: skip
 def tile_skipped(case: Case) -> Iterator[Try]:
     s, lengths = case.setting, case.setting.extents.kv_len
-    words: dict[tuple[int, ...], list[str]] = {}  # by the first key that is left out
+    words: dict[tuple[int, ...], list[str]] = {}  # by each sequence's first omitted key
     for tile in TILES:
         if int(lengths.max(initial=0)) > tile:
             words.setdefault(tuple(np.minimum(lengths, tile).tolist()), []).append(f"from key {tile} on")
@@ -272,8 +274,8 @@ def tile_skipped(case: Case) -> Iterator[Try]:
 
 
 @partial(
-    Mistake, "mask-ends-early", "Behind the edge of a tile the mask is not read: everything is seen.",
-    "Look at how the mask's tile is addressed; masks of one row for all rows are known to fail here.",
+    Mistake, "mask-ends-early", "After the edge of a tile the mask is not read: all keys are visible.",
+    "Look at the addresses of the mask's tiles, above all for masks with one row for all rows.",
 )  # fmt: skip
 def mask_ends(case: Case) -> Iterator[Try]:
     s = case.setting
@@ -284,11 +286,11 @@ def mask_ends(case: Case) -> Iterator[Try]:
     for tile in TILES:
         if longest > tile:
 
-            def behind(x: Block, tile: int = tile) -> Block:
+            def from_tile(x: Block, tile: int = tile) -> Block:
                 masked = s.block(x.b, x.heads, x.rows, x.keys)
                 return replace(x, visible=masked.visible | (x.positions >= tile), in_band=torch.ones_like(x.in_band))
 
-            yield Try(f"from key {tile} on", everything.changed(behind))
+            yield Try(f"from key {tile} on", everything.changed(from_tile))
 
 
 @partial(
@@ -310,14 +312,14 @@ def sequences_mixed(case: Case) -> Iterator[Try]:
     total = np.full_like(e.kv_len, int(e.kv_len.sum()))
     joined = s.of_operands(**memory)
     banded = joined.of_extents(kv_len=total, lo=moved(e.lo, starts), hi=moved(e.hi, starts))
-    yield Try("all keys of the batch that the band leaves", banded)
+    yield Try("all keys of the batch within the band", banded)
     if _bands(s):
         yield Try("all keys of the batch", opened(joined.of_extents(kv_len=total)))
 
 
 @partial(
-    Mistake, "empty-rows", "Rows that see no key return what another mode returns.",
-    "inner_precise 2 asks for zeros; a mask that takes all keys leaves the mean of V.",
+    Mistake, "empty-rows", "Rows that see no key return the result of another mode.",
+    "inner_precise 2 returns zeros; a mask that removes all keys returns the mean of V.",
 )  # fmt: skip
 def empty_rows(case: Case) -> Iterator[Try]:
     s = case.setting

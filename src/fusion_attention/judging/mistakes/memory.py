@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 @partial(
-    Mistake, "gqa-order", "Query heads meet the wrong key heads.",
+    Mistake, "gqa-order", "Query heads are multiplied with the wrong key heads.",
     "Query head h belongs to key head h // (N1 / N2): repeat_interleave, not repeat.",
 )  # fmt: skip
 def group_order(case: Case) -> Iterator[Try]:
@@ -25,8 +25,8 @@ def group_order(case: Case) -> Iterator[Try]:
         if s.grads is not None:
             order = heads.reshape(p.group, p.heads_kv).T.reshape(-1)
             yield Try("key head n sums over query heads h with h % N2 = n", s.changed(q_heads=order))
-        yield Try("head h meets key head h % N2, not h // (N1 / N2)", s.changed(kv_heads=heads % p.heads_kv))
-        yield Try("every head meets the first key head", s.changed(kv_heads=0 * heads))
+        yield Try("head h reads key head h % N2, not h // (N1 / N2)", s.changed(kv_heads=heads % p.heads_kv))
+        yield Try("every head reads the first key head", s.changed(kv_heads=0 * heads))
         yield Try("in the other direction", s.changed(kv_heads=(heads // p.group)[::-1].copy()))
 
 
@@ -87,7 +87,7 @@ def input_layout(case: Case) -> Iterator[Try]:
                 yield Try(f"{', '.join(names)} as {layout} has them", s.of_operands(**changed))
 
 
-@partial(Mistake, "kv-confused", "Keys and values are confused.", "Look at the order of key and value in the call.")
+@partial(Mistake, "kv-confused", "Keys and values are exchanged.", "Look at the order of key and value in the call.")
 def values_confused(case: Case) -> Iterator[Try]:
     s, p, o = case.setting, case.setting.problem, case.setting.operands
     if p.dim_qk == p.dim_v and not p.shares_kv and s.grads is None and p.dequant_k == "none":
@@ -125,8 +125,8 @@ def lengths_cumulative(case: Case) -> Iterator[Try]:
     if buffer is None or len(e) < 2:
         return
     for detail, lengths in (
-        ("lengths added up, as if they were to be cumulative", np.cumsum(e.kv_len)),
-        ("each length less the one before, as if they were cumulative", np.diff(e.kv_len, prepend=0)),
+        ("lengths are added up to cumulative ends", np.cumsum(e.kv_len)),
+        ("each length minus the previous one, as of cumulative ends", np.diff(e.kv_len, prepend=0)),
     ):
         lengths = np.clip(lengths, 0, buffer)
         if (lengths != e.kv_len).any():
@@ -141,11 +141,11 @@ def length_by_one(case: Case) -> Iterator[Try]:
     lengths, buffer = case.setting.extents.kv_len, _capacity(case)
     yield Try("the last key is not read", case.setting.of_extents(kv_len=np.maximum(lengths - 1, 0)))
     if buffer is not None and (buffer > lengths).any():
-        yield Try("one key behind the last is read", _longer(case, np.minimum(lengths + 1, buffer)))
+        yield Try("one key after the last is read", _longer(case, np.minimum(lengths + 1, buffer)))
 
 
 @partial(
-    Mistake, "padding-seen", "Slots behind a sequence's last key are seen.",
+    Mistake, "padding-seen", "Slots after a sequence's last key are visible.",
     "Mask the last page, or the padding, by actual_seq_lengths.",
 )  # fmt: skip
 def lengths_ignored(case: Case) -> Iterator[Try]:
@@ -164,12 +164,12 @@ def lengths_ignored(case: Case) -> Iterator[Try]:
 
 
 def _past_the_end(case: Case) -> Iterator[Try]:
-    """Yields last tiles whose keys behind the end are read from memory: zeros behind the tensor's."""
+    """Yields a Try per tile size, in which the last tile also reads the keys after the end; after the tensor, zeros."""
     s, o, e = case.setting, case.setting.operands, case.setting.extents
     views = {name: getattr(o, name) for name in ("k", "v", "k_rope") if getattr(o, name) is not None}
     if not all(isinstance(v, RowView) and len(v.keep) == 1 and v.keep[0].is_contiguous() for v in views.values()):
         return
-    ends: dict[tuple[int, ...], list[int]] = {}  # of tiles, by the keys that are read
+    ends: dict[tuple[int, ...], list[int]] = {}  # tile sizes, by the number of keys that are read
     for size in SIZES:
         ends.setdefault(tuple((-(-e.kv_len // size) * size).tolist()), []).append(size)
     for lengths, sizes in ends.items():
@@ -178,7 +178,7 @@ def _past_the_end(case: Case) -> Iterator[Try]:
                 name: replace(view, keep=(_with_zeros(view.keep[0], sizes[0] * view.stride_token),))
                 for name, view in views.items()
             }
-            detail = f"keys behind the last, in tiles of {' or '.join(map(str, sizes))}"
+            detail = f"keys after the last, in tiles of {' or '.join(map(str, sizes))}"
             yield Try(detail, s.of_operands(**longer).of_extents(kv_len=np.array(lengths)))
 
 

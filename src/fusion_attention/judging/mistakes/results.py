@@ -65,7 +65,7 @@ def unscaled(case: Case) -> Iterator[Try]:
 
 
 @partial(
-    Mistake, "lse-parts", "Maximum, sum and log-sum-exp are confused.",
+    Mistake, "lse-parts", "Maximum, sum and log-sum-exp are mistaken for one another.",
     "lse = max + log(sum); the sum is of exp(score - max).",
 )  # fmt: skip
 def lse_parts(case: Case) -> Iterator[Try]:
@@ -132,7 +132,7 @@ def without_sink(case: Case) -> Iterator[Try]:
             yield Try("the sum alone", returning(s, only_sum))
 
 
-@partial(Mistake, "statistics-swapped", "Maximum and sum are in each other's place.", "softmax_max comes first.")
+@partial(Mistake, "statistics-swapped", "Maximum and sum are exchanged.", "softmax_max comes first.")
 def swapped(case: Case) -> Iterator[Try]:
     if {*_PAIR} <= _kinds(case) and case.setting.grads is None:
         other = {"max": "sum", "sum": "max"}
@@ -141,7 +141,7 @@ def swapped(case: Case) -> Iterator[Try]:
 
 
 def _reread(o: Output, view: RowView, heads: int, case: Case, how: str) -> Output | None:
-    """Returns an output with statistics of the same memory in another order; None if the order is the same."""
+    """Returns an output whose statistics are read in another order from the same memory; None if the order is equal."""
     e = case.setting.extents
     count, starts = len(e), e.q_start
     ones = np.ones(count, np.int64)
@@ -169,14 +169,14 @@ def _reread(o: Output, view: RowView, heads: int, case: Case, how: str) -> Outpu
 
 
 _ORDERS = {
-    "token": "token by token, all heads of a token beside each other",
+    "token": "token by token, the heads of a token adjacent",
     "item": "head by head within each sequence",
     "head": "head by head over the whole batch",
 }
 
 
 @partial(
-    Mistake, "statistics-order", "Statistics of heads and rows lie in another order.",
+    Mistake, "statistics-order", "Statistics of heads and rows are in another order.",
     'TND: head by head within each sequence, unless softmax_layout is "TND" (then token by token).',
 )  # fmt: skip
 def statistics_order(case: Case) -> Iterator[Try]:
@@ -190,7 +190,9 @@ def statistics_order(case: Case) -> Iterator[Try]:
             yield Try(detail, case.setting, tuple(again.get(o.name) or o for o in case.outputs))
 
 
-@partial(Mistake, "output-layout", "The output's rows lie as in another layout.", "Look at the output's strides.")
+@partial(
+    Mistake, "output-layout", "The output's rows are in the order of another layout.", "Look at the output's strides."
+)
 def output_layout(case: Case) -> Iterator[Try]:
     s = case.setting
     for o in case.outputs if s.grads is None else ():
@@ -213,8 +215,8 @@ def unnormalised(case: Case) -> Iterator[Try]:
 
 
 @partial(
-    Mistake, "output-unwritten", "The output is zeros throughout.",
-    "Nothing was written: look at the launch, and whether the kernel had ended when the output was read.",
+    Mistake, "output-unwritten", "All elements of the output are zero.",
+    "Nothing was written: look at the launch, and check that the kernel had ended when the output was read.",
 )  # fmt: skip
 def unwritten(case: Case) -> Iterator[Try]:
     def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:

@@ -49,7 +49,7 @@ def scale_other(case: Case) -> Iterator[Try]:
 
 
 @partial(
-    Mistake, "pse-order", "The bias is added on the wrong side of the scale.",
+    Mistake, "pse-order", "The bias is added before the scale, not after it, or the other way round.",
     "pse_type 1 adds before the scale, 0 after it; inference adds after it.",
 )  # fmt: skip
 def bias_order(case: Case) -> Iterator[Try]:
@@ -79,7 +79,7 @@ def bias_sign(case: Case) -> Iterator[Try]:
 
 
 @partial(
-    Mistake, "alibi-distance", "Biases of distances are computed otherwise.",
+    Mistake, "alibi-distance", "Biases of distances are computed by another formula.",
     "pse_type 2 is -slope * |distance|, 3 its root; q_start_idx and kv_start_idx move the origin.",
 )  # fmt: skip
 def slopes_wrong(case: Case) -> Iterator[Try]:
@@ -143,7 +143,7 @@ def overflow(case: Case) -> Iterator[Try]:
 
 
 @partial(
-    Mistake, "denormals-flushed", "Subnormal numbers of float16 are taken as zeros.",
+    Mistake, "denormals-flushed", "Subnormal numbers of float16 are read as zeros.",
     "Numbers below 2^-14 are subnormal in float16: switch off flushing, or convert to float32 first.",
 )  # fmt: skip
 def denormals_flushed(case: Case) -> Iterator[Try]:
@@ -165,8 +165,8 @@ def denormals_flushed(case: Case) -> Iterator[Try]:
 
 
 @partial(
-    Mistake, "rope-missing", "The rope parts of query and key do not reach the scores.",
-    "Are query_rope and key_rope passed, or the parts joined before the call?",
+    Mistake, "rope-missing", "The products of the rope parts are not added to the scores.",
+    "Are query_rope and key_rope passed, or concatenated to query and key before the call?",
 )  # fmt: skip
 def rope_missing(case: Case) -> Iterator[Try]:
     if case.setting.problem.dim_rope:
@@ -175,7 +175,7 @@ def rope_missing(case: Case) -> Iterator[Try]:
 
 @partial(
     Mistake, "sink-missing", "The sink is not in the denominator.",
-    "One more logit per head joins each row's sum, and has no value.",
+    "The sink is one more logit per head: it is in each row's sum, and has no value.",
 )  # fmt: skip
 def sink_missing(case: Case) -> Iterator[Try]:
     if case.setting.problem.has_sink:
@@ -184,7 +184,7 @@ def sink_missing(case: Case) -> Iterator[Try]:
 
 @partial(
     Mistake, "dropout-scale", "Kept probabilities are not divided by keep_prob.",
-    "keep_prob is the share that is kept, 1 - dropout_p.",
+    "keep_prob is the probability to keep a weight, 1 - dropout_p.",
 )  # fmt: skip
 def dropout_scale(case: Case) -> Iterator[Try]:
     if case.setting.problem.dropout != "none":
@@ -225,7 +225,7 @@ def dropout_divisor(case: Case) -> Iterator[Try]:
 
 @partial(
     Mistake, "uniform-average", "The output is the plain average of V: scores do not matter.",
-    "Known of TND with sparse_mode 0 and no mask; look whether q and k arrive at all.",
+    "Known for TND with sparse_mode 0 and no mask; check that q and k are read at all.",
 )  # fmt: skip
 def uniform_average(case: Case) -> Iterator[Try]:
     s, p = case.setting, case.setting.problem

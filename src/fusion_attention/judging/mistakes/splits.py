@@ -19,7 +19,7 @@ _UNITS = (1, 16, 64, 128)
 
 @dataclass(frozen=True)
 class Split:
-    """Splits of a sequence's keys: `count` of them, of a multiple of `unit` keys; count 0: tiles of `unit` keys."""
+    """A division of a sequence's keys: `count` splits of multiples of `unit` keys; count 0: tiles of `unit` keys."""
 
     count: int
     unit: int
@@ -40,7 +40,7 @@ class Split:
 
 
 def _splits(case: Case) -> list[Split]:
-    """Returns the ways to split the keys of a case, without those that split all sequences alike."""
+    """Returns the ways to split the keys of a case; of ways that split all sequences equally, only one."""
     k, lengths = case.setting.operands.k, sorted({int(n) for n in case.setting.extents.kv_len})
     units = sorted({*_UNITS, *((k.page_size,) if isinstance(k, PagedView) else ())})
     splits = [Split(0, size) for size in SIZES] + [Split(count, unit) for count in _COUNTS for unit in units]
@@ -73,7 +73,7 @@ def _weights_of_maxima(lse: Tensor, top: Tensor, total: Tensor) -> Tensor:
     return top.softmax(0)
 
 
-# Of the lse, the maximum and the sum of weights of splits [splits, heads, rows, 1].
+# Wrong weights of splits, computed from their lse, maximum and sum of weights, [splits, heads, rows, 1].
 _WEIGHTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "mean of": _weights_of_mean,
     "sum of": _weights_of_sum,
@@ -92,7 +92,7 @@ def _merged(loop: Loop, split: Split, weigh: Callable[[Tensor, Tensor, Tensor], 
 
 
 def merged(loop: Loop, **how: Any) -> Sums:
-    """A softmax of each split, merged with other weights."""
+    """Returns the sums of separate softmaxes of the splits, merged with wrong weights."""
     one, (out, weights) = summed(loop.scores, loop.values), _merged(loop, **how)
     return replace(one, values=(out * weights).sum(0) * one.total)
 
@@ -106,8 +106,8 @@ def _merged_weights(loop: Loop, **how: Any) -> Tensor:
 
 @partial(
     Mistake, "tile-softmax",
-    "Every tile or split of keys has a softmax alone, and their results are merged with the wrong weights.",
-    "After the loop, partial results merge with the weights exp(lse of the part - lse of all).",
+    "Each tile or split of keys has a separate softmax, and the results are merged with wrong weights.",
+    "After the loop, merge partial results with the weights exp(partial lse - total lse).",
 )  # fmt: skip
 def tile_softmax(case: Case) -> Iterator[Try]:
     def candidates() -> Iterator[Way]:
@@ -120,7 +120,7 @@ def tile_softmax(case: Case) -> Iterator[Try]:
 
 
 def without(loop: Loop, split: Split, number: int) -> Sums:
-    """A softmax over all splits but one."""
+    """Returns the sums of a softmax over all splits except one."""
     missing = torch.zeros(loop.scores.shape[-1], dtype=torch.bool)
     for at in split.of(loop)[number : number + 1]:
         missing[at] = True
@@ -128,8 +128,8 @@ def without(loop: Loop, split: Split, number: int) -> Sums:
 
 
 @partial(
-    Mistake, "split-left-out", "The result of a split of the keys is left out.",
-    "Look at the number of splits that are merged, and at where each stores its result.",
+    Mistake, "split-left-out", "The result of a split of the keys is omitted.",
+    "Look at the number of splits that are merged, and at the address to which each stores its result.",
 )  # fmt: skip
 def split_left_out(case: Case) -> Iterator[Try]:
     splits = [split for split in _splits(case) if split.count]

@@ -1,4 +1,4 @@
-"""Mistakes in stored rows of outputs and gradients: multiples, unwritten rows, rows and columns of other places."""
+"""Mistakes in stored rows of outputs and gradients: wrong factors, unwritten rows, misplaced rows and columns."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from fusion_attention.judging.standards import marked
 Tensor = torch.Tensor
 At = Block | Unit
 _SAMPLES = 12
-_LEFT = 0.25  # of a row's error, at most, under a candidate
+_LEFT = 0.25  # largest fraction of a row's error that may remain under a candidate
 
 
 def _suits(case: Case) -> list[Output]:
@@ -44,7 +44,7 @@ def _golden(s: Setting, o: Output, b: int, heads: slice, rows: slice, grade: Gra
 
 
 def _samples(case: Case, o: Output) -> list[tuple[Tensor, Tensor]]:
-    """Returns (the output's row, golden's) of some wrong rows."""
+    """Returns (output's row, golden's row) of some wrong rows."""
     s, results = case.setting, []
     for b, h, r in case.wrong_rows_of(o, _SAMPLES):
         heads, rows = slice(h, h + 1), slice(r, r + 1)
@@ -57,7 +57,7 @@ def _samples(case: Case, o: Output) -> list[tuple[Tensor, Tensor]]:
 def _changed(
     case: Case, o: Output, detail: str, change: Callable[[Tensor, At], Tensor], errors: Callable[..., Tensor] = grown
 ) -> Try:
-    """A way that changes the wrong rows of an output; errors: the variance of their errors, as in Setting."""
+    """Returns a Try in which the wrong rows of an output are changed; errors: as Setting.errors, for these rows."""
     wrong = wrong_rows(case, o)
 
     def result(kind: str, value: Tensor, raw: dict[str, Tensor], x: At, p: Precision) -> Tensor:
@@ -72,7 +72,7 @@ def _changed(
 
 
 @partial(
-    Mistake, "output-factor", "Output rows are a multiple of the right ones.",
+    Mistake, "output-factor", "Output rows are a multiple of the correct rows.",
     "Look at the last step of the row, and at factors that only some heads or tiles take.",
 )  # fmt: skip
 def multiplied(case: Case) -> Iterator[Try]:
@@ -91,12 +91,12 @@ def _multiplied(case: Case, o: Output, pairs: list[tuple[Tensor, Tensor]]) -> It
 
 @partial(
     Mistake, "rows-unwritten", "Some output rows, or columns of them, are zeros.",
-    "Look at the bounds of the last store: rows or columns behind a tile's edge are not written.",
+    "Look at the bounds of the last store: rows or columns after a tile's edge are not written.",
 )  # fmt: skip
 def unwritten(case: Case) -> Iterator[Try]:
     for o in _suits(case):
         if o.kind == "out" and not o.tensor.any():
-            continue  # named output-unwritten
+            continue  # the mistake output-unwritten
         zeros = torch.stack([(mine == 0) & (right != 0) for mine, right in case.once(_samples, o)]).all(0)
         if zeros.any():
             columns = zeros.nonzero().flatten()
@@ -110,7 +110,7 @@ def _without(zeros: Tensor, value: Tensor, x: At) -> Tensor:
 
 
 def _orders(dim: int) -> dict[str, Tensor]:
-    """Orders of columns that kernels confuse."""
+    """Returns {detail: order of columns} of orders that wrong kernels have."""
     columns = torch.arange(dim)
     results: dict[str, Tensor] = {}
     for by in (1, 2, 4, 8, 16, 32, 64, 128):
@@ -125,8 +125,8 @@ def _orders(dim: int) -> dict[str, Tensor]:
 
 
 @partial(
-    Mistake, "columns-order", "Columns of output rows lie in another order.",
-    "Look at how a tile's registers map to columns where they are stored.",
+    Mistake, "columns-order", "Columns of output rows are in another order.",
+    "Look at the mapping of a tile's registers to columns when they are stored.",
 )  # fmt: skip
 def columns_moved(case: Case) -> Iterator[Try]:
     for o in _suits(case):
@@ -145,9 +145,11 @@ def _ordered(case: Case, o: Output, detail: str, order: Tensor) -> Try:
 
 @dataclass(frozen=True)
 class Place:
-    """Another place of each output row, modulo the numbers of sequences, heads and rows.
+    """A mapping of each output row to another row, modulo the numbers of sequences, heads and rows.
 
-    sequence: added to the sequence. heads, rows: (sign, number), for sign * head + number.
+    Attributes:
+        sequence: added to the sequence's number.
+        heads, rows: (sign, number): head h is mapped to head sign * h + number, rows likewise.
     """
 
     sequence: int
@@ -166,7 +168,7 @@ class Place:
         return ", ".join(words)
 
     def of(self, setting: Setting, o: Output, x: At, grade: Grade = KERNEL) -> Wanted:
-        """Returns golden's rows of the other place [heads, rows, elements], with the variance of their error."""
+        """Returns golden's rows to which x's rows are mapped [heads, rows, elements], with their errors' variance."""
         e, p = setting.extents, setting.problem
         b = (x.b + self.sequence) % len(e)
         count = p.heads_kv if o.by_keys else p.heads_q
@@ -181,15 +183,15 @@ class Place:
 
 
 def _short(number: int, end: int) -> int:
-    """Returns the number of least size that is the same modulo `end`."""
+    """Returns the number of smallest absolute value that is equal modulo `end`."""
     number %= end
     return number if 2 * number <= end else number - end
 
 
 def _other_places(case: Case, o: Output) -> list[Place]:
-    """Returns places that hold most of some wrong rows, by a product of golden's rows with fixed numbers."""
+    """Returns mappings that explain most of some wrong rows; rows are compared by their product with fixed numbers."""
     votes: Counter[Place] = Counter()
-    direct: set[Place] = set()  # without a modulus
+    direct: set[Place] = set()  # mappings that need no modulus
     wrong = case.wrong_rows_of(o, _SAMPLES)
     precision = 2.0**-6 if o.tensor.element_size() == 2 else 1e-4
     for b, head, row in wrong:

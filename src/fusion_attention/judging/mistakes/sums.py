@@ -1,4 +1,4 @@
-"""Parts of the sums that gradients are: contributions of query heads and tiles, of which some are missing or wrong."""
+"""Finds wrong contributions to gradients, which are sums over query heads and tiles of keys or rows."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,16 +15,18 @@ Tensor = torch.Tensor
 _SAMPLES = 8
 # A candidate explains wrong rows if at most this fraction of their error remains.
 _LEFT = 0.25
-# The vectors that a gradient sums, by its kind: of keys for queries' gradients, else of rows.
+# The vectors whose weighted sum a gradient is: of keys for gradients of queries, else of rows.
 _VECTORS = {"dq": "k", "dq_rope": "k_rope", "dk": "q", "dk_rope": "q_rope", "dv": "dout"}
 
 
 class Subset(NamedTuple):
-    """Some contributions to the rows of a gradient.
+    """A subset of the contributions to each row of a gradient.
 
     Attributes:
-        head: the query head in its group; -1: all. tiles: "all", "tile", or "first" and "last" of each row's tiles.
-        size: of a tile. number: of the tile.
+        head: number of the query head in its group; -1: all heads.
+        tiles: "all", "tile" (number `number`), or the "first" or "last" tile of each row.
+        size: size of a tile.
+        number: number of the tile.
     """
 
     head: int = -1
@@ -34,11 +36,12 @@ class Subset(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A wrong subset of a gradient's contributions.
+    """A subset of a gradient's contributions, and its wrong treatment.
 
     Attributes:
         word: "left out", "twice", "alone" (all others are missing), or "with the vectors of the tile before" or
-            "behind". left: the fraction of the error that remains.
+            "after".
+        left: the fraction of the error that remains.
     """
 
     subset: Subset
@@ -48,11 +51,13 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A wrong row of a gradient, and golden's.
+    """A wrong row of a gradient, with golden's row and its contributions.
 
     Attributes:
-        terms: golden's contributions by query heads and tiles of 16 [heads, tiles, elements]. moved: those with the
-            vectors of so many keys (rows) before. first, last: the first and last key (row) that contributes.
+        mine, right: the wrong row and golden's row, [elements].
+        terms: golden's contributions by query heads and tiles of 16, [heads, tiles, elements].
+        moved: by distance d, the contributions with vectors of the keys (rows) that are d before.
+        first, last: the first and last key (row) that contributes.
     """
 
     mine: Tensor
@@ -63,7 +68,7 @@ class Sample:
     last: int
 
     def of(self, subset: Subset, by: int = 0) -> Tensor:
-        """Returns the sum of some contributions [elements]; by: with the vectors of so many keys (rows) before."""
+        """Returns the sum of a subset of contributions [elements], with the vectors of the keys (rows) `by` before."""
         terms = self.moved[by] if by else self.terms
         terms = terms if subset.head < 0 else terms[subset.head : subset.head + 1]
         if subset.tiles == "all":
@@ -74,7 +79,7 @@ class Sample:
 
 
 def counted(x: Block, factor: Tensor) -> Block:
-    """Multiplies the contributions of pairs to gradients."""
+    """Returns a block in which the contributions of pairs to gradients are multiplied by a factor."""
     return replace(x, counted=factor if x.counted is None else x.counted * factor)
 
 
@@ -114,7 +119,7 @@ def _by_tiles(pairs: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _subsets(samples: list[Sample], group: int) -> Iterator[Subset]:
-    """Yields parts by head, by tiles, and by both."""
+    """Yields subsets by head, by tiles, and by both."""
     length = 16 * max(x.terms.shape[1] for x in samples)
     for head in range(-1, group if group > 1 else 0):
         if head >= 0:
@@ -126,7 +131,7 @@ def _subsets(samples: list[Sample], group: int) -> Iterator[Subset]:
 
 
 def _changes(case: Case, o: Output) -> list[Change]:
-    """Returns the changes that explain wrong rows of a gradient, by the error that remains."""
+    """Returns the changes that explain wrong rows of a gradient, smallest remaining error first."""
     samples = _sampled(case, o)
     if not samples:
         return []
@@ -138,7 +143,7 @@ def _changes(case: Case, o: Output) -> list[Change]:
             continue
         ways = {"left out": right - terms, "twice": right + terms, "alone": terms}
         if subset.tiles == "tile":
-            for word, by in (("before", subset.size), ("behind", -subset.size)):
+            for word, by in (("before", subset.size), ("after", -subset.size)):
                 moved = torch.cat([x.of(subset, by) for x in samples])
                 ways[f"with the vectors of the tile {word}"] = right - terms + moved
         for word, result in ways.items():
@@ -151,7 +156,7 @@ def _changes(case: Case, o: Output) -> list[Change]:
 
 
 def ways(case: Case, suits: Callable[[Change], bool]) -> Iterator[Try]:
-    """Yields the changes of contributions that explain wrong gradients."""
+    """Yields a Try for each change of contributions that explains wrong gradients and suits()."""
     s = case.setting
     if s.grads is None or s.problem.shares_kv:
         return
@@ -173,7 +178,7 @@ def _detail(o: Output, change: Change) -> str:
 
 
 def _edit(case: Case, o: Output, change: Change) -> Callable[[Block], Block]:
-    """Returns an edit that makes a change of the contributions to the wrong rows of a gradient."""
+    """Returns the edit of blocks that applies a change to the contributions to wrong rows of a gradient."""
     subset, s, areas = change.subset, case.setting, wrong_area(case, o)
 
     def edit(x: Block) -> Block:
@@ -195,7 +200,7 @@ def _edit(case: Case, o: Output, change: Change) -> Callable[[Block], Block]:
 
 
 def _marked(s: Setting, x: Block, o: Output, subset: Subset, of_terms: Tensor) -> Tensor:
-    """Returns the pairs of a block whose contributions are a subset, bool [heads, rows or 1, keys or 1]."""
+    """Returns bool [heads, rows or 1, keys or 1], true for a block's pairs whose contributions are in a subset."""
     heads = torch.arange(x.heads.start, x.heads.stop)
     marks = ((heads % s.group == subset.head) | (subset.head < 0))[:, None, None]
     if subset.tiles == "all":
@@ -215,7 +220,7 @@ def _marked(s: Setting, x: Block, o: Output, subset: Subset, of_terms: Tensor) -
 
 
 def _with_others(s: Setting, x: Block, kind: str, of_terms: Tensor, stale: Tensor, by: int) -> Block:
-    """Changes the vectors that a gradient sums to those of a neighbouring tile."""
+    """Returns a block in which a gradient sums vectors of a neighbouring tile."""
     by_keys = kind in ("dk", "dk_rope", "dv")
     rows, keys = (slice(0, x.q_len), x.keys) if by_keys else (x.rows, slice(0, s.extents.all_keys(x.b)))
     every = _vectors(s.block(x.b, x.heads, rows, keys), kind)

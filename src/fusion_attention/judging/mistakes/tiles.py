@@ -1,4 +1,4 @@
-"""Mistakes of loops over tiles of keys: the online softmax, and the programs that other modules compute in a loop."""
+"""Mistakes of loops over tiles of keys: in the online softmax, and helpers for other mistakes in such loops."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ from fusion_attention.judging.setting import Block, Setting
 Tensor = torch.Tensor
 # A candidate explains a row if at most this fraction of its error remains.
 LEFT = 0.25
-_SCREENED = 4  # rows
+_SCREENED = 4  # number of wrong rows on which candidates are tried first
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class Loop:
     """Scores [heads, rows, keys], -inf for invisible keys, and values [heads or 1, keys, elements] of a block.
 
     Attributes:
-        every: scores, also of invisible keys.
+        every: scores, including those of invisible keys.
     """
 
     scores: Tensor
@@ -71,13 +71,13 @@ def exponentials(scores: Tensor) -> Tensor:
 
 
 def summed(scores: Tensor, values: Tensor) -> Sums:
-    """A softmax over all keys."""
+    """Returns the sums of a softmax over all keys."""
     weights = exponentials(scores)
     return Sums(weights @ values, scores.amax(-1, keepdim=True), weights.sum(-1, keepdim=True))
 
 
 def suits(case: Case) -> bool:
-    """True if a block's weights follow from its scores alone."""
+    """True if a block's weights depend on its scores alone."""
     p, s = case.setting.problem, case.setting
     return (
         s.grads is None and p.dropout == "none" and not p.selects and not p.compressed_ratio and not p.has_sink
@@ -86,7 +86,7 @@ def suits(case: Case) -> bool:
 
 
 def loop_of(s: Setting, x: Block, p: Precision) -> Loop:
-    """Returns the loop of a block's rows, over its keys and the tiles beside them, which a fault may read."""
+    """Returns the loop over a block's keys and the adjacent tiles, which a wrong kernel may read."""
     keys = slice(max(x.keys.start - SIZES[-1], 0), min(x.keys.stop + SIZES[-1], x.kv_len))
     x = formulas.narrowed(s.block(x.b, x.heads, x.rows, keys), p)
     every = formulas.scores_of(replace(x, visible=torch.ones_like(x.visible)))[0]
@@ -95,7 +95,13 @@ def loop_of(s: Setting, x: Block, p: Precision) -> Loop:
 
 @dataclass(frozen=True)
 class Way:
-    """Another program for the wrong rows; weights: those of its keys, where larger than golden's."""
+    """A wrong program that may explain wrong rows.
+
+    Attributes:
+        detail: describes it, in a few words.
+        program: computes a loop's sums.
+        weights: computes the keys' weights in these sums; None if no weight exceeds golden's.
+    """
 
     detail: str
     program: Program
@@ -103,7 +109,7 @@ class Way:
 
 
 def explaining(case: Case, candidates: Iterable[Way]) -> Iterator[Try]:
-    """Yields the programs that explain some wrong output rows."""
+    """Yields a Try for each program that explains some wrong output rows."""
     s, o = case.setting, out_of(case)
     if not suits(case) or o is None:
         return
@@ -112,7 +118,7 @@ def explaining(case: Case, candidates: Iterable[Way]) -> Iterator[Try]:
         at = b, slice(head, head + 1), slice(row, row + 1)
         loop, mine = loop_of(s, s.block(*at), formulas.GOLDEN), o.rows(s, *at).double()
         error = float((summed(loop.scores, loop.values).result("out") - mine).norm())
-        if 0 < error < math.inf:  # NaN of a row without a key that counts
+        if 0 < error < math.inf:  # NaN for a row without visible keys
             samples.append((loop, mine, error))
     for way in candidates if samples else ():
         left = (float((way.program(loop).result("out") - mine).norm()) / error for loop, mine, error in samples)
@@ -121,10 +127,10 @@ def explaining(case: Case, candidates: Iterable[Way]) -> Iterator[Try]:
 
 
 def by_program(case: Case, detail: str, program: Program, weights: Callable[[Loop], Tensor] | None = None) -> Try:
-    """A way whose wrong rows come from another program."""
+    """Returns a Try in which another program computes the wrong rows."""
     o = out_of(case)
     wrong = wrong_rows(case, o)
-    nan = o is not None and bool(o.tensor.isnan().any())  # of rows without a key that counts
+    nan = o is not None and bool(o.tensor.isnan().any())  # of rows without visible keys
 
     def change(kind: str, value: Tensor, raw: dict[str, Tensor], x: Block, p: Precision) -> Tensor:
         changed = wrong(x) & ~(raw["max"] == -math.inf)
@@ -160,7 +166,7 @@ _ORDERS = {
 
 
 def _maxima(loop: Loop, size: int, order: str) -> Tensor:
-    """Returns the maximum so far when a key's tile is added [heads, rows, keys]; order: a key of _ORDERS."""
+    """Returns for each key the maximum at the time when its tile is added [heads, rows, keys]; order: in _ORDERS."""
     tiles = [*loop.tiles(size)]
     tops = torch.stack([loop.scores[..., tile].amax(-1) for tile in tiles], -1)
     number = torch.arange(len(tiles))
@@ -184,14 +190,14 @@ def _unscaled(loop: Loop, size: int, order: str) -> Tensor:
 
 
 def online(loop: Loop, size: int, order: str, rescaled: Mapping[str, bool]) -> Sums:
-    """A softmax tile by tile, in which a risen maximum rescales the sums so far, or not."""
+    """Returns the sums of a softmax tile by tile; `rescaled` tells which sums are rescaled when the maximum rises."""
     right, wrong = exponentials(loop.scores), _unscaled(loop, size, order)
     values, total = (right if rescaled[name] else wrong for name in ("values", "sum"))
     return Sums(values @ loop.values, loop.scores.amax(-1, keepdim=True), total.sum(-1, keepdim=True))
 
 
 def _online_weights(loop: Loop, size: int, order: str, rescaled: Mapping[str, bool]) -> Tensor:
-    """The weights of keys in the sums of `online`."""
+    """Returns the weights of keys in the sums of online()."""
     right, wrong = exponentials(loop.scores), _unscaled(loop, size, order)
     values, total = (right if rescaled[name] else wrong for name in ("values", "sum"))
     return values / total.sum(-1, keepdim=True)
@@ -199,7 +205,7 @@ def _online_weights(loop: Loop, size: int, order: str, rescaled: Mapping[str, bo
 
 @partial(
     Mistake, "rescale-missing", "Sums over tiles of keys are not rescaled when the maximum rises.",
-    "In the loop over tiles of keys the accumulator and the sum both take the factor exp(old maximum - new maximum).",
+    "In the loop over tiles of keys, multiply accumulator and sum by exp(old maximum - new maximum).",
 )  # fmt: skip
 def rescale_missing(case: Case) -> Iterator[Try]:
     sums = (
@@ -220,7 +226,7 @@ def rescale_missing(case: Case) -> Iterator[Try]:
 
 
 def padded(loop: Loop, size: int) -> Sums:
-    """A softmax whose last tile is filled with scores of zero and values of zero."""
+    """Returns the sums of a softmax whose last tile is padded with scores of zero and values of zero."""
     one = summed(loop.scores, loop.values)
     count = -loop.length % size
     top = one.top.clamp_min(0.0)
@@ -230,10 +236,10 @@ def padded(loop: Loop, size: int) -> Sums:
 
 @partial(
     Mistake, "padding-weighed", "Missing keys of the last tile count as scores of zero.",
-    "In the loop's last pass, set scores behind the last key to -inf before the maximum and the exponentials.",
+    "In the loop's last pass, set scores after the last key to -inf before the maximum and the exponentials.",
 )  # fmt: skip
 def padding_weighed(case: Case) -> Iterator[Try]:
-    sizes: dict[tuple[int, ...], list[int]] = {}  # by the number of missing keys of each sequence
+    sizes: dict[tuple[int, ...], list[int]] = {}  # tile sizes, by the numbers of missing keys of the sequences
     for size in (8, *SIZES):
         missing = tuple((-case.setting.extents.kv_len % size).tolist())
         if any(missing):
@@ -251,7 +257,7 @@ def _powered(loop: Loop, factor: float) -> Sums:
 
 
 @partial(
-    Mistake, "exponent-base", "Exponentials have another base than the scores are prepared for.",
+    Mistake, "exponent-base", "The base of the exponentials does not fit the factor of the scores.",
     "Inside the loop over tiles of keys: exp2 needs scores times log2(e), exp needs them without.",
 )  # fmt: skip
 def exponent_base(case: Case) -> Iterator[Try]:

@@ -12,10 +12,10 @@ from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.verdict import Explanation
 
 Tensor = torch.Tensor
-_LEFT = 0.25  # of an output's error, at most, under a candidate
-_SEQUENCES = 8  # tried alone, at most
-_NAMES = {"dsink": ("sink-gradient", "The gradient of the sink is another.", "dsink = -sum(P(sink) * delta)."),
-          "dpse": ("bias-gradient", "The gradient of the bias is another.",
+_LEFT = 0.25  # largest fraction of an output's error that may remain under a candidate
+_SEQUENCES = 8  # largest number of sequences whose single contributions are tried
+_NAMES = {"dsink": ("sink-gradient", "The gradient of the sink is wrong.", "dsink = -sum(P(sink) * delta)."),
+          "dpse": ("bias-gradient", "The gradient of the bias is wrong.",
                    "dbias = dS, times the scale if the bias is added before it.")}  # fmt: skip
 NAMES = tuple(_NAMES.values())
 

@@ -1,5 +1,6 @@
-"""torch_npu's attention functions from the chip's transformer library (ATB), which write to an output tensor that the
-caller passes; each calls npu_fused_infer_attention_score.
+"""torch_npu's attention functions of Ascend Transformer Boost (ATB), computed by npu_fused_infer_attention_score.
+
+The functions write their result to an output tensor that the caller passes.
 """
 
 import numpy as np
@@ -25,7 +26,7 @@ __all__ = [
 
 
 def _masked(args: Args) -> Args:
-    """The arguments, with the mask converted from format FRACTAL_NZ to rows."""
+    """Returns the arguments with the mask converted from format FRACTAL_NZ to rows."""
     return {**args, "mask": atb.in_rows(args["mask"])}
 
 

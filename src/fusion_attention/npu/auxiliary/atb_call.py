@@ -22,20 +22,22 @@ def ends_of(op: Op, given: Mapping[str, Any]) -> np.ndarray:
 
 
 def read(op: Op, lengths: Any) -> np.ndarray:
-    """Lengths as an int64 array on the host; raises NotImplementedError in a trace."""
+    """Returns lengths as an int64 array on the host; raises NotImplementedError in a trace."""
     result = to_array(lengths)
     if isinstance(result, np.ndarray):
         return result
-    raise NotImplementedError(f"{op.name}: a trace knows no lengths: call torch.ops.atb.{op.name}, one node of a graph")
+    raise NotImplementedError(
+        f"{op.name}: lengths have no values in a trace (call torch.ops.atb.{op.name}, which is one node of a graph)"
+    )
 
 
 def one_each(query: Tensor) -> np.ndarray:
-    """Cumulative ends of sequences with one row each."""
+    """Returns the cumulative ends of sequences with one row each."""
     return np.arange(1, len(query) + 1)
 
 
 def causal(query: Tensor) -> dict[str, Any]:
-    """Mask and mode arguments for causal attention aligned to the last key."""
+    """Returns the arguments for causal attention in which a sequence's last row sees its last key."""
     triangle = torch.ones(CAUSAL, CAUSAL, dtype=torch.bool, device=query.device).triu(1)
     return {"atten_mask": triangle, "sparse_mode": CAUSAL_AT_THE_END}
 
@@ -48,14 +50,14 @@ def attend(
     kv: np.ndarray | Tensor,
     **mask_arguments: Any,
 ) -> None:
-    """Computes a checked call, and writes its `out`.
+    """Computes a checked call and writes the result to its argument `out`.
 
     Args:
         op, given: the operator definition, and the arguments by its names.
-        keys: rows of keys and values, or their pages.
-        ends: cumulative ends of the query rows.
-        kv: cumulative ends of packed keys, or numbers of keys in pages.
-        mask_arguments: mask and mode.
+        keys: (keys, values) as packed rows, or as pages.
+        ends: cumulative ends of each sequence's query rows.
+        kv: cumulative ends of each sequence's packed keys, or its number of keys in pages.
+        mask_arguments: atten_mask and sparse_mode.
     """
     table = given.get("block_table")
     if table is not None:
@@ -77,5 +79,5 @@ def attend(
 
 
 def _pages(cache: Tensor) -> Tensor:
-    """Pages as [pages, slots, heads * elements]; a view if there is one head, even for sliced elements."""
+    """Returns pages [pages, slots, heads * elements]; with one head a view, also of a slice of the elements."""
     return cache[:, :, 0] if cache.shape[2] == 1 else cache.flatten(2)

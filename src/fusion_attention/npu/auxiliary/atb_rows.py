@@ -1,4 +1,4 @@
-"""torch_npu's functions from the chip's transformer library (ATB) that store rows or rotate them, in place."""
+"""torch_npu's functions of Ascend Transformer Boost (ATB) that store rows in a cache or rotate rows in place."""
 
 from typing import Annotated
 
@@ -51,5 +51,5 @@ def _npu_rotary_embedding(
 
 
 def _slots(cache: Tensor, rows: Tensor) -> Tensor:
-    """View of a paged cache as [pages, slots, elements of a row...]; fragments are an axis of elements."""
+    """Returns a view of a paged cache as [pages, slots, ...]; in format NZ, the fragments are an axis of the rest."""
     return cache if atb_rows.whole_rows(cache, rows) else cache.transpose(1, 2)

@@ -57,7 +57,7 @@ def npu_gather_pa_kv_cache(
         sequence = torch.arange(len(lengths), device=key.device).repeat_interleave(lengths, output_size=tokens)
         row = torch.arange(tokens, device=key.device) - starts[sequence]
         column = row // size + (0 if seq_offset is None else seq_offset[sequence].long() // size)
-        table = torch.nn.functional.pad(block_tables.long(), (0, 1), value=-1)  # for positions behind it
+        table = torch.nn.functional.pad(block_tables.long(), (0, 1), value=-1)  # -1: no page
         page = table[sequence, column.clamp(0, table.shape[1] - 1)].where(column >= 0, -1)
         there = (page >= 0) & (page < pages)
         results = []
@@ -121,7 +121,10 @@ def npu_kv_rmsnorm_rope_cache(
 
 
 def _last(slot_indices: Tensor) -> Tensor:
-    """For every row, the index of the last row with the same slot; writing that row instead avoids races."""
+    """Returns for each row the index of the last row with the same slot.
+
+    If all rows of a slot write this row, the order of the writes does not matter.
+    """
     order = slot_indices.argsort(stable=True)
     ordered = slot_indices[order]
     last = order[torch.searchsorted(ordered, ordered, right=True) - 1]
@@ -129,7 +132,10 @@ def _last(slot_indices: Tensor) -> Tensor:
 
 
 def _updated(target: Tensor, indices: Tensor, updates: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The arguments (indices per axis, rows) of index_put(); only the last row of equal indices has a gradient."""
+    """Returns the arguments (indices per axis, rows) of index_put(); of rows with equal indices, the last one counts.
+
+    Only that row has a gradient.
+    """
     axes = indices.shape[-1]
     positions, rows = (
         indices.reshape(-1, axes).long(),
@@ -144,12 +150,12 @@ def _updated(target: Tensor, indices: Tensor, updates: Tensor) -> tuple[tuple[Te
 
 
 def _slots(cache: Tensor, rows: Tensor, mode: str = "Norm") -> Tensor:
-    """View of a paged cache as [pages, slots, elements of a row...]; fragments are an axis of elements."""
+    """Returns a view of a paged cache as [pages, slots, ...]; in format NZ, the fragments are an axis of the rest."""
     return cache.transpose(1, 2) if caches.lies_in_pieces(cache, rows, mode) else cache
 
 
 def _lines(cache: Tensor, mode: str) -> Tensor:
-    """View of a cache as [pages or sequences, slots, elements of a row...], by its mode."""
+    """Returns a view of a cache as [pages or sequences, slots, ...], from its layout `mode`."""
     if mode == "Norm":
         return cache[:, 0]
     if "NZ" not in mode:
@@ -159,9 +165,9 @@ def _lines(cache: Tensor, mode: str) -> Tensor:
 
 
 def store(caches_and_rows: list[tuple[Tensor, Tensor]], slot_indices: Tensor) -> None:
-    """Stores rows in caches at slots; negative slots store nothing, and of equal slots the last row stays.
+    """Stores rows in caches at the given slots; all rows are read before any is written.
 
-    All rows are read before any is written.
+    A row with a negative slot is not stored; of rows with equal slots, the last one is stored.
     """
     if not slot_indices.numel() or not all(slots.shape[0] * slots.shape[1] for slots, _ in caches_and_rows):
         return
@@ -178,7 +184,7 @@ def store(caches_and_rows: list[tuple[Tensor, Tensor]], slot_indices: Tensor) ->
 
 
 def _of_tokens(index: Tensor, tokens: int, cache: Tensor, mode: str) -> Tensor:
-    """The slot of every token, for all sequences concatenated."""
+    """Returns the slot of every token of all sequences, concatenated."""
     if mode == "Norm":
         items = torch.arange(len(index), device=index.device)[:, None] * cache.shape[2]
         return (index + items).where(index >= 0, -1).flatten()
@@ -192,7 +198,7 @@ def _of_tokens(index: Tensor, tokens: int, cache: Tensor, mode: str) -> Tensor:
 
 
 def _rounded(rows: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Tensor | None) -> Tensor:
-    """Rows converted to a cache's dtype; with a scale, quantized to int8, halves to even."""
+    """Returns rows in a cache's dtype; with a scale, quantized to int8 and rounded to nearest, ties to even."""
     if scale is None:
         return rows.to(dtype)
     return rounded(rows * scale if offset is None else rows * scale + offset, 127)

@@ -1,4 +1,4 @@
-"""The entry point of auxiliary operators: a call is checked against the operator definition, then torch computes it."""
+"""Decorator of auxiliary operators: a call is checked against its operator definition, then computed by torch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ R = TypeVar("R")
 def computed(
     op: Op, host: int | None = None, before: Callable[[Args], Args] | None = None
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Makes the public function of an auxiliary operator from a body, and checks its calls.
+    """Makes the public function of an auxiliary operator from its body; the public function checks each call.
 
-    The body's parameters are canonical names of arguments that it reads; attributes that are None have their defaults.
+    The body's parameters are the canonical names of the arguments that it reads; an attribute given as None arrives as
+    its default.
 
     Args:
-        op, host: as in from_record().
-        before: function that converts the arguments before they are checked.
+        op, host: as for from_record().
+        before: converts the arguments before they are checked.
     """
     attributes = frozenset(p.name for p in op.params if isinstance(p, Attr))
 
@@ -47,10 +48,10 @@ def computed(
 
 
 def checked(op: Op, args: Mapping[str, Any], *, with_tensors: bool = True) -> Mapping[str, Any]:
-    """Checks a call, and returns its arguments with defaults in place of None; with_tensors: including tensors.
+    """Checks a call and returns its arguments, with defaults in place of None; with_tensors: tensors included.
 
-    Calls inside torch.compile are not checked: torch's operators report errors. Other traces are checked if sizes are
-    numbers and lengths are not tensors, without the rules that read memory.
+    Calls inside torch.compile are not checked; torch's operators report their errors. Other traces are checked, without
+    the rules that read memory, if sizes are numbers and lengths are not tensors.
 
     Raises:
         ContractError: with all failures of the first stage that fails.
@@ -66,12 +67,13 @@ def checked(op: Op, args: Mapping[str, Any], *, with_tensors: bool = True) -> Ma
 
 @contextmanager
 def in_place_of(op: Op, **names: str) -> Iterator[None]:
-    """A context for calls of another function inside an auxiliary operator: errors name the operator, and the other
-    function's limits are not checked.
+    """Context in which an auxiliary operator calls another function; errors name the operator.
+
+    The other function's limits are not checked.
 
     Args:
         op: the definition of the auxiliary operator.
-        names: from the other function's parameters to the operator's, if they differ.
+        names: the operator's parameter name for each parameter of the other function, if they differ.
     """
     # torch.compile cannot trace settings.
     try:
@@ -83,7 +85,7 @@ def in_place_of(op: Op, **names: str) -> Iterator[None]:
 
 
 def as_given(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """A context that disables autocast on a tensor's device, since the chip's autocast has no auxiliary operators."""
+    """Context that disables autocast on a tensor's device; torch_npu's autocast lists no auxiliary operator."""
     kind = tensor.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)

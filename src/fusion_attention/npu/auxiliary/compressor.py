@@ -1,4 +1,4 @@
-"""cann_ops_transformer's compressor: torch's operators project rows, and windows are pooled as in fa.compress."""
+"""cann_ops_transformer's compressor: torch's operators project rows, this library's compress() pools windows."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -30,7 +30,7 @@ def compressor(
 
 @crossing
 def _pooled(kv: Tensor, gate: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
-    """Pools padded rows as fa.compress; float64 is golden's."""
+    """Returns pooled windows of padded rows, as compress() computes them; golden computes float64."""
     args = {
         "kv": kv, "gate": gate, "ratio": windows.ratio, "position_bias": bias, "overlap": windows.overlap,
         "layout": "BSND", "before": windows.before,

@@ -1,6 +1,6 @@
-"""torch_npu's permutations of tokens into the order of experts and back, in torch's operators.
+"""torch_npu's permutations of tokens into the order of their experts and back, computed by torch's operators.
 
-Sums over a token's rows are in float32 and rounded once. Rows with an index out of range are zeros.
+Sums over a token's rows are computed in float32 and rounded once. A row whose index is out of range is zero.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 def taken(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index]; zeros for an index out of range."""
+    """Returns rows[index], with zeros for an index out of range."""
     there = (index >= 0) & (index < rows.shape[0])
     if rows.shape[0] == 0:
         return rows.new_zeros(index.shape[0], rows.shape[1])
@@ -32,11 +32,15 @@ def taken(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def _spread(tokens: Tensor, choices: int, order: Tensor, positions: Tensor) -> Tensor:
-    """Gathers tokens: row i is that of choice order[i]; choice t * choices + c belongs to token t.
+    """Returns the token of every (token, expert) choice: row i is token order[i] // choices.
 
     The gradient sums over the choices of a token in float32.
 
-    positions: the inverse of order, which the gradient reads.
+    Args:
+        tokens: [T, elements].
+        choices: experts per token.
+        order: the choice in each row; choice t * choices + c is the c-th of token t.
+        positions: the inverse of order, which the gradient reads.
     """
     count = tokens.shape[0]
 
@@ -48,7 +52,7 @@ def _spread(tokens: Tensor, choices: int, order: Tensor, positions: Tensor) -> T
 
 
 def _sum_of_choices(rows: Tensor, positions: Tensor, count: int, choices: int) -> Tensor:
-    """Sums the rows of each token, in float32; positions: the row of each choice."""
+    """Returns the sum of each token's rows, computed in float32; positions: the row of each choice."""
     return taken(rows, positions).unflatten(0, (count, choices)).sum(1, dtype=torch.float32).to(rows.dtype)
 
 
@@ -75,7 +79,7 @@ def npu_moe_token_unpermute(permuted_tokens: Tensor, sorted_indices: Tensor, pro
 
 
 def _weighed(permuted: Tensor, positions: Tensor, probs: Tensor | None) -> Tensor:
-    """Sums the rows of each token, weighted by probs [T, K]; None: each token has one row."""
+    """Returns the sum of each token's rows, weighted by probs [T, K]; None: each token has one row."""
     count = permuted.shape[0]
 
     def compute(permuted: Tensor, probs: Tensor | None) -> tuple[tuple[Tensor], Some]:
@@ -98,7 +102,7 @@ def _weighed(permuted: Tensor, positions: Tensor, probs: Tensor | None) -> Tenso
 
 
 def _of_permuted(dy: Tensor, positions: Tensor, probs: Tensor | None, count: int) -> Tensor:
-    """The gradient of the permuted rows, [count, elements]."""
+    """Returns the gradient of the permuted rows, [count, elements]."""
     weighed = dy if probs is None else (dy.unsqueeze(1) * probs.unsqueeze(-1)).flatten(0, 1).to(dy.dtype)
     there = (positions >= 0) & (positions < count)
     result = dy.new_zeros(count + 1, dy.shape[1])  # the last row collects rows out of range
@@ -107,7 +111,7 @@ def _of_permuted(dy: Tensor, positions: Tensor, probs: Tensor | None, count: int
 
 
 def _of_probs(dy: Tensor, positions: Tensor, probs: Tensor, permuted: Tensor) -> Tensor:
-    """The gradient of the weights probs [T, K]."""
+    """Returns the gradient of the weights probs [T, K]."""
     rows = taken(permuted, positions).reshape(*probs.shape, permuted.shape[1])
     return (rows * dy.float().unsqueeze(1)).sum(-1).to(probs.dtype)
 

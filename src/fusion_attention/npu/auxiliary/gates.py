@@ -1,4 +1,4 @@
-"""torch_npu's activation functions, with and without a gate, in torch's operators; computed in float32."""
+"""torch_npu's activation functions, with and without a gate, computed by torch's operators in float32."""
 
 from collections.abc import Callable
 from typing import Any
@@ -103,7 +103,7 @@ def npu_fast_gelu(input: Tensor) -> Tensor:
 
 
 def fast_gelu(x: Tensor) -> Tensor:
-    """x / (1 + exp(-1.702 x)), in the dtype of x."""
+    """Returns x / (1 + exp(-1.702 x)), in the dtype of x."""
     return x * (_SLOPE * x).sigmoid()
 
 
@@ -119,12 +119,12 @@ def _fast_gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _of_one(function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x) rounded to the dtype of x, with a gradient that saves x only."""
+    """Returns function(x) rounded to the dtype of x; the backward saves only x."""
     (y,) = keeping(lambda x: ((function(x).to(x.dtype),), (x,)), lambda _, dy, x: (gradient(dy, x),), x)
     return y
 
 
 def _halves(input: Tensor, dim: int, left: bool) -> tuple[Tensor, Tensor]:
-    """(linear half, activated half) of a GEGLU's input, in float32."""
+    """Returns (linear half, activated half) of a GEGLU's input, in float32."""
     a, b = input.float().chunk(2, dim)
     return (b, a) if left else (a, b)

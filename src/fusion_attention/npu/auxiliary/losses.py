@@ -1,4 +1,4 @@
-"""torch_npu's cross entropy, in torch's operators; computed in float32."""
+"""torch_npu's cross entropy, computed by torch's operators in float32."""
 
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ def npu_cross_entropy_loss_backward(
 
 
 def _gradient(dloss: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, how: _How) -> Tensor:
-    """dx in float32; p: the probabilities."""
+    """Returns the gradient of the logits in float32; p: the probabilities softmax(logits)."""
     counted, of_label, norm = _rows(target, weight, p, how)
     g, smoothing = (dloss.float() / norm).expand_as(target), how.smoothing
     right = total = (1 - smoothing) * g * of_label
@@ -82,7 +82,7 @@ def _gradient(dloss: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, h
 
 
 def _rows(target: Tensor, weight: Tensor | None, like: Tensor, how: _How) -> tuple[Tensor, Tensor, Any]:
-    """(mask of rows that count, weight of each row's class, divisor of the sum over rows)."""
+    """Returns (mask of the rows that are not ignored, weight of each row's class, divisor of the sum over rows)."""
     counted = target != how.ignored
     of_label = like.new_ones(target.shape) if weight is None else weight[target.where(counted, 0)]
     return counted, of_label, of_label.where(counted, 0.0).sum() if how.reduction == "mean" else 1

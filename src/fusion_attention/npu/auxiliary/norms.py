@@ -1,4 +1,4 @@
-"""torch_npu's root-mean-square norms, in torch's operators; computed in float32."""
+"""torch_npu's root-mean-square norms, computed by torch's operators in float32."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def npu_gemma_rms_norm(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Te
 
 
 def normalised(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """RMS norm: returns (y = x / rms * gamma in the dtype of x, rstd = 1 / rms in float32 without a derivative)."""
+    """Returns (y = x / rms * gamma in the dtype of x, rstd = 1 / rms in float32, not differentiable)."""
 
     def compute(x: Tensor, gamma: Tensor) -> tuple[tuple[Tensor, Tensor], Some]:
         rstd = _rstd(x, gamma, epsilon)
@@ -56,7 +56,7 @@ def _rstd(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
 
 
 def _gradients(wanted: tuple[bool, bool], dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> Any:
-    """(dx, dgamma) of the RMS norm; None for those that are not wanted."""
+    """Returns (dx, dgamma) of the RMS norm, None for a gradient that is not `wanted`."""
     axes, rows = tuple(range(-gamma.dim(), 0)), tuple(range(x.dim() - gamma.dim()))
     scale, upstream = rstd.float(), dy.float()
     xhat, weighed = x.float() * scale, upstream * gamma

@@ -1,4 +1,4 @@
-"""torch_npu's grouped matrix product, in torch's operators."""
+"""torch_npu's grouped matrix product, computed by torch's operators."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,12 +59,12 @@ def _products(given: dict[str, Any]) -> list[Tensor]:
 
 
 def _listed(given: Tensor | Tensors | None) -> Tensors | None:
-    """A list of tensors; one tensor becomes a tuple of one."""
+    """Returns a list of tensors as it is, and one tensor as a tuple."""
     return (given,) if isinstance(given, Tensor) else given
 
 
 def _dense_weight(weight: Tensors, x: Tensors) -> Tensors:
-    """Matrices of int4 in int32 unpacked to int8, others unchanged; the size of x's rows determines the packed axis."""
+    """Returns the weights, with int4 packed in int32 unpacked to int8 along the axis that x's row length determines."""
     ours, rows = _listed(weight), _listed(x)
     if not (ours and rows and isinstance(ours, (list, tuple)) and isinstance(rows, (list, tuple))):
         return weight
@@ -77,7 +77,7 @@ def _dense_weight(weight: Tensors, x: Tensors) -> Tensors:
 
 
 class _Product:
-    """The product of rows with a group's matrix, with its scales, bias and activation."""
+    """The product of rows with the matrix of their group, with the group's scales, bias and activation."""
 
     def __init__(self, given: dict[str, Any], dtype: torch.dtype) -> None:
         """given: arguments by canonical name; dtype: dtype of the results."""
@@ -93,7 +93,7 @@ class _Product:
         self.lazy = is_traced(given.values()) or (isinstance(self.group_list, Tensor) and self.group_list.is_meta)
 
     def __call__(self, x: Tensor, group: int, start: int) -> Tensor:
-        """The product of rows x with the matrix of a group; start: index of x's first row in all rows."""
+        """Returns the product of rows x with the matrix of a group; start: index of x's first row among all rows."""
         weight = self.weights[group]
         bias, scale, anti, shift = [None if v is None else v[group] for v in self.vectors]
         if x.dtype == torch.int8:
@@ -123,12 +123,13 @@ class _Product:
         return self.act(y).to(self.dtype)
 
     def of_rows(self, x: Tensor, one: bool) -> list[Tensor]:
-        """Products of groups of rows of one tensor; one: concatenated to one result."""
+        """Returns the products of groups of rows of one tensor; one: concatenates them to one result."""
         groups = len(self.weights)
         if self.lazy:
             if not one:
                 raise NotImplementedError(
-                    "npu_grouped_matmul: a trace knows no lengths, which the results of split_item 0 have: use 2"
+                    "npu_grouped_matmul: split_item: expected 2 or 3 in a trace, where the lengths of the results of "
+                    "split_item 0 and 1 have no values"
                 )
             inside = self._inside(x.shape[0])
             y = x.new_zeros(x.shape[0], self.weights[0].shape[1], dtype=self.dtype)
@@ -142,7 +143,7 @@ class _Product:
         return [torch.cat((*results, x.new_zeros(x.shape[0] - ends[-1], results[0].shape[1], dtype=self.dtype)))]
 
     def of_sums(self, x: Tensor, weight: Tensor) -> list[Tensor]:
-        """Products over groups of the summed axis: columns of x, rows of weight; [E, M, N]."""
+        """Returns the product of each group of x's columns with the same rows of weight: [E, M, N]."""
         if self.lazy:
             inside = self._inside(x.shape[1])
             results = [
@@ -154,12 +155,12 @@ class _Product:
         return [self.act(torch.stack(results)).to(self.dtype)]
 
     def _ends(self) -> list[int]:
-        """Cumulative ends of the groups, on the host."""
+        """Returns the cumulative ends of the groups, on the host."""
         ends: list[int] = products.sizes_of(to_array(self.group_list), self.kind).cumsum().tolist()
         return ends
 
     def _inside(self, rows: int) -> Tensor:
-        """Mask [E, rows] of the rows in each group."""
+        """Returns the mask [E, rows] of the rows in each group."""
         given = torch.as_tensor(self.group_list)
         ends = (given[1::2] if self.kind == 2 else given).cumsum(0) if self.kind else given
         starts = torch.cat((ends.new_zeros(1), ends[:-1]))

@@ -1,6 +1,6 @@
-"""torch_npu's preprocessing of multi-head latent attention, in torch's operators.
+"""torch_npu's projections, norms and rotations before multi-head latent attention, computed by torch's operators.
 
-Products are rounded to the dtype of the rows, as on the chip; norms and rotations are computed in float32.
+Products are rounded to the dtype of the rows, as on the chip. Norms and rotations are computed in float32.
 """
 
 from collections.abc import Mapping
@@ -41,12 +41,12 @@ def npu_mla_prolog_v3(args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
 
 
 def _nothing(like: Tensor) -> Tensor:
-    """An empty scale, for results that are not quantized."""
+    """Returns an empty scale, for results that are not quantized."""
     return like.new_empty(0, dtype=torch.float32)
 
 
 def _prolog(op: Op, given: Args) -> tuple[Tensor, Tensor, Tensor]:
-    """Checks and computes a call: returns (query, query_rope, cq), and writes the caches."""
+    """Checks and computes a call; returns (query, query_rope, cq) and writes the caches."""
     given = {**given, **checked(op, given)}
     with torch.no_grad(), as_given(given["token_x"]):
         return _computed(given)
@@ -63,7 +63,7 @@ def _computed(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         return normalised(rows, scale, given["rmsnorm_epsilon_" + name])[0]
 
     def turned(rows: Tensor) -> Tensor:
-        """Rows [T, heads, Dr], rotated by their positions."""
+        """Returns rows [T, heads, Dr], rotated by their positions."""
         return npu_interleave_rope(rows.transpose(0, 1)[None], *angles)[0].transpose(0, 1)
 
     cq = norm(x @ given["weight_dq"], "cq", "qc_qr_scale")
@@ -78,7 +78,7 @@ def _computed(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _lines(cache: Tensor, mode: str) -> Tensor:
-    """View of a cache as [pages, slots, elements of a row...]."""
+    """Returns a view of a cache as [pages, slots, ...]."""
     if mode == "PA_BSND":
         return cache[:, :, 0]
     pages, slots, _, width = cache.shape

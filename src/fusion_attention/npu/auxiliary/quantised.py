@@ -1,4 +1,4 @@
-"""torch_npu's quantization and matrix products of integers, in torch's operators; products are exact."""
+"""torch_npu's quantization and matrix products of integers, computed exactly by torch's operators in float64."""
 
 from functools import partial
 
@@ -20,12 +20,12 @@ Tensor = torch.Tensor
 
 
 def row_scales(x: Tensor, largest: int, axes: tuple[int, ...]) -> Tensor:
-    """Scales that map the largest absolute value over some axes to `largest`."""
+    """Returns the scales that map the largest absolute value over some axes to `largest`."""
     return x.abs().amax(axes) / largest
 
 
 def rounded(x: Tensor, largest: int) -> Tensor:
-    """Rounds to int8, halves to even, saturated to -largest - 1 to largest; NaN becomes 0."""
+    """Rounds to int8, ties to even, limited to -largest - 1 to largest; NaN becomes 0."""
     return x.nan_to_num(0.0, largest, -largest - 1).round().clamp(-largest - 1, largest).to(torch.int8)
 
 
@@ -84,7 +84,7 @@ def _packed(y: Tensor) -> Tensor:
 
 
 def unpacked(words: Tensor) -> Tensor:
-    """The inverse of _packed(): int4 elements as int8."""
+    """Unpacks eight int4 from each int32 to int8; the inverse of _packed()."""
     shifts = 4 * torch.arange(8, device=words.device)
     return _signed(words.to(torch.int64).unsqueeze(-1) >> shifts & 15, 4).to(torch.int8).flatten(-2)
 
@@ -107,7 +107,7 @@ def npu_trans_quant_param(scale: Tensor, offset: Tensor | None, round_mode: int 
 
 
 def read_scale(scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(scale, offset) in float32 from a scale parameter; offset None: a floating-point parameter has none."""
+    """Returns (scale, offset) in float32 from a scale parameter; a floating-point parameter has no offset (None)."""
     if scale.dtype.is_floating_point:
         return scale.float(), None
     word = scale.view(torch.int64)
@@ -138,7 +138,7 @@ def npu_quant_matmul(
     elif x2.dtype == torch.int32:
         x2 = unpacked(x2)
     x1 = unpacked(x1) if x1.dtype == torch.int32 else x1
-    factors, own_offset = read_scale(scale)
+    factors, scale_offset = read_scale(scale)
     if by_block and pertoken_scale is not None:
         result = block_sums(x1.double() - 8, x2, factors)
         return ((result if offset is None else result + offset) * pertoken_scale).to(dtype)
@@ -146,8 +146,8 @@ def npu_quant_matmul(
     product = exact(x1, x2) if bias is None or not full else exact(x1, x2) + bias
     if dtype == torch.int32:
         return product.to(dtype)
-    if own_offset is not None:
-        offset = own_offset if dtype == torch.int8 else None
+    if scale_offset is not None:
+        offset = scale_offset if dtype == torch.int8 else None
     result = product.float() * factors
     if pertoken_scale is not None:
         result = result * pertoken_scale.unsqueeze(-1)
@@ -159,12 +159,12 @@ def npu_quant_matmul(
 
 
 def block_sums(x1: Tensor, x2: Tensor, factors: Tensor) -> Tensor:
-    """The product of integer matrices x1 and x2, where each block of rows of x2 has factors; factors: [blocks, N]."""
+    """Returns the product of integer matrices x1 and x2, whose rows are in blocks with factors [blocks, N]."""
     blocks = (1 if factors.dim() == 1 else len(factors), -1)
     sums = exact(x1.unflatten(1, blocks).transpose(0, 1), x2.unflatten(0, blocks))
     return (sums.float() * factors.unsqueeze(-2)).sum(0)
 
 
 def exact(x1: Tensor, x2: Tensor) -> Tensor:
-    """The product of int8 matrices in float64, which is exact."""
+    """Returns the product of int8 matrices in float64, which is exact."""
     return x1.double() @ x2.double()

@@ -1,6 +1,6 @@
-"""torch_npu's sparse attention and its indexer over int8, computed on dequantized rows by the floating-point functions.
+"""torch_npu's sparse attention and indexer over int8 rows: the floating-point functions compute on dequantized rows.
 
-An integer times a float16 scale is exact in float32, in which both compute.
+The functions compute in float32, in which an int8 times a float16 scale is exact.
 """
 
 import torch
@@ -41,13 +41,13 @@ def npu_kv_quant_sparse_flash_attention(args: Args) -> Tensor:
     query = args["query"]
     latent = query.shape[-1] - rope
     (key,), table = _pages_used((args["key"],), args["block_table"])
-    parts = key.split([latent, 2 * rope, 4 * (latent // tile)], -1)
-    scales = parts[2].contiguous().view(torch.float32).repeat_interleave(tile, -1)
+    fields = key.split([latent, 2 * rope, 4 * (latent // tile)], -1)
+    scales = fields[2].contiguous().view(torch.float32).repeat_interleave(tile, -1)
     rows = query.float()
     dequantised = {
         "query": rows[..., :latent], "query_rope": rows[..., latent:], "block_table": table, "value": None,
         "return_softmax_lse": False,
-        "key": parts[0].float() * scales, "key_rope": parts[1].contiguous().view(query.dtype).float(),
+        "key": fields[0].float() * scales, "key_rope": fields[1].contiguous().view(query.dtype).float(),
     }  # fmt: skip
     outs = {p.name for p in sparse.TORCH.tensors(output=True)}
     arguments = {p.name: given.get(p.name) for p in sparse.TORCH.params if p.name not in outs} | dequantised
@@ -56,9 +56,10 @@ def npu_kv_quant_sparse_flash_attention(args: Args) -> Tensor:
 
 
 def _pages_used(caches: tuple[Tensor, ...], table: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The pages of caches [pages, ...] that a table uses, and the table with renumbered pages.
+    """Returns the pages of caches [pages, ...] that a page table uses, and the table with the pages renumbered.
 
-    A call usually reads a small fraction of a cache. Invalid page numbers are not changed.
+    Only these pages are dequantized, because a call usually reads a small fraction of a cache. Invalid page numbers
+    are not changed.
     """
     pages = caches[0].shape[0]
     if table is None or table.dim() != 2 or table.dtype not in (torch.int32, torch.int64):  # None, or refused later

@@ -1,4 +1,4 @@
-"""torch_npu's rotary position embedding, in torch's operators; computed in float32."""
+"""torch_npu's rotary position embedding, computed by torch's operators in float32."""
 
 from collections.abc import Sequence
 
@@ -85,7 +85,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
 
 
 def _turned(x: Tensor, mode: str) -> Tensor:
-    """Pairs rotated by 90 degrees: (a, b) becomes (-b, a)."""
+    """Returns x with each pair of elements rotated by 90 degrees: (a, b) becomes (-b, a)."""
     if mode == "half":
         first, second = x.chunk(2, -1)
         return torch.cat((-second, first), -1)
@@ -93,7 +93,7 @@ def _turned(x: Tensor, mode: str) -> Tensor:
 
 
 def _kind_of_angle(sections: list[int], angles: int, cache_mode: str) -> list[int]:
-    """The kind of position of each angle, 0 time, 1 height, 2 width."""
+    """Returns the kind of position that each angle uses: 0 time, 1 height, 2 width."""
     if cache_mode == "default":
         return [kind for kind, count in enumerate(sections) for _ in range(count)]
     turns = [range(kind, min(3 * sections[1], angles), 3) for kind in (1, 2)]

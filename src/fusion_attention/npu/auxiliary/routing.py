@@ -1,4 +1,4 @@
-"""torch_npu's expert selection and routing of rows, in torch's operators; computed in float32."""
+"""torch_npu's selection of experts and routing of rows to them, computed by torch's operators in float32."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(values, indices) of the k largest in each row; equal ones by ascending index."""
+    """Returns (values, indices) of the k largest scores in each row; equal scores by ascending index."""
     values, index = scores.sort(dim=-1, descending=True, stable=True)
     return values[..., :k], index[..., :k]
 
@@ -64,7 +64,7 @@ def npu_moe_gating_top_k(
 
 
 def _normalised(args: Args) -> Args:
-    """The arguments of npu_moe_init_routing_v2, with empty tensors as None, and a range of one number as a pair."""
+    """Returns the arguments of npu_moe_init_routing_v2 with empty tensors as None and a one-number range as a pair."""
     tensors = {name: args[name] for name in ("scale", "offset")}
     present = {n: None if isinstance(t, Tensor) and t.numel() == 0 else t for n, t in tensors.items()}
     some = args["active_expert_range"]
@@ -104,7 +104,7 @@ def npu_moe_init_routing_v2(
 def _expanded(
     rows: Tensor, there: Tensor, scale: Tensor | None, offset: Tensor | None, mode: int, token: Tensor, expert: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(rows, quantized to int8 by the mode, and their scales); inactive rows are 0."""
+    """Returns (rows, quantized to int8 if the mode requires it, their scales); inactive rows are 0."""
     result = rows.masked_fill(~there.unsqueeze(1), 0)
     scales = rows.new_zeros(len(rows), dtype=torch.float32)
     if mode == 0 and scale is not None and offset is not None:
@@ -119,7 +119,10 @@ def _expanded(
 
 
 def _counts(expert: Tensor, bounds: tuple[int, ...], kind: int, experts: int) -> Tensor:
-    """Numbers of rows of each active expert: counts, cumulative or in pairs, by expert_tokens_num_type (kind)."""
+    """Returns each active expert's number of rows, for expert_tokens_num_type (`kind`).
+
+    kind 0: cumulative counts; 1: counts; else: pairs (expert, count) of experts with rows.
+    """
     ids = torch.arange(*bounds, device=expert.device)
     counts = (expert.unsqueeze(0) == ids.unsqueeze(1)).sum(1)
     if kind == 0:

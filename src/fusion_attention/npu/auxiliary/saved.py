@@ -1,4 +1,4 @@
-"""Autograd for functions that save the same tensors as the chip's, not the intermediates of torch's operators."""
+"""Autograd for functions that save chosen tensors for backward instead of the intermediates of torch's operators."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +14,14 @@ Some = tuple[Tensor | None, ...]
 def keeping(
     compute: Callable[..., tuple[tuple[Tensor, ...], Some]], gradient: Callable[..., Some], *inputs: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The results of compute(*inputs); only the first has a derivative.
+    """Returns the results of compute(*inputs), of which only the first has a derivative.
 
-    In a trace the derivative is that of torch's operators, and the compiler decides which tensors are saved.
+    In a trace autograd differentiates compute(), and the compiler decides which tensors are saved.
 
     Args:
         compute: returns (results, tensors to save for the gradient).
-        gradient: function of (wanted, gradient of the first result, *saved) to the gradients of the inputs, made of
-            differentiable operators; wanted: for each input, True if its gradient is needed.
+        gradient: takes (wanted, gradient of the first result, *saved tensors), returns the gradients of the inputs,
+            computed by differentiable operators; wanted: for each input, True if its gradient is needed.
         inputs: all tensors that may require gradients.
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs) and not is_traced(inputs):

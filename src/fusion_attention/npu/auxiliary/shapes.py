@@ -1,4 +1,4 @@
-"""torch_npu's transpositions, batched products and formats of tensors, in torch's operators."""
+"""torch_npu's transpositions, batched products and tensor formats, computed by torch's operators."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -63,12 +63,12 @@ def npu_format_cast_(args: Args) -> Annotated[Tensor, "a!"]:
 
 
 def _format_of(input: Tensor) -> int:
-    """The default format of a tensor, by its rank."""
+    """Returns the default format of a tensor, which depends on its rank."""
     return _BASE.get(input.dim(), _ND)
 
 
 def _wanted(op: Op, given: Args) -> int:
-    """The format that a call requests."""
+    """Returns the number of the format that a call requests."""
     if isinstance(given["acl_format"], Tensor):
         given["acl_format"] = get_npu_format(given["acl_format"])
     wanted: int = checked(op, given)["acl_format"]
@@ -76,7 +76,7 @@ def _wanted(op: Op, given: Args) -> int:
 
 
 def get_npu_format(input: Tensor) -> int:
-    """The format that npu_format_cast set; by default 0 (NCHW) for 4 axes, 30 (NCDHW) for 5, else 2 (ND).
+    """Returns the format that npu_format_cast set; by default 0 (NCHW) for 4 axes, 30 (NCDHW) for 5, else 2 (ND).
 
     Args:
         input: any tensor.
@@ -117,5 +117,5 @@ def npu_transpose_batchmatmul(
 
 
 def _ints(values: Sequence[int] | Tensor) -> list[int]:
-    """Integers from a sequence or a tensor as a list of int."""
+    """Returns the integers of a sequence or a tensor as a list of int."""
     return [int(n) for n in (values.tolist() if isinstance(values, Tensor) else values)]

@@ -1,4 +1,4 @@
-"""torch_npu's softmax of masked scores, in torch's operators; computed in float32."""
+"""torch_npu's softmax of masked scores, computed by torch's operators in float32."""
 
 from typing import Any
 

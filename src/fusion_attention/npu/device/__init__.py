@@ -1,1 +1,1 @@
-"""The device "npu" of torch: a registered device, or another name of the computing device."""
+"""torch's device "npu": a device that is registered with torch, or another name of the CPU or CUDA device."""

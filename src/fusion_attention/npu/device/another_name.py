@@ -1,7 +1,7 @@
-"""install(device="host"): "npu" as another name of an existing device, whose tensors keep the device's real name.
+"""install(device="host"): "npu" is another name of an existing device; its tensors have the device's real name.
 
-A TorchFunctionMode translates the name. This mode is below the modes of other code, so that those can be left in any
-order.
+A TorchFunctionMode translates the name. It is below the modes of other code on torch's stack, so that other code can
+leave its modes in any order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DEVICE = re.compile(r"npu(:\d+)?")
 
 
 class _Devices(TorchFunctionMode):
-    """Translates "npu" and "npu:0" to the computing device in calls of torch; does nothing if base is None."""
+    """Translates "npu" and "npu:i" to the computing device `base` in calls of torch; does nothing if base is None."""
 
     base: torch.device | None = None
 
@@ -42,7 +42,7 @@ class _Devices(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def device(self, type: Any = None, index: int | None = None, **kwargs: Any) -> torch.device:
-        """torch.device(...) with support of "npu"."""
+        """Returns torch.device(...), which is the computing device for "npu"."""
         if not isinstance(type, str) or not _DEVICE.fullmatch(type) or self.base is None:
             given = [a for a in (type, index) if a is not None]
             return torch.device(*given, **kwargs)
@@ -51,7 +51,7 @@ class _Devices(TorchFunctionMode):
         return self.base if self.base.type == "cpu" or name == "npu" else torch.device(self.base.type, number)
 
     def word(self, value: Any) -> Any:
-        """A device string with "npu" replaced; other values unchanged."""
+        """Returns a device string with "npu" replaced; other values unchanged."""
         if isinstance(value, str) and _DEVICE.fullmatch(value) and self.base is not None:
             device = self.device(value)
             return device.type if value == "npu" else str(device)
@@ -89,7 +89,7 @@ DEVICES = _Devices()  # one for all threads; without a base it does nothing
 
 
 def place(base: torch.device, device: Any) -> torch.device:
-    """The computing device for "npu", an index of it, or None."""
+    """Returns the computing device for "npu", "npu:i", an index, or None."""
     if base.type == "cpu":
         device_module.number(device)
         return base
@@ -109,7 +109,7 @@ def enter(base: torch.device, changes: Changes) -> None:
 
 
 def _mapped(layer: Layer, position: int, name: str, word: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Wraps the function below: translates its argument at a position, or with a name, by `word`."""
+    """Wraps a function: translates one argument, given by position or by name, with `word`."""
 
     @functools.wraps(layer.below)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
-"""The device "npu" on torch's PrivateUse1, which is loaded once per process and active while installed.
+"""The device "npu", registered as torch's PrivateUse1: loaded once per process, active while installed.
 
-torch can neither unload it nor forget its name, so existing tensors work after uninstall(), but new ones raise.
+torch can neither unload the device nor remove its name. After uninstall() existing tensors work, and making new ones
+raises.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ def claim() -> None:
     name = torch._C._get_privateuse1_backend_name()
     if name not in (_FORMER, NAME):
         raise RuntimeError(
-            f'npu.install: expected PrivateUse1, which torch has once, to be free, got a device "{name}" of another '
-            'library (use a process without it, or install(device="host"))'
+            f'npu.install: expected no other library to use torch\'s PrivateUse1, got its device "{name}" '
+            '(use a process without that library, or install(device="host"))'
         )
 
 
 def load(base: str) -> None:
-    """Loads the device, if it is not loaded.
+    """Loads the device unless it is loaded.
 
     Args:
         base: the computing device: "cpu" or "cuda".
 
     Raises:
         BuildError: its C++ file cannot be compiled.
-        RuntimeError: another library uses PrivateUse1, or it computes on another device in this process.
+        RuntimeError: another library uses PrivateUse1, or "npu" already computes on another device in this process.
     """
     global _loaded  # noqa: PLW0603
     claim()
     if _loaded and _loaded != base:
         raise RuntimeError(
-            f'npu.install: device: expected "{_loaded}", on which this process has begun to compute, got "{base}" '
+            f'npu.install: device: expected "{_loaded}", which this process already uses for npu, got "{base}" '
             "(start another process)"
         )
     if _loaded:
@@ -95,8 +96,9 @@ def enter(changes: Changes, module: ModuleType) -> None:
 
 
 def _in_this_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps autograd's entry into its engine, which has no thread for "npu" (_start_engine): backward runs in the
-    calling thread.
+    """Wraps autograd's entry into its engine: backward runs in the calling thread.
+
+    The engine has no thread for "npu", because _start_engine() ran before the device was registered.
     """
 
     @functools.wraps(run_backward)
@@ -108,15 +110,17 @@ def _in_this_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _absent() -> ModuleType:
-    """The module torch.npu while the device is not active: no devices, and using one raises."""
+    """Returns the module torch.npu of an inactive device: it has no devices, and using one raises RuntimeError."""
 
     def refuse() -> None:
         raise RuntimeError(
-            'device "npu": expected fusion_attention.npu.install() in force, got uninstall() or install(device="host") '
-            "since"
+            'device "npu": expected fusion_attention.npu.install() to be active, but uninstall() or '
+            'install(device="host") was called after it'
         )
 
-    module = ModuleType(MODULE, "What torch asks before it makes tensors of a device that is not in force.")
+    module = ModuleType(
+        MODULE, "The functions that torch calls before it makes tensors on a device that is not active."
+    )
     vars(module).update(
         _lazy_init=refuse,
         is_available=lambda: False,

@@ -1,6 +1,6 @@
-"""Compilation of the device "npu" for the installed torch; the result is cached in torch's folder of extensions.
+"""Compiles the C++ sources of the device "npu" for the installed torch; torch's folder of extensions caches the result.
 
-The wheel contains the sources, since the compiled file depends on the release of torch and on the compiler.
+The wheel contains the sources, because the compiled file depends on torch's version and on the compiler.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ class BuildError(RuntimeError):
 
 
 def library() -> str:
-    """The path of the compiled device; compiles it if needed.
+    """Returns the path of the compiled device; compiles it if needed.
 
-    If several processes call it at once, one compiles and the others wait.
+    If several processes call this at the same time, one compiles and the others wait.
 
     Raises:
         BuildError: there is no compiler, it fails, or the cache folder cannot be written.
@@ -44,13 +44,13 @@ def library() -> str:
                 _compile(compiler, target)
     except OSError as error:
         raise BuildError(
-            f"npu.install: expected a folder to keep what is compiled, got {error} (set TORCH_EXTENSIONS_DIR to one)"
+            f"npu.install: expected a writable folder for the compiled device, got {error} (set TORCH_EXTENSIONS_DIR)"
         ) from error
     return str(target)
 
 
 def folder() -> Path:
-    """The cache folder of the compiled device; its name depends on torch's version, the flags and the sources."""
+    """Returns the cache folder of the compiled device, named by torch's version, the flags and the sources."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(
         os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch_extensions"
     )
@@ -61,7 +61,7 @@ def folder() -> Path:
 
 
 def _compiler() -> list[str]:
-    """The command of the C++ compiler: from CXX, or the first one that is found."""
+    """Returns the command of the C++ compiler: CXX, or the first of c++, g++ and clang++ that exists."""
     command_set = os.environ.get("CXX", "").split()
     for command in (command_set,) if command_set else (["c++"], ["g++"], ["clang++"]):
         if shutil.which(command[0]):
@@ -71,7 +71,7 @@ def _compiler() -> list[str]:
 
 
 def _compile(compiler: list[str], target: Path) -> None:
-    """Compiles all sources as one file, so that torch's headers, which dominate the time, are read once."""
+    """Compiles all sources as one file, so that torch's headers, which take most of the time, are read once."""
     torch_folder = Path(torch.__file__).parent
     include = torch_folder / "include"
     sources = sorted(SOURCES.glob("*.cpp"))

@@ -1,6 +1,7 @@
-"""Support of torch.compile's inductor for tensors on "npu": graphs are compiled for the computing device.
+"""Support of torch.compile's inductor for tensors on "npu": graphs are compiled for the computing device (CPU or CUDA).
 
-The compiled function runs on aliases, and its results are tensors on "npu" (torch_ops/aliases.py), with autograd.
+The compiled function runs on aliases of the tensors (torch_ops/aliases.py); its results are tensors on "npu", with
+gradients.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _NAME = re.compile(r"npu(:\d+)?")
 
 
 def enter(changes: Changes, base: str) -> None:
-    """Makes inductor accept graphs on "npu", when it is loaded and until the patches are removed.
+    """Makes inductor accept graphs on "npu", from the time when it is loaded until the patches are removed.
 
     Args:
-        changes: registry of the patches.
+        changes: records the patches.
         base: type of the computing device.
     """
 
@@ -47,7 +48,7 @@ def _counts(value: Any) -> bool:
 
 
 def _results(model: Any) -> list[Any]:
-    """The fake tensors that a traced graph returns."""
+    """Returns the fake tensors that a traced graph returns."""
     results: list[Any] = []
     for node in _nodes(model):
         if node.op == "output":
@@ -63,9 +64,9 @@ def _compiling(layer: Layer, base: str) -> Callable[..., Any]:
             return layer.below(model, inputs, *args, **kwargs)
         if not all(_on_npu(value) or _counts(value) for value in values if isinstance(value, Tensor)):
             raise NotImplementedError(
-                'torch.compile: backend "inductor" on device npu: expected all tensors of a graph on npu, but for '
-                "lengths and seeds, got some on another device (keep copies to and from npu outside, or compile with "
-                'backend="aot_eager")'
+                'torch.compile: backend "inductor" on device npu: expected all tensors of a graph on npu, except '
+                "lengths and seeds, got some on another device (copy to and from npu outside the graph, or compile "
+                'with backend="aot_eager")'
             )
         stay = [n for n, value in enumerate(_results(model)) if _counts(value)]
         _rename(model, base)
@@ -96,7 +97,7 @@ def _rename(model: Any, base: str) -> None:
 
 
 def _elsewhere(fake: Any, value: Any, base: str) -> Any:
-    """A fake input on the computing device, with the sizes of the trace, which may be symbolic."""
+    """Returns a fake input on the computing device, with the sizes of the trace, which may be symbolic."""
     if not _on_npu(fake):
         return value
     with fake.fake_mode, torch.enable_grad():
@@ -105,9 +106,9 @@ def _elsewhere(fake: Any, value: Any, base: str) -> Any:
 
 
 def _crossing(compiled: Callable[..., Any], stay: Sequence[int]) -> Callable[..., Any]:
-    """Wraps a function compiled for the computing device to accept and return tensors on "npu".
+    """Wraps a function that was compiled for the computing device: it accepts and returns tensors on "npu".
 
-    stay: indices of results that stay on the host.
+    stay: indices of the results that remain on the host.
     """
     ops = torch.ops.fusion_attention_npu
 

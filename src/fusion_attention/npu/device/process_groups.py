@@ -11,7 +11,7 @@ import torch
 from fusion_attention.patches import Changes, Layer
 
 NAME = "hccl"
-# The implementing class of torch.distributed by computing device.
+# The class of torch.distributed that implements "hccl", for each type of computing device.
 _CARRIERS = {"cpu": "ProcessGroupGloo", "cuda": "ProcessGroupNCCL"}
 
 
@@ -33,10 +33,10 @@ def register(changes: Changes, base: torch.device, kind: str) -> None:
     """Makes "hccl" a back end of torch.distributed, until the patches are removed.
 
     Args:
-        changes: registry of the patches.
+        changes: records the patches.
         base: the computing device.
-        kind: device type of tensors on "npu"; if it is not base's, groups send tensors of the computing device over
-            the same memory.
+        kind: device type of tensors on "npu"; if it differs from base's type, groups send aliases of the tensors on the
+            computing device.
     """
     if not torch.distributed.is_available():
         return
@@ -45,7 +45,7 @@ def register(changes: Changes, base: torch.device, kind: str) -> None:
 
 
 def _add(changes: Changes, c10d: ModuleType, base: torch.device, kind: str) -> None:
-    """Does the same as Backend.register_backend(), by patches that can be removed."""
+    """Registers "hccl" as Backend.register_backend() does, but with patches that can be removed."""
     backend = c10d.Backend
 
     def create(options: Any, given: Any = None) -> Any:
@@ -64,8 +64,8 @@ def _carrier(c10d: ModuleType, base: torch.device, options: Any) -> Any:
     kind = getattr(c10d, _CARRIERS[base.type], None)
     if kind is None:
         raise RuntimeError(
-            f'npu.install: process group "hccl": expected a torch with {_CARRIERS[base.type]} to carry it on '
-            f"{base.type}, got one built without (install another build of torch)"
+            f'npu.install: process group "hccl": expected a torch with {_CARRIERS[base.type]}, which implements it '
+            f"on {base.type}, got a torch without it (install another build of torch)"
         )
     if base.type == "cpu":
         group = kind(options.store, options.group_rank, options.group_size, options.timeout)
@@ -79,12 +79,13 @@ def _carrier(c10d: ModuleType, base: torch.device, options: Any) -> Any:
 
 
 def read_meshes(changes: Changes, mapped: Callable[[Layer, int, str], Any]) -> None:
-    """Makes init_device_mesh("npu", ...) and DeviceMesh("npu", ...) create meshes of the computing device, since FSDP
-    and DTensor read a mesh's device type.
+    """Makes init_device_mesh("npu", ...) and DeviceMesh("npu", ...) create meshes of the computing device.
+
+    FSDP and DTensor place tensors by a mesh's device type.
 
     Args:
-        changes: registry of the patches.
-        mapped: wraps a layer's function to translate the argument at a position, or with a name.
+        changes: records the patches.
+        mapped: wraps a patched function so that the argument with this position or name is translated.
     """
     if torch.distributed.is_available():
         changes.when_loaded("torch.distributed.device_mesh", lambda module: _meshes(changes, module, mapped))

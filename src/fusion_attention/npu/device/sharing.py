@@ -1,4 +1,4 @@
-"""Pickling of tensors on "npu" for other processes: the memory is shared like that of the computing device."""
+"""Pickling of tensors on "npu" for other processes: their memory is shared as the computing device's tensors' is."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _reducing(layer: Layer) -> Callable[[Tensor], Any]:
         if tensor.requires_grad and not tensor.is_leaf:
             return layer.below(tensor)  # torch's own error
         alias = torch.ops.fusion_attention_npu.to_base(tensor.detach()).share_memory_()
-        tensor.detach()  # any operator updates the tensor's storage, whose memory has moved
+        tensor.detach()  # any operator makes the tensor's storage follow its memory, which has moved
         return _rebuilt, (alias, tensor.device.index, type(tensor) is torch.nn.Parameter, tensor.requires_grad)
 
     return reduce
@@ -37,8 +37,8 @@ def _reducing(layer: Layer) -> Callable[[Tensor], Any]:
 def _rebuilt(alias: Tensor, number: int, parameter: bool, requires_grad: bool) -> Tensor:
     if not torch.accelerator.is_available() or torch.accelerator.current_accelerator() != torch.device("npu"):
         raise RuntimeError(
-            'device "npu": expected fusion_attention.npu.install() in a process that is sent its tensors, got none '
-            "(call it there first, or start the program with python -m fusion_attention.npu)"
+            'device "npu": expected fusion_attention.npu.install() in the process that receives the tensor, got none '
+            "(call install() there first, or start the program with python -m fusion_attention.npu)"
         )
     with torch.npu.device(number):  # type: ignore[attr-defined]
         tensor: Tensor = torch.ops.fusion_attention_npu.to_npu(alias, [])

@@ -1,6 +1,6 @@
-"""Makes torch_npu importable in processes that this one starts: spawned ones, torchrun's, pytest-xdist's.
+"""Makes torch_npu importable in the processes that this process starts, such as torchrun's and pytest-xdist's.
 
-This folder is added to PYTHONPATH for started processes, so that each of them runs sitecustomize.py.
+This folder is added to PYTHONPATH, so that each started process runs sitecustomize.py.
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ from pathlib import Path
 DEVICE, STRICT, PATH = "FUSION_ATTENTION_NPU_DEVICE", "FUSION_ATTENTION_NPU_STRICT", "PYTHONPATH"
 
 
-def tell(device: str, strict: bool = False) -> Callable[[], None]:
-    """Sets the arguments of install() for processes that are started later, in the environment; returns a function that
-    undoes it."""
+def export(device: str, strict: bool = False) -> Callable[[], None]:
+    """Writes the arguments of install() to environment variables, which processes started later read.
+
+    Returns a function that restores the environment.
+    """
     before = {name: os.environ.get(name) for name in (DEVICE, STRICT, PATH)}
     path = filter(None, [str(Path(__file__).parent), before[PATH]])
     os.environ.update({DEVICE: device, STRICT: "1" if strict else "", PATH: os.pathsep.join(path)})
 
-    def unsay() -> None:
+    def restore() -> None:
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
 
-    return unsay
+    return restore
 
 
 def done() -> None:
-    """Removes the on-demand import hook after install()."""
+    """Removes the import hook of sitecustomize.py from this process; install() calls it."""
     finder = getattr(sys.modules.get("sitecustomize"), "ON_DEMAND", None)
     if finder in sys.meta_path:
         sys.meta_path.remove(finder)

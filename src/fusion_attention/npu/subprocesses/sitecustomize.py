@@ -1,6 +1,7 @@
-"""Startup code of every Python process that `python -m fusion_attention.npu` starts: installs torch_npu with torch.
+"""Startup code of every Python process that a program under `python -m fusion_attention.npu` starts.
 
-This file loads nothing, because many of these processes do not use torch. The environment's sitecustomize also runs.
+It installs an import hook that calls install() when the process imports torch. It imports neither torch nor this
+library, because many of these processes use neither. The environment's sitecustomize also runs.
 """
 
 import importlib.util
@@ -14,10 +15,10 @@ NAMES = ("torch_npu", "mindspeed", "cann_ops_transformer")
 
 
 class _OnDemand:
-    """An import hook that calls install() when torch, or a package of the chip, is imported."""
+    """An import hook that calls install() when torch or one of Ascend's packages is imported."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
-        """The spec of a package of the chip, after install(); or that of torch, with a loader that calls install()."""
+        """Returns the spec of an Ascend package after install(), or torch's spec, whose loader calls install()."""
         if name != "torch" and name.partition(".")[0] not in NAMES:
             return None
         if importlib.util.find_spec("fusion_attention") is None:  # another environment's Python

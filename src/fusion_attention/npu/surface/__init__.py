@@ -1,1 +1,1 @@
-"""The modules of torch_npu (torch_npu.npu, profiler, testing, ...), and of other packages for the chip."""
+"""The modules of torch_npu (torch_npu.npu, profiler, testing, ...) and of other Python packages for Ascend NPUs."""

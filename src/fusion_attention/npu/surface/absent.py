@@ -1,11 +1,11 @@
-"""Replacements for names of torch_npu, or of another package for the chip, that this library does not have."""
+"""Advice on replacements for names of torch_npu, or of another package for Ascend NPUs, that this library lacks."""
 
 import re
 
 PAGE = "docs/ascend_code.md"
 LIST = "`fusion-attention npu` lists what is there"
 
-# The first pattern that matches a name, without its package or without all of its modules, applies.
+# (pattern, advice): the first pattern applies that matches the name without its package, or the last part of the name.
 _CHIP = "MX and float8 formats are the chip's alone; npu_dynamic_quant (int8) is here"
 _INTEGERS = "npu_dynamic_quant, npu_quant_matmul"
 _INSTEAD = (
@@ -66,7 +66,7 @@ _INSTEAD = (
 
 
 def instead(name: str) -> str | None:
-    """Advice for a missing name; None if there is none."""
+    """Returns advice on a missing name, or None."""
     last = name.rpartition(".")[2]
     behind = name.partition(".")[2]
     for pattern, sentence in _INSTEAD:

@@ -1,4 +1,4 @@
-"""cann_ops_transformer's attention to the blocks of keys that a mask leaves: BlockSparseAttention."""
+"""cann_ops_transformer's attention to the blocks of keys that a block mask marks as visible: BlockSparseAttention."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""cann_ops_transformer's scores of blocks of keys (MiniMax's sparse attention), in torch's operators and float32."""
+"""cann_ops_transformer's scores of blocks of keys (MiniMax's sparse attention), by torch's operators in float32."""
 
 from itertools import pairwise
 from typing import Any
@@ -51,7 +51,10 @@ def msa_index_score(
 
 
 def _write_scores(out: Tensor, query: Tensor, keys: Tensor, causal: bool) -> None:
-    """Writes the scores [heads, rows, blocks] of a sequence, in steps of rows that bound the memory."""
+    """Writes the largest score of each block of keys, [heads, rows, blocks], of a sequence.
+
+    Rows are computed in chunks that limit the memory.
+    """
     count, length = len(query), len(keys)
     key = torch.arange(out.shape[-1] * BLOCK, device=keys.device)
     step = max(1, _SCORES // (out.shape[-1] * BLOCK * query.shape[1]))
@@ -65,7 +68,10 @@ def _write_scores(out: Tensor, query: Tensor, keys: Tensor, causal: bool) -> Non
 
 
 def _raise_blocks(out: Tensor, at: Tensor, init_blocks: int, local_blocks: int) -> None:
-    """Sets the scores of the first blocks, and of the blocks up to a row's, above all products, visible or not."""
+    """Sets the scores of the first init_blocks blocks to FIRST, and of local_blocks blocks up to block `at` to LOCAL.
+
+    These numbers exceed all usual scores, so that the blocks are selected, visible or not.
+    """
     block = torch.arange(out.shape[-1], device=out.device)
     out.masked_fill_(block < init_blocks, FIRST)
     out.masked_fill_((block >= at + 1 - local_blocks) & (block <= at), LOCAL)

@@ -1,7 +1,7 @@
-"""CANN's package of operators, cann_ops_transformer: functions made from operator definitions, and functions that call
-this library's or torch_npu's with converted arguments.
+"""The functions of cann_ops_transformer, CANN's Python package of operators.
 
-Lengths are cumulative ends with a 0 before them (cu_seqlens), or lengths (seqused).
+Most are made from operator definitions; others convert their arguments and call functions of this library or torch_npu.
+Lengths are given as cumulative lengths with a leading 0 (cu_seqlens) or as lengths (seqused).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from fusion_attention.npu.surface.target_losses import TARGET_LOSSES
 
 Tensor = torch.Tensor
 NAME = "cann_ops_transformer"
-# By the names of their operator definitions.
+# Functions by the names of their operator definitions.
 FROM_RECORDS: dict[str, Callable[..., Any]] = {
     f"{NAME}.{one.__name__}": one
     for one in (*SHARED_KEYS, *BLOCK_MASKS, lightning_indexer, msa_index_score, compressor, *TARGET_LOSSES)
 }
-_SLICE_ADVICE = "cut the packed rows instead"
+_SLICE_ADVICE = "slice the packed rows instead"
 
 
 def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The functions of every module by its name; programs import from the package and from its module ops.
+    """Returns {module name: {function name: function}}; the package and its module `ops` have the same functions.
 
     Args:
-        functions: torch_npu's, by name.
+        functions: torch_npu's functions by name.
     """
     operators = [flash_attn, *_around(functions), *FROM_RECORDS.values(), *METADATA]
     names = {one.__name__: one for one in operators}
@@ -46,7 +46,7 @@ def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def operators(modules: Mapping[str, ModuleType]) -> dict[str, Callable[..., Any]]:
-    """The functions of the modules that are also operators of torch, by name."""
+    """Returns the functions that are also operators of torch, by name."""
     functions = {name: one for name, one in vars(modules[f"{NAME}.ops"]).items() if not name.startswith("__")}
     return {name: one for name, one in functions.items() if "named" not in inspect.signature(one).parameters}
 
@@ -78,13 +78,14 @@ def flash_attn(
     layout_out: str = "BSND",
     return_softmax_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of padded or packed sequences, differentiable; lse is +inf where a row sees no key, 0 if not requested.
+    """Returns (out, lse) of attention of padded or packed sequences, differentiable.
 
-    In modes 3 and 4 attn_mask is the chip's triangle, which adds nothing to the mode.
+    lse is +inf for a row without keys, and [0] if it is not requested. In modes 3 (causal) and 4 (window) attn_mask is
+    not read: on the chip it is a triangle that repeats the mode.
 
     Raises:
-        ContractError: pages, other layouts or masks, lengths of packed sequences beside their ends; what attention()
-            does not allow.
+        ContractError: pages, layouts or masks that are not supported, cu_seqlens together with seqused, or arguments
+            that attention() rejects.
     """
     name, pages = "flash_attn", "npu_fused_infer_attention_score reads pages"
     if block_table is not None or layout_kv != layout_q:
@@ -92,7 +93,7 @@ def flash_attn(
     if layout_out != layout_q and (layout_q, layout_out) != ("BNSD", "BSND"):
         raise _refused(name, "layout_out", f"{layout_q}, as layout_q", layout_out, "or BSND of BNSD")
     if mask_mode not in (0, 3, 4):
-        raise _refused(name, "mask_mode", "0, 3 (causal) or 4 (a window)", mask_mode, "the others are not defined")
+        raise _refused(name, "mask_mode", "0, 3 (causal) or 4 (a window)", mask_mode, "other modes are not defined")
     if mask_mode == 0 and attn_mask is not None:
         raise _refused(name, "attn_mask", "None in mask_mode 0", "a tensor", "3 is causal, 4 a window")
     for side, size in (("win_left", win_left), ("win_right", win_right)):
@@ -115,7 +116,7 @@ def _lengths(op: str, which: str, ends: Tensor | None, used: Tensor | None) -> T
     if ends is None:
         return used
     if used is not None:
-        raise _refused(op, f"seqused_{which}", "None beside cu_seqlens", "a tensor", _SLICE_ADVICE)
+        raise _refused(op, f"seqused_{which}", "None if cu_seqlens is given", "a tensor", _SLICE_ADVICE)
     return ends.diff()
 
 
@@ -130,7 +131,7 @@ def _around(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
         rotary_mode: str = "interleave",
         partial_slice: Sequence[int] | None = None,
     ) -> None:
-        """Rotates the elements [start, end) of every row in place, with x's gradient; an empty slice rotates none."""
+        """Rotates the elements [start, end) of every row in place, differentiable in x; an empty slice rotates none."""
         start, end = partial_slice or (0, 0)
         if start != end:
             rotated_columns = x[..., start:end]
@@ -143,9 +144,9 @@ def _around(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
         padded_mode: bool = False,
         quant_mode: int = -1,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """npu_moe_token_permute's results, and no scale."""
+        """Returns npu_moe_token_permute's results, and an empty scale."""
         if quant_mode != -1:
-            raise _refused("moe_token_permute", "quant_mode", "-1", quant_mode, "MX formats are the chip's alone")
+            raise _refused("moe_token_permute", "quant_mode", "-1", quant_mode, "only the chip has MX formats")
         return *permute(tokens, indices, num_out_tokens, padded_mode), torch.zeros(0, device=tokens.device)
 
     return [inplace_partial_rotary_mul, moe_token_permute]

@@ -1,4 +1,7 @@
-"""The content of the module torch.npu: devices that share one memory (or CUDA's), synchronous streams, generators."""
+"""The content of the module torch.npu: devices, streams, events and random generators.
+
+On a host, devices share one memory, and a stream's work is complete when a call returns. On a GPU, they are CUDA's.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,15 @@ import torch
 
 from fusion_attention.ir.dropout import signed
 
-DEVICES = 8  # devices of a machine with chips
-OFFSET_STEP = 12  # increment of a generator's offset by each call with dropout: ten draws, rounded up to fours
+DEVICES = 8  # number of NPUs in a usual Ascend machine
+OFFSET_STEP = 12  # increment of a generator's offset by a call with dropout: ten draws, rounded up to a multiple of 4
 
 
 def visible() -> int:
-    """Number of devices of a host: at least 8 and the launcher's number of processes; or the number of leading integers
-    in ASCEND_RT_VISIBLE_DEVICES, if it is set.
+    """Returns the number of devices on a host.
+
+    It is the number of leading integers in ASCEND_RT_VISIBLE_DEVICES, if that is set; else 8, or the launcher's number
+    of processes if that is larger.
     """
     named = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     if named is not None:
@@ -37,33 +42,33 @@ class Stream(torch.Stream):
     priority: int
 
     def __new__(cls, device: Any = None, priority: int = 0, **ids: Any) -> Stream:
-        """A new stream on a device, or the one with given ids."""
+        """Returns a new stream on a device, or the stream with the given ids."""
         stream: Stream = super().__new__(cls, **(ids if "stream_id" in ids else {"device": _device(device)}))
         stream.priority = priority
         return stream
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The device of tensors on "npu" with the stream's index."""
+        """The device "npu:i" of the stream."""
         return torch.device(f"npu:{max(self.device_index, 0)}")
 
     def synchronize(self) -> None:
-        """Returns at once: nothing is pending."""
+        """Does nothing: no work is pending."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Returns at once: nothing is pending on the other stream."""
+        """Does nothing: no work is pending on the other stream."""
 
     def wait_event(self, event: Any) -> None:
-        """Returns at once: the event has happened."""
+        """Does nothing: a recorded event is complete."""
 
     def record_event(self, event: Any = None) -> Any:
-        """Records an event, or a new one, and returns it."""
+        """Records an event, by default a new one, and returns it."""
         event = event or Event()
         event.record(self)
         return event
 
     def query(self) -> bool:
-        """True: nothing is pending."""
+        """True: no work is pending."""
         return True
 
 
@@ -71,7 +76,7 @@ class Event(torch.Event):
     """An event, which stores a time of the host's clock."""
 
     def __new__(cls, enable_timing: bool = False, *_: Any, **__: Any) -> Event:
-        """A new event that has not been recorded."""
+        """Returns a new event that has not been recorded."""
         return super().__new__(cls, device=torch.device("npu"), enable_timing=enable_timing)
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -82,17 +87,17 @@ class Event(torch.Event):
         self.moment = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """Returns: the event has happened."""
+        """Does nothing: a recorded event is complete."""
 
     def synchronize(self) -> None:
-        """Returns: the event has happened."""
+        """Does nothing: a recorded event is complete."""
 
     def query(self) -> bool:
-        """True: the event has happened."""
+        """True: a recorded event is complete."""
         return True
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this event to `end`; both must have been recorded."""
+        """Returns the milliseconds from this event to `end`; both must have been recorded."""
         if self.moment is None or end.moment is None:
             raise RuntimeError("torch.npu.Event: elapsed_time: expected two recorded events")
         return float(1000 * (end.moment - self.moment))
@@ -105,7 +110,7 @@ class _Chosen(threading.local):
 
 
 class _Host:
-    """torch.npu over the host: the functions of torch.cuda that have a meaning there."""
+    """The functions of torch.npu on a host: those of torch.cuda that have a meaning without a GPU."""
 
     def __init__(self, *, registers_device: bool) -> None:
         self.Stream, self.Event = Stream, Event
@@ -116,18 +121,18 @@ class _Host:
         return self.device_count() > 0
 
     def init(self) -> None:
-        """Fixes the number of devices, which the environment determines until the first use."""
+        """Fixes the number of devices; before the first use, environment variables may still change it."""
         if not self._count:
             self._count = visible()
             if self._registers_device:
                 torch.ops.fusion_attention_npu.set_count(self._count)
 
     def device_count(self) -> int:
-        """Number of devices, which all share the host's memory."""
+        """Returns the number of devices, which all share the host's memory."""
         return self._count or visible()
 
     def current_device(self) -> int:
-        """Number of this thread's current device."""
+        """Returns the number of this thread's current device."""
         return torch.accelerator.current_device_index() if self._registers_device else self._chosen.device
 
     def set_device(self, device: Any) -> None:
@@ -139,7 +144,7 @@ class _Host:
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
-        """A context with another current device."""
+        """Context in which another device is the current one."""
         before = self.current_device()
         self.set_device(device)
         try:
@@ -148,15 +153,15 @@ class _Host:
             self.set_device(before)
 
     def device_of(self, tensor: Any) -> AbstractContextManager[None]:
-        """A context with the device of a tensor, if it is on "npu"."""
+        """Context in which a tensor's device is the current one, if the tensor is on "npu"."""
         return self.device(tensor.device if tensor.is_npu else None)
 
     def synchronize(self, device: Any = None) -> None:
-        """Returns at once: nothing is pending."""
+        """Checks the device; no work is pending."""
         number(device)
 
     def current_stream(self, device: Any = None) -> Stream:
-        """This thread's current stream of a device."""
+        """Returns this thread's current stream of a device."""
         number_of_device = number(device)
         if not self._registers_device:
             return Stream(number_of_device)
@@ -164,7 +169,7 @@ class _Host:
         return Stream(stream_id=result.stream_id, device_index=result.device_index, device_type=result.device_type)
 
     def default_stream(self, device: Any = None) -> Stream:
-        """The default stream of a device."""
+        """Returns the default stream of a device."""
         result = self.current_stream(device)
         return Stream(stream_id=0, device_index=result.device_index, device_type=result.device_type)
 
@@ -175,7 +180,7 @@ class _Host:
 
     @contextmanager
     def stream(self, stream: Stream | None) -> Iterator[None]:
-        """A context with another current stream, on its device."""
+        """Context in which a stream and its device are the current ones."""
         if stream is None:
             yield
             return
@@ -201,16 +206,16 @@ class _Host:
     seed_all = seed
 
     def initial_seed(self) -> int:
-        """The seed of the host's generator."""
+        """Returns the seed of the host's generator."""
         return torch.default_generator.initial_seed()
 
     def draw_pair(self) -> tuple[int, int]:
-        """(seed, offset) for the next dropout of attention; advances the offset as the chip does."""
+        """Returns (seed, offset) for the next attention with dropout; advances the offset as the chip does."""
         offset, self._offset = self._offset, (self._offset + OFFSET_STEP) % (1 << 32)
         return signed(self.initial_seed()), offset
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
-        """The states of all devices, which share one generator."""
+        """Returns the generator states of all devices, which share one generator."""
         return [self.get_rng_state()] * self.device_count()
 
     def set_rng_state_all(self, states: Sequence[torch.Tensor]) -> None:
@@ -218,7 +223,7 @@ class _Host:
         self.set_rng_state(states[0])
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """The state of the host's generator, followed by the offset of dropout in eight bytes."""
+        """Returns the state of the host's generator, followed by the offset of dropout in eight bytes."""
         number(device)
         offset = torch.tensor([self._offset]).view(torch.uint8)
         return torch.cat([torch.default_generator.get_state(), offset])
@@ -232,12 +237,12 @@ class _Host:
             self._offset = int(state[of_host:].clone().view(torch.int64))
 
     def get_device_name(self, device: Any = None) -> str:
-        """The name of the computing device, never that of a chip."""
+        """Returns "fusion_attention on cpu", so that no program takes this device for an Ascend NPU."""
         number(device)
         return "fusion_attention on cpu"
 
     def get_device_properties(self, device: Any = None) -> SimpleNamespace:
-        """Name, memory 0, and version 0.0, which is below all versions of CUDA, because torch compares it."""
+        """Returns the name, memory 0, and capability 0.0, which torch compares with those of CUDA devices."""
         return SimpleNamespace(name=self.get_device_name(device), total_memory=0, major=0, minor=0)
 
     def empty_cache(self) -> None:
@@ -253,7 +258,7 @@ class _Host:
 
 
 def number(device: Any) -> int:
-    """The number of a device of the installed torch.npu; None: the current device."""
+    """Returns the number of a device of torch.npu; None: the current device."""
     npu: Any = torch.npu  # type: ignore[attr-defined]
     return index(device, npu.device_count(), npu.current_device())
 
@@ -263,7 +268,7 @@ def _device(device: Any) -> torch.device:
 
 
 def index(device: Any, count: int, current: int = 0) -> int:
-    """The device number of "npu:1", 1 or a torch.device; "npu" and None: the current one.
+    """Returns the device number of "npu:1", 1 or a torch.device; of "npu" and None, the current device's.
 
     Raises:
         RuntimeError: there is no such device.
@@ -282,7 +287,7 @@ def index(device: Any, count: int, current: int = 0) -> int:
 
 
 def names(base: torch.device, kind: str) -> dict[str, Any]:
-    """The names in the module torch.npu, for the host, or for CUDA, whose functions it then has.
+    """Returns the names in the module torch.npu: of _Host on a CPU, of torch.cuda on a GPU.
 
     Args:
         base: the computing device.
@@ -291,7 +296,7 @@ def names(base: torch.device, kind: str) -> dict[str, Any]:
     source: Any = _Host(registers_device=kind == "npu") if base.type == "cpu" else torch.cuda
     results = {name: getattr(source, name) for name in dir(source) if not name.startswith("_")}
     return results | {
-        # Accepted without effect: compilation of the chip's kernels.
+        # Accepted without effect: options for the compilation of the chip's kernels.
         "set_compile_mode": lambda **_: None,
         "set_option": lambda _: None,
         "config": SimpleNamespace(allow_internal_format=False),
@@ -304,7 +309,7 @@ def names(base: torch.device, kind: str) -> dict[str, Any]:
 
 
 def amp(kind: str) -> dict[str, Any]:
-    """The names in the module torch.npu.amp, for a device type."""
+    """Returns the names in the module torch.npu.amp, for a device type."""
 
     def autocast(enabled: bool = True, dtype: Any = None, cache_enabled: bool | None = None) -> torch.autocast:
         return torch.autocast(kind, dtype, enabled, cache_enabled)

@@ -1,7 +1,7 @@
-"""torch.npu.NPUGraph on a host: a capture runs operators and records them; a replay runs them again.
+"""torch.npu.NPUGraph on a host: a capture runs operators and records them, a replay runs the recorded operators again.
 
-A replay writes to the tensors of the capture, as on the chip, so programs can fill static inputs and read static
-outputs.
+A replay reads and writes the tensors of the capture, as on the chip, so a program fills the captured inputs, replays,
+and reads the captured outputs.
 """
 
 import itertools
@@ -21,7 +21,7 @@ _THREAD = threading.local()
 
 
 class Tasks:
-    """A group of operators in a graph that can be replaced; graph_task_group_end() returns it."""
+    """A replaceable group of operators in a graph; graph_task_group_end() returns it."""
 
     def __init__(self) -> None:
         self.steps: list[Any] = []
@@ -44,7 +44,7 @@ class ExternalEvent(Event):
             go_on()
 
     def wait(self, stream: Any = None) -> None:
-        """During a capture, records that a replay waits here; else does nothing."""
+        """During a capture, records that replays wait here for the event; else does nothing."""
         if (recorder := _recorder()) is not None:
             recorder.tasks[-1].steps.append(self)
 
@@ -66,8 +66,8 @@ class _Recorder(TorchDispatchMode):
         name = func._schema.name
         if name in _READS:
             raise RuntimeError(
-                f"torch.npu.NPUGraph: expected operators alone while a graph is captured, got {name}: a replay would "
-                "not read the number again (keep it in a tensor, or read it before the capture)"
+                f"torch.npu.NPUGraph: expected no operator that reads a tensor's content into Python during a capture, "
+                f"got {name}: a replay would not read it again (use a tensor, or read it before the capture)"
             )
         result = func(*args, **kwargs)
         returns = func._schema.returns
@@ -109,9 +109,7 @@ class NPUGraph:
             RuntimeError: this thread is capturing already.
         """
         if _recorder() is not None:
-            raise RuntimeError(
-                "torch.npu.NPUGraph: capture_begin: expected no capture under way, got one in this thread"
-            )
+            raise RuntimeError("torch.npu.NPUGraph: capture_begin: expected no active capture, got one in this thread")
         self._pool = pool or self._pool
         self._recorder = _THREAD.recorder = _Recorder()
         self._recorder.__enter__()
@@ -130,7 +128,7 @@ class NPUGraph:
         self._steps, self._recorder, _THREAD.recorder = self._recorder.tasks[0].steps, None, None
 
     def replay(self) -> None:
-        """Runs the captured operators, up to an ExternalEvent that is not recorded, and the rest when it is.
+        """Runs the captured operators; at an ExternalEvent that is not recorded, stops until it is recorded.
 
         Raises:
             RuntimeError: nothing was captured.
@@ -157,7 +155,7 @@ class NPUGraph:
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            "torch.npu.NPUGraph: debug_dump: there is no graph of the chip here (torch.profiler shows a replay)"
+            "torch.npu.NPUGraph: debug_dump: only the chip has graphs to dump (torch.profiler shows a replay)"
         )
 
     def update(self, cpu_update_input: Any) -> None:
@@ -173,7 +171,7 @@ class NPUGraph:
 
 
 def _flat(steps: list[Any]) -> Iterator[Any]:
-    """Yields steps in order; those of tasks are read when they are reached."""
+    """Yields steps in order; a task group's steps are read when the group is reached, so that they may be replaced."""
     for step in steps:
         if isinstance(step, Tasks):
             yield from _flat(step.steps)
@@ -223,7 +221,7 @@ class capture:
 
 
 def graph_pool_handle() -> tuple[int, int]:
-    """A new handle of a memory pool; here every capture has separate tensors."""
+    """Returns a new handle of a memory pool; on a host it has no effect, because captures share no memory."""
     return (0, next(_IDS))
 
 
@@ -240,12 +238,12 @@ def make_graphed_callables(callables: Any, sample_args: Any = (), *_: Any, **__:
 def _capturing(what: str) -> _Recorder:
     recorder = _recorder()
     if recorder is None:
-        raise RuntimeError(f"torch.npu.{what}: expected a capture under way in this thread, got none")
+        raise RuntimeError(f"torch.npu.{what}: expected an active capture in this thread, got none")
     return recorder
 
 
 def graph_task_group_begin(stream: Any = None) -> None:
-    """Starts a group of operators in a capture that can be replaced later."""
+    """Starts a group of operators, in a capture, that can be replaced later."""
     recorder = _capturing("graph_task_group_begin")
     tasks = Tasks()
     recorder.tasks[-1].steps.append(tasks)
@@ -264,10 +262,10 @@ def graph_task_update_begin(stream: Any, handle: Tasks) -> None:
     """Starts the replacement of a graph's tasks by the following operators of this thread, which also run."""
     if not isinstance(handle, Tasks):
         raise RuntimeError(
-            f"torch.npu.graph_task_update_begin: expected what graph_task_group_end returned, got {handle!r}"
+            f"torch.npu.graph_task_update_begin: expected a result of graph_task_group_end, got {handle!r}"
         )
     if _recorder() is not None:
-        raise RuntimeError("torch.npu.graph_task_update_begin: expected no capture under way in this thread, got one")
+        raise RuntimeError("torch.npu.graph_task_update_begin: expected no active capture in this thread, got one")
     recorder = _THREAD.recorder = _Recorder(handle)
     recorder.__enter__()
 

@@ -1,4 +1,4 @@
-"""cann_ops_transformer's lightning indexer, whose keys may stand for several tokens each."""
+"""cann_ops_transformer's lightning indexer, whose keys may be compressed: each represents several tokens."""
 
 import torch
 

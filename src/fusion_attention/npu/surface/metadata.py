@@ -17,13 +17,13 @@ Tensor = torch.Tensor
 
 
 def metadata(of: str, parameters: str, elements: int = 1024) -> Callable[..., Tensor]:
-    """The metadata function of an operator.
+    """Returns the metadata function of an operator.
 
     Args:
-        of: name of the operator.
+        of: the operator's name.
         parameters: the function's parameters: "name" is an optional tensor, "name:int" a number, "name=0" a number with
-            a default, "*" starts the keyword-only ones, "..." accepts any arguments.
-        elements: size of the result.
+            a default; keyword-only parameters follow "*"; "..." accepts any arguments.
+        elements: number of elements of the result.
     """
     signature = inspect.Signature(_parameters(parameters), return_annotation=Tensor)
 
@@ -32,7 +32,7 @@ def metadata(of: str, parameters: str, elements: int = 1024) -> Callable[..., Te
         return torch.zeros(elements, dtype=torch.int32, device="npu")
 
     function.__name__ = function.__qualname__ = f"{of}_metadata"
-    function.__doc__ = f"Returns the metadata of {of}: zeros, int32 [{elements}]. No work is divided here."
+    function.__doc__ = f"Returns the metadata of {of}: zeros, int32 [{elements}], because calls here do not read it."
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
 

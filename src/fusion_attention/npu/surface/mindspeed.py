@@ -1,6 +1,6 @@
 """The package mindspeed, whose operators are functions of torch_npu with other names.
 
-MindSpeed compiles its operators against CANN on first use; here nothing is compiled.
+MindSpeed compiles its operators against CANN at their first use. This module compiles nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,12 +15,12 @@ from fusion_attention.ops.shared.params import spelled
 from fusion_attention.ops.training import definitions as training
 
 Tensor = torch.Tensor
-# Rotary modes: MindSpeed's number, torch_npu's name.
+# MindSpeed's number of a rotary mode -> torch_npu's name.
 _ROTARY = {0: "half", 1: "interleave"}
 
 
 def _former(op: Op, name: str, *changed: Param, without: str) -> Op:
-    """MindSpeed's variant of an operator of torch_npu, with changed parameters; without: those to omit."""
+    """Returns MindSpeed's definition of torch_npu's operator, with `changed` parameters and without others."""
     others = {p.name: p for p in changed}
     params = tuple(others.get(p.name, p) for p in op.params if p.name not in without.split())
     return op.version(name, op.summary, params=params, rules=(), source="MindSpeed", example="")
@@ -40,7 +40,7 @@ _GRADIENT = _former(
 
 
 class _Builder:
-    """MindSpeed's builder of an operator: load() returns the functions without compiling."""
+    """MindSpeed's builder of an operator; its load() returns the functions without compiling."""
 
     def __init__(self, functions: Mapping[str, Any]) -> None:
         vars(self).update(functions)
@@ -51,7 +51,7 @@ class _Builder:
 
 
 def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The content of each module by name, packages before their modules.
+    """Returns {module name: {name: object}}, packages before their modules.
 
     Args:
         functions: torch_npu's functions by name; modules that need a missing one are omitted.

@@ -1,4 +1,4 @@
-"""Construction of the module torch_npu with its submodules; missing names raise an error with advice."""
+"""Makes the module torch_npu with its submodules; a name that they lack raises AttributeError with advice."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ _PARTS = {
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """All functions of torch_npu that this library has, by name, with errors that suggest parameter names."""
+    """Returns all functions of torch_npu that this library has, by name; their errors suggest parameter names."""
     results = {name: getattr(module, name) for module in INTERFACES for name in module.__all__}
     return {name: f if hasattr(f, "__wrapped__") else suggested(f) for name, f in results.items()}
 
 
 def build_modules(base: torch.device, kind: str) -> dict[str, ModuleType]:
-    """Makes all modules of torch_npu, by full name, packages before their modules.
+    """Returns new modules of torch_npu by full name, packages before their modules.
 
     Args:
         base: the computing device.
@@ -114,7 +114,7 @@ def build_modules(base: torch.device, kind: str) -> dict[str, ModuleType]:
 
 
 def beside(interfaces: dict[str, Any]) -> dict[str, ModuleType]:
-    """Makes the modules of other packages for the chip, by full name, packages before their modules.
+    """Returns new modules of other packages for Ascend NPUs by full name, packages before their modules.
 
     Args:
         interfaces: the functions of torch_npu.
@@ -132,13 +132,13 @@ def _modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
-    module = ModuleType(name, f"{name}, as fusion_attention stands in for it: the same calls on any machine.")
+    module = ModuleType(name, f"{name}, implemented by fusion_attention: the same calls on any machine.")
     vars(module).update(names, __path__=[], __getattr__=_absent(module))
     return module
 
 
 def _absent(module: ModuleType) -> Callable[[str], Any]:
-    """The module's __getattr__: raises AttributeError with the module's name and similar names."""
+    """Returns the module's __getattr__, which raises AttributeError with advice or similar names."""
 
     @lru_cache(256)  # programs may test for names often
     def suggestion(name: str) -> str:

@@ -1,6 +1,6 @@
 """torch_npu.profiler: torch's profiler with torch_npu's names.
 
-Settings that only a chip has (levels, counters of its cores) are accepted without effect.
+Settings for the chip alone (levels, counters of its cores) are accepted without effect.
 """
 
 import warnings
@@ -14,7 +14,7 @@ from torch import profiler as torchs
 
 
 class ProfilerActivity(Enum):
-    """Profiled activities; both are the host, since operators for the chip run there."""
+    """Profiled activities; NPU is CUDA if there is a GPU, else the host, because operators run there."""
 
     CPU = "CPU"
     NPU = "NPU"
@@ -36,7 +36,7 @@ class AiCMetrics:
 
 
 class ExportType:
-    """Formats of the chip's files; without effect, traces are torch's JSON."""
+    """Formats of the chip's trace files; without effect: traces are torch's JSON."""
 
     Text, Db = "text", "db"
 
@@ -105,7 +105,7 @@ def schedule(
 def tensorboard_trace_handler(
     dir_name: str | None = None, worker_name: str | None = None, analyse_flag: bool = True, async_mode: bool = False
 ) -> Callable[..., None]:
-    """A handler that writes each trace to a folder (default: the current one), for Chrome and TensorBoard."""
+    """Returns a handler that writes each trace to a folder (default: the current one), for Chrome and TensorBoard."""
     return torchs.tensorboard_trace_handler(dir_name or ".", worker_name)
 
 

@@ -1,6 +1,6 @@
-"""Further names of torch.npu and torch_npu.utils: memory statistics, profiler marks and counters.
+"""Names of torch.npu and torch_npu.utils for memory statistics, profiler marks and counters.
 
-device_module.py has devices, streams and seeds. On a host, statistics are those of the host, or empty.
+device_module.py has those for devices, streams and seeds. On a host, statistics are the host's, or empty.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.utils import collect_env
 from fusion_attention.npu.surface import graphs
 from fusion_attention.npu.surface.device_module import number
 
-_OPEN: dict[int, Any] = {}  # open ranges by number; global, because a program may end a range in another thread
+_OPEN: dict[int, Any] = {}  # started ranges by number; global, because another thread may end a range
 _NUMBERS = itertools.count(1)
 
-# torch_npu's names of dtypes; those without a torch dtype become strings that no function accepts.
+# torch_npu's names of dtypes; a name for which torch has no dtype becomes a string, which no function accepts.
 _TYPES = (
     "float8_e8m0fnu float8_e8m0 float8_e4m3fn float8_e5m2 float4_e2m1fn_x2 float4_e1m2fn_x2 float4_e1m2 hifloat8 int4"
 )
@@ -76,7 +76,7 @@ class mstx:
 
     @staticmethod
     def mstx_range(message: str, stream: Any = None, domain: str = "default") -> Callable[..., Any]:
-        """A decorator that marks each call of a function as a range."""
+        """Returns a decorator that marks each call of a function as a range."""
 
         def marked(function: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)
@@ -92,7 +92,7 @@ class mstx:
 class FlopsCounter:
     """Counts floating-point operations between start() and stop() by torch's formulas.
 
-    torch has formulas for matrix products and its attention; operators of this library count 0.
+    torch has formulas for matrix products and for its attention. Operators of this library count as 0.
     """
 
     def __init__(self) -> None:
@@ -135,31 +135,31 @@ class FlopsCounter:
         return self._before + (self._mode.get_total_flops() if self._mode is not None else 0)
 
     def get_flops(self) -> list[int]:
-        """[recorded, traversed] operations, which are equal here."""
+        """Returns torch_npu's pair [recorded, traversed] of counts, which are equal here."""
         return [self._count(), self._count()]
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """(free, total) bytes of the machine's memory."""
+    """Returns (free, total) bytes of the machine's memory."""
     number(device)
     page, total = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     return page * min(os.sysconf("SC_AVPHYS_PAGES"), total), page * total
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """Empty: the host's memory is not counted."""
+    """Returns {}: the host's memory is not counted."""
     number(device)
     return {}
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    """A sentence: the host's memory is not counted."""
+    """Returns a sentence that the host's memory is not counted."""
     number(device)
-    return "fusion_attention counts no memory of the host"
+    return "fusion_attention does not count the host's memory"
 
 
 def memory_allocated(device: Any = None) -> int:
-    """0: the host's memory is not counted."""
+    """Returns 0: the host's memory is not counted."""
     number(device)
     return 0
 
@@ -170,7 +170,7 @@ def reset_peak_memory_stats(device: Any = None) -> None:
 
 
 def get_device_capability(device: Any = None) -> None:
-    """None, torch_npu's default."""
+    """Returns None, as torch_npu does by default."""
     number(device)
 
 
@@ -180,9 +180,9 @@ def can_device_access_peer(device: Any, peer: Any) -> bool:
 
 
 def get_pretty_env_info() -> str:
-    """torch's report of this machine, with a line that this library replaces torch_npu."""
+    """Returns torch's report of this machine, with a line that this library replaces torch_npu."""
     report = collect_env.get_pretty_env_info()
-    return f"{report}\n\ntorch_npu: fusion_attention, as {_version()}, stands in for it; CANN: none"
+    return f"{report}\n\ntorch_npu: implemented by fusion_attention, version {_version()}; CANN: none"
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -194,7 +194,7 @@ def _block(*_: Any, **__: Any) -> Iterator[None]:
     yield
 
 
-# Accepted without effect: compilation, dumps, checks and caches of a chip. Results are deterministic.
+# Functions about compilation, dumps, checks and caches of the chip; they accept all arguments, without effect.
 _WITHOUT_EFFECT = (
     "init_dump finalize_dump set_dump set_aoe set_mm_bmm_format_nd set_sync_debug_mode ipc_collect "
     "empty_virt_addr_cache enable_deterministic_with_backward disable_deterministic_with_backward "
@@ -207,7 +207,7 @@ _COUNTERS = "memory_allocated max_memory_allocated memory_reserved max_memory_re
 
 
 def names(base: torch.device) -> dict[str, Any]:
-    """Names of torch.npu in addition to those of device_module.py, which replace them for CUDA."""
+    """Returns names of torch.npu in addition to device_module.py's; on a GPU, torch.cuda's names replace them."""
     return {
         **graphs.NAMES,
         **dict.fromkeys(_WITHOUT_EFFECT.split(), _nothing),
@@ -230,7 +230,7 @@ def names(base: torch.device) -> dict[str, Any]:
 
 
 def utils() -> dict[str, dict[str, Any]]:
-    """The content of torch_npu.utils and its submodules, by name below torch_npu."""
+    """Returns the content of torch_npu.utils and its submodules, by module name without "torch_npu."."""
     environment = {"get_pretty_env_info": get_pretty_env_info, "get_env_info": collect_env.get_env_info}
     environment |= {"get_cann_version": lambda: "not known", "get_torch_npu_version": _version, "main": _print}
     return {
@@ -252,9 +252,9 @@ def _version() -> str:
 
 
 def _print() -> None:
-    print(get_pretty_env_info())  # noqa: T201  (it is a program's)
+    print(get_pretty_env_info())  # noqa: T201  (the output of a program)
 
 
 def types() -> dict[str, Any]:
-    """torch_npu's names of dtypes: torch's dtypes, or strings if torch has none."""
+    """Returns torch_npu's names of dtypes: torch's dtypes, or strings if torch has no such dtype."""
     return {name: getattr(torch, name, f"torch_npu.{name}") for name in _TYPES.split()}

@@ -1,4 +1,4 @@
-"""cann_ops_transformer's attention to two sources of keys that are values too: SparseFlashMla."""
+"""cann_ops_transformer's SparseFlashMla: attention to original and compressed keys, which are also the values."""
 
 import torch
 

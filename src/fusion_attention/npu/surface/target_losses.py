@@ -1,4 +1,4 @@
-"""cann_ops_transformer's losses of the lightning indexer, whose target is given."""
+"""cann_ops_transformer's losses of the lightning indexer, whose target probabilities are an argument."""
 
 import torch
 
@@ -29,7 +29,7 @@ def dense_lightning_indexer_softmax_lse(args: Args) -> Tensor:
 @computed(losses.KL_LOSS)
 @torch.no_grad()
 def lightning_indexer_kl_loss(target_score: Tensor, index_probs: Tensor, eps: float, weight_type: str) -> Tensor:
-    y = target_score.float().contiguous()  # torch's order of a sum depends on strides
+    y = target_score.float().contiguous()  # the order in which torch sums depends on strides
     q = y / (y.sum(-1, keepdim=True) + eps)
     terms = (q.clamp(min=eps).log() - (index_probs.float() + eps).log()) * (y if weight_type == "logits" else q)
     return terms.sum().to(target_score.dtype)

@@ -14,26 +14,26 @@ HELPERS = ("SkipIfNotGteCANNVersion", "SupportedDevices", "create_common_tensor"
 
 
 def get_npu_device() -> str:
-    """The device of tests: "npu:0", or the number in SET_NPU_DEVICE."""
+    """Returns the device of tests: "npu:0", or the number in the environment variable SET_NPU_DEVICE."""
     return f"npu:{os.environ.get('SET_NPU_DEVICE', '0')}"
 
 
 def set_npu_device() -> str:
     """Makes get_npu_device() the current device, and returns its name."""
     device = get_npu_device()
-    torch.npu.set_device(device)  # type: ignore[attr-defined]  # as long as it is installed
+    torch.npu.set_device(device)  # type: ignore[attr-defined]  # exists after install()
     return device
 
 
 def create_common_tensor(
     item: Sequence[Any], minValue: float, maxValue: float, device: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uniform random values as a tensor on the CPU, and a copy on the device.
+    """Returns uniform random values as a tensor on the CPU, and a copy on the device.
 
     Args:
         item: (numpy dtype, format, shape); the format of the chip's memory has no effect.
         minValue, maxValue: the range of values.
-        device: get_npu_device() by default.
+        device: the copy's device; None: get_npu_device().
     """
     dtype, _, shape = item
     values = torch.from_numpy(np.random.uniform(minValue, maxValue, shape).astype(dtype))  # noqa: NPY002
@@ -41,7 +41,7 @@ def create_common_tensor(
 
 
 class SupportedDevices:
-    """Decorator of tests for some chips; here they always run."""
+    """Decorator of tests for certain Ascend NPUs; here the tests always run."""
 
     def __init__(self, supported_devices: Sequence[str]) -> None:
         self.supported_devices = supported_devices
@@ -52,13 +52,13 @@ class SupportedDevices:
 
 
 class SkipIfNotGteCANNVersion:
-    """Decorator of tests for a version of CANN or later; here they always run."""
+    """Decorator of tests for a version of CANN or later; here the tests always run."""
 
     def __init__(self, version: str) -> None:
         self.version = version
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The test itself."""
+        """Returns the test."""
         return function
 
 
@@ -96,10 +96,10 @@ class TestCase(unittest.TestCase):
         auto_trans_dtype: bool = False,
         message: Any = None,
     ) -> None:
-        """Fails if shapes or dtypes differ, NaN are at different positions, or too many elements differ too much.
+        """Fails if shapes, dtypes or positions of NaN differ, or if too many elements differ.
 
-        It fails if more than a fraction prec of all elements has |x - y| > prec, and more than a fraction prec has |x -
-        y| > prec * max(|x|, |y|) (prec16 for float16 and bfloat16).
+        With p = prec (prec16 for float16 and bfloat16), too many elements differ if |x - y| > p for more than a
+        fraction p of them, and |x - y| > p * max(|x|, |y|) for more than a fraction p of them.
         """
         if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)):
             self.assertEqual(len(x), len(y), message)
@@ -114,7 +114,7 @@ class TestCase(unittest.TestCase):
         half = a.dtype == np.float16 or any(getattr(t, "dtype", None) == torch.bfloat16 for t in (x, y))
         limit = prec16 if half else prec
         p, q = a.astype(np.float64), b.astype(np.float64)
-        self.assertTrue(np.array_equal(np.isnan(p), np.isnan(q)), message or "NaN in other places")
+        self.assertTrue(np.array_equal(np.isnan(p), np.isnan(q)), message or "NaN at different positions")
         same = (p == q) | np.isnan(p)
         apart = np.abs(np.where(same, 0.0, p) - np.where(same, 0.0, q))
         relative = (apart > limit * np.maximum(np.abs(p), np.abs(q))) | np.isinf(apart)
@@ -122,7 +122,7 @@ class TestCase(unittest.TestCase):
         self.assertLessEqual(far, limit * a.size, message or f"{far} of {a.size} elements are too far apart")
 
     def assertEqual(self, first: Any, second: Any, msg: Any = None, **options: Any) -> None:
-        """unittest's assertEqual; tensors and numbers are compared within precision, or the option prec."""
+        """Does unittest's assertEqual; a tensor is compared within `precision`, or the option `prec`."""
         prec = options.pop("prec", None)
         if isinstance(msg, float):
             prec, msg = msg, options.pop("message", None)

@@ -1,4 +1,4 @@
-"""The package torchair, which compiles graphs for the chip; here torch traces and runs them.
+"""The package torchair, which compiles graphs for Ascend NPUs; in this library torch traces and runs the graphs.
 
 Options of the chip's compiler are accepted without effect.
 """
@@ -16,7 +16,7 @@ _RUN = "aot_eager"  # torch's back end that traces forward and backward, without
 
 
 class CompilerConfig:
-    """Options of the chip's compiler: accepts any attribute, nested to any depth."""
+    """Options of the chip's compiler: every attribute exists, nested to any depth, without effect."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -27,12 +27,12 @@ class CompilerConfig:
 
 
 def get_npu_backend(*, compiler_config: Any = None, custom_decompositions: Any = None) -> str:
-    """The name of torch.compile's back end for graphs of the chip."""
+    """Returns the name of torch.compile's back end that takes the place of the chip's compiler."""
     return _RUN
 
 
 def contents() -> dict[str, dict[str, Any]]:
-    """The content of each module by name, packages before their modules."""
+    """Returns {module name: {name: object}}, packages before their modules."""
     names = {"CompilerConfig": CompilerConfig}
     return {
         NAME: {"get_npu_backend": get_npu_backend, **names},

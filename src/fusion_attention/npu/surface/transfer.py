@@ -1,6 +1,6 @@
-"""torch_npu.contrib.transfer_to_npu: importing it makes programs written for CUDA run on "npu".
+"""torch_npu.contrib.transfer_to_npu: importing it makes programs that were written for CUDA run on "npu".
 
-uninstall() removes its patches, since they use the registry of install() (patches.py).
+uninstall() removes its patches, because install()'s Changes (patches.py) record them.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _PROCESS_GROUPS = "init_process_group new_group"
 
 
 class Finder:
-    """A finder for sys.meta_path of the module transfer_to_npu, which applies the patches when it is loaded."""
+    """An entry of sys.meta_path that finds the module transfer_to_npu, and applies the patches when it is imported."""
 
     def __init__(self, changes: Changes) -> None:
         self.changes = changes
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The spec of transfer_to_npu; None for other modules."""
+        """Returns the spec of transfer_to_npu; None for other modules."""
         return importlib.machinery.ModuleSpec(name, self, origin=__package__) if name == NAME else None  # type: ignore[arg-type]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """None: Python makes an empty module."""
+        """Returns None, so that Python makes an empty module."""
         return None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -51,7 +51,7 @@ class Finder:
 
 
 def _npu(value: Any) -> Any:
-    """Replaces "cuda" by "npu" in a device, a device string, or a dictionary; other values are unchanged."""
+    """Returns a device, device string or dictionary with "npu" in place of "cuda"; other values unchanged."""
     if isinstance(value, str):
         return value.replace("cuda", "npu") if value == "cuda" or value.startswith("cuda:") else value
     if isinstance(value, torch.device) and value.type == "cuda":
@@ -66,7 +66,7 @@ def _hccl(value: Any) -> Any:
 
 
 def _translating(layer: Layer, word: Callable[[Any], Any] = _npu, *, numbers: bool = False) -> Callable[..., Any]:
-    """Wraps the function below: translates its arguments by `word`; numbers: integers are device indices."""
+    """Wraps a function: its arguments are translated by `word`; numbers: integers are indices of devices."""
 
     def translate(value: Any) -> Any:
         return f"npu:{value}" if numbers and type(value) is int else word(value)
@@ -78,8 +78,8 @@ def _translating(layer: Layer, word: Callable[[Any], Any] = _npu, *, numbers: bo
     return wrapper
 
 
-def _told_class(layer: Layer) -> type:
-    """A substitute for a class of torch that cannot be patched, usable in annotations and isinstance()."""
+def _translating_class(layer: Layer) -> type:
+    """Returns a substitute for a class of torch that cannot be patched; annotations and isinstance() accept it."""
 
     class Meta(type):
         def __instancecheck__(cls, one: object) -> bool:
@@ -106,7 +106,7 @@ def _transfer(changes: Changes) -> None:
                 changes.set(getattr(torch.cuda, submodule), name, value)
     for name in _FACTORIES.split():
         changes.wrap(torch, name, _translating)
-    changes.wrap(torch, "Generator", _told_class)
+    changes.wrap(torch, "Generator", _translating_class)
     for name in _METHODS.split():
         changes.wrap(torch.Tensor, name, functools.partial(_translating, numbers=name == "to"))
     for name in _MODULES.split():

@@ -1,5 +1,4 @@
-"""Kernel functions for softcap and bias (a matrix, a table of its last rows, or ALiBi slopes), and the gradient of the
-bias."""
+"""Kernel functions for the softcap, a bias (a matrix, a table of its last rows, or ALiBi slopes) and its gradient."""
 
 # mypy: disable-error-code="no-untyped-def"
 # Annotations are for Triton, which evaluates them: tl.constexpr marks compile-time values.
@@ -18,9 +17,9 @@ MATRIX, TABLE, SLOPES, SLOPES_SQRT = (tl.constexpr(n) for n in range(1, 5))
 
 @triton.jit
 def capped(x, scale, CAP: tl.constexpr):
-    """(tanh(x * scale / CAP), 1 - its square, the derivative).
+    """Returns (t, 1 - t^2) with t = tanh(x * scale / CAP); 1 - t^2 is the derivative of tanh.
 
-    Triton's interpreter has no tanh. Below 0.625 it is a minimax polynomial of the relative error, exact at 0; above,
+    Triton's interpreter has no tanh. For |y| below 0.625, tanh(y) is a minimax polynomial, exact at 0; above it is
     1 - 2 / (e^2y + 1), which has full precision there.
     """
     y = x * scale / CAP
@@ -37,7 +36,7 @@ def capped(x, scale, CAP: tl.constexpr):
 @triton.jit
 def biased(x, scale, factor, bias, slopes, strides, count, b, h, heads, row, key, there, lengths, KIND: tl.constexpr,
            CAP: tl.constexpr):  # fmt: skip
-    """Computes scale * x, with a softcap (CAP * tanh(scale * x / CAP)) if CAP is not 0, plus factor * bias.
+    """Returns scale * x, or CAP * tanh(scale * x / CAP) if CAP is not 0, plus factor * bias.
 
     row, key: indices that broadcast against each other. lengths = (q_len, kv_len, shift); the distance of a bias of
     slopes is key - row + shift.
@@ -64,7 +63,7 @@ def biased(x, scale, factor, bias, slopes, strides, count, b, h, heads, row, key
 
 @triton.jit
 def table_place(row, key, q_len, kv_len):
-    """(row, column) of (row, key) in a table of the last TABLE_ROWS rows."""
+    """Returns the (row, column) at which a table of a bias's last TABLE_ROWS rows has the element of (row, key)."""
     first = q_len - TABLE_ROWS
     stored = tl.where(row >= first, row - first, row % TABLE_ROWS)
     return stored, tl.minimum(key + (first + stored - row), kv_len - 1)
@@ -72,7 +71,7 @@ def table_place(row, key, q_len, kv_len):
 
 @triton.jit
 def add_dbias(dbias, where, row, key, visible, gradient, lengths, KIND: tl.constexpr):
-    """Adds a gradient to the elements that the bias was read from, atomically, since a bias may be broadcast."""
+    """Adds a gradient to the elements of dbias, atomically, because pairs share the elements of a broadcast bias."""
     strides, count, b, h, _ = where
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.DBIAS)
     stored, column = row.to(tl.int64), key.to(tl.int64)

@@ -1,6 +1,6 @@
-"""Kernel functions for addresses, visible intervals, dropout, and rows in blocks of columns.
+"""Kernel functions for addresses, visible keys, dropout, and rows in blocks of columns.
 
-Rows and keys are broadcast axes in either order, so the same functions serve scores and transposed scores.
+Indices of rows and keys broadcast, with either axis first, so the functions serve scores and transposed scores.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,7 +24,7 @@ DROPOUTS = {"none": 0, "bits": 1, "philox": 2}
 
 @triton.jit
 def heads_at(strides, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """(first element, stride of a head, stride of a token) of a view; multiples of ALIGN, which the host checks."""
+    """Returns (first element, stride of a head, stride of a token) of a view, which are multiples of ALIGN."""
     at = strides + VIEW * PER_VIEW * count + b
     first, head, token = tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
     if ALIGN > 1:
@@ -35,21 +35,21 @@ def heads_at(strides, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def rows_at(strides, count, b, h, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """(first element of head h, stride of a token) of a view."""
+    """Returns (first element of head h, stride of a token) of a view."""
     first, head, token = heads_at(strides, count, b, VIEW, ALIGN)
     return first + h * head, token
 
 
 @triton.jit
 def matrix_at(strides, count, b, h, VIEW: tl.constexpr):
-    """(first element of head h, stride of a row, stride of a key) of a matrix."""
+    """Returns (first element of head h, stride of a row, stride of a key) of a matrix."""
     at = strides + VIEW * PER_VIEW * count + b
     return tl.load(at) + h * tl.load(at + count), tl.load(at + 2 * count), tl.load(at + 3 * count)
 
 
 @triton.jit
 def lengths_at(lengths, count, b):
-    """(q_len, kv_len, lo, hi, prefix, shift) of sequence b."""
+    """Returns (q_len, kv_len, lo, hi, prefix, shift) of sequence b."""
     at = lengths + b
     q_len, kv_len, lo = tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
     return q_len, kv_len, lo, tl.load(at + 3 * count), tl.load(at + 4 * count), tl.load(at + 5 * count)
@@ -57,7 +57,7 @@ def lengths_at(lengths, count, b):
 
 @triton.jit
 def interval(row, valid, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
-    """int32 (first, end) of the visible keys of rows; empty if a row is not valid. RATIO: IndexerProblem.ratio."""
+    """Returns int32 (first, end) of rows' visible keys, none for an invalid row; RATIO: tokens of a compressed key."""
     row64 = row.to(tl.int64)
     first = tl.minimum(tl.maximum(row64 + lo, 0), kv_len)
     end = tl.minimum(tl.maximum((row64 + hi) // RATIO, prefix), kv_len)
@@ -66,8 +66,10 @@ def interval(row, valid, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
 
 @triton.jit
 def band_at(extents):
-    """(q_len, kv_len, lo, hi, prefix) of lengths_at() in int32, with edges clamped to the numbers of rows and keys, so
-    that sums with a row or a key do not overflow int32."""
+    """Returns (q_len, kv_len, lo, hi, prefix) in int32; edges are clamped to the numbers of rows and keys.
+
+    Sums of an edge and a row or key therefore do not overflow int32.
+    """
     q_len, kv_len, lo, hi, prefix, _ = extents
     lo, hi = tl.minimum(tl.maximum(lo, -q_len), kv_len), tl.minimum(tl.maximum(hi, -q_len), kv_len)
     return (q_len.to(tl.int32), kv_len.to(tl.int32), lo.to(tl.int32), hi.to(tl.int32),
@@ -76,7 +78,7 @@ def band_at(extents):
 
 @triton.jit
 def load_part(base, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Loads columns [FIRST, FIRST + WIDTH) of rows at `offset`; zeros behind DIM and, if MASKED, in invalid rows."""
+    """Loads columns [FIRST, FIRST + WIDTH) of rows at `offset`; zeros from DIM on and, if MASKED, in invalid rows."""
     d = FIRST + tl.arange(0, WIDTH)
     at = base + offset[:, None] + d[None, :]
     if FIRST + WIDTH > DIM:
@@ -97,7 +99,7 @@ def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def not_blocked(blocked, strides, count, b, h, row, key, there):
-    """True for pairs that the blocked matrix does not hide."""
+    """Returns true for pairs that the blocked matrix does not remove."""
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BLOCKED)
     at = blocked + first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     return tl.load(at, mask=there, other=1) == 0
@@ -105,7 +107,7 @@ def not_blocked(blocked, strides, count, b, h, row, key, there):
 
 @triton.jit
 def kept_bits(bits, strides, count, b, h, row, key, there):
-    """True for pairs that the caller's dropout bits keep; addresses count bits."""
+    """Returns true for pairs that the caller's dropout bits keep; addresses count bits."""
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BITS)
     bit = first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     byte = tl.load(bits + (bit >> 3), mask=there, other=0).to(tl.int32)
@@ -137,11 +139,11 @@ def _high(word):
 
 @triton.jit
 def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl.constexpr):
-    """The dropout mask [rows, KEYS] bool, True: kept, of the keys from j0 on; drop = (seed, offset, threshold)."""
+    """Returns bool [rows, KEYS], true for kept pairs, of the keys from j0 on; drop = (seed, offset, threshold)."""
     strides, count, b, h, _ = where
     if DROPOUT == PHILOX:
         seed, offset, threshold = drop
-        stream, row0, key0 = matrix_at(strides, count, b, h, layout_index.BITS)  # memory.py: what is drawn has no bits
+        stream, row0, key0 = matrix_at(strides, count, b, h, layout_index.BITS)  # drawn dropout uses this entry
         row, j0 = row + row0.to(tl.int32), j0 + key0.to(tl.int32)
         return kept_drawn(seed, offset, threshold, stream.to(tl.int32), row, j0, KEYS)
     else:
@@ -167,8 +169,10 @@ def load_three(base, offset, there, MASKED: tl.constexpr,
 @triton.jit
 def rows_of(base, stride, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
             DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """The source for load_rows(): with TMA, tensor descriptors of the column blocks, which read zeros behind `count`
-    rows; else (first element, stride)."""
+    """Returns the source for load_rows(): (first element, stride), or with TMA descriptors of the column blocks.
+
+    Descriptors read zeros for rows from `count` on.
+    """
     if TMA:
         count = count.to(tl.int32)
         x0 = tl.make_tensor_descriptor(base, [count, DIM], [stride, 1], [ROWS, W0])
@@ -203,7 +207,7 @@ def load_rows(rows, j0, inside, MASKED: tl.constexpr, ROWS: tl.constexpr, W0: tl
 @triton.jit
 def rows_of_group(base, head, stride, heads, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
                   W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """The source for load_group(): rows_of() with an axis of heads."""
+    """Returns the source for load_group(): as rows_of(), with an axis of heads."""
     if TMA:
         count = count.to(tl.int32)
         x0 = tl.make_tensor_descriptor(base, [heads, count, DIM], [head, stride, 1], [1, ROWS, W0])
@@ -247,7 +251,7 @@ def store_three(base, offset, there, parts, factor,
 
 @triton.jit
 def zeros_three(ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr):
-    """Zero accumulators [ROWS, W] in float32, one per column block."""
+    """Returns accumulators of zeros [ROWS, W] in float32, one per column block."""
     x0 = tl.zeros([ROWS, W0], tl.float32)
     x1, x2 = x0, x0
     if W1:
@@ -259,7 +263,7 @@ def zeros_three(ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.c
 
 @triton.jit
 def inner_three(a, b, W1: tl.constexpr, W2: tl.constexpr):
-    """a b^T for rows in column blocks."""
+    """Returns a b^T for rows in column blocks."""
     x = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
     if W1:
         x = tl.dot(a[1], tl.trans(b[1]), x, input_precision="ieee")
@@ -270,7 +274,7 @@ def inner_three(a, b, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def products(a, b, W1: tl.constexpr, W2: tl.constexpr):
-    """Row-wise dot products [rows] float32 of rows in column blocks."""
+    """Returns the dot products [rows] float32 of the rows of a and b, in column blocks."""
     x = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
     if W1:
         x += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
@@ -281,7 +285,7 @@ def products(a, b, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def add_three(acc, p, x, W1: tl.constexpr, W2: tl.constexpr):
-    """acc + p x for rows x in column blocks; p is rounded to the dtype of x."""
+    """Returns acc + p x for rows x in column blocks; p is rounded to the dtype of x."""
     acc0, acc1, acc2 = acc
     p = p.to(x[0].dtype)
     acc0 = tl.dot(p, x[0], acc0, input_precision="ieee")

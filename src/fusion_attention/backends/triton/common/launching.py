@@ -1,4 +1,4 @@
-"""Kernel launches with fixed arguments and arguments of each run, and the schedules of operations."""
+"""Kernel launches, whose arguments are fixed or given at each run, and the schedules of operations."""
 
 import contextlib
 import contextvars
@@ -16,12 +16,12 @@ from fusion_attention.memory import empty
 
 T = TypeVar("T")
 Constants = dict[str, Any]
-LAYOUTS = 32  # memory layouts for which a schedule caches its launches; captured CUDA graphs use these again
+LAYOUTS = 32  # number of memory layouts for which a schedule caches launches
 
 
 @dataclass(eq=False)
 class Launch:
-    """A kernel with its grid and the arguments that do not change between runs."""
+    """A kernel with its grid and the arguments that are equal in all runs."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -32,7 +32,7 @@ class Launch:
     scratch: bool  # the kernel has tensor descriptors, for which Triton allocates memory
 
     def argument(self, name: str) -> Any:
-        """The value of a fixed argument."""
+        """Returns the value of a fixed argument."""
         return self.arguments[self.kernel.arg_names.index(name)]
 
     def start(self, given: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ def launch_named(
 def launch_some(
     kernel: Any, grid: tuple[int, ...], given: dict[str, Any], constexprs: Constants, tile: shapes.Tile
 ) -> None:
-    """launch_named() with only those arguments that the kernel has."""
+    """Launches a kernel as launch_named(); arguments that the kernel does not have are omitted."""
     arguments = {name: given[name] for name in kernel.arg_names if name not in constexprs}
     launch_named(kernel, grid, arguments, constexprs, tile)
 
@@ -75,7 +75,7 @@ class Family:
         self, kernel: Any, grid: tuple[int, ...], fixed: dict[str, Any], given: Iterable[str], constexprs: Constants,
         tile: shapes.Tile, **options: int,
     ) -> Launch:  # fmt: skip
-        """A Launch with those arguments that the kernel has; each must be an argument of a kernel in the group."""
+        """Returns a Launch with the arguments that the kernel has; some kernel of the group must have each argument."""
         names = set(given)
         if strangers := {*fixed, *names} - self._taken:
             raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(strangers))}")
@@ -88,8 +88,10 @@ class Family:
 
 @dataclass(eq=False)
 class Ready:
-    """An operation on one memory layout: its launches in order, the tables that they read, and the float32 scratch of
-    each run, by name of argument."""
+    """An operation on one memory layout.
+
+    launches: in order. tables: read by the launches. scratch: shapes of float32 scratch tensors, by argument.
+    """
 
     launches: list[Launch]
     tables: tuple[layout_table.Copied, ...]
@@ -102,8 +104,8 @@ class Ready:
         for name, shape in self.scratch.items():
             given[name] = empty(given["q"], shape, torch.float32)
         if any(each.scratch for each in self.launches):
-            # Triton allocates memory of descriptors by an allocator in a context variable. A separate context keeps the
-            # caller's allocator, and works in every thread.
+            # Triton's allocator of memory for descriptors is a context variable. Setting it in a copy of the context
+            # leaves the caller's allocator unchanged, and works in every thread.
             contextvars.copy_context().run(self._start_with_scratch, given)
         else:
             self._start(given)
@@ -129,7 +131,7 @@ class Schedule:
     by_layout: OrderedDict[Any, Any] = field(default_factory=OrderedDict)  # results of once() by memory layout
 
     def once(self, layout: Any, make: Callable[[], T]) -> T:
-        """make(), cached by memory layout (layout_table.layout); the last LAYOUTS results are kept."""
+        """Returns make(), cached by memory layout (layout_table.layout); the last LAYOUTS results are cached."""
         result = self.by_layout.get(layout)
         if result is None:
             result = self.by_layout[layout] = make()

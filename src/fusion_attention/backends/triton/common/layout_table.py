@@ -44,14 +44,14 @@ _LOAD_BYTES = 16  # bytes of the widest load
 
 
 def tensor_of(view: View) -> torch.Tensor:
-    """The tensor of a view, from whose first element its addresses count."""
+    """Returns the tensor of a view; the view's addresses count from its first element."""
     if isinstance(view, PagedView):
         return view.pool
     return view.keep if isinstance(view, MatrixView) else view.keep[0]
 
 
 def _columns(view: View, count: int) -> tuple[np.ndarray | int, ...]:
-    """The four rows of a view in the layout table."""
+    """Returns the four rows of a view in the layout table."""
     if isinstance(view, PagedView):
         return 0, view.stride_head, view.stride_token, view.stride_page
     if isinstance(view, MatrixView):
@@ -67,10 +67,10 @@ def _columns(view: View, count: int) -> tuple[np.ndarray | int, ...]:
 
 
 def strides(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarray, ...] | None = None) -> np.ndarray:
-    """The layout table of `count` sequences; rows of absent views are 0.
+    """Returns the layout table of `count` sequences; rows of absent views are 0.
 
-    drawn: for drawn dropout, in the rows of the view of bits: (stream of head 0, first row, first key) per sequence in
-    place of (address, stride of a row, stride of a key); the stride of a head is 1.
+    drawn: of drawn dropout, (stream of head 0, first row, first key) of each sequence. They are stored in the rows of
+    the view of dropout bits, in place of (address, stride of a row, stride of a key); the stride of a head is 1.
     """
     table = np.zeros((len(VIEWS) * FIELDS, count), np.int64)
     for at, name in enumerate(VIEWS):
@@ -86,7 +86,7 @@ def strides(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarra
 
 
 def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
-    """The alignment of rows in elements of q, at most 16 bytes: it divides the start of every row of every view."""
+    """Returns the alignment of all rows of all views, in elements of q: at most 16 bytes."""
     q = views["q"]
     smallest = _LOAD_BYTES if q is None else tensor_of(q).element_size()
     result = _LOAD_BYTES
@@ -102,8 +102,11 @@ def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
 
 
 def layout(views: Mapping[str, View | None], tensors: Mapping[str, torch.Tensor | None]) -> tuple[Any, ...]:
-    """The key of a memory layout: two calls with equal keys, problem and lengths differ only in addresses, and share
-    tables, tiles and constants."""
+    """Returns the key of a memory layout.
+
+    Two calls with equal keys, problems and lengths differ only in addresses, so they use the same tables, tiles and
+    constants.
+    """
     results: list[Any] = [None if t is None else (t.get_device(), t.dtype) for t in tensors.values()]
     for view in views.values():
         if view is None:
@@ -122,7 +125,7 @@ def layout(views: Mapping[str, View | None], tensors: Mapping[str, torch.Tensor 
 
 
 def _layout_of_pages(view: PagedView, k: View | None) -> tuple[Any, ...]:
-    """The key of a paged view; k: the view of keys, with which it should share its page table."""
+    """Returns the key of a paged view; k: the view of keys, whose page table it should have."""
     pool, table = view.pool, view.table
     shares = isinstance(k, PagedView) and (table is k.table or table.data_ptr() == k.table.data_ptr())
     memory = pool.untyped_storage().nbytes(), pool.storage_offset(), pool.data_ptr() % _LOAD_BYTES
@@ -132,7 +135,7 @@ def _layout_of_pages(view: PagedView, k: View | None) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def on(device: torch.device) -> Iterator[None]:
-    """A context that makes a device current, for launches and for the test if a CUDA graph is being captured."""
+    """Returns a context that makes a device current, for launches and for the test whether a CUDA graph is captured."""
     if device.type != "cuda":
         yield
         return
@@ -143,19 +146,19 @@ def on(device: torch.device) -> Iterator[None]:
 
 
 def apart(views: Mapping[str, View | None]) -> bool:
-    """True if rows do not overlap, as those of an expanded tensor do; tensor descriptors require this."""
+    """Returns True if rows do not overlap (those of expanded tensors do), as tensor descriptors require."""
     result = (views.get(name) for name in ROWS)
     return all(view.stride_token >= view.dim for view in result if isinstance(view, RowView))
 
 
 def heads_apart(views: Mapping[str, View | None]) -> bool:
-    """True if heads do not overlap, in the views of which a descriptor reads several heads."""
+    """Returns True if heads do not overlap, in the views of which a descriptor reads several heads."""
     result = (views.get(name) for name in ("q", "q_rope", "dout"))
     return all(bool((view.stride_head >= view.dim).all()) for view in result if isinstance(view, RowView))
 
 
 def one_device(tensors: Mapping[str, torch.Tensor | None]) -> torch.device:
-    """The device of all tensors of a call.
+    """Returns the device of all tensors of a call.
 
     Raises:
         BackendError: tensors are on several devices.
@@ -170,8 +173,8 @@ def one_device(tensors: Mapping[str, torch.Tensor | None]) -> torch.device:
     return device
 
 
-# Tables that captured CUDA graphs read, by address. They are never freed (a few kilobytes each), because a graph may
-# outlive its plan, and the end of a graph cannot be detected.
+# Tables that captured CUDA graphs read, by address. They have a few kilobytes each and are never freed, because a graph
+# may outlive its plan and its deletion cannot be detected.
 _CAPTURED: dict[int, torch.Tensor] = {}
 
 
@@ -222,7 +225,7 @@ class Copied:
 
 @dataclass(eq=False)
 class DeviceTables:
-    """The tables of a schedule on devices: lengths and lists of tiles, each copied once."""
+    """The tables of a schedule on devices: lengths and lists of tiles, each copied once to each device."""
 
     extents: Extents
     capacity: Extents = field(init=False)  # the planned lengths, which determine the sizes of lists
@@ -232,7 +235,7 @@ class DeviceTables:
         self.capacity = self.extents
 
     def on(self, device: torch.device, name: str, make: Maker) -> Copied:
-        """The table make(extents) on a device; name: key of the cache."""
+        """Returns the table make(extents) on a device; name: key of the cache."""
         key = device, name
         if key not in self._lists:
             results = self._lists[key] = make, Copied.of(make(self.capacity), device)
@@ -256,13 +259,15 @@ class DeviceTables:
 
 
 def padded(table: np.ndarray, rows: int) -> np.ndarray:
-    """A table padded with zeros to `rows` rows."""
+    """Returns a table padded with zeros to `rows` rows."""
     return np.concatenate((table, np.zeros((rows - len(table), *table.shape[1:]), table.dtype)))
 
 
 def lengths(extents: Extents) -> np.ndarray:
-    """The table of lengths [6, sequences] int64, in the order of EXTENT_ROWS; with a second source of keys [8,
-    sequences], followed by its kv_len and hi."""
+    """Returns the table of lengths [6, sequences] int64, in the order of EXTENT_ROWS.
+
+    With a second source of keys it is [8, sequences], with the source's kv_len and hi last.
+    """
     rows = [getattr(extents, name) for name in EXTENT_ROWS]
     if extents.compressed is not None:
         rows += [extents.compressed.kv_len, extents.compressed.hi]

@@ -1,6 +1,6 @@
 """Kernel functions that read cached rows, paged or contiguous, and dequantize stored integers.
 
-Page numbers are clamped, so that only the pool is read for any content of the table.
+Page numbers are clamped, so that kernels read only the pool, whatever the page table contains.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,7 +16,7 @@ NO_SCALE, PER_CHANNEL, PER_TOKEN = (tl.constexpr(n) for n in range(3))
 
 @triton.jit
 def cache_at(strides, count, b, hk, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """(first element of head hk, stride of a token, stride of a page) of a cache."""
+    """Returns (first element of head hk, stride of a token, stride of a page) of a cache."""
     first, token = rows_at(strides, count, b, hk, VIEW, ALIGN)
     page = tl.load(strides + (VIEW * PER_VIEW + 3) * count + b)
     if ALIGN > 1:
@@ -36,17 +36,17 @@ def offset_of(cache, page, j, PAGE: tl.constexpr):
 
 @triton.jit
 def dequantised(values, scale, offset):
-    """(values + offset) * scale in float32; scale and offset broadcast."""
+    """Returns (values + offset) * scale in float32; scale and offset broadcast."""
     return (values.to(tl.float32) + offset) * scale
 
 
 @triton.jit
 def dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, FIRST: tl.constexpr, WIDTH: tl.constexpr,
                     DIM: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
-    """(scale, offset) of a column block: per channel [1, WIDTH] or per token [rows, 1].
+    """Returns (scale, offset) of a column block: per channel [1, WIDTH] or per token [rows, 1].
 
-    in_loop: a condition that is always true but unknown before the loop, so that factors of channels are loaded inside;
-    loaded before the loop, those of 512 channels spill registers.
+    in_loop: a condition that is always true but unknown to the compiler before the loop, so that factors of channels
+    are loaded inside the loop; loaded before it, those of 512 channels would spill registers.
     """
     wanted, added = 1.0, 0.0
     if KIND == PER_CHANNEL:
@@ -64,7 +64,7 @@ def dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, FIRST: 
 @triton.jit
 def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop, KIND: tl.constexpr,
                       W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """dequantised() for rows in column blocks."""
+    """Returns dequantised() for rows in column blocks."""
     s, o = dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, 0, W0, DIM, KIND)
     x0 = dequantised(parts[0], s, o)
     x1, x2 = x0, x0
@@ -79,7 +79,7 @@ def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop
 
 @triton.jit
 def scale_offset(strides, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.constexpr, PAGE: tl.constexpr):
-    """Memory offsets, in elements, of the quantisation scales (or zero points) of keys j."""
+    """Returns the memory offsets, in elements, of the quantisation scales (or offsets) of keys j."""
     cache = cache_at(strides, count, b, hk, VIEW, 1)
     if KIND == PER_TOKEN:
         return offset_of(cache, page, j, PAGE)
@@ -89,13 +89,13 @@ def scale_offset(strides, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.co
 
 @triton.jit
 def clamped(page, last):
-    """A page number clamped to the pool's pages."""
+    """Returns a page number clamped to the pool's pages."""
     return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)
 
 
 @triton.jit
 def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
-    """Page numbers of keys j, int64; step: stride of the table's rows."""
+    """Returns the page numbers of keys j, int64; step: stride of the table's rows."""
     if PAGE:
         return clamped(tl.load(table + b * step + j // PAGE, mask=j < end, other=0), last)
     else:
@@ -107,7 +107,7 @@ def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
 
 @triton.jit
 def page_ahead(table, row, last, j0, end, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """The page number of a tile of keys if it is WITHIN one page, else those of its keys; row: offset in the table."""
+    """Returns the page number of a tile of keys if it is WITHIN one page, else of each key; row: offset in table."""
     if PAGE and WITHIN:
         return clamped(tl.load(table + row + j0 // PAGE, mask=j0 < end, other=0), last)
     else:
@@ -116,7 +116,7 @@ def page_ahead(table, row, last, j0, end, PAGE: tl.constexpr, WITHIN: tl.constex
 
 @triton.jit
 def tile_at(cache, page, j0, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """(first element, offsets of rows from it) of a tile of keys; offsets are int32 if the tile is WITHIN one page."""
+    """Returns (first element, offsets of rows from it) of a tile of keys; int32 offsets if it is WITHIN one page."""
     first, token, stride_page = cache
     n = tl.arange(0, BN)
     if not WITHIN:
@@ -148,7 +148,7 @@ def stored(values, like):
     if values.dtype != tl.int8:
         return values
     elif like.dtype == tl.float16:
-        # 1024 + 128 + the integer in its bits: a GPU converts to float16 at a quarter of the rate.
+        # Sets the bits of the float16 number 1024 + 128 + integer; a conversion instruction has a quarter of the rate.
         bits = (values.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
         return bits.to(tl.float16, bitcast=True) - 1152.0
     else:
@@ -157,7 +157,7 @@ def stored(values, like):
 
 @triton.jit
 def stored_three(parts, like, W1: tl.constexpr, W2: tl.constexpr):
-    """stored() for rows in column blocks."""
+    """Returns stored() for rows in column blocks."""
     x0 = stored(parts[0], like)
     x1, x2 = x0, x0
     if W1:
@@ -180,7 +180,7 @@ def rows_summed(parts, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def safe_unit(largest):
-    """A divisor that normalizes numbers: their largest absolute value; 1 if that is 0 or not finite."""
+    """Returns the largest absolute value of numbers, by which they are divided; 1 if it is 0 or not finite."""
     return tl.where((largest > 0.0) & (largest < float("inf")), largest, 1.0)
 
 
@@ -193,7 +193,7 @@ def of_channels(base, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.c
 
 @triton.jit
 def channel_product(values, unit, offset, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, like):
-    """(x = values / unit in the dtype of `like`, sum of x times the channels' offsets) of a column block of rows."""
+    """Returns (x = values / unit in the dtype of `like`, sum of x times the channels' offsets) of a column block."""
     x = (values / unit[:, None]).to(like.dtype)
     added = tl.zeros([values.shape[0]], tl.float32)
     if offset is not None:
@@ -204,9 +204,9 @@ def channel_product(values, unit, offset, cache, FIRST: tl.constexpr, WIDTH: tl.
 @triton.jit
 def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
                     DIM: tl.constexpr):  # fmt: skip
-    """(rows x, a, u) such that x . stored * u + a is the product of query rows with dequantised keys.
+    """Returns (rows x, a, u) such that x . stored * u + a is the product of query rows with dequantised keys.
 
-    u: the row's largest product of element and scale, so that small scales do not underflow in any dtype.
+    u is the row's largest product of element and scale, so that small scales do not underflow in any dtype.
     """
     x0 = query[0].to(tl.float32) * of_channels(scale, scales, 0, W0, DIM)
     largest = tl.max(tl.abs(x0), 1)
@@ -231,10 +231,10 @@ def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1:
 
 @triton.jit
 def scaled_weights(p, fade, scales, unit, like):
-    """(weights times their keys' scales, divided by the unit; factor on the sums so far; the unit).
+    """Returns (weights times their keys' scales / unit, factor on the sums so far, unit).
 
-    Weights times small scales underflow in float16, so the unit there is the largest scale so far over 2^14. Scales of
-    keys without weight are ignored, since a masked key may have any.
+    In float16, weights times small scales would underflow, so the unit is the largest scale so far / 2^14. Scales of
+    keys without weight are ignored, because those of masked keys are arbitrary.
     """
     if like.dtype == tl.float16:
         scales = tl.where(tl.max(p, 0) > 0.0, scales, 0.0)
@@ -248,7 +248,7 @@ def scaled_weights(p, fade, scales, unit, like):
 @triton.jit
 def lifted_part(acc, lifted, unit, scale, offset, scales, offsets, FIRST: tl.constexpr, WIDTH: tl.constexpr,
                 DIM: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
-    """lifted_three() for one column block."""
+    """Returns lifted_three() for one column block."""
     if KIND == NO_SCALE:
         return acc
     elif KIND == PER_CHANNEL:
@@ -262,8 +262,10 @@ def lifted_part(acc, lifted, unit, scale, offset, scales, offsets, FIRST: tl.con
 @triton.jit
 def lifted_three(acc, lifted, unit, scale, offset, scales, offsets, KIND: tl.constexpr, W0: tl.constexpr,
                  W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Weighted sums of values from weighted sums of integers; lifted: sum of weights (per channel), or of weights times
-    the tokens' offsets (per token)."""
+    """Returns weighted sums of values, computed from weighted sums of integers.
+
+    lifted: sum of weights (scales per channel), or of weights times the tokens' offsets (scales per token).
+    """
     acc0, acc1, acc2 = acc
     acc0 = lifted_part(acc0, lifted, unit, scale, offset, scales, offsets, 0, W0, DIM, KIND)
     if W1:
@@ -275,12 +277,12 @@ def lifted_three(acc, lifted, unit, scale, offset, scales, offsets, KIND: tl.con
 
 @triton.jit
 def pairs_at(cache):
-    """cache_at() of a cache of bytes, counted in pairs of bytes."""
+    """Returns cache_at() of a cache of bytes, counted in pairs of bytes."""
     first, token, page = cache
     return tl.multiple_of(first // 2, 8), tl.multiple_of(token // 2, 8), tl.multiple_of(page // 2, 8)
 
 
 @triton.jit
 def unpaired(pairs, like):
-    """(integers of even columns, of odd ones) in the dtype of `like`."""
+    """Returns (integers of even columns, of odd ones) in the dtype of `like`."""
     return stored(pairs.to(tl.int8), like), stored((pairs >> 8).to(tl.int8), like)

@@ -1,6 +1,6 @@
 """Tile shapes: one table per kernel, and the column blocks into which rows are divided.
 
-The entries were found by compilation: the largest shapes that spill no registers and fit in shared memory.
+The entries are the largest shapes that, when compiled, spill no registers and fit in shared memory.
 """
 
 import functools
@@ -10,10 +10,10 @@ import torch
 
 from fusion_attention.ir.problem import AnyProblem, Problem
 
-WIDEST_PART = 256  # columns of a block; the compiler does not keep a wider accumulator in registers
-MOST_PARTS = 3
+WIDEST_PART = 256  # most columns of a block; wider accumulators do not fit in registers
+MOST_PARTS = 3  # most column blocks of a row
 WIDEST_ROPE = 256
-NARROWEST = 16  # least size of an operand of a matrix instruction
+NARROWEST = 16  # smallest size of an operand of a matrix instruction
 TMA = True  # value of Tile.TMA
 
 
@@ -28,16 +28,15 @@ class Tile(NamedTuple):
 
 
 def power(n: int) -> int:
-    """The least power of two that is at least n and NARROWEST."""
+    """Returns the smallest power of two that is at least n and NARROWEST."""
     return max(NARROWEST, 1 << (n - 1).bit_length())
 
 
 @functools.lru_cache(maxsize=64)
 def parts(dim: int) -> tuple[int, int, int]:
-    """Widths of up to three column blocks for dim elements (at most 768): 80 = 64 + 16, 576 = 256 + 256 + 64.
+    """Returns the widths of up to three column blocks for dim elements (at most 768), such as 576 = 256 + 256 + 64.
 
-    Widths are powers of two.
-    A block has at most 256 columns. A second block is used if the sum is less than one block would need.
+    Widths are powers of two, at most 256. A second block is used if both have fewer columns than one block would have.
     """
     results: list[int] = []
     rest = dim
@@ -53,7 +52,7 @@ def parts(dim: int) -> tuple[int, int, int]:
 
 
 def spans(problem: Problem) -> tuple[int, int]:
-    """Columns of a query row, including rope, and of a value row in kernels, after padding to column blocks."""
+    """Returns the numbers of columns of a query row, rope included, and of a value row, padded to column blocks."""
     rope = power(problem.dim_rope) if problem.dim_rope else 0
     return sum(parts(problem.dim_qk)) + rope, sum(parts(problem.dim_v))
 
@@ -222,14 +221,14 @@ CHIPS = {90: (9, 227), 80: (8, 163), 86: (8, 99)}
 
 @functools.lru_cache(maxsize=16)
 def shared_memory(index: int) -> int:
-    """KB of shared memory per program on a GPU."""
+    """Returns KB of shared memory per program on a GPU."""
     from triton.runtime import driver
 
     return int(driver.active.utils.get_device_properties(index)["max_shared_mem"]) >> 10
 
 
 def chip_of(device: torch.device) -> int | None:
-    """The chip in CHIPS whose tiles a device uses; None if it has too little memory; without a GPU, the first."""
+    """Returns the chip in CHIPS whose tiles a device uses; None for too little memory; without a GPU, the first."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return next(iter(CHIPS))
     major, available = torch.cuda.get_device_capability(device)[0], shared_memory(index_of(device))
@@ -237,32 +236,32 @@ def chip_of(device: torch.device) -> int | None:
 
 
 def index_of(device: torch.device) -> int:
-    """The number of a GPU."""
+    """Returns the number of a GPU."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def recompute_tile(kernel: str, problem: Problem) -> Tile:
-    """The tile shape of a kernel that recomputes rows."""
+    """Returns the tile shape of a kernel that recomputes rows."""
     return RECOMPUTE[kernel][max(spans(problem)) > WIDEST_PART]
 
 
 def heavy(problem: Problem) -> bool:
-    """True if a value is read or drawn for every (row, key) pair: bias, blocked matrix or dropout."""
+    """Returns True if a value is read or drawn for every (row, key) pair: bias, blocked matrix or dropout."""
     return problem.bias in ("matrix", "table") or problem.has_blocked or problem.dropout != "none"
 
 
 def crowded(problem: Problem) -> bool:
-    """True if several values are read for every (row, key) pair."""
+    """Returns True if several values are read for every (row, key) pair."""
     return sum((problem.bias in ("matrix", "table"), problem.has_blocked, problem.dropout == "bits")) > 1
 
 
 def has_no_modifiers(problem: Problem) -> bool:
-    """True if scores are scaled products: no bias, cap, blocked matrix or dropout."""
+    """Returns True if scores are scaled products: no bias, cap, blocked matrix or dropout."""
     return not heavy(problem) and problem.bias == "none" and problem.softcap == 0
 
 
 def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] | None:
-    """(tile, tile of a heavy problem, KB of shared memory) of a kernel for a problem; None for unsupported sizes."""
+    """Returns (tile, tile of a heavy problem, KB of shared memory) of a kernel; None for unsupported sizes."""
     if max(problem.dim_qk, problem.dim_v) > MOST_PARTS * WIDEST_PART:
         return None
     width = 4 if problem.dtype == "float32" else 2
@@ -272,17 +271,17 @@ def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] |
 
 
 def widest(problem: AnyProblem) -> int:
-    """Number of elements that the widest load instruction reads (16 bytes)."""
+    """Returns the number of elements that the widest load instruction reads (16 bytes)."""
     return 4 if problem.dtype == "float32" else 8
 
 
 def halved(tile: Tile) -> Tile:
-    """A tile with half the rows; below 64 rows mma.sync is used, which is faster with pointer loads than with TMA."""
+    """Returns a tile with half the rows; below 64 rows it uses mma.sync, which is faster with pointers than TMA."""
     return tile._replace(BM=tile.BM // 2, TMA=tile.TMA and tile.BM // 2 >= 64)
 
 
 def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None:
-    """The tile shape of a kernel for a problem; align: alignment of rows in elements. None for unsupported sizes.
+    """Returns the tile shape of a kernel; align: alignment of rows in elements. None for unsupported sizes.
 
     Rows that are not aligned to 16 bytes are loaded in smaller units, which needs registers like a heavy problem.
     """

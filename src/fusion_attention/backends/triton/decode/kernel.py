@@ -49,7 +49,7 @@ AT_ONCE = tl.constexpr(16)  # partial results that join() sums as one tile
 
 @triton.jit
 def share_at(slot, hk, rows, row, heads_kv, BUFFER: tl.constexpr):
-    """Offset of a row's partial result; slot: index of the partial result in the work list."""
+    """Returns the offset of a row's partial result; slot: index of the partial result in the work list."""
     return ((slot.to(tl.int64) * heads_kv + hk) * rows + row) * BUFFER
 
 
@@ -98,7 +98,7 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
     valid = r < end_row
     first_key, end_key = interval(row, valid, kv_len, lo, hi, prefix)
     end_key = tl.minimum(end_key, end)
-    # Between these all keys are visible to all rows.
+    # Keys from full_begin to full_end are visible to all rows.
     full_begin, full_end = tl.max(tl.where(valid, first_key, 0), 0), tl.min(tl.where(valid, end_key, end), 0)
     row64 = row.to(tl.int64)
     at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
@@ -220,7 +220,7 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
 
 @triton.jit
 def joined(partials, at, apart, shares, top, exponent, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """One column block [1, WIDTH] of a row, summed over its partial results."""
+    """Returns one column block [1, WIDTH] of a row, summed over its partial results."""
     d = FIRST + tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.float32)
     for first in tl.range(0, shares, AT_ONCE):

@@ -15,7 +15,7 @@ from fusion_attention.contract import BackendError
 from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem
 
-# Programs should fill the chip a few times over; more ranges only add partial results to merge.
+# The number of programs is about WAVES times what the GPU runs at once; more ranges only add partial results to merge.
 WAVES = 3
 LEAST_TILES = 2  # tiles of keys in a range
 INTERPRETED_PROCESSORS = 4
@@ -29,8 +29,8 @@ BY_TOKEN = ("k", "v", "k_rope")  # stored per token; with dequant_k or dequant_v
 
 
 def serves(problem: Problem, extents: Extents) -> bool:
-    """True if the decode kernels compute a forward: caches require them, and they are faster for few rows with many
-    keys."""
+    """Returns True if the decode kernels compute a forward: caches require them, and they are faster for few rows with
+    many keys."""
     p = problem
     if p.page_size or p.kv_dtype:
         return True
@@ -50,7 +50,7 @@ def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
 
 
 def tile_for(problem: Problem, extents: Extents, device: torch.device, align: int) -> shapes.Tile:
-    """The tile shape of the first table with an entry for the problem, with BM reduced to the rows of a key head."""
+    """Returns the tile of the first table with an entry for the problem; BM is reduced to the rows of a key head."""
     chip, most = shapes.chip_of(device), int(extents.q_len.max(initial=1)) * problem.group
     assert chip is not None  # reasons_against() has looked
     result = (shapes.tile_of(table, problem, chip, align) for table in tables_for(problem, most))
@@ -61,7 +61,7 @@ def tile_for(problem: Problem, extents: Extents, device: torch.device, align: in
 def decode_constants(
     problem: Problem, tile: shapes.Tile, align: int, within: bool = True
 ) -> tuple[launching.Constants, launching.Constants]:
-    """The compile-time arguments of decode and join."""
+    """Returns the compile-time arguments of decode and join."""
     p = problem
     constexprs = launch_dense.constants(p, tile, align) | launch_dense.cache_constants(p, align)
     constexprs |= {
@@ -78,7 +78,7 @@ def buffer(problem: Problem) -> int:
 
 
 def paired(problem: Problem) -> bool:
-    """True if int8 values are loaded in pairs, because tiles are transposed in units of 16 bits."""
+    """Returns True if int8 values are loaded in pairs, because tiles are transposed in units of 16 bits."""
     first, second, _ = shapes.parts(problem.dim_v)
     return (
         problem.kv_dtype == "int8"
@@ -90,19 +90,19 @@ def paired(problem: Problem) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a device."""
+    """Returns the number of streaming multiprocessors of a device."""
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def shares_wanted(problem: Problem, device: torch.device) -> int:
-    """Number of ranges into which all keys of a call should be split, per key head."""
+    """Returns the number of ranges into which all keys of a call should be split, per key head."""
     return max(1, WAVES * processors(device) // problem.heads_kv)
 
 
 def rows_of(problem: Problem, extents: Extents, tile: shapes.Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(sequence, first row, end) of tiles of the rows that share a key head: row * group + head."""
+    """Returns (sequence, first row, end) of tiles of the rows that share a key head: row * group + head."""
     most = extents.q_len * problem.group
     tiles = -(-most // tile.BM)
     seq = np.repeat(np.arange(len(extents)), tiles)
@@ -111,12 +111,12 @@ def rows_of(problem: Problem, extents: Extents, tile: shapes.Tile) -> tuple[np.n
 
 
 def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> np.ndarray:
-    """The work list [wanted + tiles of rows, 8] int32. An entry is a range of keys for a tile of rows: seq, first row,
-    end, first key, end, number of ranges of its tile; then, for the n-th tile with several ranges, its first entry and
-    their number. Entries whose results are merged are first, then the longest.
+    """Returns the work list [wanted + tiles of rows, 8] int32, with an entry per range of keys of a tile of rows.
 
-    Ranges have about the same number of keys, so only long sequences are split. Unused entries have no rows; the list
-    has room for other key lengths of the same rows.
+    An entry has the sequence, first row and end, first key and end, and the number of ranges of its tile. The last two
+    columns of entry n have the first entry and the number of ranges of the n-th tile with several ranges. Entries whose
+    results are merged are first, then the longest. Ranges have about equal numbers of keys, so only long sequences are
+    split. Unused entries have no rows; they are used by other key lengths of the same rows.
     """
     e, size = extents, tile.BN
     seq, row0, row1 = rows_of(problem, e, tile)
@@ -141,14 +141,14 @@ def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> 
 
 
 def buffer_for_shares(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> tuple[int, int]:
-    """(most tiles of rows that are split, most ranges of those tiles): a split tile is longer than a range."""
+    """Returns (most tiles of rows that are split, most ranges of those tiles): a split tile is longer than a range."""
     tiles = len(rows_of(problem, extents, tile)[0])
     split_tiles = min(wanted, tiles)
     return split_tiles, min(wanted + split_tiles, tiles * MOST_SHARES.value)
 
 
 def within(problem: Problem, views: dict[str, layout_table.View | None], tile: shapes.Tile) -> bool:
-    """True if each tile of keys is within one page, with offsets below 2^31 elements."""
+    """Returns True if each tile of keys is within one page, with offsets below 2^31 elements."""
     token_strides = [
         abs(view.stride_token) for name in CACHES if isinstance(view := views.get(name), RowView | PagedView)
     ]
@@ -156,7 +156,7 @@ def within(problem: Problem, views: dict[str, layout_table.View | None], tile: s
 
 
 def pool_of(view: PagedView, heads: int) -> int:
-    """Number of the last page that is completely in a pool's memory; -1: none; an expanded pool has LAST_PAGE."""
+    """Returns the number of the last page that is completely in a pool's memory, or -1; LAST_PAGE if expanded."""
     pool = view.pool
     elements = pool.untyped_storage().nbytes() // pool.element_size() - pool.storage_offset()
     row_end = (heads - 1) * view.stride_head + (view.page_size - 1) * view.stride_token + view.dim
@@ -166,7 +166,7 @@ def pool_of(view: PagedView, heads: int) -> int:
 
 
 def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple[torch.Tensor | None, int]:
-    """(page table, last page that all pools have, -1: none) of the caches.
+    """Returns (page table, last page that all pools have, -1: none) of the caches.
 
     Raises:
         BackendError: caches with different tables, with pages that contradict the problem, or with fragmented rows.
@@ -175,13 +175,11 @@ def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple
     paged = {name: view for name, view in caches.items() if isinstance(view, PagedView)}
     if not problem.page_size:
         if paged:
-            raise BackendError(
-                f"fusion_attention: triton: expected rows at addresses, got pages for {', '.join(paged)}"
-            )
+            raise BackendError(f"fusion_attention: triton: expected contiguous rows, got pages for {', '.join(paged)}")
         return None, 0
     in_pieces = [name for name, view in paged.items() if view.fragment]
     if in_pieces:
-        raise BackendError(f"fusion_attention: triton: expected rows in one piece, got pieces for {in_pieces[0]}")
+        raise BackendError(f"fusion_attention: triton: expected contiguous rows, got format NZ for {in_pieces[0]}")
     first = paged.get("k")
     rows = ("k", "v", "k_rope", *(f"scale_{side}" for side in "kv" if getattr(problem, f"dequant_{side}") == "token"))
     strangers = [name for name in rows if name in caches and name not in paged]
@@ -219,7 +217,7 @@ def ready(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> launching.Ready:
-    """The kernel launches of run() for the memory layout of these views and arguments."""
+    """Returns the kernel launches of run() for the memory layout of these views and arguments."""
     table, last = pages(p, views)
     device = layout_table.one_device(given)
     if not schedule.rows:
@@ -251,7 +249,7 @@ def ready(
 
 
 def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
-    """The most bytes of scratch, on a chip with MOST_PROCESSORS and with the highest tile."""
+    """Returns the most bytes of scratch, on a chip with MOST_PROCESSORS and with the highest tile."""
     p, extents = problem, schedule.device_tables.extents
     wanted = max(1, WAVES * MOST_PROCESSORS // p.heads_kv)
     most = min(HIGHEST, int(extents.q_len.max(initial=0)) * p.group)

@@ -49,7 +49,7 @@ HUGE, HUGE_BITS = tl.constexpr(2.0**29), tl.constexpr(2.0**-21)
 
 @triton.jit
 def largest(parts, W1: tl.constexpr, W2: tl.constexpr):
-    """The largest absolute value of rows in column blocks."""
+    """Returns the largest absolute value of rows in column blocks."""
     magnitude = tl.max(tl.max(tl.abs(parts[0]).to(tl.float32), 1), 0)
     if W1:
         magnitude = tl.maximum(magnitude, tl.max(tl.max(tl.abs(parts[1]).to(tl.float32), 1), 0))
@@ -62,11 +62,11 @@ def largest(parts, W1: tl.constexpr, W2: tl.constexpr):
 def prepare(out, dout, dlse, max_, sum_, flat, large, sink, partials, strides, tiles, count: tl.int32, plane: tl.int64,
             GROUP: tl.constexpr, SINK: tl.constexpr, MEAN: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
             V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """Writes lse and D of each row, the two planes of `flat`; grid (tiles, heads_q).
+    """Writes lse and D of each row to the two planes of `flat`; grid (tiles, heads_q).
 
-    An empty row has lse inf, so that its weights are 0, and D 0, or 1 / n if it returns the mean of n keys. `partials`
-    receives the tile's contribution to dsink; `large`, initially zeros, a 1 for each key head of a sequence with large
-    dout.
+    For an empty row it writes lse inf, so that its weights are 0, and D 0, or 1 / n if it returns the mean of n keys.
+    `partials` receives the tile's contribution to dsink. `large`, initially zeros, receives a 1 for each key head of a
+    sequence with large dout.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -118,7 +118,7 @@ def row_notes(flat, plane, at, stride, row, valid):
 
 @triton.jit
 def shrinking(large, b, hk, heads):
-    """The factor on dS before it is rounded: SHRINK if dout is large, else 1."""
+    """Returns the factor on dS before it is rounded: SHRINK if dout is large, else 1."""
     if large is None:
         return 1.0
     else:
@@ -140,7 +140,7 @@ def load_notes(notes, h, row0, valid, PLANE: tl.constexpr, BM: tl.constexpr, TMA
 def add_means(dv, do_rows, notes, turns, head, rows, j0, inside, bits, where, drop, GROUP: tl.constexpr,
               DROPOUT: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
               BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Adds to dv the contributions of empty rows that return the mean of V; turns: 0 if the host found no such rows."""
+    """Adds to dv the contributions of empty rows that return the mean of V; turns: iterations, 0 without such rows."""
     dv0, dv1, dv2 = dv
     strides, count, b, heads = where
     for turn in tl.range(0, turns * GROUP):
@@ -161,7 +161,7 @@ def add_means(dv, do_rows, notes, turns, head, rows, j0, inside, bits, where, dr
 
 @triton.jit
 def sees(row, key, band):
-    """True for keys that are visible to rows; band: result of band_at()."""
+    """Returns true for keys that are visible to rows; band: result of band_at()."""
     rows, keys, lo, hi, prefix = band
     end = tl.minimum(tl.maximum(row + hi, prefix), keys)
     return (key >= row + lo) & (key < tl.where(row < rows, end, 0))
@@ -170,7 +170,7 @@ def sees(row, key, band):
 @triton.jit
 def weights(x, lse, masked, row, key, band, numbers, extras, where, lengths, RAW: tl.constexpr, BIAS: tl.constexpr,
             BLOCKED: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
-    """(P, S) of a tile of products x, with scores -inf for keys that are not visible; axes in either order.
+    """Returns (P, S) of a tile of products x, with scores -inf for keys that are not visible; axes in either order.
 
     masked: True if some key of the tile is not visible to some row.
     """
@@ -228,7 +228,7 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
     lse, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
     shrink = shrinking(large, b, h // GROUP, heads_q // GROUP)
     delta *= shrink
-    # Between these all keys are visible to all rows.
+    # Keys from full_begin to full_end are visible to all rows.
     full_begin, full_end = row1 - 1 + lo, tl.minimum(tl.maximum(row0 + hi, prefix), end_key)
     numbers, extras, where = (scale, factor, exponent), (bias, slopes, blocked), (strides, count, b, h, heads_q)
     dq0, dq1, dq2 = zeros_three(BM, D0, D1, D2)

@@ -1,8 +1,8 @@
 """The forward kernel: attention of a tile of query rows of one head to the keys of its band, in two loops.
 
-The first loop processes the tiles of keys at both edges of the band, with a mask; the second the tiles that are visible
-to all rows, without one. If nothing is added to scores (RAW), they are not scaled: the scale is part of the exponent's
-factor, and the maximum is scaled once, when it is stored.
+The first loop processes the tiles of keys at both edges of the band, with a mask. The second loop processes the tiles
+that are visible to all rows, without a mask. If nothing is added to scores (RAW), they are not scaled: the scale is
+part of the exponent's factor, and the maximum is scaled once, when it is stored.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -32,7 +32,7 @@ from fusion_attention.backends.triton.common.kernels import (
 
 @triton.jit
 def weigh(s, m, l, exponent):
-    """One step of the online softmax: (weights of scores s, factor on earlier sums, new row maxima, new row sums)."""
+    """Computes a step of the online softmax: (weights of scores s, factor on earlier sums, maxima, sums)."""
     now = tl.maximum(m, tl.max(s, 1))
     # A row without visible keys so far has max -inf; 0 in its place gives weights 0, not NaN.
     base = tl.where(now == -float("inf"), 0.0, now)
@@ -48,7 +48,10 @@ def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbe
            D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
            DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
            BN: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """One loop over `left` tiles of keys from `begin` on, and `right` tiles from `again` on; keys: these four."""
+    """Runs one loop over `left` tiles of keys from `begin` on, then `right` tiles from `again` on.
+
+    keys = (begin, left, again, right).
+    """
     acc0, acc1, acc2, m, l = state
     k, v, kr = memory
     bias, slopes, blocked, bits = extras
@@ -92,7 +95,7 @@ def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbe
 def add_means(acc, mean, v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.constexpr,
               V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, BN: tl.constexpr,
               TMA: tl.constexpr):  # fmt: skip
-    """Adds to acc the sums of values for empty rows that return the mean: all keys kept by dropout, hidden ones too."""
+    """Adds to acc the sums of values for empty rows that return the mean of V, over all keys that dropout keeps."""
     acc0, acc1, acc2 = acc
     end = tl.where(tl.max(mean.to(tl.int32), 0) > 0, kv_len, 0).to(tl.int32)
     for j0 in tl.range(0, end, BN):

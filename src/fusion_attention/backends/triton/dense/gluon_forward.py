@@ -1,4 +1,4 @@
-"""The forward kernel for sm_90 in Gluon, for rows of 128 elements with a band only; launch_gluon.py selects it.
+"""The forward kernel for sm_90 in Gluon, for rows of 128 elements and no mask but a band; launch_gluon.py selects it.
 
 One warp loads tiles of keys (TMA); two warpgroups multiply (wgmma) and compute the softmax of 64 rows each.
 
@@ -33,7 +33,7 @@ LOADER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def key_of(i, walk, BN: gl.constexpr):
-    """The first key of iteration i: masked tiles at the left edge, then at the right edge, then full tiles."""
+    """Returns the first key of iteration i: masked tiles at the left edge, then at the right edge, then full tiles."""
     begin, left, full, again, masked_tiles, _ = walk
     right = gl.where(i < masked_tiles, again + (i - left) * BN, full + (i - masked_tiles) * BN)
     return gl.where(i < left, begin + i * BN, right)
@@ -75,7 +75,7 @@ def load(keys, values, key_ring, value_ring, walk, BN: gl.constexpr, STAGES: gl.
 
 @gluon.jit
 def taken(ring, i, STAGES: gl.constexpr):
-    """Waits until use i of a ring's buffers is full, and returns the buffer."""
+    """Waits until the copy of iteration i into a ring's buffer is complete, and returns the buffer."""
     buffers, full, _ = ring
     mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
     return buffers.index(i % STAGES)
@@ -98,8 +98,7 @@ def masked(s, i, walk, first, end, BN: gl.constexpr, SCORES: gl.constexpr):
 
 @gluon.jit
 def stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK: gl.constexpr, MEAN: gl.constexpr):
-    """Converts the running maximum m and sum l of rows to the values written to memory; the third result normalises
-    rows.
+    """Returns (maximum and sum to be stored, factor on the accumulator) from the running maximum m and sum l of rows.
 
     Maxima are converted to natural-logarithm units, and maxima and sums include the sink. A row without keys has the
     maximum -inf and the sum 0, or kv_len if it returns the mean of V. Accumulator times factor is the output.
@@ -108,7 +107,7 @@ def stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK: gl.constexp
     empty = top == -float("inf")
     l = gl.where(empty, 0.0, l)
     rescale = gl.where(empty, 0.0, fade / (gl.where(empty, 1.0, l) * keep_prob))
-    if MEAN:  # of a row whose scores are all -inf; recompute_out() forms the mean in place of NaN
+    if MEAN:  # a row whose scores are all -inf gets NaN, which recompute_out() replaces by the mean of V
         mean = empty & (end > gl.maximum(first, 0))
         l = gl.where(mean, kv_len.to(gl.float32), l)
         rescale = gl.where(mean, float("nan"), rescale)
@@ -119,7 +118,7 @@ def stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK: gl.constexp
 def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, rows, band, walk, numbers,
            SINK: gl.constexpr, MEAN: gl.constexpr, ALIGN: gl.constexpr, DIM: gl.constexpr, BN: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
-    """Computes ROWS rows from rows[0] on; those from rows[1] on are invalid. Runs in a multiplying warpgroup."""
+    """Computes ROWS rows from rows[0] on; rows from rows[1] on are invalid. Runs in a multiplying warpgroup."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)

@@ -24,24 +24,24 @@ from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 
 DEQUANTS = {"none": 0, "channel": 1, "token": 2}
 MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
-PLANES = 2  # numbers per row that prepare() writes, each in an array of its own
+PLANES = 2  # number of arrays that prepare() writes, with one number per row
 _NOTES = 4  # float32 numbers in 16 bytes, the alignment of a sequence's rows in these arrays
 FAMILY = Family(
     forward, prepare, backward_query, backward_key, decode, join, recompute_out, recompute_query, recompute_key
 )
-# Values of the arguments that a problem does not use.
+# Values of arguments that a problem does not use.
 ABSENT: dict[str, Any] = dict.fromkeys(
     ("q_rope", "k_rope", "bias", "slopes", "blocked", "bits", "sink", "dlse", "dq_rope", "dk_rope", "dbias", "partials",
      "large", "table", "scale_k", "offset_k", "scale_v", "offset_v")
 ) | {"width": 0, "step": 0, "last": 0}  # fmt: skip
 DRAWS = ("seed", "offset")
-LEAST_KEEP = 2.0**-60  # least keep_prob in kernels; the remaining factor is applied afterwards
+LEAST_KEEP = 2.0**-60  # smallest keep_prob in kernels; the remaining factor is applied afterwards
 # Kernel arguments of views, whose names differ from those in the layout table.
 ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum": "sum_", "drop_bits": "bits"}
 
 
 def widths(problem: Problem) -> Constants:
-    """Compile-time widths of column blocks, by the kernels' names."""
+    """Returns the compile-time widths of column blocks, by the kernels' names."""
     d, v = shapes.parts(problem.dim_qk), shapes.parts(problem.dim_v)
     rope = shapes.power(problem.dim_rope) if problem.dim_rope else 0
     sizes = {"DIM": problem.dim_qk, "R": rope, "DIM_ROPE": problem.dim_rope, "DIM_V": problem.dim_v}
@@ -49,9 +49,9 @@ def widths(problem: Problem) -> Constants:
 
 
 def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """The compile-time arguments of all dense kernels; align: alignment of rows in elements.
+    """Returns the compile-time arguments of all dense kernels; align: alignment of rows in elements.
 
-    MEAN depends on the problem only, not on the batch, so that no kernel is compiled in the middle of a training.
+    MEAN depends on the problem, not on the batch, so that a later batch of a training needs no other kernel.
     """
     p = problem
     return widths(p) | {
@@ -68,20 +68,22 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
 
 
 def raw(problem: Problem) -> bool:
-    """True if kernels use unscaled products as scores: nothing is added to them, and the scale is positive."""
+    """Returns True if kernels use unscaled products as scores: nothing is added to them, and the scale is positive."""
     return problem.bias == "none" and problem.softcap == 0 and problem.scale > 1e-30
 
 
 def forward_constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """The compile-time arguments of the forward kernel."""
+    """Returns the compile-time arguments of the forward kernel."""
     constexprs = constants(problem, tile, align)
     return constexprs | {"RAW": raw(problem), "SINK": problem.has_sink, "TMA": tile.TMA}
 
 
 def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.ndarray:
-    """The list of tiles [tiles, 8] int32: seq, row0, row1, and the tiles of keys: `left` masked ones from `begin`, full
-    ones from `full` to `again`, `right` masked ones from there. The longest are first, so that the last ones to finish
-    are short."""
+    """Returns the list of tiles of rows [tiles, 8] int32, the longest first, so that the last ones to start are short.
+
+    An entry has the sequence, the first row and the end, and the tiles of keys: `left` masked tiles from `begin`, full
+    tiles from `full` to `again`, and `right` masked tiles from `again`.
+    """
     t, size = tiles.by_query(extents, tile.BM), tile.BN
     begin = t.begin // size * size
     end = np.where(t.end > t.begin, t.end, begin)
@@ -97,16 +99,21 @@ def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.n
 
 
 def query_tiles(extents: Extents, tile: shapes.Tile) -> np.ndarray:
-    """The list of tiles of rows [tiles, 8] int32: seq, row0, row1, first key, number of tiles of keys; the longest are
-    first."""
+    """Returns the list of tiles of rows [tiles, 8] int32, the longest first.
+
+    An entry has the sequence, the first row and the end, the first key and the number of tiles of keys.
+    """
     t = tiles.by_query(extents, tile.BM)
     begin = t.begin // tile.BN * tile.BN
     return _turns(t, begin, np.where(t.end > t.begin, t.end, begin), tile.BN)
 
 
 def key_tiles(extents: Extents, tile: shapes.Tile, mean: bool) -> np.ndarray:
-    """The list of tiles of keys [tiles, 8] int32: seq, key0, key1, first row, number of tiles of rows, and number of
-    tiles that may have empty rows which return the mean of V, to which every key contributes; the longest are first."""
+    """Returns the list of tiles of keys [tiles, 8] int32, the longest first.
+
+    An entry has the sequence, the first key and the end, the first row and the number of tiles of rows, and the number
+    of tiles that may have empty rows which return the mean of V, to which every key contributes.
+    """
     t = tiles.by_key(extents, tile.BN)
     begin = t.begin // tile.BM * tile.BM
     means = -(-extents.q_len[t.seq] // tile.BM) if mean else 0
@@ -121,7 +128,7 @@ def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int, means:
 
 
 def may_be_empty(problem: Problem, extents: Extents) -> bool:
-    """True if a row of a sequence with keys may have no visible key, by the band or the blocked matrix."""
+    """Returns True if a row of a sequence with keys may have no visible key, by the band or the blocked matrix."""
     if problem.has_blocked:
         return True
     t = tiles.by_query(extents, 1)
@@ -129,22 +136,22 @@ def may_be_empty(problem: Problem, extents: Extents) -> bool:
 
 
 def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> shapes.Tile:
-    """The tile shape of a kernel on a device."""
+    """Returns the tile shape of a kernel on a device."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else shapes.tile_of(kernel, problem, chip, align)
-    assert tile is not None  # reasons_against() has looked
+    assert tile is not None  # reasons_against() ensures it
     return tile
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
-    """The bytes that the backward allocates besides operands, results and the tables of a schedule."""
+    """Returns the bytes that the backward allocates besides operands, results and the tables of a schedule."""
     sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.device_tables.extents) if problem.has_sink else 0
     flags = 4 * len(schedule.device_tables.extents) * problem.heads_kv if problem.dtype == "float16" else 0
     return 4 * problem.heads_q * (PLANES * int(noted(schedule.device_tables.extents).sum()) + sinks) + flags
 
 
 def noted(extents: Extents) -> np.ndarray:
-    """Rows per sequence in the buffer of prepare(), padded so that descriptors start at 16 bytes."""
+    """Returns the rows of each sequence in prepare()'s arrays, padded so that every sequence is aligned to 16 bytes."""
     return -(-extents.q_len // _NOTES) * _NOTES
 
 
@@ -152,7 +159,7 @@ def noted(extents: Extents) -> np.ndarray:
 
 
 def bytes_of(view: Any) -> torch.Tensor | None:
-    """The tensor of a matrix of bool or uint8, as uint8."""
+    """Returns the tensor of a matrix of bool or uint8, as uint8."""
     if view is None:
         return None
     tensor = view.keep
@@ -160,7 +167,7 @@ def bytes_of(view: Any) -> torch.Tensor | None:
 
 
 def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
-    """The operands' views that the problem uses, by name in the layout table."""
+    """Returns the operands' views that the problem uses, by name in the layout table."""
     p = problem
     return {
         "q": o.q, "k": o.k, "v": o.v, "out": o.out, "max": o.stats.max, "sum": o.stats.sum,
@@ -173,7 +180,7 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
 
 
 def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
-    """(stream of head 0, first row, first key) per sequence of drawn dropout; None for other dropout."""
+    """Returns (stream of head 0, first row, first key) per sequence of drawn dropout; None for other dropout."""
     if problem.dropout != "philox":
         return None
     if (origin := extents.part) is not None:
@@ -183,7 +190,7 @@ def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
 
 
 def given_by(problem: Problem, o: Operands, views: dict[str, layout_table.View | None]) -> dict[str, Any]:
-    """Kernel arguments of a run: its tensors, without those that the problem lacks."""
+    """Returns the kernel arguments of a run: its tensors, without those that the problem lacks."""
     p = problem
     given: dict[str, Any] = {
         ARGUMENTS[name]: layout_table.tensor_of(view) for name, view in views.items() if view is not None
@@ -198,7 +205,7 @@ def given_by(problem: Problem, o: Operands, views: dict[str, layout_table.View |
 
 
 def draws(o: Operands) -> dict[str, int]:
-    """Seed and offset of dropout as signed integers for kernels."""
+    """Returns the seed and offset of dropout as signed integers for kernels."""
     seed = o.seed & (1 << 64) - 1
     return {
         "seed": seed - (1 << 64) if seed >> 63 else seed,
@@ -207,12 +214,12 @@ def draws(o: Operands) -> dict[str, int]:
 
 
 def float32(values: torch.Tensor | None) -> torch.Tensor | None:
-    """A contiguous float32 copy if needed; None for None."""
+    """Returns a contiguous float32 copy if needed; None for None."""
     return None if values is None else values.to(torch.float32).contiguous()
 
 
 def numbers(problem: Problem) -> dict[str, Any]:
-    """The scale and other numbers of a problem, by kernel argument."""
+    """Returns the scale and other numbers of a problem, by kernel argument."""
     p = problem
     unit = p.scale if raw(p) else 1.0
     return {
@@ -227,13 +234,13 @@ def numbers(problem: Problem) -> dict[str, Any]:
 
 
 def recompute_constants(kernel: str, problem: Problem, align: int) -> Constants:
-    """The compile-time arguments of a kernel that recomputes rows."""
+    """Returns the compile-time arguments of a kernel that recomputes rows."""
     constexprs = constants(problem, shapes.recompute_tile(kernel, problem), align)
     return {name: value for name, value in constexprs.items() if name != "MEAN"}
 
 
 def cache_constants(problem: Problem, align: int) -> Constants:
-    """The compile-time arguments of caches; ALIGN_KV: alignment of the cache's rows in its elements."""
+    """Returns the compile-time arguments of caches; ALIGN_KV: alignment of the cache's rows in its elements."""
     p = problem
     return {
         "PAGE": p.page_size,
@@ -244,7 +251,7 @@ def cache_constants(problem: Problem, align: int) -> Constants:
 
 
 def recompute_out_constants(problem: Problem, align: int) -> Constants:
-    """The compile-time arguments of recompute_out, whose keys may be in a cache."""
+    """Returns the compile-time arguments of recompute_out, whose keys may be in a cache."""
     return recompute_constants("recompute_out", problem, align) | cache_constants(problem, align)
 
 
@@ -252,7 +259,7 @@ def launch_recompute(
     kernel: Any, p: Problem, lengths: np.ndarray, heads: int, fixed: dict[str, Any], given: Iterable[str],
     constexprs: Constants,
 ) -> list[Launch]:  # fmt: skip
-    """The launch of a kernel that recomputes rows (or keys), with a program per block of rows; none without rows."""
+    """Returns the launch of a kernel that recomputes rows (or keys), a program per block; no launch without rows."""
     tile = shapes.recompute_tile(kernel.__name__, p)
     blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is recompute_key else tile.BM))
     grid = blocks * len(lengths), heads
@@ -260,7 +267,7 @@ def launch_recompute(
 
 
 def keep_rest(problem: Problem) -> float:
-    """The factor on kept weights in addition to 1 / max(keep_prob, LEAST_KEEP)."""
+    """Returns the factor on kept weights in addition to 1 / max(keep_prob, LEAST_KEEP)."""
     return LEAST_KEEP / problem.keep_prob if problem.keep_prob < LEAST_KEEP else 1.0
 
 
@@ -273,14 +280,14 @@ def enlarge(tensor: torch.Tensor, by: float) -> None:
 
 
 def enlarge_rows(view: RowView | None, heads: int, lengths: np.ndarray, by: float) -> None:
-    """enlarge() of the rows of a view."""
+    """Returns enlarge() of the rows of a view."""
     for b, length in enumerate(lengths.tolist() if view is not None else ()):
         assert view is not None
         enlarge(view.sequence(b, heads, length), by)
 
 
 def reduced(view: RowView, heads: int, lengths: np.ndarray, by: float) -> RowView:
-    """A float32 copy of rows, divided by a number."""
+    """Returns a float32 copy of rows, divided by a number."""
     rows = [(view.sequence(b, heads, n).double() / by).float().flatten() for b, n in enumerate(lengths.tolist())]
     sizes = heads * lengths * view.dim
     return RowView((torch.cat(rows),), np.cumsum(sizes) - sizes, view.dim, lengths * view.dim, view.dim)
@@ -304,7 +311,7 @@ def ready_forward(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Ready:
-    """The kernel launches of run_forward() for the memory layout of these views and arguments."""
+    """Returns the kernel launches of run_forward() for the memory layout of these views and arguments."""
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e), drawn(p, e))
     align = layout_table.alignment(views, table)
     tile = tile_on("forward", p, device, align if layout_table.apart(views) else 1)
@@ -329,7 +336,7 @@ def ready_forward(
 
 
 def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """The compile-time arguments of prepare, backward_query and backward_key; the tile is that of one of them."""
+    """Returns the compile-time arguments of prepare, backward_query and backward_key; tile: that of one of them."""
     constexprs = constants(problem, tile, align) | {"RAW": raw(problem), "TMA": tile.TMA}
     names = ("GROUP", "V0", "V1", "V2", "DIM_V", "ALIGN", "BM", "MEAN")
     of_prepare = {name: constexprs[name] for name in names} | {"SINK": problem.has_sink}
@@ -392,10 +399,11 @@ def ready_backward(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Ready:
-    """The kernel launches of run_backward() for the memory layout of these views and arguments."""
+    """Returns the kernel launches of run_backward() for the memory layout of these views and arguments."""
     device, rows, count = layout_table.one_device(given), noted(e), len(e)
     buffer = int(rows.sum())
-    flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, buffer, np.int64), 1)  # of any memory
+    # Only the strides of this view are used.
+    flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, buffer, np.int64), 1)
     table = layout_table.strides(views | {"flat": flat}, count, drawn(p, e))
     align, apart = layout_table.alignment(views, table), layout_table.apart(views)
     query = tile_on("query", p, device, align if apart else 1)

@@ -40,7 +40,7 @@ LEAST = tl.constexpr(2.0**-126)
 
 @triton.jit
 def wrong(x, INF: tl.constexpr):
-    """True for elements of a result that may be wrong: NaN, and with INF also infinities, from rounding or scaling."""
+    """Returns true for elements that may be wrong due to rounding or scaling: NaN, and with INF also infinities."""
     x = x.to(tl.float32)
     return ~(tl.abs(x) < float("inf")) if INF else x != x
 
@@ -48,7 +48,7 @@ def wrong(x, INF: tl.constexpr):
 @triton.jit
 def wrong_three(base, offset, there, INF: tl.constexpr,
                 W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """1 for rows in column blocks with a wrong() element, else 0."""
+    """Returns 1 for rows in column blocks with a wrong() element, else 0."""
     parts = load_three(base, offset, there, True, W0, W1, W2, DIM)
     flagged = tl.max(wrong(parts[0], INF).to(tl.int32), 1)
     if W1:
@@ -60,14 +60,14 @@ def wrong_three(base, offset, there, INF: tl.constexpr,
 
 @triton.jit
 def left(acc, old, INF: tl.constexpr):
-    """1 if a row has a wrong() element whose new sum is not NaN yet, so that the sum must continue; else 0."""
+    """Returns 1 if a row has a wrong() element whose new sum is not NaN, so that the sum must continue; else 0."""
     return tl.max(tl.max((wrong(old, INF) & (acc == acc)).to(tl.int32), 1), 0)
 
 
 @triton.jit
 def left_three(acc, base, offset, there, INF: tl.constexpr,
                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """left() of a row in column blocks."""
+    """Returns left() of a row in column blocks."""
     old = load_three(base, offset, there, True, W0, W1, W2, DIM)
     flagged = left(acc[0], old[0], INF)
     if W1:
@@ -88,7 +88,7 @@ def recomputed(base, offset, there, acc, factor, INF: tl.constexpr, FIRST: tl.co
 @triton.jit
 def recomputed_three(base, offset, there, acc, factor, INF: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
                      W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """recomputed() of a row in column blocks."""
+    """Returns recomputed() of a row in column blocks."""
     recomputed(base, offset, there, acc[0], factor, INF, 0, W0, DIM)
     if W1:
         recomputed(base, offset, there, acc[1], factor, INF, W0, W1, DIM)
@@ -98,19 +98,19 @@ def recomputed_three(base, offset, there, acc, factor, INF: tl.constexpr, W0: tl
 
 @triton.jit
 def outlasting(weight):
-    """The weight of a visible key for a product with an infinity: an underflowed weight counts as positive."""
+    """Returns the weight of a visible key for a product with an infinity: LEAST if the weight underflowed to 0."""
     return tl.where(weight == 0.0, LEAST, weight)
 
 
 @triton.jit
 def product(weight, x):
-    """weight * x, where an underflowed weight times an infinity is infinite."""
+    """Returns weight * x, where an underflowed weight times an infinity is infinite."""
     return tl.where(tl.abs(x) < float("inf"), weight, outlasting(weight)) * x
 
 
 @triton.jit
 def gathered(weight, wild, counted, x):
-    """The weighted sum [1, W] of the rows of x that count; weight, wild, counted: [rows, 1].
+    """Returns the weighted sum [1, W] of the rows of x that are `counted`; weight, wild, counted: [rows, 1].
 
     wild: weights for elements that are not finite.
     """
@@ -346,7 +346,7 @@ def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, 
         dk0, dk1, dk2 = zeros_three(1, D0, D1, D2)
         dv0, dv1, dv2 = zeros_three(1, V0, V1, V2)
         turns = tl.cdiv(q_len, BM).to(tl.int32)
-        # Starts at the first row to which the key is visible: if all is NaN, one iteration suffices.
+        # Start at the first row to which the key is visible: if all elements are NaN, one iteration suffices.
         first = tl.where(n < prefix, 0, tl.maximum(n - hi + 1, 0))
         first = tl.minimum(first // BM, turns - 1).to(tl.int32)
         turn, end = 0, tl.where(tl.max((wrong_k | wrong_v).to(tl.int32), 0) > 0, turns * GROUP, 0)

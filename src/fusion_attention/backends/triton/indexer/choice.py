@@ -26,14 +26,14 @@ COUNT, TWO_COUNTS, MOST_COUNTED = tl.constexpr(21), tl.constexpr(42), tl.constex
 
 @triton.jit
 def rank_of(score):
-    """int32 ranks in the order of float32 scores: NaN is above all, and both zeros are equal."""
+    """Returns int32 ranks in the order of float32 scores: NaN is above all, and both zeros are equal."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(score == score, tl.where(bits < 0, bits ^ LARGEST, bits), LARGEST)
 
 
 @triton.jit
 def score_of(rank):
-    """The float32 score that has this rank; the inverse of rank_of()."""
+    """Returns the float32 score that has this rank; the inverse of rank_of()."""
     return tl.where(rank < 0, rank ^ LARGEST, rank).to(tl.float32, bitcast=True)
 
 
@@ -45,7 +45,7 @@ def seen_ranks(scores, j, first, end):
 
 @triton.jit
 def floor_of(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
-    """(the TOP-th largest rank of `entry_count` candidates, number of candidates with a larger rank)."""
+    """Returns (the TOP-th largest rank of `entry_count` candidates, number of candidates with a larger rank)."""
     floor = tl.full([], NO_RANK, tl.int64)
     n = tl.arange(0, BN)
     larger = tl.full([], 0, tl.int64)
@@ -123,7 +123,7 @@ def index_choice(scores, entries, counts, strides, lengths, tiles, count: tl.int
 
 @triton.jit
 def entry_of(rank, key):
-    """The candidate (int64) of a rank and a key."""
+    """Returns the candidate (int64) of a rank and a key."""
     return (rank.to(tl.int64) << 32) | (key ^ LARGEST).to(tl.int64)
 
 

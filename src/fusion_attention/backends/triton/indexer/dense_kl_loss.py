@@ -36,7 +36,7 @@ from fusion_attention.backends.triton.indexer.loss_parts import (
 
 @triton.jit
 def sees(row, key, extents, RATIO: tl.constexpr):
-    """[rows, keys], true if the band contains the (row, key) pair; extents: the result of lengths_at()."""
+    """Returns [rows, keys], true if the band contains the (row, key) pair; extents: the result of lengths_at()."""
     q_len, kv_len, lo, hi, prefix, _ = extents
     first, end = interval(row, row < q_len, kv_len, lo, hi, prefix, RATIO)
     return (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
@@ -45,7 +45,7 @@ def sees(row, key, extents, RATIO: tl.constexpr):
 @triton.jit
 def index_scores(q, k, weights, strides, count, b, heads, row, valid, key, inside, Q: tl.constexpr, K: tl.constexpr,
                  E: tl.constexpr, DIM: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """[rows, keys] scores I = sum_h w_h * max(0, q_h . k); Q, K: numbers of the views of the indexer's q and k."""
+    """Returns [rows, keys] scores I = sum_h w_h * max(0, q_h . k); Q, K: view numbers of the indexer's q and k."""
     at_k, stride_k = rows_at(strides, count, b, 0, K, ALIGN)
     at_q, head_q, stride_q = heads_at(strides, count, b, Q, ALIGN)
     at_w, stride_w = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
@@ -125,7 +125,7 @@ def join_lse(partial, max_, sum_, strides, tiles, count: tl.int32, plane: tl.int
 def target(q, k, q_rope, k_rope, notes, plane, strides, count, b, heads, row, valid, flat, key, inside, exponent,
            GROUP: tl.constexpr, DIM: tl.constexpr, DIM_ROPE: tl.constexpr, BC: tl.constexpr,
            ALIGN: tl.constexpr):  # fmt: skip
-    """[rows, keys]: the attention's probabilities summed over heads; rows are read BC elements at a time."""
+    """Returns [rows, keys]: the attention's probabilities summed over heads; rows are read BC elements at a time."""
     STEPS: tl.constexpr = steps(DIM, BC) + steps(DIM_ROPE, BC)
     at_q, head_q, stride_q = heads_at(strides, count, b, layout_index.Q, ALIGN)
     at_k, head_k, stride_k = heads_at(strides, count, b, layout_index.K, ALIGN)
@@ -158,7 +158,7 @@ def target(q, k, q_rope, k_rope, notes, plane, strides, count, b, heads, row, va
 
 @triton.jit
 def block_at(differences, tile, turn, BM: tl.constexpr, BN: tl.constexpr):
-    """(address of the differences of a tile of rows and a tile of keys, stride of rows)."""
+    """Returns (address of the differences of a tile of rows and a tile of keys, stride of rows)."""
     turns = tl.load(tile + 4)
     return differences + tl.load(tile + 5).to(tl.int64) * (BM * BN) + turn * BN, turns * BN
 

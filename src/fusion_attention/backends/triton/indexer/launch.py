@@ -39,7 +39,7 @@ from fusion_attention.memory import empty
 
 Constants = launching.Constants
 CHUNK = 1 << 27  # bytes of scores and candidates of a chunk, or of gradient rows; a chunk has at least one tile
-MOST = 65535  # programs along the second axis of a grid
+MOST = 65535  # most programs along the second axis of a grid
 CHOICE = launching.Family(index_scores, index_choice, index_write)
 RENAMED = {"q": "index_q", "k": "index_k", "dvalues": "dscores"}  # argument names in the kernels of the gradient
 GRADIENT = launching.Family(read_lists, index_gradient, recompute_gradient)
@@ -49,12 +49,12 @@ GRADIENT = launching.Family(read_lists, index_gradient, recompute_gradient)
 
 
 def candidates(top_k: int, block: int) -> int:
-    """The capacity of a row's buffer of candidates; when it is full, all but the top_k largest are removed."""
+    """Returns the capacity of a row's buffer of candidates; when it is full, all but the top_k largest are removed."""
     return -(-(top_k + max(shapes_sparse.CANDIDATES, top_k // 2, block)) // block) * block
 
 
 def row_tiles(extents: Extents) -> np.ndarray:
-    """[tiles, 8] int32: sequence, first row and end of tiles of SCORED rows."""
+    """Returns [tiles, 8] int32: sequence, first row and end of tiles of SCORED rows."""
     size = shapes_sparse.SCORED
     turns = -(-extents.q_len // size)
     seq = np.repeat(np.arange(len(extents)), turns)
@@ -65,19 +65,19 @@ def row_tiles(extents: Extents) -> np.ndarray:
 
 
 def ends_of(extents: Extents, tiles: np.ndarray, ratio: int) -> np.ndarray:
-    """The end of the keys that are visible to any row of each tile."""
+    """Returns the end of the keys that are visible to any row of each tile."""
     e, seq = extents, tiles[:, 0]
     return np.clip(np.maximum((tiles[:, 2] - 1 + e.hi[seq]) // ratio, e.prefix[seq]), 0, e.kv_len[seq])
 
 
 def tiles_per_chunk(problem: IndexerProblem, pitch: int) -> int:
-    """The number of tiles of rows in a chunk; pitch: scores per row."""
+    """Returns the number of tiles of rows in a chunk; pitch: scores per row."""
     each = shapes_sparse.SCORED * (4 * pitch + 8 * candidates(problem.top_k, shapes_sparse.CHOICE.BN))
     return min(max(1, CHUNK // each), MOST)
 
 
 def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """The compile-time arguments of index_scores, index_choice and index_write."""
+    """Returns the compile-time arguments of index_scores, index_choice and index_write."""
     p, block = problem, shapes_sparse.CHOICE.BN
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(p.dim))}
     of_all, resident_heads = {"BT": shapes_sparse.SCORED}, shapes_sparse.heads_held(p.heads, tile.BM)
@@ -116,7 +116,7 @@ class Sorting:
 
     @property
     def scratch(self) -> bool:
-        """As Launch.scratch."""
+        """True if the kernel has tensor descriptors, for which Triton allocates memory."""
         return self.written.scratch
 
     def start(self, given: dict[str, Any]) -> None:
@@ -128,19 +128,19 @@ class Sorting:
 
 
 def tile_on(table: Callable[..., Tile | None], problem: Any, device: torch.device, *more: int) -> Tile:
-    """The entry of a table of tiles for a problem on a device."""
+    """Returns the entry of a table of tiles for a problem on a device."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else table(problem, chip, *more)
-    assert tile is not None  # reasons_against() has looked
+    assert tile is not None  # reasons_against() ensures it
     return tile
 
 
 def pages_of(k: Any) -> tuple[torch.Tensor | None, int]:
-    """(page table or None, last page of the pool or -1 if it has no pages)."""
+    """Returns (page table, last page of the pool), or (None, 0) for keys that are not in pages."""
     if not isinstance(k, PagedView):
         return None, 0
     if k.fragment:
-        raise BackendError("fusion_attention: triton: expected rows in one piece, got pieces for k")
+        raise BackendError("fusion_attention: triton: expected contiguous rows of k, got format NZ")
     return k.table, launch_decode.pool_of(k, 1)
 
 
@@ -162,7 +162,7 @@ def ready_topk(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Choice:
-    """The kernel launches of run_topk() for the memory layout of these views."""
+    """Returns the kernel launches of run_topk() for the memory layout of these views."""
     table, last = pages_of(views["k"])
     device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment({name: views[name] for name in ("q", "k")}, where)
@@ -204,7 +204,7 @@ def ready_topk(
 
 
 def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> int:
-    """The most bytes of scratch that an operation of the schedule's kind allocates."""
+    """Returns the most bytes of scratch that an operation of the schedule's kind allocates."""
     p, e = problem, schedule.device_tables.extents
     if schedule.op_kind == "indexer_backward":
         keys, most = int(e.kv_len.sum()), tokens_per_chunk(p, schedule.rows)
@@ -223,8 +223,8 @@ def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> in
 
 
 def row_type(sizes: Sizes) -> torch.dtype:
-    """The dtype of the gradient rows of selected keys: float32 if float16 might overflow, or if several launches add to
-    them."""
+    """Returns the dtype of the gradient rows of selected keys: float32 if float16 might overflow or if several launches
+    add to them."""
     full = sizes.heads <= shapes_sparse.ONE_LAUNCH
     return torch.bfloat16 if sizes.dtype == "bfloat16" and full else torch.float32
 
@@ -235,13 +235,13 @@ def bytes_of_token(sizes: Sizes) -> int:
 
 
 def tokens_per_chunk(problem: IndexerProblem, tokens: int) -> int:
-    """The number of tokens in a chunk of the gradient, at most `tokens`."""
+    """Returns the number of tokens in a chunk of the gradient, at most `tokens`."""
     most = CHUNK // bytes_of_token(shapes_sparse.sizes_of_gradient(problem))
     return max(1, min(whole_blocks(most, problem.top_k), tokens))
 
 
 def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, tuple[int, torch.dtype]]:
-    """The scratch buffers of a chunk of the gradient: name -> (elements, dtype)."""
+    """Returns the scratch buffers of a chunk of the gradient: name -> (elements, dtype)."""
     entries = tokens * sizes.slots
     lists = {"keys": entries, "ids": entries, "used": tokens, "noted": tokens}
     return {name: (count, torch.int32) for name, count in lists.items()} | {
@@ -250,13 +250,13 @@ def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, tuple[int, torch.dt
 
 
 def list_constants(slots: int, ratio: int) -> Constants:
-    """The compile-time arguments of read_lists for lists of `slots` tokens."""
+    """Returns the compile-time arguments of read_lists for lists of `slots` tokens."""
     widths = {"SLOTS": slots, "N": min(ENTRIES, shapes.power(slots))}
     return {"SELECT": slots, "BLOCK": 1, "RATIO": ratio, "COMPRESSED": 0, "BAND": 0} | widths
 
 
 def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
-    """The compile-time arguments of index_gradient."""
+    """Returns the compile-time arguments of index_gradient."""
     q, k = ("q", "k") if sizes.viewed else ("index_q", "index_k")
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(sizes.dim))}
     return d | {
@@ -267,7 +267,7 @@ def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
 
 
 def recompute_constants(sizes: Sizes, align: int) -> Constants:
-    """The compile-time arguments of recompute_gradient."""
+    """Returns the compile-time arguments of recompute_gradient."""
     constexprs = gradient_constants(sizes, shapes_sparse.RECOMPUTE_GRADIENT, align)
     return {name: value for name, value in constexprs.items() if name in recompute_gradient.arg_names}
 
@@ -275,9 +275,9 @@ def recompute_constants(sizes: Sizes, align: int) -> Constants:
 def gradient_launches(
     family: launching.Family, sizes: Sizes, tile: Tile, align: int, tokens: int, fixed: dict[str, Any], names: list[str]
 ) -> list[launching.Launch]:
-    """The kernel launches that compute dq, dweights and a row for every selected key from dI of a chunk of tokens.
+    """Returns the launches that compute dq, dweights and a gradient row for every selected key of a chunk of tokens.
 
-    read_lists() must run before.
+    They read dI and the results of read_lists(), which must run before.
     """
     constexprs, recompute = gradient_constants(sizes, tile, align), shapes_sparse.RECOMPUTE_GRADIENT
     launches = [
@@ -340,7 +340,7 @@ def ready_backward(
     p: IndexerProblem, e: Extents, schedule: launching.Schedule, views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Gradient:  # fmt: skip
-    """The kernel launches of run_backward() for the memory layout of these views and arguments."""
+    """Returns the kernel launches of run_backward() for the memory layout of these views and arguments."""
     device_tables, capacity = schedule.device_tables, schedule.device_tables.capacity
     device = layout_table.one_device(given)
     where = layout_table.strides(views | {"ids": numbered(given["q"], capacity.kv_len, 1)}, len(e))

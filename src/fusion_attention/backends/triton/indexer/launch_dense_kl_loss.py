@@ -22,7 +22,7 @@ KEYS_PER_SPLIT = 4096  # keys per program of the statistics
 SPLITS = 4  # groups of the indexer's heads whose gradients of keys are summed in parallel
 MOST = 1 << 15  # most tiles or rows per chunk: the second axis of a grid has fewer than 65536 programs
 FINISH = shapes.Tile(0, 0, 16, 1)  # warps of the kernel that writes keys: fewer spill registers
-NOTE = shapes.Tile(0, 0, 4, 1)  # warps and stages of kernels without products, which use tile sizes of others
+NOTE = shapes.Tile(0, 0, 4, 1)  # warps and stages of kernels without matrix products
 Buffers = dict[str, tuple[int, torch.dtype, bool]]  # scratch: elements, dtype, true if filled with zeros
 ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum": "sum_"}
 FAMILY = Family(
@@ -33,8 +33,8 @@ FAMILY = Family(
 
 
 @dataclass(eq=False)
-class Roomy(Ready):
-    """Ready launches with scratch of several dtypes, some of it filled with zeros."""
+class WithScratch(Ready):
+    """Launches with scratch tensors of several dtypes, some of them filled with zeros."""
 
     buffers: Buffers = field(default_factory=dict)
 
@@ -48,10 +48,10 @@ class Roomy(Ready):
 
 
 def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device, align: int = 8) -> shapes_loss.Warm:
-    """The tile shapes of the kernels over all keys for a problem on a device."""
+    """Returns the tile shapes of the kernels over all keys for a problem on a device."""
     chip = shapes.chip_of(device)
     result = None if chip is None else shapes_loss.warm_tiles(problem, chip, align)
-    assert result is not None  # reasons_against() has looked
+    assert result is not None  # reasons_against() ensures it
     return result
 
 
@@ -61,14 +61,14 @@ def given_by(views: dict[str, layout_table.View | None]) -> dict[str, Any]:
 
 
 def turns_of(e: Extents, tile: shapes.Tile, ratio: int = 1) -> tuple[tiles.Tiles, np.ndarray, np.ndarray]:
-    """(tiles of rows, the first key of the first tile of keys that each needs, its number of tiles of keys)."""
+    """Returns (tiles of rows, first key that each reads, number of tiles of keys that each reads)."""
     t = tiles.by_query(e, tile.BM, ratio)
     begin = t.begin // tile.BN * tile.BN
     return t, begin, np.where(t.end > t.begin, -(-(t.end - begin) // tile.BN), 0)
 
 
 def most_turns(capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> np.ndarray:
-    """The most tiles of keys that each tile of rows can need after any Plan.update().
+    """Returns the most tiles of keys that each tile of rows can need after any Plan.update().
 
     Bands move with the last key and get no wider, but a band with a lower limit may then touch one more tile.
     """
@@ -94,17 +94,17 @@ def run_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, o: In
 
 
 def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants]:
-    """The compile-time arguments of warm_lse and join_lse."""
+    """Returns the compile-time arguments of warm_lse and join_lse."""
     constexprs = {"E": shapes.power(p.dim), "DIM": p.dim, "RATIO": p.ratio, "ALIGN": align}
     constexprs |= {"BM": tile.BM, "BN": tile.BN}
     return constexprs, {"BM": tile.BM}
 
 
-def shares(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two tables that divide the work: one row for every range of keys of a tile of rows, and one row for every tile.
+def key_ranges(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns two tables of the work: a row for every range of keys of every tile of rows, and a row for every tile.
 
-    A row has the sequence, first and last token, first key, turns of its loop, range (or number of ranges), 0, and the
-    tile's first row among all rows.
+    A row has the sequence, first and last token, first key, number of iterations, number of the range (in the second
+    table, number of ranges), 0, and the tile's first row among all rows.
     """
     (t, begin, turns), most = turns_of(e, tile, ratio), max(KEYS_PER_SPLIT // tile.BN, 1)
     count = -(-turns // most)
@@ -118,8 +118,8 @@ def shares(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, np.nd
     return np.stack(columns, 1)[order].astype(np.int32), np.stack(full, 1).astype(np.int32)
 
 
-def most_shares(capacity: Extents, tile: shapes.Tile, ratio: int) -> np.ndarray:
-    """The most ranges of keys per tile of rows after any Plan.update()."""
+def most_ranges(capacity: Extents, tile: shapes.Tile, ratio: int) -> np.ndarray:
+    """Returns the most ranges of keys per tile of rows after any Plan.update()."""
     return -(-most_turns(capacity, tile, ratio) // max(KEYS_PER_SPLIT // tile.BN, 1))
 
 
@@ -128,22 +128,22 @@ def ready_lse(
     device_tables: layout_table.DeviceTables,
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
-) -> Roomy:
-    """The kernel launches of run_lse() for the memory layout of these views."""
+) -> WithScratch:
+    """Returns the kernel launches of run_lse() for the memory layout of these views."""
     e = device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
     tile = tiles_on(p, device, align).lse
-    buffer = int(most_shares(e, tile, p.ratio).sum())
+    buffer = int(most_ranges(e, tile, p.ratio).sum())
     constexprs, known_join = lse_constants(p, tile, align)
     strides, lengths = layout_table.Copied.of(table, device), device_tables.on(device, "lengths", layout_table.lengths)
 
-    def each_share(e: Extents) -> np.ndarray:
-        return layout_table.padded(shares(e, tile, p.ratio)[0], buffer)
+    def range_table(e: Extents) -> np.ndarray:
+        return layout_table.padded(key_ranges(e, tile, p.ratio)[0], buffer)
 
-    of_shares = device_tables.on(device, f"shares {tile}", each_share)
-    of_rows = device_tables.on(device, f"shared {tile}", lambda e: shares(e, tile, p.ratio)[1])
-    split_tiles, full, rows = of_shares.tensor, of_rows.tensor, int(e.q_len.sum())
+    of_ranges = device_tables.on(device, f"ranges {tile}", range_table)
+    of_rows = device_tables.on(device, f"joined {tile}", lambda e: key_ranges(e, tile, p.ratio)[1])
+    split_tiles, full, rows = of_ranges.tensor, of_rows.tensor, int(e.q_len.sum())
     numbers = {
         "strides": strides.tensor, "lengths": lengths.tensor, "count": len(e), "heads": p.heads, "plane": rows
     }  # fmt: skip
@@ -159,12 +159,12 @@ def ready_lse(
         launches.append(
             FAMILY.launch(dense_kl_loss.join_lse, (len(full),), numbers | {"tiles": full}, names, known_join, tile)
         )
-    return Roomy(launches, (strides, lengths, of_shares, of_rows), {}, lse_buffers(p, e, tile))
+    return WithScratch(launches, (strides, lengths, of_ranges, of_rows), {}, lse_buffers(p, e, tile))
 
 
 def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> Buffers:
-    """The scratch buffers of indexer_lse: statistics of every range of a row's keys."""
-    most = int(most_shares(capacity, tile, p.ratio).max(initial=0))
+    """Returns the scratch buffers of indexer_lse: statistics of every range of a row's keys."""
+    most = int(most_ranges(capacity, tile, p.ratio).max(initial=0))
     return {"partial": (2 * int(capacity.q_len.sum()) * most, torch.float32, False)}
 
 
@@ -178,11 +178,11 @@ class Chunk(NamedTuple):
     tiles: int
     first_block: int
     blocks: int
-    turns: int  # tiles of keys of the tile of rows with the most
+    turns: int  # most tiles of keys of any of its tiles of rows
 
 
 def chunks(turns: np.ndarray, most: int) -> list[Chunk]:
-    """Divides tiles, in order, into chunks of at most `most` blocks, or of one tile; turns: blocks per tile."""
+    """Divides tiles, in order, into chunks of at most `most` blocks, or of one tile; turns: blocks of each tile."""
     results: list[Chunk] = []
     first, block = 0, 0
     ends = np.cumsum(turns)
@@ -209,7 +209,7 @@ class Work:
 
     @classmethod
     def of(cls, capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> Work:
-        """The work list for a planned capacity."""
+        """Returns the work list for a planned capacity."""
         buffer = most_turns(capacity, tile, ratio)
         ranges = chunks(buffer, BUFFER // (tile.BM * tile.BN))
         block = np.cumsum(buffer) - buffer - np.repeat([c.first_block for c in ranges], [c.tiles for c in ranges])
@@ -217,7 +217,7 @@ class Work:
         return cls(tile, ratio, buffer, ranges, block.astype(np.int64), np.cumsum(lines) - lines, int(lines.sum()))
 
     def rows(self, e: Extents) -> np.ndarray:
-        """The table of tiles of rows, [tiles, 8] int32."""
+        """Returns the table of tiles of rows, [tiles, 8] int32."""
         t, begin, turns = turns_of(e, self.tile, self.ratio)
         assert (turns <= self.buffer).all()  # more would write into the blocks of other tiles
         at = self.key_at[t.seq] + begin
@@ -225,7 +225,7 @@ class Work:
         return np.stack(rows, 1).astype(np.int32)
 
     def keys(self, e: Extents) -> np.ndarray:
-        """The table of tiles of keys, [tiles, 8] int32."""
+        """Returns the table of tiles of keys, [tiles, 8] int32."""
         t, k = tiles.by_query(e, self.tile.BM, self.ratio), tiles.by_key(e, self.tile.BN, self.ratio)
         stride = np.int64(1) << 32
         starts = t.seq * stride + t.row0
@@ -238,7 +238,7 @@ class Work:
 
 
 def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> dict[str, Constants]:
-    """The compile-time arguments of each kernel of a loss without selection."""
+    """Returns the compile-time arguments of each kernel of a loss without selection."""
     index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index}
     tile = {"BM": t.target.BM, "BN": t.target.BN}
     return {
@@ -263,8 +263,8 @@ def ready_warm(
     device_tables: layout_table.DeviceTables,
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
-) -> Roomy:
-    """The launches of launch_loss.run_loss() without selection, for the layout of these views."""
+) -> WithScratch:
+    """Returns the launches of launch_loss.run_loss() without selection, for the layout of these views."""
     e = device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
@@ -311,11 +311,11 @@ def ready_warm(
             launch(dense_kl_loss.warm_key, (len(of_keys), SPLITS), t.key, key_tiles=of_keys, **chunk, **added)
     if len(of_keys):
         launch(loss_parts.finish_keys, (len(of_keys),), FINISH, **added, tiles=of_keys)
-    return Roomy(launches, tables, {}, buffers)
+    return WithScratch(launches, tables, {}, buffers)
 
 
 def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int) -> Buffers:
-    """The scratch buffers of a loss without selection."""
+    """Returns the scratch buffers of a loss without selection."""
     accum_dtype = torch.float32
     most = max((c.tiles for c in work.chunks), default=0) * tile.BM * p.heads_index
     blocks = max((c.blocks for c in work.chunks), default=0)
@@ -332,7 +332,7 @@ def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int,
 
 
 def bytes_of(buffers: Buffers) -> int:
-    """The sum of the bytes of scratch buffers."""
+    """Returns the sum of the bytes of scratch buffers."""
     return sum(count * dtype.itemsize for count, dtype, _ in buffers.values())
 
 
@@ -342,7 +342,7 @@ def lse_bytes(p: IndexerProblem, e: Extents) -> int:
 
 
 def warm_bytes(p: IndexerLossProblem, e: Extents) -> int:
-    """The most bytes of scratch of a loss without selection; its tiles depend on the alignment of rows."""
+    """Returns the most bytes of scratch of a loss without selection; its tiles depend on the alignment of rows."""
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
     served = {tiles_on(p, torch.device("cuda"), align).target for align in (8, 1)}
     return max(bytes_of(buffers_of(p, Work.of(e, tile, p.ratio), tile, width, rows)) for tile in served)

@@ -56,7 +56,7 @@ def run_loss(
 ) -> None:
     """Writes the loss and its gradients."""
     p, index = problem, o.index
-    stats = o.stats or index.stats  # of a loss without heads note() reads none
+    stats = o.stats or index.stats  # a given target needs no attention statistics, and note() then reads none
     views: dict[str, layout_table.View | None] = {
         "q": o.q or index.q, "k": o.k, "target": o.target, "values": index.values,
         "max": None if stats is None else stats.max, "sum": None if stats is None else stats.sum,
@@ -83,7 +83,7 @@ def run_loss(
 
 
 def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Schedule) -> int:
-    """The most bytes of scratch of the statistics (IndexerProblem) or of the loss (IndexerLossProblem)."""
+    """Returns the most bytes of scratch of the statistics (IndexerProblem) or of the loss (IndexerLossProblem)."""
     e = schedule.device_tables.capacity
     if isinstance(problem, IndexerProblem):
         return lse_bytes(problem, e)
@@ -100,12 +100,12 @@ def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Sche
 
 
 def rows_of_chunk(p: IndexerLossProblem) -> int:
-    """The number of rows per chunk."""
+    """Returns the number of rows per chunk."""
     return launch_key_sum.whole_blocks(min(BUFFER // (p.select_count * p.dim_index), MOST), p.select_count)
 
 
 def row_table(e: Extents) -> np.ndarray:
-    """[tiles, 8] int32: the table of tiles of rows for note()."""
+    """Returns [tiles, 8] int32: the table of tiles of rows for note()."""
     t = tiles.by_query(e, ROWS)
     none = np.zeros_like(t.seq)
     rows = t.seq, t.row0, t.row1, none, none, none, none, e.q_start[t.seq] + t.row0
@@ -113,7 +113,7 @@ def row_table(e: Extents) -> np.ndarray:
 
 
 def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: int) -> dict[str, Constants]:
-    """The compile-time arguments of each kernel of a loss over selected keys."""
+    """Returns the compile-time arguments of each kernel of a loss over selected keys."""
     index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index, "ALIGN": align}
     group, slots = p.heads_q // max(p.heads_kv, 1), min(SLOTS, shapes.power(p.select_count))
     heads = shapes.power(p.heads_index)
@@ -130,7 +130,7 @@ def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: in
 
 
 def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, tuple[int, torch.dtype]]:
-    """The scratch buffers of a loss over selected keys, without the sums per key."""
+    """Returns the scratch buffers of a loss over selected keys, without the sums per key."""
     accum_dtype, rows = torch.float32, int(e.q_len.sum())
     tokens = min(rows, rows_of_chunk(p))
     entries = tokens * p.select_count
@@ -148,7 +148,7 @@ def ready_selected(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Gradient:
-    """The kernel launches of run_loss() over selected keys, for the layout of these views."""
+    """Returns the kernel launches of run_loss() over selected keys, for the layout of these views."""
     e, device = device_tables.capacity, layout_table.one_device(given)
     table = layout_table.strides(views | {"ids": launch_key_sum.numbered(given["q"], e.kv_len, 1)}, len(e))
     t, align = tiles_on(p, device), layout_table.alignment(views, table)
@@ -194,7 +194,7 @@ def ready_selected(
 
 
 def tiles_on(problem: IndexerLossProblem, device: torch.device) -> shapes_loss.Selected:
-    """The tile shapes of a loss over selected keys on a device."""
+    """Returns the tile shapes of a loss over selected keys on a device."""
     chip = shapes.chip_of(device)
     result = None if chip is None else shapes_loss.selected_tiles(problem, chip)
     assert result is not None  # reasons_against() has looked

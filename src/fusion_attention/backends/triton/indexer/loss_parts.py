@@ -1,5 +1,6 @@
-"""Device functions and kernels of both indexer losses (over selected keys, over all keys of a band): logarithms of the
-attention's statistics, rows without non-finite elements, and the last step of sums per key.
+"""Kernel functions and kernels that both indexer losses use (over selected keys, and over all keys of a band).
+
+They compute logarithms of the attention's statistics, replace rows that are not finite, and complete sums per key.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -13,23 +14,22 @@ import triton.language as tl
 from fusion_attention.backends.triton.common import layout_index
 from fusion_attention.backends.triton.common.kernels import LOG2E, PER_TILE, heads_at, load_part, rows_at, store_part
 
-LEAST = tl.constexpr(1e-8)  # least probability in logarithms
+LEAST = tl.constexpr(1e-8)  # smallest probability in logarithms
 LN_LEAST = tl.constexpr(math.log(1e-8))
-# Differences y - p are multiplied by UNIT in float16 products. They are at most 1 in magnitude for statistics of the
-# same row, so 255 would still be finite; with 128k equally likely keys, a thirtieth of a probability is still a normal
-# number.
+# Factor on differences y - p in float16 products. Their magnitude is at most 1, so products do not overflow; with 128k
+# equally likely keys, a thirtieth of a probability times UNIT is still a normal number.
 UNIT = tl.constexpr(256.0)
 
 
 @triton.jit
 def at_least(x, least):
-    """max(x, least); NaN for NaN."""
+    """Returns max(x, least); NaN for NaN."""
     return tl.maximum(x, least, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def is_finite(x):
-    """True where x is neither NaN nor infinite."""
+    """Returns true where x is neither NaN nor infinite."""
     return tl.abs(x.to(tl.float32)) < float("inf")
 
 
@@ -52,7 +52,7 @@ def finite_weights(w):
 
 @triton.jit
 def unit_of(largest):
-    """A power of two that scales differences times weights to the range of float16; 1 if `largest` is None.
+    """Returns a power of two that scales differences times weights to the range of float16; 1 if `largest` is None.
 
     The unit stays finite in float32 even for weights too small for any gradient in float16.
     """
@@ -66,8 +66,8 @@ def unit_of(largest):
 
 @triton.jit
 def difference(p, x, top, total, visible, SELECTED: tl.constexpr):
-    """(y - p, terms of the loss), where y is the softmax of scores x with maximum `top` and sum `total`; 0 for hidden
-    keys."""
+    """Returns (y - p, terms of the loss), where y is the softmax of scores x with maximum `top` and sum `total`; 0 for
+    hidden keys."""
     y = tl.exp2((x - top) * LOG2E) / total
     log_y = (x - top) - tl.log(total)
     clamped = at_least(p, LEAST)
@@ -78,22 +78,24 @@ def difference(p, x, top, total, visible, SELECTED: tl.constexpr):
 
 @triton.jit
 def given_difference(p, mass, y, visible):
-    """(y * mass - p, terms of the loss) for a target p that sums to `mass`; 0 for hidden keys."""
+    """Returns (y * mass - p, terms of the loss) for a target p that sums to `mass`; 0 for hidden keys."""
     loss = p * (tl.log(at_least(p, LEAST)) - tl.log(at_least(y, LEAST)))
     return tl.where(visible, y * mass - p, 0.0), tl.where(visible, loss, 0.0)
 
 
 @triton.constexpr_function
 def steps(dim, columns):
-    """ceil(dim / columns), the number of column blocks of a row."""
+    """Returns ceil(dim / columns), the number of column blocks of a row."""
     return -(-dim // columns)
 
 
 @triton.jit
 def columns_at(c, base, rope, at, at_rope, stride, stride_rope, DIM: tl.constexpr, DIM_ROPE: tl.constexpr,
                BC: tl.constexpr):  # fmt: skip
-    """(address of column block c of a row, stride of rows, columns from there to the end of the row); the blocks of the
-    rope part follow those of the row without rope."""
+    """Returns (address of column block c of a row, stride of rows, number of columns from there to the row's end).
+
+    The column blocks of the rope part follow those of the row without rope.
+    """
     first = c * BC
     place, left = base + at + first, DIM - first
     if DIM_ROPE:

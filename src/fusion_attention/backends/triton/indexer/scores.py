@@ -18,10 +18,10 @@ from fusion_attention.backends.triton.common.pages import cache_at, offset_of, p
 
 @triton.jit
 def columns_ahead(at, within, there):
-    """The weights of columns (token, head).
+    """Returns the weights of columns (token, head).
 
-    The weights are loaded in two copies; else Triton repeats the load in the layout of the product, which takes 32
-    loads per thread instead of one, and 60 registers.
+    They are loaded in two copies; with one, Triton would repeat the load in the layout of the product, with 32 loads
+    per thread in place of one, and 60 registers.
     """
     twice = tl.zeros([1, 2], tl.int32)
     return tl.max(tl.load(at + within[:, None] + twice, mask=there[:, None] & (twice == 0), other=0.0), 1)
@@ -29,7 +29,7 @@ def columns_ahead(at, within, there):
 
 @triton.jit
 def index_product(keys, rows, D1: tl.constexpr, D2: tl.constexpr):
-    """max(0, keys . rows); NaN for NaN."""
+    """Returns max(0, keys . rows); NaN for NaN."""
     return tl.maximum(inner_three(keys, rows, D1, D2), 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -54,7 +54,7 @@ def index_scores(q, k, weights, scores, table, strides, lengths, tiles, count: t
     j0 = tl.program_id(0) * BN
     # Rows that may see one of these keys.
     earliest = tl.maximum(row0, j0 + 1 - hi)
-    if RATIO != 1:  # the product takes registers that two programs of a processor do not have
+    if RATIO != 1:  # computing a product with RATIO 1 too would take registers that two programs per processor lack
         earliest = tl.minimum(tl.maximum(row0, (j0 + 1).to(tl.int64) * RATIO - hi), row1)
     start = tl.where(prefix > j0, row0, earliest).to(tl.int32)
     stop = tl.minimum(row1, j0 + BN - lo).to(tl.int32)

@@ -70,7 +70,7 @@ for _width in (2, 4):
 
 
 def warm_tiles(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Warm | None:
-    """The tile shapes of the kernels over all keys for a problem; None if the table has no entry of this size.
+    """Returns the tile shapes of the kernels over all keys for a problem; None if the table has no entry of this size.
 
     Rows whose alignment (align, in elements) is less than 16 bytes use the smallest tiles.
     """
@@ -110,7 +110,7 @@ for _width in (2, 4):
 
 
 def selected_tiles(problem: IndexerLossProblem, chip: int) -> Selected | None:
-    """The tile shapes of the loss over selected keys for a problem; None if the table has no entry of this size."""
+    """Returns the tile shapes of the loss over selected keys; None if the table has no entry of the problem's size."""
     p = problem
     rows = SELECTED[chip, 4 if p.dtype == "float32" else 2]
     candidates = ((tiles, power(p.dim_index) <= widest and p.heads_index <= heads) for widest, heads, tiles in rows)
@@ -118,5 +118,5 @@ def selected_tiles(problem: IndexerLossProblem, chip: int) -> Selected | None:
 
 
 def holds_lse(problem: IndexerProblem, chip: int) -> bool:
-    """True if WARM has tiles for the statistics of this problem."""
+    """Returns True if WARM has tiles for the statistics of this problem."""
     return warm_tiles(problem, chip) is not None

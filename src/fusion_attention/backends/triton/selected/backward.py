@@ -39,7 +39,7 @@ def load_tile(base, offset, there, c, DIM: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def inner(acc, a, b, FIRST: tl.constexpr, DIM: tl.constexpr, BC: tl.constexpr):
-    """acc + a b^T over the columns from FIRST on; a, b: (memory, offsets of rows, true for existing rows)."""
+    """Returns acc + a b^T over the columns from FIRST on; a, b: (memory, offsets of rows, true for existing rows)."""
     for c0 in tl.range(FIRST, DIM, BC):
         c = c0 + tl.arange(0, BC)
         x = load_tile(a[0], a[1], a[2], c, DIM, DIM % BC != 0)
@@ -65,7 +65,7 @@ def keys_of(strides, count, b, hk, j, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 @triton.jit
 def sources_of(rows, rows_compressed, strides, count, b, hk, RATIO: tl.constexpr, VIEW: tl.constexpr,
                VIEW_COMPRESSED: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """(memory of a head's rows, stride of a token) for both sources of keys; twice the same with one source."""
+    """Returns (memory of a head's rows, stride of a token) for both sources of keys; twice the same with one source."""
     at, stride = rows_at(strides, count, b, hk, VIEW, ALIGN)
     first, second = (rows + at, stride), (rows + at, stride)
     if RATIO:
@@ -76,7 +76,7 @@ def sources_of(rows, rows_compressed, strides, count, b, hk, RATIO: tl.constexpr
 
 @triton.jit
 def source_of(sources, slot, RATIO: tl.constexpr, BAND: tl.constexpr, ALIGN: tl.constexpr):
-    """(memory, stride of a token) of the source of the tile of slots from `slot` on."""
+    """Returns (memory, stride of a token) of the source of the tile of slots from `slot` on."""
     memory, stride = sources[0]
     if RATIO:
         memory = tl.where(slot < BAND, memory, sources[1][0])
@@ -192,7 +192,7 @@ def backward_rows(k, k_compressed, out, large, keys, used, ds, strides, tokens, 
 
 @triton.jit
 def add_heads(acc, weights, at, stride, slot, h, c, GROUP: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr):
-    """acc + weights^T x, summed over heads h, for slots and for columns c of the heads' rows x at `at`."""
+    """Returns acc + weights^T x, summed over heads h, for slots and for columns c of the heads' rows x at `at`."""
     there = h < GROUP
     weight = tl.load(weights + h[None, :] * SLOTS + slot[:, None], mask=there[None, :], other=0.0)
     return tl.dot(weight, load_tile(at, h * stride, there, c, DIM, True), acc, input_precision="ieee")

@@ -47,7 +47,7 @@ COPIES = tl.constexpr(4)  # loads of each entry
 
 @triton.jit
 def entry_once(entries, n, slots, BLOCK: tl.constexpr):
-    """entry_ahead() with several copies of each entry.
+    """Returns entry_ahead() with several copies of each entry.
 
     With fewer elements than threads, Triton repeats the loads for each layout of an iteration, a fifth of all
     instructions. Not for 16 entries, where multiply-adds need the registers, nor for 64, where products of sm_90 would
@@ -62,7 +62,7 @@ def entry_once(entries, n, slots, BLOCK: tl.constexpr):
 
 @triton.jit
 def page_of(table, key, there, last, PAGE: tl.constexpr):
-    """int64 page numbers of keys; table: the row of a sequence in the page table; unused without pages."""
+    """Returns int64 page numbers of keys; table: the row of a sequence in the page table; unused without pages."""
     if PAGE:
         return clamped(tl.load(table + key // PAGE, mask=there, other=0), last)
     else:
@@ -85,7 +85,7 @@ def offset_within(cache, key, page, PAGE: tl.constexpr, NEAR: tl.constexpr):
 
 @triton.jit
 def key_of(entry, n, slots, first, end, LISTED: tl.constexpr, BLOCK: tl.constexpr):
-    """int32 keys of slots n: those of their entries, or those from `first` on; in_band() tests if they are visible."""
+    """Returns int32 keys of slots n: those of their entries or from `first` on; in_band() tests if they are visible."""
     if LISTED:
         return named(entry, n, end, BLOCK)
     else:
@@ -94,7 +94,7 @@ def key_of(entry, n, slots, first, end, LISTED: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def heads_of(program, GROUP: tl.constexpr, BM: tl.constexpr):
-    """(key head, int64 query heads, true for existing heads) of program number `program` of a token.
+    """Returns (key head, int64 query heads, true for existing heads) of program number `program` of a token.
 
     Lanes beyond the GROUP query heads repeat the last head.
     """
@@ -110,8 +110,8 @@ def attend(state, query, rope, memory, caches, entries, table, last, first, end,
            NEAR: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr,
            R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
            DIM_V: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """The state of an online softmax (weighted values in three parts, max, sum) after slots [begin, slots) of one
-    source of keys, whose rows are in `memory` (k, v, k_rope) at `caches`."""
+    """Returns the state of an online softmax (weighted values in three parts, max, sum) after slots [begin, slots) of
+    one source of keys, whose rows are in `memory` (k, v, k_rope) at `caches`."""
     acc0, acc1, acc2, m, l = state
     k, v, k_rope = memory
     cache_k, cache_v, cache_r = caches

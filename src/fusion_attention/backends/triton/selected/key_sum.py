@@ -15,12 +15,12 @@ import triton.language as tl
 
 from fusion_attention.backends.triton.common.kernels import PER_TILE, rows_at
 
-TURN = tl.constexpr(8)  # rows whose loads are in flight together
+TURN = tl.constexpr(8)  # number of rows that are loaded at once
 
 
 @triton.jit
 def _listed(marked, e, end):
-    """The next TURN entries of a sorted list from e on."""
+    """Returns the next TURN entries of a sorted list from e on."""
     return (
         tl.load(marked + e, mask=e < end, other=0), tl.load(marked + e + 1, mask=e + 1 < end, other=0),
         tl.load(marked + e + 2, mask=e + 2 < end, other=0), tl.load(marked + e + 3, mask=e + 3 < end, other=0),
@@ -31,13 +31,13 @@ def _listed(marked, e, end):
 
 @triton.jit
 def _row_of(mark):
-    """The row of a marked entry (mark())."""
+    """Returns the row of a marked entry (mark())."""
     return tl.where(mark < 0, -1 - mark, mark)
 
 
 @triton.jit
 def _added(acc, rows, marked, begin, end, c, there, COLUMNS: tl.constexpr):
-    """acc plus the sums of the blocks of entries [begin, end) of a sorted list, added one after the other."""
+    """Returns acc plus the sums of the blocks of entries [begin, end) of a sorted list, added one after the other."""
     segment = tl.zeros_like(acc)
     # Entries are loaded one iteration ahead, so that the addresses of rows are known.
     ahead = _listed(marked, begin, end)
@@ -54,7 +54,7 @@ def _added(acc, rows, marked, begin, end, c, there, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _first_of(marked, row, begin, end):
-    """The first of a key's entries [begin, end) whose row is at least `row`."""
+    """Returns the first of a key's entries [begin, end) whose row is at least `row`."""
     while begin < end:
         middle = (begin + end) // 2
         is_before = _row_of(tl.load(marked + middle)) < row

@@ -1,5 +1,6 @@
-"""Launches of attention to selected keys: one program per token and a few heads, or several per token if there would
-be too few programs for the chip.
+"""Launches of attention to selected keys: one program per token and a few heads.
+
+Several programs share a token if there would otherwise be too few programs for the GPU.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ KEYS = ("k", "v", "k_rope", "k_compressed", "v_compressed")
 
 
 def tokens(extents: Extents) -> np.ndarray:
-    """[tokens, 2] int32: (sequence, row) of every token of all sequences."""
+    """Returns [tokens, 2] int32: (sequence, row) of every token of all sequences."""
     seq = np.repeat(np.arange(len(extents)), extents.q_len)
     row = np.arange(len(seq)) - np.repeat(np.cumsum(extents.q_len) - extents.q_len, extents.q_len)
     return np.stack((seq, row), 1).astype(np.int32)
 
 
 def slots(problem: Problem, extents: Extents) -> tuple[int, int]:
-    """The most keys per row (from the band, from its list or compressed keys)."""
+    """Returns the most keys that a row reads (from the band; from its list or compressed keys)."""
     p, listed = problem, problem.select_count * problem.select_block
     e, second = extents, extents.compressed
     if second is None:
@@ -47,7 +48,7 @@ def slots(problem: Problem, extents: Extents) -> tuple[int, int]:
 
 
 def near(views: dict[str, layout_table.View | None], extents: Extents) -> bool:
-    """True if offsets of keys' rows from the first row of their sequence, or of the pool of pages, fit into int32."""
+    """Returns True if offsets of keys from the first row of their sequence, or of the pool of pages, fit into int32."""
     most = int(extents.kv_len.max(initial=0))
     if extents.compressed is not None:
         most = max(most, int(extents.compressed.kv_len.max(initial=0)))
@@ -61,7 +62,7 @@ def near(views: dict[str, layout_table.View | None], extents: Extents) -> bool:
 
 
 def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
-    """The views of the operands that the problem uses; None for values that are the first column blocks of keys."""
+    """Returns the views of operands that the problem uses; None for values that are the first column blocks of keys."""
     p = problem
     return {
         "q": o.q, "k": o.k, "v": None if shapes_sparse.shared(p) else o.v, "out": o.out,
@@ -75,7 +76,7 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
 
 
 def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Constants:
-    """The compile-time arguments of all kernels with lists."""
+    """Returns the compile-time arguments of all kernels with lists."""
     p = problem
     return launch_dense.widths(p) | {
         "GROUP": p.group,
@@ -92,7 +93,7 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Cons
 def forward_constants(
     problem: Problem, tile: shapes.Tile, align: int, is_near: bool = True, split: bool = False, page_compressed: int = 0
 ) -> launching.Constants:
-    """The compile-time arguments of the forward kernel.
+    """Returns the compile-time arguments of the forward kernel.
 
     split: several programs compute a token; page_compressed: tokens of a page of compressed keys, 0 without pages.
     """
@@ -103,7 +104,7 @@ def forward_constants(
 
 
 def join_constants(problem: Problem, align: int) -> launching.Constants:
-    """The compile-time arguments of join()."""
+    """Returns the compile-time arguments of join()."""
     constexprs = forward_constants(problem, launch_decode.JOIN, align)
     return {name: constexprs[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
 
@@ -111,7 +112,7 @@ def join_constants(problem: Problem, align: int) -> launching.Constants:
 def recompute_constants(
     problem: Problem, align: int, is_near: bool = True, page_compressed: int = 0
 ) -> launching.Constants:
-    """The compile-time arguments of recompute_lists()."""
+    """Returns the compile-time arguments of recompute_lists()."""
     tile = shapes.recompute_tile("recompute_out", problem)
     constexprs = forward_constants(problem, tile, align, is_near, page_compressed=page_compressed)
     return {name: value for name, value in constexprs.items() if name not in ("RAW", "SINK", "BUFFER", "SPLIT")}
@@ -122,25 +123,27 @@ def programs(problem: Problem, tile: shapes.Tile) -> int:
     return problem.heads_kv * -(-problem.group // tile.BM)
 
 
-def share_of(problem: Problem, most: int, rows: int, tile: shapes.Tile, processors: int) -> int:
-    """The number of slots per program for `rows` tokens with `most` slots each; fewer than all with few tokens, so that
-    the programs, which all take the same time, fill the chip once."""
+def slots_per_program(problem: Problem, most: int, rows: int, tile: shapes.Tile, processors: int) -> int:
+    """Returns the number of slots per program for `rows` tokens with `most` slots each.
+
+    With few tokens it is less than `most`, so that the programs, which take equal times, fill the GPU once.
+    """
     p = problem
     turns = -(-most // tile.BN)
     shares = max(min(processors // max(rows * programs(p, tile), 1), MOST_SHARES.value), 1)
     return max(-(-turns // shares), launch_decode.LEAST_TILES) * tile.BN
 
 
-def shares_of(most: int, keys_per_split: int) -> int:
-    """The number of programs for a token of `most` slots."""
+def programs_per_token(most: int, keys_per_split: int) -> int:
+    """Returns the number of programs for a token with `most` slots."""
     return -(-most // keys_per_split)
 
 
 def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
-    """The work list of join(), [tokens * shares, 8] int32.
+    """Returns the work list of join(), [tokens * shares, 8] int32; shares: ranges of slots per token.
 
-    The row of the first range of a token has its sequence, first row and end (counted as row * group); row n has the
-    first range of token n and the number of its ranges.
+    The row of a token's first range has its sequence, first row and end (counted as row * group). Row n also has the
+    first range of token n and its number of ranges.
     """
     listed, group = tokens(extents), problem.group
     result = np.zeros((len(listed) * shares, layout_table.TILE_FIELDS), np.int32)
@@ -151,10 +154,10 @@ def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
 
 
 def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
-    """The most bytes of scratch: with the tile that divides a list into the most ranges, on the largest chip."""
+    """Returns the most bytes of scratch: of the tile with the most ranges per list, on the largest GPU."""
     p = problem
     tile, most = shapes.Tile(64, shapes.NARROWEST, 0, 0), sum(slots(p, schedule.device_tables.capacity))
-    shares = shares_of(most, share_of(p, most, schedule.rows, tile, launch_decode.MOST_PROCESSORS))
+    shares = programs_per_token(most, slots_per_program(p, most, schedule.rows, tile, launch_decode.MOST_PROCESSORS))
     return 4 * schedule.rows * shares * p.heads_q * launch_decode.buffer(p) if shares > 1 else 0
 
 
@@ -183,13 +186,13 @@ class Pages:
 
     @classmethod
     def of(cls, size: int, table: torch.Tensor | None, last: int) -> Pages:
-        """The arguments for a page table with page numbers up to `last`; table None: rows without pages."""
+        """Returns the arguments for a page table with page numbers up to `last`; table None: rows without pages."""
         if table is None:
             return cls(0, 0, 0, last)
         return cls(size, table.shape[1] if last >= 0 else 0, table.stride(0), last)
 
     def arguments(self, suffix: str = "") -> dict[str, int]:
-        """The arguments by the kernels' names, which end in `suffix`."""
+        """Returns the arguments by the kernels' names, which end in `suffix`."""
         return {f"width{suffix}": self.width, f"step{suffix}": self.step, f"last{suffix}": self.last}
 
 
@@ -211,7 +214,7 @@ def ready(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> launching.Ready:
-    """The kernel launches of run() for the memory layout of these views and arguments."""
+    """Returns the kernel launches of run() for the memory layout of these views and arguments."""
     first, second = pages(p, views)
     device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, where)
@@ -228,9 +231,9 @@ def ready(
     is_near, recompute = near(views, device_tables.capacity), shapes.recompute_tile("recompute_out", p)
     count, recomputed = len(listed.tensor), recompute_constants(p, align, is_near, second.size)
     most = sum(slots(p, device_tables.capacity))
-    keys_per_split = share_of(p, most, count, tile, launch_decode.processors(device))
+    keys_per_split = slots_per_program(p, most, count, tile, launch_decode.processors(device))
     tables: tuple[layout_table.Copied, ...] = strides, lengths, listed
-    shares, names = shares_of(most, keys_per_split), list(given)
+    shares, names = programs_per_token(most, keys_per_split), list(given)
     constexprs = forward_constants(p, tile, align, is_near, shares > 1, second.size)
     scratch: dict[str, tuple[int, ...]] = {}
     if shares > 1:
@@ -250,8 +253,8 @@ def ready(
 
 
 def tile_on(problem: Problem, device: torch.device, align: int) -> shapes.Tile:
-    """The tile shape of the forward kernel on a device."""
+    """Returns the tile shape of the forward kernel on a device."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else shapes_sparse.forward_tile(problem, chip, align)
-    assert tile is not None  # reasons_against() has looked
+    assert tile is not None  # reasons_against() ensures it
     return tile

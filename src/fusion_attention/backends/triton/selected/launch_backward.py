@@ -41,7 +41,7 @@ ALIGNED_COLUMNS = 16  # the sections of a row (dk, dk_rope, dv) begin at multipl
 
 
 def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
-    """(first column of each gradient in a row of dk, dk_rope and dv, columns of a row)."""
+    """Returns (first column of each gradient in a row of dk, dk_rope and dv, columns of a row)."""
     p = problem
     dims = {"dk": p.dim_qk} | ({"dk_rope": p.dim_rope} if p.dim_rope else {}) | ({} if p.shares_kv else {"dv": p.dim_v})
     result, columns = {}, 0
@@ -52,7 +52,7 @@ def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
 
 
 def slots_of(problem: Problem, extents: Extents, tiles: dict[str, SlotTile]) -> tuple[int, int]:
-    """(slots for keys of the band, all slots) per token, rounded up to tiles.
+    """Returns (slots for keys of the band, all slots) per token, rounded up to tiles.
 
     Both numbers are compile-time values. Numbers that follow from lengths are rounded up to powers of two, so that few
     kernels are compiled.
@@ -67,7 +67,7 @@ def slots_of(problem: Problem, extents: Extents, tiles: dict[str, SlotTile]) -> 
 
 
 def rows_dtype(problem: Problem, float32_rows: bool) -> torch.dtype:
-    """The dtype of the gradient rows of slots: bfloat16 or float32; float16 has too little range for a scaled loss."""
+    """Returns the dtype of slots' gradient rows, bfloat16 or float32; float16 overflows with a scaled loss."""
     return torch.bfloat16 if problem.dtype == "bfloat16" and not float32_rows else torch.float32
 
 
@@ -80,7 +80,7 @@ def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
 
 
 def tokens_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> int:
-    """The number of tokens per chunk, at most `tokens`."""
+    """Returns the number of tokens per chunk, at most `tokens`."""
     most = min(BUDGET // bytes_of_token(problem, slots, row), MOST_PROGRAMS // problem.heads_kv)
     return max(1, min(launch_key_sum.whole_blocks(most, problem.heads_kv * slots), tokens))
 
@@ -107,12 +107,12 @@ def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
 
 
 def keys_of(extents: Extents) -> int:
-    """The number of keys of all sequences and both sources."""
+    """Returns the number of keys of all sequences and both sources."""
     return sum(extents.all_keys(b) for b in range(len(extents)))
 
 
 def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
-    """The views that the kernels read and write, by their names in the layout table."""
+    """Returns the views that the kernels read and write, by their names in the layout table."""
     p = problem
     results = {
         "q": o.q, "k": o.k, "out": o.out, "max": o.stats.max, "sum": o.stats.sum,
@@ -158,7 +158,7 @@ def prepare_layout(
     views: dict[str, Any],
     given: dict[str, Any],
 ) -> Prepared:
-    """The kernel launches of run() for the memory layout of these views."""
+    """Returns the kernel launches of run() for the memory layout of these views."""
     p, count = problem, len(extents)
     device, like = layout_table.one_device(given), given["q"]
     total = np.full(count, 1, np.int64)
@@ -172,8 +172,8 @@ def prepare_layout(
         second = device_tables.on(device, "compressed keys", launch_key_sum.compressed_tiles)
     table = layout_table.strides(views | {"flat": flat} | ids, count)
     align, chip = layout_table.alignment(views, table), shapes.chip_of(device)
-    assert chip is not None  # reasons_against() has looked
-    tiles = {kernel: cuts.cut_of(kernel, p, chip, align) for kernel in cuts.KERNELS}
+    assert chip is not None  # reasons_against() ensures it
+    tiles = {kernel: cuts.tile_of(kernel, p, chip, align) for kernel in cuts.KERNELS}
     return Prepared(
         layout_table.Copied.of(table, device),
         device_tables.on(device, "lengths", layout_table.lengths),
@@ -275,7 +275,7 @@ def run_chunk(p: Problem, prepared: Prepared, buffer: Buffer, sums: KeySum, give
 
 @dataclass(frozen=True)
 class Step:
-    """A launch for a chunk, in whose grid words stand for numbers of tokens and heads.
+    """A launch for a chunk; words in its grid represent numbers of tokens and heads.
 
     renamed: argument name of the kernel -> name in the layout table.
     """
@@ -290,7 +290,7 @@ class Step:
 def launches(
     problem: Problem, tiles: dict[str, SlotTile], align: int, slots: tuple[int, int], atomic: bool = False
 ) -> list[Step]:
-    """The launches of a chunk, in order; slots: the result of slots_of()."""
+    """Returns the launches of a chunk, in order; slots: the result of slots_of()."""
     p, (band, slots_of_token) = problem, slots
     shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots_of_token, "ALIGN": align}
     sources = {"RATIO": p.compressed_ratio, "BAND": band}
@@ -321,7 +321,7 @@ def launches(
 
 
 def recomputed(steps: list[Step], atomic: bool) -> list[Step]:
-    """The kernel launches that compute the results of `steps` again for flagged tokens, one per result."""
+    """Returns the launches that recompute the results of `steps` for flagged tokens, one launch per result."""
     recomputes = {backward_rows: recompute_rows} | ({} if atomic else {backward_slots: recompute_slots})
     first = [one for one in steps if one.kernel in recomputes and one.constexprs["FIRST"] == 0]
     results = []
@@ -333,7 +333,7 @@ def recomputed(steps: list[Step], atomic: bool) -> list[Step]:
 
 
 def slot_launches(p: Problem, tile: SlotTile, shared: Constants, slots: int, atomic: bool) -> list[Step]:
-    """The launches that write gradient rows of slots: dk, dk_rope, dv; if v shares memory with k, dk is their sum."""
+    """Returns the launches that write gradient rows of slots: dk, dk_rope, dv; if values are keys, dk is their sum."""
     (starts, columns), result = columns_of(p), []
     parts = [("dk", "q", "ds", p.dim_qk), ("dk_rope", "q_rope", "ds", p.dim_rope)]
     if not p.shares_kv:
@@ -357,12 +357,12 @@ def slot_launches(p: Problem, tile: SlotTile, shared: Constants, slots: int, ato
 
 
 def known_of(tile: SlotTile) -> Constants:
-    """Compile-time values of a tile."""
+    """Returns the compile-time values of a tile."""
     return {"BH": tile.BH, "BN": tile.BN, "BC": tile.BC}
 
 
 def prepare_constants(problem: Problem, align: int) -> Constants:
-    """The compile-time arguments of prepare()."""
+    """Returns the compile-time arguments of prepare()."""
     constexprs = {name: width for name, width in widths(problem).items() if name in ("V0", "V1", "V2", "DIM_V")}
     return constexprs | {
         "GROUP": problem.group, "SINK": problem.has_sink, "MEAN": 0, "ALIGN": align, "BM": PREPARE.BM

@@ -41,7 +41,7 @@ class Where:
 
 
 def numbered(like: torch.Tensor, lengths: np.ndarray, heads: int, first: int = 0) -> RowView:
-    """The view `ids` of the layout table: key j of head h of sequence b has the id (first + start[b] + j) * heads + h.
+    """Returns the view `ids`, where key j of head h of sequence b has the id (first + start[b] + j) * heads + h.
 
     lengths: the most keys of the sequences (DeviceTables.capacity), so that ids stay the same for other lengths.
     """
@@ -50,13 +50,13 @@ def numbered(like: torch.Tensor, lengths: np.ndarray, heads: int, first: int = 0
 
 
 def compressed_tiles(extents: Extents) -> np.ndarray:
-    """key_tiles() of the compressed keys."""
+    """Returns key_tiles() of the compressed keys."""
     assert extents.compressed is not None
     return key_tiles(replace(extents, kv_len=extents.compressed.kv_len))
 
 
 def key_tiles(extents: Extents) -> np.ndarray:
-    """[tiles, 8] int32: sequence, first key and end of tiles of keys."""
+    """Returns [tiles, 8] int32: sequence, first key and end of tiles of keys."""
     turns = -(-extents.kv_len // WRITE.BN)
     seq = np.repeat(np.arange(len(extents)), turns)
     key0 = (np.arange(len(seq)) - np.repeat(np.cumsum(turns) - turns, turns)) * WRITE.BN
@@ -66,18 +66,18 @@ def key_tiles(extents: Extents) -> np.ndarray:
 
 
 def block_of(of_token: int) -> int:
-    """The number of tokens per block; of_token: entries per token."""
+    """Returns the number of tokens per block; of_token: entries per token."""
     return max(1, BLOCK // of_token)
 
 
 def whole_blocks(tokens: int, of_token: int) -> int:
-    """The number of tokens of a chunk: complete blocks of at most `tokens` tokens, or one block."""
+    """Returns the number of tokens of a chunk: complete blocks of at most `tokens` tokens, or one block."""
     block = block_of(of_token)
     return max(tokens // block, 1) * block
 
 
 def parts_of(entries: int, of_token: int) -> tuple[int, int]:
-    """(the most keys with more than HOT of `entries` entries, number of blocks)."""
+    """Returns (the most keys with more than HOT of `entries` entries, number of blocks)."""
     return entries // (HOT + 1), -(-entries // (block_of(of_token) * of_token))
 
 
@@ -88,7 +88,7 @@ def workspace_bytes(keys: int, columns: int, entries: int, of_token: int) -> int
 
 
 def panel_of(columns: int) -> int:
-    """The number of columns per program."""
+    """Returns the number of columns per program."""
     return min(PANEL, shapes.power(columns))
 
 

@@ -41,7 +41,7 @@ from fusion_attention.backends.triton.selected.selection import (
 
 @triton.jit
 def row_of(strides, count, b, row, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """(offset of a token's rows, stride of a head) in a view."""
+    """Returns (offset of a token's rows, stride of a head) in a view."""
     at, head, token = heads_at(strides, count, b, VIEW, ALIGN)
     return at + row * token, head
 
@@ -52,7 +52,7 @@ def add_finite(acc, query, rope, memory, caches, entries, table, last, first, en
                NEAR: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr,
                R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
                DIM_V: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """acc plus the weighted values of one row's slots of one source; values with a weight of 0 are skipped.
+    """Returns acc plus the weighted values of one row's slots of one source; values with a weight of 0 are skipped.
 
     Stops as soon as all elements that are NaN at `at_out` (memory, offset) are NaN in the sum too.
     """

@@ -23,13 +23,13 @@ from fusion_attention.backends.triton.selected.selection import token_at
 
 @triton.jit
 def weighed(weight, x):
-    """weight * x in float32; 0 if the weight is 0, for every x."""
+    """Returns weight * x in float32; 0 if the weight is 0, for every x."""
     return tl.where(weight != 0.0, weight.to(tl.float32) * x.to(tl.float32), 0.0)
 
 
 @triton.jit
 def unsettled(old, acc):
-    """True if an element is NaN in `old` but not yet in `acc`."""
+    """Returns True if an element is NaN in `old` but not yet in `acc`."""
     return tl.max(tl.ravel((old != old) & (acc == acc)).to(tl.int32), 0) > 0
 
 

@@ -22,14 +22,14 @@ SCANNED = tl.constexpr(512)  # entries per iteration
 
 @triton.jit
 def token_at(tokens, n):
-    """int64 (sequence, row) of token n of all sequences, from the list of launch.tokens()."""
+    """Returns int64 (sequence, row) of token n of all sequences, from the list of launch.tokens()."""
     at = tokens + n.to(tl.int64) * 2
     return tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
 
 
 @triton.jit
 def band_of(row, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
-    """int32 (first, end) of the keys that are visible to one row. RATIO: IndexerProblem.ratio."""
+    """Returns int32 (first, end) of the keys that are visible to one row. RATIO: IndexerProblem.ratio."""
     first = tl.minimum(tl.maximum(row + lo, 0), kv_len)
     end = tl.minimum(tl.maximum((row + hi) // RATIO, prefix), kv_len)
     return first.to(tl.int32), tl.maximum(end, 0).to(tl.int32)
@@ -37,21 +37,21 @@ def band_of(row, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
 
 @triton.jit
 def compressed_end(lengths, count, b, row, RATIO: tl.constexpr):
-    """The int32 number of compressed keys that are visible to a row, as in Extents.compressed_end()."""
+    """Returns the int32 number of compressed keys that are visible to a row, as in Extents.compressed_end()."""
     kv_len, hi = tl.load(lengths + 6 * count + b), tl.load(lengths + 7 * count + b)
     return tl.minimum(tl.maximum((row + hi) // RATIO, 0), kv_len).to(tl.int32)
 
 
 @triton.jit
 def list_at(indices, strides, count, b, hk, row):
-    """The address of the list of a row."""
+    """Returns the address of the list of a row."""
     first, token = rows_at(strides, count, b, hk, layout_index.INDICES, 1)
     return indices + first + row * token
 
 
 @triton.jit
 def slots_read(entries, end, SELECT: tl.constexpr, BLOCK: tl.constexpr):
-    """The int32 number of slots of a row: those of its entries before the first negative one, at most
+    """Returns the int32 number of slots of a row: those of its entries before the first negative one, at most
     ceil(end / BLOCK) entries."""
     most = tl.minimum((end + (BLOCK - 1)) // BLOCK, SELECT)
     for n0 in tl.range(0, most, SCANNED):
@@ -63,26 +63,26 @@ def slots_read(entries, end, SELECT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def entry_ahead(entries, n, slots, BLOCK: tl.constexpr):
-    """int32 entries of slots n; -1 for n >= slots."""
+    """Returns int32 entries of slots n; -1 for n >= slots."""
     return tl.load(entries + n // BLOCK, mask=n < slots, other=-1)
 
 
 @triton.jit
 def named(entry, n, end, BLOCK: tl.constexpr):
-    """int32 keys of slots n, given their entries; in_band() tests if they are visible."""
+    """Returns int32 keys of slots n, given their entries; in_band() tests if they are visible."""
     # An entry beyond the last block may have any value; it is limited so that the product stays behind the band.
     return tl.minimum(entry, (end + (BLOCK - 1)) // BLOCK) * BLOCK + n % BLOCK
 
 
 @triton.jit
 def in_band(key, first, end):
-    """True for keys in [first, end); the unsigned comparison also excludes keys below `first`."""
+    """Returns true for keys in [first, end); the unsigned comparison also excludes keys below `first`."""
     return (key - first).to(tl.uint32, bitcast=True) < tl.maximum(end - first, 0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def key_ahead(entries, n, slots, first, end, BLOCK: tl.constexpr):
-    """int32 keys of slots n; -1 for n >= slots and for keys outside the band."""
+    """Returns int32 keys of slots n; -1 for n >= slots and for keys outside the band."""
     key = named(entry_ahead(entries, n, slots, BLOCK), n, end, BLOCK)
     return tl.where(in_band(key, first, end), key, -1)
 

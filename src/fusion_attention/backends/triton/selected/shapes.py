@@ -61,7 +61,7 @@ LEAST = Tile(16, 16, 8, 1)
 
 
 def shared(problem: Problem) -> bool:
-    """True if the column blocks of values are the first ones of keys, so that a tile of keys is loaded once."""
+    """Returns True if the column blocks of values are the first ones of keys, so that a tile of keys is loaded once."""
     if not problem.shares_kv:
         return False
     d, v = parts(problem.dim_qk), parts(problem.dim_v)
@@ -69,7 +69,7 @@ def shared(problem: Problem) -> bool:
 
 
 def forward_tile(problem: Problem, chip: int, align: int = 0) -> Tile | None:
-    """The tile shape of the forward, BM heads of a token and BN slots; None if the table has no entry of this size.
+    """Returns the tile shape of the forward, BM heads of a token and BN slots; None if the table has no entry for it.
 
     align: alignment of rows in elements; 0: 16 bytes.
     """
@@ -138,22 +138,25 @@ RECOMPUTE_GRADIENT = Tile(0, 16, 8, 1)
 
 
 def heads_held(heads: int, columns: int) -> int:
-    """The number of heads of a token per launch of the scores; more heads need several launches."""
+    """Returns the number of heads of a token per launch of the scores; more heads need several launches."""
     return min(max(FEWEST, 1 << (heads - 1).bit_length()), columns)
 
 
 def sorts(top_k: int) -> bool:
-    """True if one program can sort a row's list."""
+    """Returns True if one program can sort a row's list."""
     return top_k <= MOST_SORTED
 
 
 def write_tile(problem: IndexerProblem) -> Tile:
-    """The tile shape of the kernel that sorts and writes lists."""
+    """Returns the tile shape of the kernel that sorts and writes lists."""
     return Tile(0, 0, 16 if problem.top_k > 512 else 4, 1) if sorts(problem.top_k) else WRITE
 
 
 def scores_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | None:
-    """The tile shape of scores, BM columns of (token, head) and BN keys; unaligned rows (16 bytes) have at most 64."""
+    """Returns the tile shape of scores: BM columns (token, head) and BN keys, at most 64 each for unaligned rows.
+
+    align: alignment of rows in elements; less than 16 bytes is unaligned.
+    """
     rows = SCORES[chip, 4 if problem.dtype == "float32" else 2]
     tile = next((tile for dim, tile in rows if problem.dim <= dim), None)
     if tile is None or align >= widest(problem):
@@ -172,7 +175,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of_gradient(problem: IndexerProblem | IndexerLossProblem) -> Sizes:
-    """The Sizes of a problem."""
+    """Returns the Sizes of a problem."""
     p = problem
     if isinstance(p, IndexerProblem):
         return Sizes(p.heads, p.dim, p.top_k, p.dtype, True)
@@ -180,7 +183,7 @@ def sizes_of_gradient(problem: IndexerProblem | IndexerLossProblem) -> Sizes:
 
 
 def gradient_tile(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Tile | None:
-    """The tile shape of the indexer's gradient, BM heads and BN slots; more heads need several launches."""
+    """Returns the tile shape of the indexer's gradient, BM heads and BN slots; more heads need several launches."""
     p = sizes_of_gradient(problem)
     fits = [row for row in GRADIENT[chip, 4 if p.dtype == "float32" else 2] if p.dim <= row[0]]
     if not fits:
@@ -191,13 +194,13 @@ def gradient_tile(problem: IndexerProblem | IndexerLossProblem, chip: int, align
 
 
 def holds_loss(problem: IndexerLossProblem, chip: int) -> bool:
-    """True if there are tiles for a loss."""
+    """Returns True if there are tiles for a loss."""
     if not problem.select_count:
         return shapes_loss.warm_tiles(problem, chip) is not None
     return shapes_loss.selected_tiles(problem, chip) is not None and gradient_tile(problem, chip) is not None
 
 
-# -------------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------------------------- unsupported calls
 
 # Operation kind -> a function that returns true if its kernels have a tile for a problem on a chip; kinds that are not
 # listed have one for every problem.
@@ -211,7 +214,7 @@ HOLDS: dict[str, Callable[[Any, int], bool]] = {
 
 
 def op_kinds_of(problem: AnyProblem) -> tuple[str, ...]:
-    """The operation kinds that compute a problem."""
+    """Returns the operation kinds that compute a problem."""
     if isinstance(problem, Problem):
         return "attention_forward", "attention_backward"
     return ("indexer_loss",) if isinstance(problem, IndexerLossProblem) else (
@@ -220,7 +223,7 @@ def op_kinds_of(problem: AnyProblem) -> tuple[str, ...]:
 
 
 def sizes_of(problem: AnyProblem) -> str:
-    """The sizes of a problem as text for an error message."""
+    """Returns the sizes of a problem as text for an error message."""
     p: Any = problem
     if isinstance(p, IndexerProblem):
         return f"{p.heads} indexer heads of {p.dim} elements, top_k {p.top_k}"

@@ -21,7 +21,7 @@ class SlotTile(NamedTuple):
     TMA: bool = False  # keys are gathered, which tensor descriptors do not support
 
 
-LISTS, ENTRIES = shapes.Tile(0, 0, 4, 1), 1024  # of selection.read_lists(): tile, and slots per iteration
+LISTS, ENTRIES = shapes.Tile(0, 0, 4, 1), 1024  # tile and slots per iteration of selection.read_lists()
 
 # Kernel -> (chip, bytes of an element) -> tiles, fewest heads first; the last one is also for more heads.
 KERNELS = ("weigh_slots", "backward_rows", "backward_slots")
@@ -76,8 +76,8 @@ for _table in TABLES.values():
 TABLES["weigh_slots"][86, 2] = (*TABLES["weigh_slots"][80, 2][:2], SlotTile(64, 64, 64, 4, 3))  # 64 x 128 spills here
 
 
-def cut_of(kernel: str, problem: Problem, chip: int, align: int) -> SlotTile:
-    """The tile shape of a kernel; align: alignment of rows in elements."""
+def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> SlotTile:
+    """Returns the tile shape of a kernel; align: alignment of rows in elements."""
     if problem.dtype == "float32":
         return FLOAT32[kernel]
     rows = TABLES[kernel][chip, 2]
@@ -90,7 +90,7 @@ def cut_of(kernel: str, problem: Problem, chip: int, align: int) -> SlotTile:
 
 
 def panels(dim: int, most: int) -> list[tuple[int, int, int]]:
-    """(first column, columns, number) of panels for `dim` columns: 576 with at most 256 gives 2 of 256 and 1 of 64."""
+    """Returns (first column, columns, number) of panels of `dim` columns; 576 with at most 256: 2 of 256, 1 of 64."""
     full, rest = dim // most, dim % most
     result = [(0, most, full)] if full else []
     first = full * most

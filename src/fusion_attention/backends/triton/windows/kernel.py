@@ -1,8 +1,8 @@
-"""Kernels that pool windows of rows, forward and backward: a program has some channels of one window.
+"""Kernels that pool windows of rows, forward and backward: a program computes some channels of one window.
 
-A window with overlap has two halves: the first channels of the rows of the window before, and the last of its own. A
-row's half belongs to one window, so no two programs write to the same element. The gradient of a bias is a sum over
-windows: programs add up fixed ranges of them, in order.
+A window with overlap pools the first channels of the previous window's rows, and the last channels of its rows. Each
+half of a row is pooled by one window, so no two programs write to the same element. The gradient of a bias is a sum
+over windows: each program adds a fixed range of them, in order.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,19 +16,19 @@ from fusion_attention.backends.triton.common.kernels import rows_at
 from fusion_attention.backends.triton.selected.selection import token_at
 
 INFINITE = tl.constexpr(float("inf"))
-LEAST = tl.constexpr(-745.0)  # the logarithm of float64's least number
+LEAST = tl.constexpr(-745.0)  # the logarithm of float64's smallest positive number
 
 
 @triton.jit
 def _window(tokens, lengths, count, n):
-    """int64 (sequence, row in its results, window) of result n of all sequences."""
+    """Returns int64 (sequence, row in its results, window) of result n of all sequences."""
     b, row = token_at(tokens, n)
     return b, row, row + tl.load(lengths + 2 * count + b)
 
 
 @triton.jit
 def _rows(w, r0, half, d, RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.constexpr, BR: tl.constexpr):
-    """(positions in the window, rows in memory, columns, mask) of BR rows of a half."""
+    """Returns (positions in the window, rows in memory, columns, mask) of BR rows of a half."""
     position = r0 + tl.arange(0, BR)
     row = (w - (HALVES - 1 - half)) * RATIO + position
     return position, row, half * DIM + d, ((position < RATIO) & (row >= 0))[:, None] & (d < DIM)[None, :]
@@ -47,7 +47,7 @@ def _gates(k, bias, at, step, position, row, column, there, RATIO: tl.constexpr,
 @triton.jit
 def _softmax(k, bias, at, step, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.constexpr,
              HAS_BIAS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """(maximum of the gates, or 0 where all are -inf; sum of exp(gate - maximum)) of BD channels of a window."""
+    """Returns (maximum of the gates, 0 where all are -inf; sum of exp(gate - maximum)) of BD channels of a window."""
     top, total = tl.full([BD], -INFINITE, tl.float32), tl.zeros([BD], tl.float32)
     for half in tl.static_range(HALVES):
         for r0 in tl.range(0, RATIO, BR):
@@ -63,7 +63,7 @@ def _softmax(k, bias, at, step, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr,
 @triton.jit
 def _weighed(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, r0, half, d, RATIO: tl.constexpr,
              HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr):  # fmt: skip
-    """(numbers of rows and columns, mask, gates less their maximum, values, weights) of BR rows of a window."""
+    """Returns (numbers of rows and columns, mask, gates less their maximum, values, weights) of BR rows of a window."""
     position, row, column, there = _rows(w, r0, half, d, RATIO, HALVES, DIM, BR)
     gap = _gates(k, bias, at_z, step_z, position, row, column, there, RATIO, HALVES, DIM, HAS_BIAS) - top[None, :]
     x = tl.load(q + at_x + row[:, None] * step_x + column[None, :], mask=there, other=0.0).to(tl.float32)
@@ -73,7 +73,7 @@ def _weighed(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, r0, half, d,
 @triton.jit
 def _pooled(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, d, RATIO: tl.constexpr, HALVES: tl.constexpr,
             DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """The result of BD channels of a window in float32. An infinite value has a weight as long as float64 has one."""
+    """Returns BD channels of a window's result in float32; infinite values with a weight above 0 in float64 count."""
     acc = tl.zeros([BD], tl.float32)
     for half in tl.static_range(HALVES):
         for r0 in tl.range(0, RATIO, BR):
@@ -88,7 +88,7 @@ def _pooled(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, d, RATIO: tl.
 def _delta(q, k, bias, at_x, step_x, at_z, step_z, top, total, upstream, acc, w, d, RATIO: tl.constexpr,
            HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr,
            BD: tl.constexpr):  # fmt: skip
-    """The sum of weights times gradients of weights: upstream * acc, and term by term where upstream is infinite."""
+    """Returns the sum of weights times gradients of weights: upstream * acc, or term by term for infinite upstream."""
     infinite = tl.abs(upstream) == INFINITE
     delta = upstream * acc
     if tl.max(infinite.to(tl.int32), 0) > 0:

@@ -13,11 +13,11 @@ from fusion_attention.ir.problem import Extents
 
 FAMILY = Family(pool, pool_gradient, pool_bias)
 TILE = shapes.Tile(16, 128, 4, 1)  # rows and channels of a program
-RANGES = 64  # of results, whose gradients of a bias are added up by different programs
+RANGES = 64  # ranges of results; different programs add up their gradients of the bias
 
 
 def constants_of(p: PoolingProblem, align: int) -> dict[str, Constants]:
-    """The compile-time arguments of each kernel."""
+    """Returns the compile-time arguments of each kernel."""
     channels = {"BD": min(TILE.BN, shapes.power(p.dim)), "ALIGN": align if p.dim % align == 0 else 1}
     window = {"RATIO": p.ratio, "HALVES": 1 + p.overlap, "DIM": p.dim}
     rows = {"BR": min(TILE.BM, 1 << (p.ratio - 1).bit_length()), "HAS_BIAS": p.has_bias}
@@ -25,13 +25,13 @@ def constants_of(p: PoolingProblem, align: int) -> dict[str, Constants]:
 
 
 def buffers_of(p: PoolingProblem, e: Extents) -> dict[str, tuple[int, ...]]:
-    """The float32 scratch of a backward with a bias."""
+    """Returns the float32 scratch of a backward with a bias."""
     results = int(e.q_len.sum())
     return {"notes": (3, results, p.heads, p.dim), "added": (RANGES, p.ratio, p.channels)}
 
 
 def workspace_bytes(p: PoolingProblem, schedule: Schedule) -> int:
-    """The most bytes of scratch."""
+    """Returns the most bytes of scratch."""
     if schedule.op_kind == "pooling" or not p.has_bias:
         return 0
     elements = 0

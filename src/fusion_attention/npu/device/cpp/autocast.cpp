@@ -1,4 +1,4 @@
-// torch.autocast("npu"): torch's own lists of operators, cast by one function for all signatures.
+// torch.autocast("npu"): casts the operators in torch's lists; one function per policy serves all signatures.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -51,7 +51,7 @@ void fp32(const c10::OperatorHandle &op, DispatchKeySet /*keys*/, torch::jit::St
     cast_all(op, stack, at::kFloat);
 }
 
-// The dtype argument becomes float32 where a call leaves it open.
+// Sets the argument dtype to float32 if the call does not give it.
 void fp32_set_opt_dtype(const c10::OperatorHandle &op, DispatchKeySet /*keys*/, torch::jit::Stack *stack) {
     IValue *first = arguments(op, stack);
     bool eligible = first->isTensor() && at::autocast::is_autocast_eligible(first->toTensor(), NPU);
@@ -63,7 +63,7 @@ void fp32_set_opt_dtype(const c10::OperatorHandle &op, DispatchKeySet /*keys*/, 
     call(op, stack);
 }
 
-// norm without a dtype: torch redispatches to the overload that has one. Casting the tensor gives the same numbers.
+// torch redispatches norm without a dtype to the overload with a dtype; casting the tensor gives the same numbers.
 void fp32_append_dtype(const c10::OperatorHandle &op, DispatchKeySet keys, torch::jit::Stack *stack) {
     fp32(op, keys, stack);
 }

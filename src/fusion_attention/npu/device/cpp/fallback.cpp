@@ -1,5 +1,6 @@
-// Every operator on device npu: tensors become aliases on the device that computes, its kernel runs, and what it made
-// becomes tensors of npu. No schema is asked: an output that is an alias is its tensor, one over a twin is a view.
+// The kernel of all operators on device npu: replaces tensors by aliases on the computing device, runs that device's
+// kernel, and returns its results as tensors on npu. It does not read the operator's schema: a result that is an alias
+// is returned as the alias's tensor, and a result over the memory of a given tensor is returned as a view of it.
 #include "memory.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -19,8 +20,8 @@ namespace {
 
 using c10::IValue;
 
-// Operators that take tensors of several devices: copies.
-const std::unordered_set<std::string_view> &mixing() {
+// Operators that accept tensors of several devices: copies.
+const std::unordered_set<std::string_view> &copies() {
     static const std::unordered_set<std::string_view> names = {
         "aten::copy_",    "aten::_copy_from",     "aten::_copy_from_and_resize",
         "aten::_to_copy", "aten::_foreach_copy_", "aten::_foreach_copy",
@@ -29,7 +30,7 @@ const std::unordered_set<std::string_view> &mixing() {
     return names;
 }
 
-// What one call has turned into aliases.
+// The tensors of one call and their aliases. enter() converts an argument, leave() a result.
 class Frame {
 public:
     void enter(IValue &value) {
@@ -48,7 +49,7 @@ public:
         } else if (value.isOptionalTensorList()) {
             auto list = value.to<c10::List<std::optional<at::Tensor>>>();
             c10::List<std::optional<at::Tensor>> aliases;
-            const std::optional<Device> indexed = first_;  // where a tensor comes before the list
+            const std::optional<Device> indexed = first_;  // device of the indexed tensor, which precedes the list
             for (const auto &one : list) {
                 const std::optional<at::Tensor> t = one;
                 at::Tensor found = !t.has_value() ? at::Tensor() : indexed ? alias_of_index(*t, *indexed) : alias(*t);
@@ -60,7 +61,7 @@ public:
             elsewhere_ = asked.type() != NPU;
             here_ = !elsewhere_;
             if (here_) {
-                index_ = known(asked).index();
+                index_ = checked_device(asked).index();
                 value = Device(base(), base() == DeviceType::CPU ? -1 : index_);
             }
         } else if (value.isGenerator()) {
@@ -89,9 +90,9 @@ public:
                         "' device type for generator but found '", generator_->type(), "'");
         }
         if (C10_LIKELY(!strange_.has_value() || npu_.empty())) return;
-        if (mixing().contains(op.schema().name())) {
+        if (copies().contains(op.schema().name())) {
             elsewhere_ = elsewhere_ || (!here_ && first_.has_value() &&
-                                        first_->type() != NPU);  // what is made, is made like the first
+                                        first_->type() != NPU);  // results are on the first tensor's device
             return;
         }
         TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ",
@@ -136,7 +137,7 @@ private:
         value = std::move(found);
     }
 
-    // An index may come from the host.
+    // An index of a tensor on npu may be a tensor on the host.
     at::Tensor alias_of_index(const at::Tensor &t, Device indexed) {
         if (t.defined() && t.device().type() == DeviceType::CPU && indexed.type() == NPU) return {};
         TORCH_CHECK_INDEX(!t.defined() || t.device() == indexed, "indices should be either on ", at::kCPU,
@@ -144,7 +145,8 @@ private:
         return alias(t);
     }
 
-    // The alias of a tensor of npu; undefined for any other, which stays as it is.
+    // Returns the alias of a tensor on npu, or an undefined tensor for a tensor on another device, which is not
+    // replaced.
     at::Tensor alias(const at::Tensor &t) {
         if (!t.defined()) return {};
         if (!first_.has_value()) first_ = t.device();
@@ -176,24 +178,26 @@ private:
                                     " (compute it from tensors on the cpu)");
         if (elsewhere_ || made.device().type() != base()) return made;
         const c10::Storage &behind = made.unsafeGetTensorImpl()->unsafe_storage();
-        for (const c10::Storage &known : storages_) {
-            if (twin_of(known.unsafeGetStorageImpl()) == behind.unsafeGetStorageImpl()) return npu_over(made, known);
+        for (const c10::Storage &storage : storages_) {
+            if (twin_of(storage.unsafeGetStorageImpl()) == behind.unsafeGetStorageImpl())
+                return npu_over(made, storage);
         }
         for (const at::Tensor &other : others_) {
             if (other.is_same(made) || (other.has_storage() && other.storage().is_alias_of(behind))) return made;
         }
-        const DeviceIndex index = here_ || npu_.empty() ? known(Device(NPU, index_)).index() : npu_[0].device().index();
+        const DeviceIndex index =
+            here_ || npu_.empty() ? checked_device(Device(NPU, index_)).index() : npu_[0].device().index();
         return npu_over(made, in_front_of(behind, index));
     }
 
     c10::SmallVector<at::Tensor, 4> npu_, aliases_, others_;
     std::vector<c10::Storage> storages_;
-    std::optional<Device> first_;    // that of the first tensor
-    std::optional<Device> strange_;  // one that does not go with npu_
+    std::optional<Device> first_;    // device of the first tensor
+    std::optional<Device> strange_;  // device of a tensor that may not be combined with npu_
     std::optional<Device> generator_;
-    bool elsewhere_ = false;  // the call names a device, and it is not npu
-    bool here_ = false;       // it is
-    DeviceIndex index_ = -1;  // and has this number
+    bool elsewhere_ = false;  // true if the call has a device argument other than npu
+    bool here_ = false;       // true if the call has the device argument npu
+    DeviceIndex index_ = -1;  // the number in that argument
 };
 
 void fallback(const c10::OperatorHandle &op, DispatchKeySet /*keys*/, torch::jit::Stack *stack) {
@@ -209,9 +213,9 @@ void fallback(const c10::OperatorHandle &op, DispatchKeySet /*keys*/, torch::jit
     for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) frame.leave((*stack)[i]);
 }
 
-// Asked of memory, not computed: what the device that computes would say of its own is not npu's answer. And one that
-// puts some of its results into host memory, whatever the device.
-const std::unordered_set<std::string_view> &kept() {
+// Operators that the fallback does not compute: those about a tensor's memory, for which the computing device's answer
+// would be wrong for npu, and one that puts some of its results into host memory on every device.
+const std::unordered_set<std::string_view> &excluded() {
     static const std::unordered_set<std::string_view> names = {
         "aten::is_pinned",
         "aten::_pin_memory",
@@ -221,8 +225,8 @@ const std::unordered_set<std::string_view> &kept() {
     return names;
 }
 
-// Collective operations look for the back end of a process group by their tensors' device. They get aliases, and find
-// that of the device that computes.
+// Collective operations choose the back end of a process group by their tensors' device. With aliases, they choose the
+// computing device's.
 void register_collectives(DispatchKey key) {
     struct Quiet final : c10::WarningHandler {
         void process(const c10::Warning &) override {}  // torch has kernels for PrivateUse1, which these replace
@@ -240,8 +244,8 @@ void register_collectives(DispatchKey key) {
 
 }  // namespace
 
-// Operators that have a kernel of the device that computes, or one for all devices, need no other way to it: a
-// composite one would be taken apart on npu, and pay for each of its parts.
+// Registers the fallback for every operator for which the computing device, or every device, has a kernel. A composite
+// operator would otherwise run on npu as several operators, each with the fallback's cost.
 int64_t register_operators() {
     static auto *library =
         new torch::Library(torch::Library::IMPL, "aten", DispatchKey::PrivateUse1, __FILE__, __LINE__);
@@ -249,12 +253,12 @@ int64_t register_operators() {
     register_collectives(key);
     int64_t count = 0;
     for (const c10::OperatorName &name : c10::Dispatcher::singleton().getAllOpNames()) {
-        if (name.name.rfind("aten::", 0) != 0 || kept().contains(name.name)) continue;
+        if (name.name.rfind("aten::", 0) != 0 || excluded().contains(name.name)) continue;
         auto op = c10::Dispatcher::singleton().findOp(name);
         if (!op.has_value() || !op->hasSchema() || op->hasKernelForDispatchKey(DispatchKey::PrivateUse1)) continue;
-        bool explicit_one = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
-                            op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional);
-        if (!op->hasKernelForDispatchKey(key) && !explicit_one) continue;
+        bool explicit_kernel = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
+                               op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional);
+        if (!op->hasKernelForDispatchKey(key) && !explicit_kernel) continue;
         std::string full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
         library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
         ++count;

@@ -16,7 +16,8 @@ public:
         : GeneratorImpl(Device(NPU, index), DispatchKeySet(DispatchKey::PrivateUse1)), inner_(std::move(inner)) {}
 
     void set_current_seed(uint64_t seed) override { inner_.set_current_seed(seed); }
-    // A copy, or a pickle, asks the generator of any device but the CPU for its place, of which the CPU's has none.
+    // torch reads the offset when it copies or pickles the generator of another device than the CPU; the CPU's
+    // generator has no offset.
     void set_offset(uint64_t offset) override {
         if (base() != DeviceType::CPU || offset != 0) inner_.set_offset(offset);
     }
@@ -33,7 +34,7 @@ private:
     at::Generator inner_;
 };
 
-DeviceIndex numbered(DeviceIndex index) { return known(Device(NPU, index)).index(); }
+DeviceIndex numbered(DeviceIndex index) { return checked_device(Device(NPU, index)).index(); }
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// Random numbers on device npu are those of the device that computes.
+// Random generators of device npu, which draw from the computing device's generators.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -7,11 +7,10 @@
 
 namespace fusion_npu {
 
-// The generator of the device that computes behind one of npu; another stays as it is.
+// Returns the computing device's generator that a generator of npu uses; a generator of another device is returned.
 at::Generator behind(const at::Generator &generator);
 
-// The default generator of npu, which is that of the device that computes (on a host one for all numbers), and a new
-// one.
+// Returns the default generator of npu:index (on a host, all indices share one), and a new generator.
 const at::Generator &default_generator(DeviceIndex index);
 at::Generator new_generator(DeviceIndex index);
 

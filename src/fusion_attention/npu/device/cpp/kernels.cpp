@@ -1,4 +1,4 @@
-// Kernels of npu's own: what the CPU refuses, or answers for itself alone.
+// Kernels of npu for operators that the CPU does not support, or whose result for npu differs from that for the CPU.
 #include <ATen/ops/histc.h>
 #include <torch/library.h>
 
@@ -7,8 +7,8 @@
 namespace fusion_npu {
 namespace {
 
-// Of integers too, as on the chip and on CUDA: models count an expert's tokens so wherever they are not on a CPU. A
-// double holds every count, and every integer that a bin can tell from the next.
+// Computes histograms of integers too, as the chip and CUDA do, because models count an expert's tokens by them on
+// devices other than the CPU. A double represents all counts, and all integers that bins can distinguish.
 at::Tensor histc(const at::Tensor &self, int64_t bins, const at::Scalar &low, const at::Scalar &high) {
     at::Tensor alias = alias_of(self);
     bool counted = base() == DeviceType::CPU && at::isIntegralType(alias.scalar_type(), /*includeBool=*/false);
@@ -17,8 +17,8 @@ at::Tensor histc(const at::Tensor &self, int64_t bins, const at::Scalar &low, co
     return npu_over(made, in_front_of(made.unsafeGetTensorImpl()->unsafe_storage(), self.device().index()));
 }
 
-// Whether one tensor may become the other in place. Between the host and npu it may, as between the host and CUDA: a
-// module that moves keeps its parameters, so weights that layers share stay one.
+// True if one tensor may become the other in place. Between the host and npu it may, as between the host and CUDA: when
+// a module moves, its parameters stay the same objects, so layers continue to share weights.
 bool may_become(const at::Tensor &self, const at::Tensor &from) {
     const auto dense = [](DispatchKeySet keys) {
         using c10::BackendComponent;
@@ -29,11 +29,10 @@ bool may_become(const at::Tensor &self, const at::Tensor &from) {
     return self.key_set() == from.key_set() || (dense(self.key_set()) && dense(from.key_set()));
 }
 
-// Whether a TransformerEncoder may pack its rows into a nested tensor, of which npu has none: it goes on with what it
-// has.
+// False, because npu has no nested tensors: a TransformerEncoder must not pack its rows into one.
 bool may_nest(const at::Tensor & /*rows*/, const at::Tensor & /*mask*/) { return false; }
 
-// On a host what a stream was given has run: no memory waits for it.
+// Does nothing on a host, where the work of a stream is complete when a call returns.
 void record_stream(at::Tensor &self, c10::Stream stream) {
     if (base() == DeviceType::CPU) return;
     if (stream.device_type() == NPU) {

@@ -21,23 +21,23 @@ std::atomic<DeviceType> computes{DeviceType::CPU};
 
 void release(void *twin) { c10::raw::intrusive_ptr::decref(static_cast<StorageImpl *>(twin)); }
 
-// npu's pointer into the memory of a twin, which it keeps alive.
+// Returns a pointer on npu to the memory of a twin; it keeps the twin alive.
 at::DataPtr pointer(StorageImpl *twin, DeviceIndex index) {
     c10::raw::intrusive_ptr::incref(twin);
     return {twin->mutable_data_ptr().mutable_get(), twin, &release,
             Device(NPU, base() == DeviceType::CPU ? index : twin->device().index())};
 }
 
-// Since 2.9 torch asks the allocator of its accelerator how much memory there is.
+// From 2.9 on torch reads memory statistics from the accelerator's allocator.
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
-using Asked = c10::DeviceAllocator;
+using Base = c10::DeviceAllocator;
 #else
-using Asked = c10::Allocator;
+using Base = c10::Allocator;
 #endif
 
-struct Allocator final : Asked {
+struct Allocator final : Base {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
-    // CUDA's numbers where it computes. On a host nothing is counted or kept.
+    // CUDA's allocator if CUDA is the computing device. On a host memory is neither counted nor cached.
     static c10::DeviceAllocator *cuda() {
         return base() == DeviceType::CPU ? nullptr : c10::getDeviceAllocator(base());
     }
@@ -49,20 +49,20 @@ struct Allocator final : Asked {
         c10::impl::VirtualGuardImpl(NPU).recordDataPtrOnStream(data, stream);
     }
     c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex index) override {
-        known(Device(NPU, index));
+        checked_device(Device(NPU, index));
         return cuda() == nullptr ? c10::CachingDeviceAllocator::DeviceStats() : cuda()->getDeviceStats(index);
     }
     void resetAccumulatedStats(DeviceIndex index) override {
-        known(Device(NPU, index));
+        checked_device(Device(NPU, index));
         if (cuda() != nullptr) cuda()->resetAccumulatedStats(index);
     }
     void resetPeakStats(DeviceIndex index) override {
-        known(Device(NPU, index));
+        checked_device(Device(NPU, index));
         if (cuda() != nullptr) cuda()->resetPeakStats(index);
     }
     // NOLINTNEXTLINE(modernize-use-override): one since torch 2.10
     std::pair<size_t, size_t> getMemoryInfo(DeviceIndex index) {
-        known(Device(NPU, index));
+        checked_device(Device(NPU, index));
         if (cuda() != nullptr) return memory_of(cuda(), index);
         const size_t page = sysconf(_SC_PAGE_SIZE), total = sysconf(_SC_PHYS_PAGES), free = sysconf(_SC_AVPHYS_PAGES);
         return {page * std::min(free, total), page * total};
@@ -76,7 +76,7 @@ struct Allocator final : Asked {
     at::DataPtr allocate(size_t bytes) override {
         c10::Allocator *source = c10::GetAllocator(base());
         auto twin = c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), bytes, source, true);
-        return pointer(twin.get(), known(Device(NPU)).index());
+        return pointer(twin.get(), checked_device(Device(NPU)).index());
     }
     c10::DeleterFnPtr raw_deleter() const override { return nullptr; }  // the context is not the pointer
     void copy_data(void *to, const void *from, std::size_t bytes) const override {
@@ -87,10 +87,11 @@ struct Allocator final : Asked {
 Allocator allocator;
 REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &allocator)
 
-// What a tensor has besides a back end: whether its values are to be read negated, conjugated, or as zeros.
+// Keys of tensors whose values are read negated, conjugated, or as zeros.
 const DispatchKeySet LAZY({DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor});
 
-// A view of an ordinary tensor is an ordinary tensor, in inference mode too; so torch's own kernels make theirs.
+// Makes a tensor with the shape of another. It has autograd's keys if the other has them, also in inference mode, as
+// views by torch's kernels do.
 at::Tensor tensor(c10::Storage storage, DispatchKey key, const TensorImpl *like) {
     const c10::BackendComponent backend = c10::toBackendComponent(key);
     DispatchKeySet keys =
@@ -103,7 +104,7 @@ at::Tensor tensor(c10::Storage storage, DispatchKey key, const TensorImpl *like)
     return at::Tensor(std::move(made));
 }
 
-// A twin for a storage around memory of another owner: it keeps what kept the memory.
+// Makes the twin of a storage whose memory another object owns; the twin takes over that ownership.
 StorageImpl *adopted(StorageImpl *storage) {
     static std::mutex lock;
     std::lock_guard<std::mutex> held(lock);
@@ -122,7 +123,7 @@ StorageImpl *adopted(StorageImpl *storage) {
 
 struct Pinned final : c10::Allocator {
     std::mutex lock;
-    std::map<const char *, size_t> blocks;  // by where they begin
+    std::map<const char *, size_t> blocks;  // address -> bytes
     at::DataPtr allocate(size_t bytes) override;
     c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
     void copy_data(void *to, const void *from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
@@ -196,12 +197,12 @@ void follow_twin(StorageImpl *storage) {
     storage->set_nbytes(twin->nbytes());
 }
 
-void follow(TensorImpl *npu, const TensorImpl *alias, const std::vector<c10::Storage> &known) {
+void follow(TensorImpl *npu, const TensorImpl *alias, const std::vector<c10::Storage> &storages) {
     StorageImpl *storage = npu->unsafe_storage().unsafeGetStorageImpl();
     StorageImpl *behind = alias->unsafe_storage().unsafeGetStorageImpl();
     if (C10_UNLIKELY(twin_of(storage) != behind)) {  // set_()
         c10::Storage other;
-        for (const c10::Storage &one : known) {
+        for (const c10::Storage &one : storages) {
             if (twin_of(one.unsafeGetStorageImpl()) == behind) other = one;
         }
         npu->set_storage_keep_dtype(other ? std::move(other)

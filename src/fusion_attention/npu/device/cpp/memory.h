@@ -1,8 +1,8 @@
-// Tensors on device "npu" and their aliases on the device that computes: one memory, two tensors.
+// Tensors on device "npu" and their aliases, tensors over the same memory on the computing device (CPU or CUDA).
 //
-// Behind every storage of npu stands its twin, a storage of the device that computes, which owns the memory. Kernels
-// get tensors over the twin; what they make comes back as tensors over a storage of npu in front of it. So overlap,
-// resizing and emptying are the twin's, and need no bookkeeping here.
+// Every storage on npu has a twin, a storage on the computing device that owns the memory. Kernels receive tensors over
+// the twin; for their results, npu tensors over a storage of npu for the result's storage are made. The twin therefore
+// determines overlaps and sizes of memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,36 +24,35 @@ using c10::TensorImpl;
 
 constexpr DeviceType NPU = DeviceType::PrivateUse1;
 
-// The device that computes, CPU or CUDA: set once, before the first tensor.
+// The computing device, CPU or CUDA: set once, before the first tensor.
 DeviceType base();
 void set_base(DeviceType type);
 inline DispatchKey base_key() { return base() == DeviceType::CUDA ? DispatchKey::CUDA : DispatchKey::CPU; }
 
 inline bool on_npu(const at::Tensor &t) { return t.defined() && t.unsafeGetTensorImpl()->device_type() == NPU; }
 
-// The twin of a storage of npu; a storage that torch made around foreign memory (from_blob) gets one.
+// Returns the twin of a storage of npu; makes one for a storage that torch made over given memory (from_blob).
 StorageImpl *twin_of(StorageImpl *storage);
 
-// A storage of npu in front of a storage of the device that computes. On a host its number is the one given; elsewhere
-// it is the twin's.
+// Makes a storage of npu whose twin is the given storage. On a host its device number is `index`, else the twin's.
 c10::Storage in_front_of(const c10::Storage &twin, DeviceIndex index);
 
-// The tensor of the device that computes on the memory of one of npu; autograd does not see it.
+// Returns the alias of a tensor of npu: a tensor of the computing device over the same memory, unknown to autograd.
 at::Tensor alias_of(const at::Tensor &npu);
 
-// A tensor of the device that computes with the shape of any tensor, and no memory.
+// Returns a tensor of the computing device with the shape of `t`, without memory.
 at::Tensor shape_of(const at::Tensor &t);
 
-// The tensor of npu on the memory of one of the device that computes, over a storage of npu in front of its storage.
+// Returns a tensor of npu with the shape of a tensor of the computing device, over a storage of npu for its memory.
 at::Tensor npu_over(const at::Tensor &made, c10::Storage storage);
 
-// Gives a tensor of npu, and its storage, the shape and the memory that a kernel has given its alias.
-void follow(TensorImpl *npu, const TensorImpl *alias, const std::vector<c10::Storage> &known);
+// Updates a tensor of npu and its storage after a kernel has changed the shape or the memory of its alias.
+void follow(TensorImpl *npu, const TensorImpl *alias, const std::vector<c10::Storage> &storages);
 
-// Gives a storage of npu the memory of its twin, which has been resized.
+// Updates a storage of npu after its twin has been resized.
 void follow_twin(StorageImpl *storage);
 
-// Keeps the pages of host memory that pin_memory() asked for; nothing is locked, for no device reads them.
+// Allocates and lists the host memory of pin_memory(); pages are not locked, because no other device reads them.
 c10::Allocator *pinned_memory();
 bool is_pinned(const void *pointer);
 

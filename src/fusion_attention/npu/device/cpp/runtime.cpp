@@ -1,5 +1,5 @@
-// What torch asks an accelerator: how many devices, which is current, streams, pinned memory. All of it is answered by
-// the device that computes, under the name npu.
+// torch's interfaces of an accelerator: number of devices, current device, streams, events, pinned memory, profiler.
+// With CUDA as the computing device they call CUDA's; on a host they are implemented here.
 #include <ATen/Context.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/transformers/attention.h>
@@ -22,9 +22,10 @@ namespace fusion_npu {
 namespace {
 
 std::atomic<bool> present{false};
-std::atomic<int> count{0};  // of those that were there last: tensors live on without them
+std::atomic<int> count{0};  // number of devices at the last activation; their tensors outlive a deactivation
 
-// Devices of a host are numbers: what a thread has chosen, its current stream on each, and the streams made so far.
+// On a host a device is only a number: this thread's current device, its current stream on each device, and the number
+// of streams made.
 thread_local DeviceIndex current = 0;
 thread_local std::array<c10::StreamId, std::numeric_limits<DeviceIndex>::max() + 1> current_streams{};
 std::atomic<c10::StreamId> streams{0};
@@ -34,7 +35,7 @@ int64_t now() { return std::chrono::steady_clock::now().time_since_epoch() / std
 
 c10::Stream stream_of(Device d, c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, d, id); }
 
-// npu:i of the device i that computes, and back.
+// Maps npu:i to device i of the computing device, and back.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     static c10::impl::VirtualGuardImpl inner() { return c10::impl::VirtualGuardImpl(base()); }
     static Device out(Device d) { return {NPU, d.index()}; }
@@ -50,32 +51,32 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         return before;
     }
     Device getDevice() const override { return on_host() ? Device(NPU, current) : out(inner().getDevice()); }
-    void setDevice(Device d) const override { uncheckedSetDevice(known(d)); }
+    void setDevice(Device d) const override { uncheckedSetDevice(checked_device(d)); }
     void uncheckedSetDevice(Device d) const noexcept override {
         if (!on_host()) return inner().uncheckedSetDevice(in(d));
         if (d.has_index()) current = d.index();
     }
     c10::Stream getStream(Device d) const override {
         if (!on_host()) return out(inner().getStream(in(d)));
-        const Device there = known(d);
+        const Device there = checked_device(d);
         return stream_of(there, current_streams[there.index()]);
     }
     c10::Stream getDefaultStream(Device d) const override {
-        return on_host() ? stream_of(known(d), 0) : out(inner().getDefaultStream(in(d)));
+        return on_host() ? stream_of(checked_device(d), 0) : out(inner().getDefaultStream(in(d)));
     }
     c10::Stream getNewStream(Device d, int priority) const override {
-        return on_host() ? stream_of(known(d), ++streams) : out(inner().getNewStream(in(d), priority));
+        return on_host() ? stream_of(checked_device(d), ++streams) : out(inner().getNewStream(in(d), priority));
     }
     c10::Stream getStreamFromGlobalPool(Device d, bool high) const override {
         return on_host() ? getNewStream(d, 0) : out(inner().getStreamFromGlobalPool(in(d), high));
     }
     c10::Stream exchangeStream(c10::Stream s) const override {
         if (!on_host()) return out(inner().exchangeStream(in(s)));
-        return stream_of(s.device(), std::exchange(current_streams[known(s.device()).index()], s.id()));
+        return stream_of(s.device(), std::exchange(current_streams[checked_device(s.device()).index()], s.id()));
     }
     DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(count.load()); }
 
-    // On a host what a stream was given has run when the call returns: events have happened, streams are empty. An
+    // On a host the work of a stream is complete when a call returns, so events are complete when they are recorded. An
     // event is a time.
     void record(void **event, const c10::Stream &stream, const DeviceIndex index,
                 const c10::EventFlag flag) const override {
@@ -151,7 +152,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
 };
 
-// What torch.autograd.profiler asks of a device: the moments of its events.
+// The times of events for torch.autograd.profiler.
 struct Clock final : torch::profiler::impl::ProfilerStubs {
     using Event = torch::profiler::impl::ProfilerVoidEventStub;
     static const ProfilerStubs *cuda() { return torch::profiler::impl::cudaStubs(); }
@@ -185,8 +186,8 @@ struct Clock final : torch::profiler::impl::ProfilerStubs {
     }
 };
 
-// Which kernel scaled_dot_product_attention takes: the one of the device that computes, which is asked by shapes alone:
-// what a transformation or a trace makes of a tensor has no memory.
+// Returns the kernel for scaled_dot_product_attention that the computing device would choose, from shapes alone,
+// because tensors of transformations and traces have no memory.
 int64_t attention_kernel(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
                          const std::optional<at::Tensor> &mask, double dropout, bool causal,
                          std::optional<double> scale, bool grouped) {
@@ -202,10 +203,10 @@ int64_t attention_kernel(const at::Tensor &q, const at::Tensor &k, const at::Ten
 
 }  // namespace
 
-Device known(Device asked) {
-    if (!asked.has_index()) return guard.getDevice();
-    TORCH_CHECK(asked.index() < count, "torch.npu: device: expected npu:0 to npu:", count - 1, ", got '", asked, "'");
-    return asked;
+Device checked_device(Device device) {
+    if (!device.has_index()) return guard.getDevice();
+    TORCH_CHECK(device.index() < count, "torch.npu: device: expected npu:0 to npu:", count - 1, ", got '", device, "'");
+    return device;
 }
 
 void register_profiler() { torch::profiler::impl::registerPrivateUse1Methods(new Clock); }  // torch keeps it
@@ -219,7 +220,7 @@ void set_count(int64_t devices) {
     (void)hooks;
     present = devices > 0;
     if (present) count = static_cast<int>(std::min<int64_t>(devices, std::numeric_limits<DeviceIndex>::max()));
-    // The next use of the device imports torch.npu first, which reports that install() was taken back.
+    // At its next use torch imports torch.npu, whose error says that uninstall() was called.
     if (!present) torch::utils::set_requires_device_init(NPU, true);
 }
 

@@ -6,18 +6,17 @@
 
 namespace fusion_npu {
 
-// A device of npu, if there is one of that number; otherwise an error that says which there are. Without a number the
-// current one of this thread.
-c10::Device known(c10::Device asked);
+// Returns a device of npu with a number; the current device of this thread if none is given. Raises an error for a
+// number that no device has.
+c10::Device checked_device(c10::Device device);
 
-// How many devices torch is told of; with 0 there is none. On a host they are numbers: all have the same memory. Where
-// CUDA computes, they are CUDA's.
+// Sets the number of devices; 0 deactivates npu. On a host all devices share one memory; otherwise they are CUDA's.
 void set_count(int64_t devices);
 
-// The profiler's clock of npu: the host's, or CUDA's.
+// Registers the profiler's clock of npu: the host's, or CUDA's.
 void register_profiler();
 
-// Gives npu's operators their kernels; how many there are.
+// Registers the fallback as the kernel of npu's operators; returns their number.
 int64_t register_operators();
 
 }  // namespace fusion_npu
