@@ -19,27 +19,23 @@ def figures(folder: Path, group: str) -> dict[str, list[dict[str, float]]]:
     command += ["--output", str(folder / "figures")]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
-    assert (folder / "figures.png").read_bytes().startswith(b"\x89PNG")
-    return json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+    result = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+    assert not result["rows"] or (folder / "figures.png").read_bytes().startswith(b"\x89PNG")
+    return result
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("group", "count"),
+    ("group", "title", "count"),
     [
-        ("packed", 7),
-        *(
-            pytest.param(*row, marks=slow)
-            for row in (
-                *(("gradients", 20), ("steps", 4), ("threads", 9), ("loss", 10), ("compressed", 7)),
-                *(("integrations", 8), ("npu", 2)),
-            )
-        ),
+        *(("packed", "packed", 7), ("gradients", "gradients", 20), ("steps", "steps", 4), ("threads", "threads", 9)),
+        *(("loss", "indexer's loss", 10), ("compressed", "compressed keys", 7), ("npu", "npu", 2)),
+        ("integrations", "integrations", 8),
     ],
 )
-def test_a_group_of_rows(group: str, count: int, tmp_path: Path) -> None:
+def test_a_group_of_rows(group: str, title: str, count: int, tmp_path: Path) -> None:
     result = figures(tmp_path, group)
-    assert [row["group"] for row in result["rows"]] == [group] * count
+    assert [row["group"] for row in result["rows"]] == [title] * count
     assert all(row["ratio"] > 0 and row["gflops"] > 0 for row in result["rows"])
     assert result["memory"] == []
 

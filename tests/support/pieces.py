@@ -120,6 +120,8 @@ def run(call: Call, backend: str = "auto") -> dict[str, Tensor]:
 def expected(call: Call) -> dict[str, Expected]:
     """Returns the expected results of run() and lse: golden values with the expected errors of a correct program."""
     golden, lowered = run(call, "golden"), call.lowered()
+    if "max" not in golden:  # no rows: gradients of keys are exactly 0
+        return {name: Expected(t, torch.zeros_like(t)) for name, t in golden.items()}
     lse = golden["max"] + golden["sum"].log()
     lanes = dict(zip(("max", "sum"), to_lanes(lowered, golden["max"], golden["sum"]), strict=True))
     given = {"dpse" if name == "dbias" else name: t for name, t in golden.items()}
