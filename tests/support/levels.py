@@ -58,7 +58,7 @@ LIMITS = {
     ("query_rope", "pse is None and drop_mask is None and keep_prob == 1"),
 }
 CONTENT = {
-    ("softmax_max", "statistics with each sequence's heads end to end, token-major only where softmax_layout says so"),
+    ("softmax_max", "statistics in the order of softmax_layout"),
     ("atten_mask", "a mask that agrees with pre_tokens and next_tokens"),
     ("pse", "compressed rows that are shifted copies of each other"),
 }
@@ -72,10 +72,10 @@ NOTES = {
 DOUBTS = {
     *((name, "sequences that take up all T1 rows of the tensor") for name in ("q_len", "actual_seq_qlen")),
     *((name, "sequences that take up all T2 rows of the tensor") for name in ("kv_len", "actual_seq_kvlen")),
-    ("pse", "slopes that wait for no gradient"),
-    ("q", "no more heads than rows, or 256"),
+    ("pse", "slopes that do not require a gradient"),
+    ("q", "at most max(S1, 256) heads"),
     ("atten_mask", "the documented content of a compressed mask"),
-    ("alibi_slopes", "a tensor that waits for no gradient"),
+    ("alibi_slopes", "a tensor that does not require a gradient"),
 }
 MISSING = {
     ("actual_seq_qlen", "actual_seq_qlen is not None"),

@@ -153,7 +153,7 @@ RULES: tuple[Rule, ...] = (
     ),
     of_lengths(
         "groups(k, cache_layout, N1)",
-        "k: a divisor of N1 heads (every key head serves the same number of query heads)",
+        "k: a divisor of N1 heads (all KV heads serve the same number of heads)",
         invalid={"N2": 3},
     ),
     *(

@@ -27,7 +27,7 @@ from fusion_attention.ops.shared.layouts import (
     rows_shape,
     stats_shape,
     stats_view,
-    wide,
+    to_float32,
 )
 
 Tensor = torch.Tensor
@@ -154,7 +154,7 @@ class InferenceCall:
             v=v,
             out=self._moved(row_view(out, self.out_layout or self.layout, p.heads_q, e, "q")),
             stats=Stats(*map(self._moved, stats)),
-            sink=wide(self.sink, self.q),
+            sink=to_float32(self.sink, self.q),
         )
         if p.dim_rope:
             assert self.q_rope is not None

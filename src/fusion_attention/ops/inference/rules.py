@@ -49,7 +49,7 @@ SIZED_PAGES = meaning(
 )
 EVEN_HEADS = of_lengths(
     "heads_fit(num_key_value_heads, N1)",
-    "num_key_value_heads: a divisor of num_heads, or 0 (every key head serves the same number of query heads; 0: as "
+    "num_key_value_heads: a divisor of num_heads, or 0 (all KV heads serve the same number of heads; 0: as "
     "many as num_heads)",
     invalid={"num_key_value_heads": 3},
 )

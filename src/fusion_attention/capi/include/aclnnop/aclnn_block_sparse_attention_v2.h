@@ -2,7 +2,7 @@
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* BlockSparseAttention with scales of fp8 tensors, in one layout more.
+/* BlockSparseAttention with scales of fp8 tensors, and layout BSND.
  *   qDequantScale: Scales of query in fp8 (950 only): not computed here. Null: absent.
  *   kDequantScale: Scales of key in fp8 (950 only): not computed here. Null: absent.
  *   vDequantScale: Scales of value in fp8 (950 only): not computed here. Null: absent.

@@ -16,14 +16,14 @@
  *   cmpRatio: Rows of a window.
  *   coff: 1; or 2, windows overlap: rows have 2 * D channels, and the first D of them belong to the next window.
  *   cacheMode: 1: a block for each position; 2: one block of a sequence as a ring.
- *   stateCacheStrideDim0: Without effect: the tensor has its strides.
+ *   stateCacheStrideDim0: Without effect: strides are those of the tensor.
  *   gradEnabled: Write softmax_score and kv, which the gradient reads.
  *   cmpKv: [B, ceil(S / cmp_ratio), D], or packed [min(T, T // cmp_ratio + B), D]; zeros behind the last window of
  *       a sequence, packed behind that of the last.
  *   softmaxScore: Weights of the rows of windows, [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as
- *       cmp_kv is; with coff 2 rows of the window before and of the window alternate.
- *   kv: Rows of windows, [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as cmp_kv is; with coff 2 rows of
- *       the window before and of the window alternate. */
+ *       cmp_kv; with coff 2 rows of the previous window and of the window alternate.
+ *   kv: Rows of windows, [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as cmp_kv; with coff 2 rows of
+ *       the previous window and of the window alternate. */
 ACLNN_FUNCTION aclnnStatus aclnnCompressorGetWorkspaceSize(
     const aclTensor *x, const aclTensor *wkv, const aclTensor *wgate, const aclTensor *stateCacheRef,
     const aclTensor *ape, const aclTensor *stateBlockTable, const aclTensor *cuSeqlens, const aclTensor *seqused,
