@@ -211,7 +211,7 @@ def aclnnIncreFlashAttentionGetWorkspaceSize(query: _Tensor, key: _Tensors, valu
     atten_mask: _Tensor, actual_seq_lengths: _Numbers, num_heads: int, scale_value: float, input_layout: str,
     num_key_value_heads: int, attention_out: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """Attention of one new token per item over its cache."""
+    """Softmax attention of one new token per sequence to the keys in its cache."""
 aclnnIncreFlashAttention: _Run
 def aclnnIncreFlashAttentionV2GetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors, pse_shift: _Tensor,
     atten_mask: _Tensor, actual_seq_lengths: _Numbers, dequant_scale1: _Tensor, quant_scale1: _Tensor,
@@ -240,7 +240,7 @@ def aclnnPromptFlashAttentionGetWorkspaceSize(query: _Tensor, key: _Tensor, valu
     atten_mask: _Tensor, actual_seq_lengths: _Numbers, num_heads: int, scale_value: float, pre_tokens: int,
     next_tokens: int, input_layout: str, num_key_value_heads: int, attention_out: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """Attention of prompts."""
+    """Softmax attention of prompts."""
 aclnnPromptFlashAttention: _Run
 def aclnnPromptFlashAttentionV2GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, pse_shift: _Tensor,
     atten_mask: _Tensor, actual_seq_lengths: _Numbers, actual_seq_lengths_kv: _Numbers, dequant_scale1: _Tensor,
@@ -265,8 +265,8 @@ def aclnnFusedInferAttentionScoreGetWorkspaceSize(query: _Tensor, key: _Tensors,
     input_layout: str, num_key_value_heads: int, sparse_mode: int, inner_precise: int, block_size: int,
     antiquant_mode: int, softmax_lse_flag: bool, attention_out: _Tensor, softmax_lse: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """Attention of prompts and of new tokens over a cache: stacked, packed, listed or paged, of floats or
-    integers."""
+    """Softmax attention of prompts and of new tokens to the keys of a cache: padded, packed, a list of tensors, or
+    pages; floats or integers."""
 aclnnFusedInferAttentionScore: _Run
 def aclnnFusedInferAttentionScoreV2GetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors,
     pse_shift: _Tensor, atten_mask: _Tensor, actual_seq_lengths: _Numbers, actual_seq_lengths_kv: _Numbers,
@@ -279,7 +279,7 @@ def aclnnFusedInferAttentionScoreV2GetWorkspaceSize(query: _Tensor, key: _Tensor
     sparse_mode: int, inner_precise: int, block_size: int, antiquant_mode: int, softmax_lse_flag: bool,
     key_antiquant_mode: int, value_antiquant_mode: int, attention_out: _Tensor, softmax_lse: _Tensor, *,
     strict: bool = True, check_content: bool = False) -> _Planned:
-    """FusedInferAttentionScore with scales of keys and values apart, and a shared prefix."""
+    """FusedInferAttentionScore with separate scales of keys and of values, and a shared prefix."""
 aclnnFusedInferAttentionScoreV2: _Run
 def aclnnFusedInferAttentionScoreV3GetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors,
     pse_shift: _Tensor, atten_mask: _Tensor, actual_seq_lengths: _Numbers, actual_seq_lengths_kv: _Numbers,
@@ -292,7 +292,7 @@ def aclnnFusedInferAttentionScoreV3GetWorkspaceSize(query: _Tensor, key: _Tensor
     next_tokens: int, input_layout: str, num_key_value_heads: int, sparse_mode: int, inner_precise: int,
     block_size: int, antiquant_mode: int, softmax_lse_flag: bool, key_antiquant_mode: int, value_antiquant_mode: int,
     attention_out: _Tensor, softmax_lse: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
-    """FusedInferAttentionScoreV2 with rope parts of their own."""
+    """FusedInferAttentionScoreV2 with rope parts as separate tensors."""
 aclnnFusedInferAttentionScoreV3: _Run
 def aclnnFusedInferAttentionScoreV4GetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors,
     pse_shift: _Tensor, atten_mask: _Tensor, actual_seq_lengths: _Numbers, actual_seq_lengths_kv: _Numbers,
@@ -321,7 +321,7 @@ def aclnnFusedInferAttentionScoreV5GetWorkspaceSize(query: _Tensor, key: _Tensor
     block_size: int, antiquant_mode: int, softmax_lse_flag: bool, key_antiquant_mode: int, value_antiquant_mode: int,
     query_quant_mode: int, pse_type: int, attention_out: _Tensor, softmax_lse: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """FusedInferAttentionScoreV4 on Ascend 950: this library computes what both chips know."""
+    """FusedInferAttentionScoreV4 on Ascend 950; forms that only Ascend 950 has are not computed."""
 aclnnFusedInferAttentionScoreV5: _Run
 def aclnnLightningIndexerGetWorkspaceSize(query: _Tensor, key: _Tensor, weights: _Tensor,
     actual_seq_lengths_query: _Numbers, actual_seq_lengths_key: _Numbers, block_table: _Tensor, layout_query: str,

@@ -179,7 +179,7 @@ def _scales(n: Mapping[str, Any], side: int) -> Scales:
     def by_head(t: Tensor | None) -> Tensor | None:
         if t is None or mode in (3, 5):
             return t
-        return t.reshape(-1, 1, t.shape[-1])  # one for all heads
+        return t.reshape(-1, 1, t.shape[-1])  # all heads share a scale
 
     return Scales(by_head(scale), by_head(offset), "pages" if mode in (4, 5) else "tokens")
 

@@ -2,9 +2,9 @@
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* FusedInferAttentionScoreV2 with rope parts of their own.
+/* FusedInferAttentionScoreV2 with rope parts as separate tensors.
  *   queryRopeOptional: Rope part of the query rows. Null: absent.
- *   keyRopeOptional: Rope part of the key rows, as the keys lie. Null: absent.
+ *   keyRopeOptional: Rope part of the key rows, in the form of key. Null: absent.
  *   keyRopeAntiquantScaleOptional: Reserved. Null: absent.
  * Its other parameters: aclnn_fused_infer_attention_score.h, aclnn_fused_infer_attention_score_v2.h. */
 ACLNN_FUNCTION aclnnStatus aclnnFusedInferAttentionScoreV3GetWorkspaceSize(

@@ -5,8 +5,8 @@
 /* IncreFlashAttentionV2 with pse_shift, an int8 cache and pages.
  *   antiquantScale: Scales of an int8 cache, keys then values: [2], [2, N2, 1, D], [2, N2, D] or [2, N2*D]. Null:
  *       absent.
- *   antiquantOffset: Added to the integers before scaling; as antiquant_scale. Null: absent.
- *   blocktable: The pages of every item, in order. Null: absent.
+ *   antiquantOffset: Added to the integers before scaling; shape of antiquant_scale. Null: absent.
+ *   blocktable: The pages of every sequence, in order. Null: absent.
  *   blockSize: Tokens of a page; ignored without a block table.
  *   innerPrecise: 0 or 1; both compute in float32.
  * Its other parameters: aclnn_incre_flash_attention.h, aclnn_incre_flash_attention_v2.h. */

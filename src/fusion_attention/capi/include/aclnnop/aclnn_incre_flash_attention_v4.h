@@ -3,7 +3,7 @@
 #include "aclnn/aclnn_base.h"
 
 /* IncreFlashAttentionV3 with left padding.
- *   kvPaddingSize: Unused slots behind every item, which ends there (left padding). Null: absent.
+ *   kvPaddingSize: One number: unused tokens of the cache behind the last token of every sequence. Null: absent.
  * Its other parameters: aclnn_incre_flash_attention.h, aclnn_incre_flash_attention_v2.h,
 aclnn_incre_flash_attention_v3.h. */
 ACLNN_FUNCTION aclnnStatus aclnnIncreFlashAttentionV4GetWorkspaceSize(

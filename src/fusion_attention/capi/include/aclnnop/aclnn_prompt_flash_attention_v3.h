@@ -3,7 +3,7 @@
 #include "aclnn/aclnn_base.h"
 
 /* PromptFlashAttentionV2 with pse_shift, inner_precise and packed rows.
- *   innerPrecise: Bit 1: rows that a mask empties are zeros, not the mean of the values. Bit 0 has no effect.
+ *   innerPrecise: Bit 1: rows whose keys the mask hides return zeros, not the mean of V. Bit 0 has no effect.
  * Its other parameters: aclnn_prompt_flash_attention.h, aclnn_prompt_flash_attention_v2.h. */
 ACLNN_FUNCTION aclnnStatus aclnnPromptFlashAttentionV3GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *pseShift,
