@@ -1,4 +1,4 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
@@ -9,7 +9,7 @@
  *   pQuantScaleOptional: Reserved. Null: absent.
  *   quantMode: 0: floats. 1 to 3, fp8 and fp4 (950 only), are not computed here.
  *   dstTypeMax: Without effect: it is for fp4.
- * Its other parameters: aclnn_block_sparse_attention.h. */
+ * The other parameters are explained in aclnn_block_sparse_attention.h. */
 ACLNN_FUNCTION aclnnStatus aclnnBlockSparseAttentionV3GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *blockSparseMaskOptional,
     const aclTensor *attenMaskOptional, const aclIntArray *blockShapeOptional,

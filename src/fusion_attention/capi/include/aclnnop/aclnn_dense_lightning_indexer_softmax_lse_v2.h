@@ -1,4 +1,4 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
@@ -18,7 +18,7 @@
  *   maskMode: 0: all keys are visible; 3: causal, the last row sees the last key.
  *   cmpRatio: Tokens that a key stands for.
  *   softmaxLse: log(sum(exp(I))); -inf in rows without visible keys.
- * Its other parameters: aclnn_dense_lightning_indexer_softmax_lse.h. */
+ * The other parameters are explained in aclnn_dense_lightning_indexer_softmax_lse.h. */
 ACLNN_FUNCTION aclnnStatus aclnnDenseLightningIndexerSoftmaxLseV2GetWorkspaceSize(
     const aclTensor *queryIndex, const aclTensor *keyIndex, const aclTensor *weight,
     const aclTensor *cuSeqLensQOptional, const aclTensor *cuSeqLensKOptional, const aclTensor *seqUsedQOptional,

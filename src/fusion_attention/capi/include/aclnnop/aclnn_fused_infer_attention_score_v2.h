@@ -1,4 +1,4 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
@@ -36,7 +36,7 @@
  *       token and head, 4 and 5 as 1 and 3 but paged.
  *   valueAntiquantMode: Kind of value_antiquant_scale: 0 per channel or one number, 1 per token, 2 per head, 3 per
  *       token and head, 4 and 5 as 1 and 3 but paged.
- * Its other parameters: aclnn_fused_infer_attention_score.h. */
+ * The other parameters are explained in aclnn_fused_infer_attention_score.h. */
 ACLNN_FUNCTION aclnnStatus aclnnFusedInferAttentionScoreV2GetWorkspaceSize(
     const aclTensor *query, const aclTensorList *key, const aclTensorList *value, const aclTensor *pseShiftOptional,
     const aclTensor *attenMaskOptional, const aclIntArray *actualSeqLengthsOptional,

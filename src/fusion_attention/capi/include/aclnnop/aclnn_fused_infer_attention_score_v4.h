@@ -1,4 +1,4 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
@@ -7,8 +7,8 @@
  *       key's scale. Null: absent.
  *   learnableSinkOptional: One more logit per query head in the denominator. Null: absent.
  *   queryQuantMode: 3: an int8 query with rope parts, and a scale per row and head; otherwise 0.
- * Its other parameters: aclnn_fused_infer_attention_score.h, aclnn_fused_infer_attention_score_v2.h,
-aclnn_fused_infer_attention_score_v3.h. */
+ * The other parameters are explained in aclnn_fused_infer_attention_score.h,
+ * aclnn_fused_infer_attention_score_v2.h, aclnn_fused_infer_attention_score_v3.h. */
 ACLNN_FUNCTION aclnnStatus aclnnFusedInferAttentionScoreV4GetWorkspaceSize(
     const aclTensor *query, const aclTensorList *key, const aclTensorList *value, const aclTensor *pseShiftOptional,
     const aclTensor *attenMaskOptional, const aclIntArray *actualSeqLengthsOptional,

@@ -1,4 +1,4 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
@@ -9,7 +9,7 @@
  *   blocktable: The pages of every sequence, in order. Null: absent.
  *   blockSize: Tokens of a page; ignored without a block table.
  *   innerPrecise: 0 or 1; both compute in float32.
- * Its other parameters: aclnn_incre_flash_attention.h, aclnn_incre_flash_attention_v2.h. */
+ * The other parameters are explained in aclnn_incre_flash_attention.h, aclnn_incre_flash_attention_v2.h. */
 ACLNN_FUNCTION aclnnStatus aclnnIncreFlashAttentionV3GetWorkspaceSize(
     const aclTensor *query, const aclTensorList *key, const aclTensorList *value, const aclTensor *pseShift,
     const aclTensor *attenMask, const aclIntArray *actualSeqLengths, const aclTensor *dequantScale1,

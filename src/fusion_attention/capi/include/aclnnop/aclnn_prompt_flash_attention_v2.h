@@ -1,4 +1,4 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
@@ -12,7 +12,7 @@
  *   quantOffset2: Offset of int8 output, in the shape of quant_scale2. Null: absent.
  *   sparseMode: 0 mask and window, 1 mask alone, 2 causal from the upper left, 3 to the lower right, 4 window to
  *       the lower right.
- * Its other parameters: aclnn_prompt_flash_attention.h. */
+ * The other parameters are explained in aclnn_prompt_flash_attention.h. */
 ACLNN_FUNCTION aclnnStatus aclnnPromptFlashAttentionV2GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *pseShift,
     const aclTensor *attenMask, const aclIntArray *actualSeqLengths, const aclIntArray *actualSeqLengthsKv,
