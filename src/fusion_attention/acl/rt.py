@@ -269,7 +269,7 @@ def _host_bytes(value: Any, count: int, written: bool) -> torch.Tensor:
         # torch warns about read-only memory, so it is copied.
         memory = torch.from_numpy(np.array(flat, np.uint8) if flat.readonly else np.frombuffer(flat, np.uint8))
     if memory.numel() < count:
-        raise Refusal(RT, f"expected host data of at least {count} bytes, got {memory.numel()}")
+        raise Refusal(RT, f"{count} bytes asked of {memory.numel()}")
     return memory[:count]
 
 
