@@ -111,7 +111,7 @@ def test_what_is_wrong_is_said() -> None:
         ({"actual_seq_klen": [0, 201]}, "actual_seq_klen: expected cumulative ends"),
         ({"actual_seq_qlen": None}, "actual_seq_qlen: expected the ends"),
         ({"layout_key": "BSND"}, "layout_key"),
-        ({"scale": torch.ones(200, 1)}, "scale: expected a scale of int8 keys"),
+        ({"scale": torch.ones(200, 1)}, "scale: expected a scale if keys are int8"),
         ({"init_blocks": -1}, "init_blocks"),
     ):
         with pytest.raises(fa.ContractError, match=message):

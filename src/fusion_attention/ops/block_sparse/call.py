@@ -29,7 +29,7 @@ class BlockForward(DenseForward):
         return {OUT: out, LSE: empty(lse, by_row(lse, self.call).shape, lse.dtype)}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """A run on views of the call's tensors and these outputs."""
+        """The call with its memory: views of its tensors, and `outputs` for the results."""
         return _Run(self.call, outputs[OUT], outputs.get(LSE))
 
     def backward(
@@ -81,7 +81,7 @@ def by_head(lse: Tensor, call: DenseCall) -> Tensor:
 
 
 def lower(bound: Bound) -> BlockForward | BlockBackward:
-    """Lowers a bound call of the forward or the gradient."""
+    """Lowers a checked call, a forward or a gradient."""
     n = bound.names
     problem, form, extents = bound.once(_without_tensors)
     extras = tuple(n[MASK] if name == "blocked_tiles" else None for name in EXTRAS)

@@ -120,7 +120,7 @@ def tokens_of(key: Several, layout: str, heads: int) -> int:
     return form[2] if form else 0
 
 
-def items_fit(lengths: np.ndarray, batch: int) -> Outcome:
+def one_per_sequence(lengths: np.ndarray, batch: int) -> Outcome:
     """True if there is a length per sequence, or one for all."""
     return len(lengths) == 1 or len(lengths) >= batch or f"{len(lengths)} lengths for {batch} sequences"
 

@@ -97,7 +97,7 @@ LENGTHS = (
     ),
     *(
         meaning(
-            f"items_fit({name}, B)",
+            f"one_per_sequence({name}, B)",
             f"{name}: a length per sequence, or one (one length serves all sequences; input_layout says which axis is "
             f"the batch{besides})",
             when=f"{name} is not None and {unless}input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD', 'SH')",
