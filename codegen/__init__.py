@@ -1,1 +1,1 @@
-"""Generated files that git holds: builds and readers need them before anything is installed."""
+"""Writers of the generated files, which are in git because builds and readers need them before an installation."""

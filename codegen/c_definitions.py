@@ -1,4 +1,4 @@
-"""C definitions of the operators from the declarations in their headers: what csrc/capi/operators.cpp includes.
+"""C definitions of the operators, from the declarations in their headers, for csrc/capi/operators.cpp to include.
 
     python codegen/c_definitions.py src/fusion_attention/capi/include operators.inc
 

@@ -1,7 +1,7 @@
-"""C declarations of the operators, from their records: aclnnop/*.h.
+"""C declarations of the operators, from their definitions: aclnnop/*.h.
 
-A header declares two functions of every operator, with CANN's names and C types. The build makes their definitions of
-the headers (c_definitions.py). The tensors that an operator writes are the last ones that follow one another.
+A header declares two functions of every operator, with CANN's names and C types. The build makes their C definitions
+from the headers (c_definitions.py). The last consecutive tensor parameters are those that an operator writes.
 """
 
 import re
@@ -13,13 +13,13 @@ from fusion_attention.contract import Attr, Op, Param, Prototype, Tensor, Tensor
 
 PHASE_1 = "GetWorkspaceSize"
 _NUMBERS = {int: "int64_t ", float: "double ", bool: "bool ", str: "char *"}
-_WRITTEN = "Written from the operators' records by `python -m codegen`."
+_WRITTEN = "Generated from the operator definitions by `python -m codegen`."
 _TAIL = ["uint64_t *workspaceSize", "aclOpExecutor **executor"]
 _RUN = ["void *workspace", "uint64_t workspaceSize", "aclOpExecutor *executor", "const aclrtStream stream"]
 
 
 def c_type(p: Param, name: str, prototype: Prototype) -> str:
-    """Returns the C type of a parameter with the given name in CANN, up to the position of the name.
+    """Returns the C type of a parameter, followed by a space or an asterisk; name: CANN's name of the parameter.
 
     Example:
         >>> c_type(Attr("num_heads", "", type=int), "headNum", Prototype(("headNum",), ""))
@@ -48,7 +48,7 @@ def by_header(records: Mapping[str, Op]) -> dict[str, list[Op]]:
 
 
 def header(ops: Iterable[Op], explained: dict[str, tuple[str, str]], name: str) -> str:
-    """Returns the text of a header; explained: the text of parameters, and the header that has it."""
+    """Returns the text of the header `name`; explained: by parameter its text, and the header with this text."""
     functions = "\n".join(
         f"{_comment(op, explained, name)}\n{_declaration(op, True)};\n{_declaration(op, False)};\n" for op in ops
     )
@@ -56,7 +56,7 @@ def header(ops: Iterable[Op], explained: dict[str, tuple[str, str]], name: str) 
 
 
 def _comment(op: Op, explained: dict[str, tuple[str, str]], home: str) -> str:
-    """Returns the texts of an operator and of its parameters, without those that are explained already."""
+    """Returns a C comment with the texts of an operator and of its parameters, except those in `explained`."""
     lines, others = [fill(op.summary, 116, initial_indent="/* ", subsequent_indent=" * ")], set()
     for p, name in zip(op.params, op.prototype.names, strict=True):
         text = f"{name}: {p.text}{' Null: absent.' if p.optional else ''}".replace("*/", "* /")
@@ -65,7 +65,8 @@ def _comment(op: Op, explained: dict[str, tuple[str, str]], home: str) -> str:
             explained[name] = text, home
         others |= {explained[name][1]} - {home}
     if others:
-        lines.append(fill(f"Its other parameters: {', '.join(sorted(others))}.", 116, initial_indent=" * "))
+        text = f"The other parameters are explained in {', '.join(sorted(others))}."
+        lines.append(fill(text, 116, initial_indent=" * ", subsequent_indent=" * "))
     return "\n".join(lines) + " */"
 
 
@@ -75,9 +76,9 @@ def _declaration(op: Op, first: bool) -> str:
 
 
 def _flow(words: Iterable[str]) -> str:
-    """Words with commas between them, in indented lines of up to 120 columns."""
-    joined = ", ".join(word.replace(" ", "\0") for word in words)  # Words with spaces inside stay whole.
-    lines = wrap(joined, 113, break_long_words=False, break_on_hyphens=False)  # Leaves room for what follows.
+    """The words, separated by commas, in indented lines of at most 120 columns."""
+    joined = ", ".join(word.replace(" ", "\0") for word in words)  # A line does not end inside a word with spaces.
+    lines = wrap(joined, 113, break_long_words=False, break_on_hyphens=False)  # Indentation and ");" follow.
     return "\n".join("    " + line for line in lines).replace("\0", " ")
 
 

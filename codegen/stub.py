@@ -1,4 +1,4 @@
-"""The stubs of aclnn and of torch_npu's functions, which are made from records, for type checkers and editors."""
+"""Stubs of aclnn and of torch_npu's functions, from their operator definitions, for type checkers and editors."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -76,17 +76,17 @@ SHORT = {
 
 
 def stub(functions: Iterable[Callable[..., Any]]) -> str:
-    """The whole file of aclnn."""
+    """The text of aclnn's stub; functions: those of both phases."""
     return HEAD + "".join(map(_function, functions))
 
 
 def npu_stub(functions: Iterable[Callable[..., Any]]) -> str:
-    """The whole file of the package npu; functions: those that are made from records."""
+    """The text of the stub of the package npu; functions: those that are made from operator definitions."""
     return NPU_HEAD + "".join(_declaration(f, " ...") for f in functions)
 
 
 def _declaration(function: Callable[..., Any], body: str) -> str:
-    """A function in as few lines as it takes."""
+    """The source text of a function: its declaration, wrapped to WIDTH, and the first line of its body."""
     parameters, returns = _signature(function)
     end = f") -> {returns}:{body}".replace(" ", "\0")
     signature = f"def {function.__name__}({', '.join(parameters)}{end}"
@@ -96,7 +96,7 @@ def _declaration(function: Callable[..., Any], body: str) -> str:
 
 
 def _function(function: Callable[..., Any]) -> str:
-    """A function of phase 1, or the name of one of phase 2, which all have one signature."""
+    """The source text of a phase-1 function, or of a variable for a phase-2 function, which all have one signature."""
     signature = inspect.signature(function)
     if next(iter(signature.parameters)) == "workspace":
         return f"{function.__name__}: _Run\n"
@@ -106,7 +106,7 @@ def _function(function: Callable[..., Any]) -> str:
 
 
 def _signature(function: Callable[..., Any]) -> tuple[list[str], str]:
-    """(parameters, the type of what is returned) as source, "\0" for the spaces at which no line ends."""
+    """(parameters, type of the result) as source text, with "\0" for spaces at which no line may end."""
     parameters: list[str] = []
     signature = inspect.signature(function)
     for p in signature.parameters.values():
@@ -120,7 +120,7 @@ def _signature(function: Callable[..., Any]) -> tuple[list[str], str]:
 
 
 def _type(annotation: Any) -> str:
-    """A type, or the text of one, as source code."""
+    """The source text of a type annotation."""
     if isinstance(annotation, str):
         return annotation
     if annotation in (None, NoneType):
@@ -129,7 +129,7 @@ def _type(annotation: Any) -> str:
         return _named(annotation)
     origin = getattr(annotation, "__origin__", None)
     if get_origin(annotation) is Annotated:
-        return _type(parts[0])  # what is said besides is for schemas
+        return _type(parts[0])  # further arguments of Annotated are for torch's schemas
     if origin is Union:
         return " | ".join(map(_type, parts))
     written = [_type(operand) for operand in parts]
@@ -137,7 +137,7 @@ def _type(annotation: Any) -> str:
 
 
 def _named(kind: Any) -> str:
-    """The name by which the stub's imports find a class."""
+    """The name of a class in the stub, with the module's prefix."""
     if kind is Any:
         return "Any"
     place = "acl." if kind.__module__.startswith(acl.__name__) else PREFIXES.get(kind, "")

@@ -73,7 +73,7 @@ def aclnnFlashAttentionVarLenScoreV4GetWorkspaceSize(query: _Tensor, key: _Tenso
     input_layout: str, inner_precise: int, sparse_mode: int, softmax_layout: str, softmax_max: _Tensor,
     softmax_sum: _Tensor, softmax_out: _Tensor, attention_out: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """VarLenScore with a choice of the statistics' order."""
+    """VarLenScore with softmax_layout, the order of statistics."""
 aclnnFlashAttentionVarLenScoreV4: _Run
 def aclnnFlashAttentionVarLenScoreV5GetWorkspaceSize(query: _Tensor, query_rope: _Tensor, key: _Tensor,
     key_rope: _Tensor, value: _Tensor, pse: _Tensor, drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor,
@@ -82,7 +82,7 @@ def aclnnFlashAttentionVarLenScoreV5GetWorkspaceSize(query: _Tensor, query_rope:
     input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int, softmax_layout: str, softmax_max: _Tensor,
     softmax_sum: _Tensor, softmax_out: _Tensor, attention_out: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """VarLenScoreV3 with sinks and a choice of the statistics' order."""
+    """VarLenScoreV3 with sinks and softmax_layout."""
 aclnnFlashAttentionVarLenScoreV5: _Run
 def aclnnFlashAttentionScoreGradGetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, dy: _Tensor,
     pse: _Tensor, drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor, softmax_max: _Tensor,
@@ -141,7 +141,7 @@ def aclnnFlashAttentionUnpaddingScoreGradV4GetWorkspaceSize(query: _Tensor, key:
     actual_seq_kvlen: _Numbers, scale: float, keep_prob: float, pre_tokens: int, next_tokens: int, head_num: int,
     input_layout: str, inner_precise: int, sparse_mode: int, dq: _Tensor, dk: _Tensor, dv: _Tensor, dpse: _Tensor,
     softmax_layout: str, *, strict: bool = True, check_content: bool = False) -> _Planned:
-    """UnpaddingScoreGrad with a choice of the statistics' order."""
+    """UnpaddingScoreGrad with softmax_layout, the order of statistics."""
 aclnnFlashAttentionUnpaddingScoreGradV4: _Run
 def aclnnFlashAttentionUnpaddingScoreGradV5GetWorkspaceSize(query: _Tensor, query_rope: _Tensor, key: _Tensor,
     key_rope: _Tensor, value: _Tensor, dy: _Tensor, pse: _Tensor, drop_mask: _Tensor, padding_mask: _Tensor,
@@ -151,7 +151,7 @@ def aclnnFlashAttentionUnpaddingScoreGradV5GetWorkspaceSize(query: _Tensor, quer
     input_layout: str, inner_precise: int, sparse_mode: int, pse_type: int, softmax_layout: str, dq: _Tensor,
     dq_rope: _Tensor, dk: _Tensor, dk_rope: _Tensor, dv: _Tensor, dpse: _Tensor, dsink: _Tensor, *,
     strict: bool = True, check_content: bool = False) -> _Planned:
-    """UnpaddingScoreGradV3 with sinks and a choice of the statistics' order."""
+    """UnpaddingScoreGradV3 with sinks and softmax_layout."""
 aclnnFlashAttentionUnpaddingScoreGradV5: _Run
 def aclnnFlashAttentionScoreV4GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, pse: _Tensor,
     drop_mask: _Tensor, padding_mask: _Tensor, atten_mask: _Tensor, query_rope: _Tensor, key_rope: _Tensor,
@@ -180,7 +180,7 @@ def aclnnBlockSparseAttentionGetWorkspaceSize(query: _Tensor, key: _Tensor, valu
     num_key_value_heads: int, mask_type: int, scale_value: float, inner_precise: int, block_size: int,
     pre_tokens: int, next_tokens: int, softmax_lse_flag: int, attention_out: _Tensor, softmax_lse: _Tensor, *,
     strict: bool = True, check_content: bool = False) -> _Planned:
-    """Attention to the blocks of keys that a mask leaves to each block of query rows."""
+    """Softmax attention of each block of query rows to the blocks of keys that a block mask makes visible."""
 aclnnBlockSparseAttention: _Run
 def aclnnBlockSparseAttentionV2GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor,
     block_sparse_mask: _Tensor, atten_mask: _Tensor, block_shape: _Numbers, actual_seq_lengths: _Numbers,
@@ -188,7 +188,7 @@ def aclnnBlockSparseAttentionV2GetWorkspaceSize(query: _Tensor, key: _Tensor, va
     v_dequant_scale: _Tensor, q_input_layout: str, kv_input_layout: str, num_key_value_heads: int, mask_type: int,
     scale_value: float, inner_precise: int, block_size: int, pre_tokens: int, next_tokens: int, softmax_lse_flag: int,
     attention_out: _Tensor, softmax_lse: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
-    """BlockSparseAttention with scales of fp8 tensors, in one layout more."""
+    """BlockSparseAttention with scales of fp8 tensors, and layout BSND."""
 aclnnBlockSparseAttentionV2: _Run
 def aclnnBlockSparseAttentionV3GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor,
     block_sparse_mask: _Tensor, atten_mask: _Tensor, block_shape: _Numbers, actual_seq_lengths: _Numbers,
@@ -197,7 +197,7 @@ def aclnnBlockSparseAttentionV3GetWorkspaceSize(query: _Tensor, key: _Tensor, va
     num_key_value_heads: int, mask_type: int, scale_value: float, inner_precise: int, block_size: int,
     pre_tokens: int, next_tokens: int, softmax_lse_flag: int, quant_mode: int, dst_type_max: float,
     attention_out: _Tensor, softmax_lse: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
-    """BlockSparseAttentionV2 with kinds of quantisation."""
+    """BlockSparseAttentionV2 with quant_mode, dst_type_max and p_quant_scale."""
 aclnnBlockSparseAttentionV3: _Run
 def aclnnBlockSparseAttentionGradGetWorkspaceSize(dout: _Tensor, query: _Tensor, key: _Tensor, value: _Tensor,
     attention_out: _Tensor, softmax_lse: _Tensor, block_sparse_mask: _Tensor, atten_mask: _Tensor,
@@ -211,7 +211,7 @@ def aclnnIncreFlashAttentionGetWorkspaceSize(query: _Tensor, key: _Tensors, valu
     atten_mask: _Tensor, actual_seq_lengths: _Numbers, num_heads: int, scale_value: float, input_layout: str,
     num_key_value_heads: int, attention_out: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """Attention of one new token per item over its cache."""
+    """Softmax attention of one new token per sequence to the keys in its cache."""
 aclnnIncreFlashAttention: _Run
 def aclnnIncreFlashAttentionV2GetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors, pse_shift: _Tensor,
     atten_mask: _Tensor, actual_seq_lengths: _Numbers, dequant_scale1: _Tensor, quant_scale1: _Tensor,
@@ -240,7 +240,7 @@ def aclnnPromptFlashAttentionGetWorkspaceSize(query: _Tensor, key: _Tensor, valu
     atten_mask: _Tensor, actual_seq_lengths: _Numbers, num_heads: int, scale_value: float, pre_tokens: int,
     next_tokens: int, input_layout: str, num_key_value_heads: int, attention_out: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """Attention of prompts."""
+    """Softmax attention of prompts."""
 aclnnPromptFlashAttention: _Run
 def aclnnPromptFlashAttentionV2GetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, pse_shift: _Tensor,
     atten_mask: _Tensor, actual_seq_lengths: _Numbers, actual_seq_lengths_kv: _Numbers, dequant_scale1: _Tensor,
@@ -265,8 +265,8 @@ def aclnnFusedInferAttentionScoreGetWorkspaceSize(query: _Tensor, key: _Tensors,
     input_layout: str, num_key_value_heads: int, sparse_mode: int, inner_precise: int, block_size: int,
     antiquant_mode: int, softmax_lse_flag: bool, attention_out: _Tensor, softmax_lse: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """Attention of prompts and of new tokens over a cache: stacked, packed, listed or paged, of floats or
-    integers."""
+    """Softmax attention of prompts and of new tokens to the keys of a cache: padded, packed, a list of tensors, or
+    pages; floats or integers."""
 aclnnFusedInferAttentionScore: _Run
 def aclnnFusedInferAttentionScoreV2GetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors,
     pse_shift: _Tensor, atten_mask: _Tensor, actual_seq_lengths: _Numbers, actual_seq_lengths_kv: _Numbers,
@@ -279,7 +279,7 @@ def aclnnFusedInferAttentionScoreV2GetWorkspaceSize(query: _Tensor, key: _Tensor
     sparse_mode: int, inner_precise: int, block_size: int, antiquant_mode: int, softmax_lse_flag: bool,
     key_antiquant_mode: int, value_antiquant_mode: int, attention_out: _Tensor, softmax_lse: _Tensor, *,
     strict: bool = True, check_content: bool = False) -> _Planned:
-    """FusedInferAttentionScore with scales of keys and values apart, and a shared prefix."""
+    """FusedInferAttentionScore with separate scales of keys and of values, and a shared prefix."""
 aclnnFusedInferAttentionScoreV2: _Run
 def aclnnFusedInferAttentionScoreV3GetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors,
     pse_shift: _Tensor, atten_mask: _Tensor, actual_seq_lengths: _Numbers, actual_seq_lengths_kv: _Numbers,
@@ -292,7 +292,7 @@ def aclnnFusedInferAttentionScoreV3GetWorkspaceSize(query: _Tensor, key: _Tensor
     next_tokens: int, input_layout: str, num_key_value_heads: int, sparse_mode: int, inner_precise: int,
     block_size: int, antiquant_mode: int, softmax_lse_flag: bool, key_antiquant_mode: int, value_antiquant_mode: int,
     attention_out: _Tensor, softmax_lse: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
-    """FusedInferAttentionScoreV2 with rope parts of their own."""
+    """FusedInferAttentionScoreV2 with rope parts as separate tensors."""
 aclnnFusedInferAttentionScoreV3: _Run
 def aclnnFusedInferAttentionScoreV4GetWorkspaceSize(query: _Tensor, key: _Tensors, value: _Tensors,
     pse_shift: _Tensor, atten_mask: _Tensor, actual_seq_lengths: _Numbers, actual_seq_lengths_kv: _Numbers,
@@ -321,27 +321,27 @@ def aclnnFusedInferAttentionScoreV5GetWorkspaceSize(query: _Tensor, key: _Tensor
     block_size: int, antiquant_mode: int, softmax_lse_flag: bool, key_antiquant_mode: int, value_antiquant_mode: int,
     query_quant_mode: int, pse_type: int, attention_out: _Tensor, softmax_lse: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """FusedInferAttentionScoreV4 on Ascend 950: this library computes what both chips know."""
+    """FusedInferAttentionScoreV4 on Ascend 950; forms that only Ascend 950 has are not computed."""
 aclnnFusedInferAttentionScoreV5: _Run
 def aclnnLightningIndexerGetWorkspaceSize(query: _Tensor, key: _Tensor, weights: _Tensor,
     actual_seq_lengths_query: _Numbers, actual_seq_lengths_key: _Numbers, block_table: _Tensor, layout_query: str,
     layout_key: str, sparse_count: int, sparse_mode: int, pre_tokens: int, next_tokens: int, return_values: bool,
     sparse_indices_out: _Tensor, sparse_values_out: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """Scores of keys by ReLU-weighted heads, and per row the keys that score highest."""
+    """Selects the keys with the highest scores for each row; a score is a weighted sum of ReLU(q . k) over heads."""
 aclnnLightningIndexer: _Run
 def aclnnLightningIndexerGradGetWorkspaceSize(query: _Tensor, key: _Tensor, dy: _Tensor, sparse_indices: _Tensor,
     weights: _Tensor, actual_seq_lengths_query: _Numbers, actual_seq_lengths_key: _Numbers, head_num: int,
     layout: str, sparse_mode: int, pre_tokens: int, next_tokens: int, deterministic: bool, dquery: _Tensor,
     dkey: _Tensor, dweights: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
-    """Gradients of the values that LightningIndexer chose, padded or packed."""
+    """Gradients of the values that LightningIndexer returned, for padded or packed keys."""
 aclnnLightningIndexerGrad: _Run
 def aclnnLightningIndexerV2GetWorkspaceSize(q: _Tensor, k: _Tensor, w: _Tensor, cu_seqlens_q: _Numbers,
     cu_seqlens_k: _Numbers, seqused_q: _Numbers, seqused_k: _Numbers, cmp_residual_k: _Numbers, block_table: _Tensor,
     output_idx_offset: _Tensor, metadata: _Tensor, topk: int, max_seqlen_q: int, layout_q: str, layout_k: str,
     mask_mode: int, cmp_ratio: int, return_value: int, sparse_indices: _Tensor, sparse_values: _Tensor, *,
     strict: bool = True, check_content: bool = False) -> _Planned:
-    """Scores of keys that may stand for several tokens each, and per row the keys that score highest."""
+    """Selects the keys with the highest scores for each row; a key may stand for several tokens."""
 aclnnLightningIndexerV2: _Run
 def aclnnSparseFlashAttentionGetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor, sparse_indices: _Tensor,
     block_table: _Tensor, actual_seq_lengths_query: _Numbers, actual_seq_lengths_kv: _Numbers, query_rope: _Tensor,
@@ -349,7 +349,7 @@ def aclnnSparseFlashAttentionGetWorkspaceSize(query: _Tensor, key: _Tensor, valu
     sparse_mode: int, pre_tokens: int, next_tokens: int, attention_mode: int, return_softmax_lse: bool,
     attention_out: _Tensor, softmax_max: _Tensor, softmax_sum: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """Attention over the blocks of keys that every row selects."""
+    """Softmax attention over the blocks of keys that every row selects."""
 aclnnSparseFlashAttention: _Run
 def aclnnSparseFlashAttentionGradGetWorkspaceSize(query: _Tensor, key: _Tensor, value: _Tensor,
     sparse_indices: _Tensor, d_out: _Tensor, out: _Tensor, softmax_max: _Tensor, softmax_sum: _Tensor,
@@ -367,7 +367,7 @@ def aclnnSparseFlashMlaGetWorkspaceSize(q: _Tensor, ori_kv: _Tensor, cmp_kv: _Te
     ori_win_left: int, ori_win_right: int, layout_q: str, layout_kv: str, topk_value_mode: int,
     return_softmax_lse: bool, attn_out: _Tensor, softmax_lse: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """Attention to a window of keys and to compressed keys in one softmax; keys are values."""
+    """One softmax attention over a window of keys and over compressed keys; keys are also the values."""
 aclnnSparseFlashMla: _Run
 def aclnnSparseFlashMlaGradGetWorkspaceSize(query: _Tensor, dout: _Tensor, out: _Tensor, lse: _Tensor,
     ori_kv: _Tensor, cmp_kv: _Tensor, ori_sparse_indices: _Tensor, cmp_sparse_indices: _Tensor,
@@ -386,7 +386,7 @@ def aclnnSparseFlashMlaMetadataGetWorkspaceSize(cu_seqlens_q: _Numbers, cu_seqle
     max_seqlen_cmp_kv: int, ori_topk: int, cmp_topk: int, cmp_ratio: int, ori_mask_mode: int, cmp_mask_mode: int,
     ori_win_left: int, ori_win_right: int, layout_q: str, layout_kv: str, has_ori_kv: bool, has_cmp_kv: bool,
     meta_data: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
-    """Metadata of SparseFlashMla: zeros, for no work is divided here."""
+    """Metadata of SparseFlashMla: zeros, because back ends here divide the work themselves."""
 aclnnSparseFlashMlaMetadata: _Run
 def aclnnSparseFlashMlaGradMetadataGetWorkspaceSize(cu_seqlens_q: _Numbers, cu_seqlens_ori_kv: _Numbers,
     cu_seqlens_cmp_kv: _Numbers, seqused_q: _Numbers, seqused_ori_kv: _Numbers, seqused_cmp_kv: _Numbers,
@@ -395,7 +395,7 @@ def aclnnSparseFlashMlaGradMetadataGetWorkspaceSize(cu_seqlens_q: _Numbers, cu_s
     max_seqlen_cmp_kv: int, ori_topk: int, cmp_topk: int, cmp_ratio: int, ori_mask_mode: int, cmp_mask_mode: int,
     ori_win_left: int, ori_win_right: int, layout_q: str, layout_kv: str, has_ori_kv: bool, has_cmp_kv: bool,
     meta_data: _Tensor, *, strict: bool = True, check_content: bool = False) -> _Planned:
-    """Metadata of SparseFlashMlaGrad: zeros, for no work is divided here."""
+    """Metadata of SparseFlashMlaGrad: zeros, because back ends here divide the work themselves."""
 aclnnSparseFlashMlaGradMetadata: _Run
 def aclnnSparseFlashMlaSoftmaxL1NormGetWorkspaceSize(q: _Tensor, k: _Tensor, softmax_lse: _Tensor,
     sparse_indices: _Tensor, cu_seqlens_q: _Numbers, cu_seqlens_k: _Numbers, seqused_q: _Numbers, seqused_k: _Numbers,
@@ -409,7 +409,7 @@ def aclnnSparseFlashMlaSoftmaxL1NormMetadataGetWorkspaceSize(cu_seqlens_q: _Numb
     num_heads_k: int, head_dim: int, batch_size: int, max_seqlen_q: int, max_seqlen_k: int, topk: int, layout_q: str,
     layout_k: str, mask_mode: int, cmp_ratio: int, meta_data: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """Metadata of SparseFlashMlaSoftmaxL1Norm: zeros, for no work is divided here."""
+    """Metadata of SparseFlashMlaSoftmaxL1Norm: zeros, because back ends here divide the work themselves."""
 aclnnSparseFlashMlaSoftmaxL1NormMetadata: _Run
 def aclnnCompressorGetWorkspaceSize(x: _Tensor, wkv: _Tensor, wgate: _Tensor, state_cache: _Tensor, ape: _Tensor,
     state_block_table: _Tensor, cu_seqlens: _Numbers, seqused: _Numbers, start_pos: _Numbers, cmp_ratio: int,
@@ -429,7 +429,8 @@ def aclnnSparseLightningIndexerGradKLLossGetWorkspaceSize(query: _Tensor, key: _
     scale_value: float, layout: str, sparse_mode: int, pre_tokens: int, next_tokens: int, deterministic: bool,
     dquery_index: _Tensor, dkey_index: _Tensor, dweights: _Tensor, loss: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """How far the indexer's distribution over the selected keys is from the attention's, and the gradients."""
+    """Kullback-Leibler divergence of the indexer's distribution over the selected keys from the attention's, and its
+    gradients."""
 aclnnSparseLightningIndexerGradKLLoss: _Run
 def aclnnDenseLightningIndexerGradKLLossGetWorkspaceSize(query: _Tensor, key: _Tensor, query_index: _Tensor,
     key_index: _Tensor, weights: _Tensor, softmax_max: _Tensor, softmax_sum: _Tensor, softmax_max_index: _Tensor,
@@ -437,7 +438,8 @@ def aclnnDenseLightningIndexerGradKLLossGetWorkspaceSize(query: _Tensor, key: _T
     actual_seq_lengths_key: _Numbers, scale_value: float, layout: str, sparse_mode: int, pre_tokens: int,
     next_tokens: int, dquery_index: _Tensor, dkey_index: _Tensor, dweights: _Tensor, loss: _Tensor, *,
     strict: bool = True, check_content: bool = False) -> _Planned:
-    """How far the indexer's distribution over all keys is from the attention's, and the gradients."""
+    """Kullback-Leibler divergence of the indexer's distribution over all keys from the attention's, and its
+    gradients."""
 aclnnDenseLightningIndexerGradKLLoss: _Run
 def aclnnDenseLightningIndexerSoftmaxLseGetWorkspaceSize(query_index: _Tensor, key_index: _Tensor, weight: _Tensor,
     actual_seq_lengths_query: _Numbers, actual_seq_lengths_key: _Numbers, layout: str, sparse_mode: int,
@@ -450,14 +452,14 @@ def aclnnSparseLightningIndexerKLLossGradGetWorkspaceSize(q: _Tensor, k: _Tensor
     seqused_k: _Numbers, cmp_residual_k: _Numbers, metadata: _Tensor, layout_q: str, layout_k: str, mask_mode: int,
     cmp_ratio: int, dq: _Tensor, dk: _Tensor, dw: _Tensor, softmax_out: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """The gradients that bring the indexer's distribution over selected keys nearer to a given target."""
+    """Gradients of the Kullback-Leibler divergence of the indexer's distribution over selected keys from a target."""
 aclnnSparseLightningIndexerKLLossGrad: _Run
 def aclnnDenseLightningIndexerKLLossGradGetWorkspaceSize(q: _Tensor, k: _Tensor, w: _Tensor,
     attn_softmax_l1_norm: _Tensor, softmax_lse: _Tensor, cu_seqlens_q: _Numbers, cu_seqlens_k: _Numbers,
     seqused_q: _Numbers, seqused_k: _Numbers, cmp_residual_k: _Numbers, metadata: _Tensor, layout_q: str,
     layout_k: str, mask_mode: int, cmp_ratio: int, dq: _Tensor, dk: _Tensor, dw: _Tensor, softmax_out: _Tensor, *,
     strict: bool = True, check_content: bool = False) -> _Planned:
-    """The gradients that bring the indexer's distribution over all keys nearer to a given target."""
+    """Gradients of the Kullback-Leibler divergence of the indexer's distribution over all keys from a target."""
 aclnnDenseLightningIndexerKLLossGrad: _Run
 def aclnnDenseLightningIndexerSoftmaxLseV2GetWorkspaceSize(query_index: _Tensor, key_index: _Tensor, weight: _Tensor,
     cu_seqlens_q: _Numbers, cu_seqlens_k: _Numbers, seqused_q: _Numbers, seqused_k: _Numbers,
@@ -470,19 +472,19 @@ def aclnnSparseLightningIndexerKLLossGradMetadataGetWorkspaceSize(cu_seqlens_q: 
     max_seqlen_k: int, num_heads_q: int, num_heads_k: int, head_dim: int, topk: int, layout_q: str, layout_k: str,
     mask_mode: int, cmp_ratio: int, meta_data: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """Metadata of SparseLightningIndexerKLLossGrad: zeros, for no work is divided here."""
+    """Metadata of SparseLightningIndexerKLLossGrad: zeros, because back ends here divide the work themselves."""
 aclnnSparseLightningIndexerKLLossGradMetadata: _Run
 def aclnnDenseLightningIndexerKLLossGradMetadataGetWorkspaceSize(cu_seqlens_q: _Numbers, cu_seqlens_k: _Numbers,
     seqused_q: _Numbers, seqused_k: _Numbers, cmp_residual_k: _Numbers, batch_size: int, max_seqlen_q: int,
     max_seqlen_k: int, num_heads_q: int, num_heads_k: int, head_dim: int, layout_q: str, layout_k: str,
     mask_mode: int, cmp_ratio: int, meta_data: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """Metadata of DenseLightningIndexerKLLossGrad: zeros, for no work is divided here."""
+    """Metadata of DenseLightningIndexerKLLossGrad: zeros, because back ends here divide the work themselves."""
 aclnnDenseLightningIndexerKLLossGradMetadata: _Run
 def aclnnDenseLightningIndexerSoftmaxLseV2MetadataGetWorkspaceSize(cu_seqlens_q: _Numbers, cu_seqlens_k: _Numbers,
     seqused_q: _Numbers, seqused_k: _Numbers, cmp_residual_k: _Numbers, batch_size: int, max_seqlen_q: int,
     max_seqlen_k: int, num_heads_q: int, num_heads_k: int, head_dim: int, layout_q: str, layout_k: str,
     mask_mode: int, cmp_ratio: int, meta_data: _Tensor, *, strict: bool = True,
     check_content: bool = False) -> _Planned:
-    """Metadata of DenseLightningIndexerSoftmaxLseV2: zeros, for no work is divided here."""
+    """Metadata of DenseLightningIndexerSoftmaxLseV2: zeros, because back ends here divide the work themselves."""
 aclnnDenseLightningIndexerSoftmaxLseV2Metadata: _Run

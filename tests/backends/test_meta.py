@@ -72,7 +72,7 @@ def test_gradients_have_the_shapes_of_their_inputs(call: Callable[..., torch.Ten
 
 def test_what_is_wrong_is_said_there_too() -> None:
     q = torch.empty(2, 5, 4, 16, device=META)
-    with pytest.raises(fa.ContractError, match="every key head serves the same number"):
+    with pytest.raises(fa.ContractError, match="all KV heads serve the same number"):
         fa.attention(q, q[:, :, :3], q[:, :, :3])
     with pytest.raises(fa.ContractError, match="a tensor on meta as q"):
         fa.attention(q, torch.empty(2, 5, 4, 16), q)

@@ -20,7 +20,7 @@ from fusion_attention.refusals.parser import parse_call
 
 OPERATORS = [name for name in RECORDS if name != "decode_attention"]  # its cache is no parameter of the record
 # What shapes and dtypes cannot show.
-UNSEEN = ("gaps", "neighbouring", "gradient", "shares no memory")
+UNSEEN = ("contiguous", "gradient", "shares no memory")
 HEADS = "f16[2,5,8,64], f16[2,5,8,64], f16[2,5,8,64], 8"
 TOKENS = "bf16[300,8,64], bf16[300,8,64], bf16[300,8,64], 8"
 
@@ -279,7 +279,7 @@ def log(function: str, operator: str, code: int, reason: str = "") -> str:
         (
             log("fused_infer_attention_score_out_symint", "aclnnFusedInferAttentionScoreV3", 561002,
                 "When layout is TND, queryT(8) must be equal to the last element of actualSequenceLengthQ(5)"),
-            "npu_fused_infer_attention_score", "actual_seq_lengths", "packed lengths that end with query",
+            "npu_fused_infer_attention_score", "actual_seq_lengths", "packed lengths that cover all rows of query",
         ),
         (
             log("fusion_attention", "aclnnFlashAttentionScore", 561103,
@@ -289,7 +289,7 @@ def log(function: str, operator: str, code: int, reason: str = "") -> str:
         (
             log("fused_infer_attention_score_symint", "aclnnFusedInferAttentionScoreV3", 561002,
                 "key/value's actual sequence lengths shape size is 9, it should be bigger or equal to batch size(16)"),
-            "npu_fused_infer_attention_score", "actual_seq_lengths_kv", "a length per item, or one",
+            "npu_fused_infer_attention_score", "actual_seq_lengths_kv", "a length per sequence, or one",
         ),
         (
             log("fused_infer_attention_score", "aclnnFusedInferAttentionScoreV3", 561002,

@@ -146,7 +146,7 @@ def test_a_page_says_what_strict_calls_refuse() -> None:
 def test_a_page_says_how_packed_statistics_lie() -> None:
     for name, op in RECORDS.items():
         packed = op in (*training.RECORDS, *score_v4.RECORDS) and "TND" in op.layouts
-        assert ("[N1, q_len, 8] of each sequence end to end" in render(op)) is packed, name
+        assert ("[N1, q_len, 8] of all sequences, concatenated" in render(op)) is packed, name
 
 
 @pytest.mark.parametrize("name", CONTRACTS)

@@ -75,9 +75,9 @@ def test_a_forward_s_own_statistics(dtype: torch.dtype, mode: str, layout: str) 
     assert not verdict(given, layout)
     assert not verdict(given, OTHER[layout], check_content=False)
     text = verdict(given, OTHER[layout])
-    assert "softmax_max: expected statistics with each sequence's heads end to end, token-major only where" in text
+    assert "softmax_max: expected statistics in the order of softmax_layout" in text
     assert "keys that add up to" in text
-    assert "; the other order fits (pass on what the forward returned, with its softmax_layout" in text
+    assert "; the other order fits (pass the forward's statistics and its softmax_layout" in text
 
 
 @pytest.mark.parametrize("layout", OTHER)

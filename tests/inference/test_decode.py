@@ -168,9 +168,9 @@ FAR = torch.tensor([[0, 1], [4, 9]], dtype=torch.int32)
 BAD: dict[str, tuple[DecodeCase, Args, str, str]] = {
     "page": (PAGED, {"block_table": FAR, "actual_seq_lengths": [21, 17]}, "block_table", r"9 at \[1, 1\]"),
     "negative page": (PAGED, {"block_table": -FAR}, "block_table", r"-1 at \[0, 1\]"),
-    "length beyond cache": (DecodeCase(), {"actual_seq_lengths": [3, 25]}, "actual_seq_lengths", "25 for item 1"),
-    "negative length": (DecodeCase(), {"actual_seq_lengths": [-1, 25]}, "actual_seq_lengths", "-1 for item 0"),
-    "narrow table": (PAGED, {"actual_seq_lengths": [33, 5]}, "block_table", "33 tokens of item 0"),
+    "length beyond cache": (DecodeCase(), {"actual_seq_lengths": [3, 25]}, "actual_seq_lengths", "25 for sequence 1"),
+    "negative length": (DecodeCase(), {"actual_seq_lengths": [-1, 25]}, "actual_seq_lengths", "-1 for sequence 0"),
+    "narrow table": (PAGED, {"actual_seq_lengths": [33, 5]}, "block_table", "33 tokens of sequence 0"),
     "scales": (INT8, {"antiquant_scale": torch.ones(2, 3).half()}, "antiquant_scale", r"\[2, 3\]"),
     "no scales": (INT8, {"antiquant_scale": None}, "antiquant_scale", "antiquant_scale=None"),
     "offsets alone": (DecodeCase(), {"antiquant_offset": torch.ones(2).half()}, "antiquant_offset", "without a scale"),
@@ -322,13 +322,13 @@ def test_what_a_cache_brings_is_not_said_again() -> None:
 def test_values_lie_as_keys_do(k: tuple[int, ...], v: tuple[int, ...], table: bool) -> None:
     pages = {"kv_len": [5, 5], "block_table": torch.tensor([[0, 1], [4, 5]], dtype=torch.int32)} if table else {}
     with pytest.raises(
-        fa.ContractError, match=rf"v: expected as k, .* got float32 \[{v[0]}, {v[1]}, .* beside float32"
+        fa.ContractError, match=rf"v: expected the shape of k .* got float32 \[{v[0]}, {v[1]}, .* beside float32"
     ):
         fa.decode_attention(rows(2, 1, 4), (torch.zeros(k), torch.zeros(v)), **pages)
     if not table:
         lists = [list(torch.zeros(shape).split(1)) for shape in (k, v)]
         lists[0][0] = lists[1][0]  # so that the second one is wrong
-        with pytest.raises(fa.ContractError, match="v: expected as k"):
+        with pytest.raises(fa.ContractError, match="v: expected the shape of k"):
             fa.decode_attention(rows(2, 1, 4), tuple(lists))
 
 
@@ -347,7 +347,7 @@ def test_lists_of_tensors_are_counted() -> None:
         fa.decode_attention(q, [one, one])
     q = rows(2, 1, 4)
     fa.decode_attention(q, ([one, one], [one, one]))
-    with pytest.raises(fa.ContractError, match="v: expected as k"):
+    with pytest.raises(fa.ContractError, match="v: expected the shape of k"):
         fa.decode_attention(q, ([one], [one, one, one]))
 
 

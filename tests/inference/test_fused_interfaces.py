@@ -72,7 +72,7 @@ def test_a_slice_of_lengths_is_read_where_it_lies() -> None:
     [
         ({"pse_shift": "B 1 1 S2", "S1": 1}, False, "axis 1 must be N (4), got 1: repeat it per head"),
         ({**PACKED, "T1": 21, "actual_seq_lengths": [10, 20]}, True, "21 query rows, lengths end at 20"),
-        ({"B": 16, "actual_seq_lengths_kv": [6] * 9}, False, "9 lengths for 16 items"),
+        ({"B": 16, "actual_seq_lengths_kv": [6] * 9}, False, "9 lengths for 16 sequences"),
         ({**PACKED, "D": 256, "Dv": 256}, True, "D and Dv of 64, 128, 192 or 192 and 128"),
         ({"atten_mask": "S1 S2", "sparse_mode": 3}, False, "the 2048 x 2048 mask that sparse_mode 2, 3 and 4 take"),
         ({"atten_mask": "B 1 1 S2"}, False, "repeat it over the query rows, 3 of them, or use actual_seq_lengths_kv"),
@@ -83,7 +83,7 @@ def test_a_slice_of_lengths_is_read_where_it_lies() -> None:
             False,
             "a prefix is no longer than its tensor",
         ),
-        ({**PACKED, "actual_seq_lengths": [5, 3]}, False, "3 after 5 at item 1"),
+        ({**PACKED, "actual_seq_lengths": [5, 3]}, False, "3 after 5 at sequence 1"),
         ({"atten_mask": "B N1 S1 S2"}, False, "all heads share a mask, axis 1 must be 1"),
     ],
 )
@@ -103,9 +103,9 @@ def test_an_output_of_another_dtype_than_asked_for(number: Any, scale: Any) -> N
 @pytest.mark.parametrize(
     ("op", "settings", "text"),
     [
-        (fused.TORCH_V1, {"S1": 1, "sparse_mode": 4}, "one-token queries outside TND see every key"),
+        (fused.TORCH_V1, {"S1": 1, "sparse_mode": 4}, "one-token queries see every key except in layout TND"),
         (fused.TORCH_PFA, {"atten_mask": "S1 S2"}, "its default 0 makes this call causal"),
-        (fused.TORCH_V1, {"atten_mask": "2048 2048"}, "it is applied as it is"),
+        (fused.TORCH_V1, {"atten_mask": "2048 2048"}, "they read it as a mask of rows by keys"),
         (fused.PROMPT_V1, {"pse_shift": "B N1 S1 S2"}, "this version ignores it"),
     ],
 )

@@ -196,7 +196,7 @@ def test_rows_are_stored_in_pieces_of_another_dtype() -> None:
         same_bits(stored[1, 1], rows[0].flatten())
         same_bits(stored[1, 15], rows[2].flatten())
         assert int(stored.ne(0).any(-1).sum()) == 2
-    with pytest.raises(ContractError, match="slots that value_cache has"):
+    with pytest.raises(ContractError, match="slots of value_cache"):
         npu._npu_reshape_and_cache(key, value, pages, values[:1].clone(), torch.tensor([17, -1, 31]))
 
 
@@ -232,8 +232,12 @@ def call(name: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "changes", "text"),
     [
-        ("_npu_flash_attention", {"seq_len": torch.tensor([2, 5])}, "seq_len: expected as many rows as query has"),
-        ("_npu_flash_attention_unpad", {"seq_len": torch.tensor([2**62, 2**62])}, "seq_len: expected as many rows"),
+        ("_npu_flash_attention", {"seq_len": torch.tensor([2, 5])}, "seq_len: expected lengths that add up to"),
+        (
+            "_npu_flash_attention_unpad",
+            {"seq_len": torch.tensor([2**62, 2**62])},
+            "seq_len: expected lengths that add up to",
+        ),
         ("_npu_flash_attention", {"seq_len": torch.tensor([2, -3])}, "seq_len: expected lengths >= 0"),
         ("_npu_flash_attention", {"mask": torch.zeros(2, 2)}, r"mask: expected \[S, S\]"),
         ("_npu_flash_attention", {"mask": torch.full((5, 5), -0.5)}, "or 0, got -0.5"),
@@ -243,9 +247,9 @@ def call(name: str, **changes: Any) -> dict[str, Any]:
         ("_npu_flash_attention_unpad", {"num_kv_heads": 3}, "key: expected axis 1 to be"),
         ("_npu_flash_attention_unpad", {"scale_value": math.inf}, "a finite scale"),
         ("_npu_flash_attention_unpad_v2", {"kernel_type": 1}, r"kernel_type: expected kernel_type in \(0, 2\)"),
-        ("_npu_paged_attention", {"context_lens": torch.tensor([20, 33])}, "as many keys as the pages"),
+        ("_npu_paged_attention", {"context_lens": torch.tensor([20, 33])}, "at most the tokens of the pages"),
         ("_npu_paged_attention", {"block_table": torch.tensor([[4, 1], [3, 8]])}, "block_table"),
-        ("_npu_paged_attention", {"context_lens": torch.tensor([20])}, "one of every row of block_table"),
+        ("_npu_paged_attention", {"context_lens": torch.tensor([20])}, "one length per row of block_table"),
     ],
 )
 def test_what_is_wrong_is_said_and_nothing_is_written(name: str, changes: dict[str, Any], text: str) -> None:

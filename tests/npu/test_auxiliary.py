@@ -135,7 +135,7 @@ def test_values_that_stand_apart_are_stored_as_they_are(mode: str, dtype: torch.
 
 def test_nothing_is_written_by_a_wrong_call() -> None:
     cache, rows = torch.zeros(3, 4, 2, 8), torch.ones(2, 2, 8)
-    with pytest.raises(ValueError, match="slots that the cache has"):
+    with pytest.raises(ValueError, match="numbers of slots of the cache"):
         npu.npu_scatter_pa_kv_cache(rows, rows, cache, cache.clone(), torch.tensor([0, 12]))
     assert not cache.any()
 

@@ -244,26 +244,24 @@ def test_a_compiled_call_is_the_call() -> None:
 
 
 def test_a_residual_of_keys_instead_of_tokens_is_remarked() -> None:
-    """20 tokens and 5 keys: the residual is 20 % 4, not 5 % 4, with which rows would see tokens behind their own."""
+    """20 tokens and 5 keys: the residual is 20 % 4, not 5 % 4, with which keys of later tokens would be visible."""
     q, k, w = torch.randn(1, 20, 2, 8), torch.randn(1, 5, 1, 8), torch.rand(1, 20, 2)
-    with pytest.warns(
-        fa.ContractWarning, match="cmp_residual_k: expected as many tokens as there are rows, got 21 tokens"
-    ):
+    with pytest.warns(fa.ContractWarning, match="cmp_residual_k: expected as many tokens as rows, got 21 tokens"):
         lightning_indexer(q, k, w, 2, mask_mode=3, cmp_ratio=4, cmp_residual_k=torch.tensor([1]))
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "cmp_residual_k: expected a number for every sequence, for cmp_ratio": {"mask_mode": 3, "cmp_ratio": 4},
+    "cmp_residual_k: expected one number per sequence if cmp_ratio": {"mask_mode": 3, "cmp_ratio": 4},
     "cmp_residual_k: expected None": {"cmp_residual_k": [0, 0]},
     "cmp_residual_k: expected numbers from 0 to cmp_ratio - 1": {
         "mask_mode": 3, "cmp_ratio": 4, "cmp_residual_k": [4, 0]
     },
-    "cmp_residual_k: expected a number for every sequence": {"mask_mode": 3, "cmp_ratio": 4, "cmp_residual_k": [0]},
+    "cmp_residual_k: expected one number per sequence": {"mask_mode": 3, "cmp_ratio": 4, "cmp_residual_k": [0]},
     "cmp_ratio": {"cmp_ratio": 0},
     "topk": {"topk": 0},
     "cu_seqlens_q: expected None": {"cu_seqlens_q": [0, 4, 8]},
-    "seqused_q: expected lengths from 0 to those": {"seqused_q": [4, 5]},
-    "seqused_k: expected a length for every sequence": {"seqused_k": [4]},
+    "seqused_q: expected numbers between 0 and the tokens": {"seqused_q": [4, 5]},
+    "seqused_k: expected one number per sequence": {"seqused_k": [4]},
     "output_idx_offset": {"output_idx_offset": torch.zeros(3, dtype=torch.int32)},
     "output_idx_offset: ": {"output_idx_offset": torch.zeros(2, dtype=torch.int64)},
     "w: expected": {"w": torch.rand(2, 4, 2, dtype=torch.float16)},

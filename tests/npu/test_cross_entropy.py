@@ -67,7 +67,10 @@ def test_rows_that_all_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"target": Y.where(Y != 6, 7)}, r"target: expected classes that there are, got 7, outside \[0, 7\)"),
+        (
+            {"target": Y.where(Y != 6, 7)},
+            r"target: expected labels below the number of columns of input, got 7, outside \[0, 7\)",
+        ),
         ({"target": Y.int()}, "target: expected int64"),
         ({"input": X.double()}, "input: expected float16 or bfloat16 or float32, got float64"),
         ({"weight": WEIGHT[:3]}, "weight: expected"),

@@ -108,10 +108,10 @@ def test_what_is_wrong_is_said() -> None:
     q, k, blocks = drawn(2, HEADS, DIM), drawn(200, 1, DIM), torch.zeros(1, dtype=torch.int32)
     given: dict[str, Any] = {"actual_seq_qlen": [0, 2], "actual_seq_klen": [0, 200], "layout_key": "TND"}
     for change, message in (
-        ({"actual_seq_klen": [0, 201]}, "actual_seq_klen: expected cumulative lengths"),
+        ({"actual_seq_klen": [0, 201]}, "actual_seq_klen: expected cumulative ends"),
         ({"actual_seq_qlen": None}, "actual_seq_qlen: expected the ends"),
         ({"layout_key": "BSND"}, "layout_key"),
-        ({"scale": torch.ones(200, 1)}, "scale: expected a scale of int8 keys"),
+        ({"scale": torch.ones(200, 1)}, "scale: expected a scale if keys are int8"),
         ({"init_blocks": -1}, "init_blocks"),
     ):
         with pytest.raises(fa.ContractError, match=message):

@@ -164,7 +164,7 @@ ONE = torch.ones(1)
         ({"weight_uq_qr": UQ[:, 1:]}, r"weight_uq_qr: expected \[Cq, N1 \* \(D \+ Dr\)\]"),
         ({"rope_cos": ANGLES[:5]}, r"rope_cos: expected \[T, Dr\]"),
         ({"kr_cache": caches()[1][:, :4]}, "kr_cache: expected as many slots as kv_cache has"),
-        ({"cache_index": INDEX + 1}, "cache_index: expected places that the caches have, got 20"),
+        ({"cache_index": INDEX + 1}, "cache_index: expected slots of the caches, got 20"),
         ({"cache_mode": "PA_NZ"}, "kr_cache: expected .*multiple of 16"),
         ({"cache_mode": "BSND"}, "cache_mode"),
         ({"kv_cache": caches()[0].requires_grad_()}, "kv_cache: .*written in place"),

@@ -38,7 +38,7 @@ INDEXER = [
           "mass = 1 if problem.unit_target else", "mass = 1 if problem.has_target else",
           f"{TARGET}::test_golden_is_the_formula"),
     package("Lists of shorter packed sequences are checked at other rows", "ops/indexer_loss/checks.py",
-          "room = q_len if q_room is None else q_room", "room = q_len",
+          "capacity = q_len if q_capacity is None else q_capacity", "capacity = q_len",
           "contract/test_clauses.py::test_the_clause_holds"),
     package("A log-sum-exp is a sum", "ops/indexer_loss/call.py",
           "max_ + sum_.log()", "max_ + sum_", f"{PACKAGE}::test_dense_pair_is_the_formula"),

@@ -31,7 +31,7 @@ SURFACE = [
     package("CANN's ends are lengths", "ops/shared/cumulative.py",
           "if ends is None else np.diff(ends)", "if ends is None else ends[1:]", f"{CANN_INDEXER}::test_packed_rows"),
     package("sequences lie end to end although some are shorter than their memory", "ops/indexer/call.py",
-          'self.room or self.extents, "q")', 'self.extents, "q")', f"{CANN_INDEXER}::test_packed_rows"),
+          'self.capacities or self.extents, "q")', 'self.extents, "q")', f"{CANN_INDEXER}::test_packed_rows"),
     package("an offset moves the -1 of a list", "ops/indexer/call.py",
           "self.call.offsets() * (indices >= 0)", "self.call.offsets()", f"{CANN_INDEXER}::test_packed_rows"),
     package("a key of several tokens is visible a token early", "ops/indexer/lower.py",

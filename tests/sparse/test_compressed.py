@@ -189,12 +189,12 @@ def test_keys_that_no_row_sees_may_be_anything() -> None:
 
 BAD = [
     ({"ratio": 0}, r"ratio: expected ratio >= 1, got 0"),
-    ({"band": fa.Band.prefix_causal([1])}, r"band: expected a band of whole numbers, its prefix empty or one per"),
+    ({"band": fa.Band.prefix_causal([1])}, r"band: expected a band with integer edges, and no prefix or one per"),
     ({"residual": [0, 2]}, r"residual: expected numbers from 0 to ratio - 1"),
-    ({"residual": [0]}, r"residual: expected as many numbers as there are sequences"),
+    ({"residual": [0]}, r"residual: expected one number per sequence"),
     ({"k_compressed": torch.ones(2, 4, 1, 9)}, r"k_compressed: expected axis 3 to be D=8 as in q, got 9"),
     ({"k_compressed": torch.ones(2, 4, 1, 8).half()}, r"k_compressed: expected float32"),
-    ({"v": torch.ones(2, 9, 1, 8)}, r"v_compressed: expected compressed values beside v, and nowhere else"),
+    ({"v": torch.ones(2, 9, 1, 8)}, r"v_compressed: expected compressed values if v is a tensor, otherwise None"),
     ({"compressed_len": [4, 5]}, r"compressed_len: expected the lengths of the sequences in the tensor"),
     ({"indices": torch.full((2, 5, 1, 2), 4)}, r"indices: expected .* got 4 at batch 0, row 0, slot 0"),
     ({"indices": torch.full((2, 5, 1, 2), -2)}, r"indices: expected .* got -2 at batch 0"),
@@ -231,5 +231,5 @@ def test_keys_in_pages_have_no_gradient() -> None:
     case = replace(CASES[-1], sink=False)
     args = shown(case, arguments(case))
     q = args["q"].detach().clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match="keys in pages have no gradient"):
+    with pytest.raises(NotImplementedError, match="paged keys have no gradient"):
         fa.compressed_attention(**{**args, "q": q}).nan_to_num().sum().backward()

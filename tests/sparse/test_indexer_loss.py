@@ -374,7 +374,7 @@ def test_the_first_bad_entry_is_named() -> None:
 
 def test_content_is_checked_on_request() -> None:
     args, op = operands(CALL), indexer_loss.TORCH
-    for entries, text in (([0, 1, 0, 1], "no more entries than blocks"), ([0, 4, -1, -1], "the row sees a key")):
+    for entries, text in (([0, 1, 0, 1], "at most as many entries as blocks"), ([0, 4, -1, -1], "visible to the row")):
         lists = torch.full((8, 1, 4), -1)
         lists[0, 0] = torch.tensor(entries)
         bind(op, {**args, "sparse_indices": lists})

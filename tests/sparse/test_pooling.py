@@ -225,23 +225,23 @@ def test_packed_rows_of_the_compressor() -> None:
 def test_blocks_that_are_not_there_are_refused() -> None:
     w, table = weights(1), torch.tensor([[1, 9]], dtype=torch.int32)
     cache = torch.zeros(4, 16, 2 * DIM)
-    with pytest.raises(ContractError, match="state_block_table: expected blocks that state_cache has"):
+    with pytest.raises(ContractError, match="state_block_table: expected numbers of blocks of state_cache"):
         compressor(drawn(1, 9, H), **w, state_cache=cache, cmp_ratio=RATIO, state_block_table=table)
-    with pytest.raises(ContractError, match="a block for every row that is kept"):
+    with pytest.raises(ContractError, match="a block for every row that is stored or read"):
         compressor(drawn(1, 9, H), **w, state_cache=cache, cmp_ratio=RATIO, start_pos=[30], state_block_table=table)
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"seqused": [10]}, "seqused: expected a length within every sequence, got [10] of sequences with [9] rows"),
-        ({"seqused": [-1]}, "seqused: expected a length within every sequence, got [-1] of 1 sequences"),
-        ({"seqused": []}, "seqused: expected a length within every sequence, got [] of 1 sequences"),
-        ({"start_pos": [-4]}, "start_pos: expected a position for every sequence, got [-4] of 1 sequences"),
-        ({"start_pos": [0, 0]}, "start_pos: expected a position for every sequence, got [0, 0] of 1 sequences"),
+        ({"seqused": [10]}, "at most its rows, got [10] of sequences with [9] rows"),
+        ({"seqused": [-1]}, "at most its rows, got [-1] of 1 sequences"),
+        ({"seqused": []}, "at most its rows, got [] of 1 sequences"),
+        ({"start_pos": [-4]}, "start_pos: expected one position per sequence, got [-4] of 1 sequences"),
+        ({"start_pos": [0, 0]}, "start_pos: expected one position per sequence, got [0, 0] of 1 sequences"),
         ({"start_pos": [(1 << 63) - 2]}, "whose positions overflow int64"),
-        ({"x": torch.zeros(9, H), "cu_seqlens": [0, 5, 8]}, "cu_seqlens: expected 0, and ends that never fall"),
-        ({"x": torch.zeros(9, H), "cu_seqlens": [0, 9], "seqused": [10]}, "seqused: expected a length within"),
+        ({"x": torch.zeros(9, H), "cu_seqlens": [0, 5, 8]}, "cu_seqlens: expected 0, then ends that never fall"),
+        ({"x": torch.zeros(9, H), "cu_seqlens": [0, 9], "seqused": [10]}, "seqused: expected one number per sequence"),
         ({"wkv": torch.zeros(0, H), "wgate": torch.zeros(0, H), "ape": torch.zeros(RATIO, 0),
           "state_cache": torch.zeros(4, 16, 0)}, "wkv: expected [coff * D, H]"),
     ],

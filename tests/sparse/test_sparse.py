@@ -327,7 +327,7 @@ def test_keys_in_pages_have_no_gradient() -> None:
     indices = args["sparse_indices"]
     more = {"q_rope": rope, "k_rope": k_rope, "page_table": args["block_table"], "kv_len": (33, 7), "q_len": (3, 5)}
     out = fa.sparse_attention(q, k, None, indices, **more, backend="golden")
-    with pytest.raises(NotImplementedError, match="keys in pages have no gradient"):
+    with pytest.raises(NotImplementedError, match="paged keys have no gradient"):
         out.sum().backward()
 
 
@@ -344,7 +344,7 @@ BAD = [
     ({"sparse_block_size": 0}, "1 <= sparse_block_size <= 128, got 0"),
     ({"sparse_mode": 2}, r"sparse_mode in \(0, 3\), got 2"),
     ({"scale_value": float("nan")}, "a finite scale, got nan"),
-    ({"layout_kv": "PA_BSND"}, "a table where keys are PA_BSND, and nowhere else"),
+    ({"layout_kv": "PA_BSND"}, "a table if keys are PA_BSND, otherwise None"),
 ]
 
 

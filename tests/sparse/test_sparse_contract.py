@@ -36,7 +36,7 @@ LIMITS = {
         ("attention_mode", "attention_mode == 2"),
     ),
     ("sparse_block_size", "a power of two"),
-    ("sparse_block_size", "a block size that divides the page size"),
+    ("sparse_block_size", "a divisor of the page size"),
     ("sparse_block_size", "sparse_block_size in (1, 8, 16, 32, 64)"),
     ("block_table", "Ps % 16 == 0 and Ps <= 1024"),
     ("block_table", "int32"),
@@ -51,19 +51,19 @@ LIMITS = {
     *(("query_index", t) for t in ("D == 128", "Di == 128", "no more rows than keys in a sequence")),
     *((t, "up to 256 sequences") for t in ("query", "query_index")),
     *(("key", "N2 == N1"), ("sparse_mode", "sparse_mode == 3")),
-    ("actual_seq_qlen", "no end of rows behind the end of the keys"),
+    ("actual_seq_qlen", "no end above that of the keys"),
     *((t, "at most 131072 tokens in a sequence") for t in ("query", "query_index")),
     *((t, "no limit: 2147483647, or the largest int64") for t in ("pre_tokens", "next_tokens")),
     *(("value", "value rows"), ("weights", "float16 or bfloat16")),
 }
 CONTENT = {
-    ("sparse_indices", "no more entries than blocks that the row sees"),
-    ("sparse_indices", "blocks of which the row sees a key"),
+    ("sparse_indices", "at most as many entries as blocks with visible keys"),
+    ("sparse_indices", "blocks with keys that are visible to the row"),
 }
 DOUBTS = {
     ("actual_seq_qlen", "sequences that take up all T1 rows of the tensor"),
     ("actual_seq_kvlen", "sequences that take up all T2 rows of the tensor"),
-    ("sparse_count", "no more than the keys, or 8192"),
+    ("sparse_count", "at most max(S2, 8192)"),
     ("sparse_indices", "no entry behind a -1"),
 }
 MISSING = {"actual_seq_qlen is not None", "actual_seq_kvlen is not None", "(query_rope is None) == (key_rope is None)"}
@@ -84,9 +84,9 @@ SHAPES_AND_DTYPES = {
     *(("weights", f"one weight for every head of {t}") for t in ("q", "query", "index_q", "query_index")),
     ("weights", "float16 or bfloat16"),
     *(("softmax_max", "a last axis of N1 / N2"), ("sparse_indices", "lists of at least one entry")),
-    *(("weights", "the dtype of query, or float32"), ("layout_kv", "what the queries have, or PA_BSND")),
-    ("sparse_values_out", "as many values as sparse_count says"),
-    ("sparse_indices_out", "as many indices as sparse_count says"),
+    *(("weights", "the dtype of query, or float32"), ("layout_kv", "layout, or PA_BSND")),
+    ("sparse_values_out", "sparse_count values per row"),
+    ("sparse_indices_out", "sparse_count indices per row"),
 }
 
 

@@ -12,16 +12,16 @@ LIMITS = {
     *((name, f"{name} is None") for name in ("dequant_scale1", "quant_scale1", "dequant_scale2")),
     ("query", "S1 == 1"),
     ("query", "D <= 512"),
-    ("atten_mask", "a mask without gaps"),
-    ("pse_shift", "a bias without gaps"),
-    ("block_table", "a table without gaps"),
-    ("attention_out", "an output without gaps"),
-    *((f"antiquant_{t}", f"{t}s without gaps") for t in ("scale", "offset")),
-    *(("quant_scale2", "a scale without gaps"), ("quant_offset2", "an offset without gaps")),
+    ("atten_mask", "a contiguous mask"),
+    ("pse_shift", "a contiguous bias"),
+    ("block_table", "a contiguous table"),
+    ("attention_out", "a contiguous output"),
+    *((f"antiquant_{t}", "a contiguous tensor") for t in ("scale", "offset")),
+    *(("quant_scale2", "a contiguous scale"), ("quant_offset2", "a contiguous offset")),
     ("key", "pages of at most 65536 elements per token"),
     ("query", "B <= 65536"),
     ("query", "float16 or bfloat16"),
-    ("query", "query, key and value without gaps"),
+    ("query", "contiguous query, key and value"),
     ("num_key_value_heads", "N1 <= 64 * N2"),
     ("inner_precise", "inner_precise in (0, 1)"),
     ("block_size", "at most 512, a multiple of 16 (int8: 32)"),
@@ -58,7 +58,7 @@ LIMITS = {
     ("query_rope", "pse is None and drop_mask is None and keep_prob == 1"),
 }
 CONTENT = {
-    ("softmax_max", "statistics with each sequence's heads end to end, token-major only where softmax_layout says so"),
+    ("softmax_max", "statistics in the order of softmax_layout"),
     ("atten_mask", "a mask that agrees with pre_tokens and next_tokens"),
     ("pse", "compressed rows that are shifted copies of each other"),
 }
@@ -72,10 +72,10 @@ NOTES = {
 DOUBTS = {
     *((name, "sequences that take up all T1 rows of the tensor") for name in ("q_len", "actual_seq_qlen")),
     *((name, "sequences that take up all T2 rows of the tensor") for name in ("kv_len", "actual_seq_kvlen")),
-    ("pse", "slopes that wait for no gradient"),
-    ("q", "no more heads than rows, or 256"),
+    ("pse", "slopes that do not require a gradient"),
+    ("q", "at most max(S1, 256) heads"),
     ("atten_mask", "the documented content of a compressed mask"),
-    ("alibi_slopes", "a tensor that waits for no gradient"),
+    ("alibi_slopes", "a tensor that does not require a gradient"),
 }
 MISSING = {
     ("actual_seq_qlen", "actual_seq_qlen is not None"),

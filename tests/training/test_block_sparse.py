@@ -369,7 +369,7 @@ def test_compiled(layout: str) -> None:
         ({"actual_seq_lengths": [130, 0, 264]}, "actual_seq_lengths: expected lengths of the sequences"),
         ({"actual_seq_lengths": [130, 0, 2**62]}, "actual_seq_lengths: expected lengths of the sequences"),
         ({"actual_seq_lengths": None}, "actual_seq_lengths: expected the lengths of packed sequences"),
-        ({"actual_seq_lengths_kv": None}, "actual_seq_lengths_kv: expected lengths beside actual_seq_lengths"),
+        ({"actual_seq_lengths_kv": None}, "actual_seq_lengths_kv: expected lengths if actual_seq_lengths has some"),
         ({"num_key_value_heads": 1}, "key: expected axis 1 to be N2=1"),
         ({"softmax_lse_flag": 2}, "softmax_lse_flag: expected"),
         ({"scale_value": float("nan")}, "scale_value: expected a finite scale"),

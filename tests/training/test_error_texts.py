@@ -50,7 +50,7 @@ TEXTS = [
         (
             "pre_tockens: expected pre_tockens and next_tockens that leave a visible key, got pre_tockens=-6, "
             "next_tockens=1 (from the upper left corner: -8 and 3), the left edge beyond the right one or "
-            "beyond the 6 keys (the window must meet the scores; 2147483647 is no limit)"
+            "beyond the 6 keys (the window must overlap the score matrix; 2147483647 is no limit)"
         ),
     ),
     (

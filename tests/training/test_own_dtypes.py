@@ -212,6 +212,6 @@ def test_a_query_of_other_rows_than_the_caches_sequences() -> None:
 
 def test_a_length_below_zero_in_pages() -> None:
     table = torch.zeros(1, 2, dtype=torch.int32)
-    with pytest.raises(fa.ContractError, match=r"kv_len: .*got -1 for item 0 ") as caught:
+    with pytest.raises(fa.ContractError, match=r"kv_len: .*got -1 for sequence 0 ") as caught:
         fa.decode_attention(torch.ones(1, 1, 4, 16), (POOL, POOL), kv_len=[-1], block_table=table)
     assert str(1 << 40) not in str(caught.value)

@@ -61,7 +61,8 @@ def destroy_acl_op_executor(executor: Executor) -> None:
 
 
 def _move(executor: Any, index: Any, tensor: Any, data: Any, sides: tuple[bool, ...]) -> None:
-    """Moves a tensor of an executor to other memory; sides: tensors that index counts, False: inputs, True: outputs."""
+    """Moves a tensor of an executor to other memory; index: its position among inputs (False in sides) and outputs
+    (True)."""
     live = _live(executor)
     if tensor is None:
         raise Refusal(INNER_NULL, "tensor: expected the one to move, got null")

@@ -1,4 +1,4 @@
-"""Two-phase calls between their phases: a layout per signature, a job per call, and checks of outputs and workspace."""
+"""State of two-phase calls between the phases (a Layout per signature, a Job per call), and checks of outputs."""
 
 import functools
 from dataclasses import dataclass
@@ -43,7 +43,8 @@ class Layout:
     """Properties common to all calls of one signature.
 
     Attributes:
-        given: (position, name) of its tensors; written: names of the outputs of the call.
+        given: (position, name) of the tensors that are not None.
+        written: names of the outputs of the call.
         plan: the plan of its problem and lengths; None if there is no sequence.
         workspace: bytes for the plan and for converted tensors.
         keeps: views made in phase 1 stay valid, because no input is copied.

@@ -6,7 +6,7 @@ import numpy as np
 
 from fusion_attention.acl.tensors import Tensor
 
-# Limit of numpy's search; beyond it two views count as overlapping.
+# Limit of numpy's search; views are assumed to overlap if it is exceeded.
 _WORK = 100_000
 
 

@@ -24,7 +24,7 @@ from fusion_attention.distributed.ulysses import Heads, indivisible
 from fusion_attention.ir.dropout import draw_seed
 from fusion_attention.ir.mask import INFINITE, UNLIMITED, Band
 from fusion_attention.ir.merge import Partial
-from fusion_attention.ops.shared.layouts import LAYOUTS, wide
+from fusion_attention.ops.shared.layouts import LAYOUTS, to_float32
 from fusion_attention.ops.training import api_definition as record
 from fusion_attention.ops.training.api_definition import EmptyRows, Layout, Lengths
 from fusion_attention.ops.training.call import DenseCall, owns_bias
@@ -274,7 +274,7 @@ def _sides(lowered: DenseCall, options: _Options) -> tuple[Side, Side]:
 def _full_call(args: dict[str, Any], lowered: DenseCall, call: Call) -> FullCall:
     """Returns the unsharded call for chunk_pairs.py, with this rank's copy of replicated tensors."""
     p, e, q = lowered.problem, lowered.extents, args["q"]
-    slopes, sink = (wide(args[name], q) for name in ("alibi_slopes", "sink"))
+    slopes, sink = (to_float32(args[name], q) for name in ("alibi_slopes", "sink"))
     if slopes is not None:
         slopes = slopes.detach().reshape(-1, p.heads_q).expand(len(e), p.heads_q)
     seed = args["seed"] if p.dropout == "philox" else 0

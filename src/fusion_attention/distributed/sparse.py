@@ -19,7 +19,7 @@ from fusion_attention.ops.indexer import api_definition as indexer_record
 from fusion_attention.ops.indexer import call as indexer
 from fusion_attention.ops.indexer_loss import api_definition as loss_record
 from fusion_attention.ops.indexer_loss import call as loss
-from fusion_attention.ops.shared.layouts import wide
+from fusion_attention.ops.shared.layouts import to_float32
 from fusion_attention.ops.sparse import api_definition as sparse_record
 from fusion_attention.ops.sparse import call as sparse
 from fusion_attention.torch_ops import dispatch
@@ -171,7 +171,7 @@ def sparse_attention(
     )  # fmt: skip
     flat = _flat(sharded, args, _Q, _KV)
     _check_lists("sparse_attention", sharded, flat, block)
-    flat["sinks"] = wide(sink, q)
+    flat["sinks"] = to_float32(sink, q)
     names = (*sparse.DIFFERENTIABLE, "sparse_indices")
     out, max_, sum_ = _Attention.apply(sharded, deterministic, *(flat[name] for name in names))
     out = sharded.q.unflattened(out)
@@ -241,7 +241,7 @@ def indexer_loss(
     heads_last = args if layout == "TND" else {**args, "lse": lse.transpose(1, 2)}
     flat = _flat(sharded, heads_last, _LOSS_Q, _LOSS_KV)
     _check_lists("indexer_loss", sharded, flat, 1)
-    flat["sinks"] = wide(sink, q)
+    flat["sinks"] = to_float32(sink, q)
     constant = {name: None if t is None else t.detach() for name, t in flat.items() if name not in loss.DIFFERENTIABLE}
     return _Loss.apply(sharded, deterministic, constant, *(flat[name] for name in loss.DIFFERENTIABLE)).reshape(())
 

@@ -49,12 +49,12 @@ class PagedView:
 
         table[b, t // page_size] * stride_page + h * stride_head + t % page_size * stride_token
 
-    elements from the pool's first one. A row is contiguous, or split into fragments: element d of the row is
+    (elements, from the pool's first one). A row is contiguous, or split into fragments: element d of a row is at
 
         d // fragment * stride_fragment + d % fragment
 
-    elements behind the first. Table entries beyond a sequence's length, pages without an entry and slots behind a
-    sequence's last token are never read, so their content is arbitrary.
+    (elements, from the row's first one). Table entries beyond a sequence's length, pages without an entry and slots
+    behind a sequence's last token are never read, so their content is arbitrary.
 
     Args:
         pool: the tensor that holds all pages.

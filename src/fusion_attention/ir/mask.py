@@ -30,7 +30,7 @@ def tokens(count: int) -> int:
 
 @dataclass(frozen=True, repr=False)
 class Band:
-    """An interval of keys for every query row, with an optional prefix that all rows see.
+    """An interval of visible keys for every query row, with an optional prefix that is visible to all rows.
 
     Row i of a sequence sees the keys
 
@@ -40,10 +40,11 @@ class Band:
     diagonal ends at the last key, the alignment of decoding and of chunked prompts).
 
     Args:
-        lo: first key seen, relative to the diagonal; -INFINITE for no left edge.
-        hi: first key not seen any more, relative to the diagonal; INFINITE for no right edge.
+        lo: position of the first visible key, relative to the diagonal; -INFINITE: no left edge.
+        hi: position of the key behind the last visible one, relative to the diagonal; INFINITE: no right edge.
         align: "start" or "end".
-        prefix: per sequence, how many leading keys every row sees besides; empty for none. Needs lo = -INFINITE.
+        prefix: per sequence, the number of leading keys that are visible to all rows; (): none. Requires
+            lo = -INFINITE.
 
     Raises:
         ValueError: an unknown alignment, or a prefix together with a left edge.
@@ -94,7 +95,8 @@ class Band:
         return cls(hi=1, prefix=tuple(int(n) for n in prefix))
 
     def resolve(self, q_len: np.ndarray, kv_len: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(lo, hi, prefix) per sequence, int64, relative to key = row; infinite edges stay infinite."""
+        """(lo, hi, prefix) of Extents: int64 arrays with an entry per sequence, edges relative to key = row; infinite
+        edges stay infinite."""
         shift = kv_len - q_len if self.align == "end" else np.zeros_like(q_len)
         prefix = np.zeros_like(q_len)
         if self.prefix:

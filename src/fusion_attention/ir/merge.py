@@ -3,9 +3,9 @@
     m    = max(m1, m2),   w_i = s_i * exp(m_i - m)
     out  = (w1 * out1 + w2 * out2) / (w1 + w2),   max = m,   sum = w1 + w2
 
-Merging computes in float32 and overwrites the first of the two. A row without visible keys (max = -inf) has weight 0
-against a row with some. If neither has any, the sums are added: 0 if rows return zeros, the number of keys if they
-return the mean of V, so that the merged row is the mean over all keys.
+Merging computes in float32 and overwrites the first partial result. A row without visible keys in one partial result
+(max = -inf) has weight 0 there. If it has none in both, the sums are added: 0 if rows return zeros, the number of keys
+if they return the mean of V, so that the merged row is the mean over all keys.
 """
 
 import math
@@ -48,7 +48,7 @@ def join_sink(into: Partial, sink: torch.Tensor) -> None:
 
 
 def empty_partial(like: torch.Tensor, shape: tuple[int, ...], dim: int) -> Partial:
-    """The partial result of rows over no keys: out 0, max -inf, sum 0."""
+    """The partial result over no keys, on the device of `like`: out [*shape, dim] 0, max [*shape] -inf, and sum 0."""
     stats = like.new_zeros(shape, dtype=torch.float32)
     return Partial(like.new_zeros((*shape, dim), dtype=torch.float32), stats - math.inf, stats)
 

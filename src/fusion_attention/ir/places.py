@@ -12,7 +12,7 @@ from fusion_attention.ir.problem import IndexerOperands, Operands, Stats
 
 Some = TypeVar("Some", Operands, IndexerOperands)
 View = RowView | PagedView | MatrixView | torch.Tensor
-# Operands that are named as their fields.
+# Operands whose names are those of their fields.
 _FIELDS: tuple[str, ...] = ("q", "k", "v", "out", "q_rope", "k_rope", "bias", "slopes", "blocked", "drop_bits", "sink")
 _FIELDS += ("out_scale", "out_offset", "k_common", "v_common", "row_scale", "blocked_tiles", "blocked_bits")
 _FIELDS += ("weights", "indices", "values")
@@ -23,7 +23,7 @@ def places(operands: Operands | IndexerOperands) -> dict[str, torch.Tensor]:
     "table" (of pages).
 
     Raises:
-        ValueError: rows in several tensors, two page tables, or an operand without a name here.
+        ValueError: rows in several tensors, two page tables, or a weight_scale, which has no name.
     """
     result: dict[str, torch.Tensor] = {}
     for name, view in _views(operands):
@@ -36,7 +36,7 @@ def places(operands: Operands | IndexerOperands) -> dict[str, torch.Tensor]:
 
 
 def moved(operands: Some, tensors: Mapping[str, torch.Tensor]) -> Some:
-    """The same operands in other tensors; `tensors` has one for every name of places()."""
+    """A copy of the operands with views of other tensors; `tensors` has one for every name of places()."""
     new: dict[str, Any] = {name: _over(view, tensors[name], tensors.get("table")) for name, view in _views(operands)}
     if "max" in new:
         new["stats"] = Stats(new.pop("max"), new.pop("sum"))
@@ -55,7 +55,7 @@ def _views(o: Operands | IndexerOperands) -> Iterator[tuple[str, View]]:
     if isinstance(o, IndexerOperands):
         return
     if o.weight_scale is not None:
-        raise ValueError("attention of integers throughout")
+        raise ValueError("a weight_scale")
     for side, dequant in (("k", o.dequant_k), ("v", o.dequant_v)):
         if dequant is not None:
             yield f"{side}_scale", dequant.scale

@@ -9,16 +9,16 @@ from fusion_attention.ir.kv import RowView
 
 @dataclass(frozen=True)
 class PoolingProblem:
-    """A softmax per channel over the rows of a window, which weighs these rows.
+    """Sums of the rows of a window, weighted per channel by a softmax of gates.
 
         z_p = gate[p] + bias[p % ratio],  out[w, d] = sum_p exp(z[p, d]) kv[p, d] / sum_p exp(z[p, d])
 
-    summed over the rows p of window w, those from w * ratio to w * ratio + ratio - 1. With overlap, rows have 2 dim
-    elements, and the sums also include the first dim of the rows of the window before, if there is one; of its own rows
-    window w then has the last dim.
+    summed over the rows p of window w, from w * ratio to w * ratio + ratio - 1. With overlap, rows have 2 * dim
+    elements: window w sums the last dim elements of these rows, and the first dim elements of the rows of window w - 1,
+    if there is one.
 
-    In Extents, kv_len counts rows in memory and q_len results; result i is that of window i + lo. Rows outside the
-    windows of results are not read, and their gradients are 0.
+    In Extents, kv_len counts rows in memory, q_len counts results, and result i is that of window i + lo. Rows outside
+    the windows of results are not read, and their gradients are 0.
 
     Args:
         heads, dim: heads, and elements of a result.
@@ -53,7 +53,7 @@ class PoolingOperands:
 
 @dataclass(eq=False)
 class PoolingGrads:
-    """The gradients that the backward reads (dout) and writes; dbias None: not wanted."""
+    """The gradients that backward reads (dout) and writes; dbias is None if it is not wanted."""
 
     dout: RowView
     dkv: RowView

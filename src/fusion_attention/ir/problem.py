@@ -89,17 +89,17 @@ class Problem(_Typed):
             returns the mean, all weights are round(weight_scale).
         has_blocked_tiles: in addition to band and matrix, a table hides keys in tiles of 128 rows by 128 keys.
         select_count: entries in a row's list of selected blocks; 0: no selection, rows read their complete band.
-        select_block: tokens of a selected block. A row with visible keys before `end` reads at most the first
+        select_block: tokens of a selected block. A row whose last visible key is `end` - 1 reads at most the first
             ceil(end / select_block) entries, and stops at the first negative entry. Keys of a block outside the band
             are skipped; a block that is listed n times counts n times.
         softcap: bound of the absolute value of the scaled product, by tanh; 0: none. A product of -inf becomes
             -softcap, so its key stays visible.
-        wide_results: results with rows of dtype (out; gradients of q, k and v) are written in float32, so that
-            partial results can be summed. The saved out that backward reads has dtype nevertheless.
-        compressed_ratio: tokens per key in a second source of keys (k_compressed, v_compressed; Extents.compressed),
-            which join the softmax with the keys of the band: one more of them becomes visible every compressed_ratio
-            rows. Lists select keys of this source only; if select_count is 0, a row reads all that are visible.
-            0: no second source.
+        wide_results: out and the gradients of q, k and v are written in float32, so that partial results can be
+            summed. The saved out that backward reads still has dtype.
+        compressed_ratio: tokens per key in a second source of keys (k_compressed, v_compressed; Extents.compressed);
+            0: there is none. One softmax is over these keys and those of the band; every compressed_ratio rows, one
+            more of these keys becomes visible. Lists select keys of this source only; if select_count is 0, a row
+            reads all that are visible.
     """
 
     heads_q: int
@@ -164,7 +164,8 @@ class Part:
     chunks that start at multiples of CUT have the same bits as the complete sequence.
 
     Args:
-        first_row, first_key: position of the chunk's row 0 and key 0 in the complete sequence; keys a multiple of 8.
+        first_row, first_key: position of the chunk's row 0 and key 0 in the complete sequence; first_key is a multiple
+            of 8.
         stream: dropout stream of the chunk's head 0; in a batch of complete sequences, sequence * heads_q.
         q_len, kv_len: lengths of the complete sequence.
     """
@@ -212,13 +213,13 @@ class Extents:
     @functools.cached_property
     def key(self) -> bytes:
         """Bytes that identify these lengths in the cache of plans."""
-        own = b"".join(getattr(self, name).tobytes() for name in EXTENT_ROWS)
+        lengths = b"".join(getattr(self, name).tobytes() for name in EXTENT_ROWS)
         if self.compressed is not None:
-            return b"compressed" + own + self.compressed.kv_len.tobytes() + self.compressed.hi.tobytes()
+            return b"compressed" + lengths + self.compressed.kv_len.tobytes() + self.compressed.hi.tobytes()
         if self.part is None:
-            return own
+            return lengths
         # The prefix of four bytes makes the key's length differ from every key without a part.
-        return b"part" + own + b"".join(getattr(self.part, name).tobytes() for name in PART_ROWS)
+        return b"part" + lengths + b"".join(getattr(self.part, name).tobytes() for name in PART_ROWS)
 
     @functools.cached_property
     def call_cache(self) -> dict[Any, Any]:
@@ -268,7 +269,7 @@ class Extents:
         return first, end
 
     def compressed_end(self, b: int, row: np.ndarray, ratio: int) -> np.ndarray:
-        """Number of visible keys of the second source, for the given rows of sequence b."""
+        """Number of keys of the second source that are visible to each of the given rows of sequence b."""
         assert self.compressed is not None
         return np.clip((row + self.compressed.hi[b]) // ratio, 0, self.compressed.kv_len[b])
 
@@ -287,7 +288,7 @@ class Extents:
 
 
 def _compressed_pairs(extents: Extents, ratio: int, listed: int) -> int:
-    """Number of (row, key) pairs of the second source that are read; listed: keys of a row's list, 0: no list."""
+    """Number of (row, key) pairs of the second source that rows read; listed: keys in a row's list, 0: no lists."""
     ends = (extents.compressed_end(b, np.arange(extents.q_len[b]), ratio) for b in range(len(extents)))
     return sum(int((np.minimum(end, listed) if listed else end).sum()) for end in ends)
 
@@ -406,8 +407,8 @@ class IndexerProblem(_Typed):
 class IndexerOperands:
     """The memory of one indexer call; indexer_topk writes indices and values, the gradient reads them.
 
-    indexer_lse writes stats (one head), which a loss without selection reads. In a loss, values receive y at the
-    target's elements that a row reads; the caller zeroes the others.
+    indexer_lse writes stats (one head), which a loss without selection reads. A loss whose target is an operand writes
+    y (IndexerLossProblem) to values, for the entries or keys that a row reads; the caller zeroes the others.
     """
 
     q: RowView
@@ -448,8 +449,8 @@ class IndexerLossProblem(_Typed):
 
         loss = sum_j p_j * (ln max(p_j, 1e-8) - ln max(y_j, 1e-8)),   dI = y * sum_j p_j - p
 
-    with one p per entry of a row's list, or per key of its band; p of entries and keys that the row skips is not read.
-    y may be a result (IndexerOperands.values, float32).
+    with one p per entry of a row's list, or per key of its sequence; p of entries and keys that the row does not read
+    is ignored. y may be a result too (IndexerOperands.values, float32).
 
     Args:
         heads_q, heads_kv, dim_qk, dim_rope, dtype, scale, has_sink: the attention's, as in Problem; heads_q 0: no

@@ -15,9 +15,9 @@ from fusion_attention.ir.problem import Extents
 class Tiles:
     """The work list as a structure of arrays (int64, one entry per tile).
 
-    by_query: rows [row0, row1) of sequence seq need keys [begin, end); those in [full_begin, full_end) are visible to
-    all rows of the tile. by_key: keys [row0, row1) need query rows [begin, end); to those in [full_begin, full_end)
-    all keys of the tile are visible. If there are none, full_begin = full_end.
+    From by_query(): rows [row0, row1) of sequence seq read keys [begin, end); keys in [full_begin, full_end) are
+    visible to all rows of the tile. From by_key(): keys [row0, row1) are read by query rows [begin, end); all keys of
+    the tile are visible to rows in [full_begin, full_end). If there are none, full_begin = full_end.
     """
 
     seq: np.ndarray
@@ -50,7 +50,7 @@ def _tiles(seq: np.ndarray, row0: np.ndarray, row1: np.ndarray, edges: tuple[np.
 
 
 def _sees(lo: np.ndarray, hi: np.ndarray, prefix: np.ndarray) -> np.ndarray:
-    """True if a band is not empty; needed because a tile's edges may not cross where each row's edges do."""
+    """True if a band is not empty. A tile may have begin < end although the band of each of its rows is empty."""
     return (hi > lo) | (prefix > 0)
 
 

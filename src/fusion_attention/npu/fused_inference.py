@@ -9,7 +9,7 @@ from fusion_attention.contract import Op
 from fusion_attention.npu import fused_out
 from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.ops.fused import definitions as fused
-from fusion_attention.ops.fused.output_definitions import ROOM_V1, ROOM_V2
+from fusion_attention.ops.fused.output_definitions import ALLOCATOR_V1, ALLOCATOR_V2
 from fusion_attention.torch_ops import dispatch
 
 __all__ = [
@@ -58,11 +58,11 @@ _npu_fused_infer_attention_score_v2_get_max_workspace = fused_out.workspace_of(
 )
 
 
-@from_record(ROOM_V1)
+@from_record(ALLOCATOR_V1)
 def _npu_fused_infer_attention_score_infer_output(args: Args) -> tuple[Tensor, Tensor]:
     return fused_out.allocated(fused.TORCH_V1, args)
 
 
-@from_record(ROOM_V2)
+@from_record(ALLOCATOR_V2)
 def _npu_fused_infer_attention_score_v2_infer_output(args: Args) -> tuple[Tensor, Tensor]:
     return fused_out.allocated(fused.TORCH_V2, args)

@@ -41,8 +41,8 @@ _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 # A message of CANN and the rule that it refers to: patterns of the message, of the rule's parameter and of its text.
 _PATTERNS: tuple[tuple[str, str, str], ...] = (
-    (r"queryt.*must be equal to the last element", "|".join(_ROWS), r"take up all|end with query"),
-    (r"bigger or equal to batch size", "|".join(_ROWS + _KEYS), r"a length per item"),
+    (r"queryt.*must be equal to the last element", "|".join(_ROWS), r"take up all|cover all rows of query"),
+    (r"bigger or equal to batch size", "|".join(_ROWS + _KEYS), r"a length per sequence"),
     (r"unsupported atten_?mask shape|mask.*shape", r"atten_mask", r"\[.*\]|fits\("),
     (r"mask.*(not be null|cannot be null|is null|must be provided)", r"atten_mask|sparse_mode", r"is not None"),
     (r"next ?token line|higher than pre token", r"pre_tokens|next_tokens", r"pre_tokens \+ next_tokens"),

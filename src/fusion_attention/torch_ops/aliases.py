@@ -1,8 +1,8 @@
-"""Support for tensors on a device that exists only by name, such as "npu": another device computes over their memory.
+"""Support for tensors on a device that exists only by name, such as "npu": their memory is on another device, which
+computes.
 
-A tensor there has an alias, a tensor over the same memory on the computing device. Functions compute on aliases and
-return tensors on the device by name.
-npu/device/backend.py defines the conversions of "npu".
+A tensor on the device by name has an alias, a tensor over the same memory on the computing device. Functions compute on
+aliases and return tensors on the device by name. npu/device/backend.py defines the conversions of "npu".
 """
 
 from __future__ import annotations
@@ -67,10 +67,12 @@ def aliased(function: Callable[P, R], host: int = 0) -> Callable[P, R]:
 def crossing(function: Callable[P, R], host: int = 0, names: Mapping[str, str] | None = None) -> Callable[P, R]:
     """Wraps a function so that it also accepts tensors on a device that exists only by name.
 
-    host: number of results, the last ones, that stay in host memory. names: for a function of one dictionary, the
-    interface's names of its keys.
+    Args:
+        function: computes on aliases.
+        host: number of last results that stay in host memory.
+        names: if the function takes one dictionary, the interface's name of each key; None: it takes arguments.
 
-    Traced and transformed calls, and tensor subclasses, pass through unchanged: torch dispatches their operators.
+    Traced and transformed calls, and those with tensor subclasses, are not converted: torch dispatches their operators.
     """
 
     @functools.wraps(function)

@@ -36,7 +36,7 @@ def run(call: Lowered, backend: str = "auto") -> Results:
 def results(bound: Bound, backend: str = "auto", *, complete: bool = False, **how: Any) -> Results:
     """Runs a checked call and returns its results by name, with the derivatives that the operator definition declares.
 
-    There may be more results than were requested.
+    Results that were not requested may be among them.
 
     Args:
         bound: the call.

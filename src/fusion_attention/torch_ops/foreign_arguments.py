@@ -1,4 +1,4 @@
-"""Errors for parameter names of other attention libraries, which state the equivalent here.
+"""TypeErrors for parameter names of other attention libraries, with the equivalent parameter here.
 
 docs/coming_from.md has more, with examples.
 """

@@ -26,8 +26,8 @@ class Prepared:
     """Plan, views and shapes of results for all calls of one call cache; holds no tensor of a caller.
 
     Attributes:
-        bare: for the derivative: the lowered call without tensors, and the names of the arguments that are its inputs;
-            None if an input is derived from an argument.
+        bare: (lowered call without tensors, names of the arguments that are its inputs), which autograd uses; None if
+            an input is not an argument itself.
     """
 
     __slots__ = ("_begins", "_call_names", "_core", "_exact", "_names", "_plan", "_templates", "_views", "bare")

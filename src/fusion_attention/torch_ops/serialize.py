@@ -112,7 +112,7 @@ def nested(op: str, name: str) -> ContractError:
 
 
 def settings_of(backend: str) -> str:
-    """Text with back end and checks in force, "backend,strict,check_content", which a traced call stores."""
+    """The current settings as text "backend,strict,check_content", which a traced call stores."""
     settings = current()
     return f"{chosen(backend)},{settings.strict:d},{settings.check_content:d}"
 
@@ -154,13 +154,13 @@ def read(text: str) -> Text:
         attr = op.by_name[key]
         if isinstance(value, tuple) and isinstance(attr, Attr):
             values[key] = attr.type(*value)
-    full, broken = (tuple(filter(None, names.split(","))) for names in (ints, floats))
+    int_names, float_names = (tuple(filter(None, names.split(","))) for names in (ints, floats))
     checks = strict == "1" or None, content == "1" or None
-    return Text(op, backend, *checks, full, broken, ast.literal_eval(lists), values)
+    return Text(op, backend, *checks, int_names, float_names, ast.literal_eval(lists), values)
 
 
 def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: Text) -> dict[str, Any]:
-    """Restores a call's arguments by canonical name from the arguments of the operator."""
+    """The inverse of pack(): a call's arguments by canonical name; text: the result of read()."""
     names = names_of(text.op.name)
     args = dict(text.words)
     left = iter(tensors)
@@ -173,7 +173,7 @@ def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: Text) ->
 
 
 def bound(text: Text, args: dict[str, Any]) -> Bound:
-    """Checks restored arguments, and returns the checked call."""
+    """Checks the arguments from unpack(), and returns the checked call."""
     return bind(text.op, args, strict=text.strict, check_content=text.check_content)
 
 

@@ -98,7 +98,7 @@ def npu_kv_rmsnorm_rope_cache(
     is_output_kv: bool,
 ) -> tuple[Annotated[Tensor, "a!"], Annotated[Tensor, "b!"], Tensor, Tensor]:
     with torch.no_grad():
-        if v is not None and latent_caches.stands_apart(v):
+        if v is not None and latent_caches.is_separate(v):
             y, rows = v.float(), normalised(kv.float(), gamma, epsilon)[0]
             rope, rest = rows.split([cos.shape[-1], kv.shape[-1] - cos.shape[-1]], -1)
             k_embed = torch.cat((npu_interleave_rope(rope, cos.float(), sin.float()), rest), -1)
@@ -151,7 +151,7 @@ def _updated(target: Tensor, indices: Tensor, updates: Tensor) -> tuple[tuple[Te
 
 def _slots(cache: Tensor, rows: Tensor, mode: str = "Norm") -> Tensor:
     """Returns a view of a paged cache as [pages, slots, ...]; in format NZ, the fragments are an axis of the rest."""
-    return cache.transpose(1, 2) if caches.lies_in_pieces(cache, rows, mode) else cache
+    return cache.transpose(1, 2) if caches.is_fragmented(cache, rows, mode) else cache
 
 
 def _lines(cache: Tensor, mode: str) -> Tensor:

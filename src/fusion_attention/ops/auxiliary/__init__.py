@@ -1,5 +1,5 @@
-"""Definitions of auxiliary operators of models (norms, rotary embedding, caches, experts, ...), which torch computes.
+"""Operator definitions of models' other functions (norms, rotary embedding, caches, experts, ...), computed by torch.
 
-These definitions have no lowering to the intermediate representation, but are checked, documented and sampled as all
-others. The definitions are loaded on first use.
+These definitions have no lowering to the intermediate representation; checks, documentation and sample calls are made
+from them as from all others. They are loaded on first use.
 """

@@ -1,6 +1,6 @@
-"""Operator definitions of attention functions from the chip's transformer library (ATB), over packed rows and pages.
+"""Operator definitions of attention functions of CANN's transformer library (ATB), over packed rows and pages.
 
-Every function writes to a tensor that the caller passes. npu_fused_infer_attention_score computes the attention.
+Every function writes to a tensor of the caller. npu_fused_infer_attention_score computes the attention.
 """
 
 import math
@@ -16,14 +16,14 @@ from fusion_attention.ops.auxiliary.common import auxiliary, floats, writes
 from fusion_attention.ops.shared.rules import finite_scale, groups_of_heads, invalid, meaning, untrained
 
 SIZES = {"T": 6, "R": 3, "M": 2, "P": 4, "Ps": 16, "N1": 4, "N2": 2, "D": 16, "Dv": 8, "K": 40, "L": 32}
-UNSEEN = -1000.0  # with such an addend the weight of a score underflows to 0 in float32
+HIDDEN = -1000.0  # A score with this addend has a weight that underflows to 0 in float32.
 
 
 def hides(mask: torch.Tensor) -> torch.Tensor:
-    """Boolean mask, True for hidden keys: the chip adds -inf or -10000 in float16, and hides by 1 in other dtypes."""
+    """A boolean mask, True where `mask` hides a key: elements of 1, or of -1000 and below."""
     if mask.dtype == torch.bool:
         return mask
-    return (mask > 0) | (mask <= UNSEEN)
+    return (mask > 0) | (mask <= HIDDEN)
 
 
 def in_rows(mask: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ def in_rows(mask: torch.Tensor) -> torch.Tensor:
 
 
 def decided(mask: torch.Tensor) -> bool | str:
-    """True if every element of a mask hides its key or is 0; reads the mask."""
+    """True if every element of a mask hides its key or is 0; otherwise the first other element. Reads the mask."""
     if mask.is_meta or mask.dtype == torch.bool:
         return True
     other = mask[~hides(mask) & (mask != 0)]
@@ -54,8 +54,8 @@ def covers(mask: torch.Tensor, lengths: np.ndarray) -> bool:
     """True if a mask [S, S], [B or 1, S, S] or [B or 1, 1, S, S] has an element for every score."""
     lead, longest = mask.shape[:-2], max(lengths.tolist(), default=0)
     heads = lead[1] if len(lead) == 2 else 1
-    items = lead[0] if lead else 1
-    return 2 <= mask.dim() <= 4 and heads == 1 and items in (1, len(lengths)) and min(mask.shape[-2:]) >= longest
+    batch = lead[0] if lead else 1
+    return 2 <= mask.dim() <= 4 and heads == 1 and batch in (1, len(lengths)) and min(mask.shape[-2:]) >= longest
 
 
 FUNCTIONS = {
@@ -71,10 +71,10 @@ FUNCTIONS = {
 
 # ---------------------------------------------------------------------------------------------------------- attention
 
-QUERY = floats("query", "Rows of all sequences, end to end.", shape="T N1 D")
-NEW = floats("query", "A row of every sequence.", shape="R N1 D")
+QUERY = floats("query", "Rows of all sequences, concatenated.", shape="T N1 D")
+NEW = floats("query", "One row per sequence.", shape="R N1 D")
 KEY, VALUE = (
-    floats(name, "Rows of all sequences, end to end.", like="query", shape=f"T N2 {dim}")
+    floats(name, "Rows of all sequences, concatenated.", like="query", shape=f"T N2 {dim}")
     for name, dim in (("key", "D"), ("value", "Dv"))
 )
 KEY_CACHE, VALUE_CACHE = (
@@ -83,7 +83,9 @@ KEY_CACHE, VALUE_CACHE = (
 )
 TABLE = Tensor("block_table", "The pages of every sequence.", dtypes=IDS, shape="R M",
                make=lambda shape: torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape) % 4)  # fmt: skip
-CONTEXT = Array("context_lens", "Keys of every sequence, with those of its own rows; one without keys gives zeros.")
+CONTEXT = Array(
+    "context_lens", "Keys of every sequence, those of its query rows included; without keys rows are zeros."
+)
 LENGTHS = Array("seq_len", "Query rows of every sequence.")
 HEADS = (
     Attr("num_kv_heads", "Key heads.", axis="N2", code=INVALID),
@@ -91,28 +93,30 @@ HEADS = (
 )
 SCALE = Attr("scale_value", "Factor on the scores.", type=float)
 MASKS = "bool int8 float16 bfloat16 float32"
-SEES = "1, or -1000 and below, hides a key; 0 leaves it."
+HIDES = "1, or -1000 and below, hides a key; 0 does not."
 MASK = Tensor(
     "mask",
-    f"{SEES} [S, S] for all sequences, or [R, S, S]; in FRACTAL_NZ by hand [R or 1, S / 16, S, 16], as every mask "
-    "here may be.",
+    f"{HIDES} [S, S] for all sequences, or [R, S, S]; or in format FRACTAL_NZ [R or 1, S / 16, S, 16].",
     dtypes=MASKS,
 )
-OF_ROWS = Tensor("mask", f"{SEES} A line for every row of query.", dtypes=MASKS, shape="T K")
-TRIANGLE = Tensor("mask", "torch.ones(S, S).triu(1) of any S: rows see no later keys.", dtypes=MASKS, shape="L L",
+OF_ROWS = Tensor("mask", f"{HIDES} One row per row of query.", dtypes=MASKS, shape="T K")
+TRIANGLE = Tensor("mask", "torch.ones(S, S).triu(1) for any S: causal.", dtypes=MASKS, shape="L L",
                   make=lambda shape: torch.ones(shape).triu(1))  # fmt: skip
-WORKSPACE = Tensor("workspace", "Not used: this library plans its own memory.", True)
+WORKSPACE = Tensor("workspace", "Without effect: this library allocates its memory.", True)
 
 
 def out(rows: str, dim: str = "Dv") -> Tensor:
-    """The parameter for the result, which is written in place."""
+    """The parameter for the output rows, which are written in place; rows, dim: axis words."""
     return Tensor(
-        "out", "Written; rows behind the last sequence stay as they are.", dtypes="=query", shape=f"{rows} N1 {dim}"
+        "out",
+        "The output rows, written in place; rows behind the last sequence are unchanged.",
+        dtypes="=query",
+        shape=f"{rows} N1 {dim}",
     )
 
 
 def lengths(name: str, text: str, advice: str, check: str, broken: Any, **more: Any) -> Rule:
-    """A rule on the parameter `name`, with lengths; broken: an invalid value."""
+    """The rule `check` on the parameter `name`, which has lengths; broken: an invalid value."""
     return invalid(check, f"{name}: {text} ({advice})", invalid={name: broken}, **more)
 
 
@@ -123,35 +127,37 @@ def none_below_zero(name: str, bad: list[int]) -> Rule:
 
 ENDS = (
     none_below_zero("seq_len", [-1, 2, 3]),
-    lengths("seq_len", "as many rows as query has, or fewer", "lengths, not ends; rows behind stay as they are",
+    lengths("seq_len", "lengths that add up to at most the rows of query", "lengths, not cumulative ends",
             "total(seq_len) <= T", [3, 3, 3]),
 )  # fmt: skip
 IN_PAGES = (
-    lengths("context_lens", "one of every row of block_table", "a length for every sequence",
+    lengths("context_lens", "one length per row of block_table", "one per sequence",
             "len(context_lens) == R", [20, 31]),
     none_below_zero("context_lens", [-1, 31, 16]),
-    lengths("context_lens", "at most as many keys as the pages of a row of block_table", "that many slots there are",
+    lengths("context_lens", "at most the tokens of the pages in a row of block_table", "keys are in these pages",
             "most(context_lens) <= M * Ps", [20, 33, 17]),
 )  # fmt: skip
 CHUNKS = (
     *ENDS,
-    lengths("seq_len", "one of every row of block_table", "a length for every sequence", "len(seq_len) == R", [1, 2]),
+    lengths("seq_len", "one length per row of block_table", "one per sequence", "len(seq_len) == R", [1, 2]),
     *IN_PAGES,
-    lengths("context_lens", "no fewer keys than query rows", "the keys of its own rows count too",
+    lengths("context_lens", "at least as many keys as query rows", "the keys of the query rows are included",
             "reach(seq_len, context_lens)", [20, 1, 17],
             when="len(seq_len) == len(context_lens) and least(context_lens) >= 0"),
 )  # fmt: skip
 COVERS_LENGTHS = invalid("covers(mask, seq_len)",
-                         "mask: [S, S] or [sequences, S, S] (of every row and key of the longest sequence)",
+                         "mask: [S, S] or [sequences, S, S] (S is at least the longest sequence)",
                          invalid={"mask": "2 2"})  # fmt: skip
-DECIDED = meaning("decided(mask)", "mask: 1 or -1000 and below, or 0 (a bias is not computed here)", code=INVALID,
+DECIDED = meaning("decided(mask)", "mask: elements of 1, of -1000 and below, or 0 (biases are not supported)",
+                  code=INVALID,
                   reads=True, invalid={"mask": torch.full((6, 40), -1.0)})  # fmt: skip
-ROWS_DECIDED = meaning("decided(mask)", "mask: 1 or -1000 and below, or 0 (a bias is not computed here)", code=INVALID,
+ROWS_DECIDED = meaning("decided(mask)", "mask: elements of 1, of -1000 and below, or 0 (biases are not supported)",
+                       code=INVALID,
                        reads=True, invalid={"mask": torch.full((4, 4), -1.0)})  # fmt: skip
-CAUSAL = meaning("triangle(mask)", "mask: torch.ones(S, S).triu(1) (of a compressed mask the content is known)",
+CAUSAL = meaning("triangle(mask)", "mask: torch.ones(S, S).triu(1) (the function is causal, for any mask)",
                  code=INVALID, reads=True, invalid={"mask": torch.zeros(32, 32)})  # fmt: skip
 NO_GRADIENT = "attention with a gradient is npu_fusion_attention; or call it under torch.no_grad()"
-FORMULA = "out = softmax(scale_value * Q K^T over the keys that {seen}) V"
+FORMULA = "out = softmax(scale_value * Q K^T over {keys}) V"
 PACKED = {"seq_len": torch.tensor([1, 2, 3]), "scale_value": 0.25}
 PAGED = {"context_lens": torch.tensor([20, 31, 17]), "scale_value": 0.25}
 MIXED = {**PACKED, **PAGED}
@@ -166,7 +172,7 @@ def attends(
     sample: Mapping[str, Any],
     **more: Any,
 ) -> Op:
-    """The definition of an attention function that writes to `out`; visible: the formula's text on visible keys."""
+    """The definition of an attention function that writes to `out`; visible: words for the visible keys."""
     may_be_none = {p.name: p.type | None for p in inputs if isinstance(p, Attr) and p.default is not REQUIRED}
     shapes = {p.name: tuple(SIZES[word] for word in p.words("")) for p in inputs if isinstance(p, Tensor)}
     floating = {n: shapes[n] for n in ("query", "key", "value", "key_cache", "value_cache") if n in shapes}
@@ -183,7 +189,7 @@ def attends(
             *own_memory("out", shape=shapes["out"]),
             *untrained(NO_GRADIENT, None, invalid, **floating),
         ),
-        formula=FORMULA.format(seen=visible),
+        formula=FORMULA.format(keys=visible),
         functions=FUNCTIONS,
         sizes=SIZES,
         sample=sample,
@@ -192,14 +198,14 @@ def attends(
     )
 
 
-SEEN_OF_MASK, SEEN_OF_SEQUENCE = "a mask leaves of its own sequence", "its own sequence has"
-SEEN_BEFORE = "its own sequence has up to the row itself, the last row at the last key"
+MASKED_KEYS, ALL_KEYS = "the keys of the row's sequence that the mask leaves", "the keys of the row's sequence"
+CAUSAL_KEYS = "the keys of the row's sequence up to the row, whose last row is at its last key"
 FLASH = attends(
     "_npu_flash_attention",
-    "Attention of packed rows under a mask.",
+    "Softmax attention of packed rows with a mask.",
     (QUERY, KEY, VALUE, MASK, LENGTHS, SCALE, *HEADS[::-1], out("T")),
     (*ENDS, COVERS_LENGTHS, ROWS_DECIDED),
-    SEEN_OF_MASK,
+    MASKED_KEYS,
     {**PACKED, "mask": "3 3"},
     example="""\
 >>> q, k, out = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.zeros(5, 4, 16)
@@ -209,14 +215,14 @@ True""",
 )
 FLASH_V3 = attends(
     "_npu_flash_attention_v3",
-    "Causal attention of packed rows.",
+    "Causal softmax attention of packed rows.",
     (
         *(QUERY, KEY, VALUE, TRIANGLE, LENGTHS, SCALE, *HEADS[::-1]),
         Attr("mask_type", "3: a compressed mask.", default=3, domain="mask_type == 3"),
         out("T"),
     ),
     (*ENDS, CAUSAL),
-    SEEN_BEFORE,
+    CAUSAL_KEYS,
     PACKED,
     keywords="mask_type",
     example="""\
@@ -227,10 +233,10 @@ True""",
 )
 FLASH_UNPAD = attends(
     "_npu_flash_attention_unpad",
-    "Attention of packed rows, each to all keys of its own sequence.",
+    "Softmax attention of packed rows to all keys of their sequences.",
     (QUERY, KEY, VALUE, LENGTHS, SCALE, *HEADS[::-1], out("T")),
     ENDS,
-    SEEN_OF_SEQUENCE,
+    ALL_KEYS,
     PACKED,
     example="""\
 >>> q, k, out = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.zeros(5, 4, 16)
@@ -240,15 +246,15 @@ True""",
 )
 FLASH_UNPAD_V2 = attends(
     "_npu_flash_attention_unpad_v2",
-    "_npu_flash_attention_unpad with a choice of the chip's kernel.",
+    "_npu_flash_attention_unpad with kernel_type, which has no effect here.",
     (
         *(QUERY, KEY, VALUE, LENGTHS, SCALE, *HEADS[::-1]),
-        Attr("kernel_type", "The chip's kernel: 0, or 2. Both mean the same here.", default=0,
+        Attr("kernel_type", "Without effect: selects a kernel of the chip.", default=0,
              domain="kernel_type in (0, 2)"),
         out("T"),
     ),
     ENDS,
-    SEEN_OF_SEQUENCE,
+    ALL_KEYS,
     PACKED,
     keywords="kernel_type",
     example="""\
@@ -259,10 +265,10 @@ True""",
 )  # fmt: skip
 QLENS = attends(
     "_npu_flash_attention_qlens",
-    "Causal attention of the last rows of sequences whose keys lie in pages.",
+    "Causal softmax attention of the last rows of sequences with paged keys.",
     (QUERY, KEY_CACHE, VALUE_CACHE, TABLE, TRIANGLE, LENGTHS, CONTEXT, *HEADS, SCALE, out("T")),
     (*CHUNKS, CAUSAL),
-    SEEN_BEFORE,
+    CAUSAL_KEYS,
     MIXED,
     example="""\
 >>> pages, q, out = torch.randn(4, 16, 2, 16), torch.randn(3, 4, 16), torch.zeros(3, 4, 16)
@@ -274,10 +280,10 @@ True""",
 )
 PAGED_ATTENTION = attends(
     "_npu_paged_attention",
-    "Attention of one row of every sequence over keys in pages.",
+    "Softmax attention of one row per sequence to paged keys.",
     (NEW, KEY_CACHE, VALUE_CACHE, *HEADS, SCALE, TABLE, CONTEXT, out("R"), WORKSPACE),
     IN_PAGES,
-    SEEN_OF_SEQUENCE,
+    ALL_KEYS,
     PAGED,
     keywords="workspace",
     example="""\
@@ -293,7 +299,7 @@ PAGED_WORKSPACE = PAGED_ATTENTION.version(
     params=(*PAGED_ATTENTION.params[:-1], Tensor("workspace", "Without elements.", dtypes="=query", output=True)),
     results=("workspace",),
     keywords="",
-    formula="This library plans its own memory; what is wrong with the call is said here already.",
+    formula="This library allocates its memory; the call is checked, and nothing is computed.",
     declared={"context_lens": torch.Tensor},
     example="""\
 >>> pages, q = torch.randn(4, 16, 2, 16), torch.randn(2, 4, 16)
@@ -303,18 +309,18 @@ PAGED_WORKSPACE = PAGED_ATTENTION.version(
 )
 PAGED_MLA = attends(
     "_npu_paged_attention_mla",
-    "Attention of one row of every sequence over pages of latents, whose first part is the value.",
+    "Softmax attention of one row per sequence to paged latents, whose first elements are the values.",
     (
         *(NEW, KEY_CACHE, *HEADS, SCALE, TABLE, CONTEXT),
-        Attr("mla_vheadsize", "Elements of a key that are its value, from the first.", axis="Dv", code=INVALID),
+        Attr("mla_vheadsize", "Number of first elements of a key that are its value.", axis="Dv", code=INVALID),
         out("R"),
     ),
     (
         *IN_PAGES,
-        invalid("1 <= Dv <= D", "mla_vheadsize: elements that a key has (the value is the key's first part)",
+        invalid("1 <= Dv <= D", "mla_vheadsize: at most the elements of a key (values are the first elements of keys)",
                 invalid={"Dv": 17}),
     ),
-    SEEN_OF_SEQUENCE,
+    ALL_KEYS,
     PAGED,
     example="""\
 >>> pages, q, out = torch.randn(4, 16, 1, 16), torch.randn(2, 4, 16), torch.zeros(2, 4, 12)
@@ -325,35 +331,35 @@ True""",
 )  # fmt: skip
 SPLITFUSE = attends(
     "_npu_paged_attention_splitfuse",
-    "Attention of the last rows of sequences whose keys lie in pages, under a mask.",
+    "Softmax attention of the last rows of sequences with paged keys, with a mask.",
     (QUERY, KEY_CACHE, VALUE_CACHE, TABLE, CONTEXT, OF_ROWS, LENGTHS, *HEADS, SCALE, out("T")),
     (
         *CHUNKS,
         DECIDED,
-        lengths("context_lens", "at most as many keys as mask has columns", "a line of it is of a row's keys",
+        lengths("context_lens", "at most as many keys as mask has columns", "a column per key",
                 "most(context_lens) <= K", [20, 32, 17], given={"K": 31}),
     ),
-    SEEN_OF_MASK,
+    MASKED_KEYS,
     MIXED,
     example="""\
 >>> pages, q, out = torch.randn(4, 16, 2, 16), torch.randn(3, 4, 16), torch.zeros(3, 4, 16)
 >>> table, rows, keys = torch.tensor([[2, 0], [1, 3]]), torch.tensor([1, 2]), torch.tensor([1, 20])
 >>> mask = torch.zeros(3, 20)
->>> mask[1, 19] = -10000  # of two rows the first does not see the last key
+>>> mask[1, 19] = -10000  # hides the last key from the first of two rows
 >>> _npu_paged_attention_splitfuse(q, pages, pages, table, keys, mask, rows, 2, 4, 0.25, out)
 >>> torch.allclose(out[0, 0], pages[2, 0, 0])
 True""",
 )  # fmt: skip
 SPLITFUSE_V2 = attends(
     "_npu_paged_attention_splitfuse_v2",
-    "Causal attention of the last rows of sequences whose keys lie in pages, by a compressed mask.",
+    "Causal softmax attention of the last rows of sequences with paged keys, with a compressed mask.",
     (
         *(QUERY, KEY_CACHE, VALUE_CACHE, TABLE, CONTEXT, TRIANGLE, LENGTHS, *HEADS, SCALE),
         Attr("mask_type", "5: a compressed mask.", default=5, domain="mask_type == 5"),
         out("T"),
     ),
     (*CHUNKS, CAUSAL),
-    SEEN_BEFORE,
+    CAUSAL_KEYS,
     MIXED,
     keywords="mask_type",
     example="""\

@@ -1,4 +1,4 @@
-"""Operator definitions of the chip's transformer library (ATB) that store rows in caches and apply rotary embedding."""
+"""Operator definitions of CANN's transformer library (ATB) that store rows in caches and apply rotary embedding."""
 
 from typing import Any
 
@@ -6,19 +6,27 @@ import torch
 
 from fusion_attention.contract import INVALID, Attr, Op, Tensor
 from fusion_attention.ops.auxiliary.atb import SIZES
-from fusion_attention.ops.auxiliary.caches import IDS, WRITTEN, apart, own_memory, pieces_of, waits_for_none, written
+from fusion_attention.ops.auxiliary.caches import (
+    IDS,
+    WRITTEN,
+    apart,
+    own_memory,
+    stores_fragments,
+    waits_for_none,
+    written,
+)
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, writes
 from fusion_attention.ops.shared.rules import invalid, meaning, untrained
 
 
 def whole_rows(cache: torch.Tensor, rows: torch.Tensor) -> bool:
-    """True if a cache [pages, slots, ...] has as many elements per slot as rows [tokens, ...] have per token."""
+    """True if a cache [pages, page size, ...] has as many elements per slot as rows [tokens, ...] per token."""
     return cache.dim() > 2 and rows.dim() > 1 and cache.shape[2:].numel() == rows.shape[1:].numel()
 
 
 def holds_rows(cache: torch.Tensor, rows: torch.Tensor) -> bool:
     """True if a cache can store such rows, contiguous or in fragments (NZ)."""
-    return whole_rows(cache, rows) or (rows.dim() > 1 and pieces_of(cache, rows))
+    return whole_rows(cache, rows) or (rows.dim() > 1 and stores_fragments(cache, rows))
 
 
 def capacity(cache: torch.Tensor, rows: torch.Tensor) -> int:
@@ -40,27 +48,29 @@ def stores(name: str, summary: str, names: tuple[str, ...], **more: Any) -> Op:
         summary,
         (
             *(Tensor(n, "[tokens, ...].", dtypes=WRITTEN) for n in names),
-            *(written(c, "Pages [pages, slots, ...] of such rows, or in pieces [pages, pieces, slots, width].", n)
+            *(written(c, "Pages [pages, page size, ...] of such rows, or in fragments [pages, fragments, page size, "
+                      "width].", n)
               for c, n in zip(caches, names, strict=True)),
-            Tensor("slot_indices", "Page * slots of a page + slot; below 0 stores nothing. Of equal slots the last "
-            "row stays.", dtypes=IDS, shape="T",
+            Tensor("slot_indices", "Page * page size + slot; negative: the row is not stored. Of equal slots, the last "
+                   "row is stored.", dtypes=IDS, shape="T",
                    make=lambda shape: torch.arange(shape[0], dtype=torch.int32)),
         ),
         (),
         rules=(
             *(
-                invalid(f"holds_rows({c}, {n})", f"{c}: pages [pages, slots, ...] of such rows ({n} is [tokens, ...])",
+                invalid(f"holds_rows({c}, {n})", f"{c}: pages [pages, page size, ...] of such rows ({n} is [tokens, "
+                        f"...])",
                         invalid={c: "P Ps N2 5"})
                 for c, n in zip(caches, names, strict=True)
             ),
             *(
-                invalid(f"{n}.shape[:1] == (T,)", f"{n}: as many rows as slot_indices has (a row for every slot)",
+                invalid(f"{n}.shape[:1] == (T,)", f"{n}: as many rows as slot_indices has (one slot per row)",
                         invalid={n: f"5 N2 {'D' if n == 'key' else 'Dv'}"})
                 for n in names
             ),
             *(
                 meaning(f"within(slot_indices, capacity({c}, {n}), low=-9223372036854775808)",
-                        f"slot_indices: slots that {c} has (each is page * slots of a page + slot)", code=INVALID,
+                        f"slot_indices: numbers of slots of {c} (each is page * page size + slot)", code=INVALID,
                         reads=True, when=f"{c}.dim() > 2",
                         invalid={"slot_indices": torch.full((6,), 40), c: f"2 Ps N2 {'D' if n == 'key' else 'Dv'}"})
                 for c, n in zip(caches, names, strict=True)
@@ -98,20 +108,20 @@ True""",
 )
 ROTARY = auxiliary(
     "_npu_rotary_embedding",
-    "Turns pairs of elements of queries and keys by the angles of their positions, in place.",
+    "Rotates pairs of elements of queries and keys by the angles of their positions, in place.",
     (
-        Tensor("positions", "The line of cos_sin_cache of every token.", dtypes=IDS, shape="T",
+        Tensor("positions", "The row of cos_sin_cache of every token.", dtypes=IDS, shape="T",
                make=lambda shape: torch.arange(shape[0])),
-        floats("query", "[tokens, ...]: heads of head_size elements. Written."),
-        floats("key", "As query. Written."),
+        floats("query", "[tokens, ...]: heads of head_size elements; written in place."),
+        floats("key", "[tokens, ...]: heads of head_size elements; written in place."),
         Attr("head_size", "Elements of a head.", domain="head_size > 0 and head_size % 2 == 0"),
-        floats("cos_sin_cache", "Of every position its head_size / 2 cosines, then its sines.", shape="L D"),
-        Attr("is_neox_style", "Element i turns with i + D/2; otherwise 2i with 2i + 1.", type=bool),
+        floats("cos_sin_cache", "Per position head_size / 2 cosines, then the sines.", shape="L D"),
+        Attr("is_neox_style", "Pairs of elements are i and i + D/2; False: 2i and 2i + 1.", type=bool),
     ),
     (),
     rules=(
         *(
-            invalid(f"{n}.dim() > 1 and {n}.shape[0] == T", f"{n}: [tokens, ...] (a line for every position)",
+            invalid(f"{n}.dim() > 1 and {n}.shape[0] == T", f"{n}: [tokens, ...] (one row per position)",
                     invalid={n: "5 32"})
             for n in ("query", "key")
         ),
@@ -122,14 +132,15 @@ ROTARY = auxiliary(
             for n in ("query", "key")
         ),
         invalid("D == head_size",
-                "cos_sin_cache: [positions, head_size] (turn the part of a head that turns as a head of its own)",
+                "cos_sin_cache: [positions, head_size] (to rotate some elements of heads, pass these alone)",
                 invalid={"D": 8}),
-        meaning("within(positions, L)", "positions: lines that cos_sin_cache has (each has its line)", code=INVALID,
+        meaning("within(positions, L)", "positions: numbers of rows of cos_sin_cache (one row per position)",
+                code=INVALID,
                 reads=True, invalid={"positions": torch.full((6,), 32)}),
         *(rule for n in ("query", "key")
           for rule in (*waits_for_none(n, shape=(6, 32)), *own_memory(n, shape=(6, 32)))),
     ),
-    formula="x = x * cos + turned(x) * sin,  for queries and keys",
+    formula="x = x * cos + rotated(x) * sin,  for queries and keys",
     functions=FUNCTIONS,
     sizes=SIZES,
     sample={"query": "T 32", "key": "T 32", "head_size": 16, "is_neox_style": True},

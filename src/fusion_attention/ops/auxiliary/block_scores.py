@@ -1,4 +1,4 @@
-"""The operator definition of MsaIndexScore, which scores blocks of keys; a model then selects blocks for its rows."""
+"""The operator definition of MsaIndexScore: scores of blocks of keys, by which a model selects blocks for each row."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,70 +23,74 @@ def _form(names: Mapping[str, Any]) -> str:
 
 
 PARAMS = (
-    Tensor("query", "Rows of the index heads, packed.", dtypes="float16 bfloat16 float32", shape="T1 N1 D"),
+    Tensor("query", "Packed query rows of the index heads.", dtypes="float16 bfloat16 float32", shape="T1 N1 D"),
     Tensor(
         "key",
-        "Key rows, one head: pages of 128 keys (BBND, whose axis of heads may be left out, or BNBD), or packed (TND).",
+        "Keys of one head: pages of 128 keys (BBND, whose axis of heads may be missing, or BNBD), or packed (TND).",
         dtypes="float16 bfloat16 float32 int8",
         shape={"BBND": "P Ps 1 D", "BNBD": "P 1 Ps D", "TND": "T2 1 D", "BBND without heads": "P Ps D"},
         form=_form,
     ),
     Tensor(
         "start_loc",
-        "The block of a sequence's rows, one for each sequence: it and local_blocks - 1 before it score 1e29.",
+        "Number of the block with the rows of each sequence: it and the local_blocks - 1 blocks before it score 1e29.",
         dtypes="int32",
         shape="B",
         make=lambda shape: torch.zeros(shape, dtype=torch.int32),
     ),
-    Tensor("block_table", "The pages of every sequence; of keys in pages.", True, dtypes=PAGE_IDS, shape="B M",
+    Tensor("block_table", "The pages of every sequence; None if keys are packed.", True, dtypes=PAGE_IDS, shape="B M",
            make=in_order),
-    Tensor("scale", "What an integer of a key means; of int8 keys.", True, dtypes="float32",
+    Tensor("scale", "Scale of every int8 key; None for other keys.", True, dtypes="float32",
            shape={"BBND": "P 1 Ps", "BNBD": "P 1 Ps", "TND": "T2 1"}),
-    Tensor("atten_mask", "Without effect: the chip's triangle says nothing that sparse_mode does not.", True),
-    Array("actual_seq_qlen", "Ends of the sequences' rows, a 0 before them; needed.", True),
-    Array("actual_seq_klen", "Keys of every sequence; packed keys: their ends, a 0 before them. Needed.", True),
+    Tensor("atten_mask", "Without effect: sparse_mode determines the visible keys.", True),
+    Array("actual_seq_qlen", "0, then the cumulative ends of the sequences' rows; required.", True),
+    Array("actual_seq_klen", "Keys of every sequence; packed keys: 0, then cumulative ends. Required.", True),
     Attr("layout_key", "BBND or BNBD: pages; TND: packed.", type=str, default="BBND"),
     Attr("sparse_mode", "3: causal, the last row sees the last key; 0: all keys.", default=3,
          domain="sparse_mode in (0, 3)"),
-    Attr("init_blocks", "First blocks, which score 1e30.", default=0, domain="init_blocks >= 0"),
-    Attr("local_blocks", "Blocks up to the rows' own one, which score 1e29.", default=1, domain="local_blocks >= 0"),
+    Attr("init_blocks", "Number of first blocks, which score 1e30.", default=0, domain="init_blocks >= 0"),
+    Attr("local_blocks", "Number of blocks up to that of the rows, which score 1e29.", default=1,
+         domain="local_blocks >= 0"),
 )  # fmt: skip
 IN_PAGES = {"actual_seq_qlen": [0, 3, 8], "actual_seq_klen": [100, 200], "block_table": "B M"}
 IN_TND = {"actual_seq_qlen": [0, 3, 8], "actual_seq_klen": [0, 100, 300]}
 
 
-def lengths_within(lengths: Any, count: int, room: int) -> bool | str:
-    """True if there is a length for each of `count` sequences, between 0 and its capacity in pages (room)."""
+def lengths_within(lengths: Any, count: int, capacity: int) -> bool | str:
+    """True if each of `count` sequences has a length between 0 and capacity, the keys in its pages."""
     if len(lengths) != count:
         return f"{len(lengths)} lengths for {count} sequences"
-    wrong = [n for n in lengths if not 0 <= n <= room]
-    return not wrong or f"{wrong[0]}, outside [0, {room}]"
+    wrong = [n for n in lengths if not 0 <= n <= capacity]
+    return not wrong or f"{wrong[0]}, outside [0, {capacity}]"
 
 
 RULES = (
-    needed("actual_seq_qlen", "packed rows do not show where a sequence ends", text="the ends of the sequences' rows"),
-    needed("actual_seq_klen", "keys do not show where a sequence ends", text="lengths of keys, or ends of packed ones"),
+    needed("actual_seq_qlen", "the tensor does not show where a sequence ends", text="the ends of the sequences' rows"),
+    needed("actual_seq_klen", "the tensor does not show where a sequence ends",
+           text="lengths of keys, or ends of packed ones"),
     presence("(block_table is None) == (layout_key == 'TND')",
-             "block_table: a table where keys are in pages, and nowhere else (it says which pages a sequence has)",
+             "block_table: a table if keys are paged, otherwise None (it has the pages of each sequence)",
              invalid={"block_table": None}),
     presence("(scale is None) == (not int8(key))",
-             "scale: a scale of int8 keys, and of no others (integers mean nothing without it)",
+             "scale: a scale if keys are int8, otherwise None (keys are integers * scale)",
              invalid={"scale": "P 1 Ps"}),
     typed("int8(key) or same_dtype(key, query)",
           "key: the dtype of query, or int8 with a scale (convert it with .to(query.dtype))",
           when="floating(key) or int8(key)",
           invalid={"key": ("P Ps 1 D", "bfloat16"), "query": ("T1 N1 D", "float16")}),
     of_lengths("ends_fit(actual_seq_qlen, T1)",
-               "actual_seq_qlen: cumulative lengths of all rows of the tensor (a 0, then the end of every sequence)",
+               "actual_seq_qlen: cumulative ends that cover all rows of the tensor (a 0, then the end of every "
+               "sequence)",
                invalid={"actual_seq_qlen": [0, 3, 9]}),
     of_lengths("len(actual_seq_qlen) == B + 1",
-               "actual_seq_qlen: one end for every sequence, and a 0 before them (start_loc has one number for each)",
+               "actual_seq_qlen: a 0, then one end per sequence (start_loc has one number per sequence)",
                invalid={"actual_seq_qlen": [0, 8]}),
     of_lengths("layout_key == 'TND' or lengths_within(actual_seq_klen, B, block_table.shape[1] * 128)",
-               "actual_seq_klen: a length for every sequence (no more than the pages of a sequence hold)",
+               "actual_seq_klen: one length per sequence (at most the keys in its pages)",
                invalid={"actual_seq_klen": [100, 999]}),
     of_lengths("layout_key != 'TND' or len(actual_seq_klen) == B + 1 and ends_fit(actual_seq_klen, T2)",
-               "actual_seq_klen: cumulative lengths of all keys of the tensor (a 0, then the end of every sequence)",
+               "actual_seq_klen: cumulative ends that cover all keys of the tensor (a 0, then the end of every "
+               "sequence)",
                only=("TND",), invalid={"actual_seq_klen": [0, 100, 999]}),
     *group(
         meaning("Ps == 128", "key: pages of 128 keys (a block is a page)", invalid={"Ps": 64}),
@@ -95,7 +99,7 @@ RULES = (
                 invalid={"block_table": torch.tensor([[7, 0], [1, 2]], dtype=torch.int32)}),
         when="layout_key != 'TND'",
     ),
-    meaning("N1 >= 1", "query: at least one head (scores are those of heads)", invalid={"N1": 0}),
+    meaning("N1 >= 1", "query: at least one head (every head has scores)", invalid={"N1": 0}),
     limit("D == 128", "query (the chip takes no other dim)", invalid={"D": 64}),
     limit("not float32(query)", "query: float16 or bfloat16 (the chip computes no float32 here)",
           invalid={"query": ("T1 N1 D", "float32"), "key": ("P Ps 1 D", "float32")}),
@@ -120,14 +124,14 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
 
 INDEX_SCORE = Op(
     "cann_ops_transformer.msa_index_score",
-    "The largest score of every row and head with a key of every block of 128 keys.",
+    "The largest score of every row and head over the keys of each block of 128 keys.",
     (
         *PARAMS,
-        result("score", "[N1, T1, blocks rounded up to 16]; -3.4028235e38 where a row sees no key of a block.", ""),
+        result("score", "[N1, T1, blocks rounded up to 16]; -3.4028235e38 if no key of the block is visible.", ""),
     ),
     rules=RULES,
-    formula="""score[h, t, b] = max over the keys j of block b that row t sees of q[t, h] . k_j
-blocks b < init_blocks score 1e30; max(0, start_loc + 1 - local_blocks) <= b <= start_loc: 1e29, of those too""",
+    formula="""score[h, t, b] = max of q[t, h] . k_j for the keys j of block b that are visible to row t
+then 1e30 for b < init_blocks,  then 1e29 for max(0, start_loc + 1 - local_blocks) <= b <= start_loc""",
     tex=r"score_{htb} = \max_{j \in b,\; j \le t}\; q_{th} \cdot k_j",
     source="CANN's cann_ops_transformer",
     layouts=("BBND", "BNBD", "TND"),
@@ -138,7 +142,7 @@ blocks b < init_blocks score 1e30; max(0, start_loc + 1 - local_blocks) <= b <= 
     sizes={"T1": 8, "N1": 4, "D": 128, "P": 5, "Ps": BLOCK, "B": 2, "M": 2, "T2": 300},
     samples={"BBND": IN_PAGES, "BNBD": IN_PAGES, "TND": IN_TND},
     keywords="block_table",
-    returns="Scores of float32. Without gradients; their choice (torch.topk) and the attention are the caller's.",
+    returns="float32 scores, without gradients. The caller selects blocks (torch.topk) and computes the attention.",
     example="""\
 >>> q, pages = torch.randn(2, 4, 128), torch.randn(3, 128, 1, 128)
 >>> lengths = {"actual_seq_qlen": [0, 1, 2], "actual_seq_klen": [100, 200]}

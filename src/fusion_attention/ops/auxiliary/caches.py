@@ -12,57 +12,61 @@ IDS = "int32 int64"
 WRITTEN = "float16 bfloat16 float32 int8 uint8 int16 int32"
 
 
-def pieces_of(cache: torch.Tensor, rows: torch.Tensor) -> bool:
-    """True if a cache [pages, fragments, slots, width] can store rows [tokens, heads, D] in fragments (format NZ)."""
+def stores_fragments(cache: torch.Tensor, rows: torch.Tensor) -> bool:
+    """True if a cache [pages, fragments, page size, width] can store rows [tokens, heads, D] in fragments (NZ)."""
     return cache.dim() == 4 and cache.shape[1] * cache.shape[3] == rows.shape[1:].numel()
 
 
-def lies_in_pieces(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> bool:
-    """True if a cache stores rows in fragments (NZ); if its shape allows both formats, mode and width decide."""
+def is_fragmented(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> bool:
+    """True if a cache stores rows in fragments (NZ). If its shape allows both formats, it does in mode "PA_NZ" with
+    fragments of 32 bytes."""
     if cache.shape[2:] == rows.shape[1:]:
         chips_width = cache.shape[3] * cache.element_size() == 32
-        return mode == "PA_NZ" and chips_width and pieces_of(cache, rows)
+        return mode == "PA_NZ" and chips_width and stores_fragments(cache, rows)
     return True
 
 
-def holds(cache: torch.Tensor, rows: torch.Tensor, pieces: bool = True) -> bool:
-    """True if a paged cache can store such rows, contiguous or (if `pieces`) in fragments."""
+def holds(cache: torch.Tensor, rows: torch.Tensor, fragments: bool = True) -> bool:
+    """True if a paged cache can store such rows, contiguous or (if `fragments`) in fragments."""
     if cache.dim() != 4 or rows.dim() != 3:
         return False
-    return cache.shape[2:] == rows.shape[1:] or (pieces and pieces_of(cache, rows))
+    return cache.shape[2:] == rows.shape[1:] or (fragments and stores_fragments(cache, rows))
 
 
 def slots(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> int:
     """Number of rows that a paged cache can store."""
-    return int(cache.shape[0] * cache.shape[2 if lies_in_pieces(cache, rows, mode) else 1])
+    return int(cache.shape[0] * cache.shape[2 if is_fragmented(cache, rows, mode) else 1])
 
 
 def written(name: str, text: str, like: str) -> Tensor:
-    """The parameter for a cache, which is written in place; like: the parameter with its dtype."""
+    """The parameter for a cache, which is written in place; like: the parameter whose dtype it has."""
     return Tensor(name, text, dtypes=f"={like}")
 
 
 def waits_for_none(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Rules: tensors that are written in place do not require gradients."""
+    """Rules: tensors that are written in place do not require gradients; shape: of invalid sample tensors."""
     leaf = torch.zeros(shape, dtype=torch.float16, requires_grad=True)
-    text, advice = "a tensor that waits for no gradient", "it is written in place: detach() it, or use torch.no_grad()"
+    text, advice = (
+        "a tensor that does not require a gradient",
+        "it is written in place: detach() it, or use torch.no_grad()",
+    )
     return tuple(invalid(f"not trained({name})", f"{name}: {text} ({advice})", invalid={name: leaf}) for name in names)
 
 
 def own_memory(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
-    """Rules: tensors that are written do not have elements that share memory."""
+    """Rules: tensors that are written in place have no elements that share memory; shape: of invalid sample tensors."""
     expanded = torch.zeros(shape[0], *(1,) * (len(shape) - 1), dtype=torch.float16).expand(shape)
     advice, text = "an expanded tensor cannot be written: clone() it", "memory of its own for every element"
     return tuple(invalid(f"apart({name})", f"{name}: {text} ({advice})", invalid={name: expanded}) for name in names)
 
 
 def apart(tensor: torch.Tensor) -> bool:
-    """True if no two elements of a tensor share memory, as expand() makes them."""
+    """True if no two elements of a tensor share memory; in a result of expand() they do."""
     return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def of_leaf(tensor: torch.Tensor) -> bool:
-    """True if a tensor is a leaf of autograd's graph, or a view of one: autograd refuses to write it in place."""
+    """True if a tensor is a leaf of autograd's graph, or a view of one, which autograd refuses to write in place."""
     return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)
 
 
@@ -84,7 +88,7 @@ STORED = "what is stored in a cache has no derivative: call it under torch.no_gr
 
 
 def _of_pages(names: tuple[tuple[str, str], ...]) -> tuple[Rule, ...]:
-    text = "pages [pages, slots, heads, D] of such rows, or in mode PA_NZ [pages, pieces, slots, width]"
+    text = "pages [pages, page size, heads, D] of such rows, or in mode PA_NZ [pages, fragments, page size, width]"
     return tuple(
         invalid(
             f"holds({cache}, {rows}, cache_mode != 'Norm')",
@@ -103,23 +107,24 @@ SCATTER_PA = auxiliary(
         Tensor("value", "[tokens, heads, Dv].", dtypes="=key"),
         written(
             "key_cache",
-            "Pages of keys [pages, slots, heads, D], or in pieces [pages, pieces, slots, width] (the chip's NZ).",
+            "Pages of keys [pages, page size, heads, D], or in fragments (NZ) [pages, fragments, page size, width].",
             "key",
         ),
-        written("value_cache", "Pages of values.", "key"),
+        written("value_cache", "Pages of values, in the form of key_cache.", "key"),
         Tensor(
             "slot_mapping",
-            "[tokens]: page * slots of a page + slot; below 0 stores nothing. Of equal slots the last row stays.",
+            "[tokens]: page * page size + slot; negative: the row is not stored. Of equal slots, the last row is "
+            "stored.",
             dtypes=IDS,
         ),
         *(
-            Tensor(name, "Of compressed caches.", True)
+            Tensor(name, "Not supported: for compressed caches.", True)
             for name in ("compress_lens", "compress_seq_offsets", "seq_lens")
         ),
         Attr(
             "cache_mode",
-            '"Norm": pages of whole rows; "PA_NZ": pieces where the shape of the caches holds some; what may be '
-            "either is pieces where these are as wide as the chip takes them, 32 bytes.",
+            '"Norm": pages of contiguous rows; "PA_NZ": fragments, if the shape of a cache allows them; if it allows '
+            "both, fragments of 32 bytes.",
             type=str,
             default="PA_NZ",
             domain="cache_mode in ('Norm', 'PA_NZ')",
@@ -130,25 +135,25 @@ SCATTER_PA = auxiliary(
         *_of_pages((("key", "key_cache"), ("value", "value_cache"))),
         invalid(
             "slot_mapping.dim() == 1 and slot_mapping.shape[0] == key.shape[0]",
-            "slot_mapping: as many slots as key has tokens (a slot for every row)",
+            "slot_mapping: as many slots as key has tokens (one per row)",
             when="key.dim() > 0",
             invalid={"slot_mapping": ("5", "zeros")},
         ),
         invalid(
             "value.shape[0] == key.shape[0]",
-            "value: as many tokens as key has (one for each key)",
+            "value: as many tokens as key has (one value per key)",
             when="key.dim() > 0 and value.dim() > 0",
             invalid={"value": "5 2 W"},
         ),
         invalid(
             "not holds(key_cache, key) or not holds(value_cache, value)"
             " or slots(key_cache, key, cache_mode) == slots(value_cache, value, cache_mode)",
-            "value_cache: as many slots as key_cache has (a slot number means both)",
+            "value_cache: as many slots as key_cache has (slot_mapping is for both)",
             invalid={"value_cache": "2 4 2 W"},
         ),
         meaning(
             "within(slot_mapping, slots(key_cache, key, cache_mode), low=-9223372036854775808)",
-            "slot_mapping: slots that the cache has (each is page * slots of a page + slot)",
+            "slot_mapping: numbers of slots of the cache (each is page * page size + slot)",
             when="holds(key_cache, key)",
             reads=True,
             invalid={"slot_mapping": torch.tensor([0, 1, 2, 12])},
@@ -157,11 +162,11 @@ SCATTER_PA = auxiliary(
         *own_memory("key_cache", "value_cache", shape=PAGES),
         *untrained(STORED, key=(4, 2, 8), value=(4, 2, 8)),
         *(
-            invalid(f"{name} is None", f"{name}: None, not a compressed cache (pass whole caches)")
+            invalid(f"{name} is None", f"{name}: None (compressed caches are not supported)")
             for name in ("compress_lens", "compress_seq_offsets", "seq_lens")
         ),
     ),
-    formula="key_cache[slot // size, slot % size] = key[token],  slot = slot_mapping[token]; values alike",
+    formula="key_cache[slot // size, slot % size] = key[token],  slot = slot_mapping[token]; values likewise",
     functions=FUNCTIONS,
     sample={
         "key": "4 2 W",
@@ -180,16 +185,18 @@ True""",
 )
 GATHER_PA = auxiliary(
     "npu_gather_pa_kv_cache",
-    "Lays the rows of sequences that lie in pages end to end, in place.",
+    "Copies the rows of sequences from the pages of a cache to packed tensors, in place.",
     (
         Tensor("key_cache", "Pages of keys.", dtypes=WRITTEN),
         Tensor("value_cache", "Pages of values.", dtypes="=key_cache"),
-        Tensor("block_tables", "[sequences, pages]; a page that is not there reads as zeros.", dtypes=IDS),
-        Tensor("seq_lens", "[sequences]: rows of each; or cumulative [sequences + 1].", dtypes=IDS),
-        written("key", "[tokens, heads, D]; written.", "key_cache"),
-        written("value", "[tokens, heads, Dv]; written.", "key_cache"),
-        Tensor("seq_offset", "[sequences]: tokens before the first row, in whole pages.", True, dtypes=IDS),
-        Attr("is_seq_lens_cumsum", "seq_lens is cumulative, with a 0 first.", type=bool, default=False),
+        Tensor("block_tables", "[sequences, pages]; pages that do not exist are read as zeros.", dtypes=IDS),
+        Tensor("seq_lens", "Rows of every sequence [sequences], or cumulative ends [sequences + 1].", dtypes=IDS),
+        written("key", "[tokens, heads, D]; written in place.", "key_cache"),
+        written("value", "[tokens, heads, Dv]; written in place.", "key_cache"),
+        Tensor(
+            "seq_offset", "[sequences]: tokens before the first row, a multiple of the page size.", True, dtypes=IDS
+        ),
+        Attr("is_seq_lens_cumsum", "seq_lens has a 0, then cumulative ends.", type=bool, default=False),
     ),
     (),
     rules=(
@@ -203,29 +210,29 @@ GATHER_PA = auxiliary(
         ),
         invalid(
             "key.dim() != 3 or value.dim() != 3 or key.shape[0] == value.shape[0]",
-            "value: as many rows as key has (one for each key)",
+            "value: as many rows as key has (one value per key)",
             invalid={"value": "5 2 W"},
         ),
         invalid(
             "not holds(key_cache, key) or not holds(value_cache, value)"
             " or slots(key_cache, key) == slots(value_cache, value)",
-            "value_cache: as many slots as key_cache has (a table means both)",
+            "value_cache: as many slots as key_cache has (block_tables is for both)",
             invalid={"value_cache": "2 4 2 W"},
         ),
         invalid(
             "block_tables.dim() == 2 and seq_lens.dim() == 1"
             " and seq_lens.shape[0] == block_tables.shape[0] + is_seq_lens_cumsum",
-            "seq_lens: a length for every row of block_tables (and one more, the 0, where they are cumulative)",
+            "seq_lens: a length for every row of block_tables (and a leading 0 if they are cumulative)",
             invalid={"seq_lens": torch.tensor([3, 1, 2])},
         ),
         invalid(
             "seq_offset is None or seq_offset.shape == block_tables.shape[:1]",
-            "seq_offset: one for every row of block_tables (tokens that are left out)",
+            "seq_offset: one for every row of block_tables (tokens that are not copied)",
             invalid={"seq_offset": torch.tensor([3, 1, 2])},
         ),
         meaning(
             "lengths_fill(seq_lens, is_seq_lens_cumsum, key.shape[0])",
-            "seq_lens: lengths of as many rows as key has (key and value are written from end to end)",
+            "seq_lens: lengths that add up to the rows of key (all rows of key and value are written)",
             when="key.dim() == 3",
             reads=True,
             invalid={"seq_lens": torch.tensor([3, 4])},
@@ -233,7 +240,7 @@ GATHER_PA = auxiliary(
         *waits_for_none("key", "value", shape=(6, 2, 8)),
         *own_memory("key", "value", shape=(6, 2, 8)),
     ),
-    formula="key[token] = key_cache[block_tables[sequence, (offset + i) // size], i % size] for row i; values alike",
+    formula="key[token] = key_cache[block_tables[sequence, (offset + i) // size], i % size] for row i; values likewise",
     functions=FUNCTIONS,
     sample={
         "key_cache": "3 4 2 W",
@@ -254,31 +261,31 @@ True""",
 
 
 SELF, UPDATES = (
-    Tensor("input", "What is updated."),
-    Tensor("updates", "A row for every place; of equal places the last row stays.", dtypes="=input"),
+    Tensor("input", "The tensor that is updated."),
+    Tensor("updates", "A row for every index; of equal indices the last row is stored.", dtypes="=input"),
 )
-INDICES = Tensor("indices", "[..., K]: places along the first K axes.", dtypes=IDS)
+INDICES = Tensor("indices", "[..., K]: indices of the first K axes of input.", dtypes=IDS)
 SCATTER_ND = auxiliary(
     "npu_scatter_nd_update",
-    "A copy with some rows replaced, by their places.",
+    "A copy of a tensor in which rows with these indices are replaced.",
     (SELF, INDICES, UPDATES),
     (result("y", "In the shape of input.", "=input"),),
     rules=(
         invalid(
             "0 < indices.dim() and 0 < indices.shape[-1] <= input.dim()",
-            "indices: [..., K] with K axes that input has (the last axis of indices holds one place each)",
+            "indices: [..., K] with K at most the axes of input (the last axis is one index)",
             invalid={"indices": torch.zeros(3, 4, dtype=torch.int64), "updates": "3"},
         ),
         invalid(
             "updates.shape == indices.shape[:-1] + input.shape[indices.shape[-1]:]",
             "updates: the shape of indices without its last axis, then that of input without its first K (a row for "
-            "every place)",
+            "every index)",
             when="indices.dim() > 0",
             invalid={"updates": "3 7"},
         ),
         meaning(
             "within(indices, *input.shape[:indices.shape[-1]])",
-            "indices: places that input has (none counts from the end)",
+            "indices: indices of input (negative ones are not allowed)",
             when="0 < indices.dim() and 0 < indices.shape[-1] <= input.dim()",
             reads=True,
             invalid={"indices": torch.tensor([[0], [2], [5]])},
@@ -292,12 +299,12 @@ SCATTER_ND = auxiliary(
 )
 SCATTER_ND_ = SCATTER_ND.version(
     "npu_scatter_nd_update_",
-    "Replaces some rows by their places, in place.",
+    "Replaces the rows of a tensor with these indices, in place.",
     rules=(
         *SCATTER_ND.rules,
         invalid(  # read at every call: calls of one signature differ in it
             "not (trained(input) and of_leaf(input))",
-            "input: no leaf that waits for a gradient, nor a view of one (it is written in place: detach() it, or use "
+            "input: no leaf that requires a gradient, nor a view of one (it is written in place: detach() it, or use "
             "torch.no_grad())",
             reads=True,
             invalid={"input": torch.zeros(5, 8, requires_grad=True)},

@@ -1,4 +1,4 @@
-"""Parameters, rules and check functions used by the definitions of several auxiliary operators."""
+"""Parameters, rules and check functions that definitions of several auxiliary operators use."""
 
 from functools import partial
 from typing import Annotated, Any
@@ -28,7 +28,7 @@ def halves(tensor: torch.Tensor, dim: int) -> bool:
 
 
 def expands_to(tensor: torch.Tensor, target: torch.Tensor) -> bool:
-    """True if a tensor is repeated along axes of size 1, or along missing ones, to another one's shape."""
+    """True if a tensor broadcasts to the shape of `target`."""
     if tensor.dim() > target.dim():
         return False
     shape = target.shape[target.dim() - tensor.dim() :]
@@ -42,7 +42,7 @@ def half_of(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
 
 
 def within(indices: torch.Tensor, *sizes: int, low: int = 0) -> bool | str:
-    """True if the indices in each column are in [low, size of the column); else text with a wrong one. Reads them."""
+    """True if every column of `indices` [.., len(sizes)] is in [low, size); else text with a wrong index."""
     if indices.is_meta or not indices.numel():
         return True
     columns = indices.reshape(-1, len(sizes))
@@ -56,7 +56,7 @@ FUNCTIONS = functions_in(globals()) | {"trained": trained}
 
 
 def floats(name: str, text: str, *, like: str = "", **changes: Any) -> Tensor:
-    """A floating-point tensor parameter whose shape rules check; like: the parameter with its dtype."""
+    """A floating-point tensor parameter whose shape rules check; like: the parameter whose dtype it has."""
     return Tensor(name, text, dtypes=f"={like}" if like else FLOATS, **changes)
 
 
@@ -89,7 +89,7 @@ def writes(*names: str) -> dict[str, Any]:
 
 
 def same_shape(name: str, other: str, **more: Any) -> Rule:
-    """Rule: two tensors have the same shape."""
+    """Rule: tensor `name` has the shape of tensor `other`; invalid: settings of an invalid sample call."""
     broken = more.pop("invalid", {name: "7"})
     return invalid(
         f"{name}.shape == {other}.shape", f"{name}: the shape of {other} (element by element)", invalid=broken
@@ -103,7 +103,7 @@ def two_halves(dim: str = "dim", tensor: str = "input", **more: Any) -> tuple[Ru
         invalid(present, f"{dim}: an axis of {tensor} ({advice})", invalid={dim: 4}),
         invalid(
             f"halves({tensor}, {dim})",
-            f"{tensor}: an even size along {dim} (it is cut in the middle)",
+            f"{tensor}: an even size along {dim} (it is divided into two halves)",
             when=present,
             invalid={tensor: "3 5", **more},
         ),

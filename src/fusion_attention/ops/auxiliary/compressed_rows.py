@@ -1,5 +1,4 @@
-"""The computation of CANN's compressor and its gradient: rows, gates, a cache of earlier rows, and saved rows of
-windows."""
+"""The computation of CANN's compressor and its gradient."""
 
 from __future__ import annotations
 
@@ -21,8 +20,10 @@ class Sequences:
     """The sequences of a call: rows [B, S, H], or packed [T, H].
 
     Args:
-        size: windows of a padded sequence in results; None: packed.
-        count: windows in packed results.
+        ratio: rows of a window.
+        coff: 2 if windows overlap, else 1.
+        size: windows of each padded sequence in results; None: rows are packed.
+        count: windows of all packed sequences in results.
         spans: (first row in x, rows, position of the first row) of every sequence.
     """
 
@@ -34,7 +35,7 @@ class Sequences:
 
     @staticmethod
     def of(x: Tensor, ratio: int, coff: int, ends: Lengths, used: Lengths, start: Lengths) -> Sequences:
-        """The sequences of a checked call."""
+        """The sequences of a checked call; ends: cu_seqlens, used: seqused, start: start_pos."""
         given = (None if n is None else [int(i) for i in n] for n in (ends, used, start))
         spans = tuple(zip(*lengths_of(x, *given), strict=True))
         packed = ends is not None
@@ -42,15 +43,15 @@ class Sequences:
         return Sequences(ratio, coff, None if packed else -(-x.shape[1] // ratio), count, spans)
 
     def closed(self, tokens: int, start: int) -> int:
-        """The number of windows that a call completes."""
+        """The number of windows that a sequence completes with `tokens` rows from position `start` on."""
         return (start + tokens) // self.ratio - start // self.ratio
 
     def shape(self, *of: int) -> tuple[int, ...]:
-        """The shape of a result with elements `of` for each window."""
+        """The shape of a result with axes `of` for each window."""
         return (self.count, *of) if self.size is None else (len(self.spans), self.size, *of)
 
     def at(self, result: Tensor) -> list[Tensor]:
-        """The windows of every sequence in a result."""
+        """Views of a result, one per sequence, of the windows that the sequence completes."""
         counts = [self.closed(tokens, start) for _, tokens, start in self.spans]
         if self.size is None:
             return list(result[: sum(counts)].split(counts)) if counts else []
@@ -59,8 +60,10 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Saved:
-    """Saved rows of all windows for the gradient, [windows, coff * ratio, D] in float32: weights of their softmax, and
-    keys. With coff 2, rows of the window before and of the window alternate."""
+    """The rows of all windows that the gradient reads, [windows, coff * ratio, D] in float32: softmax weights and keys.
+
+    With coff 2, rows of the previous window and of the window alternate.
+    """
 
     softmax_score: Tensor
     kv: Tensor
@@ -70,7 +73,8 @@ def compressed(
     x: Tensor, wkv: Tensor, wgate: Tensor, state_cache: Tensor, ape: Tensor, table: Tensor | None, cache_mode: int,
     of: Sequences, pool: Pool = pooled, saved: Saved | None = None,
 ) -> Tensor:  # fmt: skip
-    """The compressed keys of a call; writes its rows to the cache, and rows of windows to `saved`, cleared memory."""
+    """The compressed keys of a call; stores its rows in state_cache, and the rows of windows in `saved`, which is
+    cleared memory."""
     dim, ratio, coff = wkv.shape[0] // of.coff, of.ratio, of.coff
     dtype = torch.promote_types(x.dtype, torch.float32)
     rows = x.flatten(0, -2).to(dtype)
@@ -83,7 +87,7 @@ def compressed(
         z = z + ape.to(dtype)[at % ratio]
         state = _State(state_cache, None if table is None else table[b], cache_mode)
         last = (start + tokens) // ratio * ratio
-        # In a ring only rows that a later window reads have a place.
+        # A ring has slots only for rows that a later window reads.
         stored = start if cache_mode == 1 else max(start, last - (coff - 1) * ratio)
         begin = max(start // ratio - (coff - 1), 0) * ratio
         before = state.read(begin, start).to(dtype)
@@ -109,7 +113,7 @@ def compressed(
 def gradients(
     x: Tensor, wkv: Tensor, wgate: Tensor, dcmp_kv: Tensor, saved: Saved, of: Sequences
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dwkv, dwgate and dape; rows from the cache receive none."""
+    """(dx, dwkv, dwgate, dape) from the gradient of the compressed keys; rows from state_cache have no gradient."""
     dim, dtype = wkv.shape[0] // of.coff, torch.promote_types(x.dtype, torch.float32)
     rows = x.flatten(0, -2)
     dkv, dz = (torch.zeros(len(rows), wkv.shape[0], dtype=dtype, device=x.device) for _ in range(2))
@@ -137,13 +141,13 @@ def gradients(
 
 
 def _alternating(rows: Tensor, coff: int) -> Tensor:
-    """Rows [windows, coff * ratio, D], of which those of the window before and of the window come by turns."""
+    """Rows [windows, coff * ratio, D] in the order of Saved; in `rows`, those of the previous window come first."""
     return rows.unflatten(1, (coff, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def _by_token(rows: Tensor, dim: int) -> Tensor:
-    """Gradients of tokens [tokens, coff * D] from those of windows' rows [windows, ratio, coff, D]; the tokens begin
-    with those of the window before the first, with coff 2."""
+    """Gradients of tokens [tokens, coff * D] from those of windows' rows [windows, ratio, coff, D]; with coff 2, the
+    first tokens are those of the window before the first."""
     count, ratio, coff, _ = rows.shape
     result = rows.new_zeros(count + coff - 1, ratio, coff * dim)
     for half in range(coff):
@@ -171,7 +175,7 @@ class _State:
         return self.cache[self._slots(first, last)]
 
     def write(self, first: int, rows: Tensor) -> None:
-        """Writes rows from a position on; in mode 1 block 0 takes none."""
+        """Stores rows at positions from `first` on; in mode 1, rows of block 0 are not stored."""
         if self.block is None or not len(rows):
             return
         page, row = self._slots(first, first + len(rows))

@@ -1,4 +1,4 @@
-"""The record of CANN's compressor, which projects rows and pools their windows to compressed keys."""
+"""The operator definition of CANN's compressor, which projects rows and pools their windows to compressed keys."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ def lengths_of(
 
 
 def ends_fit(x: torch.Tensor, cumulative: Sequence[int] | None) -> bool | str:
-    """True if cumulative ends divide the rows of x; otherwise what they are."""
+    """True if cumulative ends begin with 0, ascend, and end with the number of rows of x."""
     if cumulative is None:
         return True
     ends = [int(n) for n in cumulative]
@@ -37,7 +37,7 @@ def ends_fit(x: torch.Tensor, cumulative: Sequence[int] | None) -> bool | str:
 
 
 def used_fit(x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[int] | None) -> bool | str:
-    """True if as many rows of every sequence as `used` says are in x; otherwise what does not fit."""
+    """True if `used` has one number per sequence, at most its rows in x."""
     first, tokens, _ = lengths_of(x, cumulative, None, None)
     if used is not None and any(n > most for n, most in zip(used, tokens, strict=False)):
         return f"{[int(n) for n in used]} of sequences with {tokens} rows"
@@ -45,7 +45,7 @@ def used_fit(x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[i
 
 
 def starts_fit(x: torch.Tensor, cumulative: Sequence[int] | None, start: Sequence[int] | None) -> bool | str:
-    """True if every sequence begins at a position, from which all rows have one in int64; otherwise what does not."""
+    """True if `start` has one position per sequence, and the positions of all rows fit int64."""
     first, _, _ = lengths_of(x, cumulative, None, None)
     if start is not None and max(start, default=0) > torch.iinfo(torch.int64).max - x.shape[-2]:
         return f"{[int(n) for n in start]} of {x.shape[-2]} rows, whose positions overflow int64"
@@ -60,7 +60,7 @@ def _one_each(given: Sequence[int] | None, count: int) -> bool | str:
 def lengths_fit(
     x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[int] | None, start: Sequence[int] | None
 ) -> bool:
-    """True if lengths and positions describe sequences of x."""
+    """True if ends_fit(), used_fit() and starts_fit()."""
     return ends_fit(x, cumulative) is True and (
         used_fit(x, cumulative, used) is True and starts_fit(x, cumulative, start) is True
     )
@@ -70,9 +70,9 @@ def positions_fit(
     table: torch.Tensor | None, cache: torch.Tensor, x: torch.Tensor, cumulative: Sequence[int] | None,
     used: Sequence[int] | None, start: Sequence[int] | None, mode: int, reach: int,
 ) -> bool | str:  # fmt: skip
-    """True if a state table has a block for every row that a call writes or reads; otherwise what is missing.
+    """True if a state table has a block for every row that a call writes or reads.
 
-    reach: rows before the first token that a window may read.
+    reach: the largest number of rows before the first token that a window reads.
     """
     first, tokens, positions = lengths_of(x, cumulative, used, start)
     if table is None:
@@ -89,7 +89,7 @@ def positions_fit(
 
 
 def shapes_fit(x: torch.Tensor, weight: torch.Tensor, coff: int) -> bool:
-    """True if a projection [coff * D, H] takes rows of x."""
+    """True if a projection is [coff * D, H], where rows of x have H elements."""
     sized = weight.dim() == 2 and weight.shape[1] == x.shape[-1]
     return sized and weight.shape[0] >= coff and weight.shape[0] % coff == 0
 
@@ -101,7 +101,7 @@ _FUNCTIONS = (ends_fit, used_fit, starts_fit, lengths_fit, positions_fit, shapes
 
 
 def _of_float32(rules: Callable[..., tuple[Rule, ...]], sample: torch.Tensor) -> tuple[Rule, ...]:
-    """Rules of caches for state_cache, with a sample of its dtype."""
+    """Rules of caches for state_cache; sample: an invalid float32 tensor."""
     shape, name = tuple(sample.shape), "state_cache"
     return tuple(replace(rule, invalid={name: sample}) for rule in rules(name, shape=shape))
 
@@ -119,53 +119,54 @@ COMPRESSOR = replace(
                 "Keys and gates of earlier rows, in blocks [blocks, rows, 2 * coff * D]; written in place.",
                 dtypes="float32",
             ),
-            Tensor("ape", "Bias of gates by the position in a window, [cmp_ratio, coff * D].", dtypes="float32"),
+            Tensor("ape", "Bias of gates by position in the window, [cmp_ratio, coff * D].", dtypes="float32"),
             Attr("cmp_ratio", "Rows of a window.", default=4, domain="cmp_ratio >= 1"),
             Tensor(
                 "state_block_table",
-                "Blocks of state_cache: [B, blocks of a sequence] in cache_mode 1, of which 0 keeps nothing; [B] in "
-                "cache_mode 2. None: nothing is kept.",
+                "Blocks of state_cache: [B, blocks of a sequence] in cache_mode 1, where rows of block 0 are not "
+                "stored; [B] in cache_mode 2. None: no rows are stored.",
                 True,
                 dtypes="int32",
             ),
-            Array("cu_seqlens", "Packed rows: 0, and the cumulative ends of the sequences.", True),
-            Array("seqused", "Rows of every sequence that count; None: all.", True),
+            Array("cu_seqlens", "Packed rows: 0, then the cumulative ends of the sequences.", True),
+            Array("seqused", "Number of used rows of each sequence; None: all.", True),
             Array("start_pos", "Position of the first row of every sequence; None: 0.", True),
-            Attr("coff", "1; or 2, windows overlap: rows have 2 * D channels, and the first D of them belong to the "
-                 "next window.", default=1, domain="coff in (1, 2)"),
-            Attr("cache_mode", "1: a block for each position; 2: one block of a sequence as a ring.", default=1,
+            Attr("coff", "2: windows overlap: rows have 2 * D channels, and the first D are for the next window; 1: "
+                 "they do not.", default=1, domain="coff in (1, 2)"),
+            Attr("cache_mode", "1: a page table of blocks; 2: one block per sequence, used as a ring.", default=1,
                  domain="cache_mode in (1, 2)"),
         ),
         (
-            result("cmp_kv", "[B, ceil(S / cmp_ratio), D], or packed [min(T, T // cmp_ratio + B), D]; zeros behind the "
-                   "last window of a sequence, packed behind that of the last.", "=x"),
+            result("cmp_kv", "[B, ceil(S / cmp_ratio), D], zeros behind the windows of each sequence; or packed "
+                   "[min(T, T // cmp_ratio + B), D], zeros behind the windows of all.", "=x"),
         ),
         rules=(
             invalid(_AXES,
-                    "x: [B, S, H], or [T, H] with cu_seqlens (packed rows need cu_seqlens)", invalid={"x": "4 W"}),
-            invalid("shapes_fit(x, wkv, coff)", "wkv: [coff * D, H], H as x has (a row for each channel)",
+                    "x: [B, S, H], or [T, H] with cu_seqlens (packed rows require cu_seqlens)", invalid={"x": "4 W"}),
+            invalid("shapes_fit(x, wkv, coff)", "wkv: [coff * D, H], where x has rows of H elements (a row per "
+                    "channel)",
                     invalid={"wkv": "4 6", "wgate": "4 6"}, when="x.dim() > 1"),
-            invalid("wgate.shape == wkv.shape", "wgate: the shape of wkv (a gate for each channel)",
+            invalid("wgate.shape == wkv.shape", "wgate: the shape of wkv (a gate per channel)",
                     invalid={"wgate": "6 W"}),
             invalid("ape.dim() == 2 and ape.shape[0] == cmp_ratio and ape.shape[1] == wkv.shape[0]",
-                    "ape: [cmp_ratio, coff * D] (a row for each position in a window)", invalid={"ape": "3 4"},
+                    "ape: [cmp_ratio, coff * D] (a row per position in a window)", invalid={"ape": "3 4"},
                     when="wkv.dim() == 2"),
             invalid("state_cache.dim() == 3 and state_cache.shape[2] == 2 * wkv.shape[0]",
                     "state_cache: [blocks, rows, 2 * coff * D] (keys, then gates)", invalid={"state_cache": "3 4 6"},
                     when="wkv.dim() == 2"),
-            meaning("ends_fit(x, cu_seqlens)", "cu_seqlens: 0, and ends that never fall, up to the rows of x (where "
-                    "sequences end)", invalid={"x": "6 W", "cu_seqlens": [1, 4, 6]}, when=_AXES),
-            meaning("used_fit(x, cu_seqlens, seqused)", "seqused: a length within every sequence (rows that count, of "
-                    "those in x)", invalid={"seqused": [7, 2]}, when=_ENDS),
-            meaning("starts_fit(x, cu_seqlens, start_pos)", "start_pos: a position for every sequence (how many rows "
-                    "came before)", invalid={"start_pos": [-1, 0]}, when=_ENDS),
+            meaning("ends_fit(x, cu_seqlens)", "cu_seqlens: 0, then ends that never fall, the last the number of "
+                    "rows of x (sequences are packed)", invalid={"x": "6 W", "cu_seqlens": [1, 4, 6]}, when=_AXES),
+            meaning("used_fit(x, cu_seqlens, seqused)", "seqused: one number per sequence, at most its rows (the used "
+                    "rows of each sequence)", invalid={"seqused": [7, 2]}, when=_ENDS),
+            meaning("starts_fit(x, cu_seqlens, start_pos)", "start_pos: one position per sequence (the number of its "
+                    "earlier rows)", invalid={"start_pos": [-1, 0]}, when=_ENDS),
             meaning(f"positions_fit(state_block_table, state_cache, {_LENGTHS}, cache_mode, coff * cmp_ratio - 1)",
-                    "state_block_table: a block for every row that is kept (earlier rows are read from there)",
+                    "state_block_table: a block for every row that is stored or read (windows read earlier rows)",
                     invalid={"start_pos": [30, 0]},
                     when=f"{_AXES} and state_cache.dim() == 3"
                     f" and lengths_fit({_LENGTHS})"),
             meaning("state_block_table is None or within(state_block_table, state_cache.shape[0])",
-                    "state_block_table: blocks that state_cache has (numbers of blocks)", reads=True,
+                    "state_block_table: numbers of blocks of state_cache (from 0 on)", reads=True,
                     when="state_cache.dim() == 3",
                     invalid={"state_block_table": torch.tensor([[1, 9], [0, 2]], dtype=torch.int32)}),
             *_of_float32(waits_for_none, torch.zeros(3, 4, 8, requires_grad=True)),

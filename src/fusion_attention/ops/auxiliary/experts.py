@@ -1,4 +1,4 @@
-"""Operator definitions of functions that permute tokens into the order of experts, and back."""
+"""Operator definitions of functions that permute rows of tokens into the order of experts, and back."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,25 +20,25 @@ def counting(modulo: int, dtype: torch.dtype = torch.int32) -> Callable[[tuple[i
 
 
 def moe(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """The definition of an operator in this module or in routing.py; more: fields of Op, `sample` and `sizes`."""
+    """The definition of an operator on experts; more: further fields of Op, `sample` and `sizes`."""
     sample, sizes = more.pop("sample", {}), more.pop("sizes", {})
     return auxiliary(name, summary, inputs, results, sample=sample, sizes=SIZES | sizes, **more)
 
 
 TOKENS = floats("tokens", "A row for every token.", shape="T H")
 INDICES = Tensor(
-    "indices", "The experts of every token: [T, K], or [T] of one each.", dtypes=IDS, make=counting(3), shape=""
+    "indices", "The experts of every token: [T, K], or [T] if K is 1.", dtypes=IDS, make=counting(3), shape=""
 )
 PERMUTED = floats("permuted_tokens", "Rows in the order of experts.", shape="R H")
 SORTED = Tensor(
     "sorted_indices",
-    "Where the row of choice k of token t lies: [T*K], element t * K + k. Rows that are not there count as zeros.",
+    "[T*K]; element t * K + k: index of the row for expert k of token t. Rows that do not exist are read as zeros.",
     dtypes=IDS,
     make=counting(12),
     shape="P",
 )
-PADDED = Attr("padded_mode", "False: the chip takes nothing else.", type=bool, default=False, domain="not padded_mode")
-RESTORE = Array("restore_shape", "Of padded_mode: not used.", optional=True)
+PADDED = Attr("padded_mode", "False: the only supported value.", type=bool, default=False, domain="not padded_mode")
+RESTORE = Array("restore_shape", "Without effect: for padded_mode.", optional=True)
 
 
 def probs(text: str, shape: str, **changes: Any) -> Tensor:
@@ -52,31 +52,32 @@ CHOSEN = invalid(
 )
 ENOUGH = invalid(
     "num_out_tokens is None or -indices.numel() <= num_out_tokens",
-    "num_out_tokens: at most as many rows as there are (negative numbers leave out the last rows)",
+    "num_out_tokens: at least -T*K (a negative number drops so many rows)",
     invalid={"num_out_tokens": -13},
 )
 
 
 def one_place_each(choices: str, **more: Any) -> Rule:
-    """Rule: sorted_indices has an element per choice of an expert; choices: expression for their number."""
-    return invalid(f"P == {choices}", "sorted_indices (where each choice's row lies)", invalid={"P": 7}, **more)
+    """Rule: sorted_indices has an element per token and expert of it; choices: expression for their number."""
+    return invalid(f"P == {choices}", "sorted_indices (one per token and expert)", invalid={"P": 7}, **more)
 
 
 PERMUTE = moe(
     "npu_moe_token_permute",
-    "The rows of tokens, one for every choice of an expert, in the order of experts.",
+    "Copies the row of each token once for each of its experts, in the order of experts.",
     (
         TOKENS,
         INDICES,
-        Attr("num_out_tokens", "How many rows are kept; None or 0: all; below 0: all but so many.", default=None),
+        Attr("num_out_tokens", "Number of rows in the result; None or 0: all; n < 0: all except -n.", default=None),
         PADDED,
     ),
     (
         result("permuted_tokens", "[num_out_tokens, H].", "=tokens"),
-        result("sorted_indices", "Where each choice's row lies: int32 [T*K].", "int32"),
+        result("sorted_indices", "int32 [T*K]; element t * K + k: index of the row for expert k of token t.", "int32"),
     ),
     rules=(CHOSEN, ENOUGH),
-    formula="order = stable sort of the choices by expert\npermuted[i] = tokens[order[i] // K],  sorted[order[i]] = i",
+    formula="order = stable sort of indices [T*K] by expert\n"
+    "permuted[i] = tokens[order[i] // K],  sorted[order[i]] = i",
     sample={"indices": "T K"},
     returns="(permuted_tokens, sorted_indices), for npu_moe_token_unpermute; the first is differentiable in tokens.",
     example="""\
@@ -109,16 +110,15 @@ True""",
 )
 UNPERMUTE = moe(
     "npu_moe_token_unpermute",
-    "Each token's sum over the rows that its experts made, weighted.",
-    (PERMUTED, SORTED, probs("Weights of the choices; None: K is 1.", "T K"), PADDED, RESTORE),
+    "Sums the rows of each token's experts, with weights.",
+    (PERMUTED, SORTED, probs("Weights of the experts of each token; None: K is 1.", "T K"), PADDED, RESTORE),
     (result("unpermuted_tokens", "[T, H].", "=permuted_tokens"),),
     rules=(one_place_each("T * K", when="probs is not None"),),
     formula="out[t] = sum_k probs[t, k] * permuted[sorted[t * K + k]]",
     sample={"probs": True},
     sizes={"R": 12},
     declared={"restore_shape": Sequence[int] | None},
-    returns="Differentiable in permuted_tokens and probs; without probs nothing of permuted_tokens is kept for the "
-    "backward.",
+    returns="[T, H], differentiable in permuted_tokens and probs.",
     example="""\
 >>> tokens, indices = torch.randn(3, 2), torch.tensor([[0, 1], [1, 2], [2, 0]])
 >>> rows, places = npu_moe_token_permute(tokens, indices)
@@ -138,7 +138,7 @@ UNPERMUTE_GRAD = moe(
     ),
     (
         result("grad_permuted_tokens", "In the shape of permuted_tokens.", "=permuted_tokens"),
-        result("grad_probs", "In the shape of probs; None without.", "=probs"),
+        result("grad_probs", "In the shape of probs; None without probs.", "=probs"),
     ),
     rules=(
         one_place_each("T * K", when="probs is not None"),
@@ -157,13 +157,13 @@ UNPERMUTE_GRAD = moe(
 )
 
 MAP = Tensor(
-    "routing_map", "Whether an expert takes a token; as many true elements in every "
-    "row.", dtypes="bool int8 uint8", shape="T E",
+    "routing_map", "Nonzero: the expert has the token; every row has the same number of nonzero elements.",
+    dtypes="bool int8 uint8", shape="T E",
     make=lambda shape: torch.arange(math.prod(shape)).reshape(shape) % 3 != 2,
 )  # fmt: skip
 DROP_AND_PAD = Attr(
     "drop_and_pad",
-    "Every expert takes num_out_tokens // E rows: its tokens first, then others from the beginning.",
+    "Every expert has num_out_tokens // E rows: those of its tokens, then those of the first other tokens.",
     type=bool,
     default=False,
 )
@@ -189,18 +189,22 @@ EVENLY = meaning(
 )
 PERMUTE_MAP = moe(
     "npu_moe_token_permute_with_routing_map",
-    "The rows of tokens in the order of experts, where a map says which expert takes which token.",
+    "Copies the row of each token once for each of its experts in routing_map, in the order of experts.",
     (
         TOKENS,
         MAP,
-        probs("Weights, given back in the order of the rows.", "T E"),
-        Attr("num_out_tokens", "How many rows there are; None: as many as tokens.", default=None),
+        probs("Weights, which are returned in the order of the rows.", "T E"),
+        Attr("num_out_tokens", "Number of rows in the result; None: T.", default=None),
         DROP_AND_PAD,
     ),
     (
         result("permuted_tokens", "[rows, H].", "=tokens"),
         result("permuted_probs", "[rows], or None.", "=probs"),
-        result("sorted_indices", "int32 [rows]: as without a map; with drop_and_pad each row's token.", "int32"),
+        result(
+            "sorted_indices",
+            "int32 [rows]: as of npu_moe_token_permute; with drop_and_pad the token of each row.",
+            "int32",
+        ),
     ),
     rules=(
         EVENLY,
@@ -211,7 +215,7 @@ PERMUTE_MAP = moe(
         ),
     ),
     functions={"chosen": chosen},
-    formula="rows = (expert, token) for every true element, experts first\npermuted[i] = tokens[token of row i],  "
+    formula="rows = (expert, token) of nonzero elements, ordered by expert\npermuted[i] = tokens[token of row i],  "
     "permuted_probs[i] = probs[token, expert of row i]",
     sample={"num_out_tokens": 12, "probs": True},
     keywords="probs",
@@ -225,12 +229,12 @@ PERMUTE_MAP = moe(
 )
 UNPERMUTE_MAP = moe(
     "npu_moe_token_unpermute_with_routing_map",
-    "Each token's sum over the rows that its experts made, weighted, where a map says which experts they are.",
+    "Sums the rows of each token's experts in routing_map, with weights.",
     (
         PERMUTED,
-        Tensor("sorted_indices", "As the permutation returned it: [R].", dtypes=IDS, make=counting(6), shape="R"),
-        Array("restore_shape", "[T, H] of the output."),
-        probs("Weights [T, E]; needs the map, unless drop_and_pad.", "T E"),
+        Tensor("sorted_indices", "[R], from the permutation.", dtypes=IDS, make=counting(6), shape="R"),
+        Array("restore_shape", "[T, H], the shape of the output."),
+        probs("Weights [T, E]; they require routing_map, except with drop_and_pad.", "T E"),
         Tensor(**{**vars(MAP), "optional": True}),
         DROP_AND_PAD,
     ),
@@ -243,7 +247,7 @@ UNPERMUTE_MAP = moe(
         ),
         invalid(
             "R == restore_shape[0] * (R // max(restore_shape[0], 1)) and (probs is None or R <= T * E)",
-            "sorted_indices: as many rows for every token (of each expert at most one)",
+            "sorted_indices: the same number of rows for every token (at most one per expert)",
             when="not drop_and_pad and len(restore_shape) == 2",
             invalid={"R": 11},
         ),
@@ -254,7 +258,7 @@ UNPERMUTE_MAP = moe(
         ),
         presence(
             "probs is None or drop_and_pad or routing_map is not None",
-            "routing_map: a map beside probs (it says which weights are meant)",
+            "routing_map: a map beside probs (it selects the weights)",
             invalid={"routing_map": None},
         ),
         meaning(
@@ -268,7 +272,7 @@ UNPERMUTE_MAP = moe(
         ),
         invalid(
             "E > 0 and R % E == 0",
-            "permuted_tokens: a multiple of E rows (with drop_and_pad every expert has as many rows)",
+            "permuted_tokens: a multiple of E rows (with drop_and_pad all experts have the same number of rows)",
             when="drop_and_pad and probs is not None",
             given={"drop_and_pad": True},
             invalid={"R": 11},

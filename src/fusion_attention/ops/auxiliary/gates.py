@@ -6,8 +6,8 @@ from fusion_attention.contract import Attr
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, same_shape, two_halves
 from fusion_attention.ops.shared.rules import invalid
 
-X = floats("input", "Both halves.")
-DIM = Attr("dim", "The axis that is cut in the middle.", default=-1)
+X = floats("input", "The tensor with both halves.")
+DIM = Attr("dim", "The axis that is divided into two halves.", default=-1)
 GRADIENT_OF_HALF = invalid(
     "grad_output.shape == half_of(input, dim)",
     "grad_output: the shape of input, half as long along dim (as the forward returns it)",
@@ -18,7 +18,7 @@ SAMPLE = {"input": "B S1 W"}
 
 SWIGLU = auxiliary(
     "npu_swiglu",
-    "The SiLU of one half, times the other half.",
+    "SiLU of the first half of an axis, times the second half.",
     (X, DIM),
     (result("y", "In the shape of input, half as long along dim.", "=input"),),
     rules=two_halves(),
@@ -32,7 +32,7 @@ SWIGLU = auxiliary(
 SWIGLU_BACKWARD = auxiliary(
     "npu_swiglu_backward",
     "The gradient of npu_swiglu.",
-    (floats("grad_output", "Gradient of y."), floats("input", "Both halves.", like="grad_output"), DIM),
+    (floats("grad_output", "Gradient of y."), floats("input", "The forward's input.", like="grad_output"), DIM),
     (result("dx", "In the shape of input.", "=input"),),
     rules=(*two_halves(grad_output="3 2"), GRADIENT_OF_HALF),
     formula="s = 1 / (1 + exp(-a))\nda = dy * b * s * (1 + a * (1 - s)),  db = dy * a * s",
@@ -45,15 +45,15 @@ True""",
 )
 
 GEGLU_FORMULA = "a, b = the halves of x along dim\ny = a * gelu(b);  with activate_left gelu(a) * b"
-APPROXIMATE = Attr("approximate", "1: by tanh; 0: by the error function.", default=1, domain="approximate in (0, 1)")
-LEFT = Attr("activate_left", "The left half is activated, not the right one.", type=bool, default=False)
+APPROXIMATE = Attr("approximate", "GELU by 1: tanh, 0: the error function.", default=1, domain="approximate in (0, 1)")
+LEFT = Attr("activate_left", "Apply GELU to the first half; False: to the second.", type=bool, default=False)
 GEGLU = auxiliary(
     "npu_geglu",
-    "The GELU of one half, times the other half.",
+    "GELU of one half of an axis, times the other half.",
     (X, DIM, APPROXIMATE, LEFT),
     (
         result("y", "In the shape of input, half as long along dim.", "=input"),
-        result("gelu", "The activated half alone, in the shape of y.", "=input"),
+        result("gelu", "GELU of the one half, in the shape of y.", "=input"),
     ),
     rules=two_halves(),
     formula=GEGLU_FORMULA,
@@ -70,7 +70,7 @@ GEGLU_GRAD = auxiliary(
     "The gradient of npu_geglu.",
     (
         floats("grad_output", "Gradient of y."),
-        floats("input", "Both halves.", like="grad_output"),
+        floats("input", "The forward's input.", like="grad_output"),
         floats("gelu", "The forward's second result.", like="grad_output"),
         *(DIM, APPROXIMATE, LEFT),
     ),
@@ -91,16 +91,16 @@ True""",
 )
 WORD = Attr(
     "approximate",
-    '"none": by the error function; "tanh": by tanh.',
+    'GELU by "none": the error function, "tanh": tanh.',
     type=str,
     default="none",
     domain="approximate in ('none', 'tanh')",
 )
-ANY = floats("input", "Any shape.")
+ANY = floats("input", "A tensor of any shape.")
 SAME = result("y", "In the shape of input.", "=input")
 GELU = auxiliary(
     "npu_gelu",
-    "x times the normal distribution function of x.",
+    "GELU: x times the standard normal distribution function of x.",
     (ANY, WORD),
     (SAME,),
     formula="y = x * Phi(x), Phi the distribution function of a normal variable",
@@ -114,7 +114,7 @@ GELU = auxiliary(
 GELU_BACKWARD = auxiliary(
     "npu_gelu_backward",
     "The gradient of npu_gelu.",
-    (floats("grad_output", "Gradient of y."), floats("input", "Any shape.", like="grad_output"), WORD),
+    (floats("grad_output", "Gradient of y."), floats("input", "The forward's input.", like="grad_output"), WORD),
     (result("dx", "In the shape of input.", "=input"),),
     rules=(same_shape("grad_output", "input"),),
     formula="dx = dy * (Phi(x) + x * phi(x)), phi the density",
@@ -126,7 +126,7 @@ GELU_BACKWARD = auxiliary(
 )
 FAST_GELU = auxiliary(
     "npu_fast_gelu",
-    "A GELU by a logistic function.",
+    "GELU, approximated by the logistic function.",
     (ANY,),
     (SAME,),
     formula="y = x / (1 + exp(-1.702 x))",
@@ -139,7 +139,7 @@ FAST_GELU = auxiliary(
 FAST_GELU_BACKWARD = auxiliary(
     "npu_fast_gelu_backward",
     "The gradient of npu_fast_gelu.",
-    (floats("grad", "Gradient of y."), floats("input", "Any shape.", like="grad")),
+    (floats("grad", "Gradient of y."), floats("input", "The forward's input.", like="grad")),
     (result("dx", "In the shape of input.", "=input"),),
     rules=(same_shape("grad", "input"),),
     formula="s = 1 / (1 + exp(-1.702 x))\ndx = dy * s * (1 + 1.702 x * (1 - s))",

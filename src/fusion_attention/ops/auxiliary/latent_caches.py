@@ -1,4 +1,4 @@
-"""The definition of npu_kv_rmsnorm_rope_cache, which stores normalized latents and rotated keys in two caches."""
+"""The operator definition of npu_kv_rmsnorm_rope_cache, which stores normalised latents and rotated keys in caches."""
 
 import torch
 
@@ -11,12 +11,12 @@ MODES = "cache_mode in ('Norm', 'PA', 'PA_BNSD', 'PA_NZ', 'PA_BLK_BNSD', 'PA_BLK
 
 
 def index_fits(index: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, mode: str) -> bool:
-    """True if an index has an element for every token, or (modes with BLK) for every page."""
-    items, tokens = kv.shape[0], kv.shape[2]
+    """True if an index has an element for every token of kv [B, 1, S, ..], or (modes with BLK) for every page."""
+    batch, tokens = kv.shape[0], kv.shape[2]
     if mode == "Norm":
-        return tuple(index.shape) == (items, tokens)
+        return tuple(index.shape) == (batch, tokens)
     count = -(-tokens // cache.shape[1]) if "BLK" in mode and cache.shape[1] else tokens
-    return tuple(index.shape) == (items * count,)
+    return tuple(index.shape) == (batch * count,)
 
 
 def buffer(cache: torch.Tensor, mode: str) -> int:
@@ -37,33 +37,33 @@ def cache_fits(cache: torch.Tensor, kv: torch.Tensor, width: int, mode: str) -> 
 APART = 128  # elements of a row in a separate tensor of values
 
 
-def stands_apart(v: torch.Tensor | None) -> bool:
-    """True if values are a separate tensor, which is recognized by its shape."""
+def is_separate(v: torch.Tensor | None) -> bool:
+    """True if v has separate values, which its shape shows; other tensors are ignored."""
     return v is not None and v.dim() == 4 and v.shape[-1] == APART
 
 
 def rope_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) -> int:
     """Number of elements of a row that are rotated; 0 or less if shapes do not fit."""
-    if stands_apart(v):
+    if is_separate(v):
         return kv.shape[-1] - APART if gamma.shape[0] == kv.shape[-1] else 0
     return kv.shape[-1] - gamma.shape[0]
 
 
 def key_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) -> int:
     """Number of elements in a row of k_cache."""
-    return kv.shape[-1] if stands_apart(v) else rope_width(kv, gamma, v)
+    return kv.shape[-1] if is_separate(v) else rope_width(kv, gamma, v)
 
 
 def value_width(gamma: torch.Tensor, v: torch.Tensor | None) -> int:
     """Number of elements in a row of ckv_cache."""
-    return APART if stands_apart(v) else gamma.shape[0]
+    return APART if is_separate(v) else gamma.shape[0]
 
 
 def quantised(name: str, text: str, width: str, cache: str) -> tuple[Tensor, Rule]:
-    """The parameter for scales or offsets of int8 rows, one per element, and its rule."""
+    """The parameter for scales or offsets of int8 rows, one per element of a row, and its rule; width: expression."""
     rule = invalid(
         f"{name} is None or tuple({name}.shape) == ({width},)",
-        f"{name}: [{width}] (one for every element of a row)",
+        f"{name}: [{width}] (one per element of a row)",
         given={"k_cache": ("B 1 6 4", "int8"), "ckv_cache": ("B 1 6 8", "int8"), **SCALES},
         invalid={name: ("3", "float32")},
     )
@@ -72,44 +72,49 @@ def quantised(name: str, text: str, width: str, cache: str) -> tuple[Tensor, Rul
 
 SCALES = {"k_rope_scale": ("4", "float32"), "c_kv_scale": ("8", "float32")}
 NUMBERS = [
-    quantised("k_rope_scale", "Of int8 k_cache, one for every element of a row.", "key_width(kv, gamma, v)", "k_cache"),
-    quantised("c_kv_scale", "Of int8 ckv_cache, one for every element of a row.", "value_width(gamma, v)", "ckv_cache"),
+    quantised(
+        "k_rope_scale", "Scales of int8 k_cache, one per element of a row.", "key_width(kv, gamma, v)", "k_cache"
+    ),
+    quantised(
+        "c_kv_scale", "Scales of int8 ckv_cache, one per element of a row.", "value_width(gamma, v)", "ckv_cache"
+    ),
     quantised("k_rope_offset", "Added to scaled rows of k_cache.", "key_width(kv, gamma, v)", "k_cache"),
     quantised("c_kv_offset", "Added to scaled rows of ckv_cache.", "value_width(gamma, v)", "ckv_cache"),
 ]
 IS_LATENT = "kv.dim() == 4 and gamma.dim() == 1 and rope_width(kv, gamma, v) > 0"
 KV_RMSNORM_ROPE = auxiliary(
     "npu_kv_rmsnorm_rope_cache",
-    "Norms latents, turns rope rows, and stores both in caches, in place.",
+    "Normalises latents, rotates rope parts, and stores both in caches, in place.",
     (
         floats("kv", "[B, 1, S, latent + rope]."),
         floats("gamma", "Weights of the norm, [latent].", like="kv"),
-        floats("cos", "[B, 1, S, rope].", like="kv"),
-        floats("sin", "As cos.", like="kv"),
+        floats("cos", "Cosines [B, 1, S, rope].", like="kv"),
+        floats("sin", "Sines [B, 1, S, rope].", like="kv"),
         Tensor(
             "index",
-            "Where rows go: [B, S] slots of each item (Norm), [B*S] places page * slots + slot, or of the PA_BLK "
-            "modes [B * pages of an item] the place where each page begins. Below 0 nothing is stored.",
+            "Slot of each row: Norm: [B, S], slots of each sequence; PA modes: [B*S], page * page size + slot; PA_BLK "
+            "modes: [B * pages of a sequence], the first slot of each page. Negative: the row is not stored.",
             dtypes="int64",
         ),
         Tensor(
             "k_cache",
-            "Rope rows, in the dtype of kv or int8: [B, 1, slots, D] (Norm) or pages [pages, slots, 1, D]; written.",
+            "Rope rows, in the dtype of kv or int8: [B, 1, slots, D] (Norm) or [pages, page size, 1, D]; written in "
+            "place.",
             dtypes=f"{WRITTEN}",
         ),
-        Tensor("ckv_cache", "Latent rows, as k_cache; written.", dtypes=f"{WRITTEN}"),
+        Tensor("ckv_cache", "Latent rows, in the form of k_cache; written in place.", dtypes=f"{WRITTEN}"),
         *(p for p, _ in NUMBERS),
         Tensor(
             "v",
-            "Values apart from kv, [B, 1, S, 128], stored as they are; kv is then [B, 1, S, rope + 128], all of it "
-            "normed. Of another shape it says nothing.",
+            "Separate values [B, 1, S, 128], stored unchanged; kv is then [B, 1, S, rope + 128], and all of it is "
+            "normalised. A tensor of another shape is ignored.",
             True,
         ),
         Attr("epsilon", "Added to the mean square.", type=float, default=1e-5, domain="0 <= epsilon < 3.4e38"),
         Attr(
             "cache_mode",
-            'How caches lie. "Norm"; "PA" or "PA_BNSD": pages of rows; "PA_NZ": pages of pieces; of "PA_BLK_BNSD" and '
-            '"PA_BLK_NZ" the rows of an item fill whole pages.',
+            'Layout of the caches: "Norm": padded; "PA" or "PA_BNSD": pages of rows; "PA_NZ": pages of fragments; '
+            '"PA_BLK_BNSD" and "PA_BLK_NZ": the same, and the rows of a sequence begin at a page.',
             type=str,
             default="Norm",
             domain=MODES,
@@ -117,20 +122,20 @@ KV_RMSNORM_ROPE = auxiliary(
         Attr("is_output_kv", "Return k_embed and y too.", type=bool, default=False),
     ),
     (
-        result("k_embed", "Rope rows in the dtype of kv; without is_output_kv empty.", "=kv"),
-        result("y", "Latent rows in the dtype of kv; without is_output_kv empty.", "=kv"),
+        result("k_embed", "Rope rows in the dtype of kv; empty without is_output_kv.", "=kv"),
+        result("y", "Latent rows in the dtype of kv; empty without is_output_kv.", "=kv"),
     ),
     rules=(
         invalid(
             f"{IS_LATENT} and kv.shape[1] == 1 and rope_width(kv, gamma, v) % 2 == 0",
-            "kv: [B, 1, S, latent + rope] with an even rope (gamma says how long the latent is; beside v it is as "
-            "long as kv)",
+            "kv: [B, 1, S, latent + rope] with an even rope (gamma has the size of the latent; with v the size of kv's "
+            "rows)",
             invalid={"kv": "B 2 4 12"},
         ),
         *(
             invalid(
                 f"tuple({name}.shape) == (kv.shape[0], 1, kv.shape[2], rope_width(kv, gamma, v))",
-                f"{name}: [B, 1, S, rope] (of every token)",
+                f"{name}: [B, 1, S, rope] (one row per token)",
                 when=IS_LATENT,
                 invalid={name: "B 1 4 7"},
             )
@@ -139,8 +144,8 @@ KV_RMSNORM_ROPE = auxiliary(
         *(
             invalid(
                 f"cache_fits({name}, kv, {width}, cache_mode)",
-                f"{name}: [B, 1, slots, D] in mode Norm, [pages, slots, 1, D] in the others (NZ is written in pieces "
-                "of 16, int8 of 32, in contiguous memory)",
+                f"{name}: [B, 1, slots, D] in mode Norm, [pages, page size, 1, D] in the others (NZ: contiguous, with "
+                "fragments of 16 elements, int8 of 32)",
                 when=IS_LATENT,
                 invalid={name: words},
             )
@@ -151,33 +156,33 @@ KV_RMSNORM_ROPE = auxiliary(
         ),
         invalid(
             "k_cache.dim() != 4 or ckv_cache.dim() != 4 or k_cache.shape[:3] == ckv_cache.shape[:3]",
-            "ckv_cache: as many slots as k_cache has (a place means both)",
+            "ckv_cache: as many slots as k_cache has (an index is for both)",
             invalid={"ckv_cache": "B 1 7 8"},
         ),
         invalid(
             "(k_rope_scale is not None) == (k_cache.dtype == torch_int8)"
             " and (c_kv_scale is not None) == (k_cache.dtype == torch_int8)"
             " and k_cache.dtype in (kv.dtype, torch_int8) and ckv_cache.dtype == k_cache.dtype",
-            "k_cache: the dtype of kv, or int8 with scales (int8 caches need both scales, others have none)",
+            "k_cache: the dtype of kv, or int8 with scales (int8 caches require both scales, others none)",
             invalid={"k_cache": ("B 1 6 4", "int8"), "ckv_cache": ("B 1 6 8", "int8")},
         ),
         *(rule for _, rule in NUMBERS),
         invalid(
             "index_fits(index, kv, k_cache, cache_mode)",
-            "index: [B, S] in mode Norm, one axis in the others (of every token; of every page in the modes PA_BLK)",
+            "index: [B, S] in mode Norm, one axis in the others (one per token; in the PA_BLK modes one per page)",
             when="kv.dim() == 4 and k_cache.dim() == 4",
             invalid={"index": torch.zeros(3, dtype=torch.int64)},
         ),
         meaning(
             "within(index, buffer(k_cache, cache_mode), low=-9223372036854775808)",
-            "index: places that the caches have (pages count as page * slots)",
+            "index: slots of the caches (in pages, page * page size + slot)",
             when="k_cache.dim() == 4",
             reads=True,
             invalid={"index": torch.tensor([[0, 1, 2, 3], [0, 1, 2, 6]])},
         ),
         invalid(
-            "not stands_apart(v) or v.shape[:3] == kv.shape[:3] and v.dtype == kv.dtype",
-            "v: [B, 1, S, 128] in the dtype of kv (a row of values of every token)",
+            "not is_separate(v) or v.shape[:3] == kv.shape[:3] and v.dtype == kv.dtype",
+            "v: [B, 1, S, 128] in the dtype of kv (one row per token)",
             given={
                 "kv": "B 1 4 132",
                 "gamma": "132",
@@ -194,8 +199,8 @@ KV_RMSNORM_ROPE = auxiliary(
         *untrained(STORED, kv=(2, 1, 4, 12)),
     ),
     formula="""latent, rope = kv;  y = latent / rms(latent) * gamma;  k_embed = npu_interleave_rope(rope, cos, sin)
-beside v:    rope, rest = kv / rms(kv) * gamma;  k_embed = (npu_interleave_rope(rope, cos, sin), rest),  y = v
-ckv_cache[index] = y,  k_cache[index] = k_embed;  of int8: round(row * scale + offset)""",
+with v:      rope, rest = kv / rms(kv) * gamma;  k_embed = (npu_interleave_rope(rope, cos, sin), rest),  y = v
+ckv_cache[index] = y,  k_cache[index] = k_embed;  in int8: round(row * scale + offset)""",
     functions=FUNCTIONS | functions_in(globals()),
     neutral={"torch_int8": torch.int8},
     sample={
@@ -209,8 +214,7 @@ ckv_cache[index] = y,  k_cache[index] = k_embed;  of int8: round(row * scale + o
     },
     keywords="k_rope_scale",
     declared=writes("k_cache", "ckv_cache"),
-    returns="(k_cache, ckv_cache, k_embed, y): the caches themselves; rows as they were before they were rounded to "
-    "int8.",
+    returns="(k_cache, ckv_cache, k_embed, y): the caches themselves, and the rows before they are rounded to int8.",
     example="""\
 >>> kv, gamma, angles = torch.randn(2, 1, 1, 12), torch.ones(8), torch.rand(2, 1, 1, 4)
 >>> rope, latent = torch.zeros(3, 16, 1, 4), torch.zeros(3, 16, 1, 8)

@@ -1,4 +1,4 @@
-"""Operator definitions of losses: cross entropy with its gradient, and a Kullback-Leibler loss."""
+"""Operator definitions of cross entropy with its gradient, and of a Kullback-Leibler loss."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ NOT_HERE = "neither the chip nor this library computes the loss of lse"
 
 
 def labels(target: torch.Tensor, classes: int, ignored: int) -> bool | str:
-    """True if every label is in [0, classes) or the ignored one; else text with a wrong one. Reads the labels."""
+    """True if every label is in [0, classes) or equal to `ignored`; else text with a wrong one. Reads the labels."""
     if target.is_meta:
         return True
     wrong = target[(target != ignored) & ((target < 0) | (target >= classes))]
@@ -23,13 +23,16 @@ def labels(target: torch.Tensor, classes: int, ignored: int) -> bool | str:
 
 
 TARGET = Tensor("target", "The class of every row.", dtypes="int64", shape="T", make=counting(5, torch.int64))
-WEIGHT = Tensor("weight", "Of every class.", True, dtypes="float32", shape="C")
-SCALE = Attr("lse_square_scale_for_zloss", NOT_HERE, type=float, default=0.0, domain="lse_square_scale_for_zloss == 0")
+WEIGHT = Tensor("weight", "Weight of every class.", True, dtypes="float32", shape="C")
+SCALE = Attr(
+    "lse_square_scale_for_zloss", f"0: {NOT_HERE}.", type=float, default=0.0, domain="lse_square_scale_for_zloss == 0"
+)
 HOW = (
-    Attr("reduction", '"mean" (over the weights), "sum" or "none".', type=str, default="mean",
+    Attr("reduction", '"mean" (weighted), "sum" or "none" of the rows.', type=str, default="mean",
          domain="reduction in ('mean', 'sum', 'none')"),
-    Attr("ignore_index", "Rows of this label count for nothing, one below 0 too.", default=-100),
-    Attr("label_smoothing", "s: the part of a row that is spread over all classes.", type=float, default=0.0,
+    Attr("ignore_index", "Label of ignored rows; it may be negative.", default=-100),
+    Attr("label_smoothing", "s: weight of the uniform distribution over classes in a row's target.", type=float,
+         default=0.0,
          domain="0 <= label_smoothing < 1"),
 )  # fmt: skip
 
@@ -37,9 +40,10 @@ HOW = (
 def loss(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], rows: str, **more: Any) -> Any:
     """The operator definition of the loss or its gradient; rows: name of the tensor [T, C]."""
     has_rows = meaning(f"labels(target, {rows}.shape[1], ignore_index)",
-                       "target: classes that there are (or ignore_index)", code=INVALID, reads=True,
-                       when=f"{rows}.dim() == 2", invalid={"target": torch.tensor([0, 1, 2, 3, 4, 5])})  # fmt: skip
-    some = invalid(f"{rows}.shape[1] > 0", f"{rows}: [rows, classes] (there is a class)", when=f"{rows}.dim() == 2",
+                       f"target: labels below the number of columns of {rows} (or ignore_index)", code=INVALID,
+                       reads=True, when=f"{rows}.dim() == 2", invalid={"target": torch.tensor([0, 1, 2, 3, 4,
+                                                                                               5])})  # fmt: skip
+    some = invalid(f"{rows}.shape[1] > 0", f"{rows}: [rows, classes] (at least one class)", when=f"{rows}.dim() == 2",
                    invalid={"C": 0, "target": torch.full((6,), -100)})  # fmt: skip
     sample = more.pop("sample", {})
     rules = (has_rows, some, *more.pop("rules", ()))
@@ -50,23 +54,25 @@ def loss(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor
 
 CROSS_ENTROPY = loss(
     "npu_cross_entropy_loss",
-    "The cross entropy of rows of scores.",
+    "The cross entropy of rows of class scores.",
     (
         floats("input", "Scores of every class.", shape="T C"),
         *(TARGET, WEIGHT, *HOW, SCALE),
-        Attr("return_zloss", NOT_HERE, type=bool, default=False, domain="not return_zloss"),
+        Attr("return_zloss", f"False: {NOT_HERE}.", type=bool, default=False, domain="not return_zloss"),
     ),
     (
-        result("loss", '[1]; of reduction "none" [T].', "=input"),
-        result("log_prob", "[T, C], for the gradient.", "=input"),
-        result("zloss", "Without elements.", "=input"),
-        result("lse_for_zloss", "Without elements.", "=input"),
+        result("loss", '[1]; for reduction "none" [T].', "=input"),
+        result("log_prob", "Log-probabilities [T, C], for the gradient.", "=input"),
+        result("zloss", "A tensor without elements.", "=input"),
+        result("lse_for_zloss", "A tensor without elements.", "=input"),
     ),
     "input",
     formula="""log_prob = x - log(sum(exp(x)))    of each row
 l = -(1 - s) * weight[y] * log_prob[y] - s / C * sum_c weight[c] * log_prob[c]
 loss = l,  sum(l),  or sum(l) / sum(weight[y])""",
-    returns="(loss, log_prob, zloss, lse_for_zloss); the loss alone is differentiable. The mean of no row is NaN.",
+    returns="(loss, log_prob, zloss, lse_for_zloss); the loss alone is differentiable. If all rows are ignored, the "
+    "mean "
+    "is NaN.",
     tex=r"l = -(1 - s)\, w_y \log p_y - \frac{s}{C} \sum_c w_c \log p_c \qquad p = \operatorname{softmax}(x)",
     example="""\
 >>> loss, *_ = npu_cross_entropy_loss(torch.zeros(3, 4), torch.tensor([0, 3, -100]))
@@ -77,11 +83,11 @@ CROSS_ENTROPY_BACKWARD = loss(
     "npu_cross_entropy_loss_backward",
     "The gradient of npu_cross_entropy_loss.",
     (
-        floats("grad_loss", 'Gradient of the loss: one element; of reduction "none" [T].'),
+        floats("grad_loss", 'Gradient of the loss: one element; for reduction "none" [T].'),
         floats("log_prob", "The forward's second result.", shape="T C", like="grad_loss"),
         *(TARGET, WEIGHT),
-        Tensor("grad_zloss", NOT_HERE, True),
-        Tensor("lse_for_zloss", NOT_HERE, True),
+        Tensor("grad_zloss", f"None: {NOT_HERE}.", True),
+        Tensor("lse_for_zloss", f"None: {NOT_HERE}.", True),
         *(*HOW, SCALE),
     ),
     (result("grad_input", "[T, C].", "=log_prob"),),
@@ -89,7 +95,7 @@ CROSS_ENTROPY_BACKWARD = loss(
     rules=(
         invalid(
             "grad_loss.shape == target.shape if reduction == 'none' else grad_loss.numel() == 1",
-            'grad_loss: one element; of reduction "none" one of every row (as the forward returns the loss)',
+            'grad_loss: one element; for reduction "none" one per row (the shape of the loss)',
             given={"reduction": "none", "grad_loss": "T"},
             invalid={"reduction": "mean"},
         ),
@@ -99,7 +105,7 @@ CROSS_ENTROPY_BACKWARD = loss(
         ),
     ),
     formula="""dx = g * ((1 - s) * weight[y] * (p - onehot(y)) + s / C * (sum(weight) * p - weight)),  p = exp(log_prob)
-g = dloss of the row,  dloss,  or dloss / sum(weight[y]);  0 of a row that is ignored""",
+g = dloss of the row,  dloss,  or dloss / sum(weight[y]);  0 in ignored rows""",
     sample={"grad_loss": "1"},
     example="""\
 >>> x, y = torch.randn(3, 4, requires_grad=True), torch.tensor([0, 3, 1])
@@ -110,7 +116,7 @@ True""",
 )
 
 
-def _shares(shape: tuple[int, ...]) -> torch.Tensor:
+def _numbers(shape: tuple[int, ...]) -> torch.Tensor:
     """Content of a tensor in sample calls: the same random numbers from 0 to 1 every time."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(7))
 
@@ -118,13 +124,13 @@ def _shares(shape: tuple[int, ...]) -> torch.Tensor:
 KL_LOSS = replace(
     auxiliary(
         "cann_ops_transformer.lightning_indexer_kl_loss",
-        "The divergence of an indexer's distribution over keys from a target: the value of the loss alone.",
+        "Kullback-Leibler divergence of an indexer's distribution over keys from a target, without gradients.",
         (
-            floats("target_score", "y, how much every key takes: [.., K].", make=_shares),
-            floats("index_probs", "p, the indexer's softmax over the same keys.", like="target_score", make=_shares),
-            Attr("eps", "The least that enters a logarithm.", type=float, default=1e-9, domain="0 < eps < 3.4e38",
-                 code=INVALID),
-            Attr("weight_type", '"logits" or "probs": what the logarithms are weighted by, y or q.', type=str,
+            floats("target_score", "y, the target's probability of every key: [.., K].", make=_numbers),
+            floats("index_probs", "p, the indexer's softmax over the same keys.", like="target_score", make=_numbers),
+            Attr("eps", "Lower bound of q, and addend of p, in the logarithms.", type=float, default=1e-9,
+                 domain="0 < eps < 3.4e38", code=INVALID),
+            Attr("weight_type", 'Weights of the logarithms: "logits": y, "probs": q.', type=str,
                  default="logits", domain="weight_type in ('logits', 'probs')", code=INVALID),
         ),
         (result("loss", "A scalar.", "=target_score"),),
@@ -133,10 +139,10 @@ KL_LOSS = replace(
             invalid("target_score.dim() in (2, 3)", "target_score: [T, K] or [B, S, K] (packed or padded rows)",
                     invalid={"target_score": "7", "index_probs": "7"}),
         ),
-        formula="""q = y / (sum(y) + eps)                                                 over the keys of a row
+        formula="""q = y / (sum(y) + eps)                                                 for the keys of a row
 loss = sum((ln max(q, eps) - ln(p + eps)) * (y or q))                  over all rows""",
         rulings=(45,),
-        returns="The loss, a sum over all rows; added up in float32, and without a gradient.",
+        returns="The loss, a sum over all rows, computed in float32; without a gradient.",
         tex=r"""loss = \sum \Big(\ln \max(q, \epsilon) - \ln(p + \epsilon)\Big)\, w
 \qquad q = \frac{y}{\sum y + \epsilon}, \quad w = y \text{ or } q""",
         sample={"target_score": "B S1 W", "index_probs": "B S1 W"},

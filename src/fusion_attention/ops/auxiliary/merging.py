@@ -19,13 +19,13 @@ NO_DERIVATIVE = (
 
 
 def alike(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """True if the ranks' results are [rows, D], all of the same shape and dtype."""
+    """True if all tensors are [rows, D] of the same shape and dtype."""
     first = tensors[0]
     return all(t.dim() == 2 and t.shape == first.shape and t.dtype == first.dtype for t in tensors)
 
 
 def of_rows(tensors: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...]) -> bool:
-    """True if every tensor has an element per row of the results."""
+    """True if every tensor is [rows], where the results are [rows, D]."""
     return all(t.shape == results[0].shape[:1] for t in tensors)
 
 
@@ -36,21 +36,21 @@ def ascending(ends: np.ndarray, tokens: int) -> bool:
 
 UPDATE = auxiliary(
     "npu_attention_update",
-    "Attention to the keys of several ranks, from the result of each.",
+    "Merges the results of attention on several ranks into attention to the keys of all ranks.",
     (
-        Tensors("lse", "ln(sum(exp(score))) of every rank: [rows]; infinite where a row saw no key.", dtypes="float32",
+        Tensors("lse", "ln(sum(exp(score))) of every rank: [rows]; infinite in rows without keys.", dtypes="float32",
                 shape="T"),
-        Tensors("local_out", "The result of every rank: [rows, D].", dtypes=FLOATS, shape="T D"),
-        Attr("update_type", "0: out alone; 1: out and lse_m.", domain="update_type in (0, 1)"),
+        Tensors("local_out", "The output rows of every rank: [rows, D].", dtypes=FLOATS, shape="T D"),
+        Attr("update_type", "0: return out alone; 1: out and lse_m.", domain="update_type in (0, 1)"),
     ),
-    (result("out", "[rows, D]; 0 of a row without keys on any rank, whose lse_m is "
-    "-inf.", "=local_out"), result("lse_m", "[rows], or None.", "float32")),
+    (result("out", "[rows, D]; a row without keys on any rank is 0, and its lse_m -inf.", "=local_out"),
+     result("lse_m", "[rows], or None.", "float32")),
     rules=(
-        invalid("len(lse) == len(local_out) > 0", "lse: as many tensors as local_out has (one of every rank)",
+        invalid("len(lse) == len(local_out) > 0", "lse: as many tensors as local_out has (one per rank)",
                 invalid={"lse": [torch.zeros(6), torch.zeros(6)]}),
-        invalid("alike(local_out)", "local_out: [rows, D] of one shape and dtype (one of every rank)",
+        invalid("alike(local_out)", "local_out: tensors [rows, D] of one shape and dtype (one per rank)",
                 when="len(lse) == len(local_out) > 0", invalid={"local_out": "T", "lse": "T"}),
-        invalid("of_rows(lse, local_out)", "lse: [rows] of every rank (a number for every row)",
+        invalid("of_rows(lse, local_out)", "lse: tensors [rows], one per rank (a number for every row)",
                 when="len(lse) == len(local_out) > 0 and local_out[0].dim() > 0", invalid={"lse": "5"}),
         *untrained(NO_DERIVATIVE, kind=invalid, local_out=(6, 8)),
     ),
@@ -77,32 +77,34 @@ def statistic(name: str, text: str) -> Tensor:
 PACKED = {"actual_seq_qlen": [2, 6]}
 RING = auxiliary(
     "npu_ring_attention_update",
-    "Attention to the keys of two steps of a ring, from the results of each.",
+    "Merges the attention of earlier ring steps with that of the current step.",
     (
-        floats("prev_attn_out", "The result until now.", shape=ROWS),
-        statistic("prev_softmax_max", "Largest scores until now."),
-        statistic("prev_softmax_sum", "Sums of exp(score - max) until now."),
-        floats("cur_attn_out", "The result of this step.", like="prev_attn_out", shape=ROWS),
-        statistic("cur_softmax_max", "Largest scores of this step."),
-        statistic("cur_softmax_sum", "Sums of this step."),
-        Array("actual_seq_qlen", "TND: cumulative ends of the sequences; a 0 before them is allowed.", True),
+        floats("prev_attn_out", "The output rows of earlier steps.", shape=ROWS),
+        statistic("prev_softmax_max", "Row maxima of the scores of earlier steps."),
+        statistic("prev_softmax_sum", "Row sums of exp(score - max) of earlier steps."),
+        floats("cur_attn_out", "The output rows of the current step.", like="prev_attn_out", shape=ROWS),
+        statistic("cur_softmax_max", "Row maxima of the scores of the current step."),
+        statistic("cur_softmax_sum", "Row sums of exp(score - max) of the current step."),
+        Array("actual_seq_qlen", "TND: cumulative ends of the sequences, with or without a leading 0.", True),
         Attr("input_layout", '"SBH" or "TND".', type=str, default="SBH"),
-        Attr("input_softmax_layout", 'Of TND: "TND": statistics lie token by token; "" or "SBH": head by head in each '
-             "sequence.", type=str, default="", domain="input_softmax_layout in ('', 'SBH', 'TND')"),
+        Attr("input_softmax_layout", 'Order of statistics in layout TND: "TND": [T, N, 8]; "" or "SBH": [N, q_len, 8] '
+             "of each sequence, concatenated.", type=str, default="",
+             domain="input_softmax_layout in ('', 'SBH', 'TND')"),
     ),
     (
-        result("attn_out", "As prev_attn_out.", "=prev_attn_out"),
-        *(result(name, "As what came.", "float32") for name in ("softmax_max", "softmax_sum")),
+        result("attn_out", "The merged output rows, in the shape of prev_attn_out.", "=prev_attn_out"),
+        *(result(name, f"The merged statistics, in the shape of prev_{name}.", "float32")
+          for name in ("softmax_max", "softmax_sum")),
     ),
     rules=(
         presence("actual_seq_qlen is not None",
-                 "actual_seq_qlen: cumulative ends of the sequences (packed rows do not show where a sequence ends)",
+                 "actual_seq_qlen: cumulative ends of the sequences (the tensor does not show where a sequence ends)",
                  only=("TND",), invalid={"actual_seq_qlen": None}),
         invalid("ascending(actual_seq_qlen, T)",
-                "actual_seq_qlen: cumulative ends, ascending to as many tokens as there are at most (they are ends, "
-                "not lengths)", only=("TND",), invalid={"actual_seq_qlen": [2, 7]}),
+                "actual_seq_qlen: ascending cumulative ends, at most the number of tokens (they are ends, not "
+                "lengths)", only=("TND",), invalid={"actual_seq_qlen": [2, 7]}),
         invalid("N > 0 and H % N == 0",
-                "prev_softmax_max: as many heads as divide H (H holds the elements of all heads)", only=("SBH",),
+                "prev_softmax_max: a number of heads that divides H (H is heads * elements)", only=("SBH",),
                 invalid={"N": 3}),
         *untrained(NO_DERIVATIVE, kind=invalid, prev_attn_out=(3, 2, 16), cur_attn_out=(3, 2, 16)),
     ),
@@ -112,8 +114,8 @@ out = (w_prev * prev_out + w_cur * cur_out) / sum""",
     tex=r"w_i = \ell_i\, e^{m_i - \max(m_p, m_c)} \qquad out = \frac{w_p\, out_p + w_c\, out_c}{w_p + w_c}",
     layouts=LAYOUTS,
     neutral=dict.fromkeys(("T", "N", "D", "S", "L", "H")),
-    returns="(attn_out, softmax_max, softmax_sum); statistics of a row that has seen no key in either step stay. "
-    "There is no derivative: npu_fusion_attention_grad takes merged statistics.",
+    returns="(attn_out, softmax_max, softmax_sum); a row without keys in all steps keeps its statistics. They have no "
+    "derivative: pass merged statistics to npu_fusion_attention_grad.",
     keywords="actual_seq_qlen",
     declared={"actual_seq_qlen": TENSOR_FIRST},
     sizes=SIZES,

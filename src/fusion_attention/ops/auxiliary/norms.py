@@ -6,8 +6,8 @@ from fusion_attention.contract import Attr
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, same_shape
 from fusion_attention.ops.shared.rules import invalid
 
-X = floats("input", "What is normalised.")
-GAMMA = floats("gamma", "A weight for every element of the axes that are normalised together: the last ones of input.")
+X = floats("input", "The tensor that is normalised.")
+GAMMA = floats("gamma", "Weights, in the shape of the last axes of input, which are normalised together.")
 EPSILON = Attr("epsilon", "Added to the mean square.", type=float, default=1e-6, domain="0 <= epsilon < 3.4e38")
 Y = result("y", "In the shape of input.", "=input")
 RSTD = result("rstd", "1 / rms, in the shape of input with the normalised axes of size 1.", "float32")
@@ -20,13 +20,13 @@ y &= x \cdot rstd \cdot \gamma
 \end{aligned}"""
 WEIGHTS = invalid(
     "ends_with(input, gamma)",
-    "gamma: the last axes of input (a weight for every element that is normalised)",
+    "gamma: the shape of the last axes of input (a weight for every element that is normalised)",
     invalid={"gamma": "7"},
 )
 
 RMS_NORM = auxiliary(
     "npu_rms_norm",
-    "Divides rows by their root mean square, and weighs their elements.",
+    "Divides rows by their root mean square, and multiplies their elements by weights.",
     (X, GAMMA, EPSILON),
     (Y, RSTD),
     returns="(y, rstd); y alone has a derivative.",
@@ -44,7 +44,7 @@ RMS_NORM_BACKWARD = auxiliary(
     "The gradients of npu_rms_norm.",
     (
         floats("dy", "Gradient of y."),
-        floats("input", "What was normalised.", like="dy"),
+        floats("input", "The forward's input.", like="dy"),
         GAMMA,
         floats("rstd", "The forward's 1 / rms."),
     ),
@@ -71,13 +71,11 @@ True""",
 )
 ADD_RMS_NORM = auxiliary(
     "npu_add_rms_norm",
-    "npu_rms_norm of a sum, which is returned too.",
+    "npu_rms_norm of the sum of two tensors; returns the sum too.",
     (
-        floats("x1", "One addend."),
-        floats("x2", "The other.", like="x1"),
-        replace(
-            GAMMA, text="A weight for every element of the axes that are normalised together: the last ones of x1."
-        ),
+        floats("x1", "First addend."),
+        floats("x2", "Second addend.", like="x1"),
+        replace(GAMMA, text="Weights, in the shape of the last axes of x1, which are normalised together."),
         EPSILON,
     ),
     (
@@ -87,7 +85,11 @@ ADD_RMS_NORM = auxiliary(
     ),
     rules=(
         same_shape("x2", "x1"),
-        invalid("ends_with(x1, gamma)", f"gamma: the last axes of x1 ({WEIGHTS.advice})", invalid={"gamma": "7"}),
+        invalid(
+            "ends_with(x1, gamma)",
+            f"gamma: the shape of the last axes of x1 ({WEIGHTS.advice})",
+            invalid={"gamma": "7"},
+        ),
     ),
     formula=f"x = x1 + x2\n{FORMULA}",
     returns="(y, rstd, x); y and x have a derivative.",
@@ -99,7 +101,7 @@ ADD_RMS_NORM = auxiliary(
 )
 GEMMA_RMS_NORM = auxiliary(
     "npu_gemma_rms_norm",
-    "npu_rms_norm with weights that count from 1, as Gemma's do.",
+    "npu_rms_norm with weights 1 + gamma, as in Gemma.",
     (X, GAMMA, EPSILON),
     (Y, RSTD),
     returns="(y, rstd); y alone has a derivative.",

@@ -1,4 +1,4 @@
-"""The operator definition of npu_grouped_matmul, a matrix product for every expert."""
+"""The operator definition of npu_grouped_matmul, one matrix product per group of rows (expert)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ Given = Sequence[torch.Tensor]
 OTHERS = ("x_dtype", "weight_dtype", "scale_dtype", "per_token_scale_dtype")
 RESERVED = ("offset", "activation_input", "activation_quant_scale", "activation_quant_offset")
 ONE_EACH = ("bias", "scale", "antiquant_scale", "antiquant_offset")
-BLOCKS = "[E, N] or [E, blocks, N], or [N] or [blocks, N] of every group"
-BESIDE_COLUMNS = {"bias": "[E, N], or [N] of every group (of every group's columns)"} | dict.fromkeys(
-    ONE_EACH[1:], f"{BLOCKS} (of every group's columns, perhaps of every block of rows)"
+BLOCKS = "[E, N] or [E, blocks, N], or a list of [N] or [blocks, N]"
+BESIDE_COLUMNS = {"bias": "[E, N], or a list of [N] (one per group and column)"} | dict.fromkeys(
+    ONE_EACH[1:], f"{BLOCKS} (one per group and column, or per group, block of rows and column)"
 )
 
 
 def matrices(weight: Given) -> tuple[torch.Tensor, ...]:
-    """The matrices of all groups, from a list of them or one tensor [E, K, N]."""
+    """The matrices [K, N] of all groups, from a list of them or one tensor [E, K, N]."""
     return weight[0].unbind(0) if len(weight) == 1 and weight[0].dim() == 3 else tuple(weight)
 
 
 def vectors(given: Given, count: int) -> tuple[torch.Tensor, ...]:
-    """A vector (or one per block of rows) for each of `count` groups, from a list or one tensor [E, ...]."""
+    """The tensors [N] or [blocks, N] of `count` groups, from a list of them or one tensor [E, ...]."""
     full = len(given) == 1 and given[0].dim() > 1 and given[0].shape[0] == count
     return given[0].unbind(0) if full else tuple(given)
 
 
 def fit(x: Given, weight: Given, group_type: int, one: bool) -> bool | str:
-    """True if the shapes of x and weight fit in every group; one: all groups have one result tensor."""
+    """True if x and weight can be multiplied in every group; one: all groups have one result tensor."""
     results = matrices(weight)
     shapes_text = f"x {[list(t.shape) for t in x]}, weight {[list(t.shape) for t in weight]}"
     if not results or any(w.dim() != 2 for w in results) or any(not t.dim() for t in x):
@@ -54,7 +54,7 @@ def fit(x: Given, weight: Given, group_type: int, one: bool) -> bool | str:
 
 
 def each(given: Given, weight: Given, blocks: bool) -> bool:
-    """True if every group has a vector with an element per column; blocks: or one vector per block of rows."""
+    """True if every group has a tensor [N], one element per column of its matrix; blocks: or [blocks, N]."""
     weights = matrices(weight)
     results = vectors(given, len(weights))
 
@@ -66,7 +66,7 @@ def each(given: Given, weight: Given, blocks: bool) -> bool:
 
 
 def sizes_of(group_list: np.ndarray, kind: int) -> np.ndarray:
-    """Number of rows in each group; kind: group_list_type."""
+    """Number of rows in each group of group_list; kind: group_list_type."""
     return np.diff(group_list, prepend=0) if kind == 0 else group_list if kind == 1 else group_list[1::2]
 
 
@@ -77,7 +77,7 @@ def groups_of(group_list: np.ndarray, kind: int) -> list[int]:
 
 
 def grouped(group_list: np.ndarray, kind: int, x: Given, weight: Given, group_type: int) -> bool:
-    """True if a group list has legal groups and sizes; rows behind the last group belong to none."""
+    """True if a group list has legal groups and sizes, at most the rows of x in total."""
     count = len(group_list) if group_type == 2 else len(matrices(weight))
     sizes = sizes_of(group_list, kind)
     total = sum(t.shape[1] if group_type == 2 else t.shape[0] for t in x)
@@ -89,28 +89,28 @@ def grouped(group_list: np.ndarray, kind: int, x: Given, weight: Given, group_ty
 
 GROUPED = auxiliary(
     "npu_grouped_matmul",
-    "Rows times the matrix of their group.",
+    "Multiplies the rows of each group by the matrix of the group.",
     (
-        Tensors("x", "Rows: one tensor, or one of every group.", dtypes=f"{FLOATS} int8", shape="M K"),
-        Tensors("weight", "[E, K, N], or a matrix of every group, views included; of four bits int32 of an eighth, as "
-        "npu_convert_weight_to_int4pack makes it.",
-                dtypes=f"{FLOATS} int8", shape="E K N"),
-        Tensors("bias", "[E, N], or one of every group. Beside int8 rows and four bits it makes up for the 8 that the "
-        "chip takes off every element of x.", optional=True, dtypes=f"{FLOATS} int32", shape="E N"),
-        Tensors("scale", "Of int8 weights and rows: [E, N]; integers as npu_trans_quant_param makes them. Without it "
-        "int8 rows become int32.",
-                optional=True, dtypes=SCALES, shape="E N"),
-        Tensors("offset", "Not computed here.", optional=True),
-        Tensors("antiquant_scale", "Of int8 weights beside floats: [E, N] or [E, blocks, N].", optional=True,
-                dtypes=FLOATS, shape="E N"),
-        Tensors("antiquant_offset", "Added to int8 weights, as antiquant_scale.", optional=True, dtypes=FLOATS,
-                shape="E N"),
-        Tensors("per_token_scale", "Of int8 rows: [M].", optional=True, dtypes="float32", shape="M"),
-        Array("group_list", "Where each group ends, or how many rows it has; or pairs.", optional=True),
-        *(Tensors(name, "Not computed here.", optional=True) for name in RESERVED[1:]),
-        Attr("split_item", "0, 1: a result of every group; 2, 3: one.", default=0, domain="split_item in (0, 1, 2, 3)"),
-        Attr("group_type", "-1: lists, not grouped; 0: groups are rows of x; 2: groups are columns of x and rows of "
-        "weight, [K, M] and [M, N] to one [E, K, N]. A list as group_list needs none.", default=None),
+        Tensors("x", "Rows: one tensor, or one per group.", dtypes=f"{FLOATS} int8", shape="M K"),
+        Tensors("weight", "[E, K, N], or one matrix per group, also views; int4 as int32 [E, K, N / 8] from "
+                "npu_convert_weight_to_int4pack.", dtypes=f"{FLOATS} int8", shape="E K N"),
+        Tensors("bias", "[E, N], or one per group. With int8 rows and int4 weights, the chip subtracts 8 from every "
+                "element of x, and bias compensates this.", optional=True, dtypes=f"{FLOATS} int32", shape="E N"),
+        Tensors("scale", "Scales of products of int8: [E, N]; integers from npu_trans_quant_param. None: the result of "
+                "int8 rows is int32.", optional=True, dtypes=SCALES, shape="E N"),
+        Tensors("offset", "Not supported.", optional=True),
+        Tensors("antiquant_scale", "Scales of int8 weights for floating-point rows: [E, N] or [E, blocks, N].",
+                optional=True, dtypes=FLOATS, shape="E N"),
+        Tensors("antiquant_offset", "Added to int8 weights before scaling, in the shape of antiquant_scale.",
+                optional=True, dtypes=FLOATS, shape="E N"),
+        Tensors("per_token_scale", "Scales of int8 rows: [M].", optional=True, dtypes="float32", shape="M"),
+        Array("group_list", "Per group its end, its number of rows, or a pair (group_list_type).", optional=True),
+        *(Tensors(name, "Not supported.", optional=True) for name in RESERVED[1:]),
+        Attr("split_item", "0, 1: one result per group; 2, 3: one result.", default=0,
+             domain="split_item in (0, 1, 2, 3)"),
+        Attr("group_type", "-1: x is a list, without groups; 0: groups are rows of x; 2: groups are columns of x and "
+             "rows of weight, [K, M] and [M, N], with the result [E, K, N]. Optional if group_list is a list.",
+             default=None),
         Attr("group_list_type", "0: cumulative ends; 1: sizes; 2: pairs (group, size).", default=0,
              domain="group_list_type in (0, 1, 2)"),
         Attr("act_type", "0: none; 1: relu; 2: gelu (tanh); 4: fast gelu; 5: silu.", default=0,
@@ -118,7 +118,7 @@ GROUPED = auxiliary(
         Array("tuning_config", "Accepted without effect.", optional=True),
         Attr("output_dtype", "int8 (1), int32 (3), float16 (5), float32 (6), bfloat16 (15); None: that of x.",
              default=None, domain="output_dtype in (None, 1, 3, 5, 6, 15)"),
-        *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None")
+        *(Attr(name, "None: dtypes that torch does not have are not supported.", default=None, domain=f"{name} is None")
           for name in OTHERS),
     ),
     (result("out", "A list of [rows, N], or of [E, K, N] for group_type 2.", ""),),
@@ -131,10 +131,10 @@ GROUPED = auxiliary(
         invalid("not alike(x) or not alike(weight) or weight[0].dtype in (x[0].dtype, int8) and "
                 "(x[0].dtype != int8 or (scale is None) == (output_dtype == 3)) and "
                 "(x[0].dtype == weight[0].dtype or antiquant_scale is not None)",
-                "weight: the dtype of x, or int8 with its scale (int8 weights want antiquant_scale beside floats, "
-                "and scale beside int8 rows unless these become int32)", invalid={"weight": ("E K N", "int8")}),
+                "weight: the dtype of x, or int8 with a scale (antiquant_scale for floating-point rows; scale for int8 "
+                "rows, except to int32)", invalid={"weight": ("E K N", "int8")}),
         invalid("group_type not in (-1, 0, 2) or fit(x, weight, group_type, split_item > 1)",
-                "weight: a matrix [K, N] for every group (rows of x meet columns of their group's matrix)",
+                "weight: a matrix [K, N] per group (rows of x have K elements)",
                 invalid={"weight": "E 7 N"}),
         *(
             invalid(f"{name} is None or group_type == 2 or fit(x, weight, group_type, split_item > 1) is not True or "
@@ -144,22 +144,22 @@ GROUPED = auxiliary(
         ),
         invalid("per_token_scale is None or len(per_token_scale) == 1 and "
                 "per_token_scale[0].shape == (sum(t.shape[0] for t in x if t.dim() > 0),)",
-                "per_token_scale: [M] (of the rows of x)", given={"per_token_scale": "M"},
+                "per_token_scale: [M] (one per row of x)", given={"per_token_scale": "M"},
                 invalid={"per_token_scale": "5"}),
         presence("group_type != 2 and (group_type != 0 or len(x) > 1) or group_list is not None",
-                 "group_list (it says which rows meet which matrix)", invalid={"group_list": None}),
+                 "group_list (it has the rows of each group)", invalid={"group_list": None}),
         invalid("group_list_type != 2 or group_type == 0 and len(x) == 1 and split_item > 1",
-                "group_list_type: 0 or 1 but for one x and one result (pairs are of rows)",
+                "group_list_type: 0 or 1, except with one x and one result (pairs are for rows of one tensor)",
                 given={"group_list_type": 1}, invalid={"group_list_type": 2, "split_item": 0}),
         of_lengths("grouped(group_list, group_list_type, x, weight, group_type)",
-                   "group_list: groups that end within x (one number of every group, in order)",
+                   "group_list: groups that end within x (one number per group, in order)",
                    when="group_list is not None and group_type in (0, 2) and "
                    "fit(x, weight, group_type, split_item > 1) is True", invalid={"group_list": [3, 2]}),
-        *(invalid(f"{name} is None", f"{name}: None (not computed here)") for name in RESERVED),
+        *(invalid(f"{name} is None", f"{name}: None (not supported)") for name in RESERVED),
     ),
-    formula="y_i = act((x_i weight_i + bias_i) * scale_i * per_token_scale)        of int8 rows\n"
-    "y_i = act(((x_i - 8) weight_i * scale_i + bias_i) * per_token_scale)        of int8 rows, four bits\n"
-    "y_i = act(x_i ((weight_i + antiquant_offset_i) * antiquant_scale_i) + bias_i)        else",
+    formula="y_i = act((x_i weight_i + bias_i) * scale_i * per_token_scale)        int8 rows\n"
+    "y_i = act(((x_i - 8) weight_i * scale_i + bias_i) * per_token_scale)        int8 rows, int4 weights\n"
+    "y_i = act(x_i ((weight_i + antiquant_offset_i) * antiquant_scale_i) + bias_i)        floating-point rows",
     functions={
         "fit": fit, "each": each, "grouped": grouped, "int8": torch.int8,
         "alike": lambda tensors: len({t.dtype for t in tensors}) == 1,
@@ -173,8 +173,9 @@ GROUPED = auxiliary(
         "output_dtype": DTYPE,
         **dict.fromkeys(("split_item", "group_list_type", "act_type"), int | None),
     },
-    returns="A list of results; rows of no group are zeros. Differentiable in floats. In a trace, which knows no "
-    "lengths, all rows meet all matrices.",
+    returns="A list of results; rows of no group are zeros. Differentiable for floating-point tensors. A trace, in "
+    "which "
+    "lengths are unknown, multiplies all rows by all matrices.",
     example="""\
 >>> x, weight = torch.ones(3, 2), torch.stack((torch.eye(2), 2 * torch.eye(2)))
 >>> ends = torch.tensor([1, 3])

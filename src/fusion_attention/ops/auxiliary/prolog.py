@@ -11,36 +11,46 @@ from fusion_attention.ops.shared.rules import invalid, meaning, untrained
 
 SIZES = {"T": 5, "H": 12, "Cq": 8, "N1": 2, "D": 6, "Ckv": 16, "Dr": 4, "W": 20, "N": 20, "P": 3, "Ps": 4}
 INTEGERS = "quantised forms are not computed: pass floats"
-GRADIENT = "what is stored in a cache has no derivative: call it under torch.no_grad()"
+GRADIENT = "a cache has no derivative: call it under torch.no_grad()"
 FRAGMENT = 16  # elements of a cache's fragment in mode PA_NZ
 
 WEIGHTS = (
-    floats("weight_dq", "Makes the query's latent.", like="token_x", shape="H Cq"),
-    floats("weight_uq_qr", "Makes heads of it, each with its rope part behind it.", like="token_x", shape="Cq W"),
-    floats("weight_uk", "Takes each head to the key's latent.", like="token_x", shape="N1 D Ckv"),
-    floats("weight_dkv_kr", "Makes the key's latent, the rope part behind it.", like="token_x", shape="H N"),
+    floats("weight_dq", "Projection of rows to the query's latent.", like="token_x", shape="H Cq"),
+    floats(
+        "weight_uq_qr",
+        "Projection of this latent to heads of D elements and a rope part.",
+        like="token_x",
+        shape="Cq W",
+    ),
+    floats("weight_uk", "Projection of each head to the key's latent.", like="token_x", shape="N1 D Ckv"),
+    floats("weight_dkv_kr", "Projection of rows to the key's latent and its rope part.", like="token_x", shape="H N"),
     floats("rmsnorm_gamma_cq", "Weights of the norm of the query's latent.", like="token_x", shape="Cq"),
     floats("rmsnorm_gamma_ckv", "Weights of the norm of the key's latent.", like="token_x", shape="Ckv"),
 )
 ROPE = tuple(
     floats(
         f"rope_{name}",
-        "Of the positions of tokens, [.., Dr], of the elements as npu_interleave_rope leaves them.",
+        f"{'Sines' if name == 'sin' else 'Cosines'} of the tokens, [.., Dr], in npu_interleave_rope's order of "
+        f"elements.",
         like="token_x",
     )
     for name in ("sin", "cos")
 )
 TOKENS = floats("token_x", "[T, H] or [B, S, H].")
-INDEX = Tensor("cache_index", "Where tokens go, page * slots + slot; below 0 nothing is stored.", dtypes="int64 int32")
+INDEX = Tensor(
+    "cache_index",
+    "Slot of each token, page * page size + slot; negative: the token is not stored.",
+    dtypes="int64 int32",
+)
 CACHES = (
-    written("kv_cache", "Pages of latents, [pages, slots, 1, Ckv]; written.", "token_x"),
-    written("kr_cache", "Pages of rope parts, [pages, slots, 1, Dr]; written.", "token_x"),
+    written("kv_cache", "Pages of latents, [pages, page size, 1, Ckv]; written in place.", "token_x"),
+    written("kr_cache", "Pages of rope parts, [pages, page size, 1, Dr]; written in place.", "token_x"),
 )
 
 
 def absent(*names: str) -> tuple[Tensor, ...]:
     """Parameters of quantized variants, which must be None."""
-    return tuple(Tensor(name, f"Not computed: {INTEGERS}.", True) for name in names)
+    return tuple(Tensor(name, f"None: {INTEGERS}.", True) for name in names)
 
 
 SCALES = absent(
@@ -56,16 +66,16 @@ def epsilon(name: str) -> Attr:
 EPSILONS = epsilon("rmsnorm_epsilon_cq"), epsilon("rmsnorm_epsilon_ckv")
 MODE = Attr(
     "cache_mode",
-    "PA_BSND: pages of whole rows; PA_NZ: in pieces of 16 elements.",
+    "PA_BSND: pages of contiguous rows; PA_NZ: of fragments of 16 elements.",
     type=str,
     default="PA_BSND",
     domain="cache_mode in ('PA_BSND', 'PA_NZ')",
 )
 QUERIES = (
-    result("query", "In the key's latent, [.., N1, Ckv].", "=token_x"),
-    result("query_rope", "The rope part, turned, [.., N1, Dr].", "=token_x"),
+    result("query", "Query heads, projected to the key's latent: [.., N1, Ckv].", "=token_x"),
+    result("query_rope", "The rotated rope parts of query heads: [.., N1, Dr].", "=token_x"),
 )
-NO_SCALE = result("dequant_scale_q_nope", "Without elements.", "float32")
+NO_SCALE = result("dequant_scale_q_nope", "A tensor without elements.", "float32")
 
 
 def fits_pages(cache: torch.Tensor, width: int, mode: str) -> bool:
@@ -82,24 +92,25 @@ def none(params: tuple[Any, ...]) -> tuple[Rule, ...]:
 
 ROWS = "token_x.dim() in (2, 3)"
 RULES = (
-    invalid(f"{ROWS} and token_x.shape[-1] == H", "token_x: [T, H] or [B, S, H] (as long as weight_dq says)",
+    invalid(f"{ROWS} and token_x.shape[-1] == H", "token_x: [T, H] or [B, S, H] (weight_dq is [H, Cq])",
             invalid={"token_x": "T 7"}),
     invalid("N > Ckv and (N - Ckv) % 2 == 0",
-            "weight_dkv_kr: [H, Ckv + Dr] with an even Dr (rmsnorm_gamma_ckv says how long the latent is)",
+            "weight_dkv_kr: [H, Ckv + Dr] with an even Dr (rmsnorm_gamma_ckv is [Ckv])",
             invalid={"N": 16}),
     invalid("W == N1 * (D + N - Ckv)",
-            "weight_uq_qr: [Cq, N1 * (D + Dr)] (weight_uk says how many heads there are, and of what size)",
+            "weight_uq_qr: [Cq, N1 * (D + Dr)] (weight_uk is [N1, D, Ckv])",
             when="N > Ckv", invalid={"W": 24}),
     *(invalid(f"tuple({name}.shape) == (*token_x.shape[:-1], N - Ckv)",
-              f"{name}: [T, Dr] or [B, S, Dr], of every token (sine stands before cosine)", when=f"{ROWS} and N > Ckv",
+              f"{name}: [T, Dr] or [B, S, Dr], one row per token (the sine comes before the cosine)",
+              when=f"{ROWS} and N > Ckv",
               invalid={name: "T 3"})
       for name in ("rope_sin", "rope_cos")),
     *(invalid(f"fits_pages({name}, {width}, cache_mode)",
-              f"{name}: [pages, slots, 1, {size}]; in PA_NZ of a multiple of 16 (PA_NZ is written in pieces, in "
-              "contiguous memory)", when="N > Ckv", invalid={name: "P Ps 1 5"})
+              f"{name}: [pages, page size, 1, {size}]; in PA_NZ contiguous, with rows of a multiple of 16 elements "
+              "(fragments have 16 elements)", when="N > Ckv", invalid={name: "P Ps 1 5"})
       for name, width, size in (("kv_cache", "Ckv", "Ckv"), ("kr_cache", "N - Ckv", "Dr"))),
     invalid("kv_cache.dim() != 4 or kr_cache.dim() != 4 or kv_cache.shape[:2] == kr_cache.shape[:2]",
-            "kr_cache: as many slots as kv_cache has (a place means both)", invalid={"kr_cache": "P 5 1 Dr"}),
+            "kr_cache: as many slots as kv_cache has (an index is for both)", invalid={"kr_cache": "P 5 1 Dr"}),
     *none(SCALES),
     *waits_for_none("kv_cache", shape=(3, 4, 1, 16)),
     *waits_for_none("kr_cache", shape=(3, 4, 1, 4)),
@@ -108,15 +119,15 @@ RULES = (
     *untrained(GRADIENT, token_x=(5, 12), weight_dq=(12, 8)),
 )  # fmt: skip
 SLOT_RULES = (
-    invalid("cache_index.shape == token_x.shape[:-1]", "cache_index: [T] or [B, S] (of every token)",
+    invalid("cache_index.shape == token_x.shape[:-1]", "cache_index: [T] or [B, S] (one per token)",
             when="cache_index is not None and token_x.dim() in (2, 3)",
             invalid={"cache_index": torch.zeros(3, dtype=torch.int64)}),
     meaning("within(cache_index, kv_cache.shape[0] * kv_cache.shape[1], low=-9223372036854775808)",
-            "cache_index: places that the caches have (page * slots + slot)",
+            "cache_index: slots of the caches (page * page size + slot)",
             when="cache_index is not None and kv_cache.dim() == 4", reads=True,
             invalid={"cache_index": torch.tensor([0, 1, 2, 3, 12])}),
 )  # fmt: skip
-FORMULA = """cq = x W_dq / rms(x W_dq) * gamma_cq,  u = cq W_uq_qr        a row of D + Dr elements for every head
+FORMULA = """cq = x W_dq / rms(x W_dq) * gamma_cq,  u = cq W_uq_qr        D + Dr elements per head
 query = u[:D] W_uk,  query_rope = rope(u[D:]);  kv = x W_dkv_kr
 kv_cache[index] = kv[:Ckv] / rms(kv[:Ckv]) * gamma_ckv,  kr_cache[index] = rope(kv[Ckv:])
 rope(r) = npu_interleave_rope(r, cos, sin)"""
@@ -149,7 +160,7 @@ def prolog(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tens
 FIRST = (TOKENS, *WEIGHTS, *ROPE)
 V1 = prolog(
     "npu_mla_prolog",
-    "Rows to queries in the key's latent, and their own latent and rope part to the caches, in place.",
+    "Projects rows to queries in the key's latent, and stores their latents and rope parts in caches, in place.",
     (*FIRST, INDEX, *CACHES, *SCALES, *EPSILONS, MODE),
     QUERIES,
     returns="(query, query_rope, kv_cache, kr_cache)",
@@ -165,7 +176,7 @@ V1 = prolog(
 )
 V2 = prolog(
     "npu_mla_prolog_v2",
-    "npu_mla_prolog, with one more result.",
+    "npu_mla_prolog with the result dequant_scale_q_nope.",
     (*FIRST, INDEX, *CACHES, *SCALES, *EPSILONS, MODE),
     (*QUERIES, NO_SCALE),
     returns="(query, query_rope, kv_cache, kr_cache, dequant_scale_q_nope)",
@@ -192,23 +203,23 @@ FACTORS = tuple(
     for name, text in (("qc_qr_scale", "Factor on cq."), ("kc_scale", "Factor on the stored latent."))
 )
 DTYPES = tuple(
-    Attr(name, f"None: as the tensor; {INTEGERS}.", default=None, domain=f"{name} is None")
+    Attr(name, f"None: {INTEGERS}.", default=None, domain=f"{name} is None")
     for name in ("token_x_dtype", "weight_dq_dtype", "weight_uq_qr_dtype", "weight_dkv_kr_dtype", "kv_cache_dtype")
 )
 V3 = prolog(
     "npu_mla_prolog_v3",
-    "npu_mla_prolog with factors on the latents, which returns the query's.",
+    "npu_mla_prolog with factors on the latents, which returns the query's latent too.",
     (
         *(*FIRST, *CACHES, Tensor("cache_index", INDEX.text, True, dtypes="int64 int32"), *SCALES, *MORE, *EPSILONS),
         *(MODE, Attr("query_norm_flag", "Return cq too.", type=bool, default=False), *NUMBERS),
         *(Attr("tile_size", "Without effect.", default=128), *FACTORS, *DTYPES),
     ),
     (
-        *(*QUERIES, NO_SCALE, result("query_norm", "cq, [.., Cq]; without query_norm_flag empty.", "=token_x")),
-        result("dequant_scale_q_norm", "Without elements.", "float32"),
+        *(*QUERIES, NO_SCALE, result("query_norm", "cq, [.., Cq]; empty without query_norm_flag.", "=token_x")),
+        result("dequant_scale_q_norm", "A tensor without elements.", "float32"),
     ),
     rules=(
-        invalid("cache_index is not None", "cache_index: int64 [T] or [B, S] (pages want a place for every token)",
+        invalid("cache_index is not None", "cache_index: int64 [T] or [B, S] (one slot per token)",
                 invalid={"cache_index": None}),
         *none(MORE),
     ),

@@ -14,7 +14,7 @@ from fusion_attention.ops.shared.rules import invalid, meaning, presence
 SIZES = {"M": 4, "K": 8, "N": 3, "E": 2}
 # Dtypes of scales: floats, or integers that contain a scale and an offset.
 SCALES = "float32 bfloat16 int64 uint64"
-# torch's own numbers of dtypes, which torch_npu takes in their place.
+# torch's numbers of dtypes, which torch_npu accepts in their place.
 NUMBERS = {
     torch.int8: 1, torch.int32: 3, torch.float16: 5, torch.float32: 6, torch.bfloat16: 15, torch.quint4x2: 16,
     torch.qint8: 12, torch.quint8: 13, torch.qint32: 14,
@@ -26,7 +26,7 @@ DTYPE = int | torch.dtype | None  # for Op.declared
 
 
 def number_of(dtype: int | torch.dtype | None) -> int | None:
-    """torch's number of a dtype, or -1; an int or None is returned unchanged."""
+    """torch's number of a dtype, -1 if it is not in NUMBERS; an int or None is returned unchanged."""
     return NUMBERS.get(dtype, -1) if isinstance(dtype, torch.dtype) else dtype
 
 
@@ -59,7 +59,7 @@ def rows_packed(x1: torch.Tensor, x2: torch.Tensor) -> bool:
 
 
 def columns(x1: torch.Tensor, x2: torch.Tensor) -> int:
-    """Number of columns of the product."""
+    """Number of columns of the product x1 x2."""
     return x2.shape[-1] * (8 if x2.dtype == torch.int32 and not rows_packed(x1, x2) else 1)
 
 
@@ -76,24 +76,25 @@ def fits_result(bias: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor) -> bool:
 
 
 def mixed(x1: torch.Tensor, x2: torch.Tensor) -> bool:
-    """True for an int8 matrix times int4 stored in int32, whose scales are per block."""
+    """True if x1 is int8 and x2 int4 stored in int32, whose scales are per block."""
     return x1.dtype == torch.int8 and x2.dtype == torch.int32
 
 
 def blocks(x1: torch.Tensor, sizes: np.ndarray | None) -> int:
-    """Number of blocks in a row, where the last of three sizes is a block's elements; 0 if sizes do not fit."""
+    """Number of blocks in a row of x1; sizes: group_sizes, whose last number is the elements of a block. 0 if they are
+    illegal."""
     rest = [] if sizes is None else sizes.tolist()
     fit = len(rest) == 3 and set(rest[:2]) <= {0, 1} and rest[2] > 0 and inner(x1) % rest[2] == 0
     return inner(x1) // rest[2] if fit else 0
 
 
 def axis_of(axis: int, div_mode: bool) -> int:
-    """The axis that scales belong to; if scales multiply (not div_mode), only the last axis or -2."""
+    """The axis of input that scales are along: `axis`; without div_mode -2 if `axis` is -2, else the last one."""
     return axis if div_mode or axis == -2 else -1
 
 
 def along(scales: torch.Tensor, x: torch.Tensor, axis: int) -> bool:
-    """True if scales are one number, or one per element of the axis, or if the tensor lacks the axis."""
+    """True if scales are one number, or one per element of the axis, or if x does not have the axis."""
     if not has_axis(x, axis):
         return True
     if scales.dim() == 1:
@@ -105,24 +106,27 @@ def along(scales: torch.Tensor, x: torch.Tensor, axis: int) -> bool:
 
 QUANTIZE = auxiliary(
     "npu_quantize",
-    "Elements as integers, by scales that are given.",
+    "Quantises elements with scales and zero points from the caller.",
     (
-        floats("input", "What is rounded."),
-        floats("scales", "[1], or one for every element of the axis; or with all axes, 1 but for that one."),
-        Tensor("zero_points", "Added; as scales.", optional=True, dtypes=f"int8 uint8 int32 {FLOATS}"),
-        Attr("dtype", "torch.qint8 (12), with div_mode torch.quint8 (13) and qint32 (14) or int32 (3), without it "
-             "torch.int8 (1) and quint4x2 (16).", domain="dtype in ((12, 13, 14, 3) if div_mode else (12, 1, 16))"),
-        Attr("axis", "Of scales; without div_mode -2, or else the last one.", default=1),
-        Attr("div_mode", "Divide by scales; otherwise multiply.", type=bool, default=True),
+        floats("input", "The tensor that is quantised."),
+        floats("scales", "[1], or one per element of the axis: 1-D, or with all axes of input and size 1 in the "
+               "others."),
+        Tensor("zero_points", "Added before rounding; in the shape of scales.", optional=True,
+               dtypes=f"int8 uint8 int32 {FLOATS}"),
+        Attr("dtype", "torch.qint8 (12); with div_mode also torch.quint8 (13), qint32 (14) or int32 (3); without it "
+             "also torch.int8 (1) and quint4x2 (16).",
+             domain="dtype in ((12, 13, 14, 3) if div_mode else (12, 1, 16))"),
+        Attr("axis", "Axis of scales; without div_mode -2, or any other number for the last axis.", default=1),
+        Attr("div_mode", "Divide by scales; False: multiply.", type=bool, default=True),
     ),
-    (result("out", "int8, uint8 or int32 as input, clipped, halves to even; of quint4x2 int32, eight elements in "
-    "each, the first lowest.", ""),),
+    (result("out", "int8, uint8 or int32 in the shape of input, saturated, halves to even; for quint4x2 int32, each of "
+    "eight elements, the first in the lowest bits.", ""),),
     rules=(
         invalid("has_axis(input, axis_of(axis, div_mode))", "axis: an axis of input (scales are along it)",
                 invalid={"axis": 2}),
         *(
             invalid(f"{name} is None or along({name}, input, axis_of(axis, div_mode))",
-                    f"{name}: [1], or as many as the axis has (of elements of the axis)", given={name: "K"},
+                    f"{name}: [1], or the size of the axis (one per element of it)", given={name: "K"},
                     invalid={name: "7"})
             for name in ("scales", "zero_points")
         ),
@@ -143,29 +147,32 @@ QUANTIZE = auxiliary(
 
 DYNAMIC = auxiliary(
     "npu_dynamic_quant",
-    "Rows as integers, each with a scale of its own.",
+    "Quantises rows to integers, each with a scale from its largest element.",
     (
-        floats("input", "What is rounded: two axes at least."),
-        floats("smooth_scales", "Factors of the elements: [W], or [groups, W]; perchannel: of the rows, [R].",
+        floats("input", "The tensor that is quantised, of at least two axes."),
+        floats("smooth_scales", "Factors on the elements of rows: [W], or [groups, W]; perchannel: on rows, [R].",
                optional=True),
-        Tensor("group_index", "Where each group of rows ends.", optional=True, dtypes="int32 int64", shape="E",
+        Tensor("group_index", "Cumulative end of each group of rows.", optional=True, dtypes="int32 int64", shape="E",
                make=lambda shape: torch.full(shape, 4)),
-        Attr("dst_type", "torch.int8 (1) or torch.quint4x2 (16), for which 127 is 7; None: torch.int8.", default=None,
-             domain="dst_type in (None, 1, 16)"),
-        Attr("quant_mode", "What has one scale: pertoken, perchannel or pertensor.", type=str, default="pertoken",
+        Attr("dst_type", "torch.int8 (1); or torch.quint4x2 (16), with 7 in place of 127. None: torch.int8.",
+             default=None, domain="dst_type in (None, 1, 16)"),
+        Attr("quant_mode", "One scale per row (pertoken), column (perchannel) or tensor (pertensor).", type=str,
+             default="pertoken",
              domain="quant_mode in ('pertoken', 'perchannel', 'pertensor')"),
         Attr("dst_type_max", "Reserved: 0.", type=float, default=0.0, domain="dst_type_max == 0"),
     ),
     (
-        result("y", "int8 as input; of quint4x2 int32, eight elements in each, the first lowest.", "int8 int32"),
-        result("scale", "float32, one for each row (column, tensor); 0 of zeros.", "float32"),
+        result("y", "int8 in the shape of input; for quint4x2 int32, each of eight elements, the first in the lowest "
+               "bits.", "int8 int32"),
+        result("scale", "float32, one per row (column, tensor); 0 if all elements are 0.", "float32"),
     ),
     rules=(
-        invalid("input.dim() >= 2 and input.numel() > 0", "input: two axes or more, and elements (rows of elements)",
+        invalid("input.dim() >= 2 and input.numel() > 0", "input: at least two axes, and at least one element (rows "
+                "of elements)",
                 invalid={"input": "8", "smooth_scales": None}),
         *(
             invalid(f"smooth_scales is None or input.dim() < 2 or smooth_scales.shape[-1:] == input.shape[{axis}]",
-                    f"smooth_scales: the size of {text} of input (a factor for every element)",
+                    f"smooth_scales: the size of {text} of input (one factor per element of it)",
                     when=f"(quant_mode == 'perchannel' and group_index is None) is {columns}", given=given,
                     invalid={"smooth_scales": "7"})
             for axis, text, columns, given in (
@@ -174,14 +181,16 @@ DYNAMIC = auxiliary(
             )
         ),
         invalid("smooth_scales is None or smooth_scales.dim() == (1 if group_index is None else 2)",
-                "smooth_scales: [W], or [groups, W] with group_index (rows of it go with group_index)",
+                "smooth_scales: [W], or [groups, W] with group_index (one row per group)",
                 invalid={"smooth_scales": "E K"}),
-        presence("group_index is None or smooth_scales is not None", "smooth_scales (groups have their own factors)",
+        presence("group_index is None or smooth_scales is not None", "smooth_scales (group_index selects a row of it "
+                 "for each group)",
                  given={"group_index": True, "smooth_scales": "E K"}, invalid={"smooth_scales": None}),
         invalid("group_index is None or smooth_scales is None or smooth_scales.dim() != 2 or "
-                "group_index.shape == smooth_scales.shape[:1]", "group_index: [groups] (an end of each group)",
+                "group_index.shape == smooth_scales.shape[:1]", "group_index: [groups] (the end of each group)",
                 given={"group_index": True, "smooth_scales": "E K"}, invalid={"group_index": "3"}),
-        meaning("ends(group_index, rows_of(input))", "group_index: ends up to the last row (groups follow each other)",
+        meaning("ends(group_index, rows_of(input))", "group_index: ascending ends, the last the number of rows "
+                "(groups are consecutive rows)",
                 when="group_index is not None and group_index.numel() > 0 and input.dim() >= 2", code=INVALID,
                 reads=True, given={"group_index": True, "smooth_scales": "E K"},
                 invalid={"group_index": torch.tensor([1, 5])}),
@@ -189,7 +198,7 @@ DYNAMIC = auxiliary(
                 "input: a multiple of 8 elements (eight share an int32)", given={"dst_type": 16},
                 invalid={"input": "4 6", "smooth_scales": None}),
     ),
-    formula="scale = max(abs(x * smooth)) / 127        of each row\ny = round(x * smooth / scale)",
+    formula="scale = max(abs(x * smooth)) / 127        per row\ny = round(x * smooth / scale)",
     functions={"ends": ends, "rows_of": rows_of},
     sizes=SIZES,
     sample={"input": "M K", "smooth_scales": "K"},
@@ -203,18 +212,19 @@ DYNAMIC = auxiliary(
 
 PARAM = auxiliary(
     "npu_trans_quant_param",
-    "Scales and offsets as one integer each, which products of integers take as their scale.",
+    "Packs a scale and an offset into one int64, a form that matrix products of integers accept as scale.",
     (
         Tensor("scale", "[1] or [N], or [1, N].", dtypes="float32"),
-        Tensor("offset", "Of int8 results; broadcast with scale.", optional=True, dtypes="float32"),
-        Attr("round_mode", "To 19 bits of scale. 0: cut; 1: rounded.", default=0, domain="round_mode in (0, 1)"),
+        Tensor("offset", "Offset of int8 results; it broadcasts with scale.", optional=True, dtypes="float32"),
+        Attr("round_mode", "Conversion of scale to 19 bits: 0: truncated; 1: rounded.", default=0,
+             domain="round_mode in (0, 1)"),
     ),
     (result("out", "int64: scale in the low 32 bits, bit 46, and offset in bits 37 to 45.", "int64"),),
     rules=(
-        invalid("scale.dim() in (1, 2)", "scale: [1] or [N], or [1, N] (one of every column)",
+        invalid("scale.dim() in (1, 2)", "scale: [1] or [N], or [1, N] (one per column)",
                 invalid={"scale": "1 1 3"}),
         invalid("offset is None or offset.dim() in (1, 2) and broadcast(scale.shape, offset.shape) is not None",
-                "offset: one element, or as many as scale (one of every scale)", when="scale.dim() in (1, 2)",
+                "offset: one element, or as many as scale (one per scale)", when="scale.dim() in (1, 2)",
                 given={"offset": "N"}, invalid={"offset": "7"}),
     ),
     formula="out = (float32 bits of scale & 0xFFFFE000) | 1 << 46 | (clamp(round(offset), -256, 255) & 0x1FF) << 37",
@@ -229,13 +239,13 @@ PARAM = auxiliary(
 
 INT4PACK = auxiliary(
     "npu_convert_weight_to_int4pack",
-    "Eight elements of four bits in one int32.",
+    "Packs eight elements of four bits into one int32.",
     (
         Tensor("weight", "[K, N] or [N, K], elements from -8 to 7.", dtypes="int32",
                make=lambda shape: torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape) % 16 - 8),
         Attr("inner_k_tiles", "Reserved.", default=0),
     ),
-    (result("out", "An eighth as wide, the first element in the lowest bits.", "int32"),),
+    (result("out", "[K, N / 8], the first of eight elements in the lowest bits.", "int32"),),
     rules=(
         invalid("weight.dim() == 2", "weight: two axes (a matrix)", invalid={"weight": "2 3 8"}),
         invalid("weight.dim() != 2 or weight.shape[1] % 8 == 0",
@@ -243,7 +253,8 @@ INT4PACK = auxiliary(
         meaning("within(weight, 8, low=-8)", "weight: elements from -8 to 7 (four bits hold no more)", level="content",
                 code=INVALID, reads=True, invalid={"weight": torch.full((4, 8), 8, dtype=torch.int32)}),
     ),
-    formula="out[i, j] = the four low bits of weight[i, 8j] to weight[i, 8j + 7], the first ones lowest",
+    formula="out[i, j] = the four low bits of weight[i, 8j] to weight[i, 8j + 7], those of the first in the lowest "
+    "bits",
     sizes=SIZES,
     sample={"weight": "M K"},
     example="""\
@@ -259,54 +270,58 @@ BLOCKS: dict[str, Any] = {
 MATRICES = "x1.dim() >= 2 and x2.dim() >= 2"
 MATMUL = auxiliary(
     "npu_quant_matmul",
-    "The product of two matrices of int8, or of four bits, scaled by row and column.",
+    "Multiplies two matrices of int8 or int4, and scales rows and columns of the product.",
     (
-        Tensor("x1", "[..., M, K]; int32: eight elements of four bits in each, [..., M, K/8].", dtypes="int8 int32"),
-        Tensor("x2", "[..., K, N]; int32: [..., K, N/8] or [..., K/8, N].", dtypes="int8 int32"),
-        Tensor("scale", "Of x2: [1] or [N]; integers as npu_trans_quant_param makes them. Of blocks: [blocks, N].",
+        Tensor("x1", "[..., M, K]; int32: eight int4 in each, [..., M, K/8].", dtypes="int8 int32"),
+        Tensor("x2", "[..., K, N]; int32: eight int4 in each, [..., K, N/8] or [..., K/8, N].", dtypes="int8 int32"),
+        Tensor("scale", "Scales of columns: [1] or [N]; integers from npu_trans_quant_param. With blocks: [blocks, N].",
                dtypes=SCALES),
-        Tensor("offset", "Of int8 results: [1] or [N]; without effect beside an integer scale. Of blocks: [N], added "
-        "before pertoken_scale; it makes up for the 8 that the chip takes off every element of x1.", optional=True,
-               dtypes="float32"),
-        Tensor("pertoken_scale", "Of x1: [M]. Of blocks: [M, 1].", optional=True, dtypes="float32"),
+        Tensor("offset", "Offset of int8 results: [1] or [N]; without effect beside an integer scale. With blocks: "
+               "[N], "
+               "added before pertoken_scale: the chip subtracts 8 from every element of x1, and offset compensates "
+               "this.", optional=True, dtypes="float32"),
+        Tensor("pertoken_scale", "Scales of rows of x1: [M]. With blocks: [M, 1].", optional=True, dtypes="float32"),
         Tensor("bias", "int32: added before scaling; floats: after it. [N], [1, N] or [batch, 1, N].", optional=True,
                dtypes=f"int32 {FLOATS}"),
         Attr("output_dtype", "int8 (1), int32 (3: not scaled), float16 (5), bfloat16 (15); None: int8.", default=None,
              domain="output_dtype in (None, 1, 3, 5, 15)"),
-        *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None")
+        *(Attr(name, "None: dtypes that torch does not have are not supported.", default=None, domain=f"{name} is None")
           for name in ("x1_dtype", "x2_dtype", "pertoken_scale_dtype", "scale_dtype")),
-        Array("group_sizes", "Where int8 rows meet four bits: [0, 0, elements of a block].", optional=True),
-        Tensor("y_scale", "Of dtypes that torch does not have: not computed here.", optional=True),
+        Array("group_sizes", "For x1 of int8 and x2 of int4: [0, 0, elements of a block].", optional=True),
+        Tensor("y_scale", "Not supported.", optional=True),
     ),
     (result("out", "[..., M, N].", ""),),
     rules=(
-        invalid(MATRICES, "x1: two axes or more (matrices)", invalid={"x1": ("K", "int8")}),
-        invalid("x1.dtype == int8 or x2.dtype == int32", "x2: int32 as x1 (four bits meet four bits)",
+        invalid(MATRICES, "x1: at least two axes, as x2 (matrices)", invalid={"x1": ("K", "int8")}),
+        invalid("x1.dtype == int8 or x2.dtype == int32", "x2: int32 as x1 (int4 is multiplied only by int4)",
                 invalid={"x1": ("M 1", "int32")}),
         invalid("multiplies(x1, x2)",
-                "x2: [..., K, N], its batch broadcast to that of x1 (rows of x1 meet columns of x2)", when=MATRICES,
+                "x2: [..., K, N], with batch axes that broadcast with those of x1 (rows of x1 have K elements)",
+                when=MATRICES,
                 invalid={"x2": ("7 N", "int8")}),
         *(
             invalid(f"{name} is None or {name}.dim() == 1 and {name}.numel() in {sizes}", f"{name}: {text} ({of})",
                     when=f"{MATRICES} and not mixed(x1, x2)", given={} if name == "scale" else {name: good},
                     invalid={name: "7"})
             for name, sizes, of, text, good in (
-                ("scale", "(1, columns(x1, x2))", "of the columns of x2", "[1] or [N]", "N"),
-                ("offset", "(1, columns(x1, x2))", "of the columns of x2", "[1] or [N]", "N"),
-                ("pertoken_scale", "x1.shape[-2:-1]", "of the rows of x1", "[M]", "M"),
+                ("scale", "(1, columns(x1, x2))", "one per column of x2", "[1] or [N]", "N"),
+                ("offset", "(1, columns(x1, x2))", "one per column of x2", "[1] or [N]", "N"),
+                ("pertoken_scale", "x1.shape[-2:-1]", "one per row of x1", "[M]", "M"),
             )
         ),
         invalid("bias is None or fits_result(bias, x1, x2)", "bias: [N], [1, N] or [batch, 1, N] (added to every row)",
                 when=f"{MATRICES} and multiplies(x1, x2)", given={"bias": "N"}, invalid={"bias": "7"}),
-        invalid("bias is None or output_dtype != 3 or bias.dtype == int32", "bias: int32 (sums of whole numbers)",
+        invalid("bias is None or output_dtype != 3 or bias.dtype == int32", "bias: int32 (an int32 result is not "
+                "scaled)",
                 given={"bias": "N", "output_dtype": 3}, invalid={"bias": ("N", "float32")}),
         invalid("offset is None or output_dtype in (None, 1) or mixed(x1, x2)",
-                "offset: None (int8 results alone have one)", given={"offset": "N"}, invalid={"output_dtype": 5}),
+                "offset: None (only int8 results have an offset)", given={"offset": "N"}, invalid={"output_dtype": 5}),
         invalid("group_sizes is None or len(group_sizes) == 0 or mixed(x1, x2)",
-                "group_sizes: None (blocks are of x2 in four bits beside x1 in eight)",
+                "group_sizes: None (blocks are for x1 of int8 and x2 of int4)",
                 invalid={"group_sizes": [0, 0, 8]}),
         *(
-            invalid(check, f"{param}: {text} (eight bits meet four in blocks)", when=f"{MATRICES} and mixed(x1, x2)",
+            invalid(check, f"{param}: {text} (int8 is multiplied by int4 in blocks)",
+                    when=f"{MATRICES} and mixed(x1, x2)",
                     given=BLOCKS, invalid=broken)
             for check, param, text, broken in (
                 ("blocks(x1, group_sizes)", "group_sizes", "[0, 0, a divisor of K]", {"group_sizes": [0, 0, 3]}),
@@ -319,11 +334,11 @@ MATMUL = auxiliary(
                 ("output_dtype in (5, 15)", "output_dtype", "float16 or bfloat16", {"output_dtype": 1}),
             )
         ),
-        invalid("y_scale is None", "y_scale: None (not computed here)"),
+        invalid("y_scale is None", "y_scale: None (not supported)"),
     ),
-    formula="out = (x1 x2 + bias) * scale * pertoken_scale + offset        (the product in whole numbers)\n"
-    "out = x1 x2 + bias        to int32\n"
-    "out = (sum over blocks((x1 - 8) x2 * scale) + offset) * pertoken_scale        of eight bits beside four",
+    formula="out = (x1 x2 + bias) * scale * pertoken_scale + offset        (x1 x2 in integers)\n"
+    "out = x1 x2 + bias        int32 result\n"
+    "out = (sum over blocks((x1 - 8) x2 * scale) + offset) * pertoken_scale        int8 times int4",
     functions={
         "int8": torch.int8, "int32": torch.int32,
         **{f.__name__: f for f in (multiplies, fits_result, columns, mixed, blocks)},

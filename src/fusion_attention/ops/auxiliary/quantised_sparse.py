@@ -1,4 +1,4 @@
-"""Definitions of sparse attention and its indexer over int8, derived from those over floats, which compute."""
+"""Operator definitions of sparse attention and its indexer with int8 keys, derived from the floating-point ones."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -34,13 +34,14 @@ def without_last(shape: dict[str, str]) -> dict[str, str]:
 
 
 def retained_rules(op: Op, params: Iterable[Any], *others: str) -> tuple[Rule, ...]:
-    """The rules of a floating-point operator whose parameters are in `params`; others: words of rules to drop."""
+    """The rules of a floating-point operator on parameters in `params`, without rules whose expressions have one of the
+    words `others`."""
     names = {p.name for p in params}
     return tuple(rule for rule in op.rules if rule.param in names and not any(word in rule.check for word in others))
 
 
 def of_integers(op: Op, name: str, summary: str, params: tuple[Any, ...], **changes: Any) -> Op:
-    """The int8 variant of an operator definition, without lowering."""
+    """The int8 variant of an operator definition, without lowering; changes: fields of Op, and settings of samples."""
     changes_of_all: dict[str, Any] = {"lower": None, "fresh": None, "trains": {}}
     more = changes.pop("sample")
     samples = {layout: {**answer, **more} for layout, answer in op.samples.items()}
@@ -50,15 +51,15 @@ def of_integers(op: Op, name: str, summary: str, params: tuple[Any, ...], **chan
     )
 
 
-KEY = Tensor("key", "Keys of integers, one head for all.", dtypes="int8", cast=INT8, shape=rows("2", "1", "D"),
+KEY = Tensor("key", "int8 keys, one head for all query heads.", dtypes="int8", cast=INT8, shape=rows("2", "1", "D"),
              form=key_layout)  # fmt: skip
 INDEXER_PARAMS = (
-    Tensor("query", "Rows of integers.", dtypes="int8", cast=INT8, shape=rows("1", "N1", "D")),
+    Tensor("query", "int8 query rows.", dtypes="int8", cast=INT8, shape=rows("1", "N1", "D")),
     KEY,
     replace(indexer.WEIGHTS, dtypes=FLOATS),
-    Tensor("query_dequant_scale", "What an integer of a row and head means.", dtypes=SCALES,
+    Tensor("query_dequant_scale", "Scale of the integers of every row and head.", dtypes=SCALES,
            shape=without_last(rows("1", "N1", "D"))),
-    Tensor("key_dequant_scale", "What an integer of a key means.", dtypes=SCALES, form=key_layout,
+    Tensor("key_dequant_scale", "Scale of the integers of every key.", dtypes=SCALES, form=key_layout,
            shape=without_last(rows("2", "1", "D"))),
     *(mode_of(f"{side}_quant_mode", 0, "0: a scale for every row and head.") for side in ("query", "key")),
     *(*sparse.INDEX_ENDS, TABLE, spelled(LAYOUT, "layout_query"), spelled(LAYOUT_KV, "layout_key")),
@@ -68,15 +69,16 @@ INDEXER_PARAMS = (
 INDEXER = of_integers(
     indexer.TORCH,
     "npu_quant_lightning_indexer",
-    "The keys that score highest for every row, by ReLU-weighted heads, of int8 rows.",
+    "Selects the keys with the highest scores for each row, from int8 queries and keys.",
     INDEXER_PARAMS,
     rules=retained_rules(indexer.TORCH, INDEXER_PARAMS, "same_dtype(", "float32(query)"),
-    formula="""I_j = sum_h w_h * max(0, query_scale_h * key_scale_j * (q_h . k_j))    over the keys j that the row sees
-indices = the sparse_count largest I, best first; of equal ones the lower index first""",
+    formula="""I_j = sum_h w_h * max(0, query_scale_h * key_scale_j * (q_h . k_j))    for the visible keys j of the row
+indices = the sparse_count largest I in descending order; of equal ones the lower index first""",
     tex=r"I_j = \sum_h w_h \max(0,\; s_h\, s_j\; q_h \cdot k_j) \qquad indices = \text{the largest } I_j",
     sample={"query_quant_mode": 0, "key_quant_mode": 0},
     keywords="actual_seq_lengths_query",
-    returns="As npu_lightning_indexer's indices. The chip rounds scores to float16, so that more of them are equal "
+    returns="Indices as npu_lightning_indexer returns them. The chip rounds scores to float16, so more of them are "
+    "equal "
     "there.",
     example="""\
 >>> q, key = (torch.randint(-9, 9, shape).to(torch.int8) for shape in ((1, 6, 4, 16), (1, 9, 1, 16)))
@@ -87,37 +89,43 @@ indices = the sparse_count largest I, best first; of equal ones the lower index 
 
 
 def packed_width(dim: int, rope: int, tile: int) -> int:
-    """Bytes of a key: int8 elements, rope elements of 16 bits, a float32 per tile; 0 if tiles do not fill the row."""
+    """Bytes of a key: dim - rope int8 elements, rope elements of 16 bits, and a float32 per tile of `tile` int8
+    elements; 0 if tiles do not divide the int8 elements."""
     latent = dim - rope
     return latent + 2 * rope + 4 * (latent // tile) if latent > 0 and latent % tile == 0 else 0
 
 
 BYTES = rows("2", "N2", "W")
-RESERVED = tuple(Tensor(f"{side}_dequant_scale", "Reserved: scales lie in key.", True) for side in ("key", "value"))
+RESERVED = tuple(
+    Tensor(f"{side}_dequant_scale", "Reserved: key contains its scales.", True) for side in ("key", "value")
+)
 ATTENTION_PARAMS = (
-    Tensor("query", "Latent and rope parts of rows, side by side: the last rope_head_dim elements are the rope "
-    "part.", dtypes="float16 bfloat16",
+    Tensor("query", "Query rows of latent and rope parts; the last rope_head_dim elements are the rope part.",
+           dtypes="float16 bfloat16",
            shape=rows("1", "N1", "D")),
-    Tensor("key", "Bytes: the latent as int8, the rope part in query's dtype, float32 scales of the tiles; W is 656 "
-    "of D 576.",
+    Tensor("key", "Rows of W bytes: the latent as int8, the rope part in query's dtype, and the float32 scales of "
+           "tiles; "
+    "W is 656 if D is 576.",
            dtypes="int8", cast=INT8, shape=BYTES, form=key_layout,
            make=lambda shape: torch.ones(shape, dtype=torch.int8)),
     Tensor("value", "Not read: the values are the latents of key.", dtypes="int8", cast=INT8),
     *(sparse.INDICES, sparse.SCALE),
-    *(mode_of(f"{side}_quant_mode", 2, "2: a scale for every tile of a row.") for side in ("key", "value")),
+    *(mode_of(f"{side}_quant_mode", 2, "2: a scale per tile of a row.") for side in ("key", "value")),
     *(*RESERVED, TABLE, *sparse.ENDS, replace(sparse.BLOCK, default=1)),
     *(spelled(LAYOUT, "layout_query"), LAYOUT_KV, MODE, PRE, NEXT, sparse.ATTENTION_MODE),
-    Attr("quant_scale_repo_mode", "1: scales lie behind the row.", default=1, domain="quant_scale_repo_mode == 1"),
+    Attr("quant_scale_repo_mode", "1: scales are the last bytes of a row.", default=1,
+         domain="quant_scale_repo_mode == 1"),
     Attr("tile_size", "Elements of a latent that share a scale.", default=128, domain="tile_size > 0"),
     Attr("rope_head_dim", "Elements of the rope part.", default=64, domain="rope_head_dim > 0"),
     *(dtype_of("key_dtype"), dtype_of("value_dtype"), sparse.SINKS),
-    result("attention_out", "As query, with the elements of the latent; computed in float32, rounded once.", "=query"),
+    result("attention_out", "The output rows, with the elements of the latent; computed in float32, rounded once.",
+           "=query"),
 )  # fmt: skip
 SMALL = {"D": 24, "W": 40, "tile_size": 8, "rope_head_dim": 8}
 ATTENTION = of_integers(
     sparse.TORCH,
     "npu_kv_quant_sparse_flash_attention",
-    "Attention over the blocks of keys that every row selects, latents as int8 with a scale for every tile.",
+    "Softmax attention over the blocks of keys that every row selects; latents are int8 with a scale per tile.",
     ATTENTION_PARAMS,
     rules=(
         *retained_rules(sparse.TORCH, ATTENTION_PARAMS, "float32(query)", "Dv", "value is", "D == 512"),
@@ -125,12 +133,13 @@ ATTENTION = of_integers(
                 "key: D - rope_head_dim + 2 * rope_head_dim + 4 * tiles bytes (integers, rope part and scales of the "
                 "tiles)", when="1 <= D <= 768", invalid={"W": 640}),
         limit("D == 576", "query (the chip takes no other dim)", when="1 <= D <= 768", invalid=SMALL),
-        *(invalid(f"{p.name} is None", f"{p.name}: None (scales lie in key)", invalid={p.name: "4"}) for p in RESERVED),
+        *(invalid(f"{p.name} is None", f"{p.name}: None (key contains its scales)",
+                  invalid={p.name: "4"}) for p in RESERVED),
         *untrained("npu_sparse_flash_attention has a derivative; or call it under torch.no_grad()", kind=invalid,
                    query=(2, 4, 4, 576)),
     ),
     formula="""latent = integers * scale of their tile;  s_j = scale_value * (q . latent_j + q_rope . k_rope_j)
-out = sum_j exp(s_j - max) latent_j / sum,  over the selected keys j, exp(sinks - max) in the sum too""",
+out = sum_j exp(s_j - max) latent_j / sum  for the selected keys j;  sum = sum_j exp(s_j - max) + exp(sinks - max)""",
     tex=r"out = \frac{\sum_j e^{s_j - m}\, c_j}{\sum_j e^{s_j - m}} \qquad s_j = scale\,"
     r"(q \cdot c_j + q^{rope} \cdot k^{rope}_j), \quad c_j = \text{integers} \cdot \text{scale of their tile}",
     functions={**sparse.TORCH.functions, "packed_width": packed_width, "trained": trained},

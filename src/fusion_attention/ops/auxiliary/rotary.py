@@ -10,12 +10,12 @@ from fusion_attention.contract import Array, Attr, Rule, Tensor
 from fusion_attention.ops.auxiliary.common import auxiliary, floats, no_derivative, result, same_shape
 from fusion_attention.ops.shared.rules import invalid, meaning
 
-X = floats("input", "What is turned.")
-COS = floats("r1", "Cosines; axes of size 1 are repeated.")
+X = floats("input", "The rows that are rotated.")
+COS = floats("r1", "Cosines, which broadcast to input.")
 SIN = floats("r2", "Sines, in the shape of r1.")
 MODE = Attr(
     "rotary_mode",
-    '"half": element i is turned with element i + D/2; "interleave": 2i with 2i + 1.',
+    'Pairs of elements: "half": i and i + D/2; "interleave": 2i and 2i + 1.',
     type=str,
     default="half",
 )
@@ -24,41 +24,43 @@ MODES = invalid(
     "rotary_mode: 'half' or 'interleave' (The rotary_mode of npu_rotary_mul should be half or interleave, but got "
     "neither)",
 )
-EVEN = invalid("halves(input, -1)", "input: rows of an even size (elements turn in pairs)", invalid={"input": "B 5"})
-FORMULA = """y = x * cos + turned(x) * sin
-half:        turned(x) = (-x[D/2:], x[:D/2])
-interleave:  turned(x)[2i] = -x[2i+1],  turned(x)[2i+1] = x[2i]"""
+EVEN = invalid(
+    "halves(input, -1)", "input: rows of an even size (elements are rotated in pairs)", invalid={"input": "B 5"}
+)
+FORMULA = """y = x * cos + rotated(x) * sin
+half:        rotated(x) = (-x[D/2:], x[:D/2])
+interleave:  rotated(x)[2i] = -x[2i+1],  rotated(x)[2i+1] = x[2i]"""
 TEX = r"""\begin{aligned}
-y &= x \cos + turned(x) \sin \\
-turned_{half}(x) &= (-x_{D/2 \ldots}, x_{\ldots D/2}), \qquad turned_{interleave}(x)_{2i, 2i+1} = (-x_{2i+1}, x_{2i})
+y &= x \cos + rotated(x) \sin \\
+rotated_{half}(x) &= (-x_{D/2 \ldots}, x_{\ldots D/2}), \qquad rotated_{interleave}(x)_{2i, 2i+1} = (-x_{2i+1}, x_{2i})
 \end{aligned}"""
-TURNED = "(query, key), turned; those that came stay as they are."
+ROTATED = "The rotated (query, key), in new tensors."
 ROWS = {"input": "B S1 N1 W", "r1": "1 S1 1 W", "r2": "1 S1 1 W"}
 
 
 def angles(cos: str, sin: str, first: str, *rows: str) -> tuple[Rule, ...]:
-    """Rules: cosines broadcast to the tensors of rows, and sines have their shape; first, rows: names of the rows."""
+    """Rules: cosines broadcast to the tensors first and rows, and sines have the cosines' shape; all are names."""
     fit = invalid(
         f"expands_to({cos}, {first})",
-        f"{cos}: a shape that is repeated to that of {first} (axes of size 1 are repeated)",
+        f"{cos}: a shape that broadcasts to that of {first} (axes of size 1 are repeated)",
         invalid={cos: "7 W", sin: "7 W"},
     )
     # Cosines that fit the first tensor but not the second have more heads than it.
     others = (
         invalid(
             f"expands_to({cos}, {name})",
-            f"{name}: rows that {cos} is repeated to (one table of angles turns both)",
+            f"{name}: a shape to which {cos} broadcasts (both are rotated by the same angles)",
             when=f"expands_to({cos}, {first})",
             invalid={name: "B 3 N1 W"},
         )
         for name in rows
     )
-    same = invalid(f"{sin}.shape == {cos}.shape", f"{sin}: the shape of {cos} (of one table)", invalid={sin: "W"})
+    same = invalid(f"{sin}.shape == {cos}.shape", f"{sin}: the shape of {cos} (of the same angles)", invalid={sin: "W"})
     return (fit, *others, same)
 
 
 def even(name: str, *also: str) -> Rule:
-    """The rule EVEN for another tensor; also: tensors with the same width in an invalid sample call."""
+    """The rule EVEN for the tensor `name`; also: tensors with the same last axis in an invalid sample call."""
     return replace(EVEN, check=f"halves({name}, -1)", param=name, invalid=dict.fromkeys((name, *also), "B 3 N1 5"))
 
 
@@ -69,13 +71,13 @@ def pairs(*names: str) -> dict[str, Any]:
 
 ROTARY_MUL = auxiliary(
     "npu_rotary_mul",
-    "Turns pairs of elements by the angles of their positions.",
+    "Rotates pairs of elements by the angles of their positions.",
     (
         X,
         COS,
         SIN,
         MODE,
-        floats("rotate", "[D, D]: x @ rotate in place of turned(x); its dtype is its own.", optional=True),
+        floats("rotate", "[D, D]: x @ rotate replaces rotated(x); of any floating-point dtype.", optional=True),
     ),
     (result("y", "In the shape of input.", "=input"),),
     rules=(
@@ -84,7 +86,7 @@ ROTARY_MUL = auxiliary(
         *angles("r1", "r2", "input"),
         invalid(
             "rotate is None or tuple(rotate.shape) == (input.shape[-1], input.shape[-1])",
-            "rotate: [D, D] (every row is multiplied by it)",
+            "rotate: [D, D] (rows are multiplied by it)",
             when="input.dim() > 0",
             invalid={"rotate": "W 3"},
         ),
@@ -102,19 +104,19 @@ ROTARY_MUL = auxiliary(
 ROTARY_MUL_BACKWARD = auxiliary(
     "npu_rotary_mul_backward",
     "The gradients of npu_rotary_mul.",
-    (floats("grad", "Gradient of y."), floats("input", "What was turned.", like="grad"), COS, SIN, MODE),
+    (floats("grad", "Gradient of y."), floats("input", "The forward's input.", like="grad"), COS, SIN, MODE),
     (
         result("dx", "In the shape of input.", "=input"),
         result("dr1", "In the shape of r1.", "=r1"),
         result("dr2", "In the shape of r2.", "=r2"),
     ),
     rules=(
-        replace(MODES, advice="elements turn in halves, or in pairs"),
+        replace(MODES, advice="pairs are i and i + D/2, or 2i and 2i + 1"),
         same_shape("grad", "input"),
         replace(EVEN, invalid=dict.fromkeys(("grad", "input", "r1", "r2"), "B 5")),
         *angles("r1", "r2", "input"),
     ),
-    formula="dx = dy * cos - turned(dy * sin),  dcos = dy * x,  dsin = dy * turned(x), summed where cos was repeated",
+    formula="dx = dy * cos - rotated(dy * sin),  dcos = dy * x,  dsin = dy * rotated(x), summed where cos was repeated",
     sample={**ROWS, "grad": "B S1 N1 W"},
     example="""\
 >>> x, cos, sin = torch.randn(3, 2, 4).requires_grad_().unbind()
@@ -128,10 +130,10 @@ APPLY = auxiliary(
     "npu_apply_rotary_pos_emb",
     "npu_rotary_mul of queries and keys.",
     (
-        *(QUERY, KEY, floats("cos", "Cosines; axes of size 1 are repeated."), floats("sin", "Sines, as cos.")),
+        *(QUERY, KEY, floats("cos", "Cosines, which broadcast to both."), floats("sin", "Sines, in the shape of cos.")),
         Attr(
             "layout",
-            "Names the axes; cos says itself along which ones it is repeated.",
+            "Axis order of query and key; without effect, as cos broadcasts.",
             type=str,
             default="BSND",
             domain="layout in ('BSH', 'BSND', 'SBND', 'BNSD', 'TND')",
@@ -140,29 +142,29 @@ APPLY = auxiliary(
     ),
     (result("query_out", "In the shape of query.", "=query"), result("key_out", "In the shape of key.", "=query")),
     rules=(
-        replace(MODES, advice="elements turn in halves, or in pairs"),
+        replace(MODES, advice="pairs are i and i + D/2, or 2i and 2i + 1"),
         even("query", "key", "cos", "sin"),
         *angles("cos", "sin", "query", "key"),
         *no_derivative(query=(2, 4, 4, 8), key=(2, 4, 4, 8)),
     ),
     formula=FORMULA,
     tex=TEX,
-    returns=TURNED,
+    returns=ROTATED,
     sample=pairs("query", "key", "cos", "sin"),
     example="""\
 >>> q, k = torch.randn(2, 5, 8, 16), torch.randn(2, 5, 2, 16)
 >>> angles = torch.rand(1, 5, 1, 16)
->>> turned, _ = npu_apply_rotary_pos_emb(q, k, angles.cos(), angles.sin())
->>> turned.shape == q.shape
+>>> rotated, _ = npu_apply_rotary_pos_emb(q, k, angles.cos(), angles.sin())
+>>> rotated.shape == q.shape
 True""",
 )
 INTERLEAVE_ROPE = auxiliary(
     "npu_interleave_rope",
-    "Turns neighbouring elements, and leaves the first ones of all pairs before the second ones.",
+    "Rotates pairs of adjacent elements, and returns the first elements of all pairs, then the second ones.",
     (
-        floats("x", "What is turned: [B, N, S, D]."),
-        floats("cos", "Cosines of the elements as they leave: [B, 1, S or 1, D]."),
-        floats("sin", "Sines, as cos."),
+        floats("x", "The rows that are rotated: [B, N, S, D]."),
+        floats("cos", "Cosines [B, 1, S or 1, D], in the order of the result's elements."),
+        floats("sin", "Sines, in the shape of cos."),
     ),
     (result("y", "In the shape of x.", "=x"),),
     rules=(even("x", "cos", "sin"), *angles("cos", "sin", "x"), *no_derivative(x=(2, 4, 4, 8))),
@@ -191,18 +193,18 @@ def sections_fit(section: Any, positions: torch.Tensor, width: int) -> bool:
 
 MROPE = auxiliary(
     "npu_mrope",
-    "Turns queries and keys by angles of a table; of images and films, by three or four kinds of positions.",
+    "Rotates queries and keys by angles from a table, with positions of one kind, or of three or four (images, video).",
     (
-        Tensor("positions", "[T], or [3, T] of time, height and width; [4, T] of four kinds.", dtypes="int64 int32"),
+        Tensor("positions", "[T]; [3, T]: time, height and width; [4, T]: four kinds.", dtypes="int64 int32"),
         floats("query", "[T, heads * head_size]."),
         floats("key", "[T, heads * head_size]."),
-        floats("cos_sin_cache", "[positions, rotary size]: cosines, then sines of half as many angles."),
-        Attr("head_size", "Elements of a head; those behind the rotary size stay.", domain="head_size > 0"),
-        Array("mrope_section", "How many angles are of each kind of positions.", True),
+        floats("cos_sin_cache", "[positions, rotary size]: the cosines, then the sines of rotary size / 2 angles."),
+        Attr("head_size", "Elements of a head; those behind the rotary size are unchanged.", domain="head_size > 0"),
+        Array("mrope_section", "Number of angles of each kind of positions.", True),
         MODE,
         Attr(
             "cache_mode",
-            '"default": sections one after the other; "interleave": height at 1, 4, ... and width at 2, 5, ...',
+            'Order of angles: "default": section by section; "interleave": height at 1, 4, ... and width at 2, 5, ...',
             type=str,
             default="default",
             domain="cache_mode in ('default', 'interleave')",
@@ -218,7 +220,7 @@ MROPE = auxiliary(
         *(
             invalid(
                 f"flat_rows(positions.shape[-1], {name}, head_size)",
-                f"{name}: whole heads of every token ([T, heads * head_size])",
+                f"{name}: [T, heads * head_size] (heads of head_size elements)",
                 when="positions.dim() in (1, 2)",
                 invalid={name: "S1 7"},
             )
@@ -232,19 +234,19 @@ MROPE = auxiliary(
         ),
         meaning(
             "sections_fit(mrope_section, positions, cos_sin_cache.shape[1])",
-            "mrope_section: a size of the section of each kind (together they are half of the rotary size)",
+            "mrope_section: a number of angles for each kind of positions (the sum is rotary size / 2)",
             when="cos_sin_cache.dim() == 2 and (positions.dim() == 1 or positions.shape[:-1] in ((3,), (4,)))",
             invalid={"mrope_section": [1, 2]},
         ),
         invalid(
             "positions.shape[:-1] != (4,) or cache_mode == 'default'",
-            "cache_mode: 'default' beside four kinds of positions (four kinds come one after the other)",
+            "cache_mode: 'default' beside four kinds of positions (four kinds are not interleaved)",
             given={"positions": torch.zeros(4, 4, dtype=torch.int64), "mrope_section": [1, 1, 1, 1]},
             invalid={"cache_mode": "interleave"},
         ),
         meaning(
             "within(positions, cos_sin_cache.shape[0])",
-            "positions: positions that cos_sin_cache has (each is a row of the table)",
+            "positions: numbers of rows of cos_sin_cache (each position has a row)",
             reads=True,
             when="cos_sin_cache.dim() == 2",
             invalid={"positions": torch.tensor([0, 1, 2, 7])},
@@ -252,7 +254,7 @@ MROPE = auxiliary(
         *no_derivative(query=(4, 32), key=(4, 16)),
     ),
     formula=f"cos, sin = the halves of cos_sin_cache[positions], an angle for each pair of elements\n{FORMULA}",
-    returns=TURNED,
+    returns=ROTATED,
     functions={"flat_rows": flat_rows, "sections_fit": sections_fit},
     sizes={"S1": 4},
     sample={
@@ -266,8 +268,8 @@ MROPE = auxiliary(
     declared={"mrope_section": Sequence[int] | None, "rotary_mode": str | None, "cache_mode": str | None},
     example="""\
 >>> q, k, table = torch.randn(5, 8 * 16), torch.randn(5, 2 * 16), torch.rand(10, 16)
->>> turned, _ = npu_mrope(torch.arange(5), q, k, table, 16, mrope_section=[0, 0, 0])
->>> turned.shape == q.shape
+>>> rotated, _ = npu_mrope(torch.arange(5), q, k, table, 16, mrope_section=[0, 0, 0])
+>>> rotated.shape == q.shape
 True""",
 )
 

@@ -11,22 +11,26 @@ from fusion_attention.ops.auxiliary.experts import counting, moe, within
 from fusion_attention.ops.shared.rules import invalid, meaning, presence
 
 X = floats("x", "A score of every expert for every token.", shape="T E")
-K = Attr("k", "How many experts a token has.", default=1, domain="k >= 1")
-CHOICES = invalid("k <= x.shape[-1]", "k: at most as many as there are (a token's experts differ)", invalid={"k": 4})
-IDS = result("expert_idx", "Ids of the experts, the best first: int32.", "int32")
+K = Attr("k", "Number of experts per token.", default=1, domain="k >= 1")
+CHOICES = invalid(
+    "k <= x.shape[-1]", "k: at most the number of experts (a token's experts are different)", invalid={"k": 4}
+)
+IDS = result("expert_idx", "int32: numbers of the selected experts by descending score.", "int32")
 
 SOFTMAX = moe(
     "npu_moe_gating_top_k_softmax",
-    "The k best experts of every token by softmax.",
+    "Selects the k experts of every token with the largest softmax weights.",
     (
         floats("x", "A score of every expert for every token: [T, E] or [B, T, E]."),
-        Tensor("finished", "Tokens that take part no more, whose experts are E: [T].", optional=True, dtypes="bool"),
+        Tensor(
+            "finished", "True for tokens without experts, whose expert_idx is E: [T].", optional=True, dtypes="bool"
+        ),
         K,
     ),
     (
         result("y", "Weights of the experts.", "=x"),
         IDS,
-        result("row_idx", "int32: j * tokens + i for choice j of token i.", "int32"),
+        result("row_idx", "int32: j * tokens + i for expert j of token i.", "int32"),
     ),
     rules=(
         invalid(
@@ -41,7 +45,7 @@ SOFTMAX = moe(
             invalid={"finished": ("5", "bool")},
         ),
     ),
-    formula="y, expert = the k largest of softmax(x), the first of equals first",
+    formula="y, expert = the k largest of softmax(x); of equal ones the lower expert first",
     sample={"x": "T E", "k": 2},
     returns="(y, expert_idx, row_idx); y is differentiable.",
     example="""\
@@ -51,39 +55,42 @@ SOFTMAX = moe(
 )
 GATING = moe(
     "npu_moe_gating_top_k",
-    "The k best experts of every token, within its best groups of experts.",
+    "Selects the k experts of every token with the largest scores, within its groups of experts with the largest "
+    "scores.",
     (
         X,
-        Attr("k", "How many experts a token has.", domain="k >= 1"),
-        floats("bias", "Added where experts are chosen, not to their weights.", shape="E", optional=True),
-        Tensor("input_ids", "Of a table of experts: not computed here.", optional=True, dtypes="int32 int64"),
-        Tensor("tid2eid", "Of a table of experts: not computed here.", optional=True, dtypes="int32 int64"),
-        Attr("k_group", "How many groups are kept.", default=1, domain="k_group >= 1"),
-        Attr("group_count", "How many groups there are.", default=1, domain="group_count >= 1"),
-        Attr("group_select_mode", "A group's score. 0: its best; 1: the sum of its two best.", default=0,
+        Attr("k", "Number of experts per token.", domain="k >= 1"),
+        floats("bias", "Added to scores for the selection, not to the weights.", shape="E", optional=True),
+        Tensor("input_ids", "Not supported: for a table of experts.", optional=True, dtypes="int32 int64"),
+        Tensor("tid2eid", "Not supported: a table of experts.", optional=True, dtypes="int32 int64"),
+        Attr("k_group", "Number of groups from which experts are selected.", default=1, domain="k_group >= 1"),
+        Attr("group_count", "Number of groups.", default=1, domain="group_count >= 1"),
+        Attr("group_select_mode", "Score of a group: 0: its largest score; 1: the sum of its two largest.", default=0,
              domain="group_select_mode in (0, 1)"),
         Attr("renorm", "Reserved: 0.", default=0, domain="renorm == 0"),
-        Attr("norm_type", "0: softmax; 1: sigmoid, whose weights are divided by their sum.", default=0,
+        Attr("norm_type", "0: softmax; 1: sigmoid, with weights divided by their sum.", default=0,
              domain="norm_type in (0, 1)"),
-        Attr("out_flag", "Whether out is wanted; it is there in any case.", type=bool, default=False),
+        Attr("out_flag", "Without effect: out is always returned.", type=bool, default=False),
         Attr("routed_scaling_factor", "Factor on the weights.", type=float, default=1.0),
         Attr("eps", "Added to the sum of the weights.", type=float, default=1e-20, domain="eps >= 0"),
     ),
-    (result("y", "Weights: [T, k].", "=x"), IDS, result("out", "The normed scores: float32 [T, E].", "float32")),
+    (result("y", "Weights: [T, k].", "=x"), IDS, result("out", "softmax or sigmoid of the scores: float32 [T, E].",
+                                                        "float32")),
     rules=(
-        invalid("E % group_count == 0", "group_count: a divisor of the number of experts (groups are equally large)",
+        invalid("E % group_count == 0", "group_count: a divisor of the number of experts (groups have the same size)",
                 invalid={"group_count": 2}),
-        invalid("k_group <= group_count", "k_group (of so many groups)", invalid={"k_group": 2}),
+        invalid("k_group <= group_count", "k_group (groups are selected from all groups)", invalid={"k_group": 2}),
         invalid("k * group_count <= E * k_group",
-                "k: at most as many experts as these have (they come from the groups that are kept)",
+                "k: at most the experts of k_group groups (experts are selected from them)",
                 when="E % group_count == 0 and k_group <= group_count", invalid={"k": 4}),
         invalid("group_select_mode == 0 or E >= 2 * group_count",
-                "group_select_mode: groups of at least two experts (a group's two best)",
+                "group_select_mode: 1 only with groups of at least two experts (it adds two scores)",
                 invalid={"group_select_mode": 1, "group_count": 3, "k_group": 2}),
-        invalid("input_ids is None", "input_ids: None (a table of experts is not computed here)"),
-        invalid("tid2eid is None", "tid2eid: None (a table of experts is not computed here)"),
+        invalid("input_ids is None", "input_ids: None (tables of experts are not supported)"),
+        invalid("tid2eid is None", "tid2eid: None (tables of experts are not supported)"),
     ),
-    formula="out = softmax(x) or sigmoid(x);  chosen = the k largest of out + bias within the k_group best groups\n"
+    formula="out = softmax(x) or sigmoid(x);  chosen = the k largest of out + bias in the k_group groups with the "
+    "largest scores\n"
     "y = routed_scaling_factor * out[chosen], divided by sum + eps after a sigmoid",
     sample={"k": 2},
     keywords="bias",
@@ -97,28 +104,29 @@ GATING = moe(
 
 INIT = moe(
     "npu_moe_init_routing_v2",
-    "The rows of tokens in the order of experts, how many each expert has, and perhaps the rows as int8.",
+    "Copies the rows of tokens in the order of their experts, counts them per expert, and can quantise them to int8.",
     (
         Tensor("x", "A row for every token.", dtypes=f"{FLOATS} int8", shape="T H"),
         Tensor("expert_idx", "The experts of every token.", dtypes="int32 int64", shape="T K", make=counting(3)),
-        Tensor("scale", "Of no quantisation: [T], carried along. Dynamic: factors [experts, H] or [1, H]. Static: [1].",
-               optional=True, dtypes="float32"),
+        Tensor("scale", "Without quantisation: [T], returned in the order of the rows. Dynamic: factors [experts, H] "
+               "or "
+               "[1, H]. Static: [1].", optional=True, dtypes="float32"),
         Tensor("offset", "Static quantisation: [1].", optional=True, dtypes="float32"),
-        Attr("active_num", "At most so many rows; -1 and 0: all.", default=-1, domain="active_num >= -1"),
-        Attr("expert_capacity", "Of drop_pad_mode 1: not used.", default=-1),
-        Attr("expert_num", "How many experts there are.", default=-1, domain="1 <= expert_num <= 10240"),
-        Attr("drop_pad_mode", "0: no row is dropped or made up.", default=0, domain="drop_pad_mode == 0"),
-        Attr("expert_tokens_num_type", "counts: 0 cumulative, 1 each, 2 pairs (expert, count) of those that have any.",
-             default=0, domain="expert_tokens_num_type in (0, 1, 2)"),
-        Attr("expert_tokens_num_flag", "Whether counts are wanted; else they are empty.", type=bool, default=False),
-        Attr("quant_mode", "-1: none; 0: static; 1: each row by its own largest element.", default=-1,
+        Attr("active_num", "Largest number of rows; -1 and 0: all.", default=-1, domain="active_num >= -1"),
+        Attr("expert_capacity", "Without effect: for drop_pad_mode 1.", default=-1),
+        Attr("expert_num", "Number of experts.", default=-1, domain="1 <= expert_num <= 10240"),
+        Attr("drop_pad_mode", "0: no rows are dropped or padded.", default=0, domain="drop_pad_mode == 0"),
+        Attr("expert_tokens_num_type", "Form of the counts: 0: cumulative; 1: per expert; 2: pairs (expert, count) of "
+             "experts with rows.", default=0, domain="expert_tokens_num_type in (0, 1, 2)"),
+        Attr("expert_tokens_num_flag", "Return counts; False: they are empty.", type=bool, default=False),
+        Attr("quant_mode", "-1: none; 0: static; 1: dynamic, by the largest element of each row.", default=-1,
              domain="quant_mode in (-1, 0, 1)"),
-        Array("active_expert_range", "[start, end) of the experts that count; empty: all. One number is both.",
+        Array("active_expert_range", "[start, end) of the active experts; empty: all. One number is both.",
               optional=True, default=()),
-        Attr("row_idx_type", "0: the place of each choice, -1 without one; 1: the choice at each place; behind those "
-        "of active experts those of higher ones, then those of lower ones.", default=0,
+        Attr("row_idx_type", "0: per token and expert its row, -1 if it has none; 1: per row its token and expert, "
+             "t * K + k; rows of active experts, then of higher ones, then of lower ones.", default=0,
              domain="row_idx_type in (0, 1)"),
-        Attr("x_dtype", "Of dtypes that torch does not have: not computed here.", default=None,
+        Attr("x_dtype", "None: dtypes that torch does not have are not supported.", default=None,
              domain="x_dtype is None"),
     ),
     (
@@ -130,15 +138,15 @@ INIT = moe(
     rules=(
         invalid("active_expert_range is None or len(active_expert_range) == 0 or (len(active_expert_range) == 2 and "
                 "0 <= active_expert_range[0] < active_expert_range[1] <= expert_num)",
-                "active_expert_range: [start, end) within 0 and expert_num (the experts that count)",
+                "active_expert_range: [start, end) within 0 and expert_num (the active experts)",
                 invalid={"active_expert_range": [2, 4]}),
-        invalid("quant_mode == -1 or x.dtype.is_floating_point", "x: a float (what is quantised)",
+        invalid("quant_mode == -1 or x.dtype.is_floating_point", "x: a floating-point tensor (it is quantised)",
                 given={"quant_mode": 1}, invalid={"x": ("T H", "int8")}),
-        invalid("quant_mode != -1 or scale is None or fits(scale, 'T')", "scale: [T] (one for every token)",
+        invalid("quant_mode != -1 or scale is None or fits(scale, 'T')", "scale: [T] (one per token)",
                 given={"scale": "T"}, invalid={"scale": "5"}),
         invalid("quant_mode != 1 or scale is None or fits(scale, '1 H') or "
                 "scale.shape == (active(active_expert_range, expert_num), H)",
-                "scale: [experts, H] or [1, H] (factors of the elements, for every active expert or for all)",
+                "scale: [experts, H] or [1, H] (factors on the elements, per active expert or for all)",
                 given={"quant_mode": 1, "scale": "E H"}, invalid={"scale": "2 H"}),
         presence("quant_mode != 0 or scale is not None and offset is not None",
                  "scale: scale and offset (static quantisation)", given={"quant_mode": 0, "scale": "1", "offset": "1"},
@@ -149,13 +157,13 @@ INIT = moe(
                 given={"quant_mode": 0, "scale": "1", "offset": "1"}, invalid={"offset": "2"}),
     ),
     functions={"active": lambda bounds, count: count if bounds is None or len(bounds) != 2 else bounds[1] - bounds[0]},
-    formula="order = stable sort of the choices by expert, those below the active ones last\n"
+    formula="order = stable sort of expert_idx [T*K], experts below the active ones last\n"
     "expanded_x[i] = x[order[i] // K],  expanded_row_idx[order[i]] = i",
     sample={"expert_num": 3},
     keywords="scale",
     declared={"active_expert_range": Annotated[Sequence[int], 2] | int},
     returns="(expanded_x, expanded_row_idx, expert_token_cumsum_or_count, expanded_scale); rows and scales behind "
-    "those of active experts, which the chip leaves undefined, are 0.",
+    "those of active experts are 0 (on the chip undefined).",
     example="""\
 >>> x, ids = torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0], [1, 2]], dtype=torch.int32)
 >>> rows, places, counts, _ = npu_moe_init_routing_v2(
@@ -165,43 +173,44 @@ INIT = moe(
 )  # fmt: skip
 FINALIZE = moe(
     "npu_moe_finalize_routing",
-    "Each token's sum over the rows that its experts made, weighted, with biases of the experts and residuals.",
+    "Sums the rows of each token's experts, with weights and biases of the experts, and adds residuals.",
     (
-        floats("expanded_permuted_rows", "Rows that experts made: [rows, H], or [E, C, H]."),
-        floats("skip1", "Added.", shape="T H", like="expanded_permuted_rows", optional=True),
-        floats("skip2", "Added.", shape="T H", like="expanded_permuted_rows", optional=True),
-        floats("bias", "Of every expert.", shape="E H", like="expanded_permuted_rows", optional=True),
-        floats("scales", "Weights of the choices.", shape="T K", optional=True),
-        Tensor("expanded_src_to_dst_row", "The row of every choice; rows that are not there count as zeros.",
-               dtypes="int32 int64", shape="P", make=counting(12)),
-        Tensor("export_for_source_row", "The experts of every token, for "
-        "bias.", optional=True, default=REQUIRED, dtypes="int32 int64",
-               shape="T K", make=counting(3)),
-        Attr("drop_pad_mode", "0, 1: choice j of token i stands at j * T + i; 2, 3: at i * K + j. 1 and 3: [E, C, H].",
-             default=0, domain="drop_pad_mode in (0, 1, 2, 3)"),
-        Attr("k", "How many experts a token has, where there are no scales.", default=1, domain="k >= 1"),
+        floats("expanded_permuted_rows", "Result rows of experts: [rows, H], or [E, C, H]."),
+        floats("skip1", "First residual.", shape="T H", like="expanded_permuted_rows", optional=True),
+        floats("skip2", "Second residual.", shape="T H", like="expanded_permuted_rows", optional=True),
+        floats("bias", "Bias of every expert.", shape="E H", like="expanded_permuted_rows", optional=True),
+        floats("scales", "Weights of the experts of each token.", shape="T K", optional=True),
+        Tensor("expanded_src_to_dst_row", "Per token and expert the index of its row; rows that do not exist are read "
+               "as "
+               "zeros.", dtypes="int32 int64", shape="P", make=counting(12)),
+        Tensor("export_for_source_row", "The experts of every token; required for bias.", optional=True,
+               default=REQUIRED, dtypes="int32 int64", shape="T K", make=counting(3)),
+        Attr("drop_pad_mode", "Index of expert j of token i in expanded_src_to_dst_row: 0, 1: j * T + i; 2, 3: "
+             "i * K + j. 1 and 3: rows are [E, C, H].", default=0, domain="drop_pad_mode in (0, 1, 2, 3)"),
+        Attr("k", "Number of experts per token, if there are no scales.", default=1, domain="k >= 1"),
     ),
     (result("out", "[T, H].", "=expanded_permuted_rows"),),
     rules=(
         invalid("expanded_permuted_rows.dim() == (3 if drop_pad_mode in (1, 3) else 2)",
-                "expanded_permuted_rows: [rows, H], or [E, C, H] (as drop_pad_mode says)",
+                "expanded_permuted_rows: [rows, H], or [E, C, H] in drop_pad_mode 1 and 3 (C rows per expert)",
                 invalid={"drop_pad_mode": 1}),
         invalid("H is None or expanded_permuted_rows.shape[-1:] == (H,)",
-                "expanded_permuted_rows: as many elements in skips and biases as in rows (what is added)",
+                "expanded_permuted_rows: rows as long as those of skip1, skip2 and bias (they are added)",
                 given={"skip1": True}, invalid={"expanded_permuted_rows": "P 5"}),
-        invalid("scales is None or P == T * K", "expanded_src_to_dst_row: [T*K] (a row for every choice)",
+        invalid("scales is None or P == T * K", "expanded_src_to_dst_row: [T*K] (one per token and expert)",
                 given={"scales": True}, invalid={"P": 13}),
         invalid("scales is not None or P % k == 0 and (T is None or P == T * k)",
-                "expanded_src_to_dst_row: [T*k] (a row for every choice)", given={"scales": None}, invalid={"k": 5}),
+                "expanded_src_to_dst_row: [T*k] (one per token and expert)", given={"scales": None}, invalid={"k": 5}),
         invalid("scales is not None or export_for_source_row is None or K == k",
-                "k: as many as export_for_source_row has (of every token's experts)",
+                "k: the number of columns of export_for_source_row (the experts of each token)",
                 given={"scales": None, "export_for_source_row": True, "k": 2}, invalid={"k": 1, "P": 6}),
-        presence("skip2 is None or skip1 is not None", "skip1 (skip2 comes beside it)",
+        presence("skip2 is None or skip1 is not None", "skip1 (skip2 requires it)",
                  given={"skip1": True, "skip2": True}, invalid={"skip1": None}),
-        presence("bias is None or export_for_source_row is not None", "export_for_source_row (it says whose bias)",
+        presence("bias is None or export_for_source_row is not None", "export_for_source_row (it has the experts, "
+                 "whose bias is added)",
                  given={"bias": True, "export_for_source_row": True}, invalid={"export_for_source_row": None}),
         meaning("within(export_for_source_row, bias.shape[0])",
-                "export_for_source_row: 0 <= expert < E (they have a bias)", when="bias is not None", code=INVALID,
+                "export_for_source_row: 0 <= expert < E (bias has E rows)", when="bias is not None", code=INVALID,
                 reads=True, given={"bias": True, "export_for_source_row": True},
                 invalid={"export_for_source_row": torch.full((6, 2), 5)}),
     ),

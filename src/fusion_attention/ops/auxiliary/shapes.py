@@ -28,7 +28,8 @@ def permuted(tensor: torch.Tensor, perm: np.ndarray | None, usual: tuple[int, ..
 
 
 def multiply(x: torch.Tensor, w: torch.Tensor, perm_x: np.ndarray | None, perm_w: np.ndarray | None) -> bool:
-    """True if the permuted matrices can be multiplied, or if another rule reports a wrong permutation."""
+    """True if x [B, M, K] and w [B, K, N], after these permutations, can be multiplied, or if a permutation is wrong,
+    which another rule reports."""
     if any(perm is not None and not permutes(perm, 3) for perm in (perm_x, perm_w)):
         return True
     a, b = permuted(x, perm_x).shape, permuted(w, perm_w).shape
@@ -36,12 +37,13 @@ def multiply(x: torch.Tensor, w: torch.Tensor, perm_x: np.ndarray | None, perm_w
 
 
 def result_columns(w: torch.Tensor, perm: np.ndarray | None) -> int:
-    """Number of columns of all matrices in the result; -1 for a wrong permutation."""
+    """B * N of w, which is [B, K, N] after the permutation; -1 for a wrong permutation."""
     return -1 if perm is not None and not permutes(perm, 3) else math.prod(permuted(w, perm).shape[::2])
 
 
 def splits(x: torch.Tensor, w: torch.Tensor, perm_x: Any, perm_w: Any, perm_y: Any, factor: int) -> bool:
-    """True if the rows of the product can be divided into `factor` parts, or if another rule reports a permutation."""
+    """True if the rows [B*N] of the result [M, B, N] can be divided into `factor` parts, or if a permutation is wrong,
+    which another rule reports."""
     if any(perm is not None and not permutes(perm, 3) for perm in (perm_x, perm_w, perm_y)):
         return True
     width = result_columns(w, perm_w)
@@ -49,25 +51,26 @@ def splits(x: torch.Tensor, w: torch.Tensor, perm_x: Any, perm_w: Any, perm_y: A
 
 
 FUNCTIONS = {f.__name__: f for f in (permutes, elements, multiply, splits, result_columns)}
-PERM, SHAPE = Array("perm", "The order of axes."), Array("shape", "The shape between, or at the end.")
+PERM = Array("perm", "The order of axes.")
+SHAPE = Array("shape", "The shape of the reshaped tensor, before or after the permutation.")
 CONFUSION_TRANSPOSE = auxiliary(
     "npu_confusion_transpose",
-    "A permutation, then another shape; or another shape, then a permutation.",
+    "Permutes the axes of a tensor, then reshapes it; or reshapes it, then permutes its axes.",
     (
-        Tensor("input", "Of any dtype."),
+        Tensor("input", "A tensor of any dtype."),
         *(PERM, SHAPE),
-        Attr("transpose_first", "Permute, then reshape; otherwise the other way round.", type=bool),
+        Attr("transpose_first", "Permute, then reshape; False: reshape, then permute.", type=bool),
     ),
-    (result("y", "Of shape, or of shape permuted, in memory of its own.", "=input"),),
+    (result("y", "A new tensor of this shape; without transpose_first, of the permuted shape.", "=input"),),
     rules=(
         invalid(
             "elements(shape) == input.numel()",
-            "shape: as many elements as input has (none is left out or made up)",
+            "shape: as many elements as input has (a reshaped tensor has the same elements)",
             invalid={"shape": [2, 4, 7]},
         ),
         invalid(
             "permutes(perm, input.dim() if transpose_first else len(shape))",
-            "perm: every axis once (those of input where it is permuted first, of shape where it is reshaped first)",
+            "perm: every axis once (the axes of input with transpose_first, otherwise those of shape)",
             invalid={"perm": [0, 1, 1]},
         ),
     ),
@@ -85,27 +88,28 @@ otherwise:  y = input.reshape(shape).permute(perm)""",
 )
 CONFUSION_TRANSPOSE_BACKWARD = auxiliary(
     "npu_confusion_transpose_backward",
-    "The gradient of npu_confusion_transpose: what it did, backwards.",
+    "The gradient of npu_confusion_transpose: the inverse permutation and reshaping.",
     (
         Tensor("grad", "Gradient of y."),
         PERM,
         Array("shape", "The shape of the forward's input."),
-        Attr("transpose_first", "The contrary of the forward's.", type=bool),
+        Attr("transpose_first", "The opposite of the forward's value.", type=bool),
     ),
-    (result("dx", "Of shape.", "=grad"),),
+    (result("dx", "A tensor of this shape.", "=grad"),),
     rules=(
         invalid(
             "elements(shape) == grad.numel()",
-            "shape: as many elements as grad has (that of the forward's input)",
+            "shape: as many elements as grad has (the shape of the forward's input)",
             invalid={"shape": [2, 4, 7]},
         ),
         invalid(
             "permutes(perm, grad.dim() if transpose_first else len(shape))",
-            "perm: every axis once (the forward's)",
+            "perm: every axis once (the forward's perm)",
             invalid={"perm": [0, 1, 1]},
         ),
     ),
-    formula="what npu_confusion_transpose did, backwards",
+    formula="""transpose_first:  dx = grad.permute(inverse of perm).reshape(shape)
+otherwise:  dx = grad.reshape(permuted shape).permute(inverse of perm)""",
     functions=FUNCTIONS,
     sample={"grad": "B 32", "perm": [0, 2, 1], "shape": [2, 4, 8], "transpose_first": False},
     declared={"perm": Sequence[int], "shape": Sequence[int]},
@@ -117,23 +121,23 @@ True""",
 )
 FORMAT_CAST = auxiliary(
     "npu_format_cast",
-    "A copy that remembers a format of the chip. Formats change how the chip's memory lies, and nothing here.",
+    "A copy with a memory format of the chip as an attribute. Formats have no effect on memory or results here.",
     (
-        Tensor("input", "Of any dtype."),
+        Tensor("input", "A tensor of any dtype."),
         Attr(
             "acl_format",
-            "0 NCHW, 2 ND, 3 NC1HWC0, 29 FRACTAL_NZ, ...; or a tensor, whose format it is.",
+            "0 NCHW, 2 ND, 3 NC1HWC0, 29 FRACTAL_NZ, ...; or a tensor with the format.",
             domain="0 <= acl_format < 64",
         ),
         Attr("customize_dtype", "Accepted without effect.", default=None),
         Attr("input_dtype", "Accepted without effect.", default=None),
     ),
-    (result("y", "In the shape of input: formats of the chip change nothing that a program sees.", "=input"),),
+    (result("y", "A tensor with the shape and the elements of input.", "=input"),),
     formula="y = input",
     sample={"input": "B W", "acl_format": 29},
     keywords="customize_dtype",
     declared={"acl_format": int | torch.Tensor},
-    returns="A copy, or input where it has the format. get_npu_format() tells.",
+    returns="A copy, or input if it has the format already. get_npu_format() returns the format.",
     example="""\
 >>> weight = npu_format_cast(torch.ones(4, 4), 29)
 >>> get_npu_format(weight), get_npu_format(npu_format_cast(weight, 2))
@@ -141,7 +145,7 @@ FORMAT_CAST = auxiliary(
 )
 FORMAT_CAST_ = FORMAT_CAST.version(
     "npu_format_cast_",
-    "Lets a tensor remember a format of the chip.",
+    "Sets the memory format of a tensor, an attribute without effect here.",
     keywords="customize_dtype",
     declared=writes("input") | {"acl_format": int | torch.Tensor},
     returns="input itself, which now has the format.",
@@ -152,24 +156,22 @@ FORMAT_CAST_ = FORMAT_CAST.version(
 )
 TRANSPOSE_BATCHMATMUL = auxiliary(
     "npu_transpose_batchmatmul",
-    "A batched product whose operands and result are permuted.",
+    "A batched matrix product with permutations of the operands and of the result.",
     (
         # Programs match the text of torch_npu's error.
-        floats(
-            "input", "[M, B, K], or as perm_x1 says.", cast="input's type supported for float16, float32 and bfloat16"
-        ),
+        floats("input", "[B, M, K] after perm_x1.", cast="input's type supported for float16, float32 and bfloat16"),
         floats(
             "weight",
-            "[B, K, N], or as perm_x2 says.",
+            "[B, K, N] after perm_x2.",
             like="input",
             cast="weight's type supported for float16, float32 and bfloat16",
         ),
-        Tensor("bias", "Not computed.", True),
-        Tensor("scale", "Of an int8 result: [B*N], as npu_trans_quant_param makes it.", True, dtypes="int64 uint64"),
-        Array("perm_x1", "Makes [B, M, K] of input; None: [0, 1, 2].", True),
-        Array("perm_x2", "Makes [B, K, N] of weight; None: [0, 1, 2].", True),
-        Array("perm_y", "The result's order of [B, M, N]; None: [1, 0, 2].", True),
-        Attr("batch_split_factor", "Parts of the result's rows.", default=1),
+        Tensor("bias", "Not supported: None.", True),
+        Tensor("scale", "Scales of an int8 result, [B*N], from npu_trans_quant_param.", True, dtypes="int64 uint64"),
+        Array("perm_x1", "Permutation of input to [B, M, K]; None: [0, 1, 2].", True),
+        Array("perm_x2", "Permutation of weight to [B, K, N]; None: [0, 1, 2].", True),
+        Array("perm_y", "Permutation of the product [B, M, N]; None: [1, 0, 2].", True),
+        Attr("batch_split_factor", "Number of parts into which the rows [B*N] of the result are divided.", default=1),
     ),
     (result("y", "[M, B, N]; with batch_split_factor f [f, M, B*N/f]; with scale int8 [M, 1, B*N].", ""),),
     rules=(
@@ -195,8 +197,8 @@ TRANSPOSE_BATCHMATMUL = auxiliary(
         invalid(
             "batch_split_factor > 0 and (batch_split_factor == 1 or splits(input, weight, perm_x1, perm_x2, perm_y,"
             " batch_split_factor))",
-            "batch_split_factor: a divisor of B*N; with another perm_y 1 (parts are cut from rows [B*N] of a result "
-            "[M, B, N])",
+            "batch_split_factor: a divisor of B*N; with another perm_y 1 (rows [B*N] of a result [M, B, N] are "
+            "divided)",
             when="input.dim() == 3 and weight.dim() == 3",
             invalid={"batch_split_factor": 3},
         ),
@@ -214,7 +216,7 @@ TRANSPOSE_BATCHMATMUL = auxiliary(
         ),
         invalid(
             "scale is None or scale.shape == (result_columns(weight, perm_x2),)",
-            "scale: [B*N] (of every column of every matrix)",
+            "scale: [B*N] (one for every column of every matrix)",
             when="input.dim() == 3 and weight.dim() == 3 and result_columns(weight, perm_x2) >= 0",
             given={"scale": "10"},
             invalid={"scale": "5"},

@@ -1,4 +1,4 @@
-"""Operator definitions of the softmax of masked scores, and its gradient."""
+"""Operator definitions of the softmax of masked scores and of its gradient."""
 
 import torch
 
@@ -8,16 +8,16 @@ from fusion_attention.ops.shared.rules import finite_scale, invalid
 
 MASK = Tensor(
     "mask",
-    "True: the score becomes -10000; axes of size 1 are repeated. A row that is hidden altogether is uniform.",
+    "True: the score becomes -10000. It broadcasts to the scores. A row whose scores are all masked is uniform.",
     dtypes="bool",
     make=lambda shape: torch.ones(shape, dtype=torch.bool).triu(1),
 )
-TRIANGLE = Attr("fixed_triu_mask", "The scores above the diagonal instead of those of mask.", type=bool, default=False)
+TRIANGLE = Attr("fixed_triu_mask", "Mask the scores above the diagonal, and ignore mask.", type=bool, default=False)
 FORMULA = "y = softmax(where(mask, -10000, scale * x)) over the last axis"
 
 
 def _mask_fits(scores: str, *also: str) -> tuple:  # type: ignore[type-arg]
-    advice, text = "axes of size 1 are repeated", f"a shape that is repeated to that of {scores}"
+    advice, text = "axes of size 1 are repeated", f"a shape that broadcasts to that of {scores}"
     return (
         invalid(
             f"{scores}.dim() > 1",
@@ -30,7 +30,7 @@ def _mask_fits(scores: str, *also: str) -> tuple:  # type: ignore[type-arg]
 
 SCALED_MASKED_SOFTMAX = auxiliary(
     "npu_scaled_masked_softmax",
-    "The softmax of scaled scores, those that a mask hides at -10000.",
+    "The softmax of scaled scores, of which masked ones are -10000.",
     (
         floats("x", "Scores [..., rows, keys]."),
         MASK,
@@ -53,8 +53,8 @@ SCALED_MASKED_SOFTMAX_BACKWARD = auxiliary(
         floats("y_grad", "Gradient of y."),
         floats("y", "The forward's result.", like="y_grad"),
         MASK,
-        Attr("scale", "The forward's.", type=float),
-        Attr("fixed_triu_mask", "The forward's.", type=bool),
+        Attr("scale", "The forward's factor on the scores.", type=float),
+        Attr("fixed_triu_mask", "The forward's value.", type=bool),
     ),
     (result("dx", "In the shape of y.", "=y"),),
     rules=(same_shape("y_grad", "y"), *_mask_fits("y", "y_grad"), finite_scale("scale", optional=False)),

@@ -1,4 +1,4 @@
-"""Lowered calls of BlockSparseAttention: dense attention with one statistic per row, softmax_lse."""
+"""Lowered calls of BlockSparseAttention: dense attention whose only statistic is softmax_lse."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -21,7 +21,7 @@ _NAMES = ("query", "key", "value", *(MASK if name == "blocked_tiles" else "" for
 
 
 class BlockForward(DenseForward):
-    """A lowered forward call. softmax_lse is log(sum(exp(s))) of a row, -inf if it sees no key."""
+    """A lowered forward call. softmax_lse is log(sum(exp(s))) of a row, -inf in a row without visible keys."""
 
     def results(self) -> dict[str, Tensor]:
         """Allocates the output and softmax_lse."""
@@ -29,7 +29,7 @@ class BlockForward(DenseForward):
         return {OUT: out, LSE: empty(lse, by_row(lse, self.call).shape, lse.dtype)}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """A run on views of the call's tensors and these outputs."""
+        """The call with its memory: views of its tensors, and `outputs` for the results."""
         return _Run(self.call, outputs[OUT], outputs.get(LSE))
 
     def backward(
@@ -48,7 +48,7 @@ class BlockBackward(DenseBackward):
         super().__init__(call, (dout, out, lse, lse), None, dlse)
 
     def kernel_statistics(self, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-        """softmax_lse as the maximum of weights whose sum is 1, or 0 in a row without keys."""
+        """(max, sum) for the kernels: softmax_lse and 1, or -inf and 0 in a row without visible keys."""
         lse = by_head(max_, self.call)
         return lse, lse > -torch.inf
 
@@ -70,18 +70,18 @@ class _Run(Filled):
 
 
 def by_row(statistic: Tensor, call: DenseCall) -> Tensor:
-    """The interface's view of a statistic in the kernels' order: axes as in out, the last one of size 1."""
+    """A view of a statistic, from the kernels' order to the interface's: the axes of out, with a last axis of 1."""
     return (statistic.mT if call.form.layout == "BSND" else statistic).unsqueeze(-1)
 
 
 def by_head(lse: Tensor, call: DenseCall) -> Tensor:
-    """The inverse of by_row(); the last axis of `lse` may be missing."""
+    """The inverse of by_row(): a view in the kernels' order; the last axis of `lse` may be missing."""
     lse = lse.squeeze(-1) if lse.dim() == call.q.dim() else lse
     return lse.mT if call.form.layout == "BSND" else lse
 
 
 def lower(bound: Bound) -> BlockForward | BlockBackward:
-    """Lowers a bound call of the forward or the gradient."""
+    """Lowers a checked call, a forward or a gradient."""
     n = bound.names
     problem, form, extents = bound.once(_without_tensors)
     extras = tuple(n[MASK] if name == "blocked_tiles" else None for name in EXTRAS)

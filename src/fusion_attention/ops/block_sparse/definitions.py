@@ -1,4 +1,5 @@
-"""Records of CANN's BlockSparseAttention and its gradient, in the two-phase interface and the chip's two packages.
+"""Operator definitions of CANN's BlockSparseAttention and its gradient, in the two-phase interface, torch_npu and
+cann_ops_transformer.
 
 Rules are in rules.py, lowering in call.py.
 """
@@ -41,8 +42,8 @@ KEY = Tensor("key", "Key rows; N1 is a multiple of N2.", dtypes="=query", shape=
 VALUE = Tensor("value", "Value rows.", dtypes="=query", shape=rows("2", "D"))
 BLOCK_MASK = Tensor(
     MASK,
-    "Nonzero: the rows of this block see the keys of this block. [B, N1, ceil(S1 / X), ceil(S2 / Y)], S1 and S2 of the "
-    "longest sequence; blocks are counted from each sequence's first token. None: all keys are visible.",
+    "[B, N1, ceil(S1 / X), ceil(S2 / Y)]; nonzero: the keys of a block of keys are visible to the rows of a block of "
+    "rows. S1 and S2 are the largest lengths; blocks count from each sequence's first token. None: all are visible.",
     True,
     "block_sparse_mask",
     dtypes="int8 bool uint8",
@@ -51,8 +52,8 @@ BLOCK_MASK = Tensor(
 ATTEN_MASK = Tensor("atten_mask", "Reserved.", True)
 BLOCK_SHAPE = Array("block_shape", f"[X, Y], rows and keys of a block; None: [{TILE}, {TILE}].", True)
 LENGTHS_OF = (
-    Array("actual_seq_lengths", "Query rows of every sequence; TND: needed.", True),
-    Array("actual_seq_lengths_kv", "Keys of every sequence; TND: needed.", True),
+    Array("actual_seq_lengths", "Query rows of every sequence; required in layout TND.", True),
+    Array("actual_seq_lengths_kv", "Keys of every sequence; required in layout TND.", True),
 )
 BLOCK_TABLE = Tensor("block_table", "Reserved.", True)
 SCALES = tuple(
@@ -61,25 +62,25 @@ SCALES = tuple(
 )
 P_SCALE = Tensor("p_quant_scale", "Reserved.", True)
 LAYOUT = Attr("layout", "Axis order of query rows.", type=str, default="TND", code=INVALID, spelled="q_input_layout")
-LAYOUT_KV = Attr("layout_kv", "Axis order of key rows: as the queries'.", type=str, default="TND",
+LAYOUT_KV = Attr("layout_kv", "Axis order of keys; it must be that of queries.", type=str, default="TND",
                  spelled="kv_input_layout")  # fmt: skip
 KEY_HEADS = Attr("num_key_value_heads", "Key heads.", default=1, axis="N2", code=INVALID)
-MASK_TYPE = Attr("mask_type", "0: no mask beside the blocks.", default=0)
-SCALE = Attr("scale_value", "Factor on query . key; no value stands for 1 / sqrt(D).", type=float, default=1.0)
+MASK_TYPE = Attr("mask_type", "0: no mask except the block mask.", default=0)
+SCALE = Attr("scale_value", "Factor on query . key; the default is 1.0, not 1 / sqrt(D).", type=float, default=1.0)
 PRECISE = Attr("inner_precise", "Without effect: the softmax is in float32.", default=1)
 PAGE_SIZE = Attr("block_size", "Without effect.", default=0)
 WINDOW = (
-    Attr("pre_tokens", "Without effect: no window is defined beside the blocks.", default=UNLIMITED),
-    Attr("next_tokens", "Without effect: no window is defined beside the blocks.", default=UNLIMITED),
+    Attr("pre_tokens", "Without effect.", default=UNLIMITED),
+    Attr("next_tokens", "Without effect.", default=UNLIMITED),
 )
 FLAG = Attr("softmax_lse_flag", "1: return softmax_lse.", default=0, domain="softmax_lse_flag in (0, 1)")
 QUANT = (
     Attr("quant_mode", "0: floats. 1 to 3, fp8 and fp4 (950 only), are not computed here.", default=0),
-    Attr("dst_type_max", "Without effect: it is of fp4.", type=float, default=0.0),
+    Attr("dst_type_max", "Without effect: it is for fp4.", type=float, default=0.0),
 )
 OUT_OF = output(OUT, "The output rows.", rows("1", "D"))
 LSE_OF = output(
-    LSE, "log(sum(exp(s))) of every row and head; -inf in a row that sees no key.",
+    LSE, "log(sum(exp(s))) of every row and head; -inf in a row without visible keys.",
     {layout: f"{words} L" for layout, words in _LSE.items()}, "float32",
 )  # fmt: skip
 DY = Tensor("dy", "Gradient of the output.", dtypes=FLOATS, shape=rows("1", "D"), spelled="dout")
@@ -93,7 +94,7 @@ GRADS = (
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Derived names of a call: lengths per sequence, the axes of packed rows, the block, and numbers of blocks."""
+    """Derived values of a call by name: lengths, axes of packed rows, (rows, keys) of a block, and counts of blocks."""
     q_len, kv_len, shape = n["actual_seq_lengths"], n["actual_seq_lengths_kv"], n["block_shape"]
     result: dict[str, Any] = {}
     if n["layout"] == "TND" and q_len is not None and kv_len is not None:
@@ -118,7 +119,7 @@ def _fresh_gradients(n: Any) -> dict[str, torch.Tensor]:
     return {name: empty(n[of], n[of].shape) for name, of in zip(GRADIENTS[:3], INPUTS, strict=True)}
 
 
-FORMULA = """s_j = scale_value * query . key_j     over the keys j of the blocks that the row's block sees
+FORMULA = """s_j = scale_value * query . key_j     for the keys j of the blocks that are visible to the row's block
 softmax_lse = log(sum_j exp(s_j)),  attention_out = sum_j exp(s_j - softmax_lse) value_j"""
 TEX = r"""\begin{aligned}
 s_j &= scale\; q \cdot k_j \qquad j \text{ with } mask_{\lfloor i / X \rfloor, \lfloor j / Y \rfloor} \ne 0 \\
@@ -143,7 +144,7 @@ PACKED_SAMPLE = {"actual_seq_lengths": [3, 5], "actual_seq_lengths_kv": [130, 7]
 C = Declared("Optional")
 V1 = of_cann(
     "aclnnBlockSparseAttention",
-    "Attention to the blocks of keys that a mask leaves to each block of query rows.",
+    "Softmax attention of each block of query rows to the blocks of keys that a block mask makes visible.",
     (
         *(QUERY, KEY, VALUE, BLOCK_MASK, ATTEN_MASK, BLOCK_SHAPE, *LENGTHS_OF, BLOCK_TABLE, LAYOUT, LAYOUT_KV),
         *(KEY_HEADS, MASK_TYPE, SCALE, PRECISE, PAGE_SIZE, *WINDOW, FLAG, OUT_OF, LSE_OF),
@@ -168,7 +169,7 @@ V1 = of_cann(
 )  # fmt: skip
 V2 = V1.version(
     "aclnnBlockSparseAttentionV2",
-    "BlockSparseAttention with scales of fp8 tensors, in one layout more.",
+    "BlockSparseAttention with scales of fp8 tensors, and layout BSND.",
     after={"block_table": SCALES},
     layouts=LAYOUTS,
     c=V1.c.but(
@@ -177,7 +178,7 @@ V2 = V1.version(
 )
 V3 = V2.version(
     "aclnnBlockSparseAttentionV3",
-    "BlockSparseAttentionV2 with kinds of quantisation.",
+    "BlockSparseAttentionV2 with quant_mode, dst_type_max and p_quant_scale.",
     after={"v_dequant_scale": (P_SCALE,), "softmax_lse_flag": QUANT},
     c=C.but(softmax_lse="softmaxLseOptional"),
 )
@@ -210,7 +211,7 @@ GRAD = V1.version(
     c=C.of_page(),
     samples={layout: {**sample, LSE: f"{_LSE[layout]} 1"} for layout, sample in V1.samples.items()},
 )
-TORCH_SCALE = replace(SCALE, default=0.0, text="Factor on query . key; 0, the default, weighs all keys alike.")
+TORCH_SCALE = replace(SCALE, default=0.0, text="Factor on query . key; 0, the default, gives all keys equal weights.")
 EXAMPLE = """\
 >>> q, kv = torch.randn(1, 4, 256, 64), torch.randn(1, 2, 384, 64)
 >>> mask = torch.ones(1, 4, 2, 3, dtype=torch.int8).tril()
@@ -229,7 +230,7 @@ TORCH = V1.version(
         *(LAYOUT, LAYOUT_KV, KEY_HEADS, TORCH_SCALE, PRECISE, *LENGTHS_OF),
         *(replace(FLAG, text="Without effect: softmax_lse is always returned."), OUT_OF, LSE_OF),
     ),
-    returns="(attention_out, softmax_lse), both differentiable; softmax_lse is returned with every softmax_lse_flag.",
+    returns="(attention_out, softmax_lse), both differentiable; softmax_lse is returned for any softmax_lse_flag.",
     example=EXAMPLE
     + """\
 >>> list(out.shape), list(lse.shape)
@@ -253,7 +254,9 @@ TORCH_GRAD = GRAD.version(
 [1, 2, 384, 64]""",
 )
 _OF = {p.name: p for p in V3.params}
-OUT_DTYPE = Attr("attention_out_dtype", "None, or query's: others are of fp8 and fp4.", type=torch.dtype, default=None)
+OUT_DTYPE = Attr(
+    "attention_out_dtype", "None, or query's dtype; others are for fp8 and fp4.", type=torch.dtype, default=None
+)
 CANN = V3.version(
     "cann_ops_transformer.block_sparse_attention",
     V1.summary,
@@ -267,7 +270,7 @@ CANN = V3.version(
         *(P_SCALE, OUT_DTYPE, OUT_OF, LSE_OF),
     ),
     rules=(*TORCH.rules, SAME_DTYPE),
-    returns="(attention_out, softmax_lse), both differentiable; softmax_lse is empty unless it is asked for.",
+    returns="(attention_out, softmax_lse), both differentiable; softmax_lse is empty without return_softmax_lse.",
     example=TORCH.example.replace("npu_block_sparse_attention(", "block_sparse_attention(").replace(
         ", scale_value", ", return_softmax_lse=True, scale_value"
     ),

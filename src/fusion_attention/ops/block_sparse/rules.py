@@ -1,4 +1,4 @@
-"""The rules of BlockSparseAttention and its gradient: lengths, blocks, forms, and the chip's limits."""
+"""Rules of BlockSparseAttention and its gradient."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,9 +8,9 @@ import torch
 from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops.shared.checks import float32, lengths_fit
 from fusion_attention.ops.shared.rules import (
+    NOT_CUMULATIVE,
     OF_950,
     PACKED,
-    WHOLE,
     absent,
     covered,
     doubt,
@@ -31,7 +31,7 @@ BLOCK = (2, 128)  # of samples
 
 
 def is_block(shape: Sequence[int]) -> bool:
-    """True if a block has two sides of at least one token."""
+    """True if block_shape has at least two numbers, of which the first two are positive."""
     return len(shape) >= 2 and min(shape[:2]) > 0
 
 
@@ -48,7 +48,7 @@ LENGTHS = (
     ),
     presence(
         f"({Q_LENGTHS} is None) == ({KV_LENGTHS} is None)",
-        f"{KV_LENGTHS}: lengths beside {Q_LENGTHS}, and nowhere else (lengths of queries and of keys come in pairs)",
+        f"{KV_LENGTHS}: lengths if {Q_LENGTHS} has some, otherwise None (pass lengths for both or for neither)",
         invalid={KV_LENGTHS: None},
     ),
     *(
@@ -61,7 +61,7 @@ LENGTHS = (
         for name, axis, side, too_long in ((Q_LENGTHS, 1, "query", [3, 6]), (KV_LENGTHS, 2, "key", [130, 8]))
     ),
     one_length_each(Q_LENGTHS, KV_LENGTHS),
-    *covered(Q_LENGTHS, KV_LENGTHS, WHOLE, {Q_LENGTHS: [3, 4], KV_LENGTHS: [129, 7]}),
+    *covered(Q_LENGTHS, KV_LENGTHS, NOT_CUMULATIVE, {Q_LENGTHS: [3, 4], KV_LENGTHS: [129, 7]}),
 )
 BLOCKS = (
     of_lengths(
@@ -82,23 +82,23 @@ FORMS = (
         "layout_kv: as layout (queries and keys have one axis order)",
         invalid={"layout_kv": "BSND"},
     ),
-    meaning("mask_type == 0", "mask_type (no mask is defined beside the blocks)"),
-    absent("atten_mask", "no mask is defined beside the blocks"),
-    absent("block_table", "keys in pages are not defined: gather them, or fused inference reads pages"),
+    meaning("mask_type == 0", "mask_type (the only mask is block_mask)"),
+    absent("atten_mask", "the only mask is block_mask"),
+    absent("block_table", "paged keys are not supported: gather them, or use fused inference attention"),
     *(absent(f"{of}_dequant_scale") for of in ("q", "k", "v")),
     absent("p_quant_scale", "reserved: leave it out"),
     meaning("quant_mode == 0", f"quant_mode (fp8 and fp4: {OF_950})", invalid={"quant_mode": 1}),
     *(
         doubt(
             f"{name} == {UNLIMITED}",
-            f"{name}: {UNLIMITED} (no window is defined beside the blocks, and none is applied)",
+            f"{name}: {UNLIMITED} (windows have no effect)",
             invalid={name: 64},
         )
         for name in ("pre_tokens", "next_tokens")
     ),
     doubt(
         "scale_value != 0",
-        "scale_value: a scale, such as D ** -0.5 (0 weighs all keys alike; the default is not 1 / sqrt(D))",
+        "scale_value: a scale, such as D ** -0.5 (0 gives all keys equal weights; the default is not 1 / sqrt(D))",
     ),
     finite_scale("scale_value", optional=False),
     replace(groups_of_heads("key"), invalid={"N2": 3, "num_key_value_heads": 3}),
@@ -107,7 +107,7 @@ FORMS = (
 
 
 def _in(dtype: str) -> dict[str, tuple[str, str]]:
-    """Sample settings of packed tensors in a dtype."""
+    """Settings of sample calls: packed tensors with this dtype."""
     rows, keys = ("T1 N1 D", dtype), ("T2 N2 D", dtype)
     return dict.fromkeys(("query", "dy", "attention_in"), rows) | dict.fromkeys(("key", "value"), keys)
 
@@ -128,17 +128,17 @@ LIMITS = (
         "inner_precise: 0 with bfloat16 (1 is a softmax in float16; here it is always in float32)",
         invalid={"inner_precise": 1, **_in("bfloat16")},
     ),
-    limit("block_size == 0", "block_size (it is of pages, and keys are in none)"),
+    limit("block_size == 0", "block_size (the size of a page, and keys are not paged)"),
 )
 SAME_DTYPE = meaning(
     "attention_out_dtype is None or attention_out_dtype == query.dtype",
-    f"attention_out_dtype: None, or query's dtype (others are of fp8 and fp4: {OF_950})",
+    f"attention_out_dtype: None, or query's dtype (others are for fp8 and fp4: {OF_950})",
     invalid={"attention_out_dtype": torch.float64},
 )
 FORWARD = (
     limit(
         "block[1] % 128 == 0",
-        "block_shape: a multiple of 128 keys (the chip takes no other blocks; here any size is right)",
+        "block_shape: a multiple of 128 keys (the chip takes no other blocks; here any size is legal)",
         when="block_mask is not None",
         invalid={"block_shape": [2, 64], "Ys": 3},
     ),

@@ -1,4 +1,4 @@
-"""The record of `fusion_attention.compressed_attention`."""
+"""The operator definition of this library's compressed_attention()."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,7 +30,7 @@ IN_PAGES = {"compressed_table": "2 Mc", "compressed_len": [2, 3], "actual_seq_kv
 
 
 def layout_of(names: Mapping[str, Any]) -> str:
-    """The layout of compressed keys in a call."""
+    """The layout of a call's compressed keys, from the call's arguments by name."""
     return keys_in(names.get("layout", ""), None, names.get("compressed_table"))
 
 
@@ -40,7 +40,7 @@ def _rows(dim: str) -> dict[str, str]:
 
 KEY_COMPRESSED = Tensor(
     "key_compressed",
-    "Compressed key rows: row e stands for the tokens e * ratio to e * ratio + ratio - 1.",
+    "Compressed keys: key e stands for the tokens e * ratio to e * ratio + ratio - 1.",
     spelled="k_compressed",
     dtypes="=query",
     shape=_rows("D"),
@@ -50,14 +50,13 @@ VALUE_COMPRESSED = replace(
     KEY_COMPRESSED,
     name="value_compressed",
     spelled="v_compressed",
-    text="Compressed value rows; None with v: the key rows.",
+    text="Compressed values; None if v is None: the compressed keys.",
     optional=True,
     shape=_rows("Dv"),
 )
 LISTS = replace(
     INDICES,
-    text="Per row and key head the compressed keys that it reads, packed to the front; -1 ends a list. None: all that "
-    "it sees.",
+    text="Per row and key head a list of compressed keys, ended by -1; None: all visible ones.",
     optional=True,
     spelled="indices",
 )
@@ -65,18 +64,22 @@ SHARED_LISTS = replace(
     LISTS, text=f"{LISTS.text} Nl is N2, or 1: one list for all heads.", shape={"BSND": "B S1 Nl K", "TND": "T1 Nl K"}
 )
 RATIO = Attr("ratio", "Tokens that a compressed key stands for.", domain="ratio >= 1")
-BAND = Attr("band", "The interval of k's keys that each row sees; None: Band.causal().", type=Band, default=None)
-LENGTHS_COMPRESSED = Array("compressed_len", "Compressed keys of every sequence (TND, pages: needed).", True)
+BAND = Attr(
+    "band", "The interval of keys of k that is visible to each row; None: Band.causal().", type=Band, default=None
+)
+LENGTHS_COMPRESSED = Array(
+    "compressed_len", "Compressed keys of every sequence; required in layout TND and if paged.", True
+)
 RESIDUAL = Array(
     "residual",
-    "Tokens behind those of the last compressed key, of every sequence: the position of the last row then counts from "
-    "them, and k may hold a part of the keys. None: it is that of the last key.",
+    "Tokens of every sequence behind those of its last compressed key; the sequence then has compressed_len * ratio + "
+    "residual tokens, of which k may have only the last. None: k has all tokens.",
     True,
 )
 COMPRESSED_TABLE = replace(
     TABLE,
     name="compressed_table",
-    text="The pages of every sequence: compressed keys are pages.",
+    text="The pages of the compressed keys of every sequence; None: they are not paged.",
     spelled="compressed_page_table",
     shape="R Mc",
 )
@@ -85,8 +88,8 @@ COMPRESSED_KEYS = "keys_in(layout, None, compressed_table)"
 RULES = (
     of_lengths(
         f"keys_fit(compressed_len, {COMPRESSED_KEYS}, False, B, S3, T3, compressed_table, Pcs)",
-        "compressed_len: the lengths of the sequences in the tensor of compressed keys (one for each sequence: the "
-        "tokens of its keys // ratio)",
+        "compressed_len: the lengths of the sequences in the tensor of compressed keys (one per sequence: its tokens "
+        "// ratio)",
         invalid={"compressed_len": [2, 13]},
     ),
     needed(
@@ -99,27 +102,28 @@ RULES = (
     replace(one_length_each("actual_seq_qlen", "compressed_len"), invalid={"compressed_len": [3]}),
     of_lengths(
         "residual is None or len(residual) == B",
-        "residual: as many numbers as there are sequences (one for each sequence)",
+        "residual: one number per sequence (the tokens of each sequence % ratio)",
         only=("BSND",),
         invalid={"residual": [0, 0, 0]},
     ),
     replace(one_length_each("actual_seq_qlen", "residual"), invalid={"residual": [0]}),
     invalid(
         "residual is None or all(0 <= n < ratio for n in residual)",
-        "residual: numbers from 0 to ratio - 1 (more tokens would close another compressed key)",
+        "residual: numbers from 0 to ratio - 1 (ratio tokens or more are further compressed keys)",
         given={"residual": [0, 1]},
         invalid={"residual": [0, 3]},
     ),
     presence(
         "(value is None) == (value_compressed is None)",
-        "value_compressed: compressed values beside v, and nowhere else (values lie in the key rows of both sources, "
-        "or in rows of their own)",
+        "value_compressed: compressed values if v is a tensor, otherwise None (keys are the values of both sources, or "
+        "of none)",
         given={"value": True, "value_compressed": True},
         invalid={"value_compressed": None},
     ),
     meaning(
         "band is None or band_fits(band, len(q_len))",
-        "band: a band of whole numbers, its prefix empty or one per sequence (one prefix for each sequence)",
+        "band: a band with integer edges, and no prefix or one per sequence (make it with Band.causal(), "
+        "Band.window() or Band.prefix_causal())",
         invalid={"band": Band.prefix_causal([1, 2, 3])},
     ),
     meaning(
@@ -131,7 +135,7 @@ RULES = (
     *own_entries("sparse_indices", "sparse_indices is None or entries_fit(sparse_indices, layout, q_len, c_len, 1)"),
     doubt(
         "residual is not None or keys_closed(c_len, kv_len, ratio)",
-        "compressed_len: the tokens of the keys // ratio (a compressed key is there from its last token on)",
+        "compressed_len: the tokens of the keys // ratio (compressed keys stand for `ratio` tokens each)",
         invalid={"ratio": 1},
     ),
     *group(
@@ -153,12 +157,12 @@ RULES = (
 
 
 def keys_closed(c_len: Any, kv_len: Any, ratio: int) -> bool:
-    """True if every sequence has one compressed key per `ratio` complete tokens."""
+    """True if every sequence has kv_len // ratio compressed keys."""
     return bool((c_len == kv_len // ratio).all())
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived values: lengths and axes of both sources; without a value, keys are the values."""
+    """Derived values of a call by name: lengths and axes of both sources; without a value tensor Dv is D."""
     result = sparse.derive(names | {"causal": True})
     given = names["compressed_len"]
     if given is None:
@@ -169,7 +173,7 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
 
 RECORD = V1.version(
     "compressed_attention",
-    "Softmax attention over a band of keys and over compressed keys, together.",
+    "One softmax attention over a band of keys and over compressed keys.",
     source="",
     params=(
         spelled(QUERY, "q", dtypes=OWN_FLOATS),
@@ -187,8 +191,8 @@ RECORD = V1.version(
         *(spelled(SINKS, "sink", dtypes=OWN_FLOATS), spelled(TABLE, "page_table"), COMPRESSED_TABLE),
     ),
     rules=(*(*LENGTHS, sparse.PAGED_KEYS, sparse.PACKED_KEYS, *sparse.COVERED, *TABLES, *SHAPES, *RULES),),
-    formula="""s_j = scale * q . k_j              over the keys of its band
-s_e = scale * q . k_compressed_e   over the compressed keys e < (position + 1) // ratio, those that it lists, or all
+    formula="""s_j = scale * q . k_j              for the keys j of the row's band
+s_e = scale * q . k_compressed_e   for the compressed keys e < (position + 1) // ratio, all or those in indices
 out = (sum_j exp(s_j) v_j + sum_e exp(s_e) v_compressed_e) / (sum_j exp(s_j) + sum_e exp(s_e) + exp(sink))""",
     tex=r"""\begin{aligned}
 s_j &= scale\; q \cdot k_j \quad j \text{ in the row's band}, \qquad

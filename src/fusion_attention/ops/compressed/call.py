@@ -26,7 +26,7 @@ class Placed(Extents):
     """Extents of packed sequences that may be followed by padding rows.
 
     Args:
-        starts: the first rows of sequences on the query and on the key side.
+        starts: per sequence, the index of its first query row, and of its first key.
     """
 
     starts: tuple[np.ndarray, np.ndarray] | None = None
@@ -39,22 +39,23 @@ class Placed(Extents):
 
     @property
     def kv_start(self) -> np.ndarray:
-        """The first key row of each sequence."""
+        """The first key of each sequence."""
         assert self.starts is not None
         return self.starts[1]
 
 
 def placed(extents: Extents, q_start: np.ndarray, kv_start: np.ndarray) -> Placed:
-    """The same extents with packed sequences that begin at these rows."""
+    """A copy of the extents whose packed sequences begin at query rows q_start and at keys kv_start."""
     values = {f.name: getattr(extents, f.name) for f in fields(Extents)}
     return Placed(**values, starts=(q_start, kv_start))
 
 
 class FlashMla(Sparse):
-    """A lowered forward call. softmax_lse is log(sum(exp(s))) over both sources and the sink, in the layout of CANN's
-    statistics; out and softmax_lse of a row without keys are 0, also with a sink.
+    """A lowered forward call.
 
-    Without a second source of keys, lists are of the first: the tensor COUNTS limits the entries of each.
+    softmax_lse is log(sum(exp(s))) over the keys of both sources and the sink, in CANN's order of statistics. In a row
+    without visible keys, out and softmax_lse are 0, also with a sink. Lists select keys of the second source; if there
+    is none, they select keys of the first, and the tensor COUNTS limits the entries of each list.
     """
 
     def lists(self) -> Tensor | None:
@@ -71,27 +72,28 @@ class FlashMla(Sparse):
         return result if self.stats else {OUT: result[OUT]}
 
     def complete(self) -> FlashMla:
-        """The same call with softmax_lse."""
+        """The same call, with softmax_lse among its results."""
         return replace(self, stats=True)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """A run on views of the call's tensors and of `outputs`."""
+        """Makes a Filled (the call with its memory): views of the call's tensors and of `outputs`."""
         return _Run(self, outputs)
 
     def backward(self, results: Results, upstream: Results) -> SparseBackward:
-        """The call of the gradients, from the results of a call with softmax_lse and their gradients."""
+        """The gradient call, from the results of a call with softmax_lse and their gradients (upstream)."""
         out, lse, dout = results[OUT], results[LSE], upstream.get(OUT)
         dout = torch.zeros_like(out) if dout is None else dout
         return SparseBackward(self, dout, out, lse, self.divisors(lse), upstream.get(LSE))
 
     def gradient(self, out: Tensor, lse: Tensor, dout: Tensor, entries: int | None) -> FlashMlaBackward:
-        """The gradient operator's call, which also returns probabilities of `entries` entries per row; None: none."""
+        """The gradient operator's call; if `entries` is not None, it also returns the probabilities of so many entries
+        of each list."""
         result = FlashMlaBackward(self, dout, out, lse, self.divisors(lse))
         result.entries = entries
         return result
 
     def listed_rows(self, lse: Tensor) -> ListedRows:
-        """The call's query rows, the visible keys of the source that lists are of, and softmax_lse."""
+        """The input of write_probabilities(): query rows, the keys of the source that lists select from, and lse."""
         if self.second is None:
             keys, keys_of = self.keys(self.given("key")), self.extents.kv_len
         else:
@@ -105,13 +107,13 @@ class FlashMla(Sparse):
         return ListedRows(self, self.problem.scale, q, lengths, keys, keys_of, ends, lse, self.lists())
 
     def _listed_end(self, b: int, row: np.ndarray) -> np.ndarray:
-        """The number of keys, of the source that lists are of, that each row sees."""
+        """Per row of sequence b, the number of visible keys in the source that lists select from."""
         if self.second is None:
             return np.full(len(row), self.extents.kv_len[b])
         return self.extents.compressed_end(b, row, self.problem.compressed_ratio)
 
     def divisors(self, lse: Tensor) -> Tensor:
-        """Sums of weights that belong to softmax_lse as the maximum: 1, or 0 for rows without keys."""
+        """The sums for kernels that read lse as the maximum: 1, or 0 in rows without visible keys."""
         result = torch.ones_like(lse)
         divisors, _ = statistics(self.given("query"))
         self.grouped(divisors).copy_(result)
@@ -119,7 +121,7 @@ class FlashMla(Sparse):
         return result.copy_(self.grouped(divisors))
 
     def _clear_rows_without_keys(self, rows: Tensor) -> None:
-        """Sets statistics [.., N1] of rows without keys to 0."""
+        """Sets statistics [.., N1] of rows without visible keys to 0."""
         p, e = self.problem, self.extents
         heads, view = p.heads_q, self.rows(rows.unsqueeze(-1), p.heads_q)
         lists = self.lists()
@@ -155,7 +157,7 @@ class FlashMlaBackward(SparseBackward):
 
     @property
     def norm(self) -> str:
-        """The name of the probabilities among the results."""
+        """The name of the result with the probabilities."""
         return NORM_OF_KEYS if self.call.second is None else NORM
 
     def results(self) -> dict[str, Tensor]:
@@ -165,9 +167,9 @@ class FlashMlaBackward(SparseBackward):
         return super().results() | ({} if self.entries is None else {self.norm: empty(q, shape, torch.float32)})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """A run on views of the call's tensors, the saved results, and `outputs`."""
+        """Makes a Filled (the call with its memory): views of tensors, saved results and `outputs`."""
         gradients = {name: tensor for name, tensor in outputs.items() if name != self.norm}
-        if self.call.second is not None:  # a call without compressed keys has an empty tensor of them
+        if self.call.second is not None:  # The operator does not return the gradient of empty compressed keys.
             compressed = self.call.given("key_compressed")
             gradients.setdefault("dkey_compressed", empty(compressed, compressed.shape, compressed.dtype))
         return _GradientRun(self, gradients, outputs.get(self.norm))

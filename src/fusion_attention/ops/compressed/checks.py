@@ -1,4 +1,5 @@
-"""Checks in the rules of SparseFlashMla; each returns True, or a text with the value that violates it."""
+"""Check functions for rules of SparseFlashMla: each returns True for a legal call, otherwise a text with the illegal
+value."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,24 +16,26 @@ Lengths = np.ndarray
 
 
 def used_fit(used: Lengths | None, count: int, ends: Lengths | None, longest: int | None) -> Outcome:
-    """True if there is a length for each of `count` sequences, from 0 to the rows allocated for it.
+    """True if each of `count` sequences has a length between 0 and its rows in memory.
 
     Args:
-        ends: cumulative allocated rows of packed sequences; None: `longest` for each, or no limit.
+        used: the lengths; None is legal.
+        ends: 0, then the cumulative ends of packed sequences in memory; None: rows are not packed.
+        longest: rows of each sequence if they are not packed; None: no limit.
     """
     if used is None:
         return True
     if len(used) != count:
         return f"{len(used)} lengths for {count} sequences"
-    room = np.full(count, UNLIMITED if longest is None else longest)
+    capacity = np.full(count, UNLIMITED if longest is None else longest)
     if ends is not None and len(ends) == count + 1:
-        room = np.diff(ends)
-    outside = np.flatnonzero((used < 0) | (used > room))
-    return not len(outside) or f"{used[outside[0]]} of sequence {outside[0]}, outside [0, {room[outside[0]]}]"
+        capacity = np.diff(ends)
+    outside = np.flatnonzero((used < 0) | (used > capacity))
+    return not len(outside) or f"{used[outside[0]]} of sequence {outside[0]}, outside [0, {capacity[outside[0]]}]"
 
 
 def tokens_agree(kv_len: Lengths, c_len: Lengths, ratio: int, residual: Lengths) -> Outcome:
-    """True if, for every sequence, ratio * (number of compressed keys) + residual is the number of its tokens."""
+    """True if ratio * c_len + residual, the tokens of compressed keys and behind them, is kv_len in every sequence."""
     tokens = c_len * ratio + residual
     wrong = np.flatnonzero(tokens != kv_len)
     if not len(wrong):
@@ -49,8 +52,7 @@ def rows_of(b: int, layout: str, q_len: Lengths, q_start: Lengths) -> Any:
 
 
 def names_entries(lists: torch.Tensor, layout: str, q_len: Lengths, q_start: Lengths, c_len: Lengths) -> Outcome:
-    """True if every entry is -1 or the number of a compressed key of its row's sequence; reads the lists, unless
-    stays_unread() excludes them."""
+    """True if every entry is -1 or in [0, c_len) of its row's sequence, or if stays_unread(lists)."""
     if stays_unread(lists):
         return True
     for b in range(len(q_len)):
@@ -65,7 +67,7 @@ def names_entries(lists: torch.Tensor, layout: str, q_len: Lengths, q_start: Len
 def sees_entries(
     lists: torch.Tensor, layout: str, q_len: Lengths, q_start: Lengths, c_len: Lengths, tokens: Lengths, ratio: int
 ) -> Outcome:
-    """True if all entries of all lists are visible to their rows, else the number of others; reads the lists."""
+    """True if no list has more entries than its row has visible compressed keys, and all of them are visible."""
     count, first = 0, ""
     for b in range(len(q_len)):
         entries = lists[rows_of(b, layout, q_len, q_start)][:, 0]

@@ -1,4 +1,4 @@
-"""The definitions of CANN's Compressor and CompressorGrad, computed by torch's operators."""
+"""Operator definitions of CANN's Compressor and CompressorGrad, which torch's operators compute."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,11 +25,12 @@ GRADIENTS = ("dx", "dwkv", "dwgate", "dape")
 
 @dataclass(frozen=True, eq=False)
 class Compressor(TensorCall):
-    """A lowered call without work for a back end; its extents have no sequence.
+    """A lowered forward call, computed in finish(): its extents have no sequence, so no back end runs.
 
     Args:
         of: the sequences.
-        cache_mode: as of the operator. saves: the rows of windows are saved too.
+        cache_mode: the operator's argument.
+        saves: softmax_score and kv are results too.
     """
 
     of: Sequences
@@ -39,11 +40,11 @@ class Compressor(TensorCall):
     op_kind = "attention_forward"
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Fresh memory."""
+        """Allocates the results."""
         return _results(self.given("x"), self.given("wkv"), self.of, self.saves)
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """A run that writes to `outputs`."""
+        """Makes a Filled that computes to `outputs`."""
         return _Run(self, outputs)
 
 
@@ -65,18 +66,18 @@ class _Run(Filled):
 
 @dataclass(frozen=True, eq=False)
 class CompressorGrad(TensorCall):
-    """A lowered call of the gradients; without work for a back end."""
+    """A lowered gradient call, computed in finish(): no back end runs."""
 
     of: Sequences
     problem: Problem = NO_ATTENTION
     op_kind = "attention_backward"
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Fresh memory."""
+        """Allocates the gradients."""
         return _gradients({**self.tensors, "cmp_ratio": self.of.ratio})
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """A run that writes to `outputs`."""
+        """Makes a Filled that computes to `outputs`."""
         return _GradRun(self, outputs)
 
 
@@ -131,7 +132,10 @@ def _lower_grad(bound: Bound) -> CompressorGrad:
 def covers_windows(
     result: torch.Tensor, x: torch.Tensor, wkv: torch.Tensor, ratio: int, coff: int, *lengths: Any
 ) -> bool | str:
-    """True if a tensor has rows for all windows of a call, of coff * ratio saved rows if it has an axis more."""
+    """True if a tensor has an entry per window: a row of results, or (with one more axis) coff * ratio saved rows.
+
+    coff: 2 if windows overlap, else 1; lengths: cu_seqlens, seqused and start_pos.
+    """
     of, dim = Sequences.of(x, ratio, coff, *lengths), wkv.shape[0] // coff
     saved = result.dim() == (4 if of.size is not None else 3)
     wanted = of.shape(coff * ratio, dim) if saved else of.shape(dim)
@@ -139,12 +143,12 @@ def covers_windows(
 
 
 def layout_of(n: Mapping[str, Any]) -> str:
-    """The form of rows: padded, or packed with cu_seqlens."""
+    """The layout of a call's rows: "BSH" padded, "TH" packed, which have cu_seqlens."""
     return "BSH" if n["cu_seqlens"] is None else "TH"
 
 
 def _derive(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Axes of the results; R is missing if no rows are saved."""
+    """Derived values of a call by name: axes of the results; Rw is None if no rows are saved."""
     x, wkv = n["x"], n["wkv"]
     if wkv.dim() != 2 or x.dim() != (3 if n["cu_seqlens"] is None else 2):
         return {}
@@ -177,7 +181,7 @@ def _placed(name: str, advice: str, sample: str) -> Rule:
 
 
 def _sized(rule: Rule) -> Rule:
-    """A rule of COMPRESSOR with a sample call of these operators' sizes."""
+    """A copy of a rule of COMPRESSOR whose invalid sample call has SIZES."""
     cache = rule.invalid.get("state_cache")
     if isinstance(cache, torch.Tensor):
         return replace(rule, invalid={"state_cache": torch.zeros(3, 1, 1).expand(3, 4, 256)})
@@ -208,18 +212,18 @@ V1 = COMPRESSOR.version(
     params=(
         *(_P[name] for name in ("x", "wkv", "wgate", "state_cache", "ape", "state_block_table")),
         *(_P[name] for name in ("cu_seqlens", "seqused", "start_pos", "cmp_ratio", "coff", "cache_mode")),
-        Attr("state_cache_stride_dim0", "Without effect: the tensor has its strides.", default=0),
+        Attr("state_cache_stride_dim0", "Without effect: strides are those of the tensor.", default=0),
         Attr("grad_enabled", "Write softmax_score and kv, which the gradient reads.", type=bool, default=False),
         _shaped(_P[OUT]),
         *(
-            _shaped(result(name, f"{text}, [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as cmp_kv is; with "
-                           "coff 2 rows of the window before and of the window alternate.", "float32"))
+            _shaped(result(name, f"{text}, [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as cmp_kv; with "
+                           "coff 2 rows of the previous window and of the window alternate.", "float32"))
             for name, text in (("softmax_score", "Weights of the rows of windows"), ("kv", "Rows of windows"))
         ),
     ),
     rules=(
         *_RULES,
-        _placed(OUT, "a result for every window that may close", "2 1 128"),
+        _placed(OUT, "one result per window", "2 1 128"),
         *(_placed(name, "saved rows for every window", "2 2 4 64") for name in SAVED),
         *LIMITS,
     ),
@@ -257,7 +261,7 @@ GRAD_V1 = V1.version(
     ),
     rules=(
         *(rule for rule in _RULES if not {"ape", "state_cache", "state_block_table"} & {rule.param}),
-        _placed("dcmp_kv", "an element for each of cmp_kv", "2 1 128"),
+        _placed("dcmp_kv", "the shape of cmp_kv", "2 1 128"),
         *(_placed(name, "as the forward wrote it", "2 2 4 64") for name in SAVED),
         *(
             invalid(f"d{name} is None or d{name}.shape == {name}.shape",

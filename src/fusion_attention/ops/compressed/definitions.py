@@ -1,4 +1,4 @@
-"""Records of CANN's SparseFlashMla and its gradient, in the two-phase interface and the package cann_ops_transformer.
+"""Operator definitions of CANN's SparseFlashMla and its gradient, in the two-phase interface and cann_ops_transformer.
 
 Rules are in rules.py, lowering in lower.py.
 """
@@ -56,80 +56,85 @@ def _key_layout(names: Mapping[str, Any]) -> str:
 
 
 def _ends(side: str, of: str) -> Array:
-    text = f"Cumulative lengths of {of} rows, a 0 before them: TND alone, where they are needed."
+    text = f"0, then the cumulative ends of the sequences of {of}: required in layout TND, None in other layouts."
     return Array(f"cu_seqlens_{side}", text, True)
 
 
 def _used(side: str, of: str) -> Array:
-    return Array(f"seqused_{side}", f"Lengths of {of} rows; pages: needed.", True)
-
-
-def _mode(side: str, modes: str, bad: int) -> Attr:
-    return Attr(f"{side}_mask_mode", modes, default=0)
+    return Array(
+        f"seqused_{side}", f"Number of used rows of {of} in each sequence; None: all. Required if paged.", True
+    )
 
 
 CUMULATIVE = tuple(_ends(*side[:2]) for side in SIDES)
 USED = tuple(_used(*side[:2]) for side in SIDES)
-RESIDUAL = Array("cmp_residual_kv", "Tokens behind those of the last compressed key, of every sequence.", True)
+RESIDUAL = Array("cmp_residual_kv", "Tokens of every sequence behind those of its last compressed key.", True)
 SINKS = sparse.SINKS
-METADATA = Tensor("metadata", "Without effect: no work is divided before a call.", True)
+METADATA = Tensor("metadata", "Without effect: back ends here divide the work themselves.", True)
 LISTS_OF_KEYS = {"BSND": "B S1 N2 Ko", "TND": "T1 N2 Ko"}
 ORI_LISTS = replace(
     LISTS,
     name="ori_sparse_indices",
     spelled="",
-    text="Per row the keys that it reads, packed to the front; -1 ends a list. Without cmp_kv alone (950 only).",
+    text="The keys that every row reads; -1 ends a list. Only without cmp_kv (a 950 form).",
     shape=LISTS_OF_KEYS,
 )
 TOPK = (
     Tensor(
         "ori_topk_length",
-        "Entries of every row's list in ori_sparse_indices; None: up to its first -1.",
+        "Number of entries of every list in ori_sparse_indices; None: a list ends at its first -1.",
         True,
         dtypes="int32",
         shape={"BSND": "B S1 N2", "TND": "T1 N2"},
     ),
-    Tensor("cmp_topk_length", "Entries of every row's list (950 only): not computed here.", True, dtypes="int32"),
+    Tensor("cmp_topk_length", "Number of entries of every list (950 only): not computed here.", True, dtypes="int32"),
 )
-SCALE = Attr("scale_value", "Factor on q . key; 1 unless it is said.", type=float, default=1.0, spelled="softmax_scale")
+SCALE = Attr("scale_value", "Factor on q . key; the default is 1.0.", type=float, default=1.0, spelled="softmax_scale")
 RATIO = Attr("ratio", "Tokens that a compressed key stands for.", default=1, domain="ratio >= 1",
              spelled="cmp_ratio")  # fmt: skip
 MODES = (
     Attr("ori_mask_mode", "0: all keys; 3: causal; 4: a window.", default=0, domain="ori_mask_mode in (0, 3, 4)"),
-    Attr("cmp_mask_mode", "3: the compressed keys of closed groups, (position + 1) // cmp_ratio.", default=0),
-    Attr("ori_win_left", "Keys before the row's own, in mode 4; -1: all.", default=-1),
-    Attr("ori_win_right", "Keys behind the row's own, in mode 4; -1: all.", default=-1),
+    Attr("cmp_mask_mode", "3: a row sees the first (position + 1) // cmp_ratio compressed keys.", default=0),
+    Attr("ori_win_left", "Visible keys before the diagonal, in ori_mask_mode 4; -1: all.", default=-1),
+    Attr("ori_win_right", "Visible keys behind the diagonal, in ori_mask_mode 4; -1: all.", default=-1),
 )
 LAYOUTS_OF = (
     spelled(sparse.LAYOUT, "layout_q"),
-    Attr("layout_kv", f"Axis order of key rows: as the queries', or {PAGES}.", type=str, default="BSND"),
+    Attr("layout_kv", f"Axis order of keys: the layout of queries, or {PAGES}.", type=str, default="BSND"),
 )
 VALUE_MODE = Attr("topk_value_mode", "1: lists hold positions.", default=1, domain="topk_value_mode == 1")
 RETURN_LSE = Attr("return_softmax_lse", "Return softmax_lse.", type=bool, default=False)
 TENSORS = (
     spelled(sparse.QUERY, "q"),
-    replace(sparse.KEY, spelled="ori_kv", text="Key rows, also values; needed.", form=_key_layout, optional=True),
+    replace(
+        sparse.KEY, spelled="ori_kv", text="Keys, which are also the values; required.", form=_key_layout, optional=True
+    ),
     replace(KEY_COMPRESSED, spelled="cmp_kv", optional=True, form=layout_of),
     ORI_LISTS,
     spelled(LISTS, "cmp_sparse_indices"),
 )
 TABLES = (spelled(sparse.TABLE, "ori_block_table"), spelled(COMPRESSED_TABLE, "cmp_block_table"))
-LSE_OUT = output(LSE, "log(sum(exp(s))) over both sources and the sink; 0 without keys.", sparse.STATISTICS, "float32")
+LSE_OUT = output(
+    LSE,
+    "log(sum(exp(s))) over both sources and the sink; 0 in rows without visible keys.",
+    sparse.STATISTICS,
+    "float32",
+)
 
 
 # -------------------------------------------------------------------------------------------------------------- lengths
 
 
 def side_lengths(n: dict[str, Any], side: str, padded: int | None, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(lengths, first rows of packed sequences) of a side."""
+    """(used lengths, first rows in packed tensors) of `count` sequences; padded: rows of a padded sequence."""
     ends, used = n[f"cu_seqlens_{side}"], n[f"seqused_{side}"]
-    room = np.full(count, padded or 0, np.int64) if ends is None else np.diff(ends)
-    start = np.cumsum(room) - room if ends is None else np.asarray(ends[:-1], np.int64)
-    return (room if used is None else np.asarray(used, np.int64)), start
+    capacity = np.full(count, padded or 0, np.int64) if ends is None else np.diff(ends)
+    start = np.cumsum(capacity) - capacity if ends is None else np.asarray(ends[:-1], np.int64)
+    return (capacity if used is None else np.asarray(used, np.int64)), start
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Derived values: lengths, axes, and the band of the modes."""
+    """Derived values of a call by name: lengths, axes, and the band of ori_mask_mode."""
     q_ends, packed = n["cu_seqlens_q"], n["layout"] == "TND"
     count = max(len(q_ends) - 1, 0) if packed and q_ends is not None else n["B"] or 0
     (q_len, q_start), (kv_len, kv_start), (c_len, c_start) = (
@@ -156,12 +161,12 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def derive_forward(n: dict[str, Any]) -> dict[str, Any]:
-    """derive(), and the axis G of softmax_lse, which is missing without it."""
+    """derive(), and the axis G of softmax_lse; None if it is not returned."""
     return derive(n) | {"G": n["N1"] // n["N2"] if n["return_softmax_lse"] and n["N2"] else None}
 
 
 def lower(bound: Bound) -> FlashMla | FlashMlaBackward:
-    """Lowers a bound call of the forward or the gradient."""
+    """Lowers a checked call, forward or gradient."""
     n = bound.names
     chosen = n["ori_sparse_indices"] is not None
     call = chosen_keys(bound) if chosen else call_of(bound, FlashMla)
@@ -185,8 +190,8 @@ def _fresh_gradients(n: Any) -> dict[str, torch.Tensor]:
 # -------------------------------------------------------------------------------------------------------------- records
 
 LENGTHS = lengths_of(SIDES, "cmp_residual_kv", paged=True)
-FORMULA = """s_j = softmax_scale * q . x_j     over the rows x of ori_kv in the band, and of cmp_kv that the row sees,
-                                  or over the rows of ori_kv that ori_sparse_indices lists
+FORMULA = """s_j = softmax_scale * q . x_j     for the visible rows x of ori_kv and of cmp_kv,
+                                  or for the rows of ori_kv in ori_sparse_indices
 out = sum_j exp(s_j - lse) x_j,  lse = log(sum_j exp(s_j) + exp(sink))"""
 TEX = r"""\begin{aligned}
 s_j &= scale\; q \cdot x_j \qquad j \text{ over the rows of } ori\_kv \text{ in the band and of } cmp\_kv
@@ -225,7 +230,7 @@ FLAGS = dict.fromkeys((OUT, LSE), INPUTS)
 C = Declared(on_device=ON_DEVICE).of_page()
 V1 = of_cann(
     "aclnnSparseFlashMla",
-    "Attention to a window of keys and to compressed keys in one softmax; keys are values.",
+    "One softmax attention over a window of keys and over compressed keys; keys are also the values.",
     (
         *(*TENSORS, *TABLES, *CUMULATIVE, *USED, RESIDUAL, *TOPK, SINKS, METADATA),
         *(SCALE, RATIO, *MODES, *LAYOUTS_OF, VALUE_MODE, RETURN_LSE),
@@ -261,7 +266,7 @@ GRADIENTS = (
     *(
         output(
             name,
-            f"Mean over heads of the probabilities of {side}_sparse_indices' entries; 0 of those that are not read.",
+            f"Probability of each entry of {side}_sparse_indices, a mean over heads; 0 if it is not read.",
             shape,
             "float32",
         )
@@ -295,7 +300,7 @@ TORCH = V1.version(
     V1.summary,
     **PACKAGE,
     rules=(*V1.rules, own_scale("scale_value")),
-    returns="(attn_out, softmax_lse); softmax_lse is a 0 unless it is asked for.",
+    returns="(attn_out, softmax_lse); softmax_lse is a scalar 0 without return_softmax_lse.",
     example="""\
 >>> q, kv, compressed = torch.randn(1, 6, 4, 16), torch.randn(1, 6, 1, 16), torch.randn(1, 3, 1, 16)
 >>> out, lse = sparse_flash_mla(q, kv, compressed, sinks=torch.zeros(4), softmax_scale=0.25, cmp_ratio=2,
@@ -313,7 +318,8 @@ TORCH_GRAD = GRAD.version(
     GRAD.summary,
     **PACKAGE,
     params=tuple(_RESPELLED.get(p.name, p) for p in GRAD.params),
-    returns="(dq, dori_kv, dcmp_kv, dsinks, ori_softmax_l1_norm, cmp_softmax_l1_norm); absent ones are empty.",
+    returns="(dq, dori_kv, dcmp_kv, dsinks, ori_softmax_l1_norm, cmp_softmax_l1_norm); those of absent inputs are "
+    "empty.",
     example="""\
 >>> q, kv = torch.randn(1, 6, 4, 16), torch.randn(1, 6, 1, 16)
 >>> sinks, words = torch.zeros(4), {"ori_mask_mode": 3, "softmax_scale": 0.25}

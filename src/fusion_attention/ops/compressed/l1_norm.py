@@ -1,4 +1,5 @@
-"""The record of CANN's SparseFlashMlaSoftmaxL1Norm: probabilities of compressed keys, computed by torch's operators."""
+"""The operator definition of CANN's SparseFlashMlaSoftmaxL1Norm, probabilities of compressed keys, which torch's
+operators compute."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ SIDES: tuple[Side, ...] = (("q", "query", "S1", "T1", "", ""), ("k", "key", "S2"
 
 @dataclass(frozen=True, eq=False)
 class L1Norm(TensorCall):
-    """A lowered call without work for a back end; its extents have no sequence.
+    """A lowered call, computed in finish(): its extents have no sequence, so no back end runs.
 
     Args:
         problem: the attention whose probabilities are computed.
@@ -48,15 +49,15 @@ class L1Norm(TensorCall):
     op_kind = "attention_forward"
 
     def rows(self, tensor: torch.Tensor, heads: int = 1) -> RowView:
-        """A view of rows of queries."""
+        """View of a tensor that has a row per query token and head."""
         return row_view(tensor, self.layout, heads, self.placed, "q")
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Fresh memory."""
+        """Allocates the result."""
         return fresh(self.tensors, self.columns)
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """A run that writes to `outputs`."""
+        """Makes a Filled that computes to `outputs`."""
         return _Run(self, outputs[OUT])
 
 
@@ -77,7 +78,7 @@ class _Run(Filled):
 
 
 def fresh(n: Mapping[str, Any], columns: int) -> dict[str, torch.Tensor]:
-    """Allocates the result of a call with arguments n."""
+    """Allocates the result of a call from its arguments by name; columns: size of its last axis."""
     q = n["query"]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return {OUT: empty(q, (*q.shape[:-2], 1, columns), dtype)}
@@ -90,7 +91,7 @@ def _columns(n: Mapping[str, Any]) -> int:
 
 
 def lower(bound: Bound) -> L1Norm:
-    """Lowers a bound call."""
+    """Lowers a checked call."""
     n = bound.names
     q_len, k_len, none = n["q_len"], n["kv_len"], np.zeros_like(n["q_len"])
     placed = Placed(q_len, k_len, none, none, none, none, starts=(n["q_start"], n["kv_start"]))
@@ -106,7 +107,7 @@ def lower(bound: Bound) -> L1Norm:
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Derived values: lengths, axes, numbers of tokens before compression, and the columns of the result."""
+    """Derived values of a call by name: lengths, axes, tokens of the sequences, and columns of the result."""
     q_ends, packed = n["cu_seqlens_q"], n["layout"] == "TND"
     count = max(len(q_ends) - 1, 0) if packed and q_ends is not None else n["B"] or 0
     (q_len, q_start), (k_len, k_start) = (forward.side_lengths(n, side, n[rows], count) for side, _, rows, *_ in SIDES)
@@ -132,15 +133,22 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
 KEY = {"BSND": "B S2 N2 D", "TND": "T2 N2 D"}
 LENGTHS = (
     *(
-        Array(f"cu_seqlens_{side}", f"Cumulative lengths of {of}, a 0 before them; TND alone: needed.", True)
-        for side, of in (("q", "q"), ("k", "k"))
+        Array(
+            f"cu_seqlens_{side}",
+            f"0, then the cumulative ends of the sequences of {side}: required in layout TND, None in other layouts.",
+            True,
+        )
+        for side in ("q", "k")
     ),
-    *(Array(f"seqused_{side}", f"Lengths of {side}'s sequences.", True) for side in ("q", "k")),
-    Array("cmp_residual_k", "Tokens behind those of the last compressed key, of every sequence.", True),
+    *(
+        Array(f"seqused_{side}", f"Number of used rows of {side} in each sequence; None: all.", True)
+        for side in ("q", "k")
+    ),
+    Array("cmp_residual_k", "Tokens of every sequence behind those of its last compressed key.", True),
 )
 TOPK = Tensor(
     "topk_length",
-    "Entries of every row's list; None: up to its first -1.",
+    "Number of entries of every list; None: a list ends at its first -1.",
     True,
     dtypes="int32",
     shape={"BSND": "B S1 N2", "TND": "T1 N2"},
@@ -149,7 +157,7 @@ RULES: tuple[Rule, ...] = (
     *lengths_of(SIDES, "cmp_residual_k"),
     typed(
         "layout_k == layout",
-        "layout_k: what the queries have (keys lie as queries do)",
+        "layout_k: layout (keys have the axes of queries)",
         when="layout in ('BSND', 'TND')",
         invalid={"layout_k": "BNSD"},
     ),
@@ -157,36 +165,35 @@ RULES: tuple[Rule, ...] = (
     SAVED,
     meaning(
         "all(0 <= n < ratio for n in residual)",
-        "cmp_residual_k: numbers from 0 to cmp_ratio - 1 (more tokens would close another compressed key: tokens % "
-        "cmp_ratio)",
+        "cmp_residual_k: numbers from 0 to cmp_ratio - 1 (cmp_ratio tokens or more are further compressed keys)",
         invalid={"cmp_residual_k": [9, 9]},
     ),
     of_lengths(
         "sparse_indices is not None or cu_seqlens_k is None or max_seqlen_k >= longest(cu_seqlens_k, seqused_k)",
-        "max_seqlen_k: at least the keys of the longest sequence (packed rows have so many columns)",
+        "max_seqlen_k: at least the keys of the longest sequence (it is the number of columns of the result)",
         only=("TND",),
         invalid={"sparse_indices": None, "max_seqlen_k": 1},
     ),
     meaning(
         "sparse_indices is None or names_entries(sparse_indices, layout, q_len, q_start, kv_len)",
-        "sparse_indices: -1 or the number of a compressed key of the row's own sequence (positions count from the "
-        "sequence's own first compressed key; -1 ends a list)",
+        "sparse_indices: -1, or the number of one of the compressed keys of the row's sequence (numbered from 0 in "
+        "each sequence; -1 ends a list)",
         reads=True,
         invalid={"sparse_indices": torch.full((2, 4, 1, 2048), 90, dtype=torch.int32)},
     ),
     invalid(
         "l1_norm is None or l1_norm.shape[-1] == Kc",
-        f"{OUT}: a column for each entry of a list, or for each compressed key (max_seqlen_k is those of packed rows "
-        "without lists)",
+        f"{OUT}: a column for each entry of a list, or without lists for each of the compressed keys (max_seqlen_k "
+        "columns if packed)",
         invalid={OUT: "B S1 N2 3"},
     ),
     *LIMITS_OF_ROWS,
-    limit("ratio <= 128", "ratio (the chip takes no more tokens in a key)", invalid={"ratio": 129}),
+    limit("ratio <= 128", "ratio (the chip takes no more)", invalid={"ratio": 129}),
 )
 
 
 def longest(ends: np.ndarray, used: np.ndarray | None) -> int:
-    """The most keys of a packed sequence."""
+    """The largest number of (used) keys of a packed sequence."""
     return int((np.diff(ends) if used is None else used).max(initial=0))
 
 
@@ -201,27 +208,31 @@ V1 = of_cann(
             replace(sparse.KEY, spelled="k", text="Compressed key rows.", shape=KEY, form=None),
         ),
         *(
-            replace(forward.LSE_IN, text="As the forward returned it: of both sources and the sink."),
+            replace(forward.LSE_IN, text="softmax_lse that the forward returned, over both sources and the sink."),
             spelled(LISTS, ""),
         ),
         *LENGTHS,
         TOPK,
         *(forward.METADATA, forward.SCALE),
-        Attr("max_seqlen_k", "Columns of packed rows without lists: the longest sequence's keys, or more.", default=0),
+        Attr(
+            "max_seqlen_k",
+            "Columns of the result for packed rows without lists: at least the keys of the longest sequence.",
+            default=0,
+        ),
         *(
             forward.RATIO,
             Attr(
                 "mask_mode",
-                "0: all compressed keys; 3: those of closed groups.",
+                "0: all compressed keys are visible; 3: the first (position + 1) // cmp_ratio.",
                 default=0,
                 domain="mask_mode in (0, 3)",
             ),
         ),
         spelled(sparse.LAYOUT, "layout_q"),
-        Attr("layout_k", "Axis order of key rows: the queries'.", type=str, default="BSND"),
+        Attr("layout_k", "Axis order of keys; it must be layout_q.", type=str, default="BSND"),
         output(
             OUT,
-            "A column for each entry of a list, or for each compressed key; 0 of those that are not read.",
+            "A column for each entry of a list, or without lists for each compressed key; 0 if it is not read.",
             {"BSND": "B S1 N2 Kc", "TND": "T1 N2 Kc"},
             "float32",
             spelled="out",
@@ -229,7 +240,7 @@ V1 = of_cann(
     ),
     RULES,
     formula="""out_j = sum_h exp(softmax_scale * q_h . k_j - softmax_lse_h) / N1
-over the compressed keys j that the row sees, (row + tokens - rows + 1) // cmp_ratio of them, all or those listed""",
+for the compressed keys j < (row + tokens - rows + 1) // cmp_ratio, all or those in sparse_indices""",
     tex=r"""out_j = \frac{1}{N_1} \sum_h e^{scale\; q_h \cdot k_j - lse_h} \qquad
 j < \left\lfloor \frac{i + L - S_1 + 1}{ratio} \right\rfloor \text{, all or those listed}""",
     rulings=(42,),
@@ -252,7 +263,8 @@ TORCH = V1.version(
     source="CANN's cann_ops_transformer",
     keywords="sparse_indices",
     declared=dict.fromkeys([p.name for p in LENGTHS], TENSOR_FIRST),
-    returns="float32 [B, S1, 1, Kc] or [T1, 1, Kc]: a column for each entry of a list, or for each compressed key.",
+    returns="float32 [B, S1, 1, Kc] or [T1, 1, Kc], with a column for each entry of a list, or without lists for each "
+    "compressed key.",
     example="""\
 >>> q, compressed, lse = torch.randn(1, 6, 4, 16), torch.randn(1, 3, 1, 16), torch.full((1, 1, 6, 4), 5.0)
 >>> out = sparse_flash_mla_softmax_l1_norm(q, compressed, lse, softmax_scale=0.25, cmp_ratio=2, mask_mode=3)

@@ -1,4 +1,4 @@
-"""The definition of `fusion_attention.compress` and its lowered calls, which pool windows of rows."""
+"""The operator definition of this library's compress() and its lowered calls, which pool windows of rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusion_attention.ir.problem import Extents
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.call import OfCall, Results, Run, TensorCall
 from fusion_attention.ops.shared.checks import Outcome, lengths_fit
-from fusion_attention.ops.shared.layouts import row_view, wide
+from fusion_attention.ops.shared.layouts import row_view, to_float32
 from fusion_attention.ops.shared.params import OWN_FLOATS, output
 from fusion_attention.ops.shared.rules import invalid, meaning, needed, of_lengths
 from fusion_attention.ops.sparse.definitions import LAYOUT
@@ -28,10 +28,11 @@ DIFFERENTIABLE = ("kv", "gate", "position_bias")
 
 @dataclass(frozen=True, eq=False)
 class Pooling(TensorCall):
-    """A lowered call; results have the layout of its rows.
+    """A lowered forward call.
 
     Args:
-        windows: results of a padded sequence in memory, or of all packed sequences.
+        layout: of the rows and of the results.
+        windows: number of results of each padded sequence in memory, or of all packed sequences.
     """
 
     problem: PoolingProblem
@@ -44,37 +45,37 @@ class Pooling(TensorCall):
         return {OUT: empty(kv, (*kv.shape[:-3], self.windows, self.problem.heads, self.problem.dim))}
 
     def memory_rows(self, tensor: torch.Tensor) -> RowView:
-        """View of the rows of a tensor like kv."""
+        """View of a tensor with the shape of kv."""
         return row_view(tensor, self.layout, self.problem.heads, self.extents, "kv")
 
     def operands(self, out: torch.Tensor | None) -> PoolingOperands:
         """Views of the call's tensors, and of `out`."""
-        bias = wide(self.tensors["position_bias"], self.given("kv"))
+        bias = to_float32(self.tensors["position_bias"], self.given("kv"))
         rows = None if out is None else self.rows(out, self.problem.heads)
         kv, gate = (self.memory_rows(self.given(name)) for name in ("kv", "gate"))
         # Back ends read a contiguous bias.
         return PoolingOperands(kv, gate, rows, None if bias is None else bias.contiguous())
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """A run on views of the call's tensors and of `outputs`."""
+        """Makes a Filled (the call with its memory): views of the call's tensors and of `outputs`."""
         out = buffer(outputs[OUT])
         clears = () if self.covers(out) else (out,)
         return Filled((self.operands(out),), (out,), (outputs[OUT],), clears)
 
     def backward(self, results: Results, upstream: Results) -> PoolingBackward:
-        """The call of the gradients."""
+        """The gradient call, from the gradient of the result (upstream)."""
         return PoolingBackward(self, upstream[OUT])
 
     def gradients(
         self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
     ) -> dict[str, torch.Tensor]:
-        """The gradients of the inputs, as ir.call.Differentiable."""
+        """Computes the gradients of the inputs, as ir.call.Differentiable."""
         result = run(PoolingBackward(self, upstream[OUT], wanted is None or "position_bias" in wanted))
         return {name: result[f"d{name}"] for name in DIFFERENTIABLE if f"d{name}" in result}
 
 
 class PoolingBackward(OfCall):
-    """A lowered call of the gradients; of_bias: that of a bias is wanted."""
+    """A lowered gradient call; of_bias: the gradient of position_bias is wanted."""
 
     call: Pooling
     op_kind = "pooling_backward"
@@ -91,7 +92,7 @@ class PoolingBackward(OfCall):
         return {name: empty(t, t.shape) for name, t in like.items()}
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """A run on views of the call's tensors and of the gradients."""
+        """Makes a Filled (the call with its memory): views of the call's tensors and of the gradients."""
         call, result = self.call, tuple(outputs.values())
         dkv, dgate, *dbias = (buffer(tensor) for tensor in result)
         # Back ends write the gradient of a bias in the precision of its sums.
@@ -123,7 +124,7 @@ def _lower(bound: Bound) -> Pooling:
 
 
 def _windows(n: Mapping[str, Any]) -> Any:
-    """Results of a padded sequence in memory, or of all packed sequences; an int, or a torch.SymInt in a trace."""
+    """Pooling.windows of a call: an int, or a torch.SymInt in a trace."""
     return n["windows"] if n["layout"] == "TND" else torch.sym_max(n["kv"].shape[1] // n["ratio"] - n["before"], 0)
 
 
@@ -133,7 +134,7 @@ def _fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def lengths_add_up(given: np.ndarray, tokens: int) -> Outcome:
-    """True if lengths are those of all packed rows."""
+    """True if lengths are not negative and add up to the rows of a packed tensor (tokens)."""
     each = bool(((given >= 0) & (given <= tokens)).all())  # Their sum cannot overflow then.
     return (each and int(given.sum()) == tokens) or f"{given.tolist()}, {tokens} rows in the tensor"
 
@@ -142,34 +143,36 @@ _SHAPE = {"BSND": "B S N2 C", "TND": "T N2 C"}
 _LENGTHS = {"layout": "TND", "kv_len": [9, 8], "windows": 4}
 RECORD = Op(
     "compress",
-    "Pools every window of rows to one, with a softmax per channel over the rows of the window.",
+    "Pools every window of rows to one row, a sum weighted per channel by a softmax over the window.",
     params=(
-        Tensor("kv", "Rows; with overlap, those of the next window, then those of their own.", dtypes=OWN_FLOATS,
-               shape=_SHAPE),
-        Tensor("gate", "The logits of the rows.", dtypes="=kv", shape=_SHAPE),
+        Tensor("kv", "Rows; with overlap, the first C / 2 channels are for the next window, the others for their own "
+               "window.", dtypes=OWN_FLOATS, shape=_SHAPE),
+        Tensor("gate", "Logits of the weights, per row and channel.", dtypes="=kv", shape=_SHAPE),
         Attr("ratio", "Rows of a window.", axis="R"),
         Tensor("position_bias", "Added to the gates by the position of a row in its window.", True, dtypes=OWN_FLOATS,
                shape="R C"),
-        Attr("overlap", "Windows also pool the rows of the window before, and rows have 2 D elements.", type=bool,
+        Attr("overlap", "A window also pools the rows of the previous window; rows have 2 D channels.", type=bool,
              default=False),
         LAYOUT,
-        Array("kv_len", "Rows of every sequence (TND: needed).", True),
-        Attr("before", "The first window in memory is the one before the first result.", type=bool, default=False),
-        Attr("windows", "Results of all packed sequences.", default=0),
+        Array("kv_len", "Rows of every sequence; required in layout TND.", True),
+        Attr("before", "The first window in memory has no result; it precedes the first one.", type=bool,
+             default=False),
+        Attr("windows", "Number of results of all packed sequences.", default=0),
         output(OUT, "A row for every complete window.", {"BSND": "B W N2 D", "TND": "W N2 D"}, "=kv"),
     ),
     rules=(
-        needed("kv_len", "packed rows do not show where a sequence ends", text="the lengths of packed sequences",
+        needed("kv_len", "the tensor does not show where a sequence ends", text="the lengths of packed sequences",
                only=("TND",)),
         of_lengths("lengths_fit(kv_len, False, B, S, None)",
-                   "kv_len: the lengths of the sequences in kv (one for each sequence)", only=("BSND",),
+                   "kv_len: the lengths of the sequences in kv (one per sequence)", only=("BSND",),
                    invalid={"kv_len": [1, 10]}),
         of_lengths("lengths_add_up(kv_len, T)",
-                   "kv_len: the lengths of all sequences in kv (one for each sequence, in all the rows of kv)",
+                   "kv_len: the lengths of all sequences in kv (they add up to the rows of kv)",
                    only=("TND",), invalid={"kv_len": [9, 9]}),
-        invalid("N2 >= 1 and C >= 1", "kv: heads with elements (rows without elements have no keys)",
+        invalid("N2 >= 1 and C >= 1", "kv: at least one head and one channel (other rows have no keys)",
                 invalid={"C": 0}),
-        invalid("not overlap or C % 2 == 0", "kv: an even number of channels with overlap (they are two sets)",
+        invalid("not overlap or C % 2 == 0",
+                "kv: an even number of channels with overlap (half of them are for the next window)",
                 invalid={"overlap": True, "C": 5}),
         meaning("windows == sum((kv_len // ratio - before).clip(0))",
                 "windows: the complete windows of the sequences (pass kv_len as a list of integers)", only=("TND",),

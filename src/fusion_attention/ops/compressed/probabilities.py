@@ -1,5 +1,5 @@
-"""Probabilities of the keys that lists are of, in a softmax over all sources, averaged over heads: the target of an
-indexer's loss."""
+"""Probabilities of the keys of one source in attention's softmax over all sources, averaged over heads: the target of
+an indexer's loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,13 +22,16 @@ class ListedRows:
     """Query rows and their visible keys of one source.
 
     Args:
-        call: the call with the layout of query rows. scale: factor of q . k. query: rows with all heads. lengths: query
-            rows of every sequence.
-        keys: rows of the source. keys_of: their number in every sequence. ends: per sequence and row, the number
-            of visible ones.
-        lse: log of the softmax's sum over all sources and the sink, in the layout of CANN's statistics.
-        lists: selected keys per row, ended by -1; None: all visible ones.
-        counts: per row, the number of valid entries of its list; None: all.
+        call: makes the views of tensors with a row per query token.
+        scale: factor on q . k.
+        query: [B, S1, N1, D] or [T1, N1, D].
+        lengths: query rows of every sequence.
+        keys: keys of the source.
+        keys_of: their number in every sequence.
+        ends: per sequence, an array with the number of visible keys of each row.
+        lse: log(sum(exp(s))) over all sources and the sink, in CANN's order of statistics.
+        lists: selected keys of each row, ended by -1; None: all visible keys.
+        counts: number of entries of each row's list; None: up to its first -1.
     """
 
     call: TensorCall
@@ -44,10 +47,10 @@ class ListedRows:
 
 
 def write_probabilities(rows: ListedRows, out: Tensor) -> None:
-    """Writes mean_h exp(scale * q_h . k - lse_h) of the keys that are read, and 0 elsewhere.
+    """Writes mean_h exp(scale * q_h . k - lse_h) for the keys that rows read, and 0 for others.
 
     Args:
-        out: [B, S1, 1, W] or [T1, 1, W]: a column for each entry of a list, or for each key.
+        out: [B, S1, 1, W] or [T1, 1, W], with a column for each entry of a list, or without lists for each key.
     """
     written = buffer(out).zero_()
     heads = rows.query.shape[-2]
@@ -75,7 +78,7 @@ def write_probabilities(rows: ListedRows, out: Tensor) -> None:
 
 
 def _entries(rows: ListedRows, b: int, count: int, width: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Two tensors [count, width] for a sequence: the key of each column, and true if the row reads it."""
+    """Two tensors [count, width] for sequence b: the key of each row's column, and True if the row reads it."""
     device = rows.query.device
     visible = torch.from_numpy(rows.ends[b]).to(device)[:, None]
     slot = torch.arange(width, device=device).expand(count, -1)

@@ -1,4 +1,4 @@
-"""The rules of SparseFlashMla and its gradient: lengths, layouts, forms, lists, and the chip's limits."""
+"""Rules of SparseFlashMla and its gradient."""
 
 from typing import Any
 
@@ -27,13 +27,13 @@ from fusion_attention.ops.shared.rules import (
 from fusion_attention.ops.sparse.rules import packed_lists
 
 
-def own_entries(param: str, check: str, key: str = "compressed key", count: int = 2048) -> tuple[Rule, Rule]:
+def own_entries(param: str, check: str, keys: str = "compressed keys", count: int = 2048) -> tuple[Rule, Rule]:
     """Rules of lists [.., count]: entries are -1 or keys of the row's sequence, and none is behind a -1."""
     return (
         meaning(
             check,
-            f"{param}: -1 or the number of a {key} of the row's own sequence (positions count from the sequence's own "
-            f"first {key}; -1 ends a list)",
+            f"{param}: -1, or the number of one of the {keys} of the row's sequence (numbered from 0 in each sequence; "
+            "-1 ends a list)",
             reads=True,
             invalid={param: torch.full((2, 4, 1, count), 90, dtype=torch.int32)},
         ),
@@ -42,7 +42,7 @@ def own_entries(param: str, check: str, key: str = "compressed key", count: int 
 
 
 PAGES = "PA_BBND"
-# (name of a side's lengths, its tensor, its rows, its packed rows, its page table, the tokens of a page)
+# Names of a tensor's lengths, of the tensor, its axes of padded and of packed rows, its page table and axis of a page.
 Side = tuple[str, str, str, str, str, str]
 SIDES: tuple[Side, ...] = (
     ("q", "query", "S1", "T1", "", ""),
@@ -71,13 +71,16 @@ SAMPLE_TOKENS = {"T2": 12, "T3": 3}
 PAST = torch.ones(2, 4, 1, 1, dtype=torch.int32)
 
 
-def _room(rows: str, table: str, page: str) -> str:
-    """The expression for the most tokens of a sequence of a side."""
+def _capacity(rows: str, table: str, page: str) -> str:
+    """The expression for the largest number of tokens of a sequence: that of the pages in the table, or `rows`."""
     return f"{rows} if {table} is None else {table}.shape[1] * ({page} or 0)" if table else rows
 
 
 def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> tuple[Rule, ...]:
-    """Rules for cumulative and used lengths of every side; paged: keys may be in pages."""
+    """Rules for cumulative and used lengths of every side.
+
+    residual: parameter with the tokens behind those of the last compressed key; paged: keys may be paged.
+    """
     return (*_ends_of(sides), *_used_of(sides, residual), *_given_of(sides, paged))
 
 
@@ -88,7 +91,7 @@ def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
         *(
             of_lengths(
                 f"ends_fit(cu_seqlens_{side}, {packed})",
-                f"cu_seqlens_{side}: cumulative lengths of all rows of the tensor (a 0, then the end of every "
+                f"cu_seqlens_{side}: cumulative ends that cover all rows of the tensor (a 0, then the end of every "
                 "sequence)",
                 only=("TND",),
                 invalid={f"cu_seqlens_{side}": [0, 3, 999]},
@@ -98,7 +101,7 @@ def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
         *(
             of_lengths(
                 f"cu_seqlens_{side} is None or {ends} is None or len(cu_seqlens_{side}) == len({ends})",
-                f"cu_seqlens_{side}: as many ends as {ends} has (one end per sequence in all)",
+                f"cu_seqlens_{side}: as many ends as {ends} (both have a 0, then one end per sequence)",
                 only=("TND",),
                 invalid={f"cu_seqlens_{side}": [0, SAMPLE_TOKENS[packed]]},
             )
@@ -107,7 +110,7 @@ def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
         *(
             presence(
                 f"cu_seqlens_{side} is None",
-                f"cu_seqlens_{side}: None but of packed rows (padded rows have seqused_{side})",
+                f"cu_seqlens_{side}: None, as rows are not packed (padded rows have seqused_{side})",
                 only=("BSND",),
                 invalid={f"cu_seqlens_{side}": [0, 3, 8]},
             )
@@ -117,7 +120,7 @@ def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
 
 
 def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
-    """Rules for lengths, which must not exceed the rows of a sequence, and for other numbers per sequence."""
+    """Rules for used lengths, which must not exceed the rows of a sequence in memory, and for the residual."""
     ends = f"cu_seqlens_{sides[0][0]}"
     # (layout, beginning of a rule, sequences)
     counts = (("BSND", "", "B"), ("TND", f"{ends} is None or ", f"len({ends}) - 1"))
@@ -125,12 +128,14 @@ def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
     for layout, begins, count in counts:
         padded = layout == "BSND"
         for side, _, rows, _, *pages in sides:
-            room = f"None, {_room(rows, *pages)}" if padded else f"cu_seqlens_{side}, {_room('None', *pages)}"
+            capacity = (
+                f"None, {_capacity(rows, *pages)}" if padded else f"cu_seqlens_{side}, {_capacity('None', *pages)}"
+            )
             rules.append(
                 of_lengths(
-                    f"{begins}used_fit(seqused_{side}, {count}, {room})",
-                    f"seqused_{side}: a length for every sequence, within its {'tensor' if padded else 'rows'} (one "
-                    "for each sequence; the rows behind them are padding)",
+                    f"{begins}used_fit(seqused_{side}, {count}, {capacity})",
+                    f"seqused_{side}: one length per sequence, within its {'tensor' if padded else 'rows'} (further "
+                    "rows are padding)",
                     only=(layout,),
                     invalid={f"seqused_{side}": [1, 1, 99]},
                 )
@@ -138,7 +143,7 @@ def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
         rules.append(
             of_lengths(
                 f"{begins}used_fit({residual}, {count}, None, None)",
-                f"{residual}: a number for every {'' if padded else 'packed '}sequence (one for each sequence)",
+                f"{residual}: one number per {'' if padded else 'packed '}sequence (the tokens of each % cmp_ratio)",
                 only=(layout,),
                 invalid={residual: [1, 1, 1]},
             )
@@ -147,13 +152,13 @@ def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
 
 
 def _given_of(sides: tuple[Side, ...], paged: bool) -> tuple[Rule, ...]:
-    """Rules for lengths that a call must have."""
+    """Rules for lengths that are required."""
     layout_kv = "layout_kv" if paged else "layout_k"
     return (
         *(
             needed(
                 f"cu_seqlens_{side}",
-                "packed rows do not show where a sequence ends",
+                "the tensor does not show where a sequence ends",
                 text="the ends of packed sequences",
                 when="" if (side, tensor) == sides[0][:2] else f"{layout_kv} == 'TND' and {tensor} is not None",
                 only=("TND",),
@@ -204,40 +209,40 @@ OF_TABLES = group(
 LAYOUT = (
     typed(
         f"layout_kv in (layout, '{PAGES}')",
-        f"layout_kv: what the queries have, or {PAGES} (keys lie as queries do, or in pages)",
+        f"layout_kv: layout, or {PAGES} (keys have the axes of queries, or are paged)",
         when="layout in ('BSND', 'TND')",
         needs=("block_table",),
         invalid={"layout_kv": "BNSD"},
     ),
     presence(
         f"(block_table is not None) == (layout_kv == '{PAGES}')",
-        f"block_table: a table where keys are {PAGES}, and nowhere else (it says which pages a sequence has)",
+        f"block_table: a table if keys are {PAGES}, otherwise None (it has the pages of each sequence)",
         invalid={"block_table": "2 M"},
     ),
     presence(
         f"key_compressed is None or (compressed_table is not None) == (layout_kv == '{PAGES}')",
-        f"compressed_table: a table where keys are {PAGES}, and nowhere else (it says which pages a sequence has)",
+        f"compressed_table: a table if keys are {PAGES}, otherwise None (it has the pages of each sequence)",
         invalid={"compressed_table": "2 Mc"},
     ),
 )
 # Keys in pages have no gradient.
 LAYOUT_OF_GRADIENT = typed(
     "layout_kv == layout",
-    "layout_kv: what the queries have (keys in pages have no gradient)",
+    "layout_kv: layout (paged keys have no gradient)",
     when="layout in ('BSND', 'TND')",
     invalid={"layout_kv": PAGES},
 )
 ROWS = (
-    meaning("N1 > 0 and N2 == 1", "key (one key head serves all query heads)", invalid={"N2": 2}),
+    meaning("N1 > 0 and N2 == 1", "key (one KV head serves all heads)", invalid={"N2": 2}),
     elements("D", "query"),
     finite_scale("scale_value"),
 )
 FORMS = (
-    needed("key", "attention to compressed keys alone is sparse_attention", text="rows of keys"),
+    needed("key", "for attention to compressed keys alone call sparse_attention", text="rows of keys"),
     absent("cmp_topk_length"),
     presence(
         "sparse_indices is None or key_compressed is not None",
-        "sparse_indices: lists beside cmp_kv alone (a list names compressed keys)",
+        "sparse_indices: lists only with cmp_kv (they select compressed keys)",
         invalid={"key_compressed": None, "sparse_indices": "B S1 1 K", "cmp_mask_mode": 0, "ratio": 1},
     ),
     meaning(
@@ -247,13 +252,13 @@ FORMS = (
     ),
     meaning(
         "key_compressed is not None or cmp_mask_mode == 0",
-        "cmp_mask_mode: 0 without cmp_kv (no row reads a compressed key)",
+        "cmp_mask_mode: 0 without cmp_kv (there are no compressed keys to mask)",
         given={"key_compressed": None, "cmp_residual_kv": None, "ratio": 1, "cmp_mask_mode": 0},
         invalid={"cmp_mask_mode": 3},
     ),
     meaning(
         "ori_mask_mode == 4 or (ori_win_left, ori_win_right) == (-1, -1)",
-        "ori_win_left: -1, and ori_win_right likewise, but in ori_mask_mode 4 (4 is a window)",
+        "ori_win_left: -1, and ori_win_right -1, except in ori_mask_mode 4 (only mode 4 is a window)",
         invalid={"ori_mask_mode": 3, "ori_win_left": 4},
     ),
     *ROWS,
@@ -262,13 +267,13 @@ FORMS = (
 CHOSEN = group(
     presence(
         "key_compressed is None",
-        "ori_sparse_indices: None beside cmp_kv (lists of both sources, which 950 has, are not computed here)",
+        "ori_sparse_indices: None beside cmp_kv (lists for both sources, a 950 form, are not computed here)",
         when="ori_sparse_indices is not None",
         invalid={"key_compressed": True, "ratio": 3, "cmp_mask_mode": 3},
     ),
     presence(
         "ori_topk_length is None or ori_sparse_indices is not None",
-        "ori_topk_length: None without ori_sparse_indices (it counts the entries of its lists)",
+        "ori_topk_length: None without ori_sparse_indices (it has the lengths of its lists)",
         invalid={"ori_sparse_indices": None, "ori_topk_length": "B S1 1"},
     ),
     meaning(
@@ -277,7 +282,7 @@ CHOSEN = group(
         when="ori_sparse_indices is not None",
         invalid={"ori_mask_mode": 3},
     ),
-    *own_entries("ori_sparse_indices", "names_entries(ori_sparse_indices, layout, q_len, q_start, kv_len)", "key", 4),
+    *own_entries("ori_sparse_indices", "names_entries(ori_sparse_indices, layout, q_len, q_start, kv_len)", "keys", 4),
     limit(
         "ori_sparse_indices is None or ori_topk_length is not None",
         "ori_topk_length: the entries of every list (without it a list ends at its first -1)",
@@ -294,22 +299,21 @@ CHOSEN = group(
 COMPRESSED = (
     meaning(
         "all(0 <= n < ratio for n in residual)",
-        "cmp_residual_kv: numbers from 0 to cmp_ratio - 1 (more tokens would close another compressed key: tokens % "
-        "cmp_ratio)",
+        "cmp_residual_kv: numbers from 0 to cmp_ratio - 1 (cmp_ratio tokens or more are further compressed keys)",
         when="key_compressed is not None",
         invalid={"cmp_residual_kv": [9, 9]},
     ),
     doubt(
         "tokens_agree(kv_len, c_len, ratio, residual)",
-        "cmp_residual_kv: as many tokens as ori_kv has: those of the compressed keys, and cmp_residual_kv (rows see "
-        "compressed keys by these tokens, not by those of ori_kv: tokens % cmp_ratio)",
+        "cmp_residual_kv: as many tokens in compressed keys and residual as in ori_kv (visible compressed keys follow "
+        "from the former: pass tokens % cmp_ratio)",
         when="key_compressed is not None and all(0 <= n < ratio for n in residual)",
         invalid={"cmp_residual_kv": [1, 0]},
     ),
     note(
         "ori_mask_mode != 0 or max(q_len, default=0) <= 1",
-        "ori_mask_mode: 3 or 4 beside causal compressed keys (0 is the default: rows see tokens behind their own; a "
-        "model passes 4 and its window)",
+        "ori_mask_mode: 3 or 4 beside causal compressed keys (with the default, 0, rows see keys of later tokens; "
+        "models pass 4 and their window)",
         when="key_compressed is not None and cmp_mask_mode == 3",
         invalid={"ori_mask_mode": 0, "ori_win_left": -1, "ori_win_right": -1},
     ),
@@ -318,8 +322,8 @@ COMPRESSED = (
     ),
     content(
         "sees_entries(sparse_indices, layout, q_len, q_start, c_len, tokens, ratio)",
-        "sparse_indices: entries that their rows see (row i reads the first (i + tokens - rows + 1) // cmp_ratio "
-        "entries at most, and none of a later key)",
+        "sparse_indices: entries that are visible to their rows (row i sees the first (i + tokens - rows + 1) // "
+        "cmp_ratio compressed keys, and reads at most as many entries)",
         given={"sparse_indices": "B S1 1 K"},
         invalid={"sparse_indices": PAST},
         reads=True,
@@ -333,12 +337,12 @@ LIMITS_OF_ROWS = (
 LIMITS = (
     limit(
         "key_compressed is None or cmp_residual_kv is not None",
-        "cmp_residual_kv: a number for every sequence (0 is taken here: right where cmp_ratio divides every length)",
+        "cmp_residual_kv: one number per sequence (here None is 0, for lengths that are multiples of cmp_ratio)",
         invalid={"cmp_residual_kv": None},
     ),
     limit(
         "key_compressed is not None or ratio == 1",
-        "ratio: 1 without cmp_kv (it is of compressed keys)",
+        "ratio: 1 without cmp_kv (there are no compressed keys)",
         given={"key_compressed": None, "cmp_residual_kv": None, "cmp_mask_mode": 0, "ratio": 1},
         invalid={"ratio": 2},
     ),
@@ -347,14 +351,14 @@ LIMITS = (
 )
 RETURNED = invalid(
     "softmax_lse is None or softmax_lse.shape[-1] == N1",
-    "softmax_lse: a last axis of N1 (it has a number for every query head)",
+    "softmax_lse: a last axis of N1 (one number per head)",
     when="return_softmax_lse and N2 == 1",
     given={"return_softmax_lse": True},
     invalid={"softmax_lse": "B N2 S1 3"},
 )
 SAVED = invalid(
     "N2 * G == N1",
-    "softmax_lse: a last axis of N1 (it has a number for every query head)",
+    "softmax_lse: a last axis of N1 (one number per head)",
     when="N2 == 1",
     invalid={"G": 3},
 )

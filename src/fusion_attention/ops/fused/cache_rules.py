@@ -26,7 +26,7 @@ CACHES = (
     replace(SIZED_PAGES, given=PAGES),
     meaning(
         "actual_seq_lengths_kv is not None",
-        "actual_seq_lengths_kv: lengths beside a block table (a paged cache has no length of its own)",
+        "actual_seq_lengths_kv: lengths beside a block table (the tensor of pages does not show them)",
         when="block_table is not None and input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD')",
         needs=FUSED_ONLY,
         stage="presence",
@@ -36,9 +36,9 @@ CACHES = (
     replace(
         of_lengths(
             f"rows_fit(key, {CACHE}, D, block_table, block_size)",
-            "key: rows of num_key_value_heads heads with the elements of query's (its last axes lie as those of "
-            "query; pages are [blocks, block_size, N2*D], [blocks, N2, block_size, D] or, in pieces of 32 bytes, "
-            "[blocks, N2, D/d0, block_size, d0])",
+            "key: rows of num_key_value_heads heads with the elements of query's (in the axis order of query; pages "
+            "are [blocks, block_size, N2*D], [blocks, N2, block_size, D] or, in fragments of 32 bytes, [blocks, N2, "
+            "D/d0, block_size, d0])",
             when="heads_fit(num_key_value_heads, N1)",
             needs=FUSED_ONLY,
             invalid={"key": "B S2 7", "value": "B S2 7"},
@@ -47,14 +47,14 @@ CACHES = (
     ),
     of_lengths(
         f"lies_as(value, key, {CACHE}, None, block_table)",
-        "value: the shape of key but for the last axis (values lie as keys do; only their elements may be fewer)",
+        "value: the shape of key except for the last axis (one value per key; value rows may have fewer elements)",
         when=f"heads_fit(num_key_value_heads, N1) and rows_fit(key, {CACHE}, D, block_table) is True",
         needs=FUSED_ONLY,
         invalid={"value": "B 5 N2*Dv"},
     ),
     of_lengths(
         f"counted(key, input_layout, B, {HEADS}, block_table)",
-        "key: one tensor of the batch, one per item with a batch of 1, or (with a block table) pages (packed and "
+        "key: one tensor of the batch, one per sequence with a batch of 1, or (with a block table) pages (packed and "
         "paged keys are one tensor)",
         when=f"heads_fit(num_key_value_heads, N1) and rows_fit(key, {CACHE}, D, block_table) is True",
         needs=FUSED_ONLY,
@@ -62,15 +62,15 @@ CACHES = (
     ),
     meaning(
         "block_size == page",
-        "block_size: the slots of a page of key (the cache's axis of slots is the page)",
+        "block_size: the size of a page of key (an axis of the cache has this size)",
         when="block_table is not None",
         given=PAGES,
         invalid={"block_size": 32},
     ),
     meaning(
-        "pieces_fit(key) is True and pieces_fit(value) is True",
-        "key: pieces of 32 bytes in pages of five axes ([blocks, N2, D/d0, block_size, d0]: d0 is 16 for 16 bits, 32 "
-        "for int8)",
+        "fragments_fit(key) is True and fragments_fit(value) is True",
+        "key: fragments of 32 bytes in pages of five axes ([blocks, N2, D/d0, block_size, d0]: d0 is 16 for 16 bits, "
+        "32 for int8)",
         when="block_table is not None",
         needs=FUSED_ONLY,
         given={**PAGES, "key": "8 N2 4 16 16", "value": "8 N2 4 16 16"},
@@ -78,14 +78,14 @@ CACHES = (
     ),
     meaning(
         "block_table.shape[0] == B",
-        "block_table: a row of pages per item (the ends of packed rows count the items)",
+        "block_table: a row of pages per sequence (packed rows have as many sequences as ends)",
         given={**PAGES, "input_layout": "TND"},
         invalid={"block_table": "3 2"},
     ),
     *(
         replace(rule, when="block_table is not None and block_table.shape[0] == B")
         for rule in paged(
-            "block_size", "block_size", "an item", PAGES, {"actual_seq_lengths_kv": [20, 33]}, [[0, 1], [2, 8]]
+            "block_size", "block_size", "a sequence", PAGES, {"actual_seq_lengths_kv": [20, 33]}, [[0, 1], [2, 8]]
         )
     ),
 )
@@ -93,7 +93,8 @@ CACHE_LIMITS = (
     own_page_ids(PAGES, torch.tensor([[0, 1], [2, 3]])),
     limit(
         "block_size % (32 if dtype_of(key) == 'int8' else 16) == 0 and block_size <= (512 if one_token else 1024)",
-        "block_size: a multiple of 16 (int8: 32), at most 1024, over one-token queries 512 (the chip's pages)",
+        "block_size: a multiple of 16 (int8: 32), at most 1024, for one-token queries 512 (the chip takes no other "
+        "pages)",
         when="block_table is not None",
         given=PAGES,
         invalid={"block_size": 24, "key": "8 24 N2*D", "value": "8 24 N2*D"},
@@ -128,15 +129,15 @@ CACHE_LIMITS = (
     ),
     *(
         limit(
-            f"neighbours({name})",
-            f"{name}: {what} of neighbouring elements (the chip reads rows of neighbouring elements)",
+            f"contiguous_rows({name})",
+            f"{name}: {what} of contiguous elements (the chip reads contiguous rows)",
             given=given,
             invalid={name: gaps},
         )
         for name, what, given, gaps in (
             ("query", "rows", {}, GAPS),
             *((side, "rows", {}, torch.zeros(2, 6, 256, dtype=torch.float16)[..., ::2]) for side in ("key", "value")),
-            ("block_table", "ids", PAGES, torch.tensor([[0, 9, 1, 9], [2, 9, 3, 9]], dtype=torch.int32)[:, ::2]),
+            ("block_table", "rows", PAGES, torch.tensor([[0, 9, 1, 9], [2, 9, 3, 9]], dtype=torch.int32)[:, ::2]),
         )
     ),
 )
@@ -147,7 +148,7 @@ PADDING = (
     *(
         meaning(
             f"len({name}) == 1 and ({lengths} is not None or one_token)",
-            f"{name}: one number, beside {lengths} (unused slots behind every item, which ends there)",
+            f"{name}: one number, beside {lengths} (unused tokens of the tensor behind the last of every sequence)",
             when=f"{name} is not None",
             given={**PADDED, name: [1]},
             invalid={name: [1, 1]},
@@ -171,8 +172,8 @@ PADDING = (
     ),
     note(
         "padded",
-        "kv_padding_size: room for every item before its padding (an item without that buffer is zeros, as if it had "
-        "no keys)",
+        "kv_padding_size: padding that leaves enough tokens for every sequence (a sequence that does not fit returns "
+        "zeros, as without keys)",
         given=PADDED,
         invalid={"kv_padding_size": [2]},
     ),
@@ -187,15 +188,15 @@ PREFIXES = (
     ),
     of_lengths(
         f"prefix_fits(key_shared_prefix, key, {CACHE}, D)",
-        "key_shared_prefix: a tensor of key's layout, heads, elements and dtype, with a batch of 1 (it lies as key "
-        "does, once for all items)",
+        "key_shared_prefix: a tensor of key's layout, heads, elements and dtype, with a batch of 1 (all sequences "
+        "share it)",
         given=PREFIX,
         invalid={"key_shared_prefix": "2 4 N2*D", "value_shared_prefix": "1 4 N2*Dv"},
     ),
     of_lengths(
         f"lies_as(value_shared_prefix, key_shared_prefix, {CACHE}, None, None) is True and "
         "dtype_of(value_shared_prefix) == dtype_of(value)",
-        "value_shared_prefix: the shape of key_shared_prefix (as value lies beside key)",
+        "value_shared_prefix: the shape of key_shared_prefix except for the last axis (one value per key)",
         when=f"key_shared_prefix is not None and prefix_fits(key_shared_prefix, key, {CACHE}, D) is True",
         needs=("key_shared_prefix",),
         given=PREFIX,
@@ -203,18 +204,18 @@ PREFIXES = (
     ),
     meaning(
         "of_elements(value_shared_prefix, input_layout, N2) == Dv",
-        "value_shared_prefix: rows as long as value's (a value row is a value row)",
+        "value_shared_prefix: rows as long as value's (they are rows of one attention)",
         given=PREFIX,
         invalid={"value_shared_prefix": "1 4 N2*32"},
     ),
     of_lengths(
         "len(actual_shared_prefix_len) == 1",
-        "actual_shared_prefix_len: one number (all items share one prefix)",
+        "actual_shared_prefix_len: one number (all sequences share one prefix)",
         given=PREFIX,
         invalid={"actual_shared_prefix_len": [2, 2]},
     ),
     meaning(
-        "0 <= common <= held",
+        "0 <= common <= prefix_keys",
         "actual_shared_prefix_len: 0 <= length <= keys of key_shared_prefix (a prefix is no longer than its tensor)",
         when="key_shared_prefix is not None",
         given=PREFIX,
@@ -261,8 +262,8 @@ ROPES = (
     replace(
         of_lengths(
             f"lies_as(key_rope, key, {CACHE}, Dr, block_table)",
-            "key_rope: the shape of key with the elements of query_rope (it lies as key does: as many heads (expand "
-            "one that all share) and tokens, in pages of its own)",
+            "key_rope: the shape of key with the elements of query_rope (as many heads (expand one that all share) "
+            "and tokens, or pages with the same page table)",
             when=f"key_rope is not None and query_rope is not None and rows_fit(key, {CACHE}, D, block_table) is True",
             given=ROPE,
             invalid={"key_rope": "B 5 N2*Dr"},

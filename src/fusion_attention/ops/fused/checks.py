@@ -1,7 +1,5 @@
-"""Check functions for rules of fused inference attention; each returns True, or a string with the actual value.
-
-The checks are functions of shapes, lengths and dtypes; some read the content of masks.
-"""
+"""Check functions for rules of fused inference attention: each returns True for a legal call, otherwise False, or a
+text with the illegal value. Some read the content of masks."""
 
 from collections.abc import Sequence
 
@@ -55,21 +53,24 @@ def counted(key: Several, layout: str, batch: int | None, heads: int, table: Ten
     if table is not None or of_inputs(layout) not in ("BSH", "BSND", "BNSD"):
         return len(forms) == 1 or f"{len(forms)} tensors"
     if len(forms) == 1:
-        return forms[0][0] == batch or f"batch {forms[0][0]} for {batch} items"
+        return forms[0][0] == batch or f"batch {forms[0][0]} for {batch} sequences"
     one = all(form[0] == 1 for form in forms)
-    return (len(forms) == batch and one) or f"{len(forms)} tensors for {batch} items, batch {forms[0][0]} in the first"
+    return (
+        len(forms) == batch and one
+    ) or f"{len(forms)} tensors for {batch} sequences, batch {forms[0][0]} in the first"
 
 
-def pieces_fit(key: Several) -> Outcome:
+def fragments_fit(key: Several) -> Outcome:
     """True if rows in the fragmented format (NZ) have fragments of 32 bytes."""
     for t in members(key):
         if t.dim() == 5 and t.shape[4] * t.element_size() != 32:
-            return f"{show(t)}, pieces of {t.shape[4] * t.element_size()} bytes"
+            return f"{show(t)}, fragments of {t.shape[4] * t.element_size()} bytes"
     return True
 
 
 def lies_as(rows: Several, key: Several, layout: str, heads: int, dim: int | None, table: Tensor | None) -> Outcome:
-    """True if tensors match those of keys in number, sequences or pages, heads and tokens; dim: their elements."""
+    """True if tensors match the tensors of keys in number, batch or pages, heads and tokens; dim: required elements of
+    their rows, None: any."""
     if len(members(rows)) != len(members(key)):
         return f"{len(members(rows))} tensors beside {len(members(key))}"
     for one, other in zip(members(rows), members(key), strict=True):
@@ -96,7 +97,7 @@ def of_elements(rows: Tensor, layout: str, heads: int) -> int:
     return form[3] if form else 0
 
 
-def neighbours(rows: Several) -> bool:
+def contiguous_rows(rows: Several) -> bool:
     """True if rows are contiguous."""
     return all(t.stride(-1) == 1 or t.shape[-1] < 2 for t in members(rows))
 
@@ -108,8 +109,8 @@ def ends_fit(ends: np.ndarray, tokens: int) -> Outcome:
     """True if cumulative ends begin at 0 or above, never fall, and do not exceed the tensor's tokens."""
     falls = np.flatnonzero(ends < np.append(0, ends)[: len(ends)])
     if len(falls):
-        item = int(falls[0])
-        return f"{ends[item]} after {ends[item - 1] if item else 0} at item {item}"
+        b = int(falls[0])
+        return f"{ends[b]} after {ends[b - 1] if b else 0} at sequence {b}"
     return len(ends) == 0 or int(ends[-1]) <= tokens or f"{ends[-1]} at the end of {tokens} rows"
 
 
@@ -119,13 +120,13 @@ def tokens_of(key: Several, layout: str, heads: int) -> int:
     return form[2] if form else 0
 
 
-def items_fit(lengths: np.ndarray, batch: int) -> Outcome:
+def one_per_sequence(lengths: np.ndarray, batch: int) -> Outcome:
     """True if there is a length per sequence, or one for all."""
-    return len(lengths) == 1 or len(lengths) >= batch or f"{len(lengths)} lengths for {batch} items"
+    return len(lengths) == 1 or len(lengths) >= batch or f"{len(lengths)} lengths for {batch} sequences"
 
 
 def ended(q_len: np.ndarray, rows: int, what: str) -> Outcome:
-    """True if packed lengths cover all rows of their tensor."""
+    """True if packed lengths cover all rows of their tensor; what: its name in the text."""
     covered = int(q_len.sum())
     return covered == rows or f"{rows} {what} rows, lengths end at {covered}"
 
@@ -133,13 +134,13 @@ def ended(q_len: np.ndarray, rows: int, what: str) -> Outcome:
 def rows_within(q_len: np.ndarray, rows: int) -> Outcome:
     """True if no sequence has more query rows than the tensor."""
     bad = np.flatnonzero((q_len < 0) | (q_len > rows))
-    return len(bad) == 0 or f"{q_len[bad[0]]} for item {bad[0]} of {rows} rows"
+    return len(bad) == 0 or f"{q_len[bad[0]]} for sequence {bad[0]} of {rows} rows"
 
 
 def no_more_rows(q_len: np.ndarray, visible: np.ndarray) -> Outcome:
     """True if no sequence has more query rows than keys."""
     bad = np.flatnonzero(q_len > visible)
-    return len(bad) == 0 or f"{q_len[bad[0]]} rows over {visible[bad[0]]} keys in item {bad[0]}"
+    return len(bad) == 0 or f"{q_len[bad[0]]} rows over {visible[bad[0]]} keys in sequence {bad[0]}"
 
 
 # ----------------------------------------------------------------------------------------------------- masks and biases
@@ -159,10 +160,10 @@ def mask_fits(
         return (mask.dim() == 3 and shape == [batch, rows, rows]) or f"{shape} for [{batch}, {rows}, {rows}]"
     if one_token and mask.dim() == 2:
         fits = shape[0] in (1, batch) and shape[1] >= columns
-        return fits or f"{shape} for {batch} items and {columns} keys"
+        return fits or f"{shape} for {batch} sequences and {columns} keys"
     leading = shape[:-2]
     if mask.dim() not in (2, 3, 4) or (leading and leading[0] not in (1, batch)):
-        return f"{shape} for {batch} items, {rows} rows and {columns} keys"
+        return f"{shape} for {batch} sequences, {rows} rows and {columns} keys"
     if mask.dim() == 4 and shape[1] != 1:
         return f"{shape}, with heads: all heads share a mask, axis 1 must be 1"
     if shape[-2] == 1 < rows:
@@ -180,7 +181,7 @@ def bias_fits(bias: Tensor, batch: int, heads: int, rows: int, columns: int) -> 
     if shape[1] != heads:
         return f"{shape}: axis 1 must be N ({heads}), got {shape[1]}" + (": repeat it per head" * (shape[1] == 1))
     if shape[0] not in (1, batch) or (shape[2] != 1 and shape[2] < rows) or shape[3] < columns:
-        return f"{shape} for {batch} items, {rows} rows and {columns} keys"
+        return f"{shape} for {batch} sequences, {rows} rows and {columns} keys"
     return True
 
 
@@ -190,7 +191,7 @@ def meets(mode: int, pre: int, next_: int, rows: np.ndarray, keys: np.ndarray) -
         beyond = -next_ >= (rows[b] if mode == 0 else keys[b]) if next_ < 0 else False
         before = -pre >= (keys[b] if mode == 0 else rows[b]) if pre < 0 else False
         if beyond or before:
-            return f"pre {pre} and next {next_} for {rows[b]} rows and {keys[b]} keys of item {b}"
+            return f"pre {pre} and next {next_} for {rows[b]} rows and {keys[b]} keys of sequence {b}"
     return True
 
 
@@ -261,7 +262,7 @@ def scale_fits(
         4: shape == [blocks, slots],
         5: shape == [blocks, heads, slots],
     }
-    axes = f"N={heads}, D={dim}, {batch} items of at most {columns} keys"
+    axes = f"N={heads}, D={dim}, {batch} sequences of at most {columns} keys"
     return wanted.get(mode, False) or f"{shape} in mode {mode} with {axes}"
 
 
@@ -271,21 +272,21 @@ def scale_dtypes(mode: int, query: Tensor) -> tuple[str, ...]:
 
 
 def one_each(scales: Sequence[Tensor | None]) -> Outcome:
-    """True if all three scales are given, with one element each."""
+    """True if no scale is None, and each has one element."""
     if any(t is None for t in scales):
-        return f"{sum(t is not None for t in scales)} of 3"
+        return f"{sum(t is not None for t in scales)} of {len(scales)}"
     wrong = next((t for t in scales if t is not None and t.numel() != 1), None)
     return wrong is None or show(wrong)
 
 
 def row_scale_fits(scale: Tensor, query: Tensor, layout: str, heads: int) -> Outcome:
-    """True if a scale per query row and head has the query's shape without the axis of elements."""
+    """True if a tensor of scales, one per query row and head, has the query's shape without the axis of elements."""
     shape = tuple(query.shape[:-1]) + ((heads,) if of_inputs(layout) == "BSH" else ())
     return tuple(scale.shape) == shape or f"{list(scale.shape)} for {list(shape)}"
 
 
 def out_dtypes(query: Tensor, rope: Tensor | None, scale: Tensor | None) -> tuple[str, ...]:
-    """The legal dtypes of attention_out; with an output scale it is int8."""
+    """The legal dtypes of attention_out; scale: quant_scale2, with which it is int8."""
     if scale is not None:
         return ("int8",)
     if query.dtype != torch.int8:
@@ -294,7 +295,8 @@ def out_dtypes(query: Tensor, rope: Tensor | None, scale: Tensor | None) -> tupl
 
 
 def number_fits(number: int | None, query: Tensor, rope: Tensor | None, scale: Tensor | None) -> Outcome:
-    """True if a number is torch's code of a legal dtype of attention_out; a floating-point query ignores it."""
+    """True if out_dtype, torch's number of a dtype, is a legal dtype of attention_out; any dtype is legal for a
+    floating-point query without quant_scale2, which ignores it."""
     dtype = OUT_DTYPES.get(number) if number is not None else None
     if number is None or (dtype and scale is None and query.dtype != torch.int8):
         return True

@@ -1,7 +1,7 @@
 """Operator definitions of CANN's fused inference attention, PromptFlashAttention and FusedInferAttentionScore, and of
 torch_npu's three functions.
 
-A version is a difference from an earlier one; parameters that IncreFlashAttention also has are imported from
+A version lists its differences from an earlier one; parameters that IncreFlashAttention also has are imported from
 ops/inference/definitions.py. Rules are in rules.py, lowering in lower.py.
 """
 
@@ -91,46 +91,47 @@ PROMPT_KEY = Tensor("key", "Key rows.", dtypes="=query", shape=words("2", "D"))
 PROMPT_VALUE = Tensor("value", "Value rows.", dtypes="=query", shape=words("2", "Dv"))
 KEY = Tensors(
     "key",
-    "Key rows: one tensor, one per item, or pages [blocks, block_size, N2*D], [blocks, N2, block_size, D] or "
-    "[blocks, N2, D/d0, block_size, d0] with d0 of 32 bytes. Of the query's dtype, int8, or int32 that holds eight "
-    "integers of four bits, the first one lowest.",
+    "Key rows: one tensor, one per sequence, or pages [blocks, block_size, N2*D], [blocks, N2, block_size, D] or "
+    "[blocks, N2, D/d0, block_size, d0] with d0 of 32 bytes. Dtype of query, int8, or int32, each of which is eight "
+    "integers of four bits, the first in the lowest bits.",
     shape=words("2", "D"),
 )
-VALUE = Tensors("value", "Value rows, as the keys lie.", dtypes="=key", shape=words("2", "Dv"))
+VALUE = Tensors("value", "Value rows, in the form of key.", dtypes="=key", shape=words("2", "Dv"))
 PSE_SHIFT = Tensor("pse_shift", "Added to the scaled scores: [B or 1, N1, S1 or 1, S2], in the query's dtype.", True)
 ATTEN_MASK = replace(
     PLAIN_MASK,
-    text="1 = this key is not seen: [S1, S2], [B or 1, S1, S2] or [B or 1, 1, S1, S2]; sparse_mode 2, 3 and 4 take a "
-    "2048 x 2048 triangle, torch.ones(2048, 2048, dtype=torch.bool).triu(1); trees [B, S1, S1].",
+    text="1 hides a key from a row: [S1, S2], [B or 1, S1, S2] or [B or 1, 1, S1, S2]; sparse_mode 2, 3 and 4 take a "
+    "2048 x 2048 triangle, torch.ones(2048, 2048, dtype=torch.bool).triu(1); mode 9 a tree mask, [B, S1, S1].",
     make=_mask,
 )
 Q_LENGTHS = Array(
     "actual_seq_lengths",
-    "Query rows of every item (one number serves all); packed rows: cumulative ends. None: all.",
+    "Query rows of every sequence (one number serves all); packed rows: cumulative ends. None: all.",
     True,
 )
 KV_LENGTHS = Array(
     "actual_seq_lengths_kv",
-    "Keys of every item (one number serves all); packed keys: cumulative ends; pages: lengths, always, and needed. "
-    "None: all.",
+    "Keys of every sequence (one number serves all); packed keys: cumulative ends; pages: lengths. None: all.",
     True,
 )
 PROMPT_QUANT = (
-    replace(DEQUANT_1, text="Of an int8 query: scale of the integer scores."),
-    replace(QUANT_1, text="Of an int8 query: scale that makes the weights int8.", dtypes="float32"),
-    replace(DEQUANT_2, text="Of an int8 query: scale of the integer output, which undoes quant_scale1 too."),
+    replace(DEQUANT_1, text="With an int8 query: factor on the integer scores."),
+    replace(
+        QUANT_1, text="With an int8 query: factor on the weights before they are rounded to int8.", dtypes="float32"
+    ),
+    replace(DEQUANT_2, text="With an int8 query: factor on the integer output; it includes 1 / quant_scale1."),
     replace(QUANT_2, text="Scale of int8 output, 1 or N1*Dv elements."),
     OFFSET_2,
 )
 QUERY_PADDING = Array(
-    "query_padding_size", "Unused slots behind every item's rows, which end there (left padding).", True
+    "query_padding_size", "One number: unused rows of query behind the last row of every sequence.", True
 )
-KV_PADDING = Array("kv_padding_size", "Unused slots behind every item's keys, which end there (left padding).", True)
+KV_PADDING = Array("kv_padding_size", "One number: unused tokens of key behind the last key of every sequence.", True)
 FUSED_SCALE = replace(
     ANTI_SCALE, text="Scales of integers, keys then values: [2], [2, N2*D] or (antiquant_mode 1) [2, B, S2]."
 )
 BY_MODE = (
-    "by their mode 0: one number or [N2*D], 1: [B, S2], 2: [N2], 3: [B, N2, S2], 4: [blocks, block_size], 5: "
+    "by mode: 0: one number or [N2*D], 1: [B, S2], 2: [N2], 3: [B, N2, S2], 4: [blocks, block_size], 5: "
     "[blocks, N2, block_size]."
 )
 SEPARATE = (
@@ -140,34 +141,34 @@ SEPARATE = (
     Tensor("value_antiquant_offset", "Added to integer values before scaling.", True),
 )
 SHARED_PREFIX = (
-    Tensor("key_shared_prefix", "Keys in front of every item's own.", True),
-    Tensor("value_shared_prefix", "Values in front of every item's own.", True),
-    Array("actual_shared_prefix_len", "Keys of the shared prefix that count, one number; None: all.", True),
+    Tensor("key_shared_prefix", "Keys of a prefix that all sequences share.", True),
+    Tensor("value_shared_prefix", "Values of a prefix that all sequences share.", True),
+    Array("actual_shared_prefix_len", "One number: used keys of the shared prefix; None: all.", True),
 )
 ROPES = (
     Tensor("query_rope", "Rope part of the query rows.", True, shape=words("1", "Dr")),
-    Tensor("key_rope", "Rope part of the key rows, as the keys lie.", True),
+    Tensor("key_rope", "Rope part of the key rows, in the form of key.", True),
     Tensor("key_rope_antiquant_scale", "Reserved.", True),
 )
 DEQUANT_QUERY = Tensor(
     "dequant_scale_query",
-    "Scale of an int8 query, per row and head. query_rope comes divided by it and by the key's scale.",
+    "Scale of an int8 query, per row and head. Pass query_rope divided by it and by the key's scale.",
     True,
     dtypes="float32",
 )
 SINK = Tensor(
-    "learnable_sink", "One more logit per query head, without a value.", True, dtypes="bfloat16 float16 float32",
+    "learnable_sink", "One more logit per query head in the denominator.", True, dtypes="bfloat16 float16 float32",
     shape="N1",
 )  # fmt: skip
 STARTS = (
-    Array("q_start_idx", "Of pse_type 2 and 3, which there are not.", True),
-    Array("kv_start_idx", "Of pse_type 2 and 3, which there are not.", True),
+    Array("q_start_idx", "Without effect: for pse_type 2 and 3, which are not supported.", True),
+    Array("kv_start_idx", "Without effect: for pse_type 2 and 3, which are not supported.", True),
 )
-PRE = Attr("pre_tokens", "Window to the left (modes 0 with a mask, and 4).", default=UNLIMITED)
-NEXT = Attr("next_tokens", "Window to the right (modes 0 with a mask, and 4).", default=UNLIMITED)
+PRE = Attr("pre_tokens", "Visible tokens before the diagonal (mode 0 with a mask, and 4).", default=UNLIMITED)
+NEXT = Attr("next_tokens", "Visible tokens behind the diagonal (mode 0 with a mask, and 4).", default=UNLIMITED)
 LAYOUT = Attr(
     "input_layout",
-    "Axis order of query, key and value; behind a _ that of the output.",
+    "Axis order of query, key and value; that of the output follows a _ if it differs.",
     type=str,
     default="BSH",
     code=INVALID,
@@ -175,7 +176,7 @@ LAYOUT = Attr(
 SPARSE_MODE = Attr(
     "sparse_mode",
     "0 mask and window, 1 mask alone, 2 causal from the upper left, 3 to the lower right, 4 window to the lower right, "
-    "9 tree. One-token queries outside packed layouts see every key that the mask leaves.",
+    "9 tree. One-token queries in padded layouts see every key that the mask leaves.",
     default=0,
     domain="0 <= sparse_mode <= 4 or sparse_mode == 9",
 )
@@ -184,21 +185,21 @@ PROMPT_MODE = replace(
 )
 PRECISE = Attr(
     "inner_precise",
-    "Bit 1: rows that a mask empties are zeros, not the mean of the values. Bit 0 has no effect.",
+    "Bit 1: rows whose keys the mask hides return zeros, not the mean of V. Bit 0 has no effect.",
     default=1,
     domain="0 <= inner_precise <= 3",
 )
 ANTI_MODE = Attr(
     "antiquant_mode",
-    "Of antiquant_scale: 0 per channel or one number, 1 per token.",
+    "Kind of antiquant_scale: 0 per channel or one number, 1 per token.",
     default=0,
     domain="antiquant_mode in (0, 1)",
 )
-SIDE_MODE = "0 per channel or one number, 1 per token, 2 per head, 3 per token and head, 4 and 5 as 1 and 3 in pages."
+SIDE_MODE = "0 per channel or one number, 1 per token, 2 per head, 3 per token and head, 4 and 5 as 1 and 3 but paged."
 KEY_MODE, VALUE_MODE = (
     Attr(
         f"{side}_antiquant_mode",
-        f"Of {side}_antiquant_scale: {SIDE_MODE}",
+        f"Kind of {side}_antiquant_scale: {SIDE_MODE}",
         default=0,
         domain=f"0 <= {side}_antiquant_mode <= 8",
     )
@@ -206,23 +207,23 @@ KEY_MODE, VALUE_MODE = (
 )
 QUERY_MODE = Attr(
     "query_quant_mode",
-    "3: an int8 query with a scale per row and head (rope parts beside it); else 0.",
+    "3: an int8 query with rope parts, and a scale per row and head; otherwise 0.",
     default=0,
     domain="query_quant_mode in (0, 3, 6)",
 )
 PSE_TYPE = Attr("pse_type", "0: pse_shift is added to the scaled scores.", default=0, domain="pse_type == 0")
-LSE_FLAG = Attr("softmax_lse_flag", "Whether softmax_lse is written.", type=bool, default=False)
+LSE_FLAG = Attr("softmax_lse_flag", "Compute softmax_lse.", type=bool, default=False)
 OUT = output(
     "attention_out",
-    "The output rows: int8 beside quant_scale2, float16 of other int8 rows. Zeros where a row sees no key, the mean "
-    "of the values where the mask alone hides all.",
+    "The output rows: int8 with quant_scale2, otherwise the dtype of query; for an int8 query that of query_rope, or "
+    "float16. Rows without visible keys are zeros; if the mask alone hides all keys, the mean of V.",
     words("1", "Dv", output=True),
     f"{FLOATS} int8",
     make=torch.zeros,
 )
 LSE = output(
     "softmax_lse",
-    "max + ln(sum) of every row's scores; +inf where it has no key. Written where asked for.",
+    "max + ln(sum) of every row's scores, +inf in rows without visible keys; written if softmax_lse_flag is set.",
     lse_words(),
     "",
     optional=True,
@@ -245,7 +246,7 @@ out &= \operatorname{softmax}(S)\, V \quad \text{over the keys that mask, mode a
   \quad out = \frac{deq_2\, WV}{\sum e^{S - \max S}} \\
 \text{int8 output:}\quad out &\leftarrow \operatorname{sat}\!\big(\operatorname{round}(out \cdot q_2 + offset_2)\big)
 \end{aligned}"""
-FORMULA = """K, V = (stored + offset) * scale           where the cache holds integers
+FORMULA = """K, V = (stored + offset) * scale           if the cache has integers
 S    = scale_value * (Q K^T + Q_rope K_rope^T) + pse_shift
 out  = softmax(S over the keys that lengths, mask, mode and window leave, with the sink) V
 lse  = max + ln(sum exp(S - max))
@@ -313,7 +314,7 @@ RULINGS = (2, 5, 6, 10, 15, 16, 20, 23, 29, 30, 32, 35, 36, 37, 38)
 C = Declared(names={"dequant_scale1": "deqScale1", "dequant_scale2": "deqScale2"})
 PROMPT_V1 = of_cann(
     "aclnnPromptFlashAttention",
-    "Attention of prompts.",
+    "Softmax attention of prompts.",
     (
         *(QUERY, PROMPT_KEY, PROMPT_VALUE, PSE_SHIFT, ATTEN_MASK, Q_LENGTHS),
         *(NUM_HEADS, SCALE, PRE, replace(NEXT, default=0), replace(LAYOUT, default=NUM_HEADS.default), KV_HEADS, OUT),
@@ -350,7 +351,8 @@ PROMPT_V3 = PROMPT_V2.version(
 )
 FUSED_V1 = PROMPT_V1.version(
     "aclnnFusedInferAttentionScore",
-    "Attention of prompts and of new tokens over a cache: stacked, packed, listed or paged, of floats or integers.",
+    "Softmax attention of prompts and of new tokens to the keys of a cache: padded, packed, a list of tensors, or "
+    "pages; floats or integers.",
     params=(
         *(QUERY, KEY, VALUE, PSE_SHIFT, ATTEN_MASK, Q_LENGTHS, KV_LENGTHS, *PROMPT_QUANT, FUSED_SCALE, ANTI_OFFSET),
         *(BLOCK_TABLE, QUERY_PADDING, KV_PADDING, NUM_HEADS, SCALE, PRE, NEXT, LAYOUT, KV_HEADS, SPARSE_MODE, PRECISE),
@@ -366,13 +368,13 @@ FUSED_V1 = PROMPT_V1.version(
 )
 FUSED_V2 = FUSED_V1.version(
     "aclnnFusedInferAttentionScoreV2",
-    "FusedInferAttentionScore with scales of keys and values apart, and a shared prefix.",
+    "FusedInferAttentionScore with separate scales of keys and of values, and a shared prefix.",
     after={"kv_padding_size": (*SEPARATE, *SHARED_PREFIX), "softmax_lse_flag": (KEY_MODE, VALUE_MODE)},
     c=replace(C, optional="Optional"),
 )
 FUSED_V3 = FUSED_V2.version(
     "aclnnFusedInferAttentionScoreV3",
-    "FusedInferAttentionScoreV2 with rope parts of their own.",
+    "FusedInferAttentionScoreV2 with rope parts as separate tensors.",
     after={"actual_shared_prefix_len": ROPES},
     rules=FUSED + WITH_ROPE + NO_INTEGER_LATENTS + NO_TREES,
     rulings=(*FUSED_V1.rulings, 39),
@@ -387,7 +389,7 @@ FUSED_V4 = FUSED_V3.version(
 )
 FUSED_V5 = FUSED_V4.version(
     "aclnnFusedInferAttentionScoreV5",
-    "FusedInferAttentionScoreV4 on Ascend 950: this library computes what both chips know.",
+    "FusedInferAttentionScoreV4 on Ascend 950; forms that only Ascend 950 has are not computed.",
     after={"learnable_sink": STARTS, "query_quant_mode": (PSE_TYPE,)},
     rules=(*(rule for rule in FUSED_V4.rules if rule.param not in ("antiquant_scale", "antiquant_offset")), *LAST),
 )
@@ -395,7 +397,7 @@ TORCH_HEADS, TORCH_PRECISE = replace(NUM_HEADS, default=1), replace(PRECISE, def
 CAUSAL = NEXT.text + " 0, the default, makes a call with a mask in mode 0 causal too."
 TORCH_PFA = PROMPT_V3.version(
     "npu_prompt_flash_attention",
-    "Attention of prompts: padded rows, or packed ones.",
+    "Softmax attention of padded or packed prompts.",
     source="Ascend op-plugin",
     keywords="padding_mask",
     example="""\
@@ -424,7 +426,7 @@ TORCH_V1 = FUSED_V3.version(
     keywords="pse_shift",
     declared=KEYS | dict.fromkeys(("query_padding_size", "kv_padding_size"), TENSOR_FIRST),
     returns="(attention_out, softmax_lse); without softmax_lse_flag the second has no elements. `.out(..., "
-    "workspace=None, out=[attention_out, softmax_lse])` writes into tensors that are given.",
+    "workspace=None, out=[attention_out, softmax_lse])` writes to the tensors in out.",
     example="""\
 >>> q, pages = torch.randn(5, 4, 64), torch.randn(8, 16, 64)
 >>> table = torch.tensor([[0, 3], [5, 1]], dtype=torch.int32)
@@ -444,7 +446,7 @@ TORCH_V1 = FUSED_V3.version(
 )
 TORCH_V2 = FUSED_V4.version(
     "npu_fused_infer_attention_score_v2",
-    "npu_fused_infer_attention_score with sinks and a scale per query row; other names, and a few parameters fewer.",
+    "npu_fused_infer_attention_score with sinks and a scale per query row; some parameters have other names.",
     source="Ascend op-plugin",
     keywords="query_rope",
     declared=KEYS | {"out_dtype": int | torch.dtype | None},
@@ -469,7 +471,8 @@ TORCH_V2 = FUSED_V4.version(
         *(Attr(name, "Reserved.", default=None) for name in RESERVED_DTYPES),
         Attr(
             "out_dtype",
-            "Of the output beside int8 rows or quant_scale_out: torch.int8, float16, bfloat16, or its number.",
+            "Dtype of the output for an int8 query or with quant_scale_out: torch.int8, float16 or bfloat16, or "
+            "torch's number of it.",
             default=None,
         ),
         *(OUT, LSE),

@@ -1,4 +1,7 @@
-"""Derived values of a fused inference attention call: axes, lengths, slots, visibility, and the shapes of results."""
+"""Derived values of a fused inference attention call: axes, lengths, visible keys, and the shapes of results.
+
+A slot is the place of one token in a padded or paged tensor.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +29,7 @@ PACKED = ("TND", "NTD", "NTD_TND", "TND_NTD")
 LAYOUTS = (*UNTRANSPOSED, *MIXED, *PACKED, "NSD")
 # Layouts of the versions without rope.
 ROPELESS = (*UNTRANSPOSED, "BNSD_BSND", "TND", "NTD", "NTD_TND", "NSD")
-# Of PromptFlashAttention: V1 and V2, and with packed rows.
+# Layouts of PromptFlashAttention: of V1 and V2, and of V3, which has packed rows.
 PROMPT = (*UNTRANSPOSED, "BNSD_BSND", "NSD", "SH")
 PROMPT_PACKED = (*PROMPT, "TND")
 TRIANGLE = 2048
@@ -55,7 +58,7 @@ def words(side: str, dim: str, output: bool = False) -> dict[str, str]:
 
 
 def lse_words() -> dict[str, str]:
-    """Axis words of softmax_lse by input_layout; L has no size if softmax_lse is not requested."""
+    """Axis words of softmax_lse by input_layout; axis L is None if softmax_lse is not requested."""
     return {name: "T1 N1 L" if name in PACKED else "B N1 S1 L" for name in LAYOUTS}
 
 
@@ -68,7 +71,7 @@ def packed(layout: str) -> bool:
 
 
 def page_layout(cache: torch.Tensor) -> str:
-    """The layout of a paged cache, by its rank: "BSH", "BNSD", or "NZ" (rows in fragments); else ""."""
+    """The layout of a paged cache by its number of axes: 3 "BSH", 4 "BNSD", 5 "NZ" (rows in fragments), else ""."""
     return {3: "BSH", 4: "BNSD", 5: "NZ"}.get(cache.dim(), "")
 
 
@@ -92,12 +95,12 @@ def form_of(tensor: torch.Tensor, layout: str, heads: int) -> tuple[int, int, in
 
 
 def key_layout(n: Mapping[str, Any], tensor: torch.Tensor) -> str:
-    """The layout of a key or value tensor."""
+    """The layout of a call's key or value tensor."""
     return of_inputs(n["input_layout"]) if n["block_table"] is None else page_layout(tensor)
 
 
 def key_heads(n: Mapping[str, Any]) -> int:
-    """Number of key heads; the argument 0 means as many as query heads."""
+    """Number of a call's key heads; num_key_value_heads 0: as many as query heads."""
     return int(n["num_key_value_heads"] or n["N1"])
 
 
@@ -118,7 +121,7 @@ def _spread(given: np.ndarray | None, most: np.ndarray) -> np.ndarray:
 
 
 def _sizes(n: dict[str, Any]) -> dict[str, Any]:
-    """Axes that lengths determine, for samples, which have no tensors yet."""
+    """Axes that lengths determine, for a sample call, whose tensors are made from these axes."""
     layout = n["input_layout"]
     results: dict[str, Any] = {}
     for side, name in (("1", "actual_seq_lengths"), ("2", "actual_seq_lengths_kv")):
@@ -130,7 +133,7 @@ def _sizes(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unused(padding: np.ndarray) -> int:
-    """Number of unused slots behind every sequence; 0 for an empty list, which a rule rejects."""
+    """The number in a padding_size argument: unused slots behind every sequence; 0 if the list is empty."""
     return max([0, *map(int, padding[:1])])
 
 
@@ -151,7 +154,7 @@ def _rows(n: dict[str, Any], batch: int, one_token: bool) -> tuple[np.ndarray, n
 
 
 def _keys(n: dict[str, Any], batch: int, q_len: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
-    """(keys, slot of the first one, slots) per sequence; tokens: those of each key tensor."""
+    """(keys, slot of the first key, number of slots) per sequence; tokens: slots of each key tensor."""
     layout, given = n["input_layout"], n["actual_seq_lengths_kv"]
     first = np.zeros(batch, np.int64)
     if n["block_table"] is not None:
@@ -195,7 +198,7 @@ def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
 
 
 def visibility(n: Mapping[str, Any], one_token: bool) -> dict[str, Any]:
-    """The effective mode, pre, next and mask_kind, after the rule for one-token queries."""
+    """The mode, pre, next and mask_kind of geometry(); one_token: the rule for one-token queries applies."""
     mode, mask = n["sparse_mode"] % 10 if n["sparse_mode"] >= 10 else n["sparse_mode"], n["atten_mask"]
     windowed = not one_token and (mode == 4 or (mode == 0 and mask is not None))
     pre, next_ = (n["pre_tokens"], n["next_tokens"]) if windowed else (UNLIMITED, UNLIMITED)
@@ -208,18 +211,19 @@ def visibility(n: Mapping[str, Any], one_token: bool) -> dict[str, Any]:
 
 
 def geometry(n: dict[str, Any]) -> dict[str, Any]:
-    """The derived names of a call (Op.derive), from shapes, lengths and modes.
+    """Derived values of a call by name (Op.derive), from shapes, lengths and modes.
 
-    * B, S1, S2, N2, Dv, L: axes. S1: the most rows of a sequence; S2: tokens of a key tensor (pages: of the table).
-    * q_len, kv_len: given lengths per sequence; capacity: slots per sequence; q_first, kv_first: slots of the first
-      row and key; q_used, kv_used: lengths, 0 if left padding leaves too few slots for the sequence.
-    * common, held: used keys of the shared prefix, and keys in its tensor.
+    * B, S1, S2, N2, Dv, L: axes. S1: the largest number of rows of a sequence; S2: slots of a key tensor, or of a row
+      of the page table.
+    * q_len, kv_len: lengths per sequence in the arguments; capacity: slots per sequence; q_first, kv_first: slots of
+      the first row and key; q_used, kv_used: lengths, but 0 if left padding leaves too few slots for the sequence.
+    * common, prefix_keys: used keys of the shared prefix, and keys in its tensor.
     * one_token: the rule for one-token queries applies: mode, window, and the query's lengths and padding are ignored.
-    * mode, pre, next, mask_kind: visibility after one_token and modes 10 to 14 are resolved. A mode without a mask
-      keeps its window, but mode 0 has none.
-    * columns, rows: the least sizes of masks and biases.
-    * cache_layout: layout of keys; blocks: pages of the pool; page: slots per page.
-    * padded: left padding leaves enough slots for every sequence; shape_out: shape of attention_out.
+    * mode, pre, next, mask_kind: sparse mode (10 to 14 are 0 to 4), window and kind of mask, with the rule for
+      one-token queries applied. Without a mask, mode 4 has its window and mode 0 has none.
+    * columns, rows: the smallest legal sizes of masks and biases.
+    * cache_layout: layout of keys; blocks: pages of the cache; page: slots of a page.
+    * padded: 1 if left padding leaves enough slots for every sequence; shape_out: shape of attention_out.
     """
     if "query" not in n:
         return _sizes(n)
@@ -256,7 +260,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
         "q_used": q_used,
         "kv_used": kv_used,
         "common": common,
-        "held": prefix_keys,
+        "prefix_keys": prefix_keys,
         "one_token": one_token,
         **visibility(n, one_token),
         "rows": rows,
@@ -302,7 +306,7 @@ def lse_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def out_dtype(n: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of attention_out if the caller passes no memory for it."""
+    """The dtype of attention_out if the call allocates it."""
     query: torch.dtype = n["query"].dtype
     requested: torch.dtype | None = OUT_DTYPES.get(n["out_dtype"])
     if n["quant_scale2"] is not None:

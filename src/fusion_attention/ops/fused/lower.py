@@ -39,10 +39,11 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _Settled:
-    """Lowered objects common to all calls with the same signature and lengths.
+    """The objects that all calls with the same signature and lengths share.
 
     Attributes:
-        shared: the problem if keys and values are the same memory.
+        problem: the problem if keys and values are different memory.
+        shared: the problem if they are the same memory.
     """
 
     problem: Problem
@@ -110,7 +111,7 @@ def _same_memory(key: tuple[Tensor, ...], value: tuple[Tensor, ...]) -> bool:
 
 
 def _blocked(n: Mapping[str, Any]) -> Tensor:
-    """The full mask with four axes."""
+    """atten_mask, which is not compressed, with four axes that broadcast to [B, N1, S1, S2]."""
     mask: Tensor = n["atten_mask"]
     if mask.dim() == 4:
         return mask
@@ -125,7 +126,7 @@ def _extents(n: dict[str, Any]) -> Extents:
 
 
 def fused_band(n: Mapping[str, Any]) -> Band:
-    """The band of mode and window; a compressed mask adds nothing, and other masks are a separate matrix."""
+    """The band of the sparse mode and its window; masks that are not compressed hide further keys as a matrix."""
     match n["mode"]:
         case 2:
             return Band.causal("start")
@@ -152,7 +153,7 @@ def _kind(n: Mapping[str, Any], side: int) -> str:
     if members(n["key"])[0].dtype not in (torch.int8, torch.int32):
         return "none"
     if n["query"].dtype == torch.int8:
-        # With rope, the key's scale of an int8 query multiplies both products, so it is included in row_scale.
+        # With rope and an int8 query, the key's scale multiplies q . k and the rope product, so row_scale includes it.
         return "channel" if _is_full(n) or side else "none"
     name = ("key", "value")[side]
     mode = n["antiquant_mode"] if n["key_antiquant_scale"] is None else n[f"{name}_antiquant_mode"]
@@ -178,7 +179,7 @@ def _scales(n: Mapping[str, Any], side: int) -> Scales:
     def by_head(t: Tensor | None) -> Tensor | None:
         if t is None or mode in (3, 5):
             return t
-        return t.reshape(-1, 1, t.shape[-1])  # one for all heads
+        return t.reshape(-1, 1, t.shape[-1])  # all heads share a scale
 
     return Scales(by_head(scale), by_head(offset), "pages" if mode in (4, 5) else "tokens")
 

@@ -35,17 +35,17 @@ MODES = (
     ),
     meaning(
         "mask_fits(atten_mask, mask_kind, B, S1, columns, T1 is not None, one_token, q_used)",
-        "atten_mask: shape [rows, keys], [B or 1, rows, keys] or [B or 1, 1, rows, keys]; over one-token queries [B, "
-        "keys], [B, 1, keys] or [B, 1, 1, keys] (1 hides a key; columns count the slots of keys, behind those of a "
-        "shared prefix)",
+        "atten_mask: shape [rows, keys], [B or 1, rows, keys] or [B or 1, 1, rows, keys]; for one-token queries [B, "
+        "keys], [B, 1, keys] or [B, 1, 1, keys] (1 hides a key; columns are the keys of a shared prefix, then the "
+        "tokens of the cache)",
         when="mask_kind == 'full'",
         given=FULL,
         invalid={"atten_mask": "B 1 1 S2"},
     ),
     meaning(
         "mask_fits(atten_mask, mask_kind, B, S1, columns, T1 is not None, one_token, q_used)",
-        "atten_mask: shape [B, rows, rows], packed [the sum of rows * rows] (it covers the last keys of every item, "
-        "as many as query rows; 1 hides a key)",
+        "atten_mask: shape [B, rows, rows], packed [the sum of rows * rows] (columns are the last keys of every "
+        "sequence, as many as query rows; 1 hides a key)",
         when="mask_kind == 'tree'",
         needs=("block_table",),
         given=TREE,
@@ -62,7 +62,7 @@ MODES = (
     ),
     meaning(
         "pre + next >= 0",
-        "pre_tokens: a window that is not empty: pre_tokens + next_tokens >= 0 (else no row sees anything; "
+        "pre_tokens: a window that is not empty: pre_tokens + next_tokens >= 0 (else no row has a visible key; "
         "2147483647 is no limit)",
         when="mask_kind != 'none'",
         given=FULL,
@@ -70,7 +70,7 @@ MODES = (
     ),
     limit(
         f"meets(mode, pre, next, q_used, {VISIBLE_KEYS})",
-        "pre_tokens: a window that meets the scores of every item (the chip takes no window beside the scores)",
+        "pre_tokens: a window that overlaps the score matrix of every sequence (the chip takes no other window)",
         when="mode in (0, 4) and mask_kind != 'none' and pre + next >= 0",
         given={**FULL, "atten_mask": torch.ones(3, 6, dtype=torch.bool)},
         invalid={"pre_tokens": 9, "next_tokens": -3},
@@ -85,8 +85,8 @@ MODES = (
     ),
     limit(
         "not (one_token and sparse_mode in (2, 3, 4) and mask_kind == 'none')",
-        "atten_mask: no 2048 x 2048 mask over one-token queries (a one-token query sees every key whatever the mode, "
-        "and the chip would read this mask's first row)",
+        "atten_mask: no 2048 x 2048 mask for one-token queries (a one-token query sees every key in any mode, and the "
+        "chip would read this mask's first row)",
         when="atten_mask is not None and sparse_mode != 2 and sparse_mode != 4",
         needs=("block_table",),
         given={**SQUARE, "S1": 3},
@@ -94,8 +94,8 @@ MODES = (
     ),
     note(
         "not one_token or sparse_mode not in (2, 4)",
-        "sparse_mode: mode 0, 1 or 3 over one-token queries (one-token queries outside TND see every key; use TND or "
-        "a mask for a window)",
+        "sparse_mode: mode 0, 1 or 3 for one-token queries (one-token queries see every key except in layout TND; use "
+        "TND or a mask for a window)",
         needs=("block_table",),
         invalid={"S1": 1, "sparse_mode": 4},
     ),
@@ -103,7 +103,7 @@ MODES = (
 MASK_SHAPES = (
     limit(
         "not one_token or atten_mask.shape[0] == B",
-        "atten_mask: [B, keys], [B, 1, keys] or [B, 1, 1, keys] (the chip wants a row per item)",
+        "atten_mask: [B, keys], [B, 1, keys] or [B, 1, 1, keys] (the chip requires a row per sequence)",
         when="mask_kind == 'full'",
         needs=("block_table",),
         given={"S1": 1, "atten_mask": "B S2"},
@@ -111,7 +111,7 @@ MASK_SHAPES = (
     ),
     limit(
         "atten_mask.shape[-1] >= block_table.shape[1] * block_size",
-        "atten_mask: columns for every page of the table (the chip reads whole pages)",
+        "atten_mask: columns for every page of the table (the chip reads complete pages)",
         when="block_table is not None and mask_kind == 'full'",
         needs=("block_table",),
         given={**PAGES, "atten_mask": "B S1 32"},
@@ -119,8 +119,8 @@ MASK_SHAPES = (
     ),
     limit(
         "mask_kind != 'full' or one_token or atten_mask.dim() != 2 or (D == Dv and query_rope is None)",
-        "atten_mask: a mask with a batch axis beside rope parts, or where D is not Dv (the chip takes two axes in "
-        "plain rows only)",
+        "atten_mask: a mask with a batch axis beside rope parts, or if D is not Dv (the chip takes a mask of two axes "
+        "in no such call)",
         when="atten_mask is not None",
         given=FULL,
         invalid={"Dv": 32},
@@ -141,8 +141,8 @@ MASK_SHAPES = (
     ),
     content(
         "is_causal(atten_mask)",
-        "atten_mask: ones above the diagonal of a compressed mask, zeros elsewhere (the mode decides, not the "
-        "content; anything else is a misunderstanding)",
+        "atten_mask: ones above the diagonal of a compressed mask, zeros elsewhere (sparse_mode alone has an effect, "
+        "so other content has none)",
         when="mask_kind == 'triangle'",
         needs=("sparse_mode",),
         given=SQUARE,
@@ -150,23 +150,23 @@ MASK_SHAPES = (
     ),
     content(
         "hides_nothing(atten_mask, pre, next)",
-        "atten_mask: a mask that agrees with pre_tokens and next_tokens (a key must be left by the mask and lie "
-        "inside the window to be seen)",
+        "atten_mask: a mask that agrees with pre_tokens and next_tokens (a key is visible only if the mask leaves it "
+        "and the window contains it)",
         when="mask_kind == 'full' and mode == 0",
         given=FULL,
         invalid={"pre_tokens": 1},
     ),
     note(
         "not is_triangle(atten_mask) or S1 == columns == 2048",
-        "atten_mask: no compressed mask where it says which keys a row sees (in mode 0 and 1 it is applied as it is; "
-        "give sparse_mode 3 (or 2), or a mask of rows by keys)",
+        "atten_mask: no compressed mask in modes 0 and 1 (they read it as a mask of rows by keys; pass sparse_mode 3 "
+        "(or 2), or such a mask)",
         when="mask_kind == 'full' and not one_token",
         invalid={"atten_mask": "2048 2048", "next_tokens": UNLIMITED},
     ),
     note(
         "pre_tokens >= S2 - 1",
-        "pre_tokens: no window without a mask, nor for a single row (it is not read there, and a row sees every key; "
-        "give an atten_mask that hides those outside the window)",
+        "pre_tokens: no window without a mask, nor for a single row (it has no effect there: every key is visible; "
+        "pass an atten_mask that hides the keys outside the window)",
         when="mask_kind == 'none' and mode == 0",
         invalid={"pre_tokens": 1},
     ),
@@ -174,7 +174,7 @@ MASK_SHAPES = (
 NO_TREES = (
     limit(
         "sparse_mode != 9",
-        "sparse_mode: no mode 9 (the fourth version is the first that knows tree masks)",
+        "sparse_mode: no mode 9 (the fourth version is the first with tree masks)",
         invalid={"atten_mask": "B S1 S1", "sparse_mode": 9},
     ),
 )
@@ -200,8 +200,8 @@ BIASES = (
     ),
     meaning(
         "bias_fits(pse_shift, B, N1, S1, columns)",
-        "pse_shift: shape [B or 1, N1, rows or 1, keys] (added to the scaled scores; columns count the slots of "
-        "keys, behind those of a shared prefix)",
+        "pse_shift: shape [B or 1, N1, rows or 1, keys] (added to the scaled scores; columns are the keys of a shared "
+        "prefix, then the tokens of the cache)",
         given=PSE,
         invalid={"pse_shift": "B 1 1 S2"},
     ),
@@ -213,15 +213,15 @@ BIASES = (
     ),
     limit(
         "D == Dv and T1 is None and query_rope is None and learnable_sink is None and cache_layout != 'NZ'",
-        "pse_shift: no packed rows, rope parts, sink or pages in pieces beside pse_shift, and D == Dv (the chip adds "
-        "a bias in padded rows of one length only)",
+        "pse_shift: no packed rows, rope parts, sink or fragmented pages beside pse_shift, and D == Dv (the chip adds "
+        "a bias in no other call)",
         when="pse_shift is not None",
         given=PSE,
         invalid={"Dv": 32},
     ),
     limit(
         "pse_shift.shape[-1] >= block_table.shape[1] * block_size",
-        "pse_shift: columns for every page of the table (the chip reads whole pages)",
+        "pse_shift: columns for every page of the table (the chip reads complete pages)",
         when="pse_shift is not None and block_table is not None",
         needs=("block_table",),
         given={**PAGES, "pse_shift": "B N1 S1 32"},
@@ -231,15 +231,18 @@ BIASES = (
 PRECISION = (
     limit(
         "inner_precise in (0, 1)",
-        "inner_precise: 0 or 1 over one-token and packed queries (the chip knows no other there; it has no effect "
-        "but on rows that a mask empties)",
+        "inner_precise: 0 or 1 for one-token and packed queries (the chip takes no other there; it affects only rows "
+        "whose keys the mask hides)",
         when="one_token or T1 is not None",
         needs=("block_table",),
         given={"S1": 1},
     ),
 )
 PROMPT_PRECISION = (
-    note("0 <= inner_precise <= 3", "inner_precise (bit 1 decides about rows that a mask empties, bit 0 nothing)"),
+    note(
+        "0 <= inner_precise <= 3",
+        "inner_precise (bit 1 selects the result of rows whose keys the mask hides; bit 0 has no effect)",
+    ),
 )
 SINKS = (
     limit(

@@ -6,10 +6,10 @@ from fusion_attention.contract import Op
 from fusion_attention.ops.fused.definitions import TORCH_V1, TORCH_V2
 
 
-def _room(op: Op, *names: str, **more: Any) -> Op:
+def _allocator(op: Op, *names: str, **more: Any) -> Op:
     """The definition of the function that allocates an operator's results; names: parameters that determine shapes."""
     name, params = f"_{op.name}_infer_output", tuple(op.by_name[name] for name in names)
-    summary = f"Memory for the results of {op.name}, for its `.out`; nothing is computed."
+    summary = f"Allocates the results of {op.name}, for its `.out` overload; computes nothing."
     returned = "(attention_out, softmax_lse), not initialised."
     return op.version(
         name,
@@ -24,7 +24,7 @@ def _room(op: Op, *names: str, **more: Any) -> Op:
     )
 
 
-ROOM_V1 = _room(
+ALLOCATOR_V1 = _allocator(
     TORCH_V1,
     *("query", "value", "input_layout", "quant_scale2", "block_table", "num_heads", "num_key_value_heads"),
     *("softmax_lse_flag", "query_rope"),
@@ -34,7 +34,7 @@ ROOM_V1 = _room(
 >>> list(out.shape), list(lse.shape)
 ([2, 3, 256], [0])""",
 )
-ROOM_V2 = _room(
+ALLOCATOR_V2 = _allocator(
     TORCH_V2,
     *("query", "value", "query_dtype", "value_dtype", "input_layout", "quant_scale2", "block_table", "num_heads"),
     *("num_key_value_heads", "softmax_lse_flag", "query_rope", "out_dtype"),

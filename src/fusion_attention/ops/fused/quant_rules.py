@@ -1,7 +1,4 @@
-"""Rules on quantization in fused inference attention: integer caches, queries and outputs, and their scales.
-
-rules.py has most other rules.
-"""
+"""Rules on quantization in fused inference attention: integer caches, queries and outputs, and their scales."""
 
 from typing import Any
 
@@ -65,7 +62,7 @@ QUERIES = (
     *(
         meaning(
             f"{name} is None",
-            f"{name}: no {name} (it belongs to an int8 query without rope parts)",
+            f"{name}: no {name} (it is for an int8 query without rope parts)",
             when="dtype_of(query) != 'int8' or query_rope is not None",
         )
         for name in SCALES
@@ -133,7 +130,7 @@ INTEGERS_WITH_ROPE = (
 CACHES = (
     typed(
         "dtype_of(key) == 'int8' if dtype_of(query) == 'int8' else dtype_of(key) in ('int8', 'int32', dtype_of(query))",
-        f"key: the dtype of query, int8 or int32 (int32 holds eight integers of four bits; {ELSEWHERE})",
+        f"key: the dtype of query, int8 or int32 (an int32 is eight integers of four bits; {ELSEWHERE})",
         needs=FUSED_ONLY,
         invalid={"key": ("B S2 N2*D", "bfloat16"), "value": ("B S2 N2*D", "bfloat16")},
     ),
@@ -156,7 +153,7 @@ CACHES = (
     beside_its_scale("antiquant_offset", "antiquant_scale", {**EITHER, "antiquant_offset": "2 N2*D"}, "2 3"),
     refused(
         "dtype_of(antiquant_scale) == ('float32' if antiquant_mode == 1 else dtype_of(query))",
-        "antiquant_scale: the dtype of query, per token float32 (the chip takes no other)",
+        "antiquant_scale: the dtype of query, or float32 for scales per token (the chip takes no other)",
         when="antiquant_scale is not None and key_antiquant_scale is None",
         given=JOINT | dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale")),
         invalid={"antiquant_scale": ("2 N2*D", "float32")},
@@ -198,14 +195,15 @@ SIDES = (
     ),
     meaning(
         "key_antiquant_mode == value_antiquant_mode or (key_antiquant_mode == 0 and value_antiquant_mode == 1)",
-        "value_antiquant_mode: the mode of keys, or 1 beside 0 (keys per channel may stand beside values per token)",
+        "value_antiquant_mode: the mode of keys, or 1 beside 0 (values may have scales per token if keys have scales "
+        "per channel)",
         when=APART_GIVEN,
         given=TOKENS,
         invalid={"value_antiquant_mode": 3, "value_antiquant_scale": ("B N2 S2", "float32")},
     ),
     meaning(
         "key_antiquant_mode < 4 or block_table is not None",
-        "key_antiquant_mode: pages beside modes 4 and 5 (scales lie in pages where keys do)",
+        "key_antiquant_mode: pages beside modes 4 and 5 (scales are paged as keys are)",
         when=APART_GIVEN,
         given=TOKENS,
         invalid={
@@ -227,7 +225,7 @@ SIDES = (
     *(
         refused(
             f"dtype_of({side}_antiquant_scale) in scale_dtypes({side}_antiquant_mode, query)",
-            f"{side}_antiquant_scale: the dtype of query, of scales per token float32 (the chip takes no other)",
+            f"{side}_antiquant_scale: the dtype of query, or float32 for scales per token (the chip takes no other)",
             when=f"{side}_antiquant_scale is not None and dtype_of(query) != 'int8'",
             given=APART,
             invalid={f"{side}_antiquant_scale": ("N2*D", "float32")},
@@ -236,8 +234,8 @@ SIDES = (
     ),
     meaning(
         "key_antiquant_mode == value_antiquant_mode == 0 or key_antiquant_mode == value_antiquant_mode == 2",
-        "key_shared_prefix: scales per channel or one number beside a prefix of integers (a scale per token has no "
-        "place for the tokens of a prefix)",
+        "key_shared_prefix: scales per channel or one number beside a prefix of integers (scales per token do not "
+        "include the tokens of a prefix)",
         when=f"key_shared_prefix is not None and {APART_GIVEN}",
         given={
             **{k: v for k, v in APART.items() if "antiquant" not in k},
@@ -262,7 +260,7 @@ SIDES = (
 CACHE_LIMITS = (
     limit(
         "S1 <= 16 and dtype_of(key) == 'int8'",
-        "key: int8, and at most 16 query rows (the chip takes integer keys under few query rows)",
+        "key: int8, and at most 16 query rows (the chip takes integer keys for few query rows)",
         when="integers(key) and not one_token and dtype_of(query) != 'int8'",
         needs=FUSED_ONLY,
         given=SEVERAL,
@@ -270,7 +268,7 @@ CACHE_LIMITS = (
     ),
     limit(
         "dtype_of(query) == 'bfloat16'",
-        "query: bfloat16 over integer keys (the chip takes integer keys under several rows of bfloat16)",
+        "query: bfloat16 with integer keys (for several query rows the chip takes no other)",
         when="integers(key) and not one_token and dtype_of(query) != 'int8'",
         needs=("key_antiquant_scale",),
         given=SEVERAL,
@@ -311,8 +309,8 @@ LATENT_QUERIES = (
     ),
     meaning(
         "(dequant_scale_query is not None) == (query_quant_mode == 3)",
-        "dequant_scale_query: a scale per row and head exactly in query_quant_mode 3 (scores are the integers' and "
-        "the rope parts' products times both scales)",
+        "dequant_scale_query: a scale per row and head exactly in query_quant_mode 3 (it multiplies the products of "
+        "integers and of rope parts, as does the key's scale)",
         when="(query_quant_mode == 3) == (dtype_of(query) == 'int8' and query_rope is not None)",
         given=LATENTS,
         invalid={"dequant_scale_query": None},
@@ -326,8 +324,8 @@ LATENT_QUERIES = (
     meaning(
         "one_each((key_antiquant_scale, value_antiquant_scale)) is True and key_antiquant_offset is None and "
         "key_antiquant_mode == value_antiquant_mode == 0",
-        "key_antiquant_scale: one scale of keys and one of values beside an int8 query, without offsets (query_rope "
-        "comes divided by dequant_scale_query and the key's scale, which multiply both products)",
+        "key_antiquant_scale: one scale of keys and one of values beside an int8 query, without offsets (both "
+        "multiply the rope product too: pass query_rope divided by them)",
         when="query_quant_mode == 3 and dtype_of(query) == 'int8'",
         needs=("query_quant_mode",),
         given=LATENTS,
@@ -345,8 +343,8 @@ OUTPUTS = (
     limit(
         "quant_scale2.numel() == 1 or (Dv % 32 == 0 and not softmax_lse_flag and query_padding_size is None and "
         "kv_padding_size is None)",
-        "quant_scale2: one scale, where value rows are no multiple of 32, or beside softmax_lse or left padding (the "
-        "chip takes one number there)",
+        "quant_scale2: one number if Dv is no multiple of 32, or beside softmax_lse or left padding (the chip takes "
+        "no other there)",
         when="quant_scale2 is not None",
         given={**NARROW, "quant_scale2": "N1*Dv"},
         invalid={"D": 48, "Dv": 48},
@@ -362,8 +360,7 @@ OUTPUTS = (
     ),
     limit(
         "not may_empty(mode, mask_kind, pre, next, q_used, common + kv_used)",
-        "quant_offset2: no offset where some row may see no key (the chip refuses an offset where a row may see no "
-        "key)",
+        "quant_offset2: no offset if some row may have no visible key (the chip refuses it)",
         when="quant_offset2 is not None and quant_scale2 is not None and not (mode == 4 and (pre < 0 or next < 0))",
         needs=("sparse_mode",),
         given={**NARROW, "quant_offset2": "1", "atten_mask": "2048 2048", "sparse_mode": 3},
@@ -371,8 +368,8 @@ OUTPUTS = (
     ),
     typed(
         "attention_out is None or dtype_of(attention_out) in out_dtypes(query, query_rope, quant_scale2)",
-        "attention_out: the dtype of the output (int8 beside quant_scale2; else the query's dtype, and beside an "
-        "int8 query that of its rope part or float16)",
+        "attention_out: the dtype of the output (int8 with quant_scale2; otherwise the query's dtype; for an int8 "
+        "query that of its rope part, or float16)",
         when="(quant_scale2 is not None) == (dtype_of(attention_out) == 'int8')",
         given={"attention_out": ("B S1 N1*Dv", "float16")},
         invalid={"attention_out": ("B S1 N1*Dv", "bfloat16")},
@@ -387,7 +384,7 @@ OUTPUTS = (
 LOGARITHMS = (
     typed(
         "softmax_lse is None or dtype_of(softmax_lse) == 'float32'",
-        "softmax_lse: float32 (sums are kept in float32)",
+        "softmax_lse: float32 (sums are computed in float32)",
         when="softmax_lse_flag",
         given={"softmax_lse_flag": True},
         invalid={"softmax_lse": ("B N1 S1 1", "float16")},
@@ -400,7 +397,7 @@ LOGARITHMS = (
         invalid={"softmax_lse": ("B N1 S1 8", "float32")},
     ),
 )
-# The fifth version has no scales of keys and values in one tensor.
+# The fifth version does not take the scales of keys and values in one tensor.
 LAST = (
     typed(
         "antiquant_scale is None or key_antiquant_scale is not None",

@@ -48,58 +48,58 @@ GAPS = torch.zeros(2, 3, 512, dtype=torch.float16)[..., ::2]
 LENGTHS = (
     meaning(
         "actual_seq_lengths is not None",
-        "actual_seq_lengths: the ends of packed rows (packed rows do not show where an item ends)",
+        "actual_seq_lengths: the ends of packed rows (the tensor does not show where a sequence ends)",
         only=PACKED,
         stage="presence",
         invalid={"actual_seq_lengths": None},
     ),
     meaning(
         "actual_seq_lengths_kv is not None",
-        "actual_seq_lengths_kv: the ends of packed keys, or the lengths of paged ones (packed rows do not show where "
-        "an item ends)",
+        "actual_seq_lengths_kv: the ends of packed keys, or the lengths of paged ones (the tensor does not show where "
+        "a sequence ends)",
         only=PACKED,
         stage="presence",
         invalid={"actual_seq_lengths_kv": None},
     ),
     of_lengths(
         "ends_fit(actual_seq_lengths, T1)",
-        "actual_seq_lengths: ends that never fall, the last of them inside query (packed lengths are cumulative: [3, "
+        "actual_seq_lengths: ends that never fall, the last at most T1 (packed lengths are cumulative: [3, "
         "8] is 3 and 5 rows)",
         only=PACKED,
         invalid={"actual_seq_lengths": [3, 9]},
     ),
     of_lengths(
         f"ends_fit(actual_seq_lengths_kv, tokens_of(key, {CACHE}))",
-        "actual_seq_lengths_kv: ends that never fall, the last of them inside key (packed lengths are cumulative: "
-        "[3, 8] is 3 and 5 keys; paged ones are not)",
+        "actual_seq_lengths_kv: ends that never fall, the last at most the tokens of key (packed lengths are "
+        "cumulative: [3, 8] is 3 and 5 keys; paged ones are not)",
         when="block_table is None",
         only=PACKED,
         invalid={"actual_seq_lengths_kv": [5, 13]},
     ),
     of_lengths(
         "len(actual_seq_lengths) == len(actual_seq_lengths_kv)",
-        "actual_seq_lengths_kv: as many lengths of keys as of query rows (one per item in both lists)",
+        "actual_seq_lengths_kv: as many lengths of keys as of query rows (one per sequence in both lists)",
         only=PACKED,
         invalid={"actual_seq_lengths_kv": [12]},
     ),
     of_lengths(
         "actual_seq_lengths is None or (sum(actual_seq_lengths) == T1 and min(actual_seq_lengths) >= 0)",
-        "actual_seq_lengths: lengths that add up to the rows of query (layout SH packs rows, and says the length of "
-        "every item)",
+        "actual_seq_lengths: lengths that add up to the rows of query (layout SH packs rows; pass the length of every "
+        "sequence)",
         only=("SH",),
         invalid={"actual_seq_lengths": [3, 4]},
     ),
     of_lengths(
         "T1 == T2 and (actual_seq_lengths_kv is None or sum(actual_seq_lengths_kv) == T2)",
-        "key: as many rows as query (layout SH has items of as many keys as query rows)",
+        "key: as many rows as query (in layout SH a sequence has as many keys as query rows)",
         only=("SH",),
         invalid={"T2": 9},
     ),
     *(
         meaning(
-            f"items_fit({name}, B)",
-            f"{name}: a length per item, or one (one length serves all items; input_layout says which axis counts "
-            f"them{besides})",
+            f"one_per_sequence({name}, B)",
+            f"{name}: a length per sequence, or one (one length serves all sequences; input_layout says which axis is "
+            f"the batch{besides})",
             when=f"{name} is not None and {unless}input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD', 'SH')",
             given={"B": 3},
             invalid={name: [2, 2]},
@@ -111,18 +111,18 @@ LENGTHS = (
     ),
     meaning(
         "rows_within(q_len, S1)",
-        "actual_seq_lengths: 0 <= length <= rows of query (query rows of every item)",
+        "actual_seq_lengths: 0 <= length <= rows of query (query rows of every sequence)",
         invalid={"actual_seq_lengths": [2, 4]},
     ),
     meaning(
         "lengths_within(kv_len, capacity)",
-        "actual_seq_lengths_kv: 0 <= length <= keys that there are (keys of every item, those of this step included)",
+        "actual_seq_lengths_kv: 0 <= length <= tokens of key (keys of every sequence, those of this step included)",
         invalid={"actual_seq_lengths_kv": [3, 7]},
     ),
     *(
         limit(
             check,
-            f"{name}: packed lengths that end with {what} (drop the padding rows, or append an item)",
+            f"{name}: packed lengths that cover all rows of {what} (drop the padding rows, or append a sequence)",
             when=when,
             only=PACKED,
             invalid={name: short},
@@ -134,7 +134,7 @@ LENGTHS = (
     ),
     limit(
         "1 <= len(actual_seq_lengths) <= 4096",
-        "actual_seq_lengths: 1 to 4096 items (the chip takes no other count)",
+        "actual_seq_lengths: 1 to 4096 sequences (the chip takes no other count)",
         only=PACKED,
         invalid={"actual_seq_lengths": [8] * 4097, "actual_seq_lengths_kv": [12] * 4097},
     ),
@@ -153,7 +153,7 @@ TENSORS = (
 PROMPT_CACHE = (
     of_lengths(
         "N2 == (num_key_value_heads or N1)",
-        "key: heads of num_key_value_heads (num_key_value_heads counts its heads; 0: as many as num_heads)",
+        "key: num_key_value_heads heads (0: as many as num_heads)",
         when="heads_fit(num_key_value_heads, N1)",
         invalid={"N2": 4},
     ),
@@ -173,11 +173,13 @@ LIMITS = (
     MOST_HEADS,
     limit(
         "N1 <= 64 * N2 or D == 512",
-        "num_key_value_heads: N1 <= 64 * N2 (the chip lets no more query heads share a key head)",
+        "num_key_value_heads: N1 <= 64 * N2 (the chip lets no more heads share a KV head)",
         invalid={"N1": 65, "num_heads": 65, "num_key_value_heads": 1, "N2": 1},
     ),
     limit(
-        "B <= 65536", "query (the chip takes no more items)", invalid={"B": 65537, "S1": 1, "S2": 1, "D": 16, "Dv": 16}
+        "B <= 65536",
+        "query (the chip takes no more sequences)",
+        invalid={"B": 65537, "S1": 1, "S2": 1, "D": 16, "Dv": 16},
     ),
     limit(
         "S1 <= 20971520 and (S1 > 1 or S2 <= 262144 or block_table is not None)",
@@ -203,21 +205,21 @@ FUSED_LIMITS = (
     limit(
         "input_layout not in ('TND_NTD', 'BSH_NBSD', 'BSND_NBSD', 'BNSD_NBSD') or (query_rope is not None "
         "and D == 512)",
-        "input_layout: a layout without _NBSD or _NTD but beside latents (the chip turns such rows for latents (D "
-        "512) alone)",
+        "input_layout: a layout without _NBSD or _NTD, except with rope parts and D 512 (the chip transposes the "
+        "output in no other call)",
         needs=("query_rope",),
         invalid={"input_layout": "BSND_NBSD", **ROPELESS},
     ),
     limit(
         "input_layout not in ('BSH_BNSD', 'BSND_BNSD') or (query_rope is not None and D == 128)",
-        "input_layout: BSH_BNSD or BSND_BNSD beside rope parts only (the chip turns such rows beside rope parts and "
-        "D 128 alone)",
+        "input_layout: BSH_BNSD or BSND_BNSD only with rope parts and D 128 (the chip transposes the output in no "
+        "other call)",
         needs=("query_rope",),
         invalid={"input_layout": "BSND_BNSD", **ROPELESS},
     ),
 )
 
-# ------------------------------------------------------------------------------------------------------ torch_npu's own
+# --------------------------------------------------------------------------------------------------- rules of torch_npu
 
 TRAINED = partial(untrained, UNTRAINED, kind=meaning)
 TORCH = (

@@ -29,14 +29,14 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
 
 RECORD = V1.version(
     "lightning_indexer",
-    "The keys that matter most to every row, and how much: ReLU-weighted scores and their exact top k.",
+    "Selects the top_k keys with the highest scores for each row; a score is a weighted sum of ReLU(q . k) over heads.",
     source="",
     params=(
         *(spelled(QUERY, "q", dtypes=OWN_FLOATS), spelled(KEY, "k")),
         replace(WEIGHTS, dtypes=OWN_FLOATS),
         spelled(COUNT, "top_k", default=2048),
         *(LAYOUT, sparse.Q_LENGTHS, sparse.KV_LENGTHS, sparse.CAUSAL, RATIO),
-        replace(RESIDUAL, text=f"{RESIDUAL.text} None: rows are all tokens of their sequences."),
+        replace(RESIDUAL, text=f"{RESIDUAL.text} None: query rows are all tokens of their sequences."),
         spelled(TABLE, "page_table"),
     ),
     rules=(
@@ -44,8 +44,7 @@ RECORD = V1.version(
         *RESIDUALS,
         doubt(
             "sparse_count <= max(S2, 8192)",
-            "sparse_count: no more than the keys, or 8192 (lists are as long as it says, -1 behind the keys that "
-            "there are)",
+            "sparse_count: at most max(S2, 8192) (lists have this length, with -1 behind the row's visible keys)",
             invalid={"sparse_count": 8193},
         ),
     ),

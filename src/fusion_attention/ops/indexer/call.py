@@ -27,31 +27,31 @@ class Indexer(TensorCall):
     """A lowered forward call of the indexer.
 
     Args:
-        layout_kv: layout of key rows.
-        room: capacities of the sequences in memory, if lengths may be shorter; None: they are equal to the lengths.
+        layout_kv: layout of keys.
+        capacities: rows and keys of the sequences in memory, used or not; None: the lengths in extents.
         offset: int32, added to the indices of a row: [B, S1, 1], [T1, 1], or one number per sequence. None: 0.
     """
 
     problem: IndexerProblem
     layout_kv: str
-    room: Extents | None = None
+    capacities: Extents | None = None
     offset: Tensor | None = None
     op_kind = "indexer_topk"
 
     def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
-        """View of a tensor's rows on the query side."""
-        return row_view(tensor, self.layout, heads, self.room or self.extents, "q")
+        """View of a tensor that has a row per query token and head."""
+        return row_view(tensor, self.layout, heads, self.capacities or self.extents, "q")
 
     def lists(self, tensor: Tensor) -> RowView:
-        """View of lists, rows of one head; the tensor's axis of heads may be missing."""
+        """View of lists of keys or their values, one per query token; the tensor's axis of one head may be missing."""
         return self.rows(tensor if tensor.dim() == self.given("query").dim() else tensor.unsqueeze(-2))
 
     def keys(self, tensor: Tensor) -> RowView | PagedView:
-        """View of key rows."""
-        return key_view(tensor, self.layout_kv, 1, self.room or self.extents, self.tensors["block_table"])
+        """View of keys, or of a tensor of their shape."""
+        return key_view(tensor, self.layout_kv, 1, self.capacities or self.extents, self.tensors["block_table"])
 
     def operands(self, lists: Mapping[str, Tensor]) -> IndexerOperands:
-        """Views of the call's tensors, of its "indices", and of its "values" if there are any."""
+        """Views of the call's inputs and of the tensors "indices" and, if it is in lists, "values"."""
         return IndexerOperands(
             q=self.rows(self.given("query"), self.problem.heads),
             k=self.keys(self.given("key")),
@@ -72,7 +72,7 @@ class Indexer(TensorCall):
 
     @property
     def further(self) -> Further:
-        """The function that names the written lists, indices and values."""
+        """The function that makes the dictionary of results from the tensors that a run writes."""
         names = self.names
         return Further(True, lambda *lists: dict(zip(names, lists, strict=True)))
 
@@ -95,14 +95,14 @@ class Indexer(TensorCall):
         return fresh(given, p.wide_values)
 
     def offsets(self) -> Tensor:
-        """The offset in a shape that broadcasts to lists."""
+        """The offset in a shape that broadcasts to sparse_indices_out."""
         offset = self.offset
         assert offset is not None
         if offset.dim() > 1:
             return offset.unsqueeze(-1)
         if self.layout == "BSND":
             return offset[:, None, None, None]
-        counts = torch.from_numpy((self.room or self.extents).q_len).to(offset.device)
+        counts = torch.from_numpy((self.capacities or self.extents).q_len).to(offset.device)
         return offset.repeat_interleave(counts, output_size=len(self.given("query")))[:, None, None]
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
@@ -111,7 +111,8 @@ class Indexer(TensorCall):
 
 
 def fresh(n: Mapping[str, Any], wide: bool = False) -> dict[str, Tensor]:
-    """Allocates the results of a forward call from its arguments by name; wide: values are float32 or wider."""
+    """Allocates the results of a forward call from its arguments by name; wide: values are float32, or float64 for a
+    float64 query; False: they have the query's dtype."""
     q = n["query"]
     shape = (*q.shape[:-2], 1, n["sparse_count"])
     results = {RESULTS[0]: empty(q, shape, torch.int32)}
@@ -142,7 +143,7 @@ class _ForwardRun(Filled):
 
 
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the gradients."""
+    """Allocates the gradients of query, key and weights."""
     return {name: empty(n[source], n[source].shape) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True)}
 
 

@@ -58,21 +58,21 @@ KEY = Tensor(
 )
 WEIGHTS = Tensor(
     "weights",
-    "Weight of every query head, in the query's dtype or float32; scale factors belong into it.",
+    "Weight of every query head, in the query's dtype or float32; a scale of the scores is multiplied into it.",
     dtypes=FLOATS,
     shape={"BSND": "B S1 N1", "TND": "T1 N1"},
 )
-COUNT = Attr("sparse_count", "Keys that a row chooses.", domain="1 <= sparse_count <= 1048576")
+COUNT = Attr("sparse_count", "Number of keys that a row selects.", domain="1 <= sparse_count <= 1048576")
 LISTS = {**rows("1", "1", "K"), "BSND without heads": "B S1 K", "TND without heads": "T1 K"}
 
 
 def _list_layout(name: str) -> Callable[[Mapping[str, Any]], str]:
-    """A function that returns the layout of a parameter with lists, whose axis of one head may be missing."""
+    """A function that returns the layout of the tensor parameter `name`, whose axis of one head may be missing."""
 
     def layout(names: Mapping[str, Any]) -> str:
-        given, own = names.get(name), str(names.get("layout", ""))
-        bare = isinstance(given, torch.Tensor) and given.dim() == (3 if own == "BSND" else 2)
-        return f"{own} without heads" if bare else own
+        tensor, of_query = names.get(name), str(names.get("layout", ""))
+        headless = isinstance(tensor, torch.Tensor) and tensor.dim() == (3 if of_query == "BSND" else 2)
+        return f"{of_query} without heads" if headless else of_query
 
     return layout
 
@@ -86,16 +86,16 @@ INDICES = Tensor(
     form=_list_layout("sparse_indices"),
     make=first_block,
 )
-CHOSEN = output("sparse_indices_out", "The keys chosen, best first; -1 behind the last.", rows("1", "1", "K"), "int32")
-VALUES = output("sparse_values_out", "Their scores; -inf behind the last.", rows("1", "1", "Kv"))
-RETURN_VALUES = Attr("return_values", "Return the scores of the chosen keys.", type=bool, default=False)
+CHOSEN = output("sparse_indices_out", "The selected keys by descending score, then -1.", rows("1", "1", "K"), "int32")
+VALUES = output("sparse_values_out", "The scores of the selected keys, then -inf.", rows("1", "1", "Kv"))
+RETURN_VALUES = Attr("return_values", "Return the scores of the selected keys.", type=bool, default=False)
 RATIO = Attr(
     "ratio",
-    "Tokens that a key stands for: a row sees the keys whose last token is not behind its own.",
+    "Tokens that a key stands for: visible to a row are the keys whose last token is not behind the row's token.",
     default=1,
     domain="1 <= ratio <= 1048576",
 )
-RESIDUAL = Array("residual", "Tokens behind those of the last key, of every sequence: its tokens % ratio.", True)
+RESIDUAL = Array("residual", "Tokens of every sequence behind those of its last key: its tokens % ratio.", True)
 HEAD_NUM = Attr("head_num", "Query heads.", axis="N1", code=INVALID)
 GRADIENTS = (
     output("dquery", "Gradient of query.", rows("1", "N1", "D")),
@@ -125,20 +125,20 @@ LIMITS = (
 RESIDUALS = (
     meaning(
         "residual is None or len(residual) == len(q_len)",
-        "residual: as many numbers as there are sequences (one for each sequence)",
+        "residual: one number per sequence (the tokens of each sequence % ratio)",
         given={"ratio": 3, "residual": [0, 0]},
         invalid={"residual": [0, 0, 0]},
     ),
     meaning(
         "ratio == 1 or sparse_mode != 3 or residual is not None or all(kv_len == q_len // ratio)",
-        "residual: a residual, or q_len // ratio keys (rows that are not all tokens of their sequences do not show "
-        "where the last one stands: its tokens % ratio)",
+        "residual: a residual, or q_len // ratio keys (if query rows are not all tokens of a sequence, pass its tokens "
+        "% ratio)",
         given={"ratio": 3, "residual": [0, 0]},
         invalid={"residual": None},
     ),
     of_lengths(
         "residual is None or all(0 <= n < ratio for n in residual)",
-        "residual: numbers from 0 to ratio - 1 (more tokens would close another key)",
+        "residual: numbers from 0 to ratio - 1 (ratio tokens or more are further keys)",
         given={"ratio": 3, "residual": [0, 2]},
         invalid={"residual": [0, 3]},
     ),
@@ -146,25 +146,25 @@ RESIDUALS = (
 FORWARD = (
     invalid(
         "sparse_values_out is None or sparse_values_out.shape[-1] == sparse_count",
-        "sparse_values_out: as many values as sparse_count says (one value for every index)",
+        "sparse_values_out: sparse_count values per row (one value for every index)",
         when="return_values",
         given={"return_values": True},
         invalid={"sparse_values_out": "B S1 1 7"},
     ),
     invalid(
         "sparse_indices_out is None or sparse_indices_out.shape[-1] == sparse_count",
-        "sparse_indices_out: as many indices as sparse_count says (as many as are chosen)",
+        "sparse_indices_out: sparse_count indices per row (those of the selected keys)",
         invalid={"sparse_indices_out": "B S1 1 7"},
     ),
 )
 
 # ------------------------------------------------------------------------------------------------- operator definitions
 
-FORMULA = """I_j = sum_h w_h * max(0, q_h . k_j)            over the keys j that the row sees
-indices, values = the sparse_count largest I, best first; of equal ones the lower index first"""
+FORMULA = """I_j = sum_h w_h * max(0, q_h . k_j)            for the visible keys j of the row
+indices, values = the sparse_count largest I in descending order; of equal ones the lower index first"""
 TEX = r"""\begin{aligned}
-I_j &= \sum_h w_h \max(0,\; q_h \cdot k_j) \qquad j \text{ over the keys that the row sees} \\
-indices &= \text{the largest } I_j \text{, best first; of equal ones the lower index first}
+I_j &= \sum_h w_h \max(0,\; q_h \cdot k_j) \qquad \text{for the visible keys } j \text{ of the row} \\
+indices &= \text{the largest } I_j \text{ in descending order; of equal ones the lower index first}
 \end{aligned}"""
 BACKWARD_FORMULA = """S_hk = q_h . k_idx(k),  dS_hk = dy_k * w_h * [S_hk > 0]
 dweights_h = sum_k dy_k * max(0, S_hk),  dq_h = sum_k dS_hk k_idx(k),  dk_idx(k) += sum_h dS_hk q_h"""
@@ -183,7 +183,7 @@ NEUTRAL: dict[str, Any] = {
     "N2": 1,
     "return_values": False,
     **dict.fromkeys(("layout_kv", "block_table", "actual_seq_qlen", "actual_seq_kvlen")),
-    **dict.fromkeys(("residual", "index_offset", "q_room", "k_room")),
+    **dict.fromkeys(("residual", "index_offset", "q_capacity", "k_capacity")),
     **dict.fromkeys(("B", "S1", "S2", "T1", "T2", "P", "Ps", "R", "M", "K", "Kv", "sparse_count", "causal")),
 }
 
@@ -197,7 +197,7 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
 C = Declared("Optional", names={"layout": "layoutQueryOptional", "layout_kv": "layoutKeyOptional"}, on_device=ON_DEVICE)
 V1 = of_cann(
     "aclnnLightningIndexer",
-    "Scores of keys by ReLU-weighted heads, and per row the keys that score highest.",
+    "Selects the keys with the highest scores for each row; a score is a weighted sum of ReLU(q . k) over heads.",
     (
         *(QUERY, KEY, WEIGHTS, *INDEX_ENDS),
         *(TABLE, spelled(LAYOUT, "layout_query"), spelled(LAYOUT_KV, "layout_key"), COUNT, MODE, PRE, NEXT),
@@ -223,7 +223,7 @@ V1 = of_cann(
 )
 GRAD_V1 = V1.version(
     "aclnnLightningIndexerGrad",
-    "Gradients of the values that LightningIndexer chose, padded or packed.",
+    "Gradients of the values that LightningIndexer returned, for padded or packed keys.",
     params=(
         *(QUERY, KEY, DVALUES, INDICES, WEIGHTS, *INDEX_ENDS),
         *(HEAD_NUM, LAYOUT, MODE, PRE, NEXT, DETERMINISTIC, *GRADIENTS),
@@ -249,7 +249,7 @@ TORCH = V1.version(
     keywords="actual_seq_lengths_query",
     declared=TENSORS,
     returns="(sparse_indices, sparse_values): positions within the sequence, by descending score; values are empty "
-    "unless they are asked for.",
+    "unless return_value is true.",
     example="""\
 >>> q, k, w = torch.randn(1, 6, 4, 16), torch.randn(1, 9, 1, 16), torch.randn(1, 6, 4)
 >>> indices, values = npu_lightning_indexer(q, k, w, sparse_count=4, return_value=True)

@@ -14,18 +14,19 @@ from fusion_attention.ops.sparse.lower import extents_of
 
 
 def indexer_call(bound: Bound) -> Indexer:
-    """Lowers a checked call of the indexer to its forward call."""
+    """Lowers a checked forward or gradient call of the indexer to its forward call."""
     n = bound.names
-    problem, extents, room = bound.once(lambda n: (_problem(n), bounded_extents(n), room_of(n)))
+    problem, extents, capacities = bound.once(lambda n: (_problem(n), bounded_extents(n), capacities_of(n)))
     form = bound.op.layout_of(bound.op.by_name["key"], n)  # type: ignore[arg-type]  # a tensor
     tensors = {name: n[name] for name in INPUTS} | {"block_table": page_table(n["block_table"])}
-    return Indexer(extents, n["layout"], tensors, problem, form, room, n["index_offset"])
+    return Indexer(extents, n["layout"], tensors, problem, form, capacities, n["index_offset"])
 
 
 def bounded_extents(n: Mapping[str, Any]) -> Extents:
-    """The Extents of a checked call in which each key stands for `ratio` tokens.
+    """The Extents of a checked call in which a key may stand for n["ratio"] tokens.
 
-    residual: the number of tokens after those of the last key; None: the remainder of the rows, all of the sequence.
+    n["residual"] is the number of tokens after those of the last key; None: query rows are all tokens of the sequence,
+    and the residual is their number modulo ratio.
     """
     extents, ratio = extents_of(n), n["ratio"]
     if ratio == 1 or n["sparse_mode"] != 3:
@@ -34,12 +35,12 @@ def bounded_extents(n: Mapping[str, Any]) -> Extents:
     return replace(extents, hi=n["kv_len"] * ratio + behind - n["q_len"] + 1)
 
 
-def room_of(n: Mapping[str, Any]) -> Extents | None:
-    """Extents with the capacities of sequences in memory, if lengths may be shorter; None: capacities are lengths."""
-    if n["q_room"] is None:
+def capacities_of(n: Mapping[str, Any]) -> Extents | None:
+    """Extents with the rows and keys of sequences in memory, used or not; None if all are used."""
+    if n["q_capacity"] is None:
         return None
-    none = np.zeros_like(n["q_room"])
-    return Extents(n["q_room"], n["k_room"], none, none, none, none)
+    none = np.zeros_like(n["q_capacity"])
+    return Extents(n["q_capacity"], n["k_capacity"], none, none, none, none)
 
 
 def lower(bound: Bound) -> Indexer | IndexerBackward:

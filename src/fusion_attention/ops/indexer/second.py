@@ -45,7 +45,7 @@ from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED
 from fusion_attention.ops.sparse.definitions import LAYOUT, LAYOUTS, MODE, QUERY, TABLE
 from fusion_attention.ops.sparse.rules import TABLE_LIMITS, TABLES
 
-PAGES = "PA_BBND"  # these operators' name of the layout sparse.checks.PAGED
+PAGES = "PA_BBND"  # these operators' name for the layout sparse.checks.PAGED
 
 
 def _key_layout(names: Mapping[str, Any]) -> str:
@@ -65,14 +65,14 @@ ENDS = tuple(cumulative.ends_param(side, of) for side, of in SIDES)
 USED = tuple(cumulative.used_param(side, of) for side, of in SIDES)
 RESIDUAL = Array(
     "residual",
-    "Tokens behind those of the last key, of every sequence: its tokens % cmp_ratio. For cmp_ratio above 1 in "
-    "mask_mode 3 alone, where it is needed.",
+    "Tokens of every sequence behind those of its last key: its tokens % cmp_ratio. Required if cmp_ratio is above 1 "
+    "and mask_mode 3, otherwise None.",
     True,
     spelled="cmp_residual_k",
 )
 OFFSET = Tensor(
     "index_offset",
-    "Added to the indices of a row, not to -1: a number for every row, or for every sequence.",
+    "Added to the indices of a row except -1: a number for every row, or for every sequence.",
     True,
     spelled="output_idx_offset",
     dtypes="int32",
@@ -80,27 +80,31 @@ OFFSET = Tensor(
     form=_offset_layout,
 )
 PAGE_TABLE = replace(TABLE, text=f"The pages of every sequence, for keys in layout {PAGES}.")
-METADATA = Tensor("metadata", "Without effect: work is not divided before a call.", True)
+METADATA = Tensor("metadata", "Without effect: back ends here divide the work themselves.", True)
 LONGEST = Attr("max_seqlen_q", "Without effect.", default=-1)
 RATIO = Attr("ratio", "Tokens that a key stands for.", default=1, domain="1 <= ratio <= 1048576",
              spelled="cmp_ratio")  # fmt: skip
-RETURN_VALUES = Attr("return_values", "1: return the scores of the chosen keys.", default=0,
+RETURN_VALUES = Attr("return_values", "1: return the scores of the selected keys.", default=0,
                      domain="return_values in (0, 1)", spelled="return_value")  # fmt: skip
 PARAMS = (
     spelled(QUERY, "q"),
     spelled(KEY, "k", form=_key_layout),
-    spelled(WEIGHTS, "w", text="Weight of every query head; scale factors belong into it.", dtypes="float32"),
+    spelled(
+        WEIGHTS, "w", text="Weight of every query head; a scale of the scores is multiplied into it.", dtypes="float32"
+    ),
 )
 LAYOUTS_OF = (
     spelled(LAYOUT, "layout_q"),
-    Attr("layout_kv", f"Axis order of key rows: as the queries', or {PAGES}.", type=str, default="BSND",
+    Attr("layout_kv", f"Axis order of keys: layout_q, or {PAGES}.", type=str, default="BSND",
          spelled="layout_k"),
 )  # fmt: skip
 OUTPUTS = (
     spelled(
-        CHOSEN, "sparse_indices", text="The keys chosen, best first; -1 behind the last, and in rows of no sequence."
+        CHOSEN, "sparse_indices", text="The selected keys by descending score, then -1; -1 in rows of no sequence."
     ),
-    spelled(VALUES, "sparse_values", text="Their scores; -inf where an index is -1.", dtypes="float32"),
+    spelled(
+        VALUES, "sparse_values", text="The scores of the selected keys; -inf where an index is -1.", dtypes="float32"
+    ),
 )
 
 # --------------------------------------------------------------------------------------------------------------- rules
@@ -113,7 +117,7 @@ LENGTHS = (
     *cumulative.rules_of("k", "T2", "layout_kv", PACKED_SAMPLE),
     of_lengths(
         "cu_seqlens_q is None or cu_seqlens_k is None or len(cu_seqlens_q) == len(cu_seqlens_k)",
-        "cu_seqlens_k: as many ends as cu_seqlens_q has (one end per sequence in both, and a 0 before them)",
+        "cu_seqlens_k: as many ends as cu_seqlens_q (both have a 0, then one end per sequence)",
         only=PACKED,
         given=PACKED_SAMPLE,
         invalid={"cu_seqlens_k": [0, 12]},
@@ -129,13 +133,13 @@ LENGTHS = (
 FORMS = (
     typed(
         f"layout_kv in (layout, '{PAGES}')",
-        f"layout_kv: what the queries have, or {PAGES} (keys lie as queries do, or in pages)",
+        f"layout_kv: layout, or {PAGES} (keys have the axes of queries, or are paged)",
         when="layout in ('BSND', 'TND')",
         invalid={"layout_kv": "BNSD"},
     ),
     presence(
         f"(block_table is not None) == (layout_kv == '{PAGES}')",
-        f"block_table: a table where keys are {PAGES}, and nowhere else (it says which pages a sequence has)",
+        f"block_table: a table if keys are {PAGES}, otherwise None (it has the pages of each sequence)",
         given=IN_PAGES,
         invalid={"block_table": None},
     ),
@@ -149,32 +153,32 @@ FORMS = (
 RESIDUALS = (
     presence(
         "residual is not None or ratio <= 1 or sparse_mode != 3",
-        "residual: a number for every sequence, for cmp_ratio above 1 in mask_mode 3 (the tokens of every sequence % "
+        "residual: one number per sequence if cmp_ratio is above 1 and mask_mode 3 (the tokens of each sequence % "
         "cmp_ratio)",
         given=COMPRESSED,
         invalid={"residual": None},
     ),
     presence(
         "residual is None or ratio > 1 and sparse_mode == 3",
-        "residual: None where cmp_ratio is 1 or mask_mode 0 (elsewhere no row depends on it)",
+        "residual: None if cmp_ratio is 1 or mask_mode 0 (visible keys do not depend on it)",
         invalid={"residual": [0, 0]},
     ),
     of_lengths(
         "one_each(residual, B, cu_seqlens_q)",
-        "residual: a number for every sequence (one for each sequence)",
+        "residual: one number per sequence (the tokens of each sequence % cmp_ratio)",
         given=COMPRESSED,
         invalid={"residual": [0, 0, 0]},
     ),
     of_lengths(
         "residual is None or all(0 <= n < ratio for n in residual)",
-        "residual: numbers from 0 to cmp_ratio - 1 (more tokens would close one more: tokens % cmp_ratio)",
+        "residual: numbers from 0 to cmp_ratio - 1 (cmp_ratio tokens or more are further keys)",
         given=COMPRESSED,
         invalid={"residual": [0, 3]},
     ),
     note(
         "residual is None or tokens_fit(q_len, kv_len, ratio, residual)",
-        "residual: as many tokens as there are rows (it is the tokens of a sequence % cmp_ratio, not its keys % "
-        "cmp_ratio: rows would see tokens behind their own)",
+        "residual: as many tokens as rows (it is the tokens of a sequence % cmp_ratio, not its keys % "
+        "cmp_ratio: keys of later tokens would be visible)",
         given=COMPRESSED,
         invalid={"S1": 19},
     ),
@@ -189,9 +193,9 @@ LIMITS = (
 
 
 def tokens_fit(q_len: np.ndarray, kv_len: np.ndarray, ratio: int, residual: np.ndarray) -> bool | str:
-    """True if no sequence has between 1 and ratio - 1 more tokens than rows.
+    """True if no sequence has between 1 and ratio - 1 more tokens than query rows.
 
-    Such a difference indicates a residual that counts keys instead of tokens, in a sequence with all of its rows.
+    Such a difference indicates a residual that was computed from the number of keys instead of tokens.
     """
     tokens = kv_len * ratio + residual
     few = np.flatnonzero((q_len >= ratio) & (tokens > q_len) & (tokens < q_len + ratio))
@@ -201,14 +205,21 @@ def tokens_fit(q_len: np.ndarray, kv_len: np.ndarray, ratio: int, residual: np.n
 def derive(n: dict[str, Any]) -> dict[str, Any]:
     """Derived values of a call by name: lengths, capacities and axes; axis Kv is None if values are not returned."""
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
-    q_room = cumulative.stored(n["cu_seqlens_q"], count, n["S1"])
-    k_room = cumulative.stored(n["cu_seqlens_k"], count, n["S2"])
+    q_capacity = cumulative.stored(n["cu_seqlens_q"], count, n["S1"])
+    k_capacity = cumulative.stored(n["cu_seqlens_k"], count, n["S2"])
     if n["block_table"] is not None:
-        k_room = np.full(count, n["block_table"].shape[1] * n["Ps"], np.int64)
+        k_capacity = np.full(count, n["block_table"].shape[1] * n["Ps"], np.int64)
     q_len, kv_len = (
-        room if used is None else used for room, used in ((q_room, n["seqused_q"]), (k_room, n["seqused_k"]))
+        capacity if used is None else used
+        for capacity, used in ((q_capacity, n["seqused_q"]), (k_capacity, n["seqused_k"]))
     )
-    result = {"q_len": q_len, "kv_len": kv_len, "q_room": q_room, "k_room": k_room, "K": n["sparse_count"]}
+    result = {
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "q_capacity": q_capacity,
+        "k_capacity": k_capacity,
+        "K": n["sparse_count"],
+    }
     result["Kv"] = n["sparse_count"] if n["return_values"] else None
     if n["layout"] == "TND":
         result |= {"B": count, "S1": int(q_len.max(initial=0))}
@@ -220,11 +231,11 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- operator definitions
 
 OF_TOKENS = FORMULA.replace(
-    "over the keys j that the row sees", "over the keys j < (position + 1) // cmp_ratio (mask_mode 3), or all (0)"
+    "for the visible keys j of the row", "for the keys j < (position + 1) // cmp_ratio (mask_mode 3), or all (0)"
 )
 V2 = of_cann(
     "aclnnLightningIndexerV2",
-    "Scores of keys that may stand for several tokens each, and per row the keys that score highest.",
+    "Selects the keys with the highest scores for each row; a key may stand for several tokens.",
     (
         *(*PARAMS, *ENDS, *USED, RESIDUAL, PAGE_TABLE, OFFSET, METADATA),
         *(spelled(COUNT, "topk"), LONGEST, *LAYOUTS_OF, replace(MODE, default=0, spelled="mask_mode"), RATIO),
@@ -256,7 +267,7 @@ TORCH = V2.version(
     source="CANN's cann_ops_transformer",
     keywords="cu_seqlens_q",
     returns="(sparse_indices, sparse_values): positions within the sequence, by descending score, and float32 scores, "
-    "empty unless they are asked for. Without gradients.",
+    "empty unless return_value is 1. Without gradients.",
     example="""\
 >>> q, k, w = torch.randn(1, 9, 4, 16), torch.randn(1, 2, 1, 16), torch.rand(1, 9, 4)
 >>> indices, _ = lightning_indexer(q, k, w, 2, cmp_residual_k=torch.tensor([1]), mask_mode=3, cmp_ratio=4)

@@ -21,13 +21,13 @@ from fusion_attention.ops.sparse.rules import LENGTHS, SELECTION, SHAPES, SOME_E
 
 RECORD = V1.version(
     "indexer_loss",
-    "How far the indexer's distribution over keys is from the attention's: the loss that trains an indexer.",
+    "Kullback-Leibler divergence of the indexer's distribution over keys from the attention's, to train an indexer.",
     source="",
     params=(
         *(spelled(QUERY, "q", dtypes=OWN_FLOATS), spelled(KEY, "k", form=None)),
         Tensor(
             "lse",
-            "The attention's log-sum-exp of every row and head, sinks included; -inf where a row sees no key.",
+            "The attention's log-sum-exp of every row and head, sinks included; -inf in rows without visible keys.",
             dtypes="float32 float64",
             shape={"BSND": "B N1 S1", "TND": "T1 N1"},
         ),
@@ -35,7 +35,7 @@ RECORD = V1.version(
         spelled(
             INDICES,
             "indices",
-            text="The keys that every row selects, for all heads, -1 behind the last; None: all that the row sees.",
+            text="The keys that every row selects, shared by all heads, then -1; None: all visible keys.",
             optional=True,
         ),
         *(LAYOUT, sparse.Q_LENGTHS, sparse.KV_LENGTHS, spelled(QUERY_ROPE, "q_rope"), spelled(KEY_ROPE, "k_rope")),

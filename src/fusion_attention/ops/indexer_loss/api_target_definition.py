@@ -29,32 +29,32 @@ dw_h &= \sum_j dI_j \max(0, S_{hj}), \quad dS_{hj} = dI_j\, w_h\, [S_{hj} > 0],
 # A target has an element for every entry of a list, or for every key.
 WIDTH = invalid(
     "Pk == (S2 if sparse_indices is None else K) or layout == 'TND' and sparse_indices is None and Pk >= S2",
-    "target: as many elements as a row has entries, or keys (an element for every entry of a list; without lists for "
-    "every key (TND: of the longest sequence, at least))",
+    "target: K elements per row with lists of K entries, otherwise S2 (one per entry, or one per key; in TND at least "
+    "those of the longest sequence)",
     when="sparse_indices is None or K >= 1",
     invalid={"Pk": 5},
 )
 TARGET = Tensor(
     "target",
-    "How much of the attention's softmax every key takes, a mean over heads: constant; it may sum to less than 1.",
+    "The attention's probability of every key, a mean over heads; it may sum to less than 1 and has no gradient.",
     dtypes="float32 float64",
     shape={"BSND": "B S1 1 Pk", "TND": "T1 1 Pk"},
 )
 
 RECORD = V1.version(
     "indexer_target_loss",
-    "How far the indexer's distribution over keys is from a given target: the loss that trains an indexer.",
+    "Kullback-Leibler divergence of the indexer's distribution over keys from a target, to train an indexer.",
     source="",
     params=(
         *(spelled(QUERY_INDEX, "index_q"), spelled(KEY_INDEX, "index_k"), replace(WEIGHTS, dtypes=OWN_FLOATS), TARGET),
         spelled(
             INDICES,
             "indices",
-            text="The keys that every row selects, for all heads, -1 behind the last; None: all that the row sees.",
+            text="The keys that every row selects, shared by all heads, then -1; None: all visible keys.",
             optional=True,
         ),
         *(LAYOUT, sparse.Q_LENGTHS, sparse.KV_LENGTHS, sparse.CAUSAL, RATIO),
-        replace(RESIDUAL, text=f"{RESIDUAL.text} None: rows are all tokens of their sequences."),
+        replace(RESIDUAL, text=f"{RESIDUAL.text} None: query rows are all tokens of their sequences."),
         output("dquery_index", "Gradient of index_q.", QUERY_INDEX.shape, "=query_index"),
         output("dkey_index", "Gradient of index_k.", KEY_INDEX.shape, "=query_index"),
         output("dweights", "Gradient of weights.", WEIGHTS.shape, "=weights"),

@@ -63,28 +63,28 @@ def fresh_lse(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class _Call(TensorCall):
-    """A lowered call of an indexer's loss or statistics; room: allocated lengths if the valid ones may be shorter."""
+    """A lowered call of an indexer's loss or statistics; `capacities`, if a subclass has it, is as in Indexer."""
 
     @property
     def memory(self) -> Extents:
-        """Lengths that determine the positions of sequences in packed tensors."""
-        room: Extents | None = getattr(self, "room", None)
-        return room or self.extents
+        """Rows and keys of the sequences in memory, which determine their positions in packed tensors."""
+        capacities: Extents | None = getattr(self, "capacities", None)
+        return capacities or self.extents
 
     def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
-        """A view of rows of queries."""
+        """View of a tensor that has a row per query token and head."""
         return row_view(tensor, self.layout, heads, self.memory, "q")
 
     def keys(self, tensor: Tensor, heads: int = 1) -> RowView:
-        """A view of rows of keys."""
+        """View of a tensor that has a row per key token and head."""
         return row_view(tensor, self.layout, heads, self.memory, "kv")
 
     def statistic(self, tensor: Tensor) -> RowView:
-        """A view of statistics of shape [B, 1, S1] or [1, T1]; the indexer has one head of scores."""
+        """View of a statistic of the indexer, [B, 1, S1] or [1, T1]: one number per query token."""
         return self.rows(tensor.transpose(-1, -2).unsqueeze(-1))
 
     def index(self, heads: int, indices: Tensor | None, max_: Tensor | None, sum_: Tensor | None) -> IndexerOperands:
-        """Views of the indexer's tensors."""
+        """Views of the indexer's tensors; heads: its query heads; indices, max_, sum_: its lists and statistics."""
         stats = None if max_ is None or sum_ is None else Stats(self.statistic(max_), self.statistic(sum_))
         return IndexerOperands(
             q=self.rows(self.given("query_index"), heads),
@@ -103,7 +103,7 @@ class Statistics(_Call):
     """The lowered call of the softmax statistics of the indexer's scores over all visible keys of a row."""
 
     problem: IndexerProblem
-    room: Extents | None = None
+    capacities: Extents | None = None
     op_kind = "indexer_lse"
 
     def results(self) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ class _StatisticsRun(Filled):
 
     def finish(self) -> None:
         max_, _ = self.buffers
-        max_.masked_fill_(max_ == -torch.inf, 0)  # A row without keys has 0 and 0.
+        max_.masked_fill_(max_ == -torch.inf, 0)  # CANN's statistics of a row without visible keys are 0 and 0.
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +158,7 @@ class _LogSumRun(_StatisticsRun):
 
 @dataclass(frozen=True, eq=False)
 class _AnyLoss(_Call):
-    """A lowered call of a loss that also returns its gradients; autograd only scales them."""
+    """A lowered call of a loss that returns its gradients too; autograd multiplies them by the loss's gradient."""
 
     problem: IndexerLossProblem
     op_kind = "indexer_loss"
@@ -186,7 +186,7 @@ class _AnyLoss(_Call):
         raise NotImplementedError
 
     def written(self, dq: Tensor, dk: Tensor, dweights: Tensor) -> tuple[IndexerGrads, list[Tensor]]:
-        """(views of gradients, those tensors that have rows outside all sequences)."""
+        """(views of the gradients, the gradients that have rows outside all sequences)."""
         grads = IndexerGrads(
             dq=self.rows(dq, self.problem.heads_index), dk=self.keys(dk), dweights=self.rows(dweights.unsqueeze(-2))
         )
@@ -257,11 +257,11 @@ class TargetLoss(_AnyLoss):
     """The lowered call of a loss against a target passed by the caller.
 
     Args:
-        room: allocated lengths of packed sequences, if the valid lengths may be shorter; else None.
-        names: names of the results: gradients, and the loss or "softmax_out" (y for every element of the target).
+        capacities: as in Indexer.
+        names: names of the results: gradients, and "loss" or "softmax_out" (y for every element of the target).
     """
 
-    room: Extents | None = None
+    capacities: Extents | None = None
     names: tuple[str, ...] = RESULTS
 
     def results(self) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
-"""Checks of the lists of keys of losses against a target, where a key may be compressed from several tokens and packed
-sequences may be shorter than their memory."""
+"""Check functions for the lists of keys of losses whose target is an argument.
+
+A key may stand for several tokens, and sequences may have unused rows in memory (q_capacity).
+"""
 
 from collections.abc import Iterator
 
@@ -10,11 +12,11 @@ from fusion_attention.ops.shared.checks import Outcome, stays_unread
 
 
 def _lists(
-    indices: torch.Tensor, layout: str, q_len: np.ndarray, q_room: np.ndarray | None
+    indices: torch.Tensor, layout: str, q_len: np.ndarray, q_capacity: np.ndarray | None
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (b, lists [rows, entries] of sequence b)."""
-    room = q_len if q_room is None else q_room
-    for b, (start, count) in enumerate(zip(np.cumsum(room) - room, q_len, strict=True)):
+    """Yields (b, the lists [rows, entries] of sequence b) for sequences with lists."""
+    capacity = q_len if q_capacity is None else q_capacity
+    for b, (start, count) in enumerate(zip(np.cumsum(capacity) - capacity, q_len, strict=True)):
         listed = indices[b, :count] if layout == "BSND" else indices[start : start + count]
         if listed.numel():
             yield b, listed.squeeze(-2)
@@ -26,15 +28,12 @@ def _first(bad: torch.Tensor, listed: torch.Tensor, b: int) -> str:
 
 
 def keys_exist(
-    indices: torch.Tensor, layout: str, q_len: np.ndarray, q_room: np.ndarray | None, kv_len: np.ndarray
+    indices: torch.Tensor, layout: str, q_len: np.ndarray, q_capacity: np.ndarray | None, kv_len: np.ndarray
 ) -> Outcome:
-    """True if every entry is -1 or the number of a key of its row's sequence, else the first that is not.
-
-    Reads the lists, unless stays_unread() excludes them.
-    """
+    """True if every entry is -1 or the index of a key of its row's sequence, or if stays_unread(indices)."""
     if stays_unread(indices):
         return True
-    for b, listed in _lists(indices, layout, q_len, q_room):
+    for b, listed in _lists(indices, layout, q_len, q_capacity):
         low, high = (int(edge) for edge in listed.aminmax())
         if low < -1 or high >= kv_len[b]:
             return f"{_first((listed < -1) | (listed >= int(kv_len[b])), listed, b)}, outside [-1, {kv_len[b]})"
@@ -42,11 +41,11 @@ def keys_exist(
 
 
 def keys_read(
-    indices: torch.Tensor, layout: str, q_len: np.ndarray, q_room: np.ndarray | None, kv_len: np.ndarray,
+    indices: torch.Tensor, layout: str, q_len: np.ndarray, q_capacity: np.ndarray | None, kv_len: np.ndarray,
     mode: int, ratio: int, residual: np.ndarray | None,
 ) -> Outcome:  # fmt: skip
-    """True if every list has at most as many entries as its row has visible keys and no hidden key, else an example."""
-    for b, listed in _lists(indices, layout, q_len, q_room):
+    """True if every list has at most as many entries as its row has visible keys, all of them visible."""
+    for b, listed in _lists(indices, layout, q_len, q_capacity):
         keys, rows = int(kv_len[b]), len(listed)
         behind = rows % ratio if residual is None else int(residual[b])
         row = torch.arange(rows, device=listed.device)[:, None]

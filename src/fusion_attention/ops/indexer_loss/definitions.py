@@ -1,7 +1,7 @@
-"""Operator definitions of CANN's losses of the lightning indexer with their gradients, and of the softmax statistics
-they need.
+"""Operator definitions of CANN's losses of the lightning indexer, with their gradients, and of the indexer's softmax
+statistics.
 
-Most of their rules are in ops/sparse/rules.py; lower.py makes the IndexerLossProblem.
+Most rules are in ops/sparse/rules.py, lowering is in lower.py.
 """
 
 from dataclasses import replace
@@ -57,7 +57,10 @@ from fusion_attention.ops.sparse.rules import (
 
 
 def of_index(heads: str, dim: str, dtypes: str, like: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The parameters query, key and weights of the indexer; heads, dim: axes; like: the tensor with the key's dtype."""
+    """The indexer's parameters query_index, key_index and weights.
+
+    heads, dim: axis words; dtypes: of query_index; like: the tensor whose dtype key_index has.
+    """
     return (
         Tensor("query_index", "Query rows of the indexer.", dtypes=dtypes, shape=rows("1", heads, dim)),
         Tensor(
@@ -68,7 +71,8 @@ def of_index(heads: str, dim: str, dtypes: str, like: str) -> tuple[Tensor, Tens
         ),
         Tensor(
             "weights",
-            "Weight of every head of the indexer, in its query's dtype or float32; scale factors belong into it.",
+            "Weight of every head of the indexer, in its query's dtype or float32; a scale of the scores is multiplied "
+            "into it.",
             dtypes=FLOATS,
             shape={"BSND": f"B S1 {heads}", "TND": f"T1 {heads}"},
         ),
@@ -78,7 +82,7 @@ def of_index(heads: str, dim: str, dtypes: str, like: str) -> tuple[Tensor, Tens
 QUERY_INDEX, KEY_INDEX, WEIGHTS = of_index("Ni", "Di", "=query", "query")
 INDICES = Tensor(
     "sparse_indices",
-    "The keys that every row selects, for all heads, packed to the front; -1 ends a list.",
+    "The keys that every row selects, shared by all heads; -1 ends a list.",
     dtypes="int32 int64",
     shape=rows("1", "1", "K"),
     make=first_block,
@@ -86,14 +90,14 @@ INDICES = Tensor(
 INDEX_STATISTICS = {"BSND": "B 1 S1", "TND": "1 T1"}
 MAX_INDEX = Tensor(
     "softmax_max_index",
-    "Row maxima of the indexer's scores, of npu_dense_lightning_indexer_softmax_lse.",
+    "Row maxima of the indexer's scores, from npu_dense_lightning_indexer_softmax_lse.",
     dtypes="float32",
     shape=INDEX_STATISTICS,
     make=lambda shape: torch.full(shape, 64.0),  # above the scores of a sample
 )
 SUM_INDEX = Tensor(
     "softmax_sum_index",
-    "Row sums of exp(score - max) of the indexer.",
+    "Row sums of exp(score - max) of the indexer's scores.",
     dtypes="float32",
     shape=INDEX_STATISTICS,
     make=torch.ones,
@@ -111,7 +115,7 @@ WINDOW = (MODE, PRE, NEXT)
 
 
 NO_OTHERS = "the chip takes no other head counts"
-MODE_3 = limit("sparse_mode == 3", "sparse_mode (the chip knows no other)")
+MODE_3 = limit("sparse_mode == 3", "sparse_mode (the chip supports no other mode)")
 NO_FLOAT32 = no_float32("query", weights="B S1 Ni")
 ROWS_AND_KEYS = (
     MOST_SEQUENCES,
@@ -123,7 +127,7 @@ ROWS_AND_KEYS = (
     ),
     limit(
         "all(actual_seq_qlen <= actual_seq_kvlen)",
-        "actual_seq_qlen: no end of rows behind the end of the keys (the chip takes no row without keys)",
+        "actual_seq_qlen: no end above that of the keys (the chip takes no row without keys)",
         only=("TND",),
         invalid={"actual_seq_kvlen": [2, 12], "sparse_indices": torch.full((8, 1, 2048), -1, dtype=torch.int32)},
     ),
@@ -175,7 +179,7 @@ MEANING = (*LENGTHS, *NEEDS_KEY_LENGTHS, *SHAPES, HEADS, *SCORES, SAVED)
 # ------------------------------------------------------------------------------------------------- operator definitions
 
 FORMULA = """p_j = (1 / N) sum_h exp(s_hj - max_h) / sum_h,   s_hj = scale * (q_h . k_j + q_rope_h . k_rope_j)
-I_j = sum_h w_h * max(0, S_hj),   S_hj = query_index_h . key_index_j,   y = softmax(I)      over the keys of a row
+I_j = sum_h w_h * max(0, S_hj),   S_hj = query_index_h . key_index_j,   y = softmax(I)      for the keys of a row
 loss = sum_j p_j * (ln max(p_j, 1e-8) - ln max(y_j, 1e-8)),   dI = y - p
 dweights_h = sum_j dI_j * max(0, S_hj),   dS = dI * w * [S > 0],   dquery_index = dS k,   dkey_index = sum_h dS^T q"""
 TEX = r"""\begin{aligned}
@@ -195,7 +199,7 @@ NEUTRAL: dict[str, Any] = {
     "ratio": 1,
     **dict.fromkeys(("layout_kv", "block_table", "query_rope", "key_rope", "sinks", "sparse_indices", "lse")),
     **dict.fromkeys(("softmax_max", "softmax_sum", "softmax_max_index", "softmax_sum_index")),
-    **dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen", "causal", "residual", "q_room", "k_room")),
+    **dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen", "causal", "residual", "q_capacity", "k_capacity")),
     **dict.fromkeys(("B", "S1", "S2", "T1", "T2", "Ps", "N1", "N2", "D", "Dr", "G", "K", "Ni", "Di")),
 }
 OF_ATTENTION = (QUERY, replace(KEY, form=None))
@@ -204,7 +208,8 @@ OF_INDEX = (QUERY_INDEX, KEY_INDEX, WEIGHTS)
 OF_GRADIENTS = {"dquery_index": "dQueryIndex", "dkey_index": "dKeyIndex", "dweights": "dWeights"}
 V1 = of_cann(
     "aclnnSparseLightningIndexerGradKLLoss",
-    "How far the indexer's distribution over the selected keys is from the attention's, and the gradients.",
+    "Kullback-Leibler divergence of the indexer's distribution over the selected keys from the attention's, and its "
+    "gradients.",
     (
         *(*OF_ATTENTION, *OF_INDEX, INDICES, MAX_IN, SUM_IN, QUERY_ROPE, KEY_ROPE, *INDEX_ENDS),
         *(SCALE, replace(LAYOUT, default=REQUIRED), *WINDOW, DETERMINISTIC, *RESULT),
@@ -227,7 +232,7 @@ V1 = of_cann(
 )
 DENSE_V1 = V1.version(
     "aclnnDenseLightningIndexerGradKLLoss",
-    "How far the indexer's distribution over all keys is from the attention's, and the gradients.",
+    "Kullback-Leibler divergence of the indexer's distribution over all keys from the attention's, and its gradients.",
     params=(
         *(*OF_ATTENTION, *OF_INDEX, MAX_IN, SUM_IN, MAX_INDEX, SUM_INDEX, QUERY_ROPE, KEY_ROPE, *INDEX_ENDS),
         *(SCALE, LAYOUT, *WINDOW, *RESULT),
@@ -240,17 +245,21 @@ DENSE_V1 = V1.version(
     sizes=DENSE_SIZES,
 )
 LSE_QUERY, LSE_KEY, LSE_WEIGHTS = of_index("N1", "D", FLOATS, "query_index")
-LSE_MAX = output("softmax_max", "Row maxima of the scores; 0 where a row sees no key.", INDEX_STATISTICS, "float32")
-LSE_SUM = output("softmax_sum", "Row sums of exp(score - max); 0 where a row sees none.", INDEX_STATISTICS, "float32")
+LSE_MAX = output(
+    "softmax_max", "Row maxima of the scores; 0 in rows without visible keys.", INDEX_STATISTICS, "float32"
+)
+LSE_SUM = output(
+    "softmax_sum", "Row sums of exp(score - max); 0 in rows without visible keys.", INDEX_STATISTICS, "float32"
+)
 LSE_V1 = V1.version(
     "aclnnDenseLightningIndexerSoftmaxLse",
     "The softmax statistics of an indexer's scores over all keys of a row.",
     params=(*(LSE_QUERY, LSE_KEY, spelled(LSE_WEIGHTS, "weight"), *INDEX_ENDS, LAYOUT, *WINDOW, LSE_MAX, LSE_SUM),),
     rules=(*LENGTHS, *NEEDS_KEY_LENGTHS, *LSE_SCORES, *LSE_LIMITS),
-    formula="""I_j = sum_h w_h * max(0, query_index_h . key_index_j)        over the keys j that the row sees
+    formula="""I_j = sum_h w_h * max(0, query_index_h . key_index_j)        for the visible keys j of the row
 max = max_j I_j,  sum = sum_j exp(I_j - max)""",
     tex=r"""\begin{aligned}
-I_j &= \sum_h w_h \max(0,\; q^{index}_h \cdot k^{index}_j) \qquad j \text{ over the keys that the row sees} \\
+I_j &= \sum_h w_h \max(0,\; q^{index}_h \cdot k^{index}_j) \qquad \text{for the visible keys } j \text{ of the row} \\
 \max &= \max_j I_j, \qquad sum = \sum_j e^{I_j - \max}
 \end{aligned}""",
     rulings=(6, 17, 20, 23),
@@ -282,16 +291,16 @@ TORCH = V1.version(
 )
 TORCH_DENSE = DENSE_V1.version(
     "npu_dense_lightning_indexer_grad_kl_loss",
-    "The indexer's loss over all keys that a row sees, and its gradients.",
+    "The indexer's loss over all visible keys of a row, and its gradients.",
     source="Ascend op-plugin",
     keywords="query_rope",
     declared=NULLABLE,
     example="""\
 >>> q, k, index_q, index_k = (torch.randn(1, 6, heads, 16) for heads in (4, 4, 2, 1))
 >>> statistics, weights = torch.full((2, 1, 4, 6, 1), 3.0), torch.rand(1, 6, 2)
->>> own = npu_dense_lightning_indexer_softmax_lse(index_q, index_k, weights)
+>>> of_indexer = npu_dense_lightning_indexer_softmax_lse(index_q, index_k, weights)
 >>> *gradients, loss = npu_dense_lightning_indexer_grad_kl_loss(
-...     q, k, index_q, index_k, weights, *statistics, *own, 0.25
+...     q, k, index_q, index_k, weights, *statistics, *of_indexer, 0.25
 ... )
 >>> list(loss.shape)
 [1]""",

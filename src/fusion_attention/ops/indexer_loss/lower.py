@@ -5,7 +5,7 @@ from typing import Any
 
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
-from fusion_attention.ops.indexer.lower import bounded_extents, room_of
+from fusion_attention.ops.indexer.lower import bounded_extents, capacities_of
 from fusion_attention.ops.indexer_loss.call import (
     DIFFERENTIABLE,
     INPUTS,
@@ -15,7 +15,7 @@ from fusion_attention.ops.indexer_loss.call import (
     Statistics,
     TargetLoss,
 )
-from fusion_attention.ops.shared.layouts import wide
+from fusion_attention.ops.shared.layouts import to_float32
 from fusion_attention.ops.shared.params import scale_of
 from fusion_attention.ops.sparse.lower import extents_of
 
@@ -27,24 +27,24 @@ def lower(bound: Bound) -> Loss | Statistics:
         indexer, extents = bound.once(lambda n: (_indexer(n), extents_of(n)))
         return Statistics(extents, n["layout"], {name: n[name] for name in DIFFERENTIABLE}, indexer)
     problem, extents = bound.once(lambda n: (_loss(n), extents_of(n)))
-    tensors = {name: n[name] for name in INPUTS} | {"sinks": wide(n["sinks"], n["query"])}
+    tensors = {name: n[name] for name in INPUTS} | {"sinks": to_float32(n["sinks"], n["query"])}
     return Loss(extents, n["layout"], tensors, problem)
 
 
 def lower_lse(bound: Bound) -> LogSum:
     """Lowers a checked call of the indexer's log-sum-exp."""
     n = bound.names
-    indexer, extents, room = bound.once(lambda n: (_indexer(n), bounded_extents(n), room_of(n)))
-    return LogSum(extents, n["layout"], {name: n[name] for name in DIFFERENTIABLE}, indexer, room)
+    indexer, extents, capacities = bound.once(lambda n: (_indexer(n), bounded_extents(n), capacities_of(n)))
+    return LogSum(extents, n["layout"], {name: n[name] for name in DIFFERENTIABLE}, indexer, capacities)
 
 
 def lower_target(bound: Bound) -> TargetLoss:
-    """Lowers a checked call of a loss against a target of the caller."""
+    """Lowers a checked call of a loss whose target is an argument."""
     n, names = bound.names, bound.op.results
-    problem, extents, room = bound.once(
-        lambda n: (_target_loss(n, "loss" not in names), bounded_extents(n), room_of(n))
+    problem, extents, capacities = bound.once(
+        lambda n: (_target_loss(n, "loss" not in names), bounded_extents(n), capacities_of(n))
     )
-    return TargetLoss(extents, n["layout"], {name: n[name] for name in TARGET_INPUTS}, problem, room, names)
+    return TargetLoss(extents, n["layout"], {name: n[name] for name in TARGET_INPUTS}, problem, capacities, names)
 
 
 def _target_loss(n: Mapping[str, Any], unit: bool) -> IndexerLossProblem:

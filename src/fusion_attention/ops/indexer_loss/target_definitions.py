@@ -1,5 +1,4 @@
-"""Operator definitions of CANN's losses of the indexer against a target passed by the caller, and of the statistics for
-one of them."""
+"""Operator definitions of CANN's losses of the indexer with a target as argument, and of the indexer's log-sum-exp."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,12 +36,12 @@ from fusion_attention.ops.sparse.rules import SELECTION, SIZES, SOME_ENTRIES, li
 # ------------------------------------------------------------------------------------------------------- parameters
 
 QUERY, KEY, WEIGHTS = of_index("N1", "D", FLOATS, "query_index")
-WEIGHTS = replace(WEIGHTS, text="Weight of every head; scale factors belong into it.", dtypes="float32")
+WEIGHTS = replace(WEIGHTS, text="Weight of every head; a scale of the scores is multiplied into it.", dtypes="float32")
 ROWS = (spelled(QUERY, "q"), spelled(KEY, "k"), spelled(WEIGHTS, "w"))
 ELEMENTS = {"BSND": "B S1 1 Pk", "TND": "T1 1 Pk"}
 TARGET = Tensor(
     "target",
-    "How much of the attention's softmax every key takes, a mean over heads, of sparse_flash_mla_grad or"
+    "The attention's probability of every key, a mean over heads, from sparse_flash_mla_grad or"
     " sparse_flash_mla_softmax_l1_norm.",
     dtypes="float32",
     shape=ELEMENTS,
@@ -50,7 +49,7 @@ TARGET = Tensor(
 )
 SOFTMAX_LSE = Tensor(
     "softmax_lse",
-    "log(sum(exp(I))) of the indexer's scores, of dense_lightning_indexer_softmax_lse.",
+    "log(sum(exp(I))) of the indexer's scores, from dense_lightning_indexer_softmax_lse.",
     dtypes="float32",
     shape=INDEX_STATISTICS,
     make=lambda shape: torch.full(shape, 64.0),  # above the scores of a sample
@@ -58,26 +57,28 @@ SOFTMAX_LSE = Tensor(
 LENGTHS_OF = (*ENDS, *USED, RESIDUAL, METADATA)
 LAYOUTS_OF = (
     replace(LAYOUT, spelled="layout_q", default="TND"),
-    Attr("layout_kv", "Axis order of key rows: as the queries'.", type=str, default="TND", spelled="layout_k"),
+    Attr("layout_kv", "Axis order of keys; it must be layout_q.", type=str, default="TND", spelled="layout_k"),
 )
 TAIL = (*LENGTHS_OF, *LAYOUTS_OF, replace(MODE, spelled="mask_mode"), RATIO)
 RESULTS = (
     output("dquery_index", "Gradient of q.", QUERY.shape, "=query_index", spelled="dq"),
     output("dkey_index", "Gradient of k.", KEY.shape, "=query_index", spelled="dk"),
     output("dweights", "Gradient of w.", WEIGHTS.shape, "=weights", spelled="dw"),
-    output("softmax_out", "y of the target's elements; 0 where a row does not read them.", ELEMENTS, "float32"),
+    output(
+        "softmax_out", "y for every element of the target; 0 for those that a row does not read.", ELEMENTS, "float32"
+    ),
 )
 
 
 def derive(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Derived values: lengths, lengths for which tensors have memory, and axes."""
+    """Derived values of a call by name: lengths, rows and keys of sequences in memory (capacity), and axes."""
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
     result: dict[str, Any] = {}
     for side, axis, length in (("q", "S1", "q_len"), ("k", "S2", "kv_len")):
-        room, used = cumulative.stored(n[f"cu_seqlens_{side}"], count, n[axis]), n[f"seqused_{side}"]
-        result |= {f"{side}_room": room, length: room if used is None else used}
+        capacity, used = cumulative.stored(n[f"cu_seqlens_{side}"], count, n[axis]), n[f"seqused_{side}"]
+        result |= {f"{side}_capacity": capacity, length: capacity if used is None else used}
         if n["layout"] == "TND":
-            result[axis] = int(room.max(initial=0))
+            result[axis] = int(capacity.max(initial=0))
     return result | ({"B": count} if n["layout"] == "TND" else {})
 
 
@@ -87,7 +88,7 @@ RULES = (
     *(rule for rule in LENGTHS if PAGES not in rule.when),
     typed(
         "layout_kv == layout",
-        "layout_kv: what layout_q is (keys lie as queries do)",
+        "layout_kv: layout (keys have the axes of queries)",
         when="layout in ('BSND', 'TND')",
         invalid={"layout_kv": "BNSD"},
     ),
@@ -95,25 +96,25 @@ RULES = (
     *(rule for rule in LSE_SCORES if rule.stage != "dtype"),  # weights have one dtype
 )
 LISTS = (
-    replace(SELECTION[0], check="keys_exist(sparse_indices, layout, q_len, q_room, kv_len)"),
+    replace(SELECTION[0], check="keys_exist(sparse_indices, layout, q_len, q_capacity, kv_len)"),
     SELECTION[1],
     content(
-        "keys_read(sparse_indices, layout, q_len, q_room, kv_len, sparse_mode, ratio, residual)",
-        "sparse_indices: entries that their rows read (a list is read no further than its row sees keys, and later "
-        "keys are dropped)",
+        "keys_read(sparse_indices, layout, q_len, q_capacity, kv_len, sparse_mode, ratio, residual)",
+        "sparse_indices: visible keys, at most as many as the row has (a row reads no further entries, and skips keys "
+        "that are not visible)",
         given={"sparse_mode": 3},
         invalid={"sparse_indices": lists(0, 5)},
     ),
 )
 WIDTH = invalid(
     "Pk == K",
-    "target: as many elements as a row has entries (an element for every entry of a list)",
+    "target: K elements per row (one for every entry of a list)",
     when="K >= 1",
     invalid={"Pk": 5},
 )
 DENSE_WIDTH = invalid(
     "Pk == S2 or layout == 'TND' and Pk >= S2",
-    "target: as many elements as a row has keys (an element for every key; TND: of the longest sequence, at least)",
+    "target: S2 elements per row (one for every key; in TND at least those of the longest sequence)",
     invalid={"Pk": 5},
 )
 LIMITS = (
@@ -133,7 +134,7 @@ LIST_LIMITS = (
 
 # ------------------------------------------------------------------------------------------------- operator definitions
 
-FORMULA = """I_j = sum_h w_h * max(0, S_hj),   S_hj = q_h . k_j,   y = softmax(I)      over the keys j of a row
+FORMULA = """I_j = sum_h w_h * max(0, S_hj),   S_hj = q_h . k_j,   y = softmax(I)      for the keys j of a row
 dI = {}
 dw_h = sum_j dI_j * max(0, S_hj),   dS = dI * w * [S > 0],   dq = dS k,   dk = sum_h dS^T q"""
 TEX = r"""\begin{aligned}
@@ -157,7 +158,7 @@ C = Declared(
 ).of_page(meta_data="metadata")
 V1 = of_cann(
     "aclnnSparseLightningIndexerKLLossGrad",
-    "The gradients that bring the indexer's distribution over selected keys nearer to a given target.",
+    "Gradients of the Kullback-Leibler divergence of the indexer's distribution over selected keys from a target.",
     (*ROWS, INDICES, TARGET, *TAIL, *RESULTS),
     (*RULES, SOME_ENTRIES, *LISTS, WIDTH, *LIMITS, *LIST_LIMITS),
     formula=FORMULA.format("y * sum_j p_j - p"),
@@ -177,7 +178,7 @@ V1 = of_cann(
 )
 DENSE_V1 = V1.version(
     "aclnnDenseLightningIndexerKLLossGrad",
-    "The gradients that bring the indexer's distribution over all keys nearer to a given target.",
+    "Gradients of the Kullback-Leibler divergence of the indexer's distribution over all keys from a target.",
     params=(*ROWS, TARGET, SOFTMAX_LSE, *TAIL, *RESULTS),
     rules=(*RULES, DENSE_WIDTH, *LIMITS),
     formula=FORMULA.format("y - p").replace("softmax(I)", "exp(I - softmax_lse)"),
@@ -195,10 +196,10 @@ LSE_V2 = V1.version(
     "The log-sum-exp of an indexer's scores over all keys of a row.",
     params=(
         *(LSE_QUERY, LSE_KEY, LSE_WEIGHTS, *LSE_TAIL),
-        output("softmax_lse", "log(sum(exp(I))); -inf where a row sees no key.", INDEX_STATISTICS, "float32"),
+        output("softmax_lse", "log(sum(exp(I))); -inf in rows without visible keys.", INDEX_STATISTICS, "float32"),
     ),
     rules=(*RULES, *LIMITS),
-    formula="""I_j = sum_h w_h * max(0, query_index_h . key_index_j)        over the keys j that the row sees
+    formula="""I_j = sum_h w_h * max(0, query_index_h . key_index_j)        for the visible keys j of the row
 softmax_lse = log(sum_j exp(I_j))""",
     tex=r"I_j = \sum_h w_h \max(0,\; q^{index}_h \cdot k^{index}_j), \qquad lse = \log \sum_j e^{I_j}",
     rulings=(6, 17, 23, 45),

@@ -58,7 +58,7 @@ def heads_of(k: tuple[torch.Tensor, ...], layout: str) -> int:
 
 
 def groups(k: tuple[torch.Tensor, ...], layout: str, heads: int) -> bool | str:
-    """True if the number of query heads is a multiple of that of key heads."""
+    """True if the number of query heads (heads) is a multiple of that of key heads."""
     kv_heads = heads_of(k, layout)
     return (kv_heads > 0 and heads % kv_heads == 0) or f"{show(k)} with N1={heads}"
 
@@ -124,7 +124,7 @@ def rows_within(q_len: np.ndarray, rows: int) -> bool | str:
 RULES: tuple[Rule, ...] = (
     meaning(
         "kv_len is not None",
-        "kv_len: lengths beside a block table (pages have no length of their own)",
+        "kv_len: lengths beside a block table (the tensor of pages does not show them)",
         when="block_table is not None",
         stage="presence",
         given=PAGES,
@@ -153,7 +153,7 @@ RULES: tuple[Rule, ...] = (
     ),
     of_lengths(
         "groups(k, cache_layout, N1)",
-        "k: a divisor of N1 heads (every key head serves the same number of query heads)",
+        "k: a divisor of N1 heads (all KV heads serve the same number of heads)",
         invalid={"N2": 3},
     ),
     *(
@@ -166,18 +166,21 @@ RULES: tuple[Rule, ...] = (
     ),
     meaning(
         "stored_fits(k, cache_layout, N2, D, B, block_table is not None)",
-        "k: one tensor of the batch, one per sequence, or pages (cache_layout says where its axes are; pages count "
-        "where the batch does)",
+        "k: one tensor of the batch, one per sequence, or pages (cache_layout is its axis order; pages are the first "
+        "axis)",
         invalid={"k": "B S2 N2 3", "v": "B S2 N2 D"},
     ),
     meaning(
         "values_fit(v, k, cache_layout, N2, Dv)",
-        "v: as k, with rows of their own length (values lie as keys do)",
+        "v: the shape of k except for the last axis (one value per key)",
         invalid={"v": "3 S2 N2 D"},
     ),
     elements("D", "q"),
     meaning(
-        "0 <= dim_v <= D", "dim_v (values are a part of the keys)", given={"v": None, "dim_v": 4}, invalid={"dim_v": 9}
+        "0 <= dim_v <= D",
+        "dim_v (values are the first elements of keys)",
+        given={"v": None, "dim_v": 4},
+        invalid={"dim_v": 9},
     ),
     cached("kv_len"),
     meaning("rows_within(q_len, S1)", "q_len: 0 <= length <= S1 (rows of q)", invalid={"q_len": [0, 2]}),
@@ -185,8 +188,8 @@ RULES: tuple[Rule, ...] = (
     *(
         meaning(
             f"scales_fit({side}_scale, {side}_offset, {side}, N2, {dim})",
-            f"{side}_scale: shape [1], [N2], [N2, {dim}] or {side}'s without its last axis, and {side}_offset as it "
-            "(one number, one per head, per head and element, or per token and head)",
+            f"{side}_scale: shape [1], [N2], [N2, {dim}] or {side}'s without its last axis, and {side}_offset of the "
+            "same shape (one number, one per head, per head and element, or per token and head)",
             when=f"{side} is not None",
             given=STORED,
             invalid={f"{side}_scale": "3"},
@@ -202,7 +205,8 @@ RULES: tuple[Rule, ...] = (
     ),
     meaning(
         "out_scale.numel() in (1, N1 * Dv) and beside(out_offset, out_scale) is True",
-        "out_scale: 1 or N1 * Dv elements, and out_offset as it (out = round(x * out_scale + out_offset) as int8)",
+        "out_scale: 1 or N1 * Dv elements, and out_offset of the same shape (out = round(x * out_scale + out_offset) "
+        "as int8)",
         given={"out_scale": "1"},
         invalid={"out_scale": "3"},
     ),
@@ -333,15 +337,15 @@ def _problem(n: dict[str, Any]) -> Problem:
 
 RECORD = Op(
     "decode_attention",
-    "Attention of the newest tokens of each sequence over its cache.",
+    "Softmax attention of the newest tokens of each sequence to the keys in its cache.",
     (
         Tensor("q", "Query rows, the newest tokens.", dtypes=OWN_FLOATS, shape=_rows("1", "D")),
         Tensors("k", "Keys: one tensor, one per sequence, or pages.", shape=_rows("2", "D")),
-        Tensors("v", "Values, as the keys lie.", True, dtypes="=k", shape=_rows("2", "D")),
+        Tensors("v", "Values, in the form of k.", True, dtypes="=k", shape=_rows("2", "D")),
         Attr("layout", "Axis order of q and the output.", type=str, default="BSND", code=INVALID),
         Attr(
             "cache_layout",
-            "Axis order of k and v; pages count where the batch does.",
+            "Axis order of k and v; if paged, the first axis is pages.",
             type=str,
             default="BSND",
             domain="cache_layout in ('BSND', 'BNSD')",
@@ -354,17 +358,17 @@ RECORD = Op(
         _scale_param("k_offset", "Added to stored keys."),
         _scale_param("v_scale", "value = (stored + v_offset) * v_scale."),
         _scale_param("v_offset", "Added to stored values."),
-        Attr("dim_v", "Without v: values are the first dim_v elements of the keys.", default=0),
+        Attr("dim_v", "If v is None, values are the first dim_v elements of keys.", default=0),
         Attr("scale", "Factor on q . k; None: 1 / sqrt(D).", type=float, default=None),
-        Attr("band", "The interval of keys that each row sees; None: Band.causal().", type=Band, default=None),
+        Attr("band", "The interval of keys that is visible to each row; None: Band.causal().", type=Band, default=None),
         *(BLOCKED, BIAS, OWN_SINK),
         _scale_param("out_scale", "out = round(x * out_scale + out_offset) as int8."),
         _scale_param("out_offset", "Added before rounding."),
         SOFTCAP,
     ),
     RULES,
-    formula="""k, v = (stored + offset) * scale                     where the cache holds integers
-out  = softmax(cap(scale * q k^T) + bias, keys seen) @ v""",
+    formula="""k, v = (stored + offset) * scale                     if the cache has integers
+out  = softmax(cap(scale * q k^T) + bias, visible keys) @ v""",
     tex=r"""\begin{aligned}
 k_j, v_j &= (stored_j + offset)\, scale \quad \text{where the cache holds integers} \\
 s_{ij} &= \operatorname{cap}(scale\; q_i \cdot k_j) + bias_{ij} \\

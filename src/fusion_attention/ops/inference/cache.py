@@ -13,7 +13,7 @@ from fusion_attention.ops.shared.layouts import LAYOUTS, keep
 Tensor = torch.Tensor
 View = TypeVar("View", RowView, PagedView, RowView | PagedView)
 
-NZ = "NZ"  # pages [blocks, heads, dim / d0, slots, d0]: a row is split into fragments of d0 elements
+NZ = "NZ"  # pages [pages, heads, dim / d0, page size, d0]: a row is split into fragments of d0 elements
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Cache:
     """The memory layout of keys and values.
 
     Args:
-        layout: layout of each tensor, a name in LAYOUTS, or NZ; the batch axis of a paged cache counts pages.
-        page_size: slots of a page; 0: not paged.
+        layout: layout of each tensor, a key of LAYOUTS, or NZ; in a paged cache the batch axis is pages.
+        page_size: tokens of a page; 0: not paged.
     """
 
     layout: str
@@ -30,12 +30,12 @@ class Cache:
 
 
 class Scales(NamedTuple):
-    """Scale and offset of stored integers, of the same shape, and the axes of scales per token.
+    """Scale and offset of stored integers.
 
     Args:
-        scale, offset: per channel [heads_kv, dim]; per token: by counts.
-        counts: "slots": the shape of k without its last axis; "tokens": [sequences or 1, heads_kv or 1, tokens], by
-            position in the sequence; "pages": [blocks, heads_kv or 1, slots].
+        scale, offset: of one shape; per channel [heads_kv, dim], per token as `counts` says.
+        counts: axes of scales per token: "slots": those of k without the last; "tokens": [sequences or 1, heads_kv or
+            1, tokens], by position in the sequence; "pages": [pages, heads_kv or 1, page size].
     """
 
     scale: Tensor | None = None
@@ -52,7 +52,7 @@ class CacheViews:
 
     Args:
         table: page table [sequences, pages] of a paged cache.
-        first: int64 [sequences], the slot of each sequence's first token; None: 0.
+        first: int64 [sequences], the index of each sequence's first token in a padded cache; None: 0.
         common: number of keys of a common prefix, which are not in the cache.
         halves: a byte stores two elements.
     """
@@ -150,8 +150,8 @@ class CacheViews:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """A cache tensor as kernels read it: int32 with eight int4 becomes bytes with two, the even element in the low
-    half."""
+    """A cache tensor as kernels read it: int32 elements, of eight int4 each, become bytes of two int4 each, the even
+    element in the low half."""
     if tensor.dtype != torch.int32:
         return tensor
     return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).view(torch.uint8)
@@ -170,7 +170,7 @@ def as_float(scale: Tensor) -> Tensor:
 
 
 def stored_as(tensor: Tensor, dtype: torch.dtype) -> str:
-    """Problem.kv_dtype of a cache tensor, for a query of the given dtype."""
+    """Problem.kv_dtype of a cache tensor in a call whose query has the given dtype."""
     return (
         {torch.int8: "int8", torch.uint8: "int4", torch.int32: "int4"}.get(tensor.dtype, "")
         if tensor.dtype != dtype

@@ -27,7 +27,7 @@ from fusion_attention.ops.shared.layouts import (
     rows_shape,
     stats_shape,
     stats_view,
-    wide,
+    to_float32,
 )
 
 Tensor = torch.Tensor
@@ -43,25 +43,30 @@ class InferenceCall:
     """A lowered inference call (ir.call.Lowered).
 
     Args:
-        layout: layout of q and q_rope; cache: layout of k, v and k_rope.
+        layout: layout of q and q_rope.
+        cache: layout of k, v and k_rope.
         q: query rows, floating-point or int8.
-        k, v: one tensor, or one per sequence; v None: the first dim_v elements of k's rows.
+        k, v: one tensor, or one per sequence; v None: values are the first dim_v elements of k's rows.
         table: page table [sequences, pages] of a paged cache.
-        first: int64 [sequences], the slot of each sequence's first token; None: 0.
-        k_dequant, v_dequant: scales; v uses k's if it has none.
-        bias, blocked: 4-D, broadcast over [B, N1, rows, slots]; with packed rows, or a common prefix, columns count
-            keys of the sequence from 0.
-        sink: [N1]. out_quant: (scale, offset), each one number or N1 * dim_v.
+        first: int64 [sequences], the index of each sequence's first token in a padded cache; None: 0.
+        k_dequant, v_dequant: scales of stored integers; if v_dequant is UNSCALED, k_dequant is used for v too.
+        bias, blocked: 4-D, broadcast over [B, N1, rows, tokens of the cache]; with packed rows or a common prefix,
+            columns count the keys of a sequence from 0.
+        sink: [N1].
+        out_quant: (scale, offset), each of 1 or N1 * dim_v elements.
         names: names of the results: out; optionally max and sum, or softmax_lse.
         call_cache: shared by all calls with the same shapes, strides and lengths.
-        out_layout: layout of out; "": as layout. lse_by_batch: softmax_lse is [1, N1, S1, 1] although rows are packed.
+        out_layout: layout of out; "": as layout.
+        lse_by_batch: softmax_lse is [1, N1, S1, 1] although rows are packed.
         absent: results of the operator definition that were not requested: they have no elements.
-        q_first: int64 [sequences], the slot of each sequence's first query row; None: 0.
+        q_first: int64 [sequences], the index of each sequence's first row in padded rows; None: 0.
         q_rope, k_rope: rope elements in the layouts of q and k.
         k_common, v_common: common prefix of all sequences, in q's layout, with a batch of 1.
-        row_scale: (float32 of q's shape without elements ([B, S1, N1] in layout BSH), one factor on all).
+        row_scale: (scales, factor): float32 scales of q's shape without the axis of elements ([B, S1, N1] in layout
+            BSH), and one number that multiplies all of them.
         weight_scale: one element.
-        tree: blocked is [B, S1, S1], or [sum of squares] for packed rows, and covers the last q_len keys.
+        tree: blocked is [B, S1, S1], or 1-D with q_len * q_len elements per packed sequence, and covers the last q_len
+            keys.
     """
 
     problem: Problem
@@ -154,7 +159,7 @@ class InferenceCall:
             v=v,
             out=self._moved(row_view(out, self.out_layout or self.layout, p.heads_q, e, "q")),
             stats=Stats(*map(self._moved, stats)),
-            sink=wide(self.sink, self.q),
+            sink=to_float32(self.sink, self.q),
         )
         if p.dim_rope:
             assert self.q_rope is not None
@@ -219,11 +224,11 @@ class InferenceCall:
         return CacheViews(self.cache, self.extents, self.table, self.first, p.common_keys, p.kv_dtype == "int4")
 
     def _row_view(self, tensor: Tensor) -> RowView:
-        """View of a tensor's rows in the query's layout."""
+        """View of a tensor in the query's layout, such as q and q_rope."""
         return self._moved(row_view(tensor, self.layout, self.problem.heads_q, self.extents, "q"))
 
     def _moved(self, view: RowView) -> RowView:
-        """The view, moved by q_first to each sequence's first row."""
+        """The view with addresses at each sequence's first row, q_first."""
         if self.q_first is None:
             return view
         address = view.address + self.q_first * view.stride_token
@@ -237,7 +242,7 @@ class InferenceCall:
 
     def _matrix(self, tensor: Tensor) -> MatrixView:
         view = matrix_view(tensor, "broadcast", self.problem.heads_q, self.extents)
-        # Rows and columns count slots of the cache; with a common prefix, which has no slots, columns count keys.
+        # Columns count tokens of the padded cache; with a common prefix, which is not in it, they count keys.
         if self.first is not None and not self.problem.common_keys:
             view.address = view.address + self.first * view.stride_key
         if self.q_first is not None:
@@ -286,8 +291,8 @@ def _shaped(lse: Tensor, by_batch: bool) -> Tensor:
 
 
 def _forget_sinks(call: InferenceCall, operands: Operands, lse: Tensor) -> None:
-    """Writes +inf for rows without visible keys in a call with sinks; their statistics, which include the sink, do not
-    show that."""
+    """Writes +inf to the softmax_lse of rows without visible keys in a call with sinks, whose statistics include the
+    sink and do not show these rows."""
     e, heads = call.extents, call.problem.heads_q
     view = call._moved(stats_view(lse, Form(call.layout), heads, e))
     for b in range(len(e)):

@@ -1,7 +1,5 @@
-"""Check functions for rules of decoding; each returns True, or a string that describes the actual value.
-
-The checks are pure functions of shapes, lengths and page tables.
-"""
+"""Check functions for rules of decoding: each returns True for a legal call, otherwise False, or a text with the
+illegal value."""
 
 from typing import Any
 
@@ -25,19 +23,21 @@ def sizes(tensor: Tensor, layout: str, heads: int) -> tuple[int, int, int] | Non
 
 
 def page_layout(tensor: Tensor) -> str:
-    """The layout of a paged cache by its rank: 3: [blocks, size, heads * dim], 4: [blocks, heads, size, dim]."""
+    """The layout of a paged cache: "BSH" for [pages, page size, heads * dim], "BNSD" for [pages, heads, page size,
+    dim]."""
     return "BSH" if tensor.dim() == 3 else "BNSD"
 
 
 def heads_fit(num_key_value_heads: int, heads: int) -> bool:
-    """True if the number of query heads is a multiple of that of key heads; 0 key heads: as many."""
+    """True if the query heads are a multiple of the key heads; num_key_value_heads 0: as many key heads as `heads`."""
     return num_key_value_heads >= 0 and heads % max(num_key_value_heads or heads, 1) == 0
 
 
 def cache_fits(
     key: tuple[Tensor, ...], layout: str, batch: int, heads: int, dim: int, table: Tensor | None, block_size: int
 ) -> bool | str:
-    """True if keys are one tensor for the batch, one tensor per sequence, or pages of block_size tokens."""
+    """True if keys are one tensor for the batch, one tensor per sequence, or (with a page table) pages of block_size
+    tokens, with this number of heads and elements."""
     if heads < 1:
         return True
     paged = table is not None
@@ -51,7 +51,7 @@ def cache_fits(
     if len(key) == 1:
         return full[0][0] == batch or show(key)
     one = all(size[0] == 1 for size in full)
-    return (len(key) == batch and one) or f"{len(key)} tensors for {batch} items, batch {full[0][0]} in the first"
+    return (len(key) == batch and one) or f"{len(key)} tensors for {batch} sequences, batch {full[0][0]} in the first"
 
 
 def same_shapes(value: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> bool | str:
@@ -68,7 +68,7 @@ def lengths_within(kv_len: np.ndarray, capacity: np.ndarray) -> bool | str:
     if len(bad) == 0:
         return True
     length, cached = kv_len[bad[0]], capacity[bad[0]]
-    return f"{length} for item {bad[0]}" + (f", whose cache holds {cached}" if length >= 0 else "")
+    return f"{length} for sequence {bad[0]}" + (f", whose cache holds {cached}" if length >= 0 else "")
 
 
 def table_holds(table: Tensor, kv_len: np.ndarray, block_size: int) -> bool | str:
@@ -76,14 +76,15 @@ def table_holds(table: Tensor, kv_len: np.ndarray, block_size: int) -> bool | st
     bad = np.flatnonzero(kv_len > table.shape[1] * block_size)
     if len(bad) == 0:
         return True
-    item = int(bad[0])
-    return f"{table.shape[1]} pages of {block_size} for the {kv_len[item]} tokens of item {item}"
+    b = int(bad[0])
+    return f"{table.shape[1]} pages of {block_size} for the {kv_len[b]} tokens of sequence {b}"
 
 
 def columns_fit(tensor: Tensor, batch: int, heads: int, rows: int, columns: int, shapes: tuple[str, ...]) -> bool | str:
     """True if a mask or bias has one of the shapes, and at least `columns` columns.
 
-    A shape has a letter for each axis but the last: b: 1 or the batch; B: the batch; N: the heads; s: 1 or the rows.
+    A shape is a string with a letter for each axis but the last: b: 1 or the batch; B: the batch; N: the heads; s: 1 or
+    the rows; 1: 1.
     """
     allowed = {"b": (1, batch), "B": (batch,), "N": (heads,), "s": (1, rows), "1": (1,)}
     leading = tuple(tensor.shape[:-1])
@@ -94,7 +95,8 @@ def columns_fit(tensor: Tensor, batch: int, heads: int, rows: int, columns: int,
 
 
 def scale_fits(scale: Tensor, heads: int, dim: int) -> bool | str:
-    """True if scales of keys and values are one number each, or one per channel."""
+    """True if a tensor of scales, of keys (index 0) and values (index 1), has one number for each, or one per head and
+    element."""
     channels = ((2, heads, 1, dim), (2, heads, dim), (2, heads * dim), (2,))
     return tuple(scale.shape) in channels or f"{list(scale.shape)} with N={heads}, D={dim}"
 
@@ -115,7 +117,7 @@ def is_contiguous(*tensors: Any) -> bool:
 
 
 def dtype_of(value: Any) -> str:
-    """Names of the dtypes of a tensor or a tuple of tensors, such as 'int8'; "" for None."""
+    """The dtype of a tensor or of a tuple of tensors, such as "int8"; several are joined by " and "; "" for None."""
     flat = value if isinstance(value, tuple) else () if value is None else (value,)
     return " and ".join(sorted({dtype_text(t) for t in flat}))
 

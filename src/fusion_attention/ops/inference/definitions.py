@@ -1,6 +1,6 @@
 """Operator definitions of CANN's decoding: IncreFlashAttention V1 to V4 and torch_npu's npu_incre_flash_attention.
 
-A version is a difference from the previous one. Rules are in rules.py, lowering in lower.py.
+A version lists its differences from the previous one. Rules are in rules.py, lowering in lower.py.
 """
 
 from dataclasses import replace
@@ -27,20 +27,20 @@ def _rows(side: str) -> dict[str, str]:
 
 QUERY = Tensor(
     "query",
-    "Query rows, one per item; more see the cache as the last rows of a prompt do.",
+    "Query rows, one per sequence; several are causal, as the last rows of a prompt.",
     dtypes=FLOATS,
     shape=_rows("1"),
 )
 KEY = Tensors(
     "key",
-    "Key rows: one tensor, one per item, or pages [blocks, block_size, N2*D] or [blocks, N2, block_size, D].",
+    "Key rows: one tensor, one per sequence, or pages [blocks, block_size, N2*D] or [blocks, N2, block_size, D].",
     shape=_rows("2"),
 )
-VALUE = Tensors("value", "Value rows, as the keys lie.", dtypes="=key", shape=_rows("2"))
+VALUE = Tensors("value", "Value rows, in the form of key.", dtypes="=key", shape=_rows("2"))
 PSE_SHIFT = Tensor("pse_shift", "Added to the scaled scores: [B or 1, N1, S1, S2].", True, dtypes="=query")
 ATTEN_MASK = Tensor(
     "atten_mask",
-    "1 = this token is not seen: [B, S2], [B, 1, S2] or [B, 1, 1, S2].",
+    "1 hides a token of the cache: [B, S2], [B, 1, S2] or [B, 1, 1, S2].",
     True,
     dtypes="bool int8 uint8",
     cast=keeps_or_adds("pse_shift"),
@@ -48,18 +48,20 @@ ATTEN_MASK = Tensor(
 )
 PADDING_MASK = Tensor("padding_mask", "Reserved.", True)
 LENGTHS = Array(
-    "actual_seq_lengths", "Tokens of every item in the cache; one number serves all; None: the whole cache.", True
+    "actual_seq_lengths", "Tokens of every sequence in the cache; one number serves all; None: the whole cache.", True
 )
-DEQUANT_1 = Tensor("dequant_scale1", "Of an int8 query: reserved.", True, dtypes="uint64 float32")
-QUANT_1 = Tensor("quant_scale1", "Of an int8 query: reserved.", True, dtypes="float32 bfloat16")
-DEQUANT_2 = Tensor("dequant_scale2", "Of an int8 query: reserved.", True, dtypes="uint64 float32")
+DEQUANT_1 = Tensor("dequant_scale1", "Reserved (for an int8 query).", True, dtypes="uint64 float32")
+QUANT_1 = Tensor("quant_scale1", "Reserved (for an int8 query).", True, dtypes="float32 bfloat16")
+DEQUANT_2 = Tensor("dequant_scale2", "Reserved (for an int8 query).", True, dtypes="uint64 float32")
 QUANT_2 = Tensor(
     "quant_scale2",
     "Scale of int8 output, 1 or N1*D elements; halves round to even (one scale) or away from zero.",
     True,
     dtypes="float32 bfloat16 uint64",
 )
-OFFSET_2 = Tensor("quant_offset2", "Offset of int8 output, as quant_scale2.", True, dtypes="float32 bfloat16")
+OFFSET_2 = Tensor(
+    "quant_offset2", "Offset of int8 output, in the shape of quant_scale2.", True, dtypes="float32 bfloat16"
+)
 ANTI_SCALE = Tensor(
     "antiquant_scale",
     "Scales of an int8 cache, keys then values: [2], [2, N2, 1, D], [2, N2, D] or [2, N2*D].",
@@ -67,34 +69,36 @@ ANTI_SCALE = Tensor(
     dtypes=FLOATS,
 )
 ANTI_OFFSET = Tensor(
-    "antiquant_offset", "Added to the integers before scaling; as antiquant_scale.", True, dtypes=FLOATS
+    "antiquant_offset", "Added to the integers before scaling; shape of antiquant_scale.", True, dtypes=FLOATS
 )
 BLOCK_TABLE = Tensor(
-    "block_table", "The pages of every item, in order.", True, dtypes=PAGE_IDS, shape="B pages", make=in_order
+    "block_table", "The pages of every sequence, in order.", True, dtypes=PAGE_IDS, shape="B pages", make=in_order
 )
-PADDING_SIZE = Array("kv_padding_size", "Unused slots behind every item, which ends there (left padding).", True)
+PADDING_SIZE = Array(
+    "kv_padding_size", "One number: unused tokens of the cache behind the last token of every sequence.", True
+)
 NUM_HEADS = Attr("num_heads", "Query heads.", axis="N1", code=INVALID)
-SCALE = Attr("scale_value", "Factor on query . key; 1.0 unless said, not 1 / sqrt(D).", type=float, default=1.0)
-LAYOUT = Attr("input_layout", "Axis order of query, the output, and a cache without pages.", type=str, code=INVALID)
+SCALE = Attr("scale_value", "Factor on query . key; the default is 1.0, not 1 / sqrt(D).", type=float, default=1.0)
+LAYOUT = Attr("input_layout", "Axis order of query, output, and a cache without pages.", type=str, code=INVALID)
 KV_HEADS = Attr("num_key_value_heads", "Key heads; 0: as many as query heads.", default=0)
 BLOCK_SIZE = Attr("block_size", "Tokens of a page; ignored without a block table.", default=0)
 INNER_PRECISE = Attr("inner_precise", "0 or 1; both compute in float32.", default=1)
 OUT = output(
     "attention_out",
-    "The output rows: zeros without tokens, the mean of the values where all are masked. int8 beside quant_scale2.",
+    "The output rows: zeros if a sequence is empty, the mean of V if the mask hides all. int8 beside quant_scale2.",
     _rows("1"),
     f"{FLOATS} int8",
     make=torch.zeros,
 )
 
-FORMULA = """K, V = (stored + antiquant_offset) * antiquant_scale         where the cache is int8
+FORMULA = """K, V = (stored + antiquant_offset) * antiquant_scale         if the cache is int8
 S    = scale_value * Q K^T + pse_shift
-out  = softmax(S over an item's tokens that the mask leaves) V
-out  = round(out * quant_scale2 + quant_offset2), saturated    where the output is int8"""
+out  = softmax(S over a sequence's tokens that the mask leaves) V
+out  = round(out * quant_scale2 + quant_offset2), saturated    if the output is int8"""
 TEX = r"""\begin{aligned}
 K, V &= (stored + offset_{anti})\, scale_{anti} \quad \text{where the cache is int8} \\
 S &= scale\; QK^\top + pse \\
-out &= \operatorname{softmax}(S)\, V \quad \text{over the tokens of an item that the mask leaves} \\
+out &= \operatorname{softmax}(S)\, V \quad \text{over the tokens of a sequence that the mask leaves} \\
 out_{int8} &= \operatorname{sat}\!\big(\operatorname{round}(out \cdot scale_2 + offset_2)\big)
 \end{aligned}"""
 UNTRAINED = "decoding has no derivative: call it under torch.no_grad(), or train with npu_fusion_attention"
@@ -110,7 +114,7 @@ SAMPLES = {key: {"num_heads": 4, "num_key_value_heads": 2} for key in LAYOUTS}
 
 V1 = of_cann(
     "aclnnIncreFlashAttention",
-    "Attention of one new token per item over its cache.",
+    "Softmax attention of one new token per sequence to the keys in its cache.",
     (QUERY, KEY, VALUE, PSE_SHIFT, ATTEN_MASK, LENGTHS, NUM_HEADS, SCALE, LAYOUT, KV_HEADS, OUT),
     RULES + EARLY,
     formula=FORMULA,
@@ -150,7 +154,7 @@ V4 = V3.version(
 )
 TORCH = V4.version(
     "npu_incre_flash_attention",
-    "Attention of one new token per item over its cache: stacked or paged, of floats or int8.",
+    "Softmax attention of one new token per sequence to the keys in its padded or paged cache of floats or int8.",
     source="Ascend op-plugin",
     keywords="padding_mask",
     declared={"key": torch.Tensor, "value": torch.Tensor, "kv_padding_size": TENSOR_FIRST},

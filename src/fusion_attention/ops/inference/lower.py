@@ -23,7 +23,8 @@ RESULTS = ("attention_out",)
 
 
 def geometry(n: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: heads, tokens, lengths, each sequence's first slot, and columns of a mask."""
+    """Derived values of a call by name: heads, lengths, the index of each sequence's first token in the cache (first),
+    the lengths that are computed (used), and the columns of a mask."""
     paged, batch = n["block_table"] is not None, n["B"]
     heads = n["num_key_value_heads"] or n["N1"]
     layout = page_layout(n["key"][0]) if paged else n["input_layout"]
@@ -86,7 +87,7 @@ def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Extents, Cache, np.nda
 
 
 def _blocked(mask: torch.Tensor) -> torch.Tensor:
-    """A mask [B, S], [B, 1, S] or [B, 1, 1, S] with four axes."""
+    """A mask [B, S], [B, 1, S] or [B, 1, 1, S] as [B, 1, 1, S]."""
     return mask if mask.dim() == 4 else mask.reshape(mask.shape[0], 1, 1, mask.shape[-1])
 
 

@@ -49,7 +49,7 @@ SIZED_PAGES = meaning(
 )
 EVEN_HEADS = of_lengths(
     "heads_fit(num_key_value_heads, N1)",
-    "num_key_value_heads: a divisor of num_heads, or 0 (every key head serves the same number of query heads; 0: as "
+    "num_key_value_heads: a divisor of num_heads, or 0 (all KV heads serve the same number of heads; 0: as "
     "many as num_heads)",
     invalid={"num_key_value_heads": 3},
 )
@@ -57,7 +57,7 @@ INPUTS = (
     SIZED_PAGES,
     meaning(
         "actual_seq_lengths is not None",
-        "actual_seq_lengths: lengths beside a block table (a paged cache has no length of its own)",
+        "actual_seq_lengths: lengths beside a block table (the tensor of pages does not show them)",
         when="block_table is not None",
         needs=("block_table",),
         stage="presence",
@@ -67,42 +67,40 @@ INPUTS = (
     EVEN_HEADS,
     of_lengths(
         "cache_fits(key, input_layout, B, num_key_value_heads or N1, D, block_table, block_size)",
-        "key: one tensor of the batch, one tensor per item, or (with a block table) pages (num_key_value_heads "
+        "key: one tensor of the batch, one tensor per sequence, or (with a block table) pages (num_key_value_heads "
         "counts its heads)",
         when="heads_fit(num_key_value_heads, N1)",
         invalid={"key": "B S2 7", "value": "B S2 7"},
     ),
     of_lengths(
         "len(actual_seq_lengths) == 1 or len(actual_seq_lengths) >= B",
-        "actual_seq_lengths: a length per item, or one (one length serves all items)",
+        "actual_seq_lengths: a length per sequence, or one (one length serves all sequences)",
         given={"B": 3},
         invalid={"actual_seq_lengths": [6, 6]},
     ),
     of_lengths(
         "len(kv_padding_size) == 1",
-        "kv_padding_size: one number (unused slots on the right of every item)",
+        "kv_padding_size: one number (unused tokens of the cache behind the last token of every sequence)",
         given={"actual_seq_lengths": [4, 5]},
         invalid={"kv_padding_size": [1, 1]},
     ),
     elements("D", "query"),
     finite_scale("scale_value", 1e39, optional=False),
-    invalid(
-        "same_shapes(value, key)", "value: the shapes of key (values lie as keys do)", invalid={"value": "B 5 N2*D"}
-    ),
+    invalid("same_shapes(value, key)", "value: the shapes of key (one value per key)", invalid={"value": "B 5 N2*D"}),
     cached("actual_seq_lengths"),
-    *paged("block_size", "block_size", "an item", PAGES, {"actual_seq_lengths": [20, 33]}, [[0, 1], [2, 8]]),
+    *paged("block_size", "block_size", "a sequence", PAGES, {"actual_seq_lengths": [20, 33]}, [[0, 1], [2, 8]]),
 )
 
 MATRICES = (
     meaning(
         "columns_fit(atten_mask, B, N1, S1, columns, ('B', 'B1', 'B1s'))",
-        "atten_mask: shape [B, S], [B, 1, S] or [B, 1, 1, S] (1 removes a token; columns count the cache's slots)",
+        "atten_mask: shape [B, S], [B, 1, S] or [B, 1, 1, S] (1 hides a token; columns are tokens of the cache)",
         given={"atten_mask": "B S2"},
         invalid={"atten_mask": "1 S2"},
     ),
     meaning(
         "columns_fit(pse_shift, B, N1, S1, columns, ('bNs',))",
-        "pse_shift: shape [B or 1, N1, 1, S] (added to the scaled scores; columns count the cache's slots)",
+        "pse_shift: shape [B or 1, N1, 1, S] (added to the scaled scores; columns are tokens of the cache)",
         needs=("block_table",),
         given={"pse_shift": "B N1 1 S2"},
         invalid={"pse_shift": "B N1 1 3"},
@@ -110,7 +108,7 @@ MATRICES = (
     *(
         limit(
             f"{name} is None or {name}.shape[-1] >= block_table.shape[1] * block_size",
-            f"{name}: columns for every page of the table (the chip reads whole pages)",
+            f"{name}: columns for every page of the table (the chip reads complete pages)",
             when="block_table is not None",
             needs=("block_table",),
             given={**PAGES, name: fitting},
@@ -175,7 +173,7 @@ INTEGER_OUTPUT = (
     ),
     typed(
         "attention_out is None or dtype_of(attention_out) in ('int8', dtype_of(query))",
-        "attention_out: int8 or the dtype of query (the output lies as the query does)",
+        "attention_out: int8 or the dtype of query (an output is int8 only with quant_scale2)",
         given={"attention_out": ("B S1 N1*D", "float16")},
         invalid={"attention_out": ("B S1 N1*D", "bfloat16")},
     ),
@@ -194,8 +192,8 @@ NO_FLOAT32 = refused(
 POOLS = (
     limit(
         "N2 * D <= 65536 or key[0].dim() >= 4",
-        "key: pages of at most 65536 elements per token (the chip reads no longer lines; pages [blocks, N2, "
-        "block_size, D] may be as large)",
+        "key: pages of at most 65536 elements per token (the chip reads no longer rows; pages [blocks, N2, "
+        "block_size, D] may have more)",
         when="block_table is not None",
         needs=("block_table",),
         given=PAGES,
@@ -203,7 +201,7 @@ POOLS = (
     ),
     limit(
         "sum(-(-kv_len // block_size)) <= blocks",
-        "key: as many pages as all items fill (the chip wants a page of its own for every item)",
+        "key: as many pages as all sequences fill (the chip does not let sequences share pages)",
         when="block_table is not None",
         needs=("block_table",),
         given=PAGES,
@@ -222,9 +220,9 @@ SHORT_LIST = limit(
 )
 
 LIMITS = (
-    limit("S1 == 1", "query (the chip decodes one token per item)", invalid={"S1": 2}),
+    limit("S1 == 1", "query (the chip decodes one token per sequence)", invalid={"S1": 2}),
     limit("D <= 512 or D > 768", "query: D <= 512 (the chip takes no wider rows)", invalid={"D": 528}),
-    limit("B <= 65536", "query (the chip takes no more items)", invalid={"B": 65537, "S2": 1}),
+    limit("B <= 65536", "query (the chip takes no more sequences)", invalid={"B": 65537, "S2": 1}),
     SHORT_LIST,
     MOST_HEADS,
     limit(
@@ -235,40 +233,40 @@ LIMITS = (
     NO_FLOAT32,
     limit(
         "is_contiguous(query, key, value)",
-        "query: query, key and value without gaps (the chip takes no strides here)",
+        "query: contiguous query, key and value (the chip takes no strides here)",
         invalid={"query": torch.zeros(2, 1, 128, dtype=torch.float16)[..., ::2]},
     ),
     own_page_ids(PAGES, torch.tensor([[0, 1], [2, 3]])),
     *(
         limit(
             f"is_contiguous({name})",
-            f"{name}: {what} without gaps (the chip takes no strides here)",
+            f"{name}: a contiguous {what} (the chip takes no strides here)",
             needs=needs,
             given=given,
             invalid={name: gaps},
         )
         for name, what, needs, given, gaps in (
-            ("atten_mask", "a mask", (), {}, torch.zeros(2, 12, dtype=torch.bool)[:, ::2]),
-            ("pse_shift", "a bias", ("block_table",), {}, torch.zeros(2, 4, 1, 12, dtype=torch.float16)[..., ::2]),
+            ("atten_mask", "mask", (), {}, torch.zeros(2, 12, dtype=torch.bool)[:, ::2]),
+            ("pse_shift", "bias", ("block_table",), {}, torch.zeros(2, 4, 1, 12, dtype=torch.float16)[..., ::2]),
             (
                 "block_table",
-                "a table",
+                "table",
                 (),
                 PAGES,
                 torch.tensor([[0, 9, 1, 9], [2, 9, 3, 9]], dtype=torch.int32)[:, ::2],
             ),
-            ("attention_out", "an output", (), {}, torch.zeros(2, 1, 128, dtype=torch.float16)[..., ::2]),
-            ("antiquant_scale", "scales", (), INTEGERS, torch.ones(2, 64, dtype=torch.float16)[:, ::2]),
-            ("antiquant_offset", "offsets", (), INTEGERS, torch.ones(2, 64, dtype=torch.float16)[:, ::2]),
-            ("quant_scale2", "a scale", (), NARROW, torch.ones(128)[::2]),
-            ("quant_offset2", "an offset", (), {**NARROW, "quant_scale2": "N1*D"}, torch.ones(128)[::2]),
+            ("attention_out", "output", (), {}, torch.zeros(2, 1, 128, dtype=torch.float16)[..., ::2]),
+            ("antiquant_scale", "tensor", (), INTEGERS, torch.ones(2, 64, dtype=torch.float16)[:, ::2]),
+            ("antiquant_offset", "tensor", (), INTEGERS, torch.ones(2, 64, dtype=torch.float16)[:, ::2]),
+            ("quant_scale2", "scale", (), NARROW, torch.ones(128)[::2]),
+            ("quant_offset2", "offset", (), {**NARROW, "quant_scale2": "N1*D"}, torch.ones(128)[::2]),
         )
     ),
     limit("inner_precise in (0, 1)", "inner_precise (it has no effect)"),
     reserved("padding_mask"),
     limit(
         "block_size <= 512 and block_size % (32 if dtype_of(key) == 'int8' else 16) == 0",
-        "block_size: at most 512, a multiple of 16 (int8: 32) (the chip's pages)",
+        "block_size: at most 512, a multiple of 16 (int8: 32) (the chip takes no other pages)",
         when="block_table is not None",
         given=PAGES,
         invalid={"block_size": 24, "key": "8 24 N2*D", "value": "8 24 N2*D"},

@@ -13,16 +13,18 @@ from fusion_attention.ops.shared.layouts import covered, row_view
 
 Tensor = torch.Tensor
 Results = Mapping[str, Tensor]
-Run = Callable[[Lowered], dict[str, Tensor]]  # plans and runs a further call
+Run = Callable[[Lowered], dict[str, Tensor]]  # plans and runs a lowered call, and returns its results by name
 Same = TypeVar("Same", bound="TensorCall")
 
 
 @dataclass(frozen=True, eq=False)
 class TensorCall:
-    """A call's lengths, the layout of its tensors, and the tensors by canonical name; the first is never None.
+    """A lowered call whose input tensors have canonical names.
 
     Args:
-        layout: layout of the query side.
+        extents: lengths and bands of the sequences.
+        layout: axis order of the tensors that have a row per query token.
+        tensors: the inputs by name; the first is a tensor, the others may be None.
     """
 
     extents: Extents
@@ -30,7 +32,7 @@ class TensorCall:
     tensors: Mapping[str, Tensor | None]
 
     def given(self, name: str) -> Tensor:
-        """The tensor of a name, which must not be None."""
+        """The input tensor with this name, which must not be None."""
         result = self.tensors[name]
         assert result is not None
         return result
@@ -46,7 +48,7 @@ class TensorCall:
         return self.tensors
 
     def on(self: Same, inputs: Mapping[str, Tensor | None]) -> Same:
-        """The same call on other tensors."""
+        """A copy of this call with other input tensors of the same names."""
         return replace(self, tensors=inputs)
 
     def complete(self: Same) -> Same:
@@ -54,7 +56,7 @@ class TensorCall:
         return self
 
     def rows(self, tensor: Tensor, heads: int = 1) -> RowView:
-        """View of a tensor's rows on the query side."""
+        """View of a tensor that has a row per query token and head."""
         return row_view(tensor, self.layout, heads, self.extents, "q")
 
     def covers(self, tensor: Tensor, side: str = "q") -> bool:
@@ -63,7 +65,7 @@ class TensorCall:
 
 
 class OfCall:
-    """A lowered call that has problem, extents and device of another call."""
+    """Base of lowered calls that take problem, extents and device from the call on which they depend."""
 
     def __init__(self, call: Any) -> None:
         self.call, self.problem, self.extents = call, call.problem, call.extents

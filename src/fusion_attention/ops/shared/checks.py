@@ -1,4 +1,5 @@
-"""Check functions for rules of several groups of operators; each returns True, or text with the actual value."""
+"""Check functions for rules of several groups of operators: each returns True for a legal call, otherwise False, or a
+text with the illegal value."""
 
 import numpy as np
 import torch
@@ -24,12 +25,13 @@ def int32(tensor: torch.Tensor) -> bool:
 def lengths_fit(
     given: np.ndarray | None, ends: bool, count: int | None, longest: int | None, tokens: int | None
 ) -> Outcome:
-    """True if lengths, or cumulative ends, are in range.
+    """True if the lengths of a batch's sequences, or their cumulative ends, are in range.
 
     Args:
-        given: lengths, or ends; None is legal.
-        ends: `given` are cumulative ends.
-        count: number of sequences, or None; longest: bound of a length, or None; tokens: bound of the sum.
+        given: int64, one number per sequence; None (not passed) is legal.
+        ends: True if `given` has cumulative ends, not lengths.
+        count: required number of lengths; None: any.
+        longest: largest legal length; None: the tensor is packed, and `tokens` is its number of rows.
     """
     if given is None:
         return True
@@ -48,14 +50,14 @@ def lengths_fit(
 
 
 def broadcasts(tensor: torch.Tensor, *sizes_allowed: int) -> Outcome:
-    """True if a tensor broadcasts to the sizes [B, N1, S1, S2]."""
+    """True if a tensor of at most four dimensions broadcasts to sizes_allowed, [B, N1, S1, S2]."""
     sizes = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
     fits = 1 <= tensor.dim() <= 4 and all(size in (1, axis) for size, axis in zip(sizes, sizes_allowed, strict=True))
     return fits or f"{list(tensor.shape)} for {list(sizes_allowed)}"
 
 
 def band_fits(band: Band | None, count: int) -> Outcome:
-    """True if a band has integer edges, and no prefix or one per sequence."""
+    """True if a band has integer edges, and no prefix or one for each of `count` sequences."""
     if band is None:
         return True
     if not all(isinstance(n, int) and abs(n) <= INFINITE for n in (band.lo, band.hi, *band.prefix)):
@@ -64,17 +66,23 @@ def band_fits(band: Band | None, count: int) -> Outcome:
 
 
 def stays_unread(tensor: torch.Tensor) -> bool:
-    """True if the content of indices or page numbers is not to be checked: meta tensors, and device tensors unless the
-    setting check_content is on.
+    """True if rules must not read a tensor of indices or page numbers: it is on the meta device, or on a GPU while the
+    setting check_content is off.
 
-    Reading would synchronize with the device, which is impossible in a captured graph. GPU kernels never access memory
+    Reading would synchronize with the GPU, which is impossible in a captured graph. GPU kernels never access memory
     outside the tensors, for any content.
     """
     return tensor.is_meta or not (tensor.is_cpu or current().check_content)
 
 
 def pages_exist(table: torch.Tensor, kv_len: np.ndarray, page_size: int, pages: int) -> Outcome:
-    """True if the page of every token exists; reads the table unless stays_unread(table)."""
+    """True if the page number of every cached token is in [0, pages), or if stays_unread(table).
+
+    Args:
+        table: int32 or int64 [B, pages of a sequence].
+        kv_len: cached tokens of each sequence.
+        page_size: tokens of a page.
+    """
     if page_size < 1 or stays_unread(table):
         return True
     ids = table.numpy() if table.is_cpu else table.cpu().numpy()

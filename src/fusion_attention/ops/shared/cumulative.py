@@ -13,13 +13,13 @@ from fusion_attention.ops.shared.rules import PACKED, meaning, needed, of_length
 
 def ends_param(side: str, of: str) -> Array:
     """The parameter cu_seqlens_SIDE: ends of packed sequences."""
-    return Array(f"cu_seqlens_{side}", f"Ends of packed sequences of {of}, a 0 before them: TND alone, needed.", True)
+    text = f"0, then the cumulative ends of the sequences of {of}: required in layout TND, None in other layouts."
+    return Array(f"cu_seqlens_{side}", text, True)
 
 
 def used_param(side: str, of: str) -> Array:
     """The parameter seqused_SIDE: used tokens of each sequence."""
-    text = f"{of} of every sequence that count, the first ones; None: all."
-    return Array(f"seqused_{side}", text[0].upper() + text[1:], True)
+    return Array(f"seqused_{side}", f"Number of leading {of} of each sequence that are used; None: all.", True)
 
 
 def ends_fit(ends: np.ndarray | None, tokens: int | None) -> Outcome:
@@ -27,28 +27,29 @@ def ends_fit(ends: np.ndarray | None, tokens: int | None) -> Outcome:
     if ends is None:
         return True
     if not len(ends) or ends[0] != 0:
-        return "no 0 before them"
+        return "no leading 0"
     if bool((np.diff(ends) < 0).any()):
-        return "a length below 0"
+        return "a negative length"
     return int(ends[-1]) == (tokens or 0) or f"{ends[-1]} tokens in all, {tokens} in the tensor"
 
 
 def one_each(given: np.ndarray | None, count: int | None, ends: np.ndarray | None) -> Outcome:
-    """True if there is a number for every sequence; the number of sequences is that of `ends`, or `count` if None."""
+    """True if `given` has one number per sequence; the sequences are those of the cumulative ends, or `count` if these
+    are None."""
     count = count if ends is None else len(ends) - 1
     return given is None or len(given) == count or f"{len(given)} for {count} sequences"
 
 
-def within(used: np.ndarray | None, room: np.ndarray) -> Outcome:
-    """True if each length is between 0 and the sequence's capacity in tokens (room)."""
+def within(used: np.ndarray | None, capacity: np.ndarray) -> Outcome:
+    """True if each number of used tokens is between 0 and the tokens of its sequence in memory (capacity)."""
     if used is None:
         return True
-    outside = np.flatnonzero((used < 0) | (used > room))
-    return not len(outside) or f"{used[outside[0]]} of sequence {outside[0]}, outside [0, {room[outside[0]]}]"
+    outside = np.flatnonzero((used < 0) | (used > capacity))
+    return not len(outside) or f"{used[outside[0]]} of sequence {outside[0]}, outside [0, {capacity[outside[0]]}]"
 
 
 def stored(ends: np.ndarray | None, count: int, padded: int | None) -> np.ndarray:
-    """Capacity of each sequence in tokens: the distance of its ends if packed, else the size of the padded axis."""
+    """Tokens of each sequence in memory, used or not: the distance of its ends if packed, else the padded length."""
     return np.full(count, padded or 0, np.int64) if ends is None else np.diff(ends)
 
 
@@ -59,10 +60,12 @@ def rules_of(side: str, axis: str, layout: str, packed: Mapping[str, Any]) -> tu
     """The rules of cu_seqlens_SIDE and seqused_SIDE.
 
     Args:
+        side: "q", "k" or "kv".
         axis: axis word for all tokens of a packed tensor.
         layout: name of the attribute with the layout of this side.
-        packed: settings of sample calls of packed sequences. The operator definition's `derive` must return SIDE_room,
-            which within() reads.
+        packed: settings of sample calls of packed sequences.
+
+    The operator definition's `derive` must return SIDE_capacity, the result of stored().
     """
     ends, used = f"cu_seqlens_{side}", f"seqused_{side}"
     wrong = list(packed[ends])
@@ -70,7 +73,7 @@ def rules_of(side: str, axis: str, layout: str, packed: Mapping[str, Any]) -> tu
     return (
         needed(
             ends,
-            "packed rows do not show where a sequence ends",
+            "the tensor does not show where a sequence ends",
             text="the ends of packed sequences",
             when=f"{layout} == 'TND'",
             only=PACKED,
@@ -78,25 +81,25 @@ def rules_of(side: str, axis: str, layout: str, packed: Mapping[str, Any]) -> tu
         ),
         presence(
             f"{ends} is None or {layout} == 'TND'",
-            f"{ends}: None, as rows are not packed ({used} says how much of a padded sequence counts)",
+            f"{ends}: None, as rows are not packed ({used} has the used tokens of padded sequences)",
             only=("BSND",),
             invalid={ends: [0, 4, 8]},
         ),
         of_lengths(
             f"ends_fit({ends}, {axis})",
-            f"{ends}: cumulative lengths of all rows of the tensor (a 0, then the end of every sequence)",
+            f"{ends}: cumulative ends that cover all rows of the tensor (a 0, then the end of every sequence)",
             only=PACKED,
             given=packed,
             invalid={ends: wrong},
         ),
         of_lengths(
             f"one_each({used}, B, cu_seqlens_q)",
-            f"{used}: a length for every sequence (one for each sequence)",
+            f"{used}: one number per sequence (the used tokens of each sequence)",
             invalid={used: [1, 1, 1]},
         ),
         meaning(
-            f"within({used}, {side}_room)",
-            f"{used}: lengths from 0 to those of the sequences (no more tokens than there is memory for)",
+            f"within({used}, {side}_capacity)",
+            f"{used}: numbers between 0 and the tokens of the sequences (at most the tokens in memory)",
             given={used: [1, 1]},
             invalid={used: [1, 99]},
         ),

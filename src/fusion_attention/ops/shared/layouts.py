@@ -34,14 +34,14 @@ class Form:
     """Layouts of a call's tensors, from which views are made.
 
     Args:
-        layout: of q, k, v, rope tensors, out and their gradients.
-        bias: "none"; "broadcast" (4-D, size 1 repeats; packed sequences read the upper left corner); concatenated
-            blocks of packed sequences: "blocks" ([N, S1, S2] each) or "row_blocks" ([N, 1, S2] each); "aligned" (4-D,
-            a sequence reads the last kv_len columns).
-        blocked: "none", "broadcast" (2-D or 4-D), or "diagonal" ([T1, T2], with a block per sequence on the diagonal).
-        stats: order of packed statistics: "item" (head-major in each sequence) or "token" (token-major).
-        block: rows and keys of a block, if the call's table of blocked tiles is a mask over blocks of this size
-            (nonzero: visible); (): it is not.
+        layout: axis order of q, k, v, rope tensors, out and their gradients, a key of LAYOUTS.
+        bias: "none"; "broadcast": broadcasts to [B, N, S, S_kv], of which packed sequences read the upper left corner;
+            "blocks": the matrices [N, q_len, kv_len] of packed sequences, concatenated; "row_blocks": the same with
+            one row [N, 1, kv_len]; "aligned": 4-D, a sequence reads the last kv_len columns.
+        blocked: "none"; "broadcast", as bias; or "diagonal": [T1, T2], with each sequence's matrix on the diagonal.
+        stats: order of packed statistics: "item", [N, q_len] of each sequence, concatenated; or "token", [T1, N].
+        block: (rows, keys) of a block, if blocked_tiles is a mask over blocks of this size (nonzero: visible);
+            (): blocked_tiles has a number per tile, or is None.
     """
 
     layout: str = "BSND"
@@ -57,27 +57,28 @@ class Form:
 
 
 def row_shape(tensor: torch.Tensor, layout: str, heads: int, dim: int) -> tuple[int, ...]:
-    """The shape of a tensor with the batch and sequence axes of `tensor`, and rows of dim elements per head."""
+    """The shape of `tensor`, which has this layout and number of heads, with `dim` elements per head instead."""
     return (*tensor.shape[:-1], dim if LAYOUTS[layout][2] is not None else heads * dim)
 
 
 def rows_shape(layout: str, batch: int, tokens: int, heads: int, dim: int) -> tuple[int, ...]:
-    """The shape of a tensor of rows in a layout; tokens: per sequence, or of all sequences if rows are packed."""
+    """The shape of a tensor in a layout: `heads` rows of `dim` elements per token; tokens: of each of `batch` padded
+    sequences, or of all packed ones."""
     at_batch, at_token, at_head = LAYOUTS[layout]
     axes = {at_token: tokens} | ({} if at_batch is None else {at_batch: batch})
     axes |= {len(axes): heads * dim} if at_head is None else {at_head: heads, len(axes) + 1: dim}
     return tuple(axes[axis] for axis in range(len(axes)))
 
 
-def wide(tensor: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """Converts a sink or slopes to float32, which kernels read; float64 stays if q is float64."""
+def to_float32(tensor: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """Converts a sink or slopes to float32, which kernels read; float64 tensors stay if q is float64 too."""
     if tensor is None or tensor.dtype == torch.float32 or tensor.dtype == q.dtype == torch.float64:
         return tensor
     return tensor.float()
 
 
 def row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, side: str) -> RowView:
-    """View of the rows of a tensor on the query ("q") or key ("kv") side."""
+    """View of the rows of a tensor in a layout; side: "q" if it has a row per query token, "kv" if per key token."""
     stride = tensor.stride()
     if stride[-1] != 1 and tensor.shape[-1] > 1:
         # Kernels read contiguous rows, so a tensor with another stride of the last axis is copied here.
@@ -107,7 +108,7 @@ def _row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, s
 
 
 def matrix_view(tensor: torch.Tensor, form: str, heads: int, extents: Extents) -> MatrixView:
-    """View of a bias or a blocked matrix in a shape that Form lists."""
+    """View of a bias or a blocked matrix; form: its shape, a value of Form.bias or Form.blocked."""
     count = np.arange(len(extents))
     if form in ("blocks", "row_blocks"):
         return _blocks(tensor.reshape(-1), heads, extents.q_len if form == "blocks" else None, extents.kv_len)
@@ -136,7 +137,8 @@ def _blocks(flat: torch.Tensor, heads: int, rows: np.ndarray | None, keys: np.nd
 
 
 def bits_view(bits: torch.Tensor, heads: int, form: Form, sizes: tuple[int, int], extents: Extents) -> MatrixView:
-    """View of drop bits, in row-major order over [B, N, S1, S2] (sizes = S1, S2); packed: one block per sequence."""
+    """View of drop bits, in row-major order over [B, N, S1, S2] (sizes = S1, S2); if rows are packed, over
+    [N, q_len, kv_len] of each sequence, concatenated."""
     if form.packed:
         return _blocks(bits.reshape(-1), heads, extents.q_len, extents.kv_len)
     return _blocks(bits.reshape(-1), heads, np.full(len(extents), sizes[0]), np.full(len(extents), sizes[1]))

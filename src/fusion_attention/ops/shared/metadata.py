@@ -1,4 +1,4 @@
-"""Metadata functions, which on the chip distribute the work of another operator; here they return zeros."""
+"""Metadata functions, which on the chip divide the work of another operator among cores; here they return zeros."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Metadata:
         return {OUT: empty(torch.empty(0, device=self.device), (self.elements,), torch.int32)}
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """A run that clears the result."""
+        """The call with its memory: it only clears the result."""
         return Filled((), (outputs[OUT],), (outputs[OUT],), (outputs[OUT],))
 
 
@@ -58,10 +58,10 @@ def metadata(
 
     Args:
         of: name of the operator.
-        lengths: its length parameters, those of the operator.
-        numbers: its attributes, as "name" (required) or "name=default".
+        lengths: length parameters, the same as the operator's.
+        numbers: attributes of the metadata function, as "name" (required) or "name=default".
         elements: size of the result.
-        c: spellings of its C declaration.
+        c: spellings of the C declaration.
     """
 
     def lower(bound: Bound) -> Metadata:
@@ -77,7 +77,7 @@ def metadata(
     result = output(OUT, "Zeros.", str(elements), "int32")
     return of_cann(
         f"{of}Metadata",
-        f"Metadata of {of.removeprefix('aclnn')}: zeros, for no work is divided here.",
+        f"Metadata of {of.removeprefix('aclnn')}: zeros, because back ends here divide the work themselves.",
         (*lengths, *attributes, result),
         formula="meta_data = 0",
         tex=r"meta\_data = 0",

@@ -1,5 +1,4 @@
-"""Parameter descriptions used by several groups of operators, functions that fill the tensors of sample calls, and the
-default softmax scale."""
+"""Parameters of several groups of operators, functions that make tensors of sample calls, and the default scale."""
 
 import math
 from collections.abc import Sequence
@@ -53,7 +52,7 @@ SINK = Tensor("sink", "One more logit per query head in every denominator.", Tru
 OWN_SINK = replace(SINK, dtypes=OWN_FLOATS)
 SOFTCAP = Attr(
     "softcap",
-    "Scaled products x become softcap * tanh(x / softcap), before any bias; 0: they stay.",
+    "Scaled products x become softcap * tanh(x / softcap), before any bias; 0: they are unchanged.",
     type=float,
     default=0.0,
     domain="softcap == 0 or 1e-30 <= softcap <= 1e30",

@@ -1,4 +1,4 @@
-"""Compressed keys: windows of rows pooled by a softmax per channel, in torch's operators."""
+"""Compressed keys, by torch's operators: each is a sum over a window of rows, weighted by a softmax per channel."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ class Windows:
 
     Args:
         ratio: rows of a window.
-        overlap: rows have 2 D channels, of which the first D belong to the next window.
-        lengths: rows of every sequence; None: all of padded rows.
+        overlap: rows have 2 D channels, and the first D are summed in the next window's result.
+        lengths: used rows of every sequence; None: rows are padded, and all are used.
         packed: rows are [T, N, C], otherwise [B, S, N, C].
-        before: the first window in memory is the one before the first result, and gives none.
+        before: the first window in memory has no result; only the next window's result reads it.
     """
 
     ratio: int
@@ -37,7 +37,8 @@ def pooled(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -
 
     Without overlap, p are the rows of window w and D = C. With overlap, D = C / 2 and p are two sets of rows: the first
     D channels of window w - 1, if there is one, and the last D channels of window w. Computes in float32, or in float64
-    for float64 rows. Padded results behind the windows of a sequence are 0, and rows behind it may hold anything.
+    for float64 rows. Results beyond a padded sequence's last complete window are 0, and rows beyond its length are not
+    read.
     """
     lengths = windows.lengths
     if lengths is None:
@@ -50,20 +51,20 @@ def pooled(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -
     none = rows.new_zeros(0, rows.shape[-2], rows.shape[-1] // (1 + windows.overlap))
     if windows.packed:
         return torch.cat((none, *results))
-    room = windows.results(rows.shape[1])
-    filled = [torch.cat((one, one.new_zeros(room - len(one), *one.shape[1:]))) for one in results]
-    return torch.stack(filled) if filled else none.expand(0, room, *none.shape[1:])
+    count = windows.results(rows.shape[1])
+    filled = [torch.cat((one, one.new_zeros(count - len(one), *one.shape[1:]))) for one in results]
+    return torch.stack(filled) if filled else none.expand(0, count, *none.shape[1:])
 
 
 def _complete(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
-    """Pools the complete windows of padded rows."""
+    """Pools the complete windows of rows [B, S, N, C] to [B, windows, N, D]."""
     x, z = rows_of_windows(rows, gates, bias, windows)
     return (z.softmax(2) * x).sum(2).to(rows.dtype)
 
 
 def rows_of_windows(rows: Tensor, gates: Tensor, bias: Tensor | None, windows: Windows) -> tuple[Tensor, Tensor]:
-    """The rows that every complete window of padded rows pools, and their gates with the bias: [B, windows, ratio or
-    2 * ratio, N, D] in float32 or float64. Absent rows are 0, with a gate of -inf."""
+    """The rows that each complete window of [B, S, N, C] sums, and their gates plus bias: [B, windows, ratio or
+    2 * ratio, N, D] in float32 or float64. The first window has no previous one: those rows are 0, their gates -inf."""
     dtype, ratio = torch.promote_types(rows.dtype, torch.float32), windows.ratio
     count = rows.shape[1] // ratio
     x, z = (t[:, : count * ratio].to(dtype).unflatten(1, (count, ratio)) for t in (rows, gates))

@@ -20,7 +20,8 @@ ROPE = {"query_rope": True, "key_rope": True}
 def meaning(check: str, message: str, **fields: Any) -> Rule:
     """A rule from its expression and the text of its error.
 
-    message: "PARAMETER: EXPECTED (ADVICE)"; "PARAMETER (ADVICE)" if the error shows the expression.
+    message: "PARAMETER: EXPECTED (ADVICE)"; "PARAMETER (ADVICE)" if the error shows the expression. Op.spell() replaces
+        canonical names in it, also if they are common words: write "keys", not "key".
     """
     start, depth = len(message) - 1, 1  # the parenthesis that opens the advice
     while depth:
@@ -44,7 +45,7 @@ content = partial(meaning, level="content")
 
 
 def group(*rules: Rule, **common: Any) -> tuple[Rule, ...]:
-    """Copies of the rules with the given values of fields, the same in all rules."""
+    """Copies of the rules in which the fields in `common` have these values."""
     return tuple(replace(rule, **common) for rule in rules)
 
 
@@ -70,7 +71,7 @@ def elements(axis: str, param: str, bad: int = 769, *, optional: bool = False, *
 
 def groups_of_heads(key: str, *others: str) -> Rule:
     """Rule: the number of query heads is a multiple of that of key heads; others: further advice."""
-    advice = "; ".join(("every key head serves the same number of query heads", *others))
+    advice = "; ".join(("all KV heads serve the same number of heads", *others))
     return meaning("N1 > 0 and N2 > 0 and N1 % N2 == 0", f"{key} ({advice})", invalid={"N2": 3})
 
 
@@ -133,7 +134,7 @@ def paged(
         ),
         meaning(
             f"pages_exist(block_table, kv_len, {size}, blocks)",
-            f"block_table: ids of pages that exist (entries behind {owner}'s last token are not read)",
+            f"block_table: numbers of pages that exist (entries behind {owner}'s last token are not read)",
             reads=True,
             invalid={"block_table": torch.tensor(unknown, dtype=torch.int32)},
         ),
@@ -178,7 +179,7 @@ def covered(q_len: str, kv_len: str, advice: str, short: Settings) -> tuple[Rule
     )
 
 
-WHOLE = "lengths are not cumulative; give every sequence one, or slice the tensor"
+NOT_CUMULATIVE = "lengths are not cumulative; pass one per sequence, or slice the tensor"
 ENDS = "did you pass lengths? They are cumulative ends: [3, 8] is 3 and 5 rows"
 
 
@@ -190,7 +191,7 @@ def untrained(
     kind: constructor of the rules; shapes: names of the tensors, with sample shapes.
     """
     wanting = {name: torch.zeros(shape, dtype=torch.float16, requires_grad=True) for name, shape in shapes.items()}
-    text = "a tensor that waits for no gradient"
+    text = "a tensor that does not require a gradient"
     return tuple(
         kind(f"not trained({name})", f"{name}: {text} ({advice})", given=given or {}, invalid={name: tensor})
         for name, tensor in wanting.items()
@@ -199,7 +200,7 @@ def untrained(
 
 def own_scale(scale: str) -> Rule:
     """Note: the scale is passed, because torch_npu's default, 1.0, is seldom intended."""
-    advice = "the default is 1.0, not 1 / sqrt(D): say 1.0 where queries are scaled already"
+    advice = "the default is 1.0, not 1 / sqrt(D): pass 1.0 if queries are already scaled"
     return note(f"'{scale}' not in missing or D < 32", f"{scale}: a {scale} ({advice})", invalid={scale: None, "D": 64})
 
 
@@ -211,6 +212,6 @@ def no_float32(query: str, weights: str = "") -> Rule:
 
 
 def only_dim(axis: str, size: int, param: str, bad: int = 64, *, beside: str = "", **more: Any) -> Rule:
-    """Limit: an axis of elements has a fixed size; beside: prefix of the condition."""
+    """Limit: a row has a fixed number of elements; beside: a further condition of the rule, followed by " and "."""
     when, advice = f"{beside}1 <= {axis} <= 768", "the chip takes no other dim"
     return refused(f"{axis} == {size}", f"{param} ({advice})", when=when, invalid={axis: bad}, **more)

@@ -10,8 +10,8 @@ def sparse_band(mode: int, pre: int, next_: int, prefix: np.ndarray | None) -> B
     """The band of a sparse mode of the training operators, for a call with a mask.
 
     0: window aligned to the upper left corner (the mask also applies); 1: the mask only; 2: causal, upper left; 3:
-    causal, lower right; 4: window, lower right; 5 and 6: prefix; 7 as 3 and 8 as 2, but for the sequence that is split
-    between devices (mode_band).
+    causal, lower right; 4: window, lower right; 5 and 6: prefix; 7: as 3, and 8: as 2, with another diagonal in the
+    sequence that is split between devices (mode_band).
     """
     match mode:
         case 0:
@@ -31,11 +31,10 @@ def sparse_band(mode: int, pre: int, next_: int, prefix: np.ndarray | None) -> B
 def mode_band(
     mode: int, has_mask: bool, pre: int, next_: int, prefix: np.ndarray | None, q_len: np.ndarray, kv_len: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(lo, hi, prefix) per sequence, as in Extents. Without a mask training operators ignore the mode: all keys are
-    visible.
+    """(lo, hi, prefix) of a sparse mode, int64 arrays with an entry per sequence, as in Extents.
 
-    Modes 7 and 8 shift the diagonal of the sequence that is split between two devices: the last (7) or the first (8)
-    with query rows.
+    Without a mask training operators ignore the mode: all keys are visible. Modes 7 and 8 shift the diagonal of the
+    sequence that is split between two devices: the last (7) or the first (8) sequence with query rows.
     """
     if not has_mask:
         return Band.full().resolve(q_len, kv_len)

@@ -1,13 +1,14 @@
-"""The operator definition of this library's sparse_attention(), and parameters that indexer functions have too.
+"""The operator definition of this library's sparse_attention(), with parameters that indexer functions have too.
 
-Unlike CANN's operators it takes lengths, not cumulative ends, a flag `causal`, and values that are elements of keys.
+Unlike CANN's operators it takes lengths instead of cumulative ends, a flag `causal` instead of a sparse mode, and dim_v
+if values are the first elements of keys.
 """
 
 from typing import Any
 
 from fusion_attention.contract import Array, Attr
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
-from fusion_attention.ops.shared.rules import PACKED, WHOLE, covered, meaning, needed, of_lengths
+from fusion_attention.ops.shared.rules import NOT_CUMULATIVE, PACKED, covered, meaning, needed, of_lengths
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE
 from fusion_attention.ops.sparse.checks import lengths
 from fusion_attention.ops.sparse.definitions import (
@@ -27,9 +28,13 @@ from fusion_attention.ops.sparse.definitions import (
 )
 from fusion_attention.ops.sparse.rules import LENGTHS, SELECTION, SHAPES, TABLES
 
-Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence (TND: needed).", True, "q_len")
-KV_LENGTHS = Array("actual_seq_kvlen", "Keys of every sequence (TND: as q_len; pages: needed).", True, "kv_len")
-CAUSAL = Attr("causal", "Rows see keys up to their own: the last row sees the last key.", type=bool, default=True)
+Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence; required in layout TND.", True, "q_len")
+KV_LENGTHS = Array(
+    "actual_seq_kvlen", "Keys of every sequence; required if paged; None in layout TND: q_len.", True, "kv_len"
+)
+CAUSAL = Attr(
+    "causal", "A row sees the keys up to its position; the last row sees the last key.", type=bool, default=True
+)
 PAGED_KEYS = needed(
     "actual_seq_kvlen",
     "pages do not show where a sequence ends",
@@ -39,14 +44,16 @@ PAGED_KEYS = needed(
 )
 PACKED_KEYS = of_lengths(
     "actual_seq_kvlen is not None or T2 is None or sum(actual_seq_qlen) <= T2",
-    "actual_seq_kvlen: lengths of keys, or as many keys as the query's lengths add up to (without them the query's "
-    "lengths serve keys too)",
+    "actual_seq_kvlen: the lengths of keys, or at least sum(actual_seq_qlen) keys (without it, keys have the lengths "
+    "of queries)",
     when="actual_seq_qlen is not None",
     only=PACKED,
     given={"T2": 8, "actual_seq_kvlen": None},
     invalid={"T2": 6},
 )
-COVERED = covered("actual_seq_qlen", "actual_seq_kvlen", WHOLE, {"actual_seq_qlen": [3, 4], "actual_seq_kvlen": [5, 6]})
+COVERED = covered(
+    "actual_seq_qlen", "actual_seq_kvlen", NOT_CUMULATIVE, {"actual_seq_qlen": [3, 4], "actual_seq_kvlen": [5, 6]}
+)
 OPTIONAL_SCALE = spelled(SCALE, "scale", text="Factor on q . k; None: 1 / sqrt(D + Dr).", default=None)
 SAMPLE = {"actual_seq_qlen": [3, 5], "actual_seq_kvlen": [5, 7]}
 
@@ -72,14 +79,14 @@ RECORD = V1.version(
         OPTIONAL_SCALE,
         spelled(BLOCK, "block", default=1),
         CAUSAL,
-        Attr("dim_v", "Where v is None: its elements, the first of the key's; 0: all.", default=0),
+        Attr("dim_v", "If v is None, values are the first dim_v elements of keys; 0: all.", default=0),
         *(spelled(SINKS, "sink", dtypes=OWN_FLOATS), spelled(TABLE, "page_table")),
     ),
     rules=(
         *(*LENGTHS, PAGED_KEYS, PACKED_KEYS, *COVERED, *TABLES, *SHAPES, *SELECTION),
         meaning(
             "0 <= dim_v <= D and (dim_v == 0 or value is None)",
-            "dim_v: at most the key's elements, and only without v (a v has a last axis of its own)",
+            "dim_v: at most D, and 0 if v is a tensor (its last axis is the number of elements)",
             invalid={"dim_v": 4},
         ),
     ),

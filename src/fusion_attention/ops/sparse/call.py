@@ -34,8 +34,8 @@ class Sparse(TensorCall):
     """A lowered forward call of sparse attention.
 
     Args:
-        layout_kv: layout of key rows.
-        stats: statistics are results, in addition to attention_out.
+        layout_kv: layout of keys.
+        stats: True if statistics are results, in addition to attention_out.
         second: layout of a second source of keys, and extents whose kv_len are its lengths; None: no second source.
     """
 
@@ -46,12 +46,12 @@ class Sparse(TensorCall):
     op_kind = "attention_forward"
 
     def keys(self, tensor: Tensor, dim: int = 0) -> RowView | PagedView:
-        """View of key rows; dim: only the first dim elements of a row."""
+        """View of keys or values; dim: number of leading elements of a row in the view, 0: all."""
         view = key_view(tensor, self.layout_kv, self.problem.heads_kv, self.extents, self.tensors["block_table"])
         return replace(view, dim=dim) if dim else view
 
     def compressed(self, tensor: Tensor | None, dim: int = 0) -> RowView | PagedView | None:
-        """View of rows in the second source of keys, or None; dim: as in keys()."""
+        """View of keys or values of the second source, None if there is none; dim: as in keys()."""
         if self.second is None or tensor is None:
             return None
         layout, extents = self.second
@@ -134,7 +134,7 @@ def grouped(stats: Tensor, heads_kv: int, layout: str) -> Tensor:
 
 
 def key_view(tensor: Tensor, layout: str, heads: int, extents: Extents, table: Tensor | None) -> RowView | PagedView:
-    """View of key rows that are packed, padded or paged; table: result of page_table()."""
+    """View of keys that are packed, padded or paged; table: the result of page_table() if they are paged."""
     if layout != PAGED:
         return row_view(tensor, layout, heads, extents, "kv")
     assert table is not None
@@ -203,9 +203,9 @@ class SparseForward(Filled):
 
 
 def unpaged(page_size: int) -> None:
-    """Raises NotImplementedError for paged keys, which have no gradient."""
+    """Raises NotImplementedError if page_size is not 0: paged keys have no gradient."""
     if page_size:
-        raise NotImplementedError("fusion_attention: keys in pages have no gradient: pass them padded or packed")
+        raise NotImplementedError("fusion_attention: paged keys have no gradient: pass them padded or packed")
 
 
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -273,7 +273,7 @@ class BackwardRun(Filled):
         super().__init__(operands, buffers, tuple(outputs.values()), tuple(clears))
 
     def _ungrouped(self, dlse: Tensor) -> Any:
-        """View of dlse, copied to the kernels' order."""
+        """View of a copy of dlse in the kernels' order."""
         given, _ = statistics(self.call.given("query"))
         self.call.grouped(given).copy_(dlse)
         return self.call.rows(given.unsqueeze(-1), self.call.problem.heads_q)

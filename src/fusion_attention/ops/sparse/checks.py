@@ -1,8 +1,5 @@
-"""Check functions for rules of sparse attention and of the indexer; each returns True, or a string with the actual
-value.
-
-The checks are pure functions of lengths, lists of selected blocks and page tables.
-"""
+"""Check functions for rules of sparse attention and of the indexer: each returns True for a legal call, otherwise
+False, or a text with the illegal value."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +22,7 @@ def keys_in(layout: str, layout_kv: str | None, block_table: torch.Tensor | None
 
 
 def queries_fit(given: np.ndarray | None, layout: str, cumulative: bool, b: Any, s1: Any, t1: Any) -> Outcome:
-    """True if query lengths are in range; arguments b, s1, t1: sizes of the axes."""
+    """True if query lengths (cumulative ends if packed and `cumulative`) are in range; b, s1, t1: sizes of axes."""
     packed = layout == "TND"
     return lengths_fit(given, packed and cumulative, None if packed else b, None if packed else s1, t1)
 
@@ -33,7 +30,10 @@ def queries_fit(given: np.ndarray | None, layout: str, cumulative: bool, b: Any,
 def keys_fit(
     given: np.ndarray | None, form: str, cumulative: bool, b: Any, s2: Any, t2: Any, table: Any, page: Any
 ) -> Outcome:
-    """True if key lengths are in range; form: layout of keys; b, s2, t2, page: sizes of the axes."""
+    """True if key lengths (cumulative ends if packed and `cumulative`) are in range.
+
+    form: layout of keys; table: page table; b, s2, t2, page: sizes of axes.
+    """
     if form == PAGED:
         return lengths_fit(given, False, b, 0 if table is None else table.shape[1] * page, None)
     packed = form == "TND"
@@ -66,32 +66,32 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lists(indices: torch.Tensor, layout: str, q_len: np.ndarray) -> Iterator[tuple[int, torch.Tensor]]:
-    """(b, the lists [rows, heads, entries] of sequence b); the axis of heads may be left out."""
+    """Yields (b, the lists [rows, heads, entries] of sequence b); the axis of heads of `indices` may be missing."""
     if indices.dim() == (3 if layout == "BSND" else 2):
         indices = indices.unsqueeze(-2)
     start = np.cumsum(q_len) - q_len
     for b, (first, count) in enumerate(zip(start, q_len, strict=True)):
-        own = indices[b, :count] if layout == "BSND" else indices[first : first + count]
-        if own.numel():
-            yield b, own
+        listed = indices[b, :count] if layout == "BSND" else indices[first : first + count]
+        if listed.numel():
+            yield b, listed
 
 
-def _first(bad: torch.Tensor, own: torch.Tensor, b: int) -> str:
-    """Text with the first invalid entry in a sequence's lists and its position."""
+def _first(bad: torch.Tensor, listed: torch.Tensor, b: int) -> str:
+    """Text with the first invalid entry (True in bad) in the lists of sequence b, and its position."""
     row, head, slot = bad.nonzero()[0].tolist()
-    heads = f"head {head}, " if own.shape[1] > 1 else ""
-    return f"{int(own[row, head, slot])} at batch {b}, row {row}, {heads}slot {slot}"
+    heads = f"head {head}, " if listed.shape[1] > 1 else ""
+    return f"{int(listed[row, head, slot])} at batch {b}, row {row}, {heads}slot {slot}"
 
 
 def entries_fit(indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int) -> Outcome:
-    """True if every entry is -1 or a block of its sequence's keys; reads the lists unless stays_unread(indices)."""
+    """True if every entry is -1 or a block of its sequence's keys, or if stays_unread(indices)."""
     if stays_unread(indices):
         return True
-    for b, own in _lists(indices, layout, q_len):
+    for b, listed in _lists(indices, layout, q_len):
         blocks = -(-int(kv_len[b]) // block)
-        low, high = (int(edge) for edge in own.aminmax())
+        low, high = (int(edge) for edge in listed.aminmax())
         if low < -1 or high >= blocks:
-            return f"{_first((own < -1) | (own >= blocks), own, b)}, outside [-1, {blocks})"
+            return f"{_first((listed < -1) | (listed >= blocks), listed, b)}, outside [-1, {blocks})"
     return True
 
 
@@ -109,13 +109,13 @@ def _visible(mode: int, rows: int, keys: int, device: torch.device) -> torch.Ten
 def few_enough(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int, mode: int
 ) -> Outcome:
-    """True if no row lists more entries than its number of visible blocks, which is the number that it reads."""
-    for b, own in _lists(indices, layout, q_len):
-        seen = -(-_visible(mode, len(own), int(kv_len[b]), own.device) // block)
-        slot = torch.arange(own.shape[-1], device=own.device)
-        bad = (own >= 0) & (slot >= seen)
+    """True if no list has more entries than its row has blocks with visible keys, as rows read no further entries."""
+    for b, listed in _lists(indices, layout, q_len):
+        blocks = -(-_visible(mode, len(listed), int(kv_len[b]), listed.device) // block)
+        slot = torch.arange(listed.shape[-1], device=listed.device)
+        bad = (listed >= 0) & (slot >= blocks)
         if bool(bad.any()):
-            return f"{_first(bad, own, b)}, which is not read"
+            return f"{_first(bad, listed, b)}, which is not read"
     return True
 
 
@@ -123,10 +123,10 @@ def in_the_past(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int, mode: int
 ) -> Outcome:
     """True if every entry is a block with a key that is visible to its row."""
-    for b, own in _lists(indices, layout, q_len):
-        bad = own.long() * block >= _visible(mode, len(own), int(kv_len[b]), own.device)
+    for b, listed in _lists(indices, layout, q_len):
+        bad = listed.long() * block >= _visible(mode, len(listed), int(kv_len[b]), listed.device)
         if bool(bad.any()):
-            return f"{_first(bad, own, b)}, which its row does not see"
+            return f"{_first(bad, listed, b)}, which its row does not see"
     return True
 
 

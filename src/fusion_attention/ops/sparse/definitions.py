@@ -43,7 +43,7 @@ def rows(side: str, heads: str, dim: str) -> dict[str, str]:
 
 
 def key_layout(names: Mapping[str, Any]) -> str:
-    """The layout of a key tensor in a call."""
+    """The layout of a call's key tensor, from the call's arguments by name."""
     return keys_in(names.get("layout", ""), names.get("layout_kv"), names.get("block_table"))
 
 
@@ -53,7 +53,7 @@ QUERY = Tensor("query", "Query rows.", dtypes=FLOATS, shape=rows("1", "N1", "D")
 KEY = Tensor("key", "Key rows.", dtypes="=query", shape=rows("2", "N2", "D"), form=key_layout)
 VALUE = Tensor(
     "value",
-    "Value rows; None: the first Dv elements of the key rows, whose gradient then holds both.",
+    "Value rows; None: values are the first Dv elements of key rows, and dkey is the sum of both gradients.",
     True,
     dtypes="=query",
     shape=rows("2", "N2", "Dv"),
@@ -61,8 +61,7 @@ VALUE = Tensor(
 )
 INDICES = Tensor(
     "sparse_indices",
-    "Per row and key head the selected blocks, packed to the front, numbered from the sequence's first; -1 ends a "
-    "list.",
+    "Per row and key head a list of selected blocks, numbered from 0 in each sequence; -1 ends a list.",
     dtypes="int32 int64",
     shape=rows("1", "N2", "K"),
     make=first_block,
@@ -86,8 +85,8 @@ TABLE = Tensor(
     shape="R M",
     make=lambda shape: torch.zeros(shape, dtype=torch.int32),
 )
-Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence; TND (needed): their cumulative ends.", True)
-KV_LENGTHS = Array("actual_seq_kvlen", "Keys of every sequence; TND (needed): their cumulative ends.", True)
+Q_LENGTHS = Array("actual_seq_qlen", "Query rows of every sequence; TND: cumulative ends, required.", True)
+KV_LENGTHS = Array("actual_seq_kvlen", "Keys of every sequence; TND: cumulative ends, required.", True)
 Q_ENDS = spelled(Q_LENGTHS, "actual_seq_lengths_query")
 ENDS = Q_ENDS, spelled(KV_LENGTHS, "actual_seq_lengths_kv")
 INDEX_ENDS = Q_ENDS, spelled(KV_LENGTHS, "actual_seq_lengths_key")
@@ -99,10 +98,10 @@ SINKS = replace(SINK, name="sinks")
 SCALE = Attr("scale_value", "Factor on query . key.", type=float)
 BLOCK = Attr("sparse_block_size", "Tokens of a selected block.", domain="1 <= sparse_block_size <= 128")
 LAYOUT = Attr("layout", "Axis order of query rows.", type=str, default="BSND", code=INVALID)
-LAYOUT_KV = Attr("layout_kv", f"Axis order of key rows: as the queries', or {PAGED}.", type=str, default="BSND")
+LAYOUT_KV = Attr("layout_kv", f"Axis order of keys: the layout of queries, or {PAGED}.", type=str, default="BSND")
 MODE = Attr(
     "sparse_mode",
-    "0: rows see all keys; 3: causal, the last row sees the last key.",
+    "0: all keys are visible; 3: causal, the last row sees the last key.",
     default=3,
     domain="sparse_mode in (0, 3)",
 )
@@ -110,15 +109,17 @@ PRE = Attr("pre_tokens", "Without effect.", default=LARGEST_INT64)
 NEXT = Attr("next_tokens", "Without effect.", default=LARGEST_INT64)
 ATTENTION_MODE = Attr(
     "attention_mode",
-    "2: value is the key's first part, as everywhere here; the chip takes no other.",
+    "Without effect; the chip supports 2 alone, with values that are the first elements of keys.",
     default=0,
     domain="attention_mode in (0, 1, 2)",
 )
 RETURN_STATS = Attr("return_softmax_lse", "Return row maxima and sums.", type=bool, default=False)
 DETERMINISTIC = Attr("deterministic", "Accepted; results are always reproducible on the CPU.", type=bool, default=False)
 OUT = output("attention_out", "The output rows.", rows("1", "N1", "Dv"))
-MAX_OUT = output("softmax_max", "Row maxima of the scaled scores; 0 where a row sees no key.", STATISTICS, "float32")
-SUM_OUT = output("softmax_sum", "Row sums of exp(score - max); 0 where a row sees no key.", STATISTICS, "float32")
+MAX_OUT = output(
+    "softmax_max", "Row maxima of the scaled scores; 0 in rows without visible keys.", STATISTICS, "float32"
+)
+SUM_OUT = output("softmax_sum", "Row sums of exp(score - max); 0 in rows without visible keys.", STATISTICS, "float32")
 GRADIENTS = (
     output("dquery", "Gradient of query.", rows("1", "N1", "D")),
     output("dkey", "Gradient of key.", rows("2", "N2", "D"), form=key_layout),
@@ -150,12 +151,12 @@ FORWARD_LIMITS = (
     ),
     limit(
         "Ps % sparse_block_size == 0",
-        "sparse_block_size: a block size that divides the page size (the chip takes no block that lies in two pages)",
+        "sparse_block_size: a divisor of the page size (the chip takes no block that is in two pages)",
         when="block_table is not None and power_of_two(sparse_block_size)",
         given=IN_PAGES,
         invalid={"sparse_block_size": 32},
     ),
-    limit("attention_mode == 2", "attention_mode (the chip knows no other)"),
+    limit("attention_mode == 2", "attention_mode (the chip supports no other mode)"),
 )
 FORWARD = (
     invalid(
@@ -166,7 +167,7 @@ FORWARD = (
     ),
     invalid(
         "softmax_max is None or softmax_max.shape[-1] * N2 == N1",
-        "softmax_max: a last axis of N1 / N2 (statistics have the query heads of a key head on their last axis)",
+        "softmax_max: a last axis of N1 / N2 (the last axis is the query heads of a key head)",
         when="return_softmax_lse",
         given={"return_softmax_lse": True},
         invalid={"softmax_max": "B N2 S1 3"},
@@ -174,7 +175,7 @@ FORWARD = (
 )
 SAVED = invalid(
     "N2 * G == N1",
-    "softmax_max: a last axis of N1 / N2 (statistics have the query heads of a key head on their last axis)",
+    "softmax_max: a last axis of N1 / N2 (the last axis is the query heads of a key head)",
     when="N2 > 0 and N1 % N2 == 0",
     invalid={"G": 3},
 )
@@ -201,15 +202,15 @@ BACKWARD = (
 
 # ------------------------------------------------------------------------------------------------- operator definitions
 
-FORMULA = """s_j = scale * (q . k_j + q_rope . k_rope_j)        over the keys j of the selected blocks that the row sees
+FORMULA = """s_j = scale * (q . k_j + q_rope . k_rope_j)        for the visible keys j of the selected blocks
 max = max_j s_j,  sum = sum_j exp(s_j - max) + exp(sink - max),  out = sum_j exp(s_j - max) v_j / sum"""
 TEX = r"""\begin{aligned}
 s_j &= scale\,(q \cdot k_j + q^{rope} \cdot k^{rope}_j)
-  \qquad j \text{ over the keys of the selected blocks that the row sees} \\
+  \qquad \text{for the visible keys } j \text{ of the selected blocks} \\
 out &= \frac{\sum_j e^{s_j - m}\, v_j}{\ell}, \qquad m = \max_j s_j, \quad \ell = \sum_j e^{s_j - m} + e^{sink - m}
 \end{aligned}"""
 BACKWARD_FORMULA = """P_j = exp(s_j - max) / sum,  dS_j = P_j * (dY . v_j - dY . out)    from the saved max, sum and out
-dq = scale * sum_j dS_j k_j,  dk_j += scale * dS_j q,  dv_j += P_j dY               and so for the rope parts"""
+dq = scale * sum_j dS_j k_j,  dk_j += scale * dS_j q,  dv_j += P_j dY               rope parts as q and k"""
 BACKWARD_TEX = r"""\begin{aligned}
 P_j &= \frac{e^{s_j - m}}{\ell}, \qquad dS_j = P_j\,(dY \cdot v_j - dY \cdot out)
   \quad \text{from the saved } m, \ell \text{ and } out \\
@@ -263,7 +264,7 @@ C = Declared(
 )
 V1 = of_cann(
     "aclnnSparseFlashAttention",
-    "Attention over the blocks of keys that every row selects.",
+    "Softmax attention over the blocks of keys that every row selects.",
     (
         *(QUERY, KEY, VALUE, INDICES, TABLE, *ENDS),
         *(QUERY_ROPE, KEY_ROPE, SCALE, BLOCK, spelled(LAYOUT, "layout_query"), LAYOUT_KV, MODE, PRE, NEXT),
@@ -320,7 +321,7 @@ TORCH = V1.version(
     source="Ascend op-plugin",
     keywords="block_table",
     declared=TENSORS | {"value": torch.Tensor | None},
-    returns="(attention_out, softmax_max, softmax_sum); statistics are empty unless they are asked for.",
+    returns="(attention_out, softmax_max, softmax_sum); statistics are empty unless return_softmax_lse is true.",
     example="""\
 >>> q, kv = torch.randn(1, 6, 4, 16), torch.randn(1, 9, 1, 16)
 >>> indices = torch.arange(4).expand(1, 6, 1, 4)
@@ -338,7 +339,7 @@ TORCH_GRAD = GRAD_V1.version(
     "Gradients of npu_sparse_flash_attention, from its statistics and its output.",
     source="Ascend op-plugin",
     declared={**TORCH.declared, **or_none(LAYOUT, MODE, PRE, NEXT, ATTENTION_MODE)},
-    returns="(dquery, dkey, dvalue, dquery_rope, dkey_rope); absent ones are empty.",
+    returns="(dquery, dkey, dvalue, dquery_rope, dkey_rope); gradients of absent inputs are empty.",
     example="""\
 >>> q, kv = torch.randn(1, 6, 4, 16), torch.randn(1, 9, 1, 16)
 >>> indices = torch.arange(4).expand(1, 6, 1, 4)

@@ -8,20 +8,20 @@ import numpy as np
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Extents, Problem
-from fusion_attention.ops.shared.layouts import wide
+from fusion_attention.ops.shared.layouts import to_float32
 from fusion_attention.ops.shared.params import scale_of
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, OTHERS, STATISTICS, Sparse, SparseBackward, page_table
 from fusion_attention.ops.sparse.checks import keys_in
 
 
 def extents_of(n: Mapping[str, Any]) -> Extents:
-    """The Extents of a checked call, from its values by name."""
+    """The Extents of a checked call: lengths, and a causal band in sparse mode 3, otherwise all keys."""
     band = Band.causal() if n["sparse_mode"] == 3 else Band.full()
     return Extents(n["q_len"], n["kv_len"], *band.resolve(n["q_len"], n["kv_len"]), np.zeros_like(n["q_len"]))
 
 
 def sparse_call(bound: Bound) -> Sparse:
-    """Lowers a checked call of sparse attention to its forward call."""
+    """Lowers a checked forward or gradient call of sparse attention to its forward call."""
     n = bound.names
     problem, extents = bound.once(lambda n: (_problem(n), extents_of(n)))
     form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
@@ -29,7 +29,7 @@ def sparse_call(bound: Bound) -> Sparse:
     if n["K"] == 0:  # Kernels require an entry; -1 ends a list.
         lists = n["sparse_indices"]
         tensors["sparse_indices"] = lists.new_full((*lists.shape[:-1], 1), -1)
-    tensors |= {"sinks": wide(n["sinks"], n["query"]), "block_table": page_table(n["block_table"])}
+    tensors |= {"sinks": to_float32(n["sinks"], n["query"]), "block_table": page_table(n["block_table"])}
     return Sparse(extents, n["layout"], tensors, problem, form, n["return_softmax_lse"])
 
 

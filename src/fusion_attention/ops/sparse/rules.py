@@ -57,10 +57,11 @@ BROKEN[:, -1, :, 1] = 0
 
 
 def packed_lists(param: str) -> Rule:
-    """Doubt: no list has an entry behind a -1."""
+    """Doubt: no list in the tensor parameter `param` has an entry behind a -1."""
     return doubt(
         f"unbroken({param})",
-        f"{param}: no entry behind a -1 (a list ends at its first -1: fusion_attention.pack_lists closes holes)",
+        f"{param}: no entry behind a -1 (a list ends at its first -1; fusion_attention.pack_lists moves the others to "
+        "its end)",
         reads=True,
         invalid={param: BROKEN},
     )
@@ -75,14 +76,14 @@ LENGTHS = (
     ),
     of_lengths(
         "queries_fit(actual_seq_qlen, layout, cumulative, B, S1, T1)",
-        "actual_seq_qlen: the lengths of the sequences in the query tensor (one for each sequence; CANN's packed "
-        "lengths are cumulative ends: [3, 8] is 3 and 5 tokens)",
+        "actual_seq_qlen: the lengths of the sequences in the query tensor (one per sequence; CANN's packed lengths "
+        "are cumulative ends: [3, 8] is 3 and 5 tokens)",
         invalid={"actual_seq_qlen": [3, 9]},
     ),
     of_lengths(
         f"keys_fit(actual_seq_kvlen, {KEYS}, cumulative, B, S2, T2, block_table, Ps)",
-        "actual_seq_kvlen: the lengths of the sequences in the key tensor (one for each sequence; CANN's packed "
-        "lengths are cumulative ends: [3, 8] is 3 and 5 tokens)",
+        "actual_seq_kvlen: the lengths of the sequences in the key tensor (one per sequence; CANN's packed lengths "
+        "are cumulative ends: [3, 8] is 3 and 5 tokens)",
         invalid={"actual_seq_kvlen": [5, 13]},
     ),
     one_length_each("actual_seq_qlen", "actual_seq_kvlen"),
@@ -101,13 +102,13 @@ NEEDS_KEY_LENGTHS = (
 PAGES = (
     typed(
         f"layout_kv in (layout, '{PAGED}')",
-        f"layout_kv: what the queries have, or {PAGED} (keys lie as queries do, or in pages)",
+        f"layout_kv: layout, or {PAGED} (keys have the axes of queries, or are paged)",
         when="layout in ('BSND', 'TND')",
         invalid={"layout_kv": "BNSD"},
     ),
     presence(
         f"(block_table is not None) == (layout_kv == '{PAGED}')",
-        f"block_table: a table where keys are {PAGED}, and nowhere else (it says which pages a sequence has)",
+        f"block_table: a table if keys are {PAGED}, otherwise None (it has the pages of each sequence)",
         given=IN_PAGES,
         invalid={"block_table": None},
     ),
@@ -148,22 +149,21 @@ SOME_ENTRIES = invalid(
 SELECTION = (
     meaning(
         f"entries_fit({LISTS})",
-        "sparse_indices: -1 or the number of a block of the row's own sequence (positions count from the sequence's "
-        "own first key; -1 ends a list)",
+        "sparse_indices: -1, or the number of a block of the row's sequence (numbered from 0 in each sequence; -1 ends "
+        "a list)",
         reads=True,
         invalid={"sparse_indices": lists(0, 90)},
     ),
     packed_lists("sparse_indices"),
     content(
         f"few_enough({LISTS}, sparse_mode)",
-        "sparse_indices: no more entries than blocks that the row sees (a list is read no further than its row sees "
-        "blocks)",
+        "sparse_indices: at most as many entries as blocks with visible keys (a row reads no further entries)",
         given={"sparse_mode": 0, "causal": False},
         invalid={"sparse_indices": lists(0, 1, 2, 3, 4, 5, 0)},
     ),
     content(
         f"in_the_past({LISTS}, sparse_mode)",
-        "sparse_indices: blocks of which the row sees a key (what lies in the future of its row is dropped)",
+        "sparse_indices: blocks with keys that are visible to the row (keys of later tokens are skipped)",
         given={"sparse_mode": 3},
         invalid={"sparse_indices": lists(0, 5)},
     ),
@@ -194,14 +194,14 @@ LISTS_OF_2048 = limit(
 
 
 def some_heads(query: str, heads: str) -> Rule:
-    """Rule: an indexer has a head; query, heads: names of its query and of its axis of heads."""
+    """Rule: an indexer has at least one head; query: name of its query, heads: axis word of its heads."""
     return meaning(f"{heads} >= 1", f"{query}: at least one head (a score is a sum over heads)", invalid={heads: 0})
 
 
 def scores(query: str, heads: str, dim: str, like: str = "", like_shape: str = "") -> tuple[Rule, ...]:
-    """Rules of an indexer's weights and query; query, heads, dim: names of its query and of its axes.
+    """Rules of an indexer's weights and query; query: name of its query, heads, dim: axis words.
 
-    like, like_shape: the tensor that determines the dtype, if it is not the query, and its sample shape.
+    like, like_shape: name and sample shape of the tensor whose dtype the weights have, if it is not the query.
     """
     like, like_shape = like or query, like_shape or f"B S1 {heads} {dim}"
     return (

@@ -13,12 +13,12 @@ from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Tensor, d
 from fusion_attention.ir.mask import NONE_BLOCKED, TILE, UNLIMITED, Band
 from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.ops.shared.checks import band_fits, broadcasts, lengths_fit
-from fusion_attention.ops.shared.layouts import Form, wide
+from fusion_attention.ops.shared.layouts import Form, to_float32
 from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, SOFTCAP, scale_of
 from fusion_attention.ops.shared.rules import (
+    NOT_CUMULATIVE,
     PACKED,
     PADDED,
-    WHOLE,
     broadcasting,
     covered,
     doubt,
@@ -70,17 +70,17 @@ RULES = (
     one_length_each("q_len", "kv_len"),
     of_lengths(
         "kv_len is not None or sum(q_len) <= T2",
-        "kv_len: kv_len, or as many key tokens as q_len adds up to (without kv_len the query's lengths serve keys too)",
+        "kv_len: the lengths of keys, or at least sum(q_len) key tokens (without kv_len, keys have the lengths q_len)",
         when="q_len is not None",
         only=PACKED,
         given={"T2": 8, "kv_len": None},
         invalid={"T2": 6},
     ),
-    *covered("q_len", "kv_len", WHOLE, {"q_len": [3, 4], "kv_len": [5, 6]}),
+    *covered("q_len", "kv_len", NOT_CUMULATIVE, {"q_len": [3, 4], "kv_len": [5, 6]}),
     groups_of_heads("k", HEADS_FIRST),
     doubt(
         "S1 == 1 or N1 <= max(S1, 256)",
-        f"q: no more heads than rows, or 256 ({HEADS_FIRST})",
+        f"q: at most max(S1, 256) heads ({HEADS_FIRST})",
         only=("BSND",),
         invalid={"N1": 258},
     ),
@@ -89,13 +89,13 @@ RULES = (
     elements("Dr", "q_rope", optional=True, given=OWN_ROPE),
     meaning(
         "band is None or sparse_mode is None",
-        "band (two ways to say one thing)",
+        "band (pass a band or a sparse_mode, not both)",
         given={"band": Band()},
         invalid={"sparse_mode": 3},
     ),
     meaning(
         "band_fits(band, len(q_len))",
-        "band: a band of whole numbers, its prefix empty or one per sequence (make it with Band.causal(), "
+        "band: a band with integer edges, and no prefix or one per sequence (make it with Band.causal(), "
         "Band.window() or Band.prefix_causal())",
         given={"band": Band.prefix_causal([1, 2])},
         invalid={"band": Band.prefix_causal([1, 2, 3])},
@@ -144,13 +144,12 @@ RULES = (
         ),
         meaning(
             "keep_prob < 1",
-            "drop_bits: drop_bits only with keep_prob < 1 (bits drop with keep_prob < 1)",
+            "drop_bits: drop_bits only with keep_prob < 1 (1 is attention without dropout)",
             invalid={"keep_prob": 1.0},
         ),
         meaning(
             "seed is None",
-            "drop_bits: drop_bits or a seed, not both (the bits say what is kept, here and in the gradient: a seed "
-            "would have no use)",
+            "drop_bits: drop_bits or a seed, not both (a seed is for drawn dropout masks, and drop_bits are a mask)",
             invalid={"seed": 3},
         ),
         when="drop_bits is not None",
@@ -166,8 +165,7 @@ RULES = (
         ),
         meaning(
             "tiles_exist(blocked_tiles, bit_tiles or 0)",
-            "blocked_tiles: -1, -2, or the number of a tile in blocked_bits (-1 removes a whole tile, -2 nothing of "
-            "it)",
+            "blocked_tiles: -1, -2, or an index into blocked_bits (-1 removes all scores of a tile, -2 none)",
             reads=True,
             invalid={"blocked_tiles": torch.zeros(1, 1, 1, 1, dtype=torch.int32)},
         ),
@@ -176,7 +174,7 @@ RULES = (
     ),
     meaning(
         "blocked_tiles is not None",
-        "blocked_bits: blocked_bits only beside blocked_tiles (the tiles say where which bits belong)",
+        "blocked_bits: blocked_bits only beside blocked_tiles (which index blocked_bits by tile)",
         when="blocked_bits is not None",
         given={**ONE_TILE, "blocked_bits": "3 128 16"},
         invalid={"blocked_tiles": None},
@@ -221,7 +219,7 @@ def dense_call(bound: Bound, *, seed: int | None = None) -> DenseCall:
     problem, form, extents = bound.once(_without_tensors)
     slopes, sink = n["alibi_slopes"], n["sink"]
     if slopes is not None or sink is not None:
-        slopes, sink = wide(slopes, n["q"]), wide(sink, n["q"])
+        slopes, sink = to_float32(slopes, n["q"]), to_float32(sink, n["q"])
     tiles = n["blocked_tiles"], n["blocked_bits"]
     extras = (n["q_rope"], n["k_rope"], n["bias"], slopes, n["blocked"], n["drop_bits"], sink, *tiles)
     return DenseCall(problem, form, extents, n["q"], n["k"], n["v"], extras, seed, n["offset"], _NAMES)
@@ -275,25 +273,35 @@ RECORD = Op(
         Attr("layout", "Axis order of q, k, v and the output.", type=str, default="BSND", code=INVALID),
         Attr(
             "heads",
-            "Query heads; needed where the last axis holds them (BSH, SBH).",
+            "Query heads; required in layouts BSH and SBH, whose last axis is heads * dim.",
             default=0,
             axis="N1",
             code=INVALID,
         ),
-        Array("q_len", "Query rows of every sequence (TND: needed).", True),
+        Array("q_len", "Query rows of every sequence (required in layout TND).", True),
         Array("kv_len", "Keys of every sequence.", True),
         Tensor("q_rope", "Rope part of the query rows.", True, dtypes="=q", shape=rows("1", "Dr")),
         Tensor("k_rope", "Rope part of the key rows.", True, dtypes="=q", shape=rows("2", "Dr")),
         Attr("scale", "Factor on q . k; None: 1 / sqrt(D + Dr).", type=float, default=None),
-        Attr("band", "The interval of keys that each row sees; None: all.", type=Band, default=None),
-        Attr("sparse_mode", "CANN's mode instead of a band; compressed modes need no mask.", default=None),
-        Attr("pre_tokens", "Window to the left of modes 0 and 4.", default=UNLIMITED),
-        Attr("next_tokens", "Window to the right of modes 0, 4, 7 and 8.", default=UNLIMITED),
+        Attr("band", "The interval of keys that is visible to each row; None: all keys.", type=Band, default=None),
+        Attr("sparse_mode", "CANN's sparse mode, in place of a band; it needs no mask tensor.", default=None),
+        Attr("pre_tokens", "Visible tokens before the diagonal, in modes 0 and 4.", default=UNLIMITED),
+        Attr("next_tokens", "Visible tokens behind the diagonal, in modes 0, 4, 7 and 8.", default=UNLIMITED),
         *(BLOCKED, BIAS),
         Tensor("alibi_slopes", "Bias -slope * |distance to the diagonal|.", True, dtypes=OWN_FLOATS),
-        Array("alibi_start", "Positions of the first query row and the first key; None: the last ones meet.", True),
+        Array(
+            "alibi_start",
+            "Positions of the first query row and the first key; None: the last row and the last key are at one.",
+            True,
+        ),
         OWN_SINK,
-        Attr("keep_prob", "Share of probabilities kept.", type=float, default=1.0, domain="0 < keep_prob <= 1"),
+        Attr(
+            "keep_prob",
+            "Probability that dropout keeps a weight.",
+            type=float,
+            default=1.0,
+            domain="0 < keep_prob <= 1",
+        ),
         Tensor(
             "drop_bits",
             "One bit per score, 1 = kept.",
@@ -305,7 +313,7 @@ RECORD = Op(
         Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32"),
         Attr(
             "empty_rows",
-            "What rows without a key return.",
+            "Result of rows without visible keys: 'zero', or the 'mean' of V.",
             type=str,
             default="zero",
             domain="empty_rows in ('zero', 'mean')",
@@ -313,14 +321,14 @@ RECORD = Op(
         SOFTCAP,
         Tensor(
             "blocked_tiles",
-            "What each tile of 128 x 128 scores removes: -1 all, -2 nothing, or the number of its bits.",
+            "Per tile of 128 x 128 scores: -1 removes all scores, -2 none, n >= 0 those of blocked_bits[n].",
             True,
             dtypes="int32",
             make=lambda s: torch.full(s, NONE_BLOCKED, dtype=torch.int32),
         ),
         Tensor(
             "blocked_bits",
-            "Bits of numbered tiles: a row of 16 bytes per query row, lowest bit first, 1 removes a score.",
+            "Bits [rows, keys / 8 bytes] of the tiles that blocked_tiles indexes, lowest bit first; 1 removes a score.",
             True,
             dtypes="uint8",
             shape=f"bit_tiles {TILE} {TILE // 8}",
@@ -328,7 +336,7 @@ RECORD = Op(
         ),
     ),
     RULES,
-    formula="out = softmax(cap(scale * (q k^T + q_rope k_rope^T)) + bias, keys seen) * keep / keep_prob @ v",
+    formula="out = softmax(cap(scale * (q k^T + q_rope k_rope^T)) + bias, visible keys) * keep / keep_prob @ v",
     tex=r"""\begin{aligned}
 s_{ij} &= \operatorname{cap}\!\big(scale\,(q_i \cdot k_j + q^{rope}_i \cdot k^{rope}_j)\big) + bias_{ij} \\
 out_i &= \sum_j \frac{keep_{ij}}{p_{keep}} \cdot \frac{e^{s_{ij}}}{\sum_{j\prime} e^{s_{ij\prime}} + e^{sink}}\;

@@ -13,7 +13,8 @@ def to_tiles(mask: Tensor, block: Pair, tokens: Pair) -> dict[str, Tensor]:
 
     Args:
         mask: [B, N, blocks of rows, blocks of keys], nonzero: visible.
-        block: rows and keys of a block. tokens: rows and keys of the longest sequence.
+        block: (rows, keys) of a block.
+        tokens: the largest number of rows, and of keys, of a sequence.
     """
     (rows, row_blocks, row_kind), (keys, key_blocks, key_kind) = (
         _blocks_of_tiles(count, size, mask.device) for count, size in zip(tokens, block, strict=True)
@@ -39,10 +40,11 @@ def to_tiles(mask: Tensor, block: Pair, tokens: Pair) -> dict[str, Tensor]:
 
 
 def _blocks_of_tiles(tokens: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(touched, blocks, kinds) of the tiles on one side.
+    """(touched, blocks, kinds): the blocks of `size` tokens in each tile of 128 tokens, along rows or along keys.
 
-    touched: [tiles, n] the blocks that a tile touches, the last one repeated. blocks: [kinds, 128] the index in them of
-    each token's block. kinds: [tiles] the row of blocks.
+    touched: [tiles, n], numbers of the blocks that overlap a tile; the last one fills the row.
+    blocks: [kinds, 128], per token of a tile the column of `touched` with its block; equal rows occur once.
+    kinds: [tiles], the tile's row of `blocks`.
     """
     tile = torch.arange(-(-tokens // TILE), device=device)[:, None] * TILE
     token = (tile + torch.arange(TILE, device=device)).clamp_(max=max(tokens - 1, 0))

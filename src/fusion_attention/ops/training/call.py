@@ -29,10 +29,12 @@ BIAS = EXTRAS.index("bias")
 
 @dataclass(eq=False, slots=True)
 class DenseCall:
-    """A lowered call: problem, layouts, lengths and tensors; extras are in the order of EXTRAS.
+    """A lowered call of training attention.
 
     Args:
-        names: the definition's parameters for q, k, v and extras; "" if the definition has none.
+        extras: optional tensors in the order of EXTRAS.
+        seed, offset: from which dropout masks are drawn.
+        names: canonical names of q, k, v and extras; "" for tensors that the operator does not have.
     """
 
     problem: Problem
@@ -57,13 +59,13 @@ class DenseCall:
 
 
 def fresh(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocates out, max and sum; lanes: an additional last axis of the statistics."""
+    """Allocates out, max and sum; lanes: the size of an additional last axis of the statistics, if any."""
     q, p = call.q, call.problem
     return empty(q, row_shape(q, call.form.layout, p.heads_q, p.dim_v)), *statistics(call, *lanes)
 
 
 def statistics(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor]:
-    """Allocates max and sum; lanes: an additional last axis."""
+    """Allocates max and sum; lanes: the size of an additional last axis, if any."""
     q = call.q
     shape = (*stats_shape(q, call.form, call.problem.heads_q), *lanes)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -87,7 +89,7 @@ def operands_of(call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> Ope
 
 
 def _extra_operands(call: DenseCall) -> dict[str, Any]:
-    """The optional operands that the call has, by name."""
+    """The views of the optional tensors that are not None, by name of operand."""
     p, form, e = call.problem, call.form, call.extents
     token = LAYOUTS[form.layout][1]
     sizes = (call.q.shape[token], call.k.shape[token])
@@ -118,10 +120,10 @@ def _extra_operands(call: DenseCall) -> dict[str, Any]:
 def grads_of(
     call: DenseCall, dout: Tensor, gradients: tuple[Tensor, ...], dlse: Tensor | None = None
 ) -> tuple[Grads, Tensor | None]:
-    """Views of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), and the buffer in which dbias is accumulated.
+    """Views of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), and the buffer in which dbias is summed.
 
-    A gradient without elements is not computed. dbias has shape and dtype of the bias, dlse the shape of statistics.
-    The buffer is None if the back end writes dbias directly.
+    dbias has the shape and dtype of the bias, dlse the shape of statistics. If dbias has no elements, it is not
+    computed. The buffer is None if the back end writes dbias directly.
     """
     p, form, e = call.problem, call.form, call.extents
     dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients

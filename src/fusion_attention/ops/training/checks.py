@@ -1,7 +1,5 @@
-"""Check functions for rules of training attention; each returns True, or a string that describes the actual value.
-
-The checks are pure functions of lengths, windows and masks.
-"""
+"""Check functions for rules of training attention: each returns True for a legal call, otherwise False, or a text with
+the illegal value."""
 
 from typing import Any
 
@@ -117,7 +115,8 @@ def prefixes_differ(prefix: np.ndarray | None) -> bool:
 def table_reaches(
     mode: int, mask: torch.Tensor | None, pre: int, next_: int, prefix: Any, q_len: np.ndarray, kv_len: np.ndarray
 ) -> bool | str:
-    """True if no key beyond the diagonal is visible to a row that a compressed pse rebuilds: it has no value there."""
+    """True if no key behind the diagonal is visible to a row before the last 1024, for which a compressed pse has no
+    bias there."""
     _, hi, prefixes = mode_band(mode, mask is not None, pre, next_, prefix, q_len, kv_len)
     for b in np.flatnonzero(q_len > TABLE_ROWS):
         rows, diagonal = int(q_len[b]) - TABLE_ROWS, int(kv_len[b] - q_len[b])
@@ -135,7 +134,7 @@ def table_reaches(
 
 
 def known_form(form: str, pse: torch.Tensor, *axes: int) -> bool | str:
-    """True if a pse tensor has a legal shape; form: result of _pse_form()."""
+    """True if a pse tensor has a legal shape; form: the result of _pse_form(), axes: B, N1, S1, S2."""
     sizes = ", ".join(f"{name}={size}" for name, size in zip(("B", "N1", "S1", "S2"), axes, strict=True))
     return form != "" or f"{list(pse.shape)} with {sizes}"
 
@@ -146,7 +145,7 @@ def positions(start: np.ndarray | None) -> bool:
 
 
 def tiles_fit(tiles: torch.Tensor, *sizes: int) -> bool | str:
-    """True if there is a number for every tile of [B or 1, N1 or 1, S1, S2] scores."""
+    """True if blocked_tiles has a number for every tile of [B or 1, N1 or 1, S1, S2] scores; sizes: B, N1, S1, S2."""
     batch, heads, *lengths = sizes
     shape, counts = tuple(tiles.shape), tuple(-(-n // TILE) for n in lengths)
     fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == counts

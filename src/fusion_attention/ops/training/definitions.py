@@ -1,7 +1,7 @@
-"""Operator definitions of CANN's training attention: FlashAttentionScore, VarLenScore, their gradients and torch_npu's
-functions.
+"""Operator definitions of CANN's training attention (FlashAttentionScore, VarLenScore and their gradients) and of
+torch_npu's functions.
 
-Parameters are in the order of the documentation, listed completely or as additions to an earlier version. Rules are in
+Parameters are in the order of CANN's documentation; a version lists those that it adds to an earlier one. Rules are in
 rules.py and mask_rules.py, lowering in lower.py.
 """
 
@@ -72,8 +72,8 @@ QUERY_ROPE = Tensor("query_rope", "Rope part of the query rows.", True, dtypes="
 KEY_ROPE = Tensor("key_rope", "Rope part of the key rows.", True, dtypes="=query", shape=rows("2", "Dr"))
 PSE = Tensor(
     "pse",
-    "Bias on the scores: [B or 1, N1, S1 or 1, S2], or its last 1024 rows; TND: 1024 rows, or blocks. Slopes, "
-    "float32 [B, N1] or [N1], for pse_type 2 and 3.",
+    "Bias added to the scores: [B or 1, N1, S1 or 1, S2], or only its last 1024 rows; TND: its last 1024 rows, or the "
+    "blocks of all sequences, concatenated. pse_type 2 and 3: slopes, float32 [B, N1] or [N1].",
     True,
 )
 DROP_MASK = Tensor(
@@ -86,7 +86,7 @@ DROP_MASK = Tensor(
 PADDING_MASK = Tensor("padding_mask", "Reserved.", True)
 ATTEN_MASK = Tensor(
     "atten_mask",
-    "1 = this score is removed; its shape is as sparse_mode says.",
+    "1 removes a score; sparse_mode determines its shape.",
     True,
     dtypes="bool uint8",
     cast=keeps_or_adds("pse"),
@@ -99,7 +99,7 @@ SUM_IN = Tensor(
     "softmax_sum", "Row sums that the forward returned.", dtypes="float32", shape=STATISTICS, make=torch.ones
 )
 # The order of packed statistics, which their shape does not determine.
-HEAD_MAJOR = " TND: [N1, q_len, 8] of each sequence end to end, token by token only where a softmax_layout asks for it."
+HEAD_MAJOR = " TND: the [N1, q_len, 8] of all sequences, concatenated; [T1, N1, 8] only if softmax_layout is not empty."
 
 
 def packed(p: Tensor) -> Tensor:
@@ -110,21 +110,23 @@ def packed(p: Tensor) -> Tensor:
 PACKED_MAX_IN, PACKED_SUM_IN = packed(MAX_IN), packed(SUM_IN)
 SOFTMAX_IN = Tensor("softmax_in", "Reserved.", True)
 ATTENTION_IN = Tensor("attention_in", "The forward's output.", dtypes="=query", shape=rows("1", "Dv"))
-PREFIX = Array("prefix", "Per sequence the keys that every row sees (modes 5 and 6).", True)
+PREFIX = Array("prefix", "Number of leading keys of each sequence that all rows see (modes 5 and 6).", True)
 Q_ENDS = Array("actual_seq_qlen", "TND: cumulative end of every sequence's query rows.", True)
 KV_ENDS = Array("actual_seq_kvlen", "TND: cumulative end of every sequence's keys.", True)
 Q_START = Array("q_start_idx", "Position of the first query row in its sequence (element 0 is read); None: 0.", True)
 KV_START = Array("kv_start_idx", "Position of the first key in its sequence (element 0 is read); None: 0.", True)
-SCALE = Attr("scale", "Factor on query . key; 1.0 unless said, not 1 / sqrt(D).", type=float, default=1.0)
+SCALE = Attr("scale", "Factor on query . key; the default is 1.0, not 1 / sqrt(D).", type=float, default=1.0)
 KEEP_PROB = Attr(
-    "keep_prob", "Share of probabilities that dropout keeps.", type=float, default=1.0, domain="0 < keep_prob <= 1"
+    "keep_prob", "Probability that dropout keeps a weight.", type=float, default=1.0, domain="0 < keep_prob <= 1"
 )
-PRE = Attr("pre_tokens", "Window to the left, in tokens (modes 0 and 4).", default=UNLIMITED)
-NEXT = Attr("next_tokens", "Window to the right, in tokens (modes 0, 4, 7, 8).", default=UNLIMITED)
+PRE = Attr("pre_tokens", "Visible tokens before the diagonal (modes 0 and 4).", default=UNLIMITED)
+NEXT = Attr("next_tokens", "Visible tokens behind the diagonal (modes 0, 4, 7, 8).", default=UNLIMITED)
 HEAD_NUM = Attr("head_num", "Query heads.", axis="N1", code=INVALID)
 LAYOUT = Attr("input_layout", "Axis order of query, key, value and the output.", type=str, code=INVALID)
-INNER_PRECISE = Attr("inner_precise", "2: rows that see no key return zeros.", default=0)
-SPARSE_MODE = Attr("sparse_mode", "How mask, window and prefix combine (docs/sparse_modes.md).", default=0)
+INNER_PRECISE = Attr("inner_precise", "2: rows without visible keys return zeros.", default=0)
+SPARSE_MODE = Attr(
+    "sparse_mode", "Selects how mask, window and prefix determine the visible keys (docs/sparse_modes.md).", default=0
+)
 PSE_TYPE = Attr(
     "pse_type",
     "1: scale * (qk + pse); 0: scale * qk + pse; 2 and 3: pse holds slopes, and slope * distance, or slope * "
@@ -134,7 +136,7 @@ PSE_TYPE = Attr(
 )
 STATS_LAYOUT = Attr(
     "softmax_layout",
-    'Order of packed statistics: "" head by head in each sequence; otherwise token by token.',
+    'Order of packed statistics: "": [N1, q_len, 8] of each sequence, concatenated; otherwise [T1, N1, 8].',
     type=str,
     default="",
     domain="softmax_layout in ('', 'same_as_input')",
@@ -143,14 +145,15 @@ STATS_LAYOUT = Attr(
 TORCH_STATS_LAYOUT = replace(STATS_LAYOUT, domain="softmax_layout in ('', 'TND')")
 SEED = Attr(
     "seed",
-    "Seed of drawn dropout; 0 with offset 0 draws one from torch's default generator. Beside a mask: handed back.",
+    "Seed of drawn dropout; if seed and offset are 0, torch's default generator draws one. With a drop mask the seed "
+    "is returned unchanged.",
     default=0,
     unsigned=True,
 )
 OFFSET = Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32")
-NUMELS = Attr("numels", "Number of scores; only for the call's form.", default=0)
-GEN_MASK_PARALLEL = Attr("gen_mask_parallel", "Accepted; there is one stream.", type=bool, default=True)
-SYNC = Attr("sync", "Accepted; there is one stream.", type=bool, default=False)
+NUMELS = Attr("numels", "Number of scores, as the forward returned it; not read.", default=0)
+GEN_MASK_PARALLEL = Attr("gen_mask_parallel", "Accepted without effect.", type=bool, default=True)
+SYNC = Attr("sync", "Accepted without effect.", type=bool, default=False)
 
 
 MAX_OUT = output("softmax_max", "Row maxima of the scores, eight equal lanes.", STATISTICS, "float32")
@@ -286,13 +289,13 @@ VARLEN_V3 = VARLEN_V2.version(
 )
 VARLEN_V4 = VARLEN_V1.version(
     "aclnnFlashAttentionVarLenScoreV4",
-    "VarLenScore with a choice of the statistics' order.",
+    "VarLenScore with softmax_layout, the order of statistics.",
     after={"sparse_mode": (STATS_LAYOUT,)},
     rules=ANY_SHAPE + NARROW,
 )
 VARLEN_V5 = VARLEN_V2.version(
     "aclnnFlashAttentionVarLenScoreV5",
-    "VarLenScoreV3 with sinks and a choice of the statistics' order.",
+    "VarLenScoreV3 with sinks and softmax_layout.",
     after={**ROPES, "atten_mask": (SINK,), "pse_type": (STATS_LAYOUT,)},
     rules=ANY_SHAPE,
 )
@@ -345,13 +348,13 @@ UNPADDING_V3 = UNPADDING_V2.version(
 )
 UNPADDING_V4 = UNPADDING_V1.version(
     "aclnnFlashAttentionUnpaddingScoreGradV4",
-    "UnpaddingScoreGrad with a choice of the statistics' order.",
+    "UnpaddingScoreGrad with softmax_layout, the order of statistics.",
     after={"dpse": (STATS_LAYOUT,)},
     rules=ANY_SHAPE + NARROW,
 )
 UNPADDING_V5 = UNPADDING_V2.version(
     "aclnnFlashAttentionUnpaddingScoreGradV5",
-    "UnpaddingScoreGradV3 with sinks and a choice of the statistics' order.",
+    "UnpaddingScoreGradV3 with sinks and softmax_layout.",
     after=ROPES | ROPE_GRADIENTS | {"attention_in": (SINK,), "pse_type": (STATS_LAYOUT,), "dpse": (DSINK,)},
     rules=UNREAD,
 )
@@ -360,7 +363,7 @@ UNPADDING_V5 = UNPADDING_V2.version(
 PRE_TOCKENS, NEXT_TOCKENS = spelled(PRE, "pre_tockens"), spelled(NEXT, "next_tockens")
 DROPOUT_MASK, SCALE_VALUE = spelled(DROP_MASK, "dropout_mask"), spelled(SCALE, "scale_value")
 RETURNED = "As the forward returned it."
-DRAWN_AGAIN = " keep_prob below 1 draws the same bits again; a mask that the forward was given only autograd knows."
+DRAWN_AGAIN = " With keep_prob below 1 the same mask is drawn again; after a forward with a drop mask, use autograd."
 SEED_AGAIN, OFFSET_AGAIN = replace(SEED, text=RETURNED + DRAWN_AGAIN), replace(OFFSET, text=RETURNED)
 SEED_TENSOR, OFFSET_TENSOR = (
     Tensor(name, RETURNED, True, dtypes="int64", shape="1", on_host=True) for name in ("seed", "offset")
@@ -373,8 +376,8 @@ TORCH_V1 = SCORE_V1.version(
     "npu_fusion_attention",
     "Softmax attention for training, padded or packed, with CANN's masks, biases, dropout and statistics.",
     source="Ascend op-plugin",
-    returns="(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels), the last three for the "
-    "gradient to draw again.",
+    returns="(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels); the gradient draws the same "
+    "dropout mask from the last three.",
     example="""\
 >>> q = torch.randn(1, 16, 2, 64)
 >>> out, smax, ssum, *_ = npu_fusion_attention(q, q, q, 2, "BSND", scale=0.125)
@@ -410,7 +413,7 @@ TORCH_V2 = TORCH_V1.version(
         *TORCH_V1.rules,
         doubt(
             "not trained(pse)",
-            "pse: slopes that wait for no gradient (slopes get no gradient: pass the biases themselves, with "
+            "pse: slopes that do not require a gradient (slopes have none: pass the biases themselves, with "
             "pse_type 0)",
             when="pse_type in (2, 3)",
             given={"pse_type": 2} | SLOPES,
@@ -438,7 +441,7 @@ TORCH_GRAD_V1 = TORCH_V1.version(
     "Gradients of npu_fusion_attention, from its statistics and its output.",
     keywords="pse",
     declared=SAVED,
-    returns="(dq, dk, dv, dpse, dsink); absent ones are empty, and slopes get zeros.",
+    returns="(dq, dk, dv, dpse, dsink); gradients of absent inputs are empty, and dpse of slopes is zeros.",
     example="""\
 >>> q = torch.randn(1, 16, 2, 64)
 >>> out, smax, ssum, *_ = npu_fusion_attention(q, q, q, 2, "BSND", scale=0.125)
@@ -464,7 +467,8 @@ TORCH_GRAD_V1 = TORCH_V1.version(
 TORCH_GRAD_V2 = TORCH_GRAD_V1.version(
     "npu_fusion_attention_grad_v2",
     "Gradients of npu_fusion_attention_v2, from its statistics and its output.",
-    returns="(dq, dk, dv, dpse, dq_rope, dk_rope, dsink); absent ones are empty, and slopes get zeros.",
+    returns="(dq, dk, dv, dpse, dq_rope, dk_rope, dsink); gradients of absent inputs are empty, and dpse of slopes is "
+    "zeros.",
     example=TORCH_GRAD_V1.example.replace("attention(", "attention_v2(").replace("_grad(", "_grad_v2("),
     after={"attention_in": (QUERY_ROPE, KEY_ROPE), "sync": (PSE_TYPE, *STARTS), "dpse": (DQ_ROPE, DK_ROPE)},
     instead=(PRE, NEXT),

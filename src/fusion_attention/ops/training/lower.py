@@ -21,9 +21,10 @@ BIAS_KINDS = {2: "slopes", 3: "slopes_sqrt"}
 
 
 def dense_call(bound: Bound, *, seed: int | None = None, offset: int | None = None) -> DenseCall:
-    """The lowered call of a checked call of a forward or gradient operator.
+    """The DenseCall of a checked call of a forward or gradient operator.
 
-    seed, offset: of the dropout mask, if keep_prob < 1 and no mask is given; None: the call's arguments.
+    seed, offset: from which a dropout mask is drawn if keep_prob < 1 and there is no drop mask; None: the call's own
+    arguments.
     """
     n = bound.names
     problem, form, extents, names = bound.once(_without_tensors)
@@ -39,7 +40,7 @@ def _number(value: int | Tensor | None) -> int:
 
 
 def results_call(bound: Bound, out: Tensor) -> DenseCall:
-    """A DenseCall of a forward operator's call, with the output in place of q, k and v; used to convert statistics."""
+    """A DenseCall of a forward call with `out` in place of q, k and v, for the conversion of statistics alone."""
     problem, form, extents, _ = bound.once(_without_tensors)
     return DenseCall(problem, form, extents, out, out, out, ())
 
@@ -90,8 +91,10 @@ def dense_extents(n: dict[str, Any]) -> Extents:
 
 
 def _distance_shift(n: dict[str, Any], q_len: np.ndarray) -> np.ndarray:
-    """Distance origin of computed biases: kv_start - q_start, each 0 by default; in mode 8 only for the first sequence
-    with rows, which is split between devices."""
+    """Extents.shift, the origin of distances in computed biases: kv_start - q_start, each 0 by default.
+
+    In mode 8 only the first sequence with rows, which is split between devices, has it.
+    """
     shift = np.zeros_like(q_len)
     q_start, kv_start = (0 if s is None or not len(s) else int(s[0]) for s in (n["q_start_idx"], n["kv_start_idx"]))
     if n["pse_type"] in BIAS_KINDS:

@@ -17,7 +17,7 @@ TABLE = {"S1": 1030, "S2": 1030, "TND": LONG, "pse": "B N1 1024 S2", **SQUARE_MA
 
 PSE_BESIDE_0 = meaning(
     "pse is not None",
-    "pse_type: pse beside pse_type 0 (1 is the value without pse)",
+    "pse_type: a pse tensor beside pse_type 0 (without pse, pass pse_type 1)",
     when="pse_type == 0 and query_rope is None and B * S1 * S2 > 0",
     invalid={"pse_type": 0},
 )
@@ -48,8 +48,8 @@ MASKS = (
     ),
     note(
         "fits(atten_mask, 'B N1 S1 S2 | B 1 S1 S2')",
-        "atten_mask: a mask for every sequence (prefixes that differ make other masks; this one and the prefixes "
-        "both remove keys)",
+        "atten_mask: a mask for every sequence (prefixes of different lengths need different masks: a key is visible "
+        "only if the prefix band and the mask leave it)",
         when="atten_mask is not None and sparse_mode == 5 and prefixes_differ(prefix)",
         only=PADDED,
         given={"atten_mask": "B 1 S1 S2", "sparse_mode": 5, "prefix": [2, 6]},
@@ -78,8 +78,8 @@ MASKS = (
     ),
     doubt(
         "is_compressed_mask(atten_mask, sparse_mode)",
-        "atten_mask: the documented content of a compressed mask (the mode decides here, but a chip may read it: "
-        "torch.ones(2048, 2048, dtype=torch.bool).triu(1))",
+        "atten_mask: the documented content of a compressed mask (here sparse_mode alone has an effect, but the chip "
+        "may read the mask: torch.ones(2048, 2048, dtype=torch.bool).triu(1))",
         reads=True,
         when="atten_mask is not None and sparse_mode in (2, 3, 4, 6, 7, 8)",
         given=SQUARE_MASK | {"sparse_mode": 2},
@@ -87,15 +87,15 @@ MASKS = (
     ),
     content(
         "window_holds_mask(atten_mask, pre_tokens, next_tokens, q_len, kv_len)",
-        "atten_mask: a mask that agrees with pre_tokens and next_tokens (a key must be left by the mask and lie "
-        "inside the window to be seen)",
+        "atten_mask: a mask that agrees with pre_tokens and next_tokens (a key is visible only if the mask leaves it "
+        "and the window contains it)",
         when="atten_mask is not None and sparse_mode == 0",
         given=FULL_MASK,
         invalid={"pre_tokens": 1},
     ),
     meaning(
         "dense_window(sparse_mode, pre_tokens, next_tokens, S1, S2)",
-        "pre_tokens: pre_tokens and next_tokens that leave a visible key (the window must meet the scores; "
+        "pre_tokens: pre_tokens and next_tokens that leave a visible key (the window must overlap the score matrix; "
         "2147483647 is no limit)",
         when="atten_mask is not None and sparse_mode in (0, 4)",
         only=PADDED,
@@ -120,8 +120,8 @@ MASKS = (
     ),
     note(
         "prefix_fits(prefix, q_len, kv_len)",
-        "prefix: per sequence a prefix between max(0, kv_len - q_len) and kv_len (mode 5 without a legal prefix is "
-        "mode 1: the mask alone decides)",
+        "prefix: per sequence a prefix between max(0, kv_len - q_len) and kv_len (without a legal prefix mode 5 is as "
+        "mode 1, in which the mask alone removes keys)",
         when="atten_mask is not None and sparse_mode == 5",
         only=PADDED,
         given={"atten_mask": "B 1 S1 S2", "sparse_mode": 5, "prefix": [2, 6]},
@@ -221,7 +221,7 @@ BIASES = (
     ),
     limit(
         "pse is None",
-        "pse (mode 7 cuts a sequence, and pse does not follow the cut)",
+        "pse (mode 7 is for a sequence that is split between devices, which pse does not support)",
         when="sparse_mode == 7 and atten_mask is not None",
         only=PACKED,
         given=SQUARE_MASK | {"sparse_mode": 7, "next_tokens": 0},

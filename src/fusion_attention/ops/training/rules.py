@@ -70,7 +70,7 @@ INPUTS = (
         )
     ),
     *covered("actual_seq_qlen", "actual_seq_kvlen", ENDS, {"actual_seq_qlen": [3, 7], "actual_seq_kvlen": [5, 11]}),
-    meaning("N2 > 0 and N1 % N2 == 0", "key (every key head serves the same number of query heads)", invalid={"N2": 3}),
+    meaning("N2 > 0 and N1 % N2 == 0", "key (all KV heads serve the same number of heads)", invalid={"N2": 3}),
     elements("D", "query"),
     elements("Dv", "value", 0),
     refused("Dv <= D", "value (the chip takes no wider value rows)", invalid={"Dv": 16}),
@@ -91,14 +91,14 @@ INPUTS = (
     refused("softmax_layout == ''", "softmax_layout (padded statistics have one order)", only=PADDED),
     invalid(
         "dpse is None or pse is None or (dpse.shape == pse.shape and dpse.dtype == pse.dtype)",
-        "dpse: shape and dtype of pse (the gradient lies as the bias does)",
+        "dpse: shape and dtype of pse (the gradient has the form of the bias)",
         given={"pse": "B N1 S1 S2", "TND": {"pse": "1 N1 1024 S2"}},
         invalid={"dpse": "B N1 S1 3"},
     ),
     meaning("0 <= sparse_mode <= 6", "sparse_mode (7 and 8 need layout TND)", only=PADDED),
     meaning(
         "sparse_mode in (0, 1, 2, 3, 4, 6, 7, 8)",
-        "sparse_mode (packed sequences have prefix only as mode 6)",
+        "sparse_mode (the prefix mode of packed sequences is 6)",
         only=PACKED,
     ),
 )
@@ -132,7 +132,7 @@ DRAWN_DROPOUT = (
     meaning(
         "replays(seed, offset)",
         "seed: the forward's seed and offset beside keep_prob < 1 (pass the seed and offset that the forward "
-        "returned; a mask that was given to it is known to autograd alone)",
+        "returned; after a forward with a drop mask, use autograd)",
         when="keep_prob < 1",
         needs=("dy",),
         invalid={"keep_prob": 0.5},
@@ -269,7 +269,7 @@ FOR_ROPE = (
         ),
         limit(
             "pse is None",
-            "pse: no pse (this version takes none: pse_type is 0 or 1, which are one without it)",
+            "pse: no pse (this version takes none; pse_type 0 and 1 are the same without it)",
             invalid={"pse": "1 N1 1024 S2"},
         ),
         limit("drop_mask is None and keep_prob == 1", "drop_mask (this version drops nothing)", invalid=DROPPED),
@@ -297,8 +297,8 @@ STATISTICS = (
     content(
         "statistics_in_order((softmax_max, softmax_sum), softmax_layout, (query, query_rope), (key, key_rope), scale, "
         "atten_mask, (sparse_mode, pre_tokens, next_tokens, prefix), q_len, kv_len)",
-        "softmax_max: statistics with each sequence's heads end to end, token-major only where softmax_layout says "
-        "so (pass on what the forward returned, with its softmax_layout; their shape does not show the order)",
+        "softmax_max: statistics in the order of softmax_layout (pass the forward's statistics and its softmax_layout; "
+        "their shape does not show the order)",
         when="pse is None and N1 > 1",
         only=PACKED,
         needs=("dy",),

@@ -36,9 +36,9 @@ DPSE = GRADIENTS.index("dpse")
 def fresh_forward(
     names: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, layout: str, heads: int | None, *lanes: int
 ) -> dict[str, Tensor]:
-    """Allocates out, max and sum by name; sizes may be symbolic.
+    """Allocates out, max and sum, with these names; sizes of q, k and v may be symbolic.
 
-    heads: query heads, for layouts without a head axis; lanes: an additional last axis of the statistics.
+    heads: query heads, for layouts without a head axis; lanes: the size of an additional last axis of the statistics.
     """
     batch, token, head = LAYOUTS[layout]
     heads = q.shape[head] if head is not None else heads or 1
@@ -55,12 +55,12 @@ def fresh_results(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the gradients that a gradient operator's call returns, for the tensors that are not None."""
+    """Allocates the gradients that a gradient call returns: of each input that has a gradient and is not None."""
     return _like(n[name] for name in ("query", "key", "value", "query_rope", "key_rope", "pse", "sink"))
 
 
 def _like(tensors: Iterable[Tensor | None]) -> dict[str, Tensor]:
-    """Allocates gradients of the tensors that are not None; they are in the order of GRADIENTS."""
+    """Allocates the gradients of the tensors, which are in the order of GRADIENTS; None has no gradient."""
     return {name: empty(t, t.shape) for name, t in zip(GRADIENTS, tensors, strict=True) if t is not None}
 
 
@@ -107,15 +107,15 @@ class DenseForward(OfCall):
 
     @property
     def inputs(self) -> Mapping[str, Tensor | None]:
-        """The tensors of the call by the definition's parameter names; the key "" stands for absent tensors."""
+        """The tensors of the call by canonical name; tensors that the operator does not have share the name ""."""
         c = self.call
         return dict(zip(c.names, (c.q, c.k, c.v, *c.extras), strict=True))
 
     def on(self, inputs: Mapping[str, Tensor | None]) -> DenseForward:
-        """The same call on other tensors."""
+        """A copy of this call with other input tensors of the same names."""
         c = self.call
         q, k, v, *extras = map(inputs.get, c.names)
-        call = DenseCall(c.problem, c.form, c.extents, q, k, v, tuple(extras), c.seed, c.offset, c.names)  # type: ignore[arg-type]  # bare ones have no tensors
+        call = DenseCall(c.problem, c.form, c.extents, q, k, v, tuple(extras), c.seed, c.offset, c.names)  # type: ignore[arg-type]  # a call without memory has None
         return type(self)(call, self.names, lanes=self.lanes)
 
     def complete(self) -> DenseForward:
@@ -156,10 +156,10 @@ class DenseBackward(OfCall):
 
     Args:
         call: the forward call.
-        saved: (dout, out, max, sum); lanes: kernel_statistics() converts max and sum; False: they have the kernels'
-            format.
-        pse: the bias or the slopes if their gradient is wanted.
+        saved: (dout, out, max, sum).
+        pse: the bias or the slopes, if their gradient is wanted.
         dlse: the gradient of max + log(sum), without lanes.
+        lanes: max and sum have CANN's format, and kernel_statistics() converts them; False: the kernels' format.
     """
 
     op_kind = "attention_backward"

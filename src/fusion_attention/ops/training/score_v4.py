@@ -1,4 +1,4 @@
-"""Records of FlashAttentionScoreV4 and its gradient: VarLenScoreV5 for padded layouts too, with drawn dropout."""
+"""Operator definitions of FlashAttentionScoreV4 and its gradient: VarLenScoreV5, padded too and with drawn dropout."""
 
 from dataclasses import replace
 
@@ -12,17 +12,17 @@ SCALES = tuple(
     Tensor(f"d_scale_{of}", f"Scales of {of} in fp8 (950 only): not computed here.", True)
     for of in ("q", "k", "v", "dy", "o")
 )
-OUT_DTYPE = Attr("out_dtype", "Without effect: it is of fp8 tensors.", default=0)
+OUT_DTYPE = Attr("out_dtype", "Without effect: the dtype of the output of fp8 tensors.", default=0)
 NEW = {
     "out_dtype": OUT_DTYPE,
-    "seed": replace(SEED, text="Seed of drawn dropout, where keep_prob is below 1 and there is no mask; 0 is a seed."),
+    "seed": replace(SEED, text="Seed of dropout if keep_prob is below 1 and there is no drop mask; 0 is a seed too."),
     "offset": Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32"),
     **{p.name: p for p in SCALES},
 }
 
 
 def _params(of: Op, names: str) -> tuple[Param, ...]:
-    """Parameters by name, new ones or those of another version."""
+    """Parameters with these names, from NEW or from the definition `of`."""
     return tuple(NEW[name] if name in NEW else of.by_name[name] for name in names.split())
 
 

@@ -1,4 +1,4 @@
-"""Conversion of softmax statistics between the kernels' format and CANN's: finite, repeated in eight equal lanes."""
+"""Conversion of softmax statistics between the kernels' format and CANN's: finite numbers in eight equal lanes."""
 
 import functools
 

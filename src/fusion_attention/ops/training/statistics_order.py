@@ -1,7 +1,8 @@
 """A check that packed softmax statistics are in the order that a gradient call states.
 
-A row's log-sum is at least that of a subset of its visible keys, whatever else it includes (keys on other ranks, a
-sink). Read in the wrong order it belongs to another row, and may be smaller. No other check computes scores.
+The log-sum max + log(sum) of a row is at least that of a subset of its visible keys, even if it includes more (keys on
+other ranks, a sink). A statistic read in the wrong order is another row's, and may be smaller. No other check computes
+scores.
 """
 
 import math
@@ -41,9 +42,10 @@ def statistics_in_order(
     """True if the statistics are possible in the given order, or impossible in both orders.
 
     Args:
-        statistics: max and sum [T1, N1, 8]; order: softmax_layout.
-        rows: query and query_rope; keys: key and key_rope.
-        mask: hides keys if the mode is 0 or 1.
+        statistics: max and sum [T1, N1, 8].
+        order: softmax_layout; "": [N1, q_len, 8] of each sequence, concatenated; otherwise [T1, N1, 8].
+        rows, keys: (query, query_rope) and (key, key_rope).
+        mask: atten_mask, whose content is read if the mode is 0 or 1.
         band: (sparse_mode, pre_tokens, next_tokens, prefix).
     """
     if any(t is not None and t.is_meta for t in (*statistics, *rows, *keys, mask)):
@@ -79,7 +81,7 @@ def _spread(count: int, most: int, device: torch.device) -> Tensor:
 
 
 def _of(parts: tuple[Tensor, Tensor | None], at: Tensor) -> Tensor:
-    """Rows [.., heads, elements] in float64: a tensor's and its rope tensor's elements, concatenated."""
+    """The rows `at` of a tensor and its rope tensor, concatenated: [rows, heads, elements] in float64."""
     return torch.cat([t[at].double() for t in parts if t is not None], -1)
 
 

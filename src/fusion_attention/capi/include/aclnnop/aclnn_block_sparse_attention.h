@@ -1,31 +1,31 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* Attention to the blocks of keys that a mask leaves to each block of query rows.
+/* Softmax attention of each block of query rows to the blocks of keys that a block mask makes visible.
  *   query: Query rows.
  *   key: Key rows; N1 is a multiple of N2.
  *   value: Value rows.
- *   blockSparseMaskOptional: Nonzero: the rows of this block see the keys of this block. [B, N1, ceil(S1 / X),
- *       ceil(S2 / Y)], S1 and S2 of the longest sequence; blocks are counted from each sequence's first token.
- *       None: all keys are visible. Null: absent.
+ *   blockSparseMaskOptional: [B, N1, ceil(S1 / X), ceil(S2 / Y)]; nonzero: the keys of a block of keys are visible
+ *       to the rows of a block of rows. S1 and S2 are the largest lengths; blocks count from each sequence's first
+ *       token. None: all are visible. Null: absent.
  *   attenMaskOptional: Reserved. Null: absent.
  *   blockShapeOptional: [X, Y], rows and keys of a block; None: [128, 128]. Null: absent.
- *   actualSeqLengthsOptional: Query rows of every sequence; TND: needed. Null: absent.
- *   actualSeqLengthsKvOptional: Keys of every sequence; TND: needed. Null: absent.
+ *   actualSeqLengthsOptional: Query rows of every sequence; required in layout TND. Null: absent.
+ *   actualSeqLengthsKvOptional: Keys of every sequence; required in layout TND. Null: absent.
  *   blockTableOptional: Reserved. Null: absent.
  *   qInputLayout: Axis order of query rows.
- *   kvInputLayout: Axis order of key rows: as the queries'.
+ *   kvInputLayout: Axis order of keys; it must be that of queries.
  *   numKeyValueHeads: Key heads.
- *   maskType: 0: no mask beside the blocks.
- *   scaleValue: Factor on query . key; no value stands for 1 / sqrt(D).
+ *   maskType: 0: no mask except the block mask.
+ *   scaleValue: Factor on query . key; the default is 1.0, not 1 / sqrt(D).
  *   innerPrecise: Without effect: the softmax is in float32.
  *   blockSize: Without effect.
- *   preTokens: Without effect: no window is defined beside the blocks.
- *   nextTokens: Without effect: no window is defined beside the blocks.
+ *   preTokens: Without effect.
+ *   nextTokens: Without effect.
  *   softmaxLseFlag: 1: return softmax_lse.
  *   attentionOut: The output rows.
- *   softmaxLseOptional: log(sum(exp(s))) of every row and head; -inf in a row that sees no key. */
+ *   softmaxLseOptional: log(sum(exp(s))) of every row and head; -inf in a row without visible keys. */
 ACLNN_FUNCTION aclnnStatus aclnnBlockSparseAttentionGetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *blockSparseMaskOptional,
     const aclTensor *attenMaskOptional, const aclIntArray *blockShapeOptional,

@@ -1,4 +1,4 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
@@ -9,20 +9,20 @@
  *   value: Value rows.
  *   attentionOut: The forward's output.
  *   softmaxLse: As the forward returned it; its last axis, of 1, may be missing.
- *   blockSparseMaskOptional: Nonzero: the rows of this block see the keys of this block. [B, N1, ceil(S1 / X),
- *       ceil(S2 / Y)], S1 and S2 of the longest sequence; blocks are counted from each sequence's first token.
- *       None: all keys are visible. Null: absent.
+ *   blockSparseMaskOptional: [B, N1, ceil(S1 / X), ceil(S2 / Y)]; nonzero: the keys of a block of keys are visible
+ *       to the rows of a block of rows. S1 and S2 are the largest lengths; blocks count from each sequence's first
+ *       token. None: all are visible. Null: absent.
  *   attenMaskOptional: Reserved. Null: absent.
  *   blockShapeOptional: [X, Y], rows and keys of a block; None: [128, 128]. Null: absent.
- *   actualSeqLengthsOptional: Query rows of every sequence; TND: needed. Null: absent.
- *   actualSeqLengthsKvOptional: Keys of every sequence; TND: needed. Null: absent.
+ *   actualSeqLengthsOptional: Query rows of every sequence; required in layout TND. Null: absent.
+ *   actualSeqLengthsKvOptional: Keys of every sequence; required in layout TND. Null: absent.
  *   qInputLayout: Axis order of query rows.
- *   kvInputLayout: Axis order of key rows: as the queries'.
+ *   kvInputLayout: Axis order of keys; it must be that of queries.
  *   numKeyValueHeads: Key heads.
- *   maskType: 0: no mask beside the blocks.
- *   scaleValue: Factor on query . key; no value stands for 1 / sqrt(D).
- *   preTokens: Without effect: no window is defined beside the blocks.
- *   nextTokens: Without effect: no window is defined beside the blocks.
+ *   maskType: 0: no mask except the block mask.
+ *   scaleValue: Factor on query . key; the default is 1.0, not 1 / sqrt(D).
+ *   preTokens: Without effect.
+ *   nextTokens: Without effect.
  *   dq: Gradient of query.
  *   dk: Gradient of key.
  *   dv: Gradient of value. */

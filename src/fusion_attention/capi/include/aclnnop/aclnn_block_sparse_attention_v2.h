@@ -1,12 +1,12 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* BlockSparseAttention with scales of fp8 tensors, in one layout more.
+/* BlockSparseAttention with scales of fp8 tensors, and layout BSND.
  *   qDequantScale: Scales of query in fp8 (950 only): not computed here. Null: absent.
  *   kDequantScale: Scales of key in fp8 (950 only): not computed here. Null: absent.
  *   vDequantScale: Scales of value in fp8 (950 only): not computed here. Null: absent.
- * Its other parameters: aclnn_block_sparse_attention.h. */
+ * The other parameters are explained in aclnn_block_sparse_attention.h. */
 ACLNN_FUNCTION aclnnStatus aclnnBlockSparseAttentionV2GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *blockSparseMaskOptional,
     const aclTensor *attenMaskOptional, const aclIntArray *blockShapeOptional,

@@ -1,15 +1,15 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* BlockSparseAttentionV2 with kinds of quantisation.
+/* BlockSparseAttentionV2 with quant_mode, dst_type_max and p_quant_scale.
  *   qDequantScaleOptional: Scales of query in fp8 (950 only): not computed here. Null: absent.
  *   kDequantScaleOptional: Scales of key in fp8 (950 only): not computed here. Null: absent.
  *   vDequantScaleOptional: Scales of value in fp8 (950 only): not computed here. Null: absent.
  *   pQuantScaleOptional: Reserved. Null: absent.
  *   quantMode: 0: floats. 1 to 3, fp8 and fp4 (950 only), are not computed here.
- *   dstTypeMax: Without effect: it is of fp4.
- * Its other parameters: aclnn_block_sparse_attention.h. */
+ *   dstTypeMax: Without effect: it is for fp4.
+ * The other parameters are explained in aclnn_block_sparse_attention.h. */
 ACLNN_FUNCTION aclnnStatus aclnnBlockSparseAttentionV3GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *blockSparseMaskOptional,
     const aclTensor *attenMaskOptional, const aclIntArray *blockShapeOptional,

@@ -1,4 +1,4 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
@@ -7,23 +7,23 @@
  *   wkv: Projection to keys, [coff * D, H].
  *   wgate: Projection to gates, [coff * D, H].
  *   stateCacheRef: Keys and gates of earlier rows, in blocks [blocks, rows, 2 * coff * D]; written in place.
- *   ape: Bias of gates by the position in a window, [cmp_ratio, coff * D].
- *   stateBlockTable: Blocks of state_cache: [B, blocks of a sequence] in cache_mode 1, of which 0 keeps nothing;
- *       [B] in cache_mode 2. None: nothing is kept. Null: absent.
- *   cuSeqlens: Packed rows: 0, and the cumulative ends of the sequences. Null: absent.
- *   seqused: Rows of every sequence that count; None: all. Null: absent.
+ *   ape: Bias of gates by position in the window, [cmp_ratio, coff * D].
+ *   stateBlockTable: Blocks of state_cache: [B, blocks of a sequence] in cache_mode 1, where rows of block 0 are
+ *       not stored; [B] in cache_mode 2. None: no rows are stored. Null: absent.
+ *   cuSeqlens: Packed rows: 0, then the cumulative ends of the sequences. Null: absent.
+ *   seqused: Number of used rows of each sequence; None: all. Null: absent.
  *   startPos: Position of the first row of every sequence; None: 0. Null: absent.
  *   cmpRatio: Rows of a window.
- *   coff: 1; or 2, windows overlap: rows have 2 * D channels, and the first D of them belong to the next window.
- *   cacheMode: 1: a block for each position; 2: one block of a sequence as a ring.
- *   stateCacheStrideDim0: Without effect: the tensor has its strides.
+ *   coff: 2: windows overlap: rows have 2 * D channels, and the first D are for the next window; 1: they do not.
+ *   cacheMode: 1: a page table of blocks; 2: one block per sequence, used as a ring.
+ *   stateCacheStrideDim0: Without effect: strides are those of the tensor.
  *   gradEnabled: Write softmax_score and kv, which the gradient reads.
- *   cmpKv: [B, ceil(S / cmp_ratio), D], or packed [min(T, T // cmp_ratio + B), D]; zeros behind the last window of
- *       a sequence, packed behind that of the last.
+ *   cmpKv: [B, ceil(S / cmp_ratio), D], zeros behind the windows of each sequence; or packed [min(T, T // cmp_ratio
+ *       + B), D], zeros behind the windows of all.
  *   softmaxScore: Weights of the rows of windows, [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as
- *       cmp_kv is; with coff 2 rows of the window before and of the window alternate.
- *   kv: Rows of windows, [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as cmp_kv is; with coff 2 rows of
- *       the window before and of the window alternate. */
+ *       cmp_kv; with coff 2 rows of the previous window and of the window alternate.
+ *   kv: Rows of windows, [B, ceil(S / cmp_ratio), coff * cmp_ratio, D], or packed as cmp_kv; with coff 2 rows of
+ *       the previous window and of the window alternate. */
 ACLNN_FUNCTION aclnnStatus aclnnCompressorGetWorkspaceSize(
     const aclTensor *x, const aclTensor *wkv, const aclTensor *wgate, const aclTensor *stateCacheRef,
     const aclTensor *ape, const aclTensor *stateBlockTable, const aclTensor *cuSeqlens, const aclTensor *seqused,

@@ -1,4 +1,4 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
@@ -9,11 +9,11 @@
  *   dCmpKv: Gradient of cmp_kv.
  *   softmaxScore: softmax_score of the forward.
  *   kv: kv of the forward.
- *   cuSeqlens: Packed rows: 0, and the cumulative ends of the sequences. Null: absent.
- *   seqused: Rows of every sequence that count; None: all. Null: absent.
+ *   cuSeqlens: Packed rows: 0, then the cumulative ends of the sequences. Null: absent.
+ *   seqused: Number of used rows of each sequence; None: all. Null: absent.
  *   startPos: Position of the first row of every sequence; None: 0. Null: absent.
  *   cmpRatio: Rows of a window.
- *   coff: 1; or 2, windows overlap: rows have 2 * D channels, and the first D of them belong to the next window.
+ *   coff: 2: windows overlap: rows have 2 * D channels, and the first D are for the next window; 1: they do not.
  *   dX: Gradient of x, in its shape.
  *   dWkv: Gradient of wkv, in its shape.
  *   dWgate: Gradient of wgate, in its shape.

@@ -1,24 +1,25 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* How far the indexer's distribution over all keys is from the attention's, and the gradients.
+/* Kullback-Leibler divergence of the indexer's distribution over all keys from the attention's, and its gradients.
  *   query: Query rows.
  *   key: Key rows.
  *   queryIndex: Query rows of the indexer.
  *   keyIndex: Key rows of the indexer, one head for all of its query heads.
- *   weight: Weight of every head of the indexer, in its query's dtype or float32; scale factors belong into it.
+ *   weight: Weight of every head of the indexer, in its query's dtype or float32; a scale of the scores is
+ *       multiplied into it.
  *   softmaxMax: Row maxima that the forward returned.
  *   softmaxSum: Row sums that the forward returned.
- *   softmaxMaxIndex: Row maxima of the indexer's scores, of npu_dense_lightning_indexer_softmax_lse.
- *   softmaxSumIndex: Row sums of exp(score - max) of the indexer.
+ *   softmaxMaxIndex: Row maxima of the indexer's scores, from npu_dense_lightning_indexer_softmax_lse.
+ *   softmaxSumIndex: Row sums of exp(score - max) of the indexer's scores.
  *   queryRopeOptional: Rope part of the query rows. Null: absent.
  *   keyRopeOptional: Rope part of the key rows. Null: absent.
- *   actualSeqLengthsQueryOptional: Query rows of every sequence; TND (needed): their cumulative ends. Null: absent.
- *   actualSeqLengthsKeyOptional: Keys of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   actualSeqLengthsQueryOptional: Query rows of every sequence; TND: cumulative ends, required. Null: absent.
+ *   actualSeqLengthsKeyOptional: Keys of every sequence; TND: cumulative ends, required. Null: absent.
  *   scaleValue: Factor on query . key.
  *   layoutOptional: Axis order of query rows.
- *   sparseMode: 0: rows see all keys; 3: causal, the last row sees the last key.
+ *   sparseMode: 0: all keys are visible; 3: causal, the last row sees the last key.
  *   preTokens: Without effect.
  *   nextTokens: Without effect.
  *   dQueryIndexOut: Gradient of query_index.

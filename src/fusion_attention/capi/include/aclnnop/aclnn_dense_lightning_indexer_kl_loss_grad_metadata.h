@@ -1,14 +1,16 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* Metadata of DenseLightningIndexerKLLossGrad: zeros, for no work is divided here.
- *   cuSeqLensQOptional: Ends of packed sequences of rows, a 0 before them: TND alone, needed. Null: absent.
- *   cuSeqLensKOptional: Ends of packed sequences of keys, a 0 before them: TND alone, needed. Null: absent.
- *   seqUsedQOptional: Rows of every sequence that count, the first ones; None: all. Null: absent.
- *   seqUsedKOptional: Keys of every sequence that count, the first ones; None: all. Null: absent.
- *   cmpResidualKOptional: Tokens behind those of the last key, of every sequence: its tokens % cmp_ratio. For
- *       cmp_ratio above 1 in mask_mode 3 alone, where it is needed. Null: absent.
+/* Metadata of DenseLightningIndexerKLLossGrad: zeros, because back ends here divide the work themselves.
+ *   cuSeqLensQOptional: 0, then the cumulative ends of the sequences of rows: required in layout TND, None in other
+ *       layouts. Null: absent.
+ *   cuSeqLensKOptional: 0, then the cumulative ends of the sequences of keys: required in layout TND, None in other
+ *       layouts. Null: absent.
+ *   seqUsedQOptional: Number of leading rows of each sequence that are used; None: all. Null: absent.
+ *   seqUsedKOptional: Number of leading keys of each sequence that are used; None: all. Null: absent.
+ *   cmpResidualKOptional: Tokens of every sequence behind those of its last key: its tokens % cmp_ratio. Required
+ *       if cmp_ratio is above 1 and mask_mode 3, otherwise None. Null: absent.
  *   batchSize: Without effect.
  *   maxSeqLenQ: Without effect.
  *   maxSeqLenK: Without effect.

@@ -1,4 +1,4 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
@@ -6,20 +6,21 @@
  *   query: Query rows.
  *   key: Key rows; N1 is a multiple of N2.
  *   value: Value rows.
- *   realShiftOptional: Bias on the scores: [B or 1, N1, S1 or 1, S2], or its last 1024 rows; TND: 1024 rows, or
- *       blocks. Slopes, float32 [B, N1] or [N1], for pse_type 2 and 3. Null: absent.
+ *   realShiftOptional: Bias added to the scores: [B or 1, N1, S1 or 1, S2], or only its last 1024 rows; TND: its
+ *       last 1024 rows, or the blocks of all sequences, concatenated. pse_type 2 and 3: slopes, float32 [B, N1] or
+ *       [N1]. Null: absent.
  *   dropMaskOptional: One bit per score, 1 = kept, least significant bit first. Null: absent.
  *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed; its shape is as sparse_mode says. Null: absent.
- *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
- *   scaleValue: Factor on query . key; 1.0 unless said, not 1 / sqrt(D).
- *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left, in tokens (modes 0 and 4).
- *   nextTokens: Window to the right, in tokens (modes 0, 4, 7, 8).
+ *   attenMaskOptional: 1 removes a score; sparse_mode determines its shape. Null: absent.
+ *   prefixOptional: Number of leading keys of each sequence that all rows see (modes 5 and 6). Null: absent.
+ *   scaleValue: Factor on query . key; the default is 1.0, not 1 / sqrt(D).
+ *   keepProb: Probability that dropout keeps a weight.
+ *   preTokens: Visible tokens before the diagonal (modes 0 and 4).
+ *   nextTokens: Visible tokens behind the diagonal (modes 0, 4, 7, 8).
  *   headNum: Query heads.
  *   inputLayout: Axis order of query, key, value and the output.
- *   innerPrecise: 2: rows that see no key return zeros.
- *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
+ *   innerPrecise: 2: rows without visible keys return zeros.
+ *   sparseMode: Selects how mask, window and prefix determine the visible keys (docs/sparse_modes.md).
  *   softmaxMaxOut: Row maxima of the scores, eight equal lanes.
  *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes.
  *   softmaxOutOut: Reserved: empty.
@@ -37,12 +38,12 @@ ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionScore(
 /* FlashAttentionScore with pse_type and start indices.
  *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
  *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
- *   scaleValueOptional: Factor on query . key; 1.0 unless said, not 1 / sqrt(D).
- *   keepProbOptional: Share of probabilities that dropout keeps.
- *   preTokensOptional: Window to the left, in tokens (modes 0 and 4).
- *   nextTokensOptional: Window to the right, in tokens (modes 0, 4, 7, 8).
- *   innerPreciseOptional: 2: rows that see no key return zeros.
- *   sparseModeOptional: How mask, window and prefix combine (docs/sparse_modes.md).
+ *   scaleValueOptional: Factor on query . key; the default is 1.0, not 1 / sqrt(D).
+ *   keepProbOptional: Probability that dropout keeps a weight.
+ *   preTokensOptional: Visible tokens before the diagonal (modes 0 and 4).
+ *   nextTokensOptional: Visible tokens behind the diagonal (modes 0, 4, 7, 8).
+ *   innerPreciseOptional: 2: rows without visible keys return zeros.
+ *   sparseModeOptional: Selects how mask, window and prefix determine the visible keys (docs/sparse_modes.md).
  *   pseTypeOptional: 1: scale * (qk + pse); 0: scale * qk + pse; 2 and 3: pse holds slopes, and slope * distance,
  *       or slope * sqrt(distance), is subtracted, with distance = |key + kv_start_idx - row - q_start_idx|. */
 ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionScoreV2GetWorkspaceSize(
@@ -73,30 +74,32 @@ ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionScoreV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* FlashAttentionScoreV3 and VarLenScoreV5 in one, with drawn dropout.
- *   realShift: Bias on the scores: [B or 1, N1, S1 or 1, S2], or its last 1024 rows; TND: 1024 rows, or blocks.
- *       Slopes, float32 [B, N1] or [N1], for pse_type 2 and 3. Null: absent.
+ *   realShift: Bias added to the scores: [B or 1, N1, S1 or 1, S2], or only its last 1024 rows; TND: its last 1024
+ *       rows, or the blocks of all sequences, concatenated. pse_type 2 and 3: slopes, float32 [B, N1] or [N1].
+ *       Null: absent.
  *   dropMask: One bit per score, 1 = kept, least significant bit first. Null: absent.
  *   paddingMask: Reserved. Null: absent.
- *   attenMask: 1 = this score is removed; its shape is as sparse_mode says. Null: absent.
+ *   attenMask: 1 removes a score; sparse_mode determines its shape. Null: absent.
  *   queryRope: Rope part of the query rows. Null: absent.
  *   keyRope: Rope part of the key rows. Null: absent.
  *   dScaleQ: Scales of q in fp8 (950 only): not computed here. Null: absent.
  *   dScaleK: Scales of k in fp8 (950 only): not computed here. Null: absent.
  *   dScaleV: Scales of v in fp8 (950 only): not computed here. Null: absent.
  *   sink: One more logit per query head in every denominator. Null: absent.
- *   prefix: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
+ *   prefix: Number of leading keys of each sequence that all rows see (modes 5 and 6). Null: absent.
  *   actualSeqQLen: TND: cumulative end of every sequence's query rows. Null: absent.
  *   actualSeqKvLen: TND: cumulative end of every sequence's keys. Null: absent.
  *   qStartIdx: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
  *   kvStartIdx: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
- *   outDtype: Without effect: it is of fp8 tensors.
- *   softmaxOutLayout: Order of packed statistics: "" head by head in each sequence; otherwise token by token.
- *   seed: Seed of drawn dropout, where keep_prob is below 1 and there is no mask; 0 is a seed.
+ *   outDtype: Without effect: the dtype of the output of fp8 tensors.
+ *   softmaxOutLayout: Order of packed statistics: "": [N1, q_len, 8] of each sequence, concatenated; otherwise [T1,
+ *       N1, 8].
+ *   seed: Seed of dropout if keep_prob is below 1 and there is no drop mask; 0 is a seed too.
  *   offset: Offset of drawn dropout.
- *   softmaxMax: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end, token
- *       by token only where a softmax_layout asks for it.
- *   softmaxSum: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end,
- *       token by token only where a softmax_layout asks for it.
+ *   softmaxMax: Row maxima of the scores, eight equal lanes. TND: the [N1, q_len, 8] of all sequences,
+ *       concatenated; [T1, N1, 8] only if softmax_layout is not empty.
+ *   softmaxSum: Row sums of exp(score - max), eight equal lanes. TND: the [N1, q_len, 8] of all sequences,
+ *       concatenated; [T1, N1, 8] only if softmax_layout is not empty.
  *   softmaxOut: Reserved: empty.
  *   attentionOut: The output rows. */
 ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionScoreV4GetWorkspaceSize(
@@ -115,10 +118,10 @@ ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionScoreV4(
 /* Attention for training, forward, packed sequences.
  *   actualSeqQLenOptional: TND: cumulative end of every sequence's query rows. Null: absent.
  *   actualSeqKvLenOptional: TND: cumulative end of every sequence's keys. Null: absent.
- *   softmaxMaxOut: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end,
- *       token by token only where a softmax_layout asks for it.
- *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to
- *       end, token by token only where a softmax_layout asks for it. */
+ *   softmaxMaxOut: Row maxima of the scores, eight equal lanes. TND: the [N1, q_len, 8] of all sequences,
+ *       concatenated; [T1, N1, 8] only if softmax_layout is not empty.
+ *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes. TND: the [N1, q_len, 8] of all sequences,
+ *       concatenated; [T1, N1, 8] only if softmax_layout is not empty. */
 ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScoreGetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
@@ -157,7 +160,7 @@ ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScoreV3GetWorkspaceSize(
 ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScoreV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
-/* VarLenScore with a choice of the statistics' order. */
+/* VarLenScore with softmax_layout, the order of statistics. */
 ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScoreV4GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
@@ -170,7 +173,7 @@ ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScoreV4GetWorkspaceSize(
 ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScoreV4(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
-/* VarLenScoreV3 with sinks and a choice of the statistics' order. */
+/* VarLenScoreV3 with sinks and softmax_layout. */
 ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionVarLenScoreV5GetWorkspaceSize(
     const aclTensor *query, const aclTensor *queryRope, const aclTensor *key, const aclTensor *keyRope,
     const aclTensor *value, const aclTensor *realShiftOptional, const aclTensor *dropMaskOptional,

@@ -1,4 +1,4 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
@@ -7,24 +7,25 @@
  *   keyIn: Key rows; N1 is a multiple of N2.
  *   value: Value rows.
  *   dy: Gradient of the output.
- *   pseShiftOptional: Bias on the scores: [B or 1, N1, S1 or 1, S2], or its last 1024 rows; TND: 1024 rows, or
- *       blocks. Slopes, float32 [B, N1] or [N1], for pse_type 2 and 3. Null: absent.
+ *   pseShiftOptional: Bias added to the scores: [B or 1, N1, S1 or 1, S2], or only its last 1024 rows; TND: its
+ *       last 1024 rows, or the blocks of all sequences, concatenated. pse_type 2 and 3: slopes, float32 [B, N1] or
+ *       [N1]. Null: absent.
  *   dropMaskOptional: One bit per score, 1 = kept, least significant bit first. Null: absent.
  *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed; its shape is as sparse_mode says. Null: absent.
+ *   attenMaskOptional: 1 removes a score; sparse_mode determines its shape. Null: absent.
  *   softmaxMaxOptional: Row maxima that the forward returned.
  *   softmaxSumOptional: Row sums that the forward returned.
  *   softmaxInOptional: Reserved. Null: absent.
  *   attentionInOptional: The forward's output.
- *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
- *   scaleValue: Factor on query . key; 1.0 unless said, not 1 / sqrt(D).
- *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left, in tokens (modes 0 and 4).
- *   nextTokens: Window to the right, in tokens (modes 0, 4, 7, 8).
+ *   prefixOptional: Number of leading keys of each sequence that all rows see (modes 5 and 6). Null: absent.
+ *   scaleValue: Factor on query . key; the default is 1.0, not 1 / sqrt(D).
+ *   keepProb: Probability that dropout keeps a weight.
+ *   preTokens: Visible tokens before the diagonal (modes 0 and 4).
+ *   nextTokens: Visible tokens behind the diagonal (modes 0, 4, 7, 8).
  *   headNum: Query heads.
  *   inputLayout: Axis order of query, key, value and the output.
- *   innerPrecise: 2: rows that see no key return zeros.
- *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
+ *   innerPrecise: 2: rows without visible keys return zeros.
+ *   sparseMode: Selects how mask, window and prefix determine the visible keys (docs/sparse_modes.md).
  *   dqOut: Gradient of query.
  *   dkOut: Gradient of key.
  *   dvOut: Gradient of value.
@@ -75,15 +76,16 @@ ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionScoreGradV3(
 
 /* Gradients of FlashAttentionScoreV4.
  *   key: Key rows; N1 is a multiple of N2.
- *   pseShift: Bias on the scores: [B or 1, N1, S1 or 1, S2], or its last 1024 rows; TND: 1024 rows, or blocks.
- *       Slopes, float32 [B, N1] or [N1], for pse_type 2 and 3. Null: absent.
+ *   pseShift: Bias added to the scores: [B or 1, N1, S1 or 1, S2], or only its last 1024 rows; TND: its last 1024
+ *       rows, or the blocks of all sequences, concatenated. pse_type 2 and 3: slopes, float32 [B, N1] or [N1].
+ *       Null: absent.
  *   dropMask: One bit per score, 1 = kept, least significant bit first. Null: absent.
  *   paddingMask: Reserved. Null: absent.
- *   attenMask: 1 = this score is removed; its shape is as sparse_mode says. Null: absent.
- *   softmaxMax: Row maxima that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token by
- *       token only where a softmax_layout asks for it.
- *   softmaxSum: Row sums that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token by token
- *       only where a softmax_layout asks for it.
+ *   attenMask: 1 removes a score; sparse_mode determines its shape. Null: absent.
+ *   softmaxMax: Row maxima that the forward returned. TND: the [N1, q_len, 8] of all sequences, concatenated; [T1,
+ *       N1, 8] only if softmax_layout is not empty.
+ *   softmaxSum: Row sums that the forward returned. TND: the [N1, q_len, 8] of all sequences, concatenated; [T1,
+ *       N1, 8] only if softmax_layout is not empty.
  *   softmaxIn: Reserved. Null: absent.
  *   attentionIn: The forward's output.
  *   sinkIn: One more logit per query head in every denominator. Null: absent.
@@ -94,15 +96,16 @@ ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionScoreGradV3(
  *   dScaleV: Scales of v in fp8 (950 only): not computed here. Null: absent.
  *   dScaleDy: Scales of dy in fp8 (950 only): not computed here. Null: absent.
  *   dScaleO: Scales of o in fp8 (950 only): not computed here. Null: absent.
- *   prefix: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
+ *   prefix: Number of leading keys of each sequence that all rows see (modes 5 and 6). Null: absent.
  *   actualSeqQLen: TND: cumulative end of every sequence's query rows. Null: absent.
  *   actualSeqKvLen: TND: cumulative end of every sequence's keys. Null: absent.
  *   qStartIdx: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
  *   kvStartIdx: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
- *   softmaxInLayout: Order of packed statistics: "" head by head in each sequence; otherwise token by token.
- *   seed: Seed of drawn dropout, where keep_prob is below 1 and there is no mask; 0 is a seed.
+ *   softmaxInLayout: Order of packed statistics: "": [N1, q_len, 8] of each sequence, concatenated; otherwise [T1,
+ *       N1, 8].
+ *   seed: Seed of dropout if keep_prob is below 1 and there is no drop mask; 0 is a seed too.
  *   offset: Offset of drawn dropout.
- *   outDtype: Without effect: it is of fp8 tensors.
+ *   outDtype: Without effect: the dtype of the output of fp8 tensors.
  *   dq: Gradient of query.
  *   dk: Gradient of key.
  *   dv: Gradient of value.
@@ -127,10 +130,10 @@ ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionScoreGradV4(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* Gradients of FlashAttentionVarLenScore.
- *   softmaxMaxOptional: Row maxima that the forward returned. TND: [N1, q_len, 8] of each sequence end to end,
- *       token by token only where a softmax_layout asks for it.
- *   softmaxSumOptional: Row sums that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token
- *       by token only where a softmax_layout asks for it.
+ *   softmaxMaxOptional: Row maxima that the forward returned. TND: the [N1, q_len, 8] of all sequences,
+ *       concatenated; [T1, N1, 8] only if softmax_layout is not empty.
+ *   softmaxSumOptional: Row sums that the forward returned. TND: the [N1, q_len, 8] of all sequences, concatenated;
+ *       [T1, N1, 8] only if softmax_layout is not empty.
  *   actualSeqQLenOptional: TND: cumulative end of every sequence's query rows. Null: absent.
  *   actualSeqKvLenOptional: TND: cumulative end of every sequence's keys. Null: absent. */
 ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionUnpaddingScoreGradGetWorkspaceSize(
@@ -178,7 +181,7 @@ ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV3GetWorkspaceSi
 ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
-/* UnpaddingScoreGrad with a choice of the statistics' order. */
+/* UnpaddingScoreGrad with softmax_layout, the order of statistics. */
 ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV4GetWorkspaceSize(
     const aclTensor *query, const aclTensor *keyIn, const aclTensor *value, const aclTensor *dy,
     const aclTensor *pseShiftOptional, const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional,
@@ -191,7 +194,7 @@ ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV4GetWorkspaceSi
 ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV4(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
-/* UnpaddingScoreGradV3 with sinks and a choice of the statistics' order. */
+/* UnpaddingScoreGradV3 with sinks and softmax_layout. */
 ACLNN_FUNCTION aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV5GetWorkspaceSize(
     const aclTensor *query, const aclTensor *queryRope, const aclTensor *keyIn, const aclTensor *keyInRope,
     const aclTensor *value, const aclTensor *dy, const aclTensor *pseShiftOptional,

@@ -1,41 +1,42 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* FusedInferAttentionScore with scales of keys and values apart, and a shared prefix.
+/* FusedInferAttentionScore with separate scales of keys and of values, and a shared prefix.
  *   pseShiftOptional: Added to the scaled scores: [B or 1, N1, S1 or 1, S2], in the query's dtype. Null: absent.
- *   attenMaskOptional: 1 = this key is not seen: [S1, S2], [B or 1, S1, S2] or [B or 1, 1, S1, S2]; sparse_mode 2,
- *       3 and 4 take a 2048 x 2048 triangle, torch.ones(2048, 2048, dtype=torch.bool).triu(1); trees [B, S1, S1].
- *       Null: absent.
- *   actualSeqLengthsOptional: Query rows of every item (one number serves all); packed rows: cumulative ends. None:
- *       all. Null: absent.
- *   actualSeqLengthsKvOptional: Keys of every item (one number serves all); packed keys: cumulative ends; pages:
- *       lengths, always, and needed. None: all. Null: absent.
- *   deqScale1Optional: Of an int8 query: scale of the integer scores. Null: absent.
- *   quantScale1Optional: Of an int8 query: scale that makes the weights int8. Null: absent.
- *   deqScale2Optional: Of an int8 query: scale of the integer output, which undoes quant_scale1 too. Null: absent.
+ *   attenMaskOptional: 1 hides a key from a row: [S1, S2], [B or 1, S1, S2] or [B or 1, 1, S1, S2]; sparse_mode 2,
+ *       3 and 4 take a 2048 x 2048 triangle, torch.ones(2048, 2048, dtype=torch.bool).triu(1); mode 9 a tree mask,
+ *       [B, S1, S1]. Null: absent.
+ *   actualSeqLengthsOptional: Query rows of every sequence (one number serves all); packed rows: cumulative ends.
+ *       None: all. Null: absent.
+ *   actualSeqLengthsKvOptional: Keys of every sequence (one number serves all); packed keys: cumulative ends;
+ *       pages: lengths. None: all. Null: absent.
+ *   deqScale1Optional: With an int8 query: factor on the integer scores. Null: absent.
+ *   quantScale1Optional: With an int8 query: factor on the weights before they are rounded to int8. Null: absent.
+ *   deqScale2Optional: With an int8 query: factor on the integer output; it includes 1 / quant_scale1. Null:
+ *       absent.
  *   quantScale2Optional: Scale of int8 output, 1 or N1*Dv elements. Null: absent.
- *   quantOffset2Optional: Offset of int8 output, as quant_scale2. Null: absent.
+ *   quantOffset2Optional: Offset of int8 output, in the shape of quant_scale2. Null: absent.
  *   antiquantScaleOptional: Scales of integers, keys then values: [2], [2, N2*D] or (antiquant_mode 1) [2, B, S2].
  *       Null: absent.
- *   antiquantOffsetOptional: Added to the integers before scaling; as antiquant_scale. Null: absent.
- *   blockTableOptional: The pages of every item, in order. Null: absent.
- *   queryPaddingSizeOptional: Unused slots behind every item's rows, which end there (left padding). Null: absent.
- *   kvPaddingSizeOptional: Unused slots behind every item's keys, which end there (left padding). Null: absent.
- *   keyAntiquantScaleOptional: Scales of integer keys, by their mode 0: one number or [N2*D], 1: [B, S2], 2: [N2],
- *       3: [B, N2, S2], 4: [blocks, block_size], 5: [blocks, N2, block_size]. Null: absent.
+ *   antiquantOffsetOptional: Added to the integers before scaling; shape of antiquant_scale. Null: absent.
+ *   blockTableOptional: The pages of every sequence, in order. Null: absent.
+ *   queryPaddingSizeOptional: One number: unused rows of query behind the last row of every sequence. Null: absent.
+ *   kvPaddingSizeOptional: One number: unused tokens of key behind the last key of every sequence. Null: absent.
+ *   keyAntiquantScaleOptional: Scales of integer keys, by mode: 0: one number or [N2*D], 1: [B, S2], 2: [N2], 3:
+ *       [B, N2, S2], 4: [blocks, block_size], 5: [blocks, N2, block_size]. Null: absent.
  *   keyAntiquantOffsetOptional: Added to integer keys before scaling. Null: absent.
- *   valueAntiquantScaleOptional: Scales of integer values, by their mode 0: one number or [N2*D], 1: [B, S2], 2:
- *       [N2], 3: [B, N2, S2], 4: [blocks, block_size], 5: [blocks, N2, block_size]. Null: absent.
+ *   valueAntiquantScaleOptional: Scales of integer values, by mode: 0: one number or [N2*D], 1: [B, S2], 2: [N2],
+ *       3: [B, N2, S2], 4: [blocks, block_size], 5: [blocks, N2, block_size]. Null: absent.
  *   valueAntiquantOffsetOptional: Added to integer values before scaling. Null: absent.
- *   keySharedPrefixOptional: Keys in front of every item's own. Null: absent.
- *   valueSharedPrefixOptional: Values in front of every item's own. Null: absent.
- *   actualSharedPrefixLenOptional: Keys of the shared prefix that count, one number; None: all. Null: absent.
- *   keyAntiquantMode: Of key_antiquant_scale: 0 per channel or one number, 1 per token, 2 per head, 3 per token and
- *       head, 4 and 5 as 1 and 3 in pages.
- *   valueAntiquantMode: Of value_antiquant_scale: 0 per channel or one number, 1 per token, 2 per head, 3 per token
- *       and head, 4 and 5 as 1 and 3 in pages.
- * Its other parameters: aclnn_fused_infer_attention_score.h. */
+ *   keySharedPrefixOptional: Keys of a prefix that all sequences share. Null: absent.
+ *   valueSharedPrefixOptional: Values of a prefix that all sequences share. Null: absent.
+ *   actualSharedPrefixLenOptional: One number: used keys of the shared prefix; None: all. Null: absent.
+ *   keyAntiquantMode: Kind of key_antiquant_scale: 0 per channel or one number, 1 per token, 2 per head, 3 per
+ *       token and head, 4 and 5 as 1 and 3 but paged.
+ *   valueAntiquantMode: Kind of value_antiquant_scale: 0 per channel or one number, 1 per token, 2 per head, 3 per
+ *       token and head, 4 and 5 as 1 and 3 but paged.
+ * The other parameters are explained in aclnn_fused_infer_attention_score.h. */
 ACLNN_FUNCTION aclnnStatus aclnnFusedInferAttentionScoreV2GetWorkspaceSize(
     const aclTensor *query, const aclTensorList *key, const aclTensorList *value, const aclTensor *pseShiftOptional,
     const aclTensor *attenMaskOptional, const aclIntArray *actualSeqLengthsOptional,

@@ -1,12 +1,13 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* FusedInferAttentionScoreV2 with rope parts of their own.
+/* FusedInferAttentionScoreV2 with rope parts as separate tensors.
  *   queryRopeOptional: Rope part of the query rows. Null: absent.
- *   keyRopeOptional: Rope part of the key rows, as the keys lie. Null: absent.
+ *   keyRopeOptional: Rope part of the key rows, in the form of key. Null: absent.
  *   keyRopeAntiquantScaleOptional: Reserved. Null: absent.
- * Its other parameters: aclnn_fused_infer_attention_score.h, aclnn_fused_infer_attention_score_v2.h. */
+ * The other parameters are explained in aclnn_fused_infer_attention_score.h,
+ * aclnn_fused_infer_attention_score_v2.h. */
 ACLNN_FUNCTION aclnnStatus aclnnFusedInferAttentionScoreV3GetWorkspaceSize(
     const aclTensor *query, const aclTensorList *key, const aclTensorList *value, const aclTensor *pseShiftOptional,
     const aclTensor *attenMaskOptional, const aclIntArray *actualSeqLengthsOptional,

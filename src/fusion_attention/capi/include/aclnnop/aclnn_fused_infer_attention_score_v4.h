@@ -1,14 +1,14 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
 /* FusedInferAttentionScoreV3 with a scale per query row, and sinks.
- *   dequantScaleQueryOptional: Scale of an int8 query, per row and head. query_rope comes divided by it and by the
+ *   dequantScaleQueryOptional: Scale of an int8 query, per row and head. Pass query_rope divided by it and by the
  *       key's scale. Null: absent.
- *   learnableSinkOptional: One more logit per query head, without a value. Null: absent.
- *   queryQuantMode: 3: an int8 query with a scale per row and head (rope parts beside it); else 0.
- * Its other parameters: aclnn_fused_infer_attention_score.h, aclnn_fused_infer_attention_score_v2.h,
-aclnn_fused_infer_attention_score_v3.h. */
+ *   learnableSinkOptional: One more logit per query head in the denominator. Null: absent.
+ *   queryQuantMode: 3: an int8 query with rope parts, and a scale per row and head; otherwise 0.
+ * The other parameters are explained in aclnn_fused_infer_attention_score.h,
+ * aclnn_fused_infer_attention_score_v2.h, aclnn_fused_infer_attention_score_v3.h. */
 ACLNN_FUNCTION aclnnStatus aclnnFusedInferAttentionScoreV4GetWorkspaceSize(
     const aclTensor *query, const aclTensorList *key, const aclTensorList *value, const aclTensor *pseShiftOptional,
     const aclTensor *attenMaskOptional, const aclIntArray *actualSeqLengthsOptional,

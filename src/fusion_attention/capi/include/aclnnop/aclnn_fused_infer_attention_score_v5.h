@@ -1,13 +1,14 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* FusedInferAttentionScoreV4 on Ascend 950: this library computes what both chips know.
- *   qStartIdxOptional: Of pse_type 2 and 3, which there are not. Null: absent.
- *   kvStartIdxOptional: Of pse_type 2 and 3, which there are not. Null: absent.
+/* FusedInferAttentionScoreV4 on Ascend 950; forms that only Ascend 950 has are not computed.
+ *   qStartIdxOptional: Without effect: for pse_type 2 and 3, which are not supported. Null: absent.
+ *   kvStartIdxOptional: Without effect: for pse_type 2 and 3, which are not supported. Null: absent.
  *   pseType: 0: pse_shift is added to the scaled scores.
- * Its other parameters: aclnn_fused_infer_attention_score.h, aclnn_fused_infer_attention_score_v2.h,
-aclnn_fused_infer_attention_score_v3.h, aclnn_fused_infer_attention_score_v4.h. */
+ * The other parameters are explained in aclnn_fused_infer_attention_score.h,
+ * aclnn_fused_infer_attention_score_v2.h, aclnn_fused_infer_attention_score_v3.h,
+ * aclnn_fused_infer_attention_score_v4.h. */
 ACLNN_FUNCTION aclnnStatus aclnnFusedInferAttentionScoreV5GetWorkspaceSize(
     const aclTensor *query, const aclTensorList *key, const aclTensorList *value, const aclTensor *pseShiftOptional,
     const aclTensor *attenMaskOptional, const aclIntArray *actualSeqLengthsOptional,

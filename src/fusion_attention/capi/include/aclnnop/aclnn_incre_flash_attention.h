@@ -1,20 +1,21 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* Attention of one new token per item over its cache.
- *   query: Query rows, one per item; more see the cache as the last rows of a prompt do.
- *   key: Key rows: one tensor, one per item, or pages [blocks, block_size, N2*D] or [blocks, N2, block_size, D].
- *   value: Value rows, as the keys lie.
+/* Softmax attention of one new token per sequence to the keys in its cache.
+ *   query: Query rows, one per sequence; several are causal, as the last rows of a prompt.
+ *   key: Key rows: one tensor, one per sequence, or pages [blocks, block_size, N2*D] or [blocks, N2, block_size,
+ *       D].
+ *   value: Value rows, in the form of key.
  *   pseShift: Added to the scaled scores: [B or 1, N1, S1, S2]. Null: absent.
- *   attenMask: 1 = this token is not seen: [B, S2], [B, 1, S2] or [B, 1, 1, S2]. Null: absent.
- *   actualSeqLengths: Tokens of every item in the cache; one number serves all; None: the whole cache. Null:
+ *   attenMask: 1 hides a token of the cache: [B, S2], [B, 1, S2] or [B, 1, 1, S2]. Null: absent.
+ *   actualSeqLengths: Tokens of every sequence in the cache; one number serves all; None: the whole cache. Null:
  *       absent.
  *   numHeads: Query heads.
- *   scaleValue: Factor on query . key; 1.0 unless said, not 1 / sqrt(D).
- *   inputLayout: Axis order of query, the output, and a cache without pages.
+ *   scaleValue: Factor on query . key; the default is 1.0, not 1 / sqrt(D).
+ *   inputLayout: Axis order of query, output, and a cache without pages.
  *   numKeyValueHeads: Key heads; 0: as many as query heads.
- *   attentionOut: The output rows: zeros without tokens, the mean of the values where all are masked. int8 beside
+ *   attentionOut: The output rows: zeros if a sequence is empty, the mean of V if the mask hides all. int8 beside
  *       quant_scale2. */
 ACLNN_FUNCTION aclnnStatus aclnnIncreFlashAttentionGetWorkspaceSize(
     const aclTensor *query, const aclTensorList *key, const aclTensorList *value, const aclTensor *pseShift,

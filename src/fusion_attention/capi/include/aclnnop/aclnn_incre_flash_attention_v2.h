@@ -1,15 +1,15 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
 /* IncreFlashAttention with int8 output.
- *   dequantScale1: Of an int8 query: reserved. Null: absent.
- *   quantScale1: Of an int8 query: reserved. Null: absent.
- *   dequantScale2: Of an int8 query: reserved. Null: absent.
+ *   dequantScale1: Reserved (for an int8 query). Null: absent.
+ *   quantScale1: Reserved (for an int8 query). Null: absent.
+ *   dequantScale2: Reserved (for an int8 query). Null: absent.
  *   quantScale2: Scale of int8 output, 1 or N1*D elements; halves round to even (one scale) or away from zero.
  *       Null: absent.
- *   quantOffset2: Offset of int8 output, as quant_scale2. Null: absent.
- * Its other parameters: aclnn_incre_flash_attention.h. */
+ *   quantOffset2: Offset of int8 output, in the shape of quant_scale2. Null: absent.
+ * The other parameters are explained in aclnn_incre_flash_attention.h. */
 ACLNN_FUNCTION aclnnStatus aclnnIncreFlashAttentionV2GetWorkspaceSize(
     const aclTensor *query, const aclTensorList *key, const aclTensorList *value, const aclTensor *pseShift,
     const aclTensor *attenMask, const aclIntArray *actualSeqLengths, const aclTensor *dequantScale1,

@@ -1,11 +1,11 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
 /* IncreFlashAttentionV3 with left padding.
- *   kvPaddingSize: Unused slots behind every item, which ends there (left padding). Null: absent.
- * Its other parameters: aclnn_incre_flash_attention.h, aclnn_incre_flash_attention_v2.h,
-aclnn_incre_flash_attention_v3.h. */
+ *   kvPaddingSize: One number: unused tokens of the cache behind the last token of every sequence. Null: absent.
+ * The other parameters are explained in aclnn_incre_flash_attention.h, aclnn_incre_flash_attention_v2.h,
+ * aclnn_incre_flash_attention_v3.h. */
 ACLNN_FUNCTION aclnnStatus aclnnIncreFlashAttentionV4GetWorkspaceSize(
     const aclTensor *query, const aclTensorList *key, const aclTensorList *value, const aclTensor *pseShift,
     const aclTensor *attenMask, const aclIntArray *actualSeqLengths, const aclTensor *dequantScale1,

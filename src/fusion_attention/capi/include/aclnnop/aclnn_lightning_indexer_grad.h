@@ -1,18 +1,19 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* Gradients of the values that LightningIndexer chose, padded or packed.
+/* Gradients of the values that LightningIndexer returned, for padded or packed keys.
  *   query: Query rows.
  *   key: Key rows, one head for all query heads.
  *   dy: Gradient of the values.
  *   sparseIndices: The forward's indices.
- *   weights: Weight of every query head, in the query's dtype or float32; scale factors belong into it.
- *   actualSeqQLenOptional: Query rows of every sequence; TND (needed): their cumulative ends. Null: absent.
- *   actualSeqKvLenOptional: Keys of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   weights: Weight of every query head, in the query's dtype or float32; a scale of the scores is multiplied into
+ *       it.
+ *   actualSeqQLenOptional: Query rows of every sequence; TND: cumulative ends, required. Null: absent.
+ *   actualSeqKvLenOptional: Keys of every sequence; TND: cumulative ends, required. Null: absent.
  *   headNum: Query heads.
  *   inputLayout: Axis order of query rows.
- *   sparseMode: 0: rows see all keys; 3: causal, the last row sees the last key.
+ *   sparseMode: 0: all keys are visible; 3: causal, the last row sees the last key.
  *   preTokens: Without effect.
  *   nextTokens: Without effect.
  *   deterministic: Accepted; results are always reproducible on the CPU.

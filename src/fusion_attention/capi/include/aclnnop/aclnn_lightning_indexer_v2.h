@@ -1,30 +1,32 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* Scores of keys that may stand for several tokens each, and per row the keys that score highest.
+/* Selects the keys with the highest scores for each row; a key may stand for several tokens.
  *   q: Query rows.
  *   k: Key rows, one head for all query heads.
- *   w: Weight of every query head; scale factors belong into it.
- *   cuSeqlensQ: Ends of packed sequences of rows, a 0 before them: TND alone, needed. Null: absent.
- *   cuSeqlensK: Ends of packed sequences of keys, a 0 before them: TND alone, needed. Null: absent.
- *   sequsedQ: Rows of every sequence that count, the first ones; None: all. Null: absent.
- *   sequsedK: Keys of every sequence that count, the first ones; None: all. Null: absent.
- *   cmpResidualK: Tokens behind those of the last key, of every sequence: its tokens % cmp_ratio. For cmp_ratio
- *       above 1 in mask_mode 3 alone, where it is needed. Null: absent.
+ *   w: Weight of every query head; a scale of the scores is multiplied into it.
+ *   cuSeqlensQ: 0, then the cumulative ends of the sequences of rows: required in layout TND, None in other
+ *       layouts. Null: absent.
+ *   cuSeqlensK: 0, then the cumulative ends of the sequences of keys: required in layout TND, None in other
+ *       layouts. Null: absent.
+ *   sequsedQ: Number of leading rows of each sequence that are used; None: all. Null: absent.
+ *   sequsedK: Number of leading keys of each sequence that are used; None: all. Null: absent.
+ *   cmpResidualK: Tokens of every sequence behind those of its last key: its tokens % cmp_ratio. Required if
+ *       cmp_ratio is above 1 and mask_mode 3, otherwise None. Null: absent.
  *   blockTable: The pages of every sequence, for keys in layout PA_BBND. Null: absent.
- *   outputIdxOffset: Added to the indices of a row, not to -1: a number for every row, or for every sequence. Null:
+ *   outputIdxOffset: Added to the indices of a row except -1: a number for every row, or for every sequence. Null:
  *       absent.
- *   metadata: Without effect: work is not divided before a call. Null: absent.
- *   topk: Keys that a row chooses.
+ *   metadata: Without effect: back ends here divide the work themselves. Null: absent.
+ *   topk: Number of keys that a row selects.
  *   maxSeqlenQ: Without effect.
  *   layoutQ: Axis order of query rows.
- *   layoutK: Axis order of key rows: as the queries', or PA_BBND.
- *   maskMode: 0: rows see all keys; 3: causal, the last row sees the last key.
+ *   layoutK: Axis order of keys: layout_q, or PA_BBND.
+ *   maskMode: 0: all keys are visible; 3: causal, the last row sees the last key.
  *   cmpRatio: Tokens that a key stands for.
- *   returnValue: 1: return the scores of the chosen keys.
- *   sparseIndices: The keys chosen, best first; -1 behind the last, and in rows of no sequence.
- *   sparseValues: Their scores; -inf where an index is -1. */
+ *   returnValue: 1: return the scores of the selected keys.
+ *   sparseIndices: The selected keys by descending score, then -1; -1 in rows of no sequence.
+ *   sparseValues: The scores of the selected keys; -inf where an index is -1. */
 ACLNN_FUNCTION aclnnStatus aclnnLightningIndexerV2GetWorkspaceSize(
     const aclTensor *q, const aclTensor *k, const aclTensor *w, const aclTensor *cuSeqlensQ,
     const aclTensor *cuSeqlensK, const aclTensor *sequsedQ, const aclTensor *sequsedK, const aclTensor *cmpResidualK,

@@ -1,10 +1,10 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
 /* PromptFlashAttentionV2 with pse_shift, inner_precise and packed rows.
- *   innerPrecise: Bit 1: rows that a mask empties are zeros, not the mean of the values. Bit 0 has no effect.
- * Its other parameters: aclnn_prompt_flash_attention.h, aclnn_prompt_flash_attention_v2.h. */
+ *   innerPrecise: Bit 1: rows whose keys the mask hides return zeros, not the mean of V. Bit 0 has no effect.
+ * The other parameters are explained in aclnn_prompt_flash_attention.h, aclnn_prompt_flash_attention_v2.h. */
 ACLNN_FUNCTION aclnnStatus aclnnPromptFlashAttentionV3GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *pseShift,
     const aclTensor *attenMask, const aclIntArray *actualSeqLengths, const aclIntArray *actualSeqLengthsKv,

@@ -1,30 +1,31 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* Attention over the blocks of keys that every row selects.
+/* Softmax attention over the blocks of keys that every row selects.
  *   query: Query rows.
  *   key: Key rows.
- *   value: Value rows; None: the first Dv elements of the key rows, whose gradient then holds both. Null: absent.
- *   sparseIndices: Per row and key head the selected blocks, packed to the front, numbered from the sequence's
- *       first; -1 ends a list.
+ *   value: Value rows; None: values are the first Dv elements of key rows, and dkey is the sum of both gradients.
+ *       Null: absent.
+ *   sparseIndices: Per row and key head a list of selected blocks, numbered from 0 in each sequence; -1 ends a
+ *       list.
  *   blockTableOptional: The pages of every sequence, for keys in layout PA_BSND. Null: absent.
- *   actualSeqLengthsQueryOptional: Query rows of every sequence; TND (needed): their cumulative ends. Null: absent.
- *   actualSeqLengthsKvOptional: Keys of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   actualSeqLengthsQueryOptional: Query rows of every sequence; TND: cumulative ends, required. Null: absent.
+ *   actualSeqLengthsKvOptional: Keys of every sequence; TND: cumulative ends, required. Null: absent.
  *   queryRopeOptional: Rope part of the query rows. Null: absent.
  *   keyRopeOptional: Rope part of the key rows. Null: absent.
  *   scaleValue: Factor on query . key.
  *   sparseBlockSizeOptional: Tokens of a selected block.
  *   layoutQueryOptional: Axis order of query rows.
- *   layoutKvOptional: Axis order of key rows: as the queries', or PA_BSND.
- *   sparseMode: 0: rows see all keys; 3: causal, the last row sees the last key.
+ *   layoutKvOptional: Axis order of keys: the layout of queries, or PA_BSND.
+ *   sparseMode: 0: all keys are visible; 3: causal, the last row sees the last key.
  *   preTokens: Without effect.
  *   nextTokens: Without effect.
- *   attentionMode: 2: value is the key's first part, as everywhere here; the chip takes no other.
+ *   attentionMode: Without effect; the chip supports 2 alone, with values that are the first elements of keys.
  *   returnSoftmaxLse: Return row maxima and sums.
  *   attentionOut: The output rows.
- *   softmaxMax: Row maxima of the scaled scores; 0 where a row sees no key.
- *   softmaxSum: Row sums of exp(score - max); 0 where a row sees no key. */
+ *   softmaxMax: Row maxima of the scaled scores; 0 in rows without visible keys.
+ *   softmaxSum: Row sums of exp(score - max); 0 in rows without visible keys. */
 ACLNN_FUNCTION aclnnStatus aclnnSparseFlashAttentionGetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *sparseIndices,
     const aclTensor *blockTableOptional, const aclTensor *actualSeqLengthsQueryOptional,

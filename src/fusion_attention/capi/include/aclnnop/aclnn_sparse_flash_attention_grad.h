@@ -1,25 +1,26 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
 /* Gradients of SparseFlashAttention, padded or packed.
  *   query: Query rows.
  *   key: Key rows.
- *   value: Value rows; None: the first Dv elements of the key rows, whose gradient then holds both. Null: absent.
- *   sparseIndices: Per row and key head the selected blocks, packed to the front, numbered from the sequence's
- *       first; -1 ends a list.
+ *   value: Value rows; None: values are the first Dv elements of key rows, and dkey is the sum of both gradients.
+ *       Null: absent.
+ *   sparseIndices: Per row and key head a list of selected blocks, numbered from 0 in each sequence; -1 ends a
+ *       list.
  *   dOut: Gradient of the output.
  *   out: The forward's output.
  *   softmaxMax: Row maxima that the forward returned.
  *   softmaxSum: Row sums that the forward returned.
- *   actualSeqLengthsQueryOptional: Query rows of every sequence; TND (needed): their cumulative ends. Null: absent.
- *   actualSeqLengthskvOptional: Keys of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   actualSeqLengthsQueryOptional: Query rows of every sequence; TND: cumulative ends, required. Null: absent.
+ *   actualSeqLengthskvOptional: Keys of every sequence; TND: cumulative ends, required. Null: absent.
  *   queryRopeOptional: Rope part of the query rows. Null: absent.
  *   keyRopeOptional: Rope part of the key rows. Null: absent.
  *   scaleValue: Factor on query . key.
  *   sparseBlockSize: Tokens of a selected block.
  *   layoutOptional: Axis order of query rows.
- *   sparseMode: 0: rows see all keys; 3: causal, the last row sees the last key.
+ *   sparseMode: 0: all keys are visible; 3: causal, the last row sees the last key.
  *   preTokens: Without effect.
  *   nextTokens: Without effect.
  *   deterministic: Accepted; results are always reproducible on the CPU.

@@ -1,4 +1,4 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
@@ -7,41 +7,42 @@
  *   dOut: Gradient of the output.
  *   out: The forward's output.
  *   lse: As the forward returned it.
- *   oriKv: Key rows, also values; needed. Null: absent.
- *   cmpKv: Compressed key rows: row e stands for the tokens e * ratio to e * ratio + ratio - 1. Null: absent.
- *   oriSparseIndices: Per row the keys that it reads, packed to the front; -1 ends a list. Without cmp_kv alone
- *       (950 only). Null: absent.
- *   cmpSparseIndices: Per row and key head the compressed keys that it reads, packed to the front; -1 ends a list.
- *       None: all that it sees. Null: absent.
- *   cuSeqlensQ: Cumulative lengths of query rows, a 0 before them: TND alone, where they are needed. Null: absent.
- *   cuSeqlensOriKv: Cumulative lengths of key rows, a 0 before them: TND alone, where they are needed. Null:
+ *   oriKv: Keys, which are also the values; required. Null: absent.
+ *   cmpKv: Compressed keys: key e stands for the tokens e * ratio to e * ratio + ratio - 1. Null: absent.
+ *   oriSparseIndices: The keys that every row reads; -1 ends a list. Only without cmp_kv (a 950 form). Null:
  *       absent.
- *   cuSeqlensCmpKv: Cumulative lengths of key_compressed rows, a 0 before them: TND alone, where they are needed.
- *       Null: absent.
- *   sequsedQ: Lengths of query rows; pages: needed. Null: absent.
- *   sequsedOriKv: Lengths of key rows; pages: needed. Null: absent.
- *   sequsedCmpKv: Lengths of key_compressed rows; pages: needed. Null: absent.
- *   cmpResidualKv: Tokens behind those of the last compressed key, of every sequence. Null: absent.
- *   oriTopkLength: Entries of every row's list in ori_sparse_indices; None: up to its first -1. Null: absent.
- *   cmpTopkLength: Entries of every row's list (950 only): not computed here. Null: absent.
+ *   cmpSparseIndices: Per row and key head a list of compressed keys, ended by -1; None: all visible ones. Null:
+ *       absent.
+ *   cuSeqlensQ: 0, then the cumulative ends of the sequences of query: required in layout TND, None in other
+ *       layouts. Null: absent.
+ *   cuSeqlensOriKv: 0, then the cumulative ends of the sequences of key: required in layout TND, None in other
+ *       layouts. Null: absent.
+ *   cuSeqlensCmpKv: 0, then the cumulative ends of the sequences of key_compressed: required in layout TND, None in
+ *       other layouts. Null: absent.
+ *   sequsedQ: Number of used rows of query in each sequence; None: all. Required if paged. Null: absent.
+ *   sequsedOriKv: Number of used rows of key in each sequence; None: all. Required if paged. Null: absent.
+ *   sequsedCmpKv: Number of used rows of key_compressed in each sequence; None: all. Required if paged. Null:
+ *       absent.
+ *   cmpResidualKv: Tokens of every sequence behind those of its last compressed key. Null: absent.
+ *   oriTopkLength: Number of entries of every list in ori_sparse_indices; None: a list ends at its first -1. Null:
+ *       absent.
+ *   cmpTopkLength: Number of entries of every list (950 only): not computed here. Null: absent.
  *   sinks: One more logit per query head in every denominator. Null: absent.
- *   metadata: Without effect: no work is divided before a call. Null: absent.
- *   scaleValue: Factor on q . key; 1 unless it is said.
+ *   metadata: Without effect: back ends here divide the work themselves. Null: absent.
+ *   scaleValue: Factor on q . key; the default is 1.0.
  *   cmpRatio: Tokens that a compressed key stands for.
  *   oriMaskMode: 0: all keys; 3: causal; 4: a window.
- *   cmpMaskMode: 3: the compressed keys of closed groups, (position + 1) // cmp_ratio.
- *   oriWinLeft: Keys before the row's own, in mode 4; -1: all.
- *   oriWinRight: Keys behind the row's own, in mode 4; -1: all.
+ *   cmpMaskMode: 3: a row sees the first (position + 1) // cmp_ratio compressed keys.
+ *   oriWinLeft: Visible keys before the diagonal, in ori_mask_mode 4; -1: all.
+ *   oriWinRight: Visible keys behind the diagonal, in ori_mask_mode 4; -1: all.
  *   layoutQ: Axis order of query rows.
- *   layoutKv: Axis order of key rows: as the queries', or PA_BBND.
+ *   layoutKv: Axis order of keys: the layout of queries, or PA_BBND.
  *   dQuery: Gradient of the query rows.
  *   dOriKv: Gradient of ori_kv, as keys and as values.
  *   dCmpKv: Gradient of cmp_kv.
  *   dSinks: Gradient of sinks.
- *   oriSoftmaxL1Norm: Mean over heads of the probabilities of ori_sparse_indices' entries; 0 of those that are not
- *       read.
- *   cmpSoftmaxL1Norm: Mean over heads of the probabilities of cmp_sparse_indices' entries; 0 of those that are not
- *       read. */
+ *   oriSoftmaxL1Norm: Probability of each entry of ori_sparse_indices, a mean over heads; 0 if it is not read.
+ *   cmpSoftmaxL1Norm: Probability of each entry of cmp_sparse_indices, a mean over heads; 0 if it is not read. */
 ACLNN_FUNCTION aclnnStatus aclnnSparseFlashMlaGradGetWorkspaceSize(
     const aclTensor *query, const aclTensor *dOut, const aclTensor *out, const aclTensor *lse,
     const aclTensor *oriKv, const aclTensor *cmpKv, const aclTensor *oriSparseIndices,

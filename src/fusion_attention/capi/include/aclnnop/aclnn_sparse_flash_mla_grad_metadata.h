@@ -1,19 +1,22 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* Metadata of SparseFlashMlaGrad: zeros, for no work is divided here.
- *   cuSeqlensQ: Cumulative lengths of query rows, a 0 before them: TND alone, where they are needed. Null: absent.
- *   cuSeqlensOriKv: Cumulative lengths of key rows, a 0 before them: TND alone, where they are needed. Null:
+/* Metadata of SparseFlashMlaGrad: zeros, because back ends here divide the work themselves.
+ *   cuSeqlensQ: 0, then the cumulative ends of the sequences of query: required in layout TND, None in other
+ *       layouts. Null: absent.
+ *   cuSeqlensOriKv: 0, then the cumulative ends of the sequences of key: required in layout TND, None in other
+ *       layouts. Null: absent.
+ *   cuSeqlensCmpKv: 0, then the cumulative ends of the sequences of key_compressed: required in layout TND, None in
+ *       other layouts. Null: absent.
+ *   sequsedQ: Number of used rows of query in each sequence; None: all. Required if paged. Null: absent.
+ *   sequsedOriKv: Number of used rows of key in each sequence; None: all. Required if paged. Null: absent.
+ *   sequsedCmpKv: Number of used rows of key_compressed in each sequence; None: all. Required if paged. Null:
  *       absent.
- *   cuSeqlensCmpKv: Cumulative lengths of key_compressed rows, a 0 before them: TND alone, where they are needed.
- *       Null: absent.
- *   sequsedQ: Lengths of query rows; pages: needed. Null: absent.
- *   sequsedOriKv: Lengths of key rows; pages: needed. Null: absent.
- *   sequsedCmpKv: Lengths of key_compressed rows; pages: needed. Null: absent.
- *   cmpResidualKv: Tokens behind those of the last compressed key, of every sequence. Null: absent.
- *   oriTopkLength: Entries of every row's list in ori_sparse_indices; None: up to its first -1. Null: absent.
- *   cmpTopkLength: Entries of every row's list (950 only): not computed here. Null: absent.
+ *   cmpResidualKv: Tokens of every sequence behind those of its last compressed key. Null: absent.
+ *   oriTopkLength: Number of entries of every list in ori_sparse_indices; None: a list ends at its first -1. Null:
+ *       absent.
+ *   cmpTopkLength: Number of entries of every list (950 only): not computed here. Null: absent.
  *   numHeadsQ: Without effect.
  *   numHeadsKv: Without effect.
  *   headDim: Without effect.

@@ -1,27 +1,29 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
 /* Probabilities of compressed keys in SparseFlashMla's softmax, a mean over heads.
  *   q: Query rows.
  *   k: Compressed key rows.
- *   softmaxLse: As the forward returned it: of both sources and the sink.
- *   sparseIndices: Per row and key head the compressed keys that it reads, packed to the front; -1 ends a list.
- *       None: all that it sees. Null: absent.
- *   cuSeqlensQ: Cumulative lengths of q, a 0 before them; TND alone: needed. Null: absent.
- *   cuSeqlensK: Cumulative lengths of k, a 0 before them; TND alone: needed. Null: absent.
- *   sequsedQ: Lengths of q's sequences. Null: absent.
- *   sequsedK: Lengths of k's sequences. Null: absent.
- *   cmpResidualK: Tokens behind those of the last compressed key, of every sequence. Null: absent.
- *   topkLength: Entries of every row's list; None: up to its first -1. Null: absent.
- *   metadata: Without effect: no work is divided before a call. Null: absent.
- *   softmaxScale: Factor on q . key; 1 unless it is said.
- *   maxSeqlenK: Columns of packed rows without lists: the longest sequence's keys, or more.
+ *   softmaxLse: softmax_lse that the forward returned, over both sources and the sink.
+ *   sparseIndices: Per row and key head a list of compressed keys, ended by -1; None: all visible ones. Null:
+ *       absent.
+ *   cuSeqlensQ: 0, then the cumulative ends of the sequences of q: required in layout TND, None in other layouts.
+ *       Null: absent.
+ *   cuSeqlensK: 0, then the cumulative ends of the sequences of k: required in layout TND, None in other layouts.
+ *       Null: absent.
+ *   sequsedQ: Number of used rows of q in each sequence; None: all. Null: absent.
+ *   sequsedK: Number of used rows of k in each sequence; None: all. Null: absent.
+ *   cmpResidualK: Tokens of every sequence behind those of its last compressed key. Null: absent.
+ *   topkLength: Number of entries of every list; None: a list ends at its first -1. Null: absent.
+ *   metadata: Without effect: back ends here divide the work themselves. Null: absent.
+ *   softmaxScale: Factor on q . key; the default is 1.0.
+ *   maxSeqlenK: Columns of the result for packed rows without lists: at least the keys of the longest sequence.
  *   cmpRatio: Tokens that a compressed key stands for.
- *   maskMode: 0: all compressed keys; 3: those of closed groups.
+ *   maskMode: 0: all compressed keys are visible; 3: the first (position + 1) // cmp_ratio.
  *   layoutQ: Axis order of query rows.
- *   layoutK: Axis order of key rows: the queries'.
- *   out: A column for each entry of a list, or for each compressed key; 0 of those that are not read. */
+ *   layoutK: Axis order of keys; it must be layout_q.
+ *   out: A column for each entry of a list, or without lists for each compressed key; 0 if it is not read. */
 ACLNN_FUNCTION aclnnStatus aclnnSparseFlashMlaSoftmaxL1NormGetWorkspaceSize(
     const aclTensor *q, const aclTensor *k, const aclTensor *softmaxLse, const aclTensor *sparseIndices,
     const aclTensor *cuSeqlensQ, const aclTensor *cuSeqlensK, const aclTensor *sequsedQ, const aclTensor *sequsedK,

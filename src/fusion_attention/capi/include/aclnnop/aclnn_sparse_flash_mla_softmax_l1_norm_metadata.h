@@ -1,14 +1,16 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* Metadata of SparseFlashMlaSoftmaxL1Norm: zeros, for no work is divided here.
- *   cuSeqlensQ: Cumulative lengths of q, a 0 before them; TND alone: needed. Null: absent.
- *   cuSeqlensK: Cumulative lengths of k, a 0 before them; TND alone: needed. Null: absent.
- *   sequsedQ: Lengths of q's sequences. Null: absent.
- *   sequsedK: Lengths of k's sequences. Null: absent.
- *   cmpResidualK: Tokens behind those of the last compressed key, of every sequence. Null: absent.
- *   topkLength: Entries of every row's list; None: up to its first -1. Null: absent.
+/* Metadata of SparseFlashMlaSoftmaxL1Norm: zeros, because back ends here divide the work themselves.
+ *   cuSeqlensQ: 0, then the cumulative ends of the sequences of q: required in layout TND, None in other layouts.
+ *       Null: absent.
+ *   cuSeqlensK: 0, then the cumulative ends of the sequences of k: required in layout TND, None in other layouts.
+ *       Null: absent.
+ *   sequsedQ: Number of used rows of q in each sequence; None: all. Null: absent.
+ *   sequsedK: Number of used rows of k in each sequence; None: all. Null: absent.
+ *   cmpResidualK: Tokens of every sequence behind those of its last compressed key. Null: absent.
+ *   topkLength: Number of entries of every list; None: a list ends at its first -1. Null: absent.
  *   numHeadsQ: Without effect.
  *   numHeadsK: Without effect.
  *   headDim: Without effect.

@@ -1,23 +1,25 @@
-/* Written from the operators' records by `python -m codegen`. */
+/* Generated from the operator definitions by `python -m codegen`. */
 #pragma once
 #include "aclnn/aclnn_base.h"
 
-/* How far the indexer's distribution over the selected keys is from the attention's, and the gradients.
+/* Kullback-Leibler divergence of the indexer's distribution over the selected keys from the attention's, and its
+ * gradients.
  *   query: Query rows.
  *   key: Key rows.
  *   queryIndex: Query rows of the indexer.
  *   keyIndex: Key rows of the indexer, one head for all of its query heads.
- *   weights: Weight of every head of the indexer, in its query's dtype or float32; scale factors belong into it.
- *   sparseIndices: The keys that every row selects, for all heads, packed to the front; -1 ends a list.
+ *   weights: Weight of every head of the indexer, in its query's dtype or float32; a scale of the scores is
+ *       multiplied into it.
+ *   sparseIndices: The keys that every row selects, shared by all heads; -1 ends a list.
  *   softmaxMax: Row maxima that the forward returned.
  *   softmaxSum: Row sums that the forward returned.
  *   queryRope: Rope part of the query rows. Null: absent.
  *   keyRope: Rope part of the key rows. Null: absent.
- *   actualSeqLengthsQuery: Query rows of every sequence; TND (needed): their cumulative ends. Null: absent.
- *   actualSeqLengthsKey: Keys of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   actualSeqLengthsQuery: Query rows of every sequence; TND: cumulative ends, required. Null: absent.
+ *   actualSeqLengthsKey: Keys of every sequence; TND: cumulative ends, required. Null: absent.
  *   scaleValue: Factor on query . key.
  *   layout: Axis order of query rows.
- *   sparseMode: 0: rows see all keys; 3: causal, the last row sees the last key.
+ *   sparseMode: 0: all keys are visible; 3: causal, the last row sees the last key.
  *   pre_tokens: Without effect.
  *   next_tokens: Without effect.
  *   deterministic: Accepted; results are always reproducible on the CPU.
