@@ -17,11 +17,12 @@ from fusion_attention.integrations import sparse_blocks, sparse_compressed, spar
 from fusion_attention.integrations import transformers as integration
 from fusion_attention.integrations.sparse_paths import configuration, paths
 
+ROWS = "rows before position 6 read all keys, dense; rows before position 9 read 6 keys, dense with a mask"
 EXPECTED = {
-    "deepseek_v32": ["keys of an indexer: 6 of T latents a row; rows before position 6 read all keys, dense"] * 2,
+    "deepseek_v32": [f"keys of an indexer: 6 of T latents a row; {ROWS}"] * 2,
     "glm_moe_dsa": [
-        "keys of an indexer: 6 of T latents a row; rows before position 6 read all keys, dense",
-        "keys of layer 0's indexer: 6 of T latents a row; rows before position 6 read all keys, dense",
+        f"keys of an indexer: 6 of T latents a row; {ROWS}",
+        f"keys of layer 0's indexer: 6 of T latents a row; {ROWS}",
     ],
     "deepseek_v4": [
         "a window of 5 keys",
