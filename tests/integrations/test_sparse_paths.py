@@ -61,14 +61,14 @@ def test_the_paths_are_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None
                 monkeypatch.setattr(module, function, lambda *a, f=original, **k: ran.append(f.__name__) or f(*a, **k))
     with torch.no_grad():
         model(tokens(1, 24), use_cache=False)
-    chosen = ["attention", "lightning_indexer", "sparse_attention"]
+    latents = ["lightning_indexer", "attention", "sparse_attention"]
     assert (
         ran
         == {
-            "deepseek_v32": chosen * 2,
-            "glm_moe_dsa": [*chosen, "attention", "sparse_attention"],
+            "deepseek_v32": latents * 2,
+            "glm_moe_dsa": [*latents, "attention", "sparse_attention"],
             "deepseek_v4": ["attention", "lightning_indexer", "compressed_attention", "compressed_attention"],
-            "qwen4_exp": chosen,
+            "qwen4_exp": ["attention", "lightning_indexer", "sparse_attention"],
         }[name]
     )
 
