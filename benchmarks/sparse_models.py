@@ -233,6 +233,31 @@ def memory(
         print(f"{name}, S {tokens}: {done.stdout.strip() or f'failed with {done.returncode}'} MB")
 
 
+class _Clock(transformers.StoppingCriteria):  # type: ignore[misc]
+    """The time of every new token, and the seconds of every call of an attention layer.
+
+    Args:
+        model: whose layers are timed.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.ends: list[float] = []
+        self.attention: list[float] = []
+        for module in model.modules():
+            if type(module).__name__.endswith("Attention"):
+                module.register_forward_pre_hook(lambda *args: self.attention.append(-time.perf_counter()))
+                module.register_forward_hook(self._ended)
+        self.start = time.perf_counter()
+
+    def _ended(self, *args: Any) -> None:
+        self.attention[-1] += time.perf_counter()
+
+    def __call__(self, tokens: Tensor, scores: Any, **words: Any) -> Tensor:
+        """Continues in any case."""
+        self.ends.append(time.perf_counter())
+        return torch.zeros(len(tokens), dtype=torch.bool)
+
+
 @app.command()
 def generate(
     family: str = "deepseek_v32",
@@ -250,22 +275,26 @@ def generate(
     sizes |= {"indexer_budget": top_k} if family == "qwen4_exp" else {"index_topk": top_k}
     data = text()
     prompt = data.repeat(-(-tokens // len(data)))[None, :tokens]
-    results = []
+    results, times = [], []
     for attention in ("fusion_attention", peer):
         model = model_of(family, attention).eval()
         words: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": False}
         if attention == peer:
             words["prefill_chunk_size"] = chunk
-        start = time.perf_counter()
-        model.generate(prompt, max_new_tokens=1, **words)
-        first = time.perf_counter() - start
-        start = time.perf_counter()
-        results.append(model.generate(prompt, max_new_tokens=new, **words)[0, tokens:].tolist())
-        seconds = time.perf_counter() - start
-        rate, behind = new / seconds, (new - 1) / max(seconds - first, 1e-9)
-        print(
-            f"{family}, {attention}: {seconds:.2f} s, prompt {first:.2f} s, {rate:.2f} tokens/s, {behind:.1f} behind it"
-        )
+        clock = _Clock(model)
+        with torch.inference_mode():
+            out = model.generate(prompt, max_new_tokens=new, stopping_criteria=[clock], **words)
+        results.append(out[0, tokens:].tolist())
+        times.append(clock)
+        first, last, inside = clock.ends[0] - clock.start, clock.ends[-1] - clock.start, sum(clock.attention)
+        print(f"{family}, {attention}: {last:.2f} s, attention {inside:.2f} s; the first token {first:.2f} s")
+    ours, theirs = times
+    ratios = {
+        "tokens per second": [(c.ends[-1] - c.start) for c in (ours, theirs)],
+        "attention": [sum(c.attention) for c in (ours, theirs)],
+        "tokens per second behind the first": [c.ends[-1] - c.ends[0] for c in (ours, theirs)],
+    }
+    print(", ".join(f"{name} x {b / a:.2f}" for name, (a, b) in ratios.items()))
     print("equal tokens" if results[0] == results[1] else f"other tokens: {results}")
 
 
