@@ -209,8 +209,8 @@ def layer(
         if turn or turns == 1:
             times.append((mine, theirs, theirs / mine))
     mine, theirs, ratio = (statistics.median(column) for column in zip(*times, strict=True))
-    part = f" ({rows} rows of its attention)" if rows else ""
-    print(f"{name}: {mine:.2f} s, {peer}{part} {theirs:.2f} s, ratio {ratio:.2f}, goal {goal or 'none'}")
+    detail = f" ({rows} rows of its attention)" if rows else ""
+    print(f"{name}: {mine:.2f} s, {peer}{detail} {theirs:.2f} s, ratio {ratio:.2f}, goal {goal or 'none'}")
 
 
 @app.command()
