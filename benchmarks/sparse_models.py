@@ -5,25 +5,31 @@
     python -m benchmarks.sparse_models generate --family deepseek_v4        # a prompt of 16384 tokens, 64 new ones
     python -m benchmarks.sparse_models choices --tokens 4096                # keys selected in bfloat16
 
-The peer "sdpa" is the original layer on torch's SDPA with a mask of the selected keys; its indexer takes no time, since
-it returns lists computed before. "eager" is the unmodified layer: at 8192 tokens, the scores of 64 index heads alone
-are 16 GiB, twice.
+The peer "sdpa" is the original layer on torch's SDPA with the mask of the chosen keys; its indexer costs nothing, since
+it returns lists computed before. "eager" is the original as it ships. torch computes both with all scores in memory
+(its other kernels take no values shorter than keys): at 8192 tokens 4 GiB for every copy of the attention's scores and
+16 GiB for every copy of the index heads'. With --rows N the original computes N rows of the attention, forward and
+backward, whose time is multiplied by tokens / N (no row's cost depends on its position), and the other parts of the
+layer once for all tokens.
 """
 
 import copy
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import time
 from typing import Annotated, Any
 
 import torch
+import transformers
 import typer
 
 import fusion_attention as fa
 from examples.finetune_sparse import SIZES, model_of, text
-from fusion_attention.bench.pair import Pair, measure
+from fusion_attention import _native
+from fusion_attention.bench.pair import seconds
 from fusion_attention.integrations import sparse_latent
 from fusion_attention.integrations import transformers as integration
 
@@ -32,6 +38,11 @@ app = typer.Typer(help=__doc__, pretty_exceptions_enable=False)
 GOALS = {("sdpa", 8192): 1.3, ("sdpa", 32768): 4.0, ("eager", 8192): 4.0, ("eager", 32768): 10.0}
 Tokens = Annotated[int, typer.Option(min=2)]
 TopK = Annotated[int, typer.Option(help="Number of keys that a row selects.")]
+
+
+def _added(visible: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The mask that eager attention adds to scores."""
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
 class Layer:
@@ -87,8 +98,7 @@ class Layer:
         visible = torch.ones(1, 1, rows, rows, dtype=torch.bool).tril()
         if attention == "sdpa":
             return visible
-        dtype = self.hidden.dtype
-        return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+        return _added(visible, self.hidden.dtype)
 
     def __call__(self, attention: str, mask: Tensor | None = None) -> Tensor:
         """Runs the forward."""
@@ -101,23 +111,106 @@ class Layer:
         self(attention, mask).sum().backward()
 
 
+class Original:
+    """The original's forward and backward of a layer, whole or in parts.
+
+    Args:
+        layer: ours; weights and inputs are shared.
+        peer: "sdpa" or "eager".
+        rows: of the attention that are computed; 0: all.
+    """
+
+    def __init__(self, layer: Layer, peer: str, rows: int) -> None:
+        from transformers.models.deepseek_v32 import modeling_deepseek_v32 as code
+
+        self.layer, self.peer, self.rows = copy.copy(layer), peer, rows
+        self.layer.module, self.layer.config = copy.deepcopy(layer.module), copy.copy(layer.config)
+        module = self.layer.module
+        module.config = module.indexer.config = self.layer.config
+        if not rows:
+            self.mask: Any = self.layer.mask(peer)
+            if peer == "sdpa":
+                lists = layer.lists()
+                module.indexer.forward = lambda *args, **words: lists
+            return
+        transformers.AttentionInterface.register("no_attention", _no_attention)
+        self.attention = transformers.AttentionInterface().get_interface(peer, code.eager_attention_forward)
+        tokens, heads = layer.hidden.shape[1], module.num_heads
+        sizes = (rows, module.qk_head_dim), (tokens, module.qk_head_dim), (tokens, module.v_head_dim)
+        self.operands = [torch.randn(1, heads, *size, requires_grad=True) for size in sizes]
+        self.index_keys = torch.randn(1, tokens, module.indexer.head_dim)
+        self.latent = torch.randn(1, rows, module.q_lora_rank)
+        position = torch.arange(tokens - rows, tokens)[:, None]
+        self.mask = (torch.arange(tokens) <= position)[None, None]
+        if peer == "eager":
+            self.mask = _added(self.mask)
+        self.lists = torch.rand(1, rows, tokens).topk(layer.config.index_topk).indices
+
+    def seconds(self) -> float:
+        """The time of a forward and backward of all rows."""
+        if not self.rows:
+            return seconds(lambda: self.layer.step(self.peer, self.mask))
+        module, tokens = self.layer.module, self.layer.hidden.shape[1]
+        forward = module.indexer.forward
+        module.indexer.forward = lambda *args, **words: None
+        others = seconds(lambda: self.layer.step("no_attention", torch.ones(1, 1, 1, 1, dtype=torch.bool)))
+        module.indexer.forward = forward
+        self._attend()  # touches its memory
+        return others + tokens / self.rows * seconds(self._attend)
+
+    def _attend(self) -> None:
+        """The indexer and the attention of the last rows, as the original's forward has them."""
+        layer, module = self.layer, self.layer.module
+        mask, lists = self.mask, self.lists
+        if self.peer == "eager":
+            rows = slice(layer.hidden.shape[1] - self.rows, None)
+            turns = tuple(t[:, rows] for t in layer.turns)
+            inputs = layer.hidden[:, rows].detach(), self.latent, turns, mask[:, 0]
+            lists = module.indexer(*inputs, layer.positions[:, rows], past_key_values=self)
+        hidden = torch.ones_like(mask[:, 0], dtype=torch.bool).scatter(-1, lists.long(), False)[:, None]
+        mask = mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+        out = self.attention(module, *self.operands, mask, dropout=0.0, scaling=module.scaling)[0]
+        out.sum().backward()
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        """Keys of all tokens, as a cache returns them."""
+        return self.index_keys
+
+
+def _no_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any, **words: Any) -> tuple[Tensor, None]:
+    """A sum in place of attention, so that all projections have gradients."""
+    return (v + q.sum(-1, keepdim=True) + k.sum(-1, keepdim=True)).transpose(1, 2), None
+
+
+def _rate() -> float:
+    """GFLOP/s of multiply-adds in registers: half of the usual rate is a busy machine."""
+    start = time.perf_counter()
+    work = _native.multiply_adds("float32", torch.get_num_threads(), 500_000, None)
+    return work / (time.perf_counter() - start) / 1e9
+
+
 @app.command()
-def layer(tokens: Tokens = 8192, top_k: TopK = 2048, peer: str = "sdpa", index_heads: int = 64, turns: int = 5) -> None:
-    """Times the forward and backward of a layer."""
+def layer(
+    tokens: Tokens = 8192, top_k: TopK = 2048, peer: str = "sdpa", index_heads: int = 64, turns: int = 3, rows: int = 0
+) -> None:
+    """Times the forward and backward of a layer; one turn has no warm-up."""
     ours = Layer(tokens, top_k, index_heads)
-    theirs = copy.copy(ours)
-    theirs.module, theirs.config = copy.deepcopy(ours.module), copy.copy(ours.config)
-    theirs.module.config = theirs.config
-    mask = theirs.mask(peer)
-    if peer == "sdpa":
-        lists = ours.lists()
-        theirs.module.indexer.forward = lambda *args, **words: lists
+    original = Original(ours, peer, rows)
     name = f"DeepSeek-V3.2 layer, S {tokens}, top {top_k}"
     goal = GOALS.get((peer, tokens), 0.0) if top_k == 2048 else 0.0
-    calls = (lambda: ours.step("fusion_attention", None)), (lambda: theirs.step(peer, mask))
-    timing = measure(Pair("sparse models", name, peer, *calls, flops=1, goal=goal), turns)
-    print(f"{name}, beside {peer}: {timing.ours_ms:.0f} ms, {timing.peer_ms:.0f} ms, ratio {timing.ratio:.2f}")
-    print(f"range {timing.low:.2f} to {timing.high:.2f}, goal {goal or 'none'}")
+    times = []
+    for turn in range(turns + (turns > 1)):
+        rates = [_rate()]
+        mine = seconds(lambda: ours.step("fusion_attention", None))
+        rates.append(_rate())
+        theirs = original.seconds()
+        rates.append(_rate())
+        print(f"{mine:.2f} s, {peer} {theirs:.2f} s; the machine: {', '.join(f'{r:.0f}' for r in rates)} GFLOP/s")
+        if turn or turns == 1:
+            times.append((mine, theirs, theirs / mine))
+    mine, theirs, ratio = (statistics.median(column) for column in zip(*times, strict=True))
+    detail = f" ({rows} rows of its attention)" if rows else ""
+    print(f"{name}: {mine:.2f} s, {peer}{detail} {theirs:.2f} s, ratio {ratio:.2f}, goal {goal or 'none'}")
 
 
 @app.command()
@@ -140,28 +233,69 @@ def memory(
         print(f"{name}, S {tokens}: {done.stdout.strip() or f'failed with {done.returncode}'} MB")
 
 
+class _Clock(transformers.StoppingCriteria):  # type: ignore[misc]
+    """The time of every new token, and the seconds of every call of an attention layer.
+
+    Args:
+        model: whose layers are timed.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.ends: list[float] = []
+        self.attention: list[float] = []
+        for module in model.modules():
+            if type(module).__name__.endswith("Attention"):
+                module.register_forward_pre_hook(lambda *args: self.attention.append(-time.perf_counter()))
+                module.register_forward_hook(self._ended)
+        self.start = time.perf_counter()
+
+    def _ended(self, *args: Any) -> None:
+        self.attention[-1] += time.perf_counter()
+
+    def __call__(self, tokens: Tensor, scores: Any, **words: Any) -> Tensor:
+        """Continues in any case."""
+        self.ends.append(time.perf_counter())
+        return torch.zeros(len(tokens), dtype=torch.bool)
+
+
 @app.command()
 def generate(
-    family: str = "deepseek_v32", tokens: Tokens = 16384, new: int = 64, top_k: TopK = 512, peer: str = "eager"
+    family: str = "deepseek_v32",
+    tokens: Tokens = 16384,
+    new: int = 64,
+    top_k: TopK = 512,
+    peer: str = "eager",
+    chunk: Annotated[int, typer.Option(help="Rows of the prompt that the peer computes at a time.")] = 512,
 ) -> None:
-    """Times generate() of a small model (examples/finetune_sparse.py) with random weights, and compares its tokens."""
+    """Times generate() of a small model (examples/finetune_sparse.py) with random weights, and compares its tokens.
+
+    In one piece the scores of the original's indexer take 16 GiB for every copy.
+    """
     sizes = SIZES[family][1]
     sizes |= {"indexer_budget": top_k} if family == "qwen4_exp" else {"index_topk": top_k}
     data = text()
     prompt = data.repeat(-(-tokens // len(data)))[None, :tokens]
-    results = []
+    results, times = [], []
     for attention in ("fusion_attention", peer):
         model = model_of(family, attention).eval()
-        words = {"do_sample": False, "return_dict_in_generate": False}
-        start = time.perf_counter()
-        model.generate(prompt, max_new_tokens=1, **words)
-        first = time.perf_counter() - start
-        start = time.perf_counter()
-        results.append(model.generate(prompt, max_new_tokens=new, **words)[0, tokens:].tolist())
-        seconds = time.perf_counter() - start
-        rate = (new - 1) / max(seconds - first, 1e-9)
-        print(f"{family}, {attention}: {seconds:.2f} s, prompt {first:.2f} s, {rate:.1f} tokens/s after it")
-    print("equal tokens" if results[0] == results[1] else f"different tokens: {results}")
+        words: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": False}
+        if attention == peer:
+            words["prefill_chunk_size"] = chunk
+        clock = _Clock(model)
+        with torch.inference_mode():
+            out = model.generate(prompt, max_new_tokens=new, stopping_criteria=[clock], **words)
+        results.append(out[0, tokens:].tolist())
+        times.append(clock)
+        first, last, inside = clock.ends[0] - clock.start, clock.ends[-1] - clock.start, sum(clock.attention)
+        print(f"{family}, {attention}: {last:.2f} s, attention {inside:.2f} s; the first token {first:.2f} s")
+    ours, theirs = times
+    ratios = {
+        "tokens per second": [(c.ends[-1] - c.start) for c in (ours, theirs)],
+        "attention": [sum(c.attention) for c in (ours, theirs)],
+        "tokens per second behind the first": [c.ends[-1] - c.ends[0] for c in (ours, theirs)],
+    }
+    print(", ".join(f"{name} x {b / a:.2f}" for name, (a, b) in ratios.items()))
+    print("equal tokens" if results[0] == results[1] else f"other tokens: {results}")
 
 
 @app.command()

@@ -41,6 +41,8 @@ def calls_of(kind: str) -> tuple[Calls, Calls]:
     full = torch.ones(ids.shape, dtype=torch.bool)
     if kind == "short":  # every row sees at most as many keys as it may choose
         ids, full = ids[:, :4], full[:, :4]
+    if kind == "masked":  # no row reads a list of latents (DeepSeek-V3.2, GLM-5)
+        ids, full = ids[:, :9], full[:, :9]
     if kind in ("packed", "ends"):
         rows = [ids[i : i + 1, :n] for i, n in enumerate(LENGTHS)]
         together: Batch = {"input_ids": torch.cat(rows, 1), "use_cache": False}
@@ -55,7 +57,7 @@ def calls_of(kind: str) -> tuple[Calls, Calls]:
     return [(batch, keep)], [(batch, keep)]
 
 
-KINDS = ("long", "short", "padded", "left-padded", "holes", "packed", "ends")
+KINDS = ("long", "short", "masked", "padded", "left-padded", "holes", "packed", "ends")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,11 +17,12 @@ from fusion_attention.integrations import sparse_blocks, sparse_compressed, spar
 from fusion_attention.integrations import transformers as integration
 from fusion_attention.integrations.sparse_paths import configuration, paths
 
+ROWS = "rows before position 6 read all keys, dense; rows before position 9 read 6 keys, dense with a mask"
 EXPECTED = {
-    "deepseek_v32": ["keys of an indexer: 6 of T latents a row; rows before position 6 read all keys, dense"] * 2,
+    "deepseek_v32": [f"keys of an indexer: 6 of T latents a row; {ROWS}"] * 2,
     "glm_moe_dsa": [
-        "keys of an indexer: 6 of T latents a row; rows before position 6 read all keys, dense",
-        "keys of layer 0's indexer: 6 of T latents a row; rows before position 6 read all keys, dense",
+        f"keys of an indexer: 6 of T latents a row; {ROWS}",
+        f"keys of layer 0's indexer: 6 of T latents a row; {ROWS}",
     ],
     "deepseek_v4": [
         "a window of 5 keys",
@@ -60,14 +61,14 @@ def test_the_paths_are_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None
                 monkeypatch.setattr(module, function, lambda *a, f=original, **k: ran.append(f.__name__) or f(*a, **k))
     with torch.no_grad():
         model(tokens(1, 24), use_cache=False)
-    chosen = ["attention", "lightning_indexer", "sparse_attention"]
+    latents = ["lightning_indexer", "attention", "sparse_attention"]
     assert (
         ran
         == {
-            "deepseek_v32": chosen * 2,
-            "glm_moe_dsa": [*chosen, "attention", "sparse_attention"],
+            "deepseek_v32": latents * 2,
+            "glm_moe_dsa": [*latents, "attention", "sparse_attention"],
             "deepseek_v4": ["attention", "lightning_indexer", "compressed_attention", "compressed_attention"],
-            "qwen4_exp": chosen,
+            "qwen4_exp": ["attention", "lightning_indexer", "sparse_attention"],
         }[name]
     )
 

@@ -23,6 +23,7 @@ from mutations_of_pooling import POOLING
 from mutations_of_ranks import PIECES, RANKS
 from mutations_of_runtime import RUNTIME
 from mutations_of_sparse_backward import SPARSE_BACKWARD
+from mutations_of_sparse_models import SPARSE_MODELS
 from mutations_of_surface import SURFACE
 from mutations_of_tools import EXPLORER, JUDGING, TOOLS
 
@@ -490,5 +491,5 @@ MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *INTERFACES, *CALLERS, *TRITON, *NATIVE),
     *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS),
     *(*C_API, *ENTRY, *RUNTIME, *EXPERTS, *ATB, *AUXILIARY, *SURFACE, *DEVICE, *FORWARD, *BACKWARD, *GPUS),
-    *(*LISTS, *SPARSE_BACKWARD, *INDEXER, *NPU_KERNELS, *LONG_CALLS, *POOLING),
+    *(*LISTS, *SPARSE_BACKWARD, *SPARSE_MODELS, *INDEXER, *NPU_KERNELS, *LONG_CALLS, *POOLING),
 )

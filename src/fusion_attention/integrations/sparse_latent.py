@@ -1,7 +1,8 @@
 """Attention layers of DeepSeek-V3.2 and GLM-5 in transformers, over the keys that their indexers choose.
 
-A row with at most top_k visible keys reads all of them, so the first rows of a sequence are dense and need no indexer.
-Other rows read the latents, which all heads share: kv_b_proj is multiplied into query and output ("absorbed").
+A row whose visible keys are at most top_k reads all of them, so the first rows of a sequence need no indexer. Later
+rows read latents that all heads share ("absorbed": kv_b_proj is multiplied into query and output). A latent takes more
+products than an expanded key, so rows that see few keys beyond top_k are dense, with a mask of their chosen keys.
 """
 
 from collections.abc import Callable
@@ -94,6 +95,24 @@ def dense_rows(module: Any, sequences: Sequences, rows: int) -> int | None:
     return top_k if aligned else 0
 
 
+def dense_positions(config: Any) -> int:
+    """Number of positions whose rows take fewer products dense, with a mask, than over chosen latents."""
+    top_k, rank, rope = config.index_topk, config.kv_lora_rank, config.qk_rope_head_dim
+    return max(top_k, top_k * (2 * rank + rope) // (config.qk_nope_head_dim + rope + config.v_head_dim))
+
+
+def _hidden(lists: Tensor, rows: int) -> Tensor:
+    """The keys before position `rows` that the first rows do not read, bool [B, 1, rows, rows]; the band hides others.
+
+    Args:
+        lists: of the last of these rows, [B, ..., K]; rows without a list read all keys.
+        rows: the number of rows.
+    """
+    chosen = lists.clamp(0, rows - 1).long()  # rows of padding may list nothing
+    hidden = torch.ones(*lists.shape[:-1], rows, dtype=torch.bool, device=lists.device).scatter(-1, chosen, False)
+    return torch.nn.functional.pad(hidden, (0, 0, rows - lists.shape[1], 0), value=False)[:, None]
+
+
 def _index(
     rotate: Callable[..., tuple[Tensor, Tensor]], module: Any, sequences: Sequences, inputs: Any, cache: Any, used: bool
 ) -> Index | None:
@@ -132,19 +151,27 @@ def _attend(
     if first is None:
         out, loss = _of_rows(module, rows, index, None, sequences.lengths())
         return out, None, loss
-    results = []
-    if first:
-        near = Latents(*(t[:, :first] for t in rows))
-        near_index = None if index is None else Index(*(t[:, :first] for t in index))
-        results.append(_of_rows(module, near, near_index, None, sequences.lengths(0, first, first)))
-        rows = rows._replace(q=rows.q[:, first:], q_rope=rows.q_rope[:, first:])
-        index = None if index is None else Index(index.q[:, first:], index.k, index.weights[:, first:])
-    how = sequences.lengths(first)
     if index is not None:
+        choosing = Index(index.q[:, first:], index.k, index.weights[:, first:])
         with torch.no_grad():
-            lists, _ = lightning_indexer(*index, module.config.index_topk, **how)
+            lists, _ = lightning_indexer(*choosing, module.config.index_topk, **sequences.lengths(first))
     assert lists is not None  # sparse_models.check() refuses a first layer without an indexer
-    results.append(_of_rows(module, rows, index, lists, how))
+    results, end = [], first
+    if first:
+        # A loss reads lists of latents, and without factors chosen keys are expanded like others.
+        sparse = _trains(module) or _factors(module) is None
+        end = first if sparse else min(rows.q.shape[-3], dense_positions(module.config))
+        near = Latents(*(t[:, :end] for t in rows))
+        near_index = None if index is None else Index(*(t[:, :end] for t in index))
+        how = sequences.lengths(0, end, end)
+        if end > first:
+            how["blocked"] = _hidden(lists[:, : end - first, 0], end)
+        results.append(_of_rows(module, near, near_index, None, how))
+    if not first or end < rows.q.shape[-3]:
+        rows = rows._replace(q=rows.q[:, end:], q_rope=rows.q_rope[:, end:])
+        index = None if index is None else Index(index.q[:, end:], index.k, index.weights[:, end:])
+        chosen = lists[:, end - first :]
+        results.append(_of_rows(module, rows, index, chosen, sequences.lengths(end)))
     outs, losses = zip(*results, strict=True)
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1), lists, None if None in losses else sum(losses)
 

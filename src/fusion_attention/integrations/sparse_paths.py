@@ -10,6 +10,7 @@ import transformers
 
 from fusion_attention.integrations import sparse_models
 from fusion_attention.integrations import transformers as integration
+from fusion_attention.integrations.sparse_latent import dense_positions
 
 __all__ = ["Paths", "configuration", "paths"]
 
@@ -81,6 +82,8 @@ def paths(config: Any) -> Paths:
 def _latent(config: Any) -> list[str]:
     top_k = config.index_topk
     chosen = f"{top_k} of T latents a row; rows before position {top_k} read all keys, dense"
+    if (end := dense_positions(config)) > top_k:
+        chosen += f"; rows before position {end} read {top_k} keys, dense with a mask"
     kinds = getattr(config, "indexer_types", ["full"] * config.num_hidden_layers)
     layers, last = [], 0
     for i, kind in enumerate(kinds):
