@@ -226,4 +226,4 @@ def wanted(name: str | int) -> dict[str, Expected]:
 
 def judge(name: str | int, results: dict[str, torch.Tensor]) -> None:
     """Compares results with the golden results of the complete call."""
-    check(f"{name}", results, wanted(name))
+    check(f"{name}", {output: t for output, t in results.items() if t.numel()}, wanted(name))

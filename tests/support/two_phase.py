@@ -37,7 +37,9 @@ def axes_of(op: Op, args: Args) -> dict[str, int]:
     if "wgate" in op.by_name:  # windows of rows
         sizes |= windows_of(op, args)
     statistics = {"L": 1} if args.get("softmax_lse_flag", True) else {}
-    sizes = {axis: size for axis, size in sizes.items() if size >= 0}  # an illegal number is no size
+    sizes = {
+        axis: size for axis, size in sizes.items() if not isinstance(size, int) or size >= 0
+    }  # an illegal number is no size
     return {"Dv": sizes.get("D", 0), **statistics, **sizes}
 
 
