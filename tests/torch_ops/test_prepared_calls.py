@@ -237,7 +237,7 @@ def test_a_table_that_changes_in_place() -> None:
     for wrong in (4, -1):
         table[0, 0] = wrong
         with pytest.raises(
-            ContractError, match=rf"block_table: expected ids of pages that exist, got {wrong} at \[0, 0"
+            ContractError, match=rf"block_table: expected numbers of pages that exist, got {wrong} at \[0, 0"
         ):
             fa.decode_attention(q, (pages, pages), **given)
 

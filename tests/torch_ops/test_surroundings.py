@@ -153,7 +153,7 @@ pretended = pytest.mark.parametrize("view", PRETENDED, ids=["negated", "zeros"])
 def test_memory_that_does_not_hold_the_values_is_refused(view: Function) -> None:
     q, k = rows(2, 6, 4, 16), rows(2, 6, 2, 16)
     fa.attention(q, k, k)
-    with pytest.raises(fa.ContractError, match="attention: k: expected a tensor whose values lie in memory"):
+    with pytest.raises(fa.ContractError, match="attention: k: expected a tensor whose values are in memory"):
         fa.attention(q, view(k), k)
     with pytest.raises(fa.ContractError, match="k: expected a tensor whose values"):
         fa.decode_attention(q[:, :1], (view(k), k))

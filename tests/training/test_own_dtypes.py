@@ -205,7 +205,7 @@ def test_a_query_of_other_rows_than_the_caches_sequences() -> None:
     q = torch.ones(2, 1, 4, 64)
     with pytest.raises(fa.ContractError, match=r"sequences: expected 2 sequences of the cache, got 3 of <PagedKVCache"):
         fa.decode_attention(q, cache)
-    with pytest.raises(fa.ContractError, match=r"sequences: expected 2 .*got \[0\].*sequences=\[\.\.\.\] says whose"):
+    with pytest.raises(fa.ContractError, match=r"sequences: expected 2 .*got \[0\].*sequences=\[\.\.\.\] assigns"):
         fa.decode_attention(q, cache, sequences=[a])
     fa.decode_attention(q, cache, sequences=[a, b])
 

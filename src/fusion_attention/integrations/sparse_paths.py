@@ -60,8 +60,8 @@ def paths(config: Any) -> Paths:
     """Describes the computation of every layer of a model with attn_implementation="fusion_attention".
 
     Example:
-        >>> paths(configuration("deepseek_v32")).layers[0]
-        'keys of an indexer: 2048 of T latents a row; rows before position 2048 read all keys, dense'
+        >>> paths(configuration("deepseek_v32")).layers[0].partition("; ")[0]
+        'keys of an indexer: 2048 of T latents a row'
     """
     config = config.get_text_config(decoder=True)
     name = type(config).__name__
