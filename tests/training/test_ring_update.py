@@ -265,7 +265,7 @@ def freed(*shape: int) -> torch.Tensor:
         ({"cur_attn_out": None}, "cur_attn_out: expected a value"),
         ({"prev_softmax_sum": torch.zeros(5, 4, 1)}, "prev_softmax_sum: expected axis 2 to be 8, got 1"),
         ({"cur_softmax_max": torch.zeros(5, 4, 8).half()}, "cur_softmax_max: expected float32"),
-        ({"actual_seq_qlen": None}, "actual_seq_qlen: expected ascending cumulative ends"),
+        ({"actual_seq_qlen": None}, "actual_seq_qlen: expected cumulative ends"),
         ({"actual_seq_qlen": [5, 2]}, r"actual_seq_qlen: expected .* got actual_seq_qlen=\[5, 2\]"),
         ({"actual_seq_qlen": [-1, 5]}, "actual_seq_qlen: expected"),
         ({"actual_seq_qlen": [2, 6]}, "actual_seq_qlen: expected ascending cumulative ends"),
