@@ -73,7 +73,7 @@ def compressed(
     x: Tensor, wkv: Tensor, wgate: Tensor, state_cache: Tensor, ape: Tensor, table: Tensor | None, cache_mode: int,
     of: Sequences, pool: Pool = pooled, saved: Saved | None = None,
 ) -> Tensor:  # fmt: skip
-    """The compressed keys of a call, one per window of rows of its sequences (of), computed from x wkv and x wgate.
+    """The compressed keys of a call, one per window of rows of its sequences (of), from x @ wkv.T and x @ wgate.T.
 
     Stores rows that later calls need in state_cache, whose blocks `table` lists, and the rows of windows in `saved`,
     cleared memory for the backward. pool: pools windows.
