@@ -63,7 +63,10 @@ def strict(on: bool = True, *, check_content: bool = False) -> Iterator[None]:
 
     Args:
         on: False turns strict mode off, inside a strict block or process.
-        check_content: the rules that read the values in tensors (masks, lists, compressed biases) are checked too.
+        check_content: also check the rules that read the values in tensors: that a compressed mask is causal, that a
+            mask agrees with its window, that lists of selected keys (or blocks of keys) contain only visible ones and
+            are not too long, that the rows of a compressed bias (`pse`) are shifted copies of each other. Numbers of
+            pages and indices on the CPU are checked without it.
 
     Example:
         >>> from fusion_attention import npu

@@ -189,7 +189,7 @@ def bind(
 
 
 def _tell(notes: Iterable[Failure | str]) -> None:
-    """Issues warnings at the line that called this package."""
+    """Issues the notes as warnings, at the line of the caller's code that called this package."""
     level = outside()
     for note in notes:
         warnings.warn(str(note), ContractWarning, stacklevel=level)
@@ -243,7 +243,10 @@ def _anew(
 
 
 def _ask_again(op: Op, signature: _Signature, bound: Bound) -> None:
-    """Checks the rules that read tensor content in a call with a cached signature; raises ContractError."""
+    """Checks the rules that read tensor content, in a call whose signature is cached, so other rules hold already.
+
+    Raises ContractError.
+    """
     settled = bound.settled
     if settled.within is None:
         settled.within = scope(settled.names, op.functions)
@@ -272,7 +275,10 @@ def _losses(op: Op, args: Mapping[str, Any], names: tuple[str, ...]) -> list[Fai
 
 
 def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
-    """Runs the stages before "lengths" and returns a new signature; _settle() checks its other rules."""
+    """Checks the rules of the stages before "lengths" for `given`, the values of op.params, and returns the signature.
+
+    It can be cached, since these rules read no values of lengths; _settle() checks the others.
+    """
     levels = ("meaning", "note", "limit", "doubt") if strict else ("meaning", "note", "doubt")
     rules_asked = [r for r in op.asked if r.level in levels]
     if strict:
@@ -313,7 +319,10 @@ def _settle(
 
 
 def _changing(op: Op, rules: list[Rule], changing: set[str], names: dict[str, Any]) -> list[Rule]:
-    """Returns the rules whose outcome can change with the values of `changing` names, or with tensor content."""
+    """Returns the rules whose outcome can change between calls with the same signature.
+
+    They depend on a value in `changing`, the names of arrays and what derives from them, or on tensor content.
+    """
     within = scope(names, op.functions)
 
     def touched(text: str) -> bool:

@@ -70,5 +70,5 @@ def _either(words: Sequence[str], last: str = "or") -> str:
 
 
 def _flowed(text: str) -> str:
-    """Returns an entry of a section with line breaks and indentation."""
+    """Returns `text`, an entry of a docstring's section, with line breaks and indentation."""
     return "    " + "\n        ".join(_LINE.findall(text))

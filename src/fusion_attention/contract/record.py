@@ -272,7 +272,7 @@ class Declared:
         return replace(self.but(**names), source="this operator's page")
 
     def prototype(self, op: Op) -> Prototype:
-        """Returns the declaration of an operator."""
+        """Returns the declaration of an operator `op`: its parameters' names as CANN spells them, and its header."""
         names = tuple(map(self._spelled, op.params))
         on_device = frozenset(name for name in names if re.search(self.on_device, name))
         return Prototype(names, self.source, _header(op.name), on_device)

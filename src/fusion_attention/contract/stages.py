@@ -51,7 +51,10 @@ def first_stages(op: Op, given: Sequence[Any], rules: list[Rule]) -> dict[str, A
 
 
 def ask(op: Op, rules: list[Rule], names: dict[str, Any]) -> list[Failure]:
-    """Checks rules; returns their warnings, and raises ContractError if there are failures."""
+    """Checks rules of an operator in a call with these values by name.
+
+    Returns the violated rules that only warn; raises ContractError if others are violated.
+    """
     failures, notes = _broken(op, rules, names)
     _refuse(failures)
     return notes

@@ -12,12 +12,15 @@ TABLE_ROWS = 1024
 
 
 def from_matrix(view: MatrixView, b: int, heads: int, rows: slice, keys: slice) -> torch.Tensor:
-    """The stored bias [heads, rows, keys]; broadcast axes have stride 0."""
+    """The stored bias of some rows and keys of sequence b, [heads, rows, keys]; broadcast axes have stride 0."""
     return view.sequence(b, heads, rows.stop, keys.stop)[:, rows, keys]
 
 
 def from_slopes(slopes: torch.Tensor, shift: int, rows: slice, keys: slice, root: bool) -> torch.Tensor:
-    """The bias [heads, rows, keys]: -slope * |j - i + shift|, or with root: -slope * sqrt(|j - i + shift|)."""
+    """The bias of row i and key j, [heads, rows, keys]: -slope * |j - i + shift|, with `root` the distance's root.
+
+    slopes: [heads]; shift: the distance of key 0 and row 0 of a sequence; rows, keys: the ranges to compute.
+    """
     row = torch.arange(rows.start, rows.stop, device=slopes.device)[:, None]
     key = torch.arange(keys.start, keys.stop, device=slopes.device)[None, :]
     distance = (key - row + shift).abs().to(slopes.dtype)
@@ -41,14 +44,20 @@ def table_position(q_len: int, rows: slice, keys: slice) -> tuple[torch.Tensor, 
 def from_table(
     view: MatrixView, b: int, heads: int, lengths: tuple[int, int], rows: slice, keys: slice
 ) -> torch.Tensor:
-    """The bias [heads, rows, keys], rebuilt from the stored last TABLE_ROWS rows; lengths = (q_len, kv_len)."""
+    """The bias of some rows and keys of sequence b, [heads, rows, keys], rebuilt from its stored last TABLE_ROWS rows.
+
+    lengths: (q_len, kv_len) of the sequence.
+    """
     table = view.sequence(b, heads, TABLE_ROWS, lengths[1])
     row, column = table_position(lengths[0], rows, keys)
     return table[:, row, column.clamp(max=lengths[1] - 1)]
 
 
 def add_matrix_gradient(view: MatrixView, b: int, gradient: torch.Tensor, rows: slice, keys: slice) -> None:
-    """Adds gradient [heads, rows, keys] to the elements that from_matrix read; sums over broadcast axes."""
+    """Adds gradient [heads, rows, keys] to the elements that from_matrix() reads, with the same arguments.
+
+    It is summed over broadcast axes.
+    """
     if not gradient.numel():  # a sequence without rows or keys may have an address behind the memory's end
         return
     broadcast = (view.stride_head[b] == 0, view.stride_row[b] == 0, view.stride_key == 0)
@@ -65,7 +74,10 @@ def add_matrix_gradient(view: MatrixView, b: int, gradient: torch.Tensor, rows: 
 def add_table_gradient(
     view: MatrixView, b: int, lengths: tuple[int, int], gradient: torch.Tensor, rows: slice, keys: slice
 ) -> None:
-    """Adds gradient [heads, rows, keys] to the elements that from_table read; sums over heads that share a table."""
+    """Adds gradient [heads, rows, keys] to the elements that from_table() reads, with the same arguments.
+
+    It is summed over heads that share a table.
+    """
     if not gradient.numel():
         return
     if view.stride_head[b] == 0:

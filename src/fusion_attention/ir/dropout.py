@@ -20,7 +20,10 @@ KEYS_PER_DRAW = 8
 
 
 def keep_from_bits(view: MatrixView, b: int, heads: int, rows: slice, keys: slice) -> torch.Tensor:
-    """Mask [heads, rows, keys] bool, True: kept, from packed bits, least significant first; addresses count bits."""
+    """Dropout mask of some rows and keys of sequence b, [heads, rows, keys] bool, True: kept.
+
+    view: packed bits, the least significant of a byte first; its addresses and strides count bits.
+    """
     head = torch.arange(heads)[:, None, None] * int(view.stride_head[b])
     row = torch.arange(rows.start, rows.stop)[:, None] * int(view.stride_row[b])
     bit = (int(view.address[b]) + head + row + torch.arange(keys.start, keys.stop)).to(view.keep.device)
@@ -47,7 +50,7 @@ def philox(counter: tuple[torch.Tensor, ...], key: tuple[int, int], rounds: int 
 
 
 def threshold(keep_prob: float) -> int:
-    """The number below which a 16-bit random number keeps the weight at its position."""
+    """The bound for keep_prob: a weight is kept if its random number, of 16 bits, is below it."""
     return round(65536 * keep_prob)
 
 

@@ -77,7 +77,7 @@ class PagedView:
     stride_fragment: int = 0
 
     def over(self, tensor: torch.Tensor) -> PagedView:
-        """A view with the same table and strides in another pool."""
+        """A view with the same page table and strides in another pool of pages, `tensor`."""
         return dataclasses.replace(self, pool=tensor)
 
     def sequence(self, b: int, heads: int, length: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ ALL_BLOCKED, NONE_BLOCKED = -1, -2
 
 
 def tokens(count: int) -> int:
-    """A caller's token count; counts at or beyond +-(2**31 - 1) become +-INFINITE."""
+    """The number of tokens of a window's side that a caller passed; +-(2**31 - 1) and beyond become +-INFINITE."""
     if count >= UNLIMITED:
         return INFINITE
     return -INFINITE if count <= -UNLIMITED else count

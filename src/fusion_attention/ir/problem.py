@@ -43,7 +43,7 @@ class _Typed:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The torch.dtype with the name in dtype."""
+        """The torch.dtype of the problem, whose field `dtype` has its name."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -269,7 +269,7 @@ class Extents:
         return first, end
 
     def compressed_end(self, b: int, row: np.ndarray, ratio: int) -> np.ndarray:
-        """Number of keys of the second source that are visible to each of the given rows of sequence b."""
+        """Number of keys of the second source that each of the rows `row` of sequence b sees; ratio: tokens per key."""
         assert self.compressed is not None
         return np.clip((row + self.compressed.hi[b]) // ratio, 0, self.compressed.kv_len[b])
 

@@ -50,7 +50,10 @@ def _tiles(seq: np.ndarray, row0: np.ndarray, row1: np.ndarray, edges: tuple[np.
 
 
 def _sees(lo: np.ndarray, hi: np.ndarray, prefix: np.ndarray) -> np.ndarray:
-    """True if a band is not empty. A tile may have begin < end although the band of each of its rows is empty."""
+    """For each sequence or tile, true if its band (edges lo and hi, or a prefix) is not empty.
+
+    A tile may have begin < end although the band of each of its rows is empty.
+    """
     return (hi > lo) | (prefix > 0)
 
 

@@ -42,7 +42,7 @@ class Recorded:
         source: the file that the call was read from, or "".
         notes: remarks for the report.
         saved, upstream: of a backward, the forward's results (statistics may be absent) and their gradients.
-        cached: results of this object's methods.
+        cached: results of this object's methods, stored because they are used several times.
     """
 
     op: Op
@@ -100,7 +100,7 @@ class Recorded:
         return result
 
     def judgeable(self, lowered: Any) -> dict[str, Tensor]:
-        """Returns the recorded outputs that the judge has a formula for, in the call's dtypes.
+        """Returns the recorded outputs that the judge has a formula for, by name, in the dtypes of lowered.results().
 
         Raises:
             JudgeError: an output has the wrong shape or kind, or the operator has no output of its name.
@@ -145,7 +145,10 @@ class Recorded:
         return ()
 
     def computed(self, backend: str, names: Mapping[str, Tensor]) -> dict[str, Tensor] | str:
-        """Returns the named outputs as a back end of this machine computes them, or the reason why it cannot."""
+        """Returns the outputs that a back end ("cpu", "triton", "golden") computes here, or the reason why it cannot.
+
+        names: the outputs to return, as keys.
+        """
         call = self.lowered()
         try:
             reasons = load(backend).reasons_against(call.problem, call.device)
@@ -166,7 +169,7 @@ class Recorded:
 
 
 def from_recording(recording: Recording, source: str = "") -> Recorded:
-    """Returns the Recorded of a file that capture() wrote."""
+    """Returns the recorded call in a file that capture() wrote; source: the file's name, for reports."""
     outputs = {n: t.cpu().contiguous() for n, t in recording.outputs.items()}
     return Recorded(
         recording.op, recording.args, outputs, recording.seed, source, (), recording.saved, recording.upstream
@@ -176,9 +179,14 @@ def from_recording(recording: Recording, source: str = "") -> Recorded:
 def recorded(
     operator: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], *, seed: int = 0, source: str = ""
 ) -> Recorded:
-    """Returns the Recorded of an operator's name, its arguments by name and its outputs by name; computes nothing.
+    """Makes a recorded call from an operator's name, its arguments and its results; computes nothing.
 
-    Argument names are those of the operator's definition or of the public function.
+    Args:
+        operator: the operator's name.
+        inputs: arguments by name, as in the operator's definition or in the public function.
+        outputs: results by name, or gradients if the inputs include the gradient of a result.
+        seed: seed of dropout.
+        source: the name of a file, for reports; "" without one.
 
     Raises:
         JudgeError: an unknown operator or argument, or no output.
@@ -213,9 +221,9 @@ def recorded(
 
 
 def _of_backward(op: Op, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], Mapping[str, Any]]:
-    """Splits arguments: returns (the forward's saved results, their gradients, other arguments).
+    """Splits the arguments of a backward: returns (the forward's saved results, their gradients, other arguments).
 
-    The first two are empty if the call is a forward.
+    inputs: arguments by name. The first two are empty if no gradient of a result is among them: a forward.
     """
     sources = gradients.upstream_of(op)
     upstream = {name: result for name, result in sources.items() if inputs.get(name) is not None}
@@ -245,7 +253,7 @@ def _value(op: Op, name: str, value: Any) -> Any:
 
 
 def _in_memory(who: str, value: Any) -> Tensor:
-    """Returns a dense tensor's values on the CPU; raises JudgeError for other tensors."""
+    """Returns a dense tensor on the CPU, detached; raises a JudgeError, which begins with `who`, for other values."""
     if not isinstance(value, Tensor):
         raise JudgeError(f"{who}: expected a tensor, got {type(value).__name__}")
     if value.is_meta or value.is_quantized or value.is_nested or value.layout != torch.strided:

@@ -33,18 +33,28 @@ class Match:
     result: Result
 
     def outputs(self, case: Case) -> tuple[Output, ...]:
-        """Returns the views of the outputs under this mistake."""
+        """Returns the case's outputs, read as the mistake reads them if it changes how their memory is read."""
         return case.outputs if self.way.outputs is None else self.way.outputs
 
     def explained(self, outputs: tuple[str, ...], *, confirmed: bool = False, noisy: bool = False) -> Explanation:
-        """Converts the match to an explanation for reports."""
+        """Converts the match to an explanation of the named outputs, for reports; flags: as in Explanation."""
         m = self.mistake
         error = max((self.result.tallies[name].z for name in outputs), default=0.0)
         return Explanation(m.name, self.way.detail, m.means, m.fix, outputs, error, confirmed, noisy)
 
 
 def diagnosed(case: Case, base: Result, seed: int = 0, watch: Watch = silent) -> tuple[tuple[Explanation, ...], bool]:
-    """Returns (explanations of the outputs, best first; True if the outputs are only noisy)."""
+    """Searches the mistakes that explain the wrong outputs of a call.
+
+    Args:
+        case: the call and its recorded outputs.
+        base: the outputs' errors without a mistake.
+        seed: seed of the choice of sampled rows.
+        watch: is called with the progress.
+
+    Returns:
+        (explanations, best first; True if none is needed because outputs are as exact as sums in 16 bits).
+    """
     of_totals = totals.explained(case.setting, case.outputs, base.failing)
     case = replace(case, outputs=tuple(o for o in case.outputs if o.view is not None))
     explained, noisy = _of_rows(case, base, seed, watch)
@@ -71,9 +81,10 @@ def _of_rows(case: Case, base: Result, seed: int, watch: Watch) -> tuple[tuple[E
 
 
 def _tried(case: Case, base: Result, pieces: Sequence[Unit], watch: Watch) -> list[tuple[Mistake, Try, Result]]:
-    """Measures every way of every mistake on sampled rows; omits mistakes that are impossible or explain too little.
+    """Returns (mistake, way of making it, remaining errors on the sampled units `pieces`) of mistakes that may explain.
 
-    The worst rows and the worst keys are measured first; a mistake that explains no output there is omitted.
+    Every way of every mistake is measured first on the worst unit of rows and the worst of keys (by `base`, the errors
+    without a mistake). Mistakes that explain no output there, or are impossible in the call, are omitted.
     """
     results = []
     quick = [max(some, key=lambda p: _worst(case, base, p)) for some in _by_axes(pieces)]
@@ -99,13 +110,16 @@ def _by_axes(pieces: Sequence[Unit]) -> list[list[Unit]]:
 
 
 def _worst(case: Case, base: Result, unit: Unit) -> float:
-    """Returns the largest error of a unit's rows."""
+    """Returns the largest error of the rows of a unit in all outputs, from the maps of `base`."""
     at = [(o, o.unit_of(case.setting, unit)) for o in case.outputs if o.of_unit(unit)]
     return max(float(base.maps[o.name].off[u.b][u.heads, u.rows].amax()) for o, u in at)
 
 
 def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:
-    """Returns the largest fraction of an output's error that remains under a mistake."""
+    """Returns the largest fraction, over the named outputs, of the error that remains under a mistake.
+
+    candidate: the errors with the mistake; sample: the errors without it, on the same units.
+    """
     shares = [0.0]
     for name in names:
         before, after = sample.tallies[name], candidate.tallies[name]
@@ -117,10 +131,11 @@ def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:
 
 
 def _confirmed(case: Case, matches: list[Match], sample: Result, failing: tuple[str, ...]) -> tuple[Explanation, ...]:
-    """Returns the explanations of matches that pass on the complete call, best first.
+    """Returns the explanations of matches whose outputs pass on the complete call, not on samples alone, best first.
 
-    Matches that leave less of the error come first, equal ones in the order of MISTAKES. If more than _CONFIRMED match,
-    the others are returned without having been tried on the complete call.
+    Matches that leave less of the error come first, equal ones in the order of MISTAKES. If more than _CONFIRMED match
+    (more than one in large calls), the others are returned untried if one of the first passes. sample: the errors
+    without a mistake; failing: the names of the wrong outputs.
     """
 
     def order(f: Match) -> tuple[bool, float]:
@@ -148,7 +163,7 @@ def _confirmed(case: Case, matches: list[Match], sample: Result, failing: tuple[
 
 
 def _unlike(explanations: list[Explanation]) -> list[Explanation]:
-    """Returns the best explanation of each mistake."""
+    """Returns for each mistake the explanation with the smallest error: one of several ways of making it."""
     by_name: dict[str, Explanation] = {}
     for e in sorted(explanations, key=lambda e: e.error):
         by_name.setdefault(e.name, e)

@@ -50,7 +50,7 @@ class Expected:
 
 @cache
 def limit(freedom: int, looks: int, draws: int = 0) -> float:
-    """Returns the limit of z for a group of `freedom` independent errors, if `looks` groups are tested.
+    """Returns the limit of z for a group of `freedom` independent errors, if the verdict tests `looks` groups in all.
 
     Its square is the value that chi-square / freedom, with `freedom` degrees of freedom, exceeds with probability
     FALSE_ALARMS / looks. An expected size that was estimated from `draws` programs has an error itself, so the limit is
@@ -126,7 +126,7 @@ def ratios(ours: Tensor, value: Tensor, size: Tensor) -> Tensor:
 
 
 class Errors:
-    """The squared ratios of one output by row, from which all groups are computed.
+    """The squared ratios (error / expected size) ** 2 of one output by row, from which all groups are computed.
 
     Args:
         lengths: number of rows of each sequence.
@@ -144,7 +144,7 @@ class Errors:
         self.peaks = [torch.zeros(heads, n, dtype=torch.float32) for n in lengths]  # row maxima
 
     def add(self, b: int, heads: slice, rows: slice, errors: Tensor) -> None:
-        """Stores the squared ratios [heads, rows, columns] of some rows of sequence b."""
+        """Stores `errors`, the squared ratios [heads, rows, columns] (see ratios()) of some rows of sequence b."""
         if not errors.numel():
             return
         errors = errors.clamp(max=1e30)
@@ -155,7 +155,7 @@ class Errors:
         self.peaks[b][heads, rows] = errors.amax(-1).float()
 
     def append(self, errors: Tensor) -> None:
-        """Stores the squared ratios [heads, rows, columns] of further rows as a new sequence."""
+        """Stores `errors`, squared ratios [heads, rows, columns] of further rows, as a new sequence."""
         shape = errors.shape[:2]
         self.cells.append(torch.zeros(*shape, len(self.widths), dtype=torch.float32))
         self.peaks.append(torch.zeros(shape, dtype=torch.float32))
@@ -185,13 +185,16 @@ class Errors:
 
     @property
     def looks(self) -> int:
-        """The number of tested groups."""
+        """The number of groups that a verdict tests: elements, rows, tiles of both kinds, heads, and all elements."""
         heads = sum(len(p) for p in self.peaks)
         tiles = sum(p.shape[0] * -(-p.shape[1] // TILE) for p in self.peaks)
         return self.count * (self.columns + 1) + tiles * (1 + len(self.widths)) + heads + 1
 
     def worst(self, draws: int = 0) -> Iterator[tuple[int, Look]]:
-        """Yields (sequence, worst group) for every kind and sequence; sequence -1 for all elements."""
+        """Yields (sequence, worst group) for every kind of group and sequence; sequence -1 for all elements.
+
+        draws: as Expected.draws, the programs from which expected sizes were estimated.
+        """
         looks = self.looks
         for b, (cells, peaks, rows) in enumerate(zip(self.cells, self.peaks, self.of_rows, strict=True)):
             if not rows.numel():

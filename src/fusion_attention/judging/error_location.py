@@ -94,7 +94,7 @@ def looks_like(tally: Tally, word: str = "row", rows: Callable[[int], Tensor] | 
 
 
 def mask_of(setting: Setting, b: int) -> Mask | None:
-    """Returns the mask of a sequence's first head for a drawing; None if all rows see all keys."""
+    """Returns the mask of the first head of sequence b, for a drawing; None if all rows see all keys."""
     sizes = int(setting.extents.q_len[b]), setting.extents.all_keys(b)
     if not all(sizes):
         return None
@@ -111,7 +111,10 @@ _LOOKS = (("zero", "is zero", "are zero"), ("nan", "holds NaN", "hold NaN"),
 
 
 def most(tally: Tally, shape: Sequence[int]) -> list[str]:
-    """Returns a sentence about the largest error of an output without rows, such as a bias's gradient."""
+    """Returns a sentence about the largest error of an output without rows, such as a bias's gradient.
+
+    tally: the output's errors; shape: its shape, for the indices of the element.
+    """
     if tally.worst is None:
         return []
     count = sum(int(w.sum()) for w in tally.errors.wrong())
@@ -122,7 +125,10 @@ def most(tally: Tally, shape: Sequence[int]) -> list[str]:
 
 
 def _copied(rows: Tensor, wrong: Tensor, golden: Tensor) -> tuple[int, int, int, int] | None:
-    """Returns (head, row, other head, other row) of a wrong row that equals another row, whose golden rows differ."""
+    """Returns (head, row, other head, other row) of a wrong row that equals another row, though golden's rows differ.
+
+    rows: the output [heads, rows, elements]; wrong: bool [heads, rows]; golden: a number per row, marked() of golden's.
+    """
     for head, row in wrong.nonzero()[:8].tolist():
         mine, right = rows[head, row], golden[head, row]
         if not (mine == mine[0]).all():
@@ -156,7 +162,7 @@ def _which(bad: Tensor, word: str) -> str:
 
 
 def _pattern(bad: Tensor) -> str:
-    """Returns a phrase if the wrong rows begin at a tile's edge, or are equal in every tile; else ""."""
+    """Returns a phrase if wrong rows (true in bad [rows]) begin at a tile's edge or recur in every tile; else ""."""
     numbers = bad.nonzero().flatten()
     first = int(numbers[0])
     edge = max((tile for tile in TILES if first and first % tile == 0), default=0)

@@ -42,7 +42,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the variance of rounding values to a dtype."""
+    """Returns the variance of rounding each element of `value` to a dtype; 0 for integers."""
     if dtype not in _UNITS:
         return torch.zeros_like(value)
     mantissa, exponent = torch.frexp(value.double().nan_to_num(0.0, 0.0, 0.0))
@@ -103,7 +103,10 @@ POOR = Grade("as exact as a program that sums in 16 bits", low=True, poor=True)
 
 
 def summed(value: Tensor, n: int, dtype: torch.dtype, grade: Grade) -> Tensor:
-    """Returns the variance from rounding the running sum of n terms whose total is `value`: a n value^2 / 3."""
+    """Returns the variance from rounding the running sum of n terms whose total is `value`: a n value^2 / 3.
+
+    dtype: the call's; grade: the steps in which the program rounds.
+    """
     return (grade.sums(dtype) * n / 3 + grade.step(dtype)) * value.nan_to_num(0.0, 0.0, 0.0).square()
 
 
@@ -117,7 +120,10 @@ def _norm(tensor: Tensor, error_dtype: torch.dtype) -> Tensor:
 
 
 def products_of_squares(one: Tensor, other: Tensor, error_dtype: torch.dtype) -> Tensor:
-    """Returns [heads, rows, keys]: sum_d one^2 other^2; for long float32 vectors |one|^2 |other|^2 / dim."""
+    """Returns [heads, rows, keys]: sum_d one^2 other^2, of rows (one) and keys (other), [heads, n, dim].
+
+    For long vectors in float32 it is estimated as |one|^2 |other|^2 / dim. error_dtype: dtype of the computation.
+    """
     dim = one.shape[-1]
     if error_dtype == torch.float64 or dim < _SHORT:
         return _squares(one, error_dtype) @ _squares(other, error_dtype).mT
@@ -171,7 +177,8 @@ def _terms(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
 
 
 def _error_dtype(pairs: int, x: Block, *more: Tensor) -> torch.dtype:
-    """Returns the dtype for variances: float32 for many pairs if their squares fit in it, else float64."""
+    """Returns the dtype in which to compute variances of so many pairs of row and key: float64 for few pairs, or if the
+    squares of products of the block's tensors, and of `more`, may not fit in float32."""
     if pairs <= _FEW:
         return torch.float64
     q, k, v, *others = (
@@ -183,7 +190,8 @@ def _error_dtype(pairs: int, x: Block, *more: Tensor) -> torch.dtype:
 
 
 def faint(pairs: Tensor) -> bool:
-    """True if all values [.., keys] of a key are so small that their square times a variance underflows in float32."""
+    """True if, for some key, all values of pairs [.., keys] are so small that their square times a variance underflows
+    in float32."""
     most = pairs.abs().flatten(0, -2).amax(0) if pairs.numel() else pairs.new_ones(1)
     return bool(((most > 0) & (most < 2.0**-28)).any())
 

@@ -58,15 +58,15 @@ class Uncertain:
 
 
 def _fits(s: Scored) -> bool:
-    """True if squares of products and scores, and their errors, fit in float32."""
+    """True if squares of the products and scores of `s`, and their errors, fit in float32."""
     q, k, w = (float(_clean(t).abs().amax()) if t.numel() else 1.0 for t in (s.q, s.k, s.weights))
     return all(2.0**-30 < product < 2.0**40 for product in (q * k, q * k * w))
 
 
 def uncertain(s: Scored, dtype: torch.dtype, grade: Grade, dscores: Tensor | None = None) -> Uncertain:
-    """Returns the variances of a block's products and scores.
+    """Returns the variances of the products and scores of some rows, for a call's dtype and a grade.
 
-    dscores, the scores' gradient, is needed if gradients' variances are computed from the result.
+    dscores: the gradient of the scores [rows, keys], needed if variances of gradients are computed from the result.
     """
     few = s.dots.numel() <= _FEW or not _fits(s) or (dscores is not None and faint(_clean(dscores)))
     error_dtype = torch.float64 if few else torch.float32
@@ -88,7 +88,7 @@ def uncertain(s: Scored, dtype: torch.dtype, grade: Grade, dscores: Tensor | Non
 
 
 def statistics(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wanted]:
-    """Returns max and sum of the scores of some rows, with the variances before they are stored.
+    """Returns max and sum of the scores of rows of sequence b, [1, rows, 1], with variances before they are stored.
 
     max   var(I) at the maximum
     sum   sum^2 (sum_j y^2 (var(I) + x) + (1 - 2 y_max) var(I at the maximum) + a n / 3 + r)
@@ -131,7 +131,7 @@ class Spread:
     shares: Tensor | None
 
     def of_pairs(self, by_y: Tensor, by_p: Tensor) -> Tensor:
-        """Returns [rows, keys]: the variance of by_y * log y + by_p * p."""
+        """Returns [rows, keys]: the variance of by_y * log y + by_p * p, whose factors are [rows, keys]."""
         of_y = self.of_y
         if self.shares is not None:
             of_y = of_y * (1 - 2 * self.shares) + (self.shares.square() * of_y).sum(-1, keepdim=True)
@@ -139,7 +139,7 @@ class Spread:
         return result + by_p.square() * (self.of_p + self.p.square() * self.p_row)
 
     def of_sums(self, by_y: Tensor, by_p: Tensor) -> Tensor:
-        """Returns [.., rows]: the variance of sum_j by_y * log y + by_p * p, [.., rows, keys]."""
+        """Returns [.., rows]: the variance of the sum over keys of by_y * log y + by_p * p, [.., rows, keys]."""
         full = by_y.sum(-1, keepdim=True)
         each = by_y if self.shares is None else by_y - self.shares * full
         result = (each.square() * self.of_y + by_p.square() * self.of_p).sum(-1)
@@ -148,7 +148,7 @@ class Spread:
 
 
 def spread(c: Compared, u: Uncertain, dtype: torch.dtype, grade: Grade) -> Spread:
-    """Returns the variances of y and p.
+    """Returns the variances of the indexer's distribution y and of its target p, both [rows, keys].
 
     of_y    var(I) + a (2 (I - max)^2 + 8) + r ((I - max)^2 + 4)
     y_row   (a + r) (2 + log(sum)^2), plus a n / 3 if the call computes the sum
@@ -234,7 +234,7 @@ def of_gradients(
     s: Scored, u: Uncertain, times: Tensor, dscores: Tensor, slopes: tuple[Spread, Tensor, Tensor] | None, rows: int,
     dtype: torch.dtype, grade: Grade, squares: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Returns the variances of gradients(), to which summed() is added for complete results.
+    """Returns the variances of gradients() of some rows, by kind; summed() is added for results of all rows.
 
     slopes: (Spread, derivative of dI by log y, derivative of dI by p); None if dI is an input.
     times: how often a row's list has a key; equal terms have equal rounding errors, so m of them count m^2.
@@ -278,7 +278,10 @@ def of_gradients(
 
 
 def _little(pairs: Tensor, squares: Tensor, w: float) -> bool:
-    """True if rounding dI to 16 bits dominates its error, in every row and for every key."""
+    """True if rounding dI to 16 bits dominates its error, in every row and for every key.
+
+    pairs: the other variances of dI; squares: dI^2, both [rows, keys]; w: the variance of rounding a value of 1.
+    """
     return w > 0 and all(bool((pairs.sum(i) <= _LITTLE * w * squares.sum(i)).all()) for i in (0, 1))
 
 
@@ -373,7 +376,10 @@ def _with_gradients(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wa
 def completed(
     x: Index, b: int, kind: str, total: Wanted, grade: Grade, stored: torch.dtype | None = None
 ) -> Wanted:  # fmt: skip
-    """Adds the variance of a sum's size and of storing to a complete result of sequence b (loss: of all sequences)."""
+    """Returns the sum over all rows of sequence b (loss: of all sequences), `total`, with its complete variance.
+
+    It adds the variances of the running sum and of rounding to `stored`, the result's dtype (None: the call's).
+    """
     variance, e, dtype = total.variance, x.extents, x.problem.torch_dtype
     terms = {"dq": e.kv_len[b], "dweights": e.kv_len[b], "dk": e.q_len[b] * x.heads, "loss": e.q_len.sum()}.get(kind, 0)
     if terms:
@@ -384,7 +390,10 @@ def completed(
 
 
 def at_keys(variance: Tensor, indices: Tensor) -> Tensor:
-    """Returns [rows, entries]: variances of listed keys; 0 for entries without a key."""
+    """Returns [rows, entries]: the variances, of [rows, keys], of the keys in lists `indices` [rows, entries].
+
+    Entries that are not the index of a key, such as -1, get 0.
+    """
     if not variance.shape[-1]:
         return torch.zeros(indices.shape, dtype=variance.dtype)
     listed = indices.long()

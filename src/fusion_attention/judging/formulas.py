@@ -90,7 +90,10 @@ def narrowed(block: Block, precision: Precision) -> Block:
 
 
 def scores_of(x: Block) -> tuple[Tensor, Tensor | None, Tensor | float]:
-    """Returns (scores [heads, rows, keys], -inf for an invisible key; scores before cap and bias; slope of the cap)."""
+    """Returns (scores, scores before cap and bias, derivative of the cap) of a block, all [heads, rows, keys].
+
+    Scores are -inf for an invisible key. Without bias and cap the second is None; without a cap the third is 1.
+    """
     result = x.q @ x.k.mT
     if x.q_rope is not None and x.k_rope is not None:
         result = result + x.q_rope @ x.k_rope.mT
@@ -154,7 +157,10 @@ def _with_means(x: Block, s: Softmax) -> Softmax:
 
 
 def forward(x: Block, p: Precision = GOLDEN, s: Softmax | None = None) -> dict[str, Tensor]:
-    """Returns out [heads, rows, dim_v], and max and sum [heads, rows, 1]; s: the block's softmax, if computed."""
+    """Returns out [heads, rows, dim_v], and max and sum [heads, rows, 1], of a block in a precision.
+
+    s: the block's softmax, if the caller has it. For a quantised output, "unscaled" is out before the scale.
+    """
     x = narrowed(x, p)
     s = softmax(x) if s is None else s
     weights, live = p.narrow(s.weights), s.live
@@ -186,10 +192,15 @@ def _returned(x: Block, out: Tensor, p: Precision) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Gradients of a block's scores.
+    """Gradients of a block's scores, [heads, rows, keys], and the values that they were computed from.
 
-    dscores is dS before the multiplication with the cap's slope, dx after it, upstream is dP, dropped_weights is P
-    after dropout.
+    Attributes:
+        softmax: the weights P.
+        dscores: dS = P (dP - delta), before the multiplication with the cap's slope.
+        dx: dS after it.
+        upstream: dP.
+        delta: dout . out, minus the gradient of lse, [heads, rows, 1].
+        dropped_weights: P after dropout.
     """
 
     softmax: Softmax
@@ -222,8 +233,8 @@ GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dsink")
 def gradients(
     x: Block, p: Precision = GOLDEN, g: Scored | None = None, kinds: Collection[str] = GRADIENTS
 ) -> dict[str, Tensor]:
-    """Returns the block's contributions to the gradients, by query head: dq [heads, rows, ..], dk and dv
-    [heads, keys, ..]; sums are not rounded."""
+    """Returns a block's contributions to the gradients `kinds`, by query head: dq [heads, rows, elements], dk and dv
+    [heads, keys, elements], dsink [heads]; sums are not rounded. g: scored(x, p), if the caller has it."""
     x = narrowed(x, p)
     g = scored(x, p) if g is None else g
     dout, visible = x.saved[0], g.softmax.softmax
@@ -249,7 +260,7 @@ def _counted(x: Block, pairs: Tensor) -> Tensor:
 
 
 def at_sink(x: Block, s: Softmax) -> Tensor:
-    """Returns [heads, rows, 1]: the sink's probability."""
+    """Returns [heads, rows, 1]: the probability that the softmax `s` of a block gives to the sink."""
     assert x.sink is not None
     result = (x.sink[:, None, None] - s.top.masked_fill(s.keyless, 0)).exp() / s.total.where(s.total != 0, 1.0)
     return result.masked_fill(s.keyless, 0)

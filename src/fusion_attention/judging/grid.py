@@ -34,12 +34,12 @@ _WITHIN, _STRANGE = "·", "!"
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The visible keys of a sequence's first head, in cells of rows and keys.
+    """The keys that each row of a sequence's first head sees, in cells of several rows by several keys.
 
     Attributes:
         visible: [cells down, cells across], the fraction of a cell's keys that are visible to its first row.
         steps: numbers of rows and keys in a cell.
-        of: the sequence, in words.
+        of: words for the title: " of sequence 2", or "" if the call has one sequence.
     """
 
     visible: Tensor
@@ -99,24 +99,33 @@ class Grid:
 
     @property
     def cell(self) -> str:
-        """Describes a cell."""
+        """The size of a cell in words, such as "2 heads by 64 rows"."""
         words = (f"{step} {word}" for step, word in zip(self.steps, (self.down, self.across), strict=True) if step > 1)
         return " by ".join(words) or "one position"
 
     def limits(self) -> tuple[float, float]:
-        """Returns the smallest and the largest finite z of wrong cells."""
+        """Returns the smallest and the largest finite z of wrong cells, the ends of the colour scale.
+
+        Both are LEAST, the bound of correct results, if no wrong cell has a finite z.
+        """
         finite = self.z[self.wrong & self.z.isfinite()]
         return (float(finite.min()), float(finite.max())) if len(finite) else (LEAST, LEAST)
 
     def levels(self) -> Tensor:
-        """Returns [down, across]: for wrong cells 0 to 1 by the logarithm of z, 1 if z is not finite."""
+        """Returns the position of each cell's z on the colour scale, [down, across]: 0 to 1, by the logarithm of z.
+
+        It is 1 if z is not finite. Only the levels of wrong cells are drawn.
+        """
         least, most = (math.log(max(z, LEAST)) for z in self.limits())
         level = (self.z.clamp(min=LEAST).log() - least) / max(most - least, 1e-6)
         return level.nan_to_num(nan=1.0, posinf=1.0).clamp(0, 1) if most > least else torch.ones_like(level)
 
 
 def rows_by_columns(tally: Tally, shape: Sequence[int]) -> Surface | None:
-    """Returns the surface of an output [.., rows, keys] that is a sum over sequences; else None."""
+    """Returns the errors of an output that is a sum over sequences, such as the gradient of a bias, by row and key.
+
+    tally: the output's errors; shape: the output's shape [.., rows, keys]. None for an output with fewer than two axes.
+    """
     if len(shape) < 2 or not tally.errors.count:
         return None
     z = tally.errors.cells[0][0].sqrt()
@@ -126,7 +135,10 @@ def rows_by_columns(tally: Tally, shape: Sequence[int]) -> Surface | None:
 
 
 def grid(surface: Surface, b: int, most: tuple[int, int]) -> Grid:
-    """Returns the largest error of each cell of a sequence; at most `most` cells, of powers of two of positions."""
+    """Returns sequence b of a surface, reduced to cells with the largest error of their positions.
+
+    most: the largest numbers of cells (down, across). A cell's sides are powers of two.
+    """
     z, wrong = surface.z[b], surface.wrong[b]
     z = z.masked_fill(z.isnan() | (z > _FINITE), math.inf)
     steps = cells_of(z.shape, most)
@@ -137,7 +149,10 @@ def grid(surface: Surface, b: int, most: tuple[int, int]) -> Grid:
 
 
 def cells_of(sizes: Sequence[int], most: tuple[int, int]) -> tuple[int, int]:
-    """Returns the numbers of positions in a cell: powers of two, the smallest with at most `most` cells."""
+    """Returns the sides of a cell (down, across) in positions: the smallest powers of two for at most `most` cells.
+
+    sizes: the numbers of positions of the two axes.
+    """
     down, across = (1 << (-(-max(n, 1) // cells) - 1).bit_length() for n, cells in zip(sizes, most, strict=True))
     return down, across
 
@@ -149,7 +164,10 @@ def _reduced(t: Tensor, steps: Sequence[int]) -> Tensor:
 
 
 def text(name: str, surface: Surface) -> Text:
-    """Returns a drawing of the first sequence with an error in block characters, for a terminal of 80 columns."""
+    """Returns a drawing of an output's errors in block characters, for a terminal of 80 columns.
+
+    name: the output's name, for the title; surface: its errors, of which the first sequence with an error is drawn.
+    """
     from rich.text import Text  # imported here because rich may be absent where GPU tests run
 
     b = surface.order()[0]
@@ -187,7 +205,10 @@ def _ticks(g: Grid) -> str:
 
 
 def figure(name: str, surface: Surface, b: int) -> str:
-    """Returns an HTML figure of a sequence with labelled axes: green within the bound, yellow to red beyond it."""
+    """Returns an HTML figure of the errors of output `name` in sequence b, with labelled axes.
+
+    Cells within the bound are green, those beyond it yellow to red by size.
+    """
     g = grid(surface, b, PAGE)
     data = base64.b64encode(_png(g)).decode()
     least, most = g.limits()

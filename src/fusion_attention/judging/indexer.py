@@ -38,7 +38,15 @@ def serves(lowered: Any) -> bool:
 
 
 def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standard: str = "error-bound") -> Judgement:
-    """Returns the Judgement of a call, as judge.judged() does for other operators."""
+    """Judges the recorded results of a call of the indexer (selection of keys), of its statistics or of its loss.
+
+    Args:
+        call: the recorded call: arguments and results.
+        lowered: the same call in the intermediate representation, from call.lowered(); serves() is True for it.
+        search: True to try INDEX_MISTAKES as explanations of outputs that fail.
+        backends: True to also compute the call by the back ends of this machine, and to judge their results.
+        standard: "error-bound", "cann-0.5%" or "cann-double"; decides if an output passes.
+    """
     if lowered.op_kind not in _OP_KINDS:
         raise JudgeError(f"{call.op.name}: the judge has no formula for it")
     x = setting_of(lowered)
@@ -70,7 +78,10 @@ def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standa
 
 
 def _looks(x: Index, kind: str, tally: Tally, views: Mapping[str, Any]) -> list[str]:
-    """Returns sentences about the errors of an output."""
+    """Returns sentences about wrong rows, keys or lists of an output that are zero, not finite or copies of others.
+
+    kind: the output's kind ("dq", "indices", ...); tally: its errors; views: the recorded outputs by kind.
+    """
     if kind in ("loss", "max", "sum"):
         return looks_like(tally, "number")
     if kind == "indices":  # judgeable() marks wrong entries by NaN
@@ -125,7 +136,15 @@ def pieces(
     *,
     with_baseline: bool = False,
 ) -> Iterator[Block]:
-    """Yields golden's values of every output in blocks [heads, rows, elements]; the last is the loss, [1, 1, 1]."""
+    """Yields golden's values, with expected errors, in blocks [heads, rows, elements]; the last is the loss, [1, 1, 1].
+
+    Args:
+        x: the call, perhaps with a mistake.
+        kinds: the kinds of outputs to compute.
+        grade: the steps in which a correct program rounds.
+        dtypes: by kind, the dtype to which the output is rounded; absent kinds have the call's.
+        with_baseline: True to also compute the results of a float32 program.
+    """
     e, dtypes = x.extents, dtypes or {}
     losses: list[Wanted] = []
     pairs = x.heads + (x.problem.heads_q if x.of_loss is not None else 0)
@@ -157,7 +176,7 @@ def _sum(terms: Sequence[Wanted]) -> Wanted:
 
 
 def _with_baseline(x: Index, b: int, rows: slice, expected: Mapping[str, Wanted]) -> dict[str, Wanted]:
-    """Adds the results of a baseline program, which computes in float32."""
+    """Adds to golden's values of some rows of sequence b (`expected`, by kind) the results of a float32 program."""
     narrow, dtype = torch.float32, x.problem.torch_dtype
     if x.op_kind == "indexer_topk":
         _, values, indices = chosen(x, x.scored(b, rows, narrow), x.visible(b, rows))
@@ -184,7 +203,16 @@ def measured(
     with_baseline: bool = False,
     beside: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> Result:
-    """Returns the errors of recorded outputs, and of other back ends' results (`beside`), against golden's values."""
+    """Returns the errors of recorded outputs, and of other back ends' results, against golden's values.
+
+    Args:
+        x: the call, perhaps with a mistake, from which golden's values are computed.
+        lowered: the lowered call; it has the layout of the tensors.
+        captured: the recorded outputs by name.
+        grade: the steps in which a correct program rounds; determines the expected errors.
+        with_baseline: True to also compute a float32 program, with which the standard "cann-double" compares.
+        beside: results by name, for each other back end.
+    """
     kinds = {KINDS[n]: n for n in captured}
     dtypes = {k: _dtype(x, k, captured[n]) for k, n in kinds.items()}
     given_: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}
@@ -204,7 +232,7 @@ def measured(
 
 
 def _dtype(x: Index, kind: str, tensor: Tensor) -> torch.dtype:
-    """Returns the dtype to which an output is rounded; for a float64 output, the call's dtype."""
+    """Returns the dtype to which an output of a kind is rounded; for float64 or integers, the one that x stores."""
     return x.stored(kind) if tensor.dtype == torch.float64 or not tensor.is_floating_point() else tensor.dtype
 
 
@@ -220,7 +248,7 @@ def _tally(x: Index, kind: str, tensor: Tensor) -> Tally:
 
 
 def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns views of the recorded outputs, by kind."""
+    """Returns views of the recorded outputs (captured, by name) as rows of sequences, by kind ("indices", "dq", ..)."""
     o, *grads = lowered.fill({**lowered.results(), **captured}).operands
     if lowered.op_kind == "indexer_topk":
         return {"indices": o.indices, "values": o.values}
@@ -231,7 +259,11 @@ def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def judgeable(x: Index, view: Any, block: Block) -> tuple[Tensor, Wanted]:
-    """Returns (recorded output, expected output) of a block; lists of keys are replaced by the scores of their keys."""
+    """Returns (recorded output, expected output) of a block, [heads, rows, elements].
+
+    view: the recorded output. Lists of selected keys are replaced by the scores of their keys, because keys with nearly
+    equal scores may be in either order.
+    """
     heads, lengths = x.heads if block.kind == "dq" else 1, x.extents.kv_len if block.kind == "dk" else x.extents.q_len
     ours: Tensor = view.sequence(block.b, heads, int(lengths[block.b]))[:, block.rows]
     if block.scores is None or block.kind != "indices":
@@ -248,7 +280,10 @@ def judgeable(x: Index, view: Any, block: Block) -> tuple[Tensor, Wanted]:
 
 
 def _listed(scores: Tensor, indices: Tensor) -> Tensor:
-    """Returns the scores of listed keys; -inf for entries without a key."""
+    """Returns the scores [rows, entries] of the keys in lists, from scores [rows, keys] and indices [rows, entries].
+
+    Entries that are not the index of a key, such as -1, get -inf.
+    """
     listed = indices.long()
     inside = (listed >= 0) & (listed < scores.shape[-1])
     result = scores.gather(-1, listed.where(inside, 0)) if scores.shape[-1] else torch.zeros(listed.shape).double()
@@ -256,8 +291,11 @@ def _listed(scores: Tensor, indices: Tensor) -> Tensor:
 
 
 def _misplaced(scores: Tensor, mine: Tensor, listed: Tensor, x: Index) -> Tensor:
-    """Returns bool, true for list entries that are wrong whatever the scores' errors: keys that do not exist, invisible
-    or repeated keys, and keys with equal scores in the wrong order."""
+    """Returns bool [rows, entries], true for list entries that are wrong whatever the scores' errors.
+
+    These are keys that do not exist, invisible or repeated keys, and keys with equal scores in the wrong order.
+    scores: of all keys [rows, keys]; listed: the recorded lists; mine: the scores of their keys [rows, entries].
+    """
     none = (listed != -1) & ((listed < 0) | (listed >= scores.shape[-1]) | (mine == -torch.inf))
     order = listed.sort(dim=-1, stable=True)
     again = torch.zeros_like(none)

@@ -81,14 +81,14 @@ class Index:
         return int(getattr(self.problem, "heads", 0) or self.problem.heads_index)
 
     def visible(self, b: int, rows: slice) -> Tensor:
-        """Returns bool [rows, kv_len], true for keys within the band."""
+        """Returns bool [rows, kv_len], true for keys within the band of rows of sequence b."""
         first, end = self.extents.row_interval(b, np.arange(rows.start, rows.stop), self.problem.ratio)
         key = torch.arange(int(self.extents.kv_len[b]))
         unread = (key >= self.unread[0]) & (key < self.unread[1])
         return (key >= torch.from_numpy(first)[:, None]) & (key < torch.from_numpy(end)[:, None]) & ~unread
 
     def stored(self, kind: str) -> torch.dtype:
-        """Returns the dtype of an output."""
+        """Returns the dtype in which the call returns an output of a kind ("dq", "values", "max", ...)."""
         p = self.problem
         names = {
             "dweights": p.weights_dtype,
@@ -99,7 +99,7 @@ class Index:
         return getattr(torch, names.get(kind, p.dtype))
 
     def scored(self, b: int, rows: slice, dtype: torch.dtype) -> Scored:
-        """Returns products and scores of some rows with all keys."""
+        """Returns products and scores of rows of sequence b with all its keys, computed in a dtype."""
         q_len, kv_len = int(self.extents.q_len[b]), int(self.extents.kv_len[b])
         q = self.index.q.sequence(b, self.heads, q_len)[:, rows].to(dtype)
         k = self.index.k.sequence(b, 1, kv_len)[0].to(dtype)
@@ -131,7 +131,10 @@ class Scored:
 
 
 def chosen(x: Index, s: Scored, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns scores [rows, kv_len], -inf for an invisible key; values and indices of selected keys [rows, top_k]."""
+    """Selects keys by their scores `s`, of some rows; visible: bool [rows, kv_len].
+
+    Returns scores [rows, kv_len], -inf for an invisible key; scores and indices of the selected keys [rows, top_k].
+    """
     scores = s.scores.masked_fill(~visible, -math.inf)
     ranked = scores if x.largest else (-scores).masked_fill(scores == -math.inf, -math.inf)
     if x.last_first:
@@ -248,7 +251,10 @@ class Given:
 
 
 def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype | None = None) -> Compared:
-    """Returns the two distributions of some rows of a sequence; low: dtype to which dI is rounded, if bfloat16."""
+    """Returns the two distributions that the loss compares (the indexer's and its target) for rows of sequence b.
+
+    dtype: of the computation; low: the dtype to which dI, the gradient of the scores, is rounded if it is bfloat16.
+    """
     p, s = x.problem, x.scored(b, rows, dtype)
     times = x.visible(b, rows).to(dtype)
     if p.select_count:
@@ -290,7 +296,7 @@ def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype
 
 
 def _compared_to_given(x: Index, b: int, rows: slice, begun: dict[str, Any]) -> Compared:
-    """Returns compared()'s result for a target that is an operand; begun: the fields that are computed already."""
+    """Returns compared()'s result for a call that passes the target; begun: fields of Compared computed already."""
     times, of_y = begun["times"], begun["y"]
     dtype, kv_len = of_y.dtype, of_y.shape[1]
     target = x.of_loss.target.sequence(b, 1, int(x.extents.q_len[b]))[0, rows].to(dtype)
@@ -325,7 +331,7 @@ def _compared_to_given(x: Index, b: int, rows: slice, begun: dict[str, Any]) -> 
 
 
 def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:
-    """Returns list entries and True for those that are read, [1, rows, entries]."""
+    """Returns (lists of selected keys, bool: True for entries that are read) of sequence b, both [1, rows, entries]."""
     entries = x.index.indices.sequence(b, 1, int(x.extents.q_len[b]))[:, rows].long()
     _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop), x.problem.ratio)
     within = torch.arange(entries.shape[2]) < torch.from_numpy(np.maximum(end, 0))[:, None]
@@ -333,9 +339,9 @@ def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:
 
 
 def given(x: Index, b: int, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (dI, sum of squares of its terms, number of list entries) of each key, [rows, keys].
+    """Returns (dI, sum of squares of its terms, number of list entries) of each key of sequence b, all [rows, keys].
 
-    dI is the sum of the gradients of the key's list entries.
+    dI, the gradient of a key's score, is the sum of the given gradients of the list entries with this key.
     """
     entries, read = _entries(x, b, rows)
     _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop), x.problem.ratio)
@@ -350,7 +356,7 @@ def given(x: Index, b: int, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Te
 
 def gradients(s: Scored, dscores: Tensor, visible: Tensor) -> dict[str, Tensor]:
     """Returns the rows' contributions to the gradients: dq [heads, rows, dim], dk [1, keys, dim], dweights
-    [1, rows, heads].
+    [1, rows, heads]. s: their scores; dscores: the gradient dI of the scores, and visible: bool, both [rows, keys].
 
     dw_h = sum_j dI_j max(0, S_hj),  dS = dI w [S > 0],  dq = dS k,  dk = sum_h dS^T q
     """

@@ -25,7 +25,7 @@ _DEEPEST = 16  # largest number of levels of nested dicts
 
 
 def read_calls(path: Path, how: Reading = UNNAMED) -> Iterator[Recorded]:
-    """Yields the calls of a file or folder.
+    """Yields the recorded calls in a file or folder; how: names and options for files that capture() did not write.
 
     Raises:
         JudgeError: the file cannot be read, or has no valid call; the message is one sentence.
@@ -91,7 +91,10 @@ def _file(path: Path, how: Reading) -> Iterator[Recorded]:
 
 
 def _flat(content: Any, name: str = "", depth: int = 0) -> dict[str, Any]:
-    """Returns the tensors, numbers and texts of nested dicts and lists by name; nested names are joined by dots."""
+    """Returns the tensors, numbers and texts of nested dicts and lists by name; nested names are joined by dots.
+
+    name: the name of `content` itself, "" at the top; depth: its depth, which is limited.
+    """
     if depth > _DEEPEST:
         raise JudgeError(f"{name[:80]}: nested more than {_DEEPEST} deep")
     if isinstance(content, (list, tuple)) and not all(isinstance(each, int) for each in content):
@@ -130,7 +133,7 @@ def _npz(path: Path) -> dict[str, Any]:
 
 
 def _of_array(who: str, array: np.ndarray) -> Any:
-    """Returns an array as a tensor, an array with one text as a string."""
+    """Returns an array as a tensor, an array with one text as a string; who: the file, for error messages."""
     if array.dtype.kind in "US" and array.size == 1:
         return str(array.reshape(-1)[0])
     if array.dtype.kind == "V":
@@ -141,7 +144,7 @@ def _of_array(who: str, array: np.ndarray) -> Any:
 
 
 def tensor_of(path: Path, folder: Path, how: Reading) -> Tensor:
-    """Reads a tensor from a .npy or .pt file within a folder."""
+    """Reads a tensor from a .npy or .pt file, which must be inside `folder`; how: tells if pickle may execute code."""
     result = _within(path, folder, how)
     if not isinstance(result, Tensor):
         raise JudgeError(f"{path}: expected one tensor, got {type(result).__name__}")
@@ -149,7 +152,7 @@ def tensor_of(path: Path, folder: Path, how: Reading) -> Tensor:
 
 
 def _within(path: Path, folder: Path, how: Reading) -> Any:
-    """Reads the content of a .npy or .pt file within a folder."""
+    """Reads the content of a .npy or .pt file, which must be inside `folder` (a dump may name any path)."""
     if not path.resolve().is_relative_to(folder.resolve()):
         raise JudgeError(f"{path}: leaves the folder {folder}")
     if not path.is_file():

@@ -62,7 +62,7 @@ def measured(
         setting: the call, perhaps with a mistake.
         outputs: the recorded outputs.
         pieces: the parts of the call that are computed.
-        grade: grade of the expected errors.
+        grade: the steps in which a correct program rounds; determines the expected errors.
         complete: True if the pieces are the complete call; then maps are made.
         with_baseline: also measure a baseline program.
         beside: results of other programs, by program.
@@ -95,9 +95,10 @@ def measured(
 
 
 def graded(measure: Callable[[Sequence[str] | None, Grade], Result]) -> tuple[Result, dict[str, Grade]]:
-    """Measures outputs with the grade KERNEL, and those that fail with the grade PROGRAM.
+    """Measures outputs against a kernel's rounding (KERNEL), and those that fail against a program's (PROGRAM).
 
-    Returns (the errors, the grade of each output). measure(names, grade) measures the named outputs (None: all).
+    measure(names, grade) returns the errors of the named outputs (None: of all). Returns (the errors; by output name,
+    the grade with which it was last measured).
     """
     base = measure(None, KERNEL)
     grades = dict.fromkeys(base.tallies, KERNEL)
@@ -119,7 +120,7 @@ def _tally(setting: Setting, o: Output, *, complete: bool) -> Tally:
 
 
 def of_total(setting: Setting, o: Output, wanted: Wanted) -> Tally:
-    """Returns the errors of an output without rows."""
+    """Returns the errors of an output without rows (a sum over all sequences) against its expected values `wanted`."""
     tally = _tally(setting, o, complete=True)
     tally.add((0, slice(0, 1), slice(None)), *_of_total(o, wanted))
     return tally
@@ -133,7 +134,10 @@ def _of_total(o: Output, wanted: Wanted) -> tuple[Tensor, Wanted]:
 
 
 def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, generator: torch.Generator) -> list[Unit]:
-    """Returns sampled units of wrong and of correct rows, a few heads and rows each, with the first wrong row."""
+    """Returns a random sample of units (a few heads and rows each) of wrong rows and of correct rows.
+
+    maps: the errors by row of the outputs, by name; the first and the last wrong row of each output are included.
+    """
     results: set[tuple[int, int, int, int, int, bool, bool]] = set()
     for o in outputs:
         if o.name not in maps:
@@ -150,7 +154,7 @@ def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, gen
 
 
 def _some(marks: Tensor, count: int, generator: torch.Generator) -> list[list[int]]:
-    """Returns the indices [head, row] of the first and last true elements and of random ones between."""
+    """Returns indices [head, row] of true elements of marks [heads, rows]: the first, the last, and `count` random."""
     flat = marks.flatten().nonzero().flatten()
     if not len(flat):
         return []

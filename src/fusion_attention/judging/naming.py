@@ -78,17 +78,24 @@ class _Names:
         return name if name in self.inputs else ""
 
     def of(self, name: str, content: Mapping[str, Any]) -> str:
-        """Returns target() of a name in a file, or of the part after its last dot if no other name ends with it."""
+        """Returns target() of a name in a file, or of the part after its last dot if no other name ends with it.
+
+        content: the file's tensors and values by name.
+        """
         last = name.rpartition(".")[2]
         alone = sum(other.rpartition(".")[2] == last for other in content) == 1
         return self.target(name) or (self.target(last) if alone else "")
 
 
 def named(path: Path, content: Mapping[str, Any], how: Reading) -> Iterator[Recorded]:
-    """Yields the calls in a file's tensors and values by name: the forward, and the backward if there are gradients.
+    """Yields the calls of an operator in a file: the forward, and the backward if the file has gradients.
 
-    Names are those of the operator's parameters and results. Of a name with dots (of a nested dict), the part after the
-    last dot is used if no other name ends with it. Other names are ignored, with a note.
+    Args:
+        path: the file, for messages.
+        content: the file's tensors and values, by their names in the file. They are those of the operator's parameters
+            and results; of a name with dots (of a nested dict), the part after the last dot is used if no other name
+            ends with it. Other names are ignored, with a note.
+        how: the operator, further names and arguments.
     """
     if not how.operator:
         raise JudgeError(f"{path}: not a capture: say which operator it is a call of (--op); it has {listed(content)}")
@@ -147,7 +154,10 @@ def _calls(
 
 
 def _laid(op: Op, name: str, value: Any, how: Reading) -> Any:
-    """Returns a value from a file in the operator's form: numbers as Python numbers, packed softmax_lse as [T, N]."""
+    """Returns a value from a file as the operator takes it: numbers as Python numbers, packed softmax_lse as [T, N].
+
+    name: of a parameter or result, perhaps with a prefix that ends with a dot.
+    """
     last, packed = name.rpartition(".")[2], how.values.get(op.layout_attr or "", "") == "TND"
     if last == FLASH_LSE and FLASH_LSE not in results_of(op) and packed and value.dim() == 2:
         return value.mT  # flash-attn's is [N, T]
@@ -161,7 +171,10 @@ def _parameter(op: Op, name: str) -> Param | None:
 
 
 def value_of(op: Op, name: str, value: Any) -> Any:
-    """Converts text to the value of a parameter: "causal" or "window(63, 0)" to a Band, "100,150" to lengths."""
+    """Converts a text to the value of the operator's parameter `name`; returns other values unchanged.
+
+    Of a mask parameter, "causal" or "window(63, 0)" becomes a Band; of a list of lengths, "100,150" becomes [100, 150].
+    """
     p = _parameter(op, name)
     if isinstance(p, Attr) and p.type is Band:
         return value if value is None else _band(f"{op.name}: {p.shown}", value)
@@ -174,7 +187,10 @@ def value_of(op: Op, name: str, value: Any) -> Any:
 
 
 def _band(who: str, value: Any) -> Band:
-    """Returns the Band of a text such as causal, window(63, 0) or Band.causal(align="start"); executes no code."""
+    """Returns the Band of a text such as causal, window(63, 0) or Band.causal(align="start"), without executing it.
+
+    Raises a JudgeError that begins with `who`, the parameter, for other values.
+    """
     refused = JudgeError(f"{who}: expected {_BANDS}, got {str(value)[:80]!r}")
     if isinstance(value, Band):
         return value
@@ -201,7 +217,7 @@ def values_from(text: str) -> Any:
 
 
 def record(operator: str) -> Op:
-    """Returns an operator's definition."""
+    """Returns the definition of the operator with this name; raises a JudgeError for an unknown one."""
     op = RECORDS.get(operator)
     if op is None:
         recorded(operator, {}, {})  # raises with a list of operators
@@ -218,7 +234,11 @@ def results_of(op: Op) -> tuple[str, ...]:
 def of_call(
     op: Op, inputs: dict[str, Any], outputs: dict[str, Tensor], how: Reading, source: str, notes: tuple[str, ...] = ()
 ) -> Recorded:
-    """Returns the Recorded of a call whose values may have been stored in a larger dtype, such as float32."""
+    """Returns a recorded call whose tensors come from a file, which may store them in a larger dtype, such as float32.
+
+    With how.dtype, float32 tensors become that dtype again if no value changes. Without it, a note asks for it if
+    every float32 input would fit a smaller dtype. inputs, outputs: by name; source: the file; notes: further notes.
+    """
     words = {name: getattr(p, "dtypes", "") for p in op.params for name in (p.shown, p.name)}
     free = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and words.get(n) != "float32"}
     if how.dtype:

@@ -43,9 +43,9 @@ class Output:
         kind: "out", "max", "sum", "lse", or the gradient's name in the formulas.
         tensor: the output.
         view: its rows; None for a sum over all sequences.
-        form: the operators whose values for empty rows it has: "training", "sparse", "shared", "own" (the intermediate
-            representation) or "log" (lse of this library's functions: -inf for a row without keys; flash-attn's +inf is
-            read as -inf).
+        form: the family of operators that determines its values in rows without keys: "training", "sparse", "shared"
+            (attention with compressed keys), "own" (as the intermediate representation) or "log" (lse of this library's
+            functions: -inf; flash-attn's +inf is read as -inf).
         second: True if its rows are keys of the second source.
     """
 
@@ -75,7 +75,7 @@ class Output:
         return result
 
     def rows(self, setting: Setting, b: int, heads: slice, rows: slice) -> Tensor:
-        """Returns rows of sequence b, [heads, rows, elements]; keys of a second source are numbered after the first."""
+        """Returns rows of sequence b, [heads, rows, elements]; compressed keys are numbered after the other keys."""
         assert self.view is not None
         count = setting.problem.heads_kv if self.by_keys else setting.problem.heads_q
         every = self.view.sequence(b, count, self.lengths(setting.extents)[b])
@@ -85,7 +85,7 @@ class Output:
         return every[heads, rows.start - before : rows.stop - before]
 
     def before(self, extents: Extents, b: int) -> int:
-        """Returns the number of keys that are numbered before the output's rows: those of the first source, or 0."""
+        """Returns the number of keys of sequence b before the output's first row: for compressed keys all others."""
         return int(extents.kv_len[b]) if self.second else 0
 
     def unit_of(self, setting: Setting, unit: Unit) -> Unit:
@@ -110,7 +110,7 @@ class Unit:
 
 
 def setting_of(call: Any, captured: Mapping[str, Tensor]) -> tuple[Setting, list[Output]]:
-    """Returns (setting, judged outputs) of a lowered dense, decode or sparse call and its recorded results."""
+    """Returns (Setting, judged outputs) of a lowered dense, decode or sparse call; captured: its results by name."""
     scratch = call.results()
     filled = call.fill(scratch)
     filled.begin()
@@ -149,7 +149,7 @@ def _over(shown: Any, flat: Tensor) -> RowView:
 
 
 def _by_token(call: Sparse, tensor: Tensor) -> Tensor:
-    """Returns statistics in CANN's order of axes as [.., tokens, heads]."""
+    """Returns max, sum or lse, whose axes have CANN's order for the call's layout, as [.., tokens, heads]."""
     return tensor.movedim(0 if call.layout == "TND" else 1, -2).flatten(-2)
 
 
@@ -171,7 +171,7 @@ def _gradients(call: Any, shown: Any, captured: Mapping[str, Tensor]) -> Iterato
 
 
 def units(setting: Setting, outputs: list[Output]) -> Iterator[Unit]:
-    """Yields parts that cover a call, with about PAIRS scores each."""
+    """Yields units that together cover the rows and keys of these outputs, with about PAIRS scores each."""
     p, e = setting.problem, setting.extents
     kinds = {(o.by_keys, o.second) for o in outputs}
     for b in range(len(e)):
@@ -207,11 +207,12 @@ def computed(
     setting: Setting, unit: Unit, outputs: list[Output], grade: Grade | None = KERNEL, *, with_baseline: bool = False,
     exact: bool = True,
 ) -> dict[str, Wanted]:  # fmt: skip
-    """Returns the expected outputs of a unit, by name.
+    """Returns golden's values of the outputs in the rows of a unit, with expected errors, by name.
 
     Args:
-        grade: of the expected errors; None: values alone. with_baseline: also return a baseline program's results.
-        exact: for gradients of keys, compute the error of the saved output from all keys of the rows.
+        grade: the steps in which a correct program rounds; None: compute values alone.
+        with_baseline: also return the results of a float32 program.
+        exact: for gradients of keys, compute the saved output's error from all keys of the rows, not from its size.
     """
     result = _values(setting, unit, outputs, grade, exact=exact)
     if not with_baseline:
@@ -253,14 +254,14 @@ def _values(
 
 
 def _dtype(o: Output, problem: Any) -> torch.dtype:
-    """Returns the dtype to which an output is rounded; for a float64 output, the call's dtype."""
+    """Returns the dtype to which an output is rounded. A float64 output is judged as if it had the call's dtype."""
     if o.tensor.dtype != torch.float64 or problem.dtype == "float64":
         return o.tensor.dtype
     return torch.float32 if o.kind in ("max", "sum", "lse", "dsink") else problem.torch_dtype
 
 
 def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *, keyless: bool) -> Tensor:
-    """Returns a result of the formulas with the values that the output's operator has for empty rows."""
+    """Returns raw[o.kind], a result of the formulas for a block, with the values of o.form for rows without keys."""
     if o.kind == "out":
         return raw["out"]
     top, total = raw["max"], raw["sum"]
@@ -323,7 +324,7 @@ def _gradient(
 
 
 def _kinds(setting: Setting, outputs: list[Output]) -> Set[str]:
-    """Returns the kinds of gradients that outputs need; if keys are also the values, dk needs dv too."""
+    """Returns the gradients ("dq", "dk", ...) that outputs need. If keys are also the values, dk needs dv."""
     kinds = {o.kind for o in outputs}
     return kinds | _KEYS if setting.problem.shares_kv and kinds & _KEYS else kinds
 
@@ -331,7 +332,10 @@ def _kinds(setting: Setting, outputs: list[Output]) -> Set[str]:
 def _of_keys(
     setting: Setting, unit: Unit, kinds: Set[str], grade: Grade | None, p: Precision, *, exact: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns (values, variances) of a unit's gradients of keys, by query head: sums over all rows."""
+    """Returns (values, variances) of the gradients `kinds` of a unit's keys, [query heads, keys, elements] by kind.
+
+    They are sums over all rows of the sequence. grade, exact: as in computed().
+    """
     length = int(setting.extents.q_len[unit.b])
     sums = setting.sums.get((unit.b, unit.heads.start, unit.heads.stop, grade, p))
     if sums is not None and sums.rows == length:
@@ -352,7 +356,7 @@ def _of_keys(
 
 @dataclass(eq=False)
 class KeySums:
-    """Gradients of all keys of some heads, summed over the first `rows` rows."""
+    """Gradients of all keys, summed over the first `rows` query rows: [query heads, keys, elements] by kind ("dk")."""
 
     values: dict[str, Tensor]
     variances: dict[str, Tensor]
@@ -367,7 +371,10 @@ def _sum_by_keys(
     variances: dict[str, Tensor],
     of: tuple[Any, Any],
 ) -> None:
-    """Adds the contributions of further rows to the gradients of all keys; only sums of the latest heads are stored."""
+    """Adds the contributions of a unit's rows, by kind, to the gradients of all keys in setting.sums.
+
+    of: (grade, precision), a part of the key of setting.sums. Only the sums of the latest heads are stored.
+    """
     at = (unit.b, unit.heads.start, unit.heads.stop, *of)
     sums = setting.sums.get(at)
     if unit.rows.start == 0 or sums is None or sums.rows != unit.rows.start:
@@ -395,7 +402,10 @@ def _of_block(
     *,
     exact: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], slice]:
-    """Returns a block's contributions to gradients: (values by kind, variances by kind, the block's keys)."""
+    """Returns a block's contributions to the gradients `kinds`: (values by kind, variances by kind, the block's keys).
+
+    The block has the unit's heads; keys None: all that the rows may see. grade, exact: as in computed().
+    """
     block = setting.block(unit.b, unit.heads, rows, keys)
     if grade is None:
         return formulas.gradients(block, p, kinds=kinds), {}, block.keys
@@ -443,7 +453,7 @@ def _placed(total: Tensor, heads: slice, addend: Tensor) -> Tensor:
 
 
 def _add_to_bias(setting: Setting, view: Any, unit: Unit, keys: slice, addend: Tensor) -> None:
-    """Adds [heads, rows, keys] to a bias's gradient."""
+    """Adds addend [heads, rows, keys], of a unit's rows and these keys, to a bias's gradient; view: its memory."""
     view = replace(view, address=view.address + unit.heads.start * view.stride_head)
     if setting.problem.bias == "table":
         lengths = int(setting.extents.q_len[unit.b]), int(setting.extents.kv_len[unit.b])
@@ -456,9 +466,10 @@ def _delta(
     setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade, *, exact: bool,
     complete: tuple[Block, formulas.Scored] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns [heads, rows, 1]: the variance of delta, which is cached, because it depends on all keys of the rows.
+    """Returns [heads, rows, 1]: the variance of delta = dout . out of these rows and a unit's heads.
 
-    complete: the block of the rows with all keys, and its gradients of scores, if the caller has computed them.
+    It depends on all keys, so setting.deltas caches it. exact: as in computed(); complete: the block of the rows with
+    all keys, and its gradients of scores, if the caller has them.
     """
     at = (unit.b, unit.heads.start, unit.heads.stop, grade.words)
     if at not in setting.deltas:
@@ -481,6 +492,6 @@ def _delta(
 
 
 def of_heads(setting: Setting, unit: Unit) -> slice:
-    """Returns the heads of a unit's outputs: query heads, or key heads if by_keys."""
+    """Returns the heads of the outputs that have a unit's rows: its query heads, or their key heads if by_keys."""
     group = setting.problem.group
     return slice(unit.heads.start // group, unit.heads.stop // group) if unit.by_keys else unit.heads

@@ -27,8 +27,8 @@ from fusion_attention.judging.verdict import Explanation, Judgement, judgement, 
 
 Tensor = torch.Tensor
 OUT, BIAS = "out", "dposition_bias"
-PAIRS = 1 << 21
-_LEFT = 0.25
+PAIRS = 1 << 21  # number of elements of a sequence that are computed in one step
+_LEFT = 0.25  # largest fraction of an output's error that may remain if a mistake explains it
 # (name, description, advice, changed fields)
 MISTAKES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("compressor-halves", "The halves of overlapping windows are exchanged.",
@@ -63,13 +63,17 @@ class Windows:
     unbiased: bool = False
 
     def channel_ranges(self, b: int) -> Iterator[slice]:
-        """Yields ranges of channels with about PAIRS elements of a sequence."""
+        """Yields ranges of the channels of sequence b, each with about PAIRS elements in all heads and rows."""
         p = self.problem
         step = max(1, PAIRS // max(p.heads * int(self.extents.kv_len[b]), 1))
         return (slice(first, min(first + step, p.dim)) for first in range(0, p.dim, step))
 
     def block(self, b: int, channels: slice) -> Block:
-        """Returns a block whose heads are channels of a sequence's windows, each with one row and its window's keys."""
+        """Returns sequence b as a block of attention with heads * windows * channels heads.
+
+        Each of these heads has one query row, of no elements; its keys are the window's rows, their scores the gates of
+        the channel, and their values the channel of kv.
+        """
         p, o, first = self.problem, self.operands, int(self.extents.lo[b])
         end = (first + int(self.extents.q_len[b])) * p.ratio
         x, z = (view.sequence(b, p.heads, end).double() for view in (o.kv, o.gate))
@@ -92,7 +96,10 @@ class Windows:
         return replace(block, saved=(dout, right["out"], right["max"], right["sum"]))
 
     def _keys(self, rows: Tensor, first: int, channels: slice) -> Tensor:
-        """Returns a sequence's rows as keys of such a block, [heads * windows * channels, 1, keys]."""
+        """Returns rows of kv or gate [heads, rows, elements] as keys of block(), [heads * windows * channels, 1, keys].
+
+        first: the number of the first window that the call computes; rows begin at the sequence's start.
+        """
         p = self.problem
         windows = rows.unflatten(1, (-1, p.ratio))
         if p.overlap:
@@ -105,9 +112,10 @@ class Windows:
         return windows.transpose(2, 3).flatten(0, 2).unsqueeze(1)
 
     def _rows(self, keys: Tensor, b: int, channels: int) -> Tensor:
-        """Returns keys as rows [heads, rows in memory, 1 or 2, channels]; the inverse of _keys().
+        """Returns gradients of the keys of block() as rows of sequence b, [heads, rows, 1 or 2, channels].
 
-        A row that no window pools is 0.
+        This is the inverse of _keys(): axis 2 has the two halves of a row if windows overlap. A row that no window
+        pools is 0.
         """
         p, first, count = self.problem, int(self.extents.lo[b]), int(self.extents.q_len[b])
         windows = keys.reshape(p.heads, count, channels, -1).transpose(2, 3)
@@ -119,7 +127,11 @@ class Windows:
         return result[:, 1:].flatten(1, 2)[:, : int(self.extents.kv_len[b])]
 
     def sequence(self, b: int, grade: Grade | None) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns (values, variances) of a sequence for each output, [heads, windows or rows, elements]."""
+        """Returns (golden's values, variances of their errors) of sequence b for each output, by name.
+
+        Both are [heads, windows (of out) or rows (of gradients), elements]. grade: the steps in which a correct program
+        rounds; None: a float32 program's values, which are also returned as variances.
+        """
         p, e = self.problem, self.extents
         parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for channels in self.channel_ranges(b) if int(e.q_len[b]) else ():
@@ -139,7 +151,7 @@ class Windows:
         }
 
     def wanted(self, block: Block, grade: Grade | None) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns (values, variances) of a block for each output, [heads, 1, 1 or keys]; grade None: of a baseline."""
+        """Returns sequence()'s values and variances for the heads of one block(), [heads, 1, 1 or keys]."""
         precision = formulas.GOLDEN if grade is not None else Precision(torch.float32)
         if grade is KERNEL and self.problem.dtype != "float64":  # the kernels round no weight
             block = replace(block, problem=replace(block.problem, dtype="float32"))
@@ -167,7 +179,15 @@ def serves(lowered: Any) -> bool:
 
 
 def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standard: str = "error-bound") -> Judgement:
-    """Returns the Judgement of a call, as judge.judged() does for other operators."""
+    """Judges the recorded results of a call that pools windows, or of its backward.
+
+    Args:
+        call: the recorded call: arguments and results.
+        lowered: the same call in the intermediate representation, from call.lowered(); serves() is True for it.
+        search: True to try MISTAKES as explanations of outputs that fail.
+        backends: True to also compute the call by the back ends of this machine, and to judge their results.
+        standard: "error-bound", "cann-0.5%" or "cann-double"; decides if an output passes.
+    """
     of = getattr(lowered, "call", lowered)
     operands = lowered.fill(lowered.results()).operands[0]
     dout = None
@@ -197,7 +217,16 @@ def measured(
     x: Windows, of: Any, captured: Mapping[str, Tensor], grade: Grade, with_baseline: bool = False,
     beside: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> Result:  # fmt: skip
-    """Returns the errors of recorded outputs, and of other back ends' results (`beside`), against golden's values."""
+    """Returns the errors of recorded outputs, and of other back ends' results, against golden's values.
+
+    Args:
+        x: the call, perhaps with a mistake, from which golden's values are computed.
+        of: the lowered forward; it has the layout of the tensors.
+        captured: the recorded outputs by name.
+        grade: the steps in which a correct program may round; determines the expected errors.
+        with_baseline: True to also compute a float32 program, with which the standard "cann-double" compares.
+        beside: results by name, for each other back end.
+    """
     p, e = x.problem, x.extents
     given: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}
     shapes = {OUT: (p.heads, e.q_len.tolist(), p.dim), BIAS: (1, [p.ratio], p.channels)}
@@ -237,7 +266,7 @@ def measured(
 
 
 def _dtype(tensor: Tensor, p: PoolingProblem, name: str = "") -> torch.dtype:
-    """Returns the dtype to which an output is rounded; for a float64 output, the call's dtype."""
+    """Returns the dtype to which an output is rounded; for a float64 output the dtype `name`, or if "" the call's."""
     dtype: torch.dtype = tensor.dtype
     return dtype if dtype != torch.float64 else getattr(torch, name or p.dtype)
 
@@ -247,7 +276,8 @@ def _tally(tensor: Tensor, heads: int, lengths: list[int], columns: int, p: Pool
 
 
 def _explained(x: Windows, of: Any, captured: Mapping[str, Tensor], base: Result) -> tuple[Explanation, ...]:
-    """Returns the mistakes that explain the recorded outputs."""
+    """Returns the MISTAKES that explain the recorded outputs: with them, at most _LEFT of each wrong output's error
+    remains. x: the correct call; of: its lowered forward; base: the errors without a mistake."""
     results, failing = [], base.failing
     for name, means, fix, fields in MISTAKES:
         of_bias = "unbiased" in fields

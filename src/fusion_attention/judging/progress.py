@@ -20,7 +20,7 @@ def silent(words: str, done: int, steps: int) -> None:
 
 
 def over(watch: Watch, words: str, items: Sequence[Item]) -> Iterator[Item]:
-    """Yields items, and reports each to `watch`."""
+    """Yields the items, and reports each to `watch` before it is processed."""
     for done, item in enumerate(items):
         watch(words, done, len(items))
         yield item

@@ -114,7 +114,7 @@ def replay(path: str | Path, *, backend: str = "auto", device: str | torch.devic
 
 
 def _compute(recording: Recording, backend: str) -> dict[str, torch.Tensor]:
-    """Returns every output of a call, by name."""
+    """Returns every output of a recorded call as a back end computes it, by name."""
     op, args, seed = recording.op, recording.args, recording.seed
     assert op.lower is not None
     bound = bind(op, args, strict=False, check_content=False)  # the call has run, so limits do not matter

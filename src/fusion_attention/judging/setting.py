@@ -91,12 +91,12 @@ Edit = Callable[[Block], Block]
 
 
 class Lists(NamedTuple):
-    """Lists of selected keys, or of blocks of keys.
+    """For each query head and row, the list of the keys (or blocks of keys) that the row sees, by number.
 
     Attributes:
-        entries: [heads, rows, entries].
-        read: bool, true for entries that are read.
-        keys: the number of keys, or of blocks.
+        entries: the numbers, [heads, rows, entries of a list].
+        read: bool in the same shape, true for entries that are read; false after the first -1.
+        keys: the number of keys (or blocks) that exist.
     """
 
     entries: Tensor
@@ -176,7 +176,7 @@ class Setting:
         return self.problem.group
 
     def block(self, b: int, heads: slice, rows: slice, keys: slice | None = None) -> Block:
-        """Returns a block of sequence b in float64; keys None: the keys that the rows may see."""
+        """Returns query heads, rows and keys of sequence b, in float64; keys None: those that the rows may see."""
         p, e, o = self.problem, self.extents, self.operands
         first, end = e.row_interval(b, np.arange(rows.start, rows.stop))
         kv_len = e.all_keys(b)
@@ -244,7 +244,10 @@ class Setting:
         return tuple(self._query(view, b, heads, rows) for view in (self.grads.dout, o.out, o.stats.max, o.stats.sum))
 
     def _keys_of(self, b: int, name: str, kv: np.ndarray, keys: slice) -> Tensor:
-        """Returns [heads or 1, keys, dim] of k, v or k_rope, dequantised."""
+        """Returns keys or values of sequence b, dequantised: [heads, keys, dim], or [1, keys, dim] if all are equal.
+
+        name: "k", "v" or "k_rope"; kv: the key head of each query head.
+        """
         stored = self._stored(b, name)
         one = np.unique(kv)
         picked = stored[one, keys] if len(one) == 1 else stored[torch.from_numpy(kv), keys]
@@ -265,7 +268,11 @@ class Setting:
         return rows[torch.from_numpy(np.asarray(heads)), keys].to(WORKING_DTYPE)
 
     def _stored(self, b: int, name: str) -> Tensor:
-        """Returns stored rows [heads_kv, kv_len, dim], not dequantised, common keys first; cached for one sequence."""
+        """Returns all of sequence b's rows of "k", "v" or "k_rope" as stored, not dequantised: [heads_kv, kv_len, dim].
+
+        The keys that all sequences share are first, then the sequence's, then compressed keys. self.cached keeps the
+        rows of the latest sequence.
+        """
         if (b, name) in self.cached:
             result: Tensor = self.cached[b, name]
             return result
@@ -321,7 +328,10 @@ class Setting:
         return times[..., keys]
 
     def _listed(self, b: int, rows: slice) -> tuple[Tensor, int]:
-        """Returns (number of keys that lists may contain, for each row [rows, 1]; number of keys)."""
+        """Returns (for each row [rows, 1], the number of keys of sequence b that its list may contain; their total).
+
+        With compressed keys, lists contain only those.
+        """
         p, e, row = self.problem, self.extents, np.arange(rows.start, rows.stop)
         if p.compressed_ratio:
             end, count = e.compressed_end(b, row, p.compressed_ratio), e.all_keys(b) - int(e.kv_len[b])
@@ -372,7 +382,14 @@ class Setting:
 
 
 def selected_times(entries: Tensor, read: Tensor, kv_len: int, block: int) -> Tensor:
-    """Returns [heads, rows, kv_len]: how often lists [heads, rows, entries] have each key."""
+    """Returns [heads, rows, kv_len]: how many times a row's list of selected keys contains each key.
+
+    Args:
+        entries: numbers of selected blocks of keys, [heads, rows, entries of a list].
+        read: bool in the same shape, true for entries that count; the others, such as -1 at the end, are ignored.
+        kv_len: the number of keys of the sequence.
+        block: the number of keys in a block; 1 if entries are numbers of keys.
+    """
     blocks = -(-kv_len // block)
     counted = read & (entries < blocks)
     total = torch.zeros(*entries.shape[:-1], blocks + 1, dtype=WORKING_DTYPE)
@@ -385,7 +402,10 @@ def _rows(view: RowView, b: int, heads_all: int, length: int, heads: slice, rows
 
 
 def _keys(p: Problem, first: np.ndarray, end: np.ndarray, kv_len: int) -> slice:
-    """Returns the range of keys that rows may see; all keys if a row without keys may return the mean of V."""
+    """Returns the range of keys that some rows may see; all keys if a row without keys may return the mean of V.
+
+    first, end: for each row, the band's first key and the key after its last one.
+    """
     means = p.empty_rows == "mean" or (p.empty_rows != "zero" and (p.has_blocked or p.bias != "none"))
     some = end > first
     if means or p.has_blocked_tiles or p.selects or not some.any():

@@ -42,7 +42,7 @@ class Marks(NamedTuple):
 
 
 def marked(rows: Tensor) -> Tensor:
-    """Returns the products of rows with fixed numbers, by which different rows can be told apart."""
+    """Returns a number for each row [.., elements]: its product with fixed numbers. Equal numbers mean equal rows."""
     return rows @ torch.arange(rows.shape[-1], dtype=torch.float64).cos()
 
 
@@ -85,7 +85,10 @@ class Tally:
     measured: bool = False  # True if a baseline was measured too
 
     def add(self, place: tuple[int, slice, slice] | None, ours: Tensor, wanted: Wanted) -> None:
-        """Adds a block [heads, rows, elements]; place: (sequence, heads, rows), None if positions are not needed."""
+        """Adds the errors of a block of the output, `ours` [heads, rows, elements], against `wanted`, golden's values.
+
+        place: the block's (sequence, heads, rows); None if the positions of errors are not needed (samples).
+        """
         value = wanted.value.double()
         if not value.numel():
             return
@@ -118,7 +121,10 @@ class Tally:
             mark[heads, rows] = new
 
     def _magnitudes(self, mine: Tensor, value: Tensor, baseline: Tensor | None) -> None:
-        """Adds a block's absolute errors, and its numbers for CANN's standards."""
+        """Adds a block's absolute errors, and its numbers for CANN's standards.
+
+        mine: the output in float64; value: golden's values; baseline: a float32 program's results, or None.
+        """
         beyond = value.abs() >= FLT_MAX
         self.huge += int((beyond & (mine.abs() < FLT_MAX)).sum())
         odd = ~(value.isfinite() & mine.isfinite()) | beyond
@@ -211,13 +217,16 @@ class Tally:
         return self._published("cann-double", broken)
 
     def _published(self, name: str, broken: list[str]) -> Judged:
-        """Returns a verdict; it also fails if a value is finite in only one of output and golden."""
+        """Returns the verdict of the standard `name`, which fails for the reasons `broken`, if there are any.
+
+        It also fails if a value is finite in only one of output and golden.
+        """
         strange = [f"{self.strange} values are not finite, or should not be"] if self.strange else []
         return Judged(name, not (strange or broken), "; ".join(strange + broken))
 
 
 def sentence(b: int, look: Look) -> str:
-    """Returns a sentence about a failing group of elements."""
+    """Returns a sentence about a failing group of elements: its place, its error and the limit. b: the sequence."""
     head, row = look.place
     where = {
         "element": f"a number of row {row}, head {head}", "row": f"row {row} of head {head}",

@@ -75,7 +75,7 @@ class Sums:
 
 
 def _of_pages(x: Block, top: Tensor, size: int) -> Sums:
-    """Returns the sums of one row's weights exp(score - top) over pages of its keys."""
+    """Returns the sums of the weights exp(score - top) of one row, the block x, over each page of `size` keys."""
     weights = (formulas.scores_of(x)[0][0, 0] - top).exp().unflatten(0, (-1, size))
     return Sums(weights.sum(-1), (weights[:, None] @ x.v[0].unflatten(0, (-1, size))).squeeze(1))
 
@@ -103,7 +103,10 @@ def page_wrong(case: Case) -> Iterator[Try]:
 
 
 def _exchanged(case: Case, o: Output, k: PagedView, b: int) -> list[tuple[int, int]]:
-    """Returns the pairs (page of sequence b, block of the pool) that explain the wrong rows if the block is read."""
+    """Returns the pairs (page of sequence b, block of the pool) that explain the wrong rows of the output `o`.
+
+    In such a pair, the kernel reads this block of the paged KV cache `k` in place of the one in the page table.
+    """
     s, size = case.setting, k.page_size
     length, blocks = int(s.extents.kv_len[b]), int(k.pool.shape[0])
     pages = length // size  # an exchanged last, partial page has other keys
@@ -129,7 +132,15 @@ def _exchanged(case: Case, o: Output, k: PagedView, b: int) -> list[tuple[int, i
 
 
 def _row_of_pages(s: Setting, pool: Setting, at: tuple[int, slice, slice], size: int, pages: int) -> tuple[Sums, ...]:
-    """Returns a row's sums over its full pages, over all blocks of the pool, and over its last, partial page."""
+    """Returns one row's sums over each of its full pages, over each block of the pool, and over its last, partial page.
+
+    Args:
+        s: the call.
+        pool: the call with all blocks of the pool as the keys of every sequence.
+        at: (sequence, head, row), the latter two as slices.
+        size: keys of a page.
+        pages: number of full pages.
+    """
     length = int(s.extents.kv_len[at[0]])
     blocks = s.block(*at, slice(0, pages * size)), pool.block(*at), s.block(*at, slice(pages * size, length))
     shown = torch.cat([formulas.scores_of(x)[0].flatten() for x in blocks])
@@ -147,7 +158,10 @@ def _of(s: Setting, change: Callable[[Tensor], Tensor], d: Dequant) -> Dequant:
 
 
 def _reread(s: Setting, view: RowView | PagedView | None, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns a view of scales, to which change() is applied sequence by sequence as [heads, tokens or 1, elements]."""
+    """Returns a view of changed dequantisation scales of a call.
+
+    change() is applied to the scales of each sequence, [heads, tokens, elements], or [heads, 1, elements] per channel.
+    """
     if view is None:
         return None
     by_token = isinstance(view, PagedView) or view.stride_token != 0
@@ -169,7 +183,10 @@ def _next(s: Setting, view: Any) -> Any:
 
 
 def _beside(s: Setting, view: Any, by: int) -> Any:
-    """Returns a view that has, for each page, the scales of the page `by` further; pages at the ends are unchanged."""
+    """Returns a view of paged scales in which each page has those of the page `by` pages later in its sequence.
+
+    The first or last page of a sequence keeps its scales if no such page exists.
+    """
     if not isinstance(view, PagedView):
         return view
     last = -(-s.extents.kv_len // view.page_size) - 1
@@ -186,7 +203,7 @@ def _moved(s: Setting, change: Callable[[Any], Any]) -> Setting:
 
 
 def _transposed(rows: Tensor) -> Tensor:
-    """Returns scales [heads, 1, elements] as if they were [elements, heads]."""
+    """Returns scales [heads, 1, elements] (`rows`) as if their memory were [elements, heads]; others unchanged."""
     return rows.reshape(rows.shape[2], rows.shape[0]).T.reshape(rows.shape) if rows.shape[1] == 1 else rows
 
 

@@ -31,7 +31,11 @@ def bounds(hi: np.ndarray, ratio: int) -> Edges:
 
 
 def residuals(hi: np.ndarray, q_len: np.ndarray, keys: np.ndarray, ratio: int) -> Edges:
-    """Yields (detail, hi computed with another residual); the correct hi is tokens - q_len + 1."""
+    """Yields (detail, wrong upper edge of the band over compressed keys), computed with another residual of tokens.
+
+    All arrays have a number per sequence: hi is the correct edge, tokens - q_len + 1; keys: numbers of compressed keys,
+    of `ratio` tokens each.
+    """
     residual = hi + q_len - 1 - keys * ratio
     for detail, other in (("keys % ratio for tokens % ratio", keys % ratio), ("0 for tokens % ratio", 0 * keys)):
         if (other != residual).any():
@@ -39,7 +43,7 @@ def residuals(hi: np.ndarray, q_len: np.ndarray, keys: np.ndarray, ratio: int) -
 
 
 def _bounded(s: Setting, hi: np.ndarray) -> Iterator[Setting]:
-    """Yields the setting with another bound, if any row then sees other keys."""
+    """Yields the setting with another upper edge of the band over compressed keys, if any row then sees other keys."""
     changed, ratio = s.of_compressed(hi), s.problem.compressed_ratio
     for b, rows in enumerate(s.extents.q_len.tolist()):
         row = np.arange(rows)

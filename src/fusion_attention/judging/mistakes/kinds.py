@@ -27,10 +27,11 @@ class Case:
     Attributes:
         setting: the correct setting.
         outputs: the recorded outputs.
-        names: arguments and sizes of the bound call.
+        names: arguments and derived sizes ("S1", "N2", ...) of the validated call, by name.
         layout: layout of the output's rows.
         wrong: the wrong rows of each output, bool [heads, rows] per sequence.
-        marks: marked() of golden's rows of each output, [heads, rows] per sequence.
+        marks: for golden's rows of each output, a number that identifies the row (marked()), [heads, rows] per
+            sequence.
         cached: results of once(), which several mistakes use.
     """
 
@@ -43,7 +44,7 @@ class Case:
     cached: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, what: Callable[[Case, Output], Result], o: Output) -> Result:
-        """Returns what(case, o), computed once."""
+        """Returns what(case, o), which is computed in the first call and cached, because several mistakes use it."""
         if (what, o.name) not in self.cached:
             self.cached[what, o.name] = what(self, o)
         result: Result = self.cached[what, o.name]
@@ -119,12 +120,13 @@ def wrong_rows(case: Case, o: Output | None) -> Callable[[Block | Unit], Tensor]
 
 
 def _heads(wrong: Tensor) -> Tensor:
-    """Marks all heads if most of them are marked."""
+    """Returns bool [heads]: all true if most of `wrong` are true, else `wrong`."""
     return wrong | torch.tensor(2 * int(wrong.sum()) > len(wrong))
 
 
 def _filled(wrong: Tensor) -> Tensor:
-    """Marks everything from the first to the last mark if half of it is marked."""
+    """Returns bool [rows]: all rows from the first to the last true one if more than half of them are true in `wrong`,
+    else `wrong`."""
     at = wrong.nonzero().flatten()
     if len(at) and 2 * len(at) > int(at[-1] - at[0]) + 1:
         wrong = wrong.clone()
@@ -133,7 +135,10 @@ def _filled(wrong: Tensor) -> Tensor:
 
 
 def layouts(case: Case, view: RowView, heads: int, *, of_keys: bool = False) -> Iterator[tuple[str, RowView]]:
-    """Yields (layout, view of the same memory in this layout) for other layouts than the call's."""
+    """Yields (layout, view of the same memory in this layout) for layouts other than the call's.
+
+    view: rows of `heads` heads: keys if of_keys, else query rows.
+    """
     e, dim = case.setting.extents, view.dim
     lengths, starts = (e.kv_len, e.kv_start) if of_keys else (e.q_len, e.q_start)
     count = len(e)
@@ -163,13 +168,19 @@ def factor_of(mine: Tensor, right: Tensor) -> float:
 
 
 def returning(setting: Setting, change: Callable[..., Tensor], errors: Callable[..., Tensor] | None = None) -> Setting:
-    """Returns a setting with one more function for results, and one for the variances of their errors."""
+    """Returns a setting whose results are changed by the function `change` (see Setting.returns) after its others.
+
+    errors: a function for the variances of their errors (see Setting.errors), or None.
+    """
     added = () if errors is None else (errors,)
     return setting.changed(returns=(*setting.returns, change), errors=(*setting.errors, *added))
 
 
 def grown(kind: str, variance: Tensor, before: Tensor, after: Tensor, x: Block, grade: Grade) -> Tensor:
-    """Returns the variance of rows' errors after a change, scaled by the growth of the rows' sums of squares."""
+    """Returns the variance of rows' errors after a change, in proportion to the growth of the rows' sums of squares.
+
+    A function for Setting.errors; before, after: the rows without and with the change, [heads, rows, elements].
+    """
     if kind in ("max", "sum", "lse"):
         return variance
     sizes = (t.double().square().sum(-1, keepdim=True) for t in (after, before))
@@ -183,7 +194,7 @@ def finite(edge: np.ndarray) -> np.ndarray:
 
 
 def moved(edge: np.ndarray, by: np.ndarray | int) -> np.ndarray:
-    """Shifts an edge; an infinite edge stays infinite."""
+    """Returns the edge of a band, per sequence, shifted by a number of keys; an infinite edge stays infinite."""
     return np.where(finite(edge), edge + by, edge)
 
 

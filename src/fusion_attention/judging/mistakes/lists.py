@@ -21,7 +21,7 @@ def _changed(case: Case, detail: str, change: Callable[[Lists], Lists]) -> Itera
 
 
 def _without(x: Lists, number: int) -> Lists:
-    """Returns lists without the entry of a number; -1: without the last one that is read."""
+    """Returns the lists x without the entry at position `number`; -1: without the last one that is read."""
     at = torch.arange(x.entries.shape[-1])
     count = x.read.sum(-1, keepdim=True)
     return x._replace(read=x.read & (at != (count - 1 if number < 0 else number)))
@@ -38,7 +38,7 @@ def shortened(case: Case) -> Iterator[Try]:
 
 
 def _with_ends(x: Lists, key: int) -> Lists:
-    """Returns lists whose -1 are read as key number `key`; -1: the last key."""
+    """Returns the lists x with entries of -1, which mean no key, read as key number `key`; key -1: the last key."""
     ends = x.entries < 0
     return x._replace(entries=x.entries.masked_fill(ends, key % max(x.keys, 1)), read=x.read | ends)
 
@@ -80,7 +80,10 @@ def other_rows(case: Case) -> Iterator[Try]:
 
 
 def _moved(s: Setting, view: RowView, by: int) -> RowView:
-    """Returns a view that has, for each row, the list of the row `by` further; rows at the ends are unchanged."""
+    """Returns a view of lists (view) in which each row has the list of the row `by` rows later in its sequence.
+
+    Where no such row exists, it is the sequence's first or last list.
+    """
     lengths = s.extents.q_len
     rows = [view.sequence(b, s.problem.heads_kv, int(n)) for b, n in enumerate(lengths)]
     keep = tuple(t[:, (torch.arange(t.shape[1]) + by).clamp(0, max(t.shape[1] - 1, 0))].contiguous() for t in rows)
@@ -107,7 +110,7 @@ def block_size(case: Case) -> Iterator[Try]:
 
 
 def _complete(x: Lists) -> Lists:
-    """Returns lists that are read up to their first -1."""
+    """Returns the lists x, read up to their first -1, also beyond the number of keys that the row sees."""
     return x._replace(read=(x.entries >= 0).cumprod(-1).bool())
 
 

@@ -57,7 +57,10 @@ class Treated:
 
 
 def _treated(loop: Loop, kind: str, by: int) -> Treated:
-    """Returns all keys under a kind of treatment; by: key j is read from key j - by."""
+    """Returns the scores, weights and values of all keys of a loop if each were treated wrongly in this way.
+
+    kind: the wrong treatment, a key of _KINDS; by: if it reads other keys, key j is read from key j - by.
+    """
     right, scores, values = exponentials(loop.scores), loop.scores, loop.values
     none = torch.zeros_like(right)
     if kind == "left out":
@@ -73,14 +76,20 @@ def _treated(loop: Loop, kind: str, by: int) -> Treated:
 
 
 def _distances(kind: str, size: int) -> list[int]:
-    """Returns the distance to the keys that are read instead, for a tile and, if exchanged, the tile after it."""
+    """Returns the distances, in keys, to the keys that a wrong treatment (kind) of a tile of `size` keys reads instead.
+
+    There is one distance for the tile, and a second one for the tile after it if both are exchanged.
+    """
     if kind == _EXCHANGED:
         return [-size, size]
     return [(1 if "one key" in kind else size) * (1 if "before" in kind else -1)]
 
 
 def _with(loop: Loop, kind: str, marks: list[Tensor], distances: list[int]) -> Sums:
-    """Returns the sums of a softmax in which marked keys have another treatment."""
+    """Returns the sums of a softmax over a loop's keys, some of which are treated wrongly (kind, see _treated()).
+
+    marks: bool [keys], true for such keys, for each of the distances from which keys are read.
+    """
     scores, product = loop.scores, exponentials(loop.scores)
     total, results = product, []
     for at, by in zip(marks, distances, strict=True):
@@ -107,7 +116,8 @@ _Key = tuple[str, int, int]  # kind, size and number of a tile
 
 
 def _candidates(case: Case, mistake: str) -> list[_Key]:
-    """Returns the (kind, size, tile) of a mistake that explain some wrong rows; smallest remaining error first."""
+    """Returns the ways of making a mistake, (kind of treatment, keys of a tile, number of the tile), that explain the
+    sampled wrong rows, the one with the smallest remaining error first; mistake: its name."""
     o = out_of(case)
     left: dict[_Key, float] = {}
     possible: set[_Key] | None = None
@@ -125,7 +135,10 @@ def _candidates(case: Case, mistake: str) -> list[_Key]:
 
 
 def _without(loop: Loop, mine: Tensor, mistake: str, possible: set[_Key] | None) -> Iterator[tuple[_Key, float]]:
-    """Yields ((kind, size, tile), a row's remaining error) for each way of a mistake; NaN if no key remains."""
+    """Yields ((kind, size, tile), a row's remaining error) for each way of making a mistake; NaN if no key remains.
+
+    loop, mine: the row's keys and the recorded row; possible: the ways that explain earlier rows, None for the first.
+    """
     for kind, name in _KINDS.items():
         for size in SIZES if "tile" in kind else (1, *SIZES):
             if name == mistake and (possible is None or any(key[:2] == (kind, size) for key in possible)):
@@ -138,7 +151,10 @@ def _without(loop: Loop, mine: Tensor, mistake: str, possible: set[_Key] | None)
 
 
 def _errors(loop: Loop, mine: Tensor, kind: str, size: int) -> Tensor:
-    """Returns a row's remaining error for each tile; NaN for a tile with all keys of the row, infinite with none."""
+    """Returns the error of a row (mine: as recorded) that remains if one tile is treated wrongly, for each tile.
+
+    It is NaN for a tile with all visible keys of the row, and infinite for a tile with none.
+    """
     number = loop.positions // size - loop.first // size
     tiles = int(number[-1]) + 1
 

@@ -33,7 +33,7 @@ def _bands(s: Setting) -> bool:
 
 
 def _other(case: Case, detail: str, changed: Setting) -> Iterator[Try]:
-    """Yields one Try if the changed band differs from the call's."""
+    """Yields one Try of the setting `changed`, described by `detail`, if its band differs from the call's."""
     if not same_band(case.setting, changed):
         yield Try(detail, changed)
 
@@ -142,7 +142,7 @@ class _Tiled:
     right: int | None = 0
 
     def visible(self, b: int, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Returns the visible pairs of rows and keys of a sequence: bool [rows, keys]."""
+        """Returns the pairs of rows and keys of sequence b that such a kernel sees: bool [rows, keys]."""
         count, length = int(self.extents.q_len[b]), int(self.extents.kv_len[b])
         edges = self.extents.row_interval(b, np.arange(count))
         some = edges[0] < edges[1]

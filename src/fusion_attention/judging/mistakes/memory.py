@@ -98,7 +98,7 @@ def values_confused(case: Case) -> Iterator[Try]:
 
 
 def _capacity(case: Case) -> np.ndarray | None:
-    """Returns the number of key slots per sequence; None for packed sequences."""
+    """Returns the number of keys that the call's tensor or pages can store, per sequence; None for packed sequences."""
     s = case.setting
     count, k = len(s.extents), s.operands.k
     if isinstance(k, PagedView):
@@ -110,7 +110,7 @@ def _capacity(case: Case) -> np.ndarray | None:
 
 
 def _longer(case: Case, lengths: np.ndarray) -> Setting:
-    """Returns a setting with other key lengths; band edges relative to the last key move with it."""
+    """Returns the call with other numbers of keys (lengths, per sequence); the band's edges move with the last key."""
     s, e = case.setting, case.setting.extents
     edges = {n: np.where(finite(a), a + (lengths - e.kv_len), a) for n, a in (("lo", e.lo), ("hi", e.hi))}
     return s.of_extents(kv_len=lengths, **edges)

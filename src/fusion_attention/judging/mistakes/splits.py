@@ -30,12 +30,12 @@ class Split:
         return f"{self.count} splits of the keys" + (f", multiples of {self.unit}" if self.unit > 1 else "")
 
     def size(self, length: int) -> int:
-        """Returns the number of keys of a split."""
+        """Returns the number of keys of one split of a sequence with `length` keys."""
         each = -(-length // self.count) if self.count else self.unit
         return max(-(-each // self.unit) * self.unit, 1)
 
     def of(self, loop: Loop) -> list[slice]:
-        """Returns the splits of a block's keys."""
+        """Returns the splits of a loop's keys, as ranges of its keys."""
         return [*loop.tiles(self.size(loop.length))]
 
 
@@ -84,7 +84,10 @@ _WEIGHTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def _merged(loop: Loop, split: Split, weigh: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the results of splits [splits, heads, rows, elements] and their weights."""
+    """Returns the attention outputs over each split's keys [splits, heads, rows, elements], and weigh()'s weights.
+
+    weigh: computes the weights with which a wrong kernel merges splits (_WEIGHTS), [splits, heads, rows, 1].
+    """
     each = [summed(loop.scores[..., keys], loop.values[:, keys]) for keys in split.of(loop)]
     out = torch.stack([(t.values / t.total).where(t.total > 0, 0.0) for t in each])
     top, total = (torch.stack([getattr(t, name) for t in each]) for name in ("top", "total"))
@@ -92,7 +95,7 @@ def _merged(loop: Loop, split: Split, weigh: Callable[[Tensor, Tensor, Tensor], 
 
 
 def merged(loop: Loop, **how: Any) -> Sums:
-    """Returns the sums of separate softmaxes of the splits, merged with wrong weights."""
+    """Returns the result of merging separate softmaxes of splits with wrong weights; how: arguments of _merged()."""
     one, (out, weights) = summed(loop.scores, loop.values), _merged(loop, **how)
     return replace(one, values=(out * weights).sum(0) * one.total)
 
@@ -120,7 +123,7 @@ def tile_softmax(case: Case) -> Iterator[Try]:
 
 
 def without(loop: Loop, split: Split, number: int) -> Sums:
-    """Returns the sums of a softmax over all splits except one."""
+    """Returns the sums of a softmax over a loop's keys without those of split `number`."""
     missing = torch.zeros(loop.scores.shape[-1], dtype=torch.bool)
     for at in split.of(loop)[number : number + 1]:
         missing[at] = True

@@ -34,7 +34,10 @@ def _suits(case: Case) -> list[Output]:
 
 
 def _golden(s: Setting, o: Output, b: int, heads: slice, rows: slice, grade: Grade = KERNEL) -> Wanted:
-    """Returns golden's rows of an output [heads, rows, elements], with the variance of their error."""
+    """Returns golden's rows of an output in sequence b [heads, rows, elements], with the variance of their error.
+
+    heads and rows are those of the output: key heads and keys for gradients of keys.
+    """
     if not o.by_keys:
         return computed(s, Unit(b, heads, rows), [o], grade)[o.name]
     group, before = s.group, o.before(s.extents, b)
@@ -44,7 +47,7 @@ def _golden(s: Setting, o: Output, b: int, heads: slice, rows: slice, grade: Gra
 
 
 def _samples(case: Case, o: Output) -> list[tuple[Tensor, Tensor]]:
-    """Returns (output's row, golden's row) of some wrong rows."""
+    """Returns (recorded row, golden's row), both [elements], of up to _SAMPLES wrong rows of an output."""
     s, results = case.setting, []
     for b, h, r in case.wrong_rows_of(o, _SAMPLES):
         heads, rows = slice(h, h + 1), slice(r, r + 1)
@@ -57,7 +60,15 @@ def _samples(case: Case, o: Output) -> list[tuple[Tensor, Tensor]]:
 def _changed(
     case: Case, o: Output, detail: str, change: Callable[[Tensor, At], Tensor], errors: Callable[..., Tensor] = grown
 ) -> Try:
-    """Returns a Try in which the wrong rows of an output are changed; errors: as Setting.errors, for these rows."""
+    """Returns a Try in which the wrong rows of an output are changed.
+
+    Args:
+        case: the call.
+        o: the output.
+        detail: describes the change in a few words.
+        change: (golden's rows [heads, rows, elements], their block or unit) -> the rows that a wrong kernel returns.
+        errors: a function for the variances of their errors, as in Setting.errors.
+    """
     wrong = wrong_rows(case, o)
 
     def result(kind: str, value: Tensor, raw: dict[str, Tensor], x: At, p: Precision) -> Tensor:
@@ -110,7 +121,7 @@ def _without(zeros: Tensor, value: Tensor, x: At) -> Tensor:
 
 
 def _orders(dim: int) -> dict[str, Tensor]:
-    """Returns {detail: order of columns} of orders that wrong kernels have."""
+    """Returns orders in which wrong kernels store `dim` columns: {description: the column stored in each place}."""
     columns = torch.arange(dim)
     results: dict[str, Tensor] = {}
     for by in (1, 2, 4, 8, 16, 32, 64, 128):
@@ -168,7 +179,10 @@ class Place:
         return ", ".join(words)
 
     def of(self, setting: Setting, o: Output, x: At, grade: Grade = KERNEL) -> Wanted:
-        """Returns golden's rows to which x's rows are mapped [heads, rows, elements], with their errors' variance."""
+        """Returns golden's rows [heads, rows, elements] that this mapping puts in place of the rows of x.
+
+        The result includes the variance of their errors, for a grade.
+        """
         e, p = setting.extents, setting.problem
         b = (x.b + self.sequence) % len(e)
         count = p.heads_kv if o.by_keys else p.heads_q
@@ -189,7 +203,10 @@ def _short(number: int, end: int) -> int:
 
 
 def _other_places(case: Case, o: Output) -> list[Place]:
-    """Returns mappings that explain most of some wrong rows; rows are compared by their product with fixed numbers."""
+    """Returns up to four mappings to other rows, heads or sequences that explain most of the sampled wrong rows.
+
+    A wrong row is compared with all of golden's rows by one number per row, marked(): a product with fixed numbers.
+    """
     votes: Counter[Place] = Counter()
     direct: set[Place] = set()  # mappings that need no modulus
     wrong = case.wrong_rows_of(o, _SAMPLES)

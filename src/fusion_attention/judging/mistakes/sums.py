@@ -79,12 +79,15 @@ class Sample:
 
 
 def counted(x: Block, factor: Tensor) -> Block:
-    """Returns a block in which the contributions of pairs to gradients are multiplied by a factor."""
+    """Returns a block in which the contribution of each pair of row and key to gradients is multiplied by a factor.
+
+    factor: [heads or 1, rows or 1, keys or 1].
+    """
     return replace(x, counted=factor if x.counted is None else x.counted * factor)
 
 
 def _sampled(case: Case, o: Output) -> list[Sample]:
-    """Returns the contributions to some wrong rows of a gradient."""
+    """Returns golden's contributions to up to _SAMPLES wrong rows of a gradient, which is the output `o`."""
     s, e, results = case.setting, case.setting.extents, []
     for b, head, row in case.wrong_rows_of(o, _SAMPLES):
         at = slice(row, row + 1)
@@ -105,13 +108,16 @@ def _sampled(case: Case, o: Output) -> list[Sample]:
 
 
 def _vectors(x: Block, kind: str) -> Tensor:
-    """Returns the vectors that a gradient sums [heads or 1, n, elements]."""
+    """Returns the vectors whose weighted sum a gradient of a kind is, [heads or 1, rows or keys, elements]."""
     vectors: Tensor = x.saved[0] if kind == "dv" else getattr(x, _VECTORS[kind])
     return vectors
 
 
 def _by_tiles(pairs: Tensor, vectors: Tensor) -> Tensor:
-    """Returns sums over tiles of 16 [heads, tiles, elements]."""
+    """Returns the weighted sums of vectors over tiles of 16 of them, [heads, tiles, elements].
+
+    pairs: the weights [heads, n]; vectors: [heads or 1, n, elements]; n: rows or keys.
+    """
     fill = -pairs.shape[-1] % 16
     pairs = torch.nn.functional.pad(pairs, (0, fill)).unflatten(-1, (-1, 16))
     vectors = torch.nn.functional.pad(vectors, (0, 0, 0, fill)).unflatten(-2, (-1, 16))
@@ -119,7 +125,7 @@ def _by_tiles(pairs: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _subsets(samples: list[Sample], group: int) -> Iterator[Subset]:
-    """Yields subsets by head, by tiles, and by both."""
+    """Yields subsets of contributions by query head of a group of `group` heads, by tile, and by both."""
     length = 16 * max(x.terms.shape[1] for x in samples)
     for head in range(-1, group if group > 1 else 0):
         if head >= 0:
@@ -131,7 +137,10 @@ def _subsets(samples: list[Sample], group: int) -> Iterator[Subset]:
 
 
 def _changes(case: Case, o: Output) -> list[Change]:
-    """Returns the changes that explain wrong rows of a gradient, smallest remaining error first."""
+    """Returns up to three changes of contributions that explain the sampled wrong rows of a gradient, the output `o`.
+
+    The change with the smallest remaining error is first.
+    """
     samples = _sampled(case, o)
     if not samples:
         return []
@@ -156,7 +165,7 @@ def _changes(case: Case, o: Output) -> list[Change]:
 
 
 def ways(case: Case, suits: Callable[[Change], bool]) -> Iterator[Try]:
-    """Yields a Try for each change of contributions that explains wrong gradients and suits()."""
+    """Yields a Try for each change of contributions that explains wrong gradients and for which suits() is true."""
     s = case.setting
     if s.grads is None or s.problem.shares_kv:
         return
@@ -178,7 +187,7 @@ def _detail(o: Output, change: Change) -> str:
 
 
 def _edit(case: Case, o: Output, change: Change) -> Callable[[Block], Block]:
-    """Returns the edit of blocks that applies a change to the contributions to wrong rows of a gradient."""
+    """Returns a function for Setting.edits that applies a change to the contributions to the wrong rows of output o."""
     subset, s, areas = change.subset, case.setting, wrong_area(case, o)
 
     def edit(x: Block) -> Block:
@@ -200,7 +209,10 @@ def _edit(case: Case, o: Output, change: Change) -> Callable[[Block], Block]:
 
 
 def _marked(s: Setting, x: Block, o: Output, subset: Subset, of_terms: Tensor) -> Tensor:
-    """Returns bool [heads, rows or 1, keys or 1], true for a block's pairs whose contributions are in a subset."""
+    """Returns bool [heads, rows or 1, keys or 1], true for a block's pairs whose contributions are in a subset.
+
+    of_terms: positions of the block's keys (of its rows, for gradients of keys), over which the output `o` sums.
+    """
     heads = torch.arange(x.heads.start, x.heads.stop)
     marks = ((heads % s.group == subset.head) | (subset.head < 0))[:, None, None]
     if subset.tiles == "all":
@@ -220,7 +232,11 @@ def _marked(s: Setting, x: Block, o: Output, subset: Subset, of_terms: Tensor) -
 
 
 def _with_others(s: Setting, x: Block, kind: str, of_terms: Tensor, stale: Tensor, by: int) -> Block:
-    """Returns a block in which a gradient sums vectors of a neighbouring tile."""
+    """Returns a block in which a gradient of a kind sums the vectors of a neighbouring tile in place of one tile's.
+
+    of_terms: positions of the block's keys (or rows) that it sums; stale: bool, true for those of the tile; by: the
+    distance from the vectors that are read to the tile's.
+    """
     by_keys = kind in ("dk", "dk_rope", "dv")
     rows, keys = (slice(0, x.q_len), x.keys) if by_keys else (x.rows, slice(0, s.extents.all_keys(x.b)))
     every = _vectors(s.block(x.b, x.heads, rows, keys), kind)

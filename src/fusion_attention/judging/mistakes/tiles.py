@@ -22,10 +22,12 @@ _SCREENED = 4  # number of wrong rows on which candidates are tried first
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """Scores [heads, rows, keys], -inf for invisible keys, and values [heads or 1, keys, elements] of a block.
+    """The scores and values over which a kernel loops for some query rows of a sequence, tile of keys by tile of keys.
 
     Attributes:
-        every: scores, including those of invisible keys.
+        scores: [heads, rows, keys], -inf for invisible keys.
+        every: scores including those of invisible keys.
+        values: [heads or 1, keys, elements].
     """
 
     scores: Tensor
@@ -48,14 +50,19 @@ class Loop:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """The result of a loop: weighted sums of values, maxima and sums of weights."""
+    """The result of a loop over keys.
+
+    Attributes:
+        values: weighted sums of values [heads, rows, elements], not yet divided by total.
+        top, total: maxima of scores and sums of weights, [heads, rows, 1].
+    """
 
     values: Tensor
     top: Tensor
     total: Tensor
 
     def result(self, kind: str) -> Tensor:
-        """Returns an output of the call by its kind."""
+        """Returns the output of a kind: "out", "max", "sum" or "lse"."""
         if kind == "out":
             return self.values / self.total
         return {"max": self.top, "sum": self.total, "lse": self.top + self.total.log()}[kind]
@@ -65,19 +72,20 @@ Program = Callable[[Loop], Sums]
 
 
 def exponentials(scores: Tensor) -> Tensor:
-    """Returns exp(score - maximum of the row)."""
+    """Returns exp(score - maximum of the row) for scores [heads, rows, keys]; 0 in rows without visible keys."""
     top = scores.amax(-1, keepdim=True)
     return (scores - top.masked_fill(top == -math.inf, 0)).exp()
 
 
 def summed(scores: Tensor, values: Tensor) -> Sums:
-    """Returns the sums of a softmax over all keys."""
+    """Returns the correct sums of a softmax, over all keys at once."""
     weights = exponentials(scores)
     return Sums(weights @ values, scores.amax(-1, keepdim=True), weights.sum(-1, keepdim=True))
 
 
 def suits(case: Case) -> bool:
-    """True if a block's weights depend on its scores alone."""
+    """True if the attention output has wrong rows and the call's weights depend on the scores alone (no dropout, lists,
+    sinks or quantised weights), so that programs for a Loop can compute it."""
     p, s = case.setting.problem, case.setting
     return (
         s.grads is None and p.dropout == "none" and not p.selects and not p.compressed_ratio and not p.has_sink
@@ -86,7 +94,7 @@ def suits(case: Case) -> bool:
 
 
 def loop_of(s: Setting, x: Block, p: Precision) -> Loop:
-    """Returns the loop over a block's keys and the adjacent tiles, which a wrong kernel may read."""
+    """Returns the loop over the keys of block x and of adjacent tiles, which a wrong kernel may read; p: precision."""
     keys = slice(max(x.keys.start - SIZES[-1], 0), min(x.keys.stop + SIZES[-1], x.kv_len))
     x = formulas.narrowed(s.block(x.b, x.heads, x.rows, keys), p)
     every = formulas.scores_of(replace(x, visible=torch.ones_like(x.visible)))[0]
@@ -109,7 +117,7 @@ class Way:
 
 
 def explaining(case: Case, candidates: Iterable[Way]) -> Iterator[Try]:
-    """Yields a Try for each program that explains some wrong output rows."""
+    """Yields a Try for each of the candidates that explains the first _SCREENED wrong rows of the output."""
     s, o = case.setting, out_of(case)
     if not suits(case) or o is None:
         return
@@ -127,7 +135,7 @@ def explaining(case: Case, candidates: Iterable[Way]) -> Iterator[Try]:
 
 
 def by_program(case: Case, detail: str, program: Program, weights: Callable[[Loop], Tensor] | None = None) -> Try:
-    """Returns a Try in which another program computes the wrong rows."""
+    """Returns a Try in which another program computes the wrong rows; detail, program, weights: as in Way."""
     o = out_of(case)
     wrong = wrong_rows(case, o)
     nan = o is not None and bool(o.tensor.isnan().any())  # of rows without visible keys
@@ -166,7 +174,10 @@ _ORDERS = {
 
 
 def _maxima(loop: Loop, size: int, order: str) -> Tensor:
-    """Returns for each key the maximum at the time when its tile is added [heads, rows, keys]; order: in _ORDERS."""
+    """Returns for each key the running maximum when its tile is added, [heads, rows, keys].
+
+    size: keys of a tile; order: the order of tiles, a key of _ORDERS.
+    """
     tiles = [*loop.tiles(size)]
     tops = torch.stack([loop.scores[..., tile].amax(-1) for tile in tiles], -1)
     number = torch.arange(len(tiles))
@@ -184,20 +195,23 @@ def _maxima(loop: Loop, size: int, order: str) -> Tensor:
 
 
 def _unscaled(loop: Loop, size: int, order: str) -> Tensor:
-    """Returns the weights of keys as they are added, tile by tile."""
+    """Returns exp(score - running maximum when the key's tile is added), [heads, rows, keys], without rescaling."""
     tops = _maxima(loop, size, order)
     return (loop.scores - tops.masked_fill(tops == -math.inf, 0)).exp()
 
 
 def online(loop: Loop, size: int, order: str, rescaled: Mapping[str, bool]) -> Sums:
-    """Returns the sums of a softmax tile by tile; `rescaled` tells which sums are rescaled when the maximum rises."""
+    """Returns the sums of an online softmax, in which some sums are wrongly not rescaled when the maximum rises.
+
+    size, order: as for _maxima(); rescaled: {"values" and "sum": True if this sum is rescaled}.
+    """
     right, wrong = exponentials(loop.scores), _unscaled(loop, size, order)
     values, total = (right if rescaled[name] else wrong for name in ("values", "sum"))
     return Sums(values @ loop.values, loop.scores.amax(-1, keepdim=True), total.sum(-1, keepdim=True))
 
 
 def _online_weights(loop: Loop, size: int, order: str, rescaled: Mapping[str, bool]) -> Tensor:
-    """Returns the weights of keys in the sums of online()."""
+    """Returns the weights of keys in the result of online(), [heads, rows, keys]."""
     right, wrong = exponentials(loop.scores), _unscaled(loop, size, order)
     values, total = (right if rescaled[name] else wrong for name in ("values", "sum"))
     return values / total.sum(-1, keepdim=True)
@@ -226,7 +240,7 @@ def rescale_missing(case: Case) -> Iterator[Try]:
 
 
 def padded(loop: Loop, size: int) -> Sums:
-    """Returns the sums of a softmax whose last tile is padded with scores of zero and values of zero."""
+    """Returns the sums of a softmax whose last tile of `size` keys is padded with scores of zero and values of zero."""
     one = summed(loop.scores, loop.values)
     count = -loop.length % size
     top = one.top.clamp_min(0.0)

@@ -21,7 +21,10 @@ NAMES = tuple(_NAMES.values())
 
 
 def explained(setting: Setting, outputs: Sequence[Output], failing: Sequence[str]) -> tuple[Explanation, ...]:
-    """Returns explanations of wrong gradients that are sums over all sequences."""
+    """Returns explanations of wrong gradients that are sums over all sequences: of sinks and of a bias.
+
+    failing: the names of the wrong outputs.
+    """
     return tuple(e for o in outputs if o.view is None and o.name in failing for e in _of_output(setting, o))
 
 

@@ -117,7 +117,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: klen, the number of keys of every sequence."""
+    """Values derived from a call's arguments (`n`), by name: klen, the number of keys of every sequence."""
     given = n["actual_seq_klen"]
     return {"klen": given[1:] - given[:-1] if n["layout_key"] == "TND" else given}
 

@@ -34,12 +34,12 @@ def holds(cache: torch.Tensor, rows: torch.Tensor, fragments: bool = True) -> bo
 
 
 def slots(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> int:
-    """Number of rows that a paged cache can store."""
+    """Number of rows (tokens) that a paged KV cache can store; rows, mode: from which its layout follows."""
     return int(cache.shape[0] * cache.shape[2 if is_fragmented(cache, rows, mode) else 1])
 
 
 def written(name: str, text: str, like: str) -> Tensor:
-    """The parameter for a cache, which is written in place; like: the parameter whose dtype it has."""
+    """The parameter for a KV cache that is written in place, with its text; like: the parameter whose dtype it has."""
     return Tensor(name, text, dtypes=f"={like}")
 
 
@@ -71,7 +71,7 @@ def of_leaf(tensor: torch.Tensor) -> bool:
 
 
 def lengths_fill(seq_lens: torch.Tensor, cumulative: bool, rows: int) -> bool:
-    """True if lengths, or cumulative ends from 0, are not negative and sum to the number of rows; reads them."""
+    """True if the lengths in seq_lens (or cumulative ends from 0) are not negative and sum to `rows`; reads them."""
     if seq_lens.is_meta or seq_lens.dim() != 1:
         return True
     lengths = seq_lens.tolist()

@@ -23,7 +23,7 @@ def has_axis(tensor: torch.Tensor, dim: int) -> bool:
 
 
 def halves(tensor: torch.Tensor, dim: int) -> bool:
-    """True if an axis exists and has an even size."""
+    """True if the tensor has an axis `dim`, of even size."""
     return has_axis(tensor, dim) and tensor.shape[dim] % 2 == 0
 
 
@@ -36,7 +36,7 @@ def expands_to(tensor: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def half_of(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
-    """A tensor's shape with half the size along an axis."""
+    """A tensor's shape with half the size along the axis `dim`."""
     at = dim % tensor.dim()
     return (*tensor.shape[:at], tensor.shape[at] // 2, *tensor.shape[at + 1 :])
 

@@ -73,8 +73,11 @@ def compressed(
     x: Tensor, wkv: Tensor, wgate: Tensor, state_cache: Tensor, ape: Tensor, table: Tensor | None, cache_mode: int,
     of: Sequences, pool: Pool = pooled, saved: Saved | None = None,
 ) -> Tensor:  # fmt: skip
-    """The compressed keys of a call; stores its rows in state_cache, and the rows of windows in `saved`, which is
-    cleared memory."""
+    """The compressed keys of a call, one per window of rows of its sequences (of), from x @ wkv.T and x @ wgate.T.
+
+    Stores rows that later calls need in state_cache, whose blocks `table` lists, and the rows of windows in `saved`,
+    cleared memory for the backward. pool: pools windows.
+    """
     dim, ratio, coff = wkv.shape[0] // of.coff, of.ratio, of.coff
     dtype = torch.promote_types(x.dtype, torch.float32)
     rows = x.flatten(0, -2).to(dtype)
@@ -113,7 +116,10 @@ def compressed(
 def gradients(
     x: Tensor, wkv: Tensor, wgate: Tensor, dcmp_kv: Tensor, saved: Saved, of: Sequences
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dwkv, dwgate, dape) from the gradient of the compressed keys; rows from state_cache have no gradient."""
+    """(dx, dwkv, dwgate, dape) from dcmp_kv, the gradient of the compressed keys, and the windows' rows in `saved`.
+
+    Rows that came from state_cache have no gradient.
+    """
     dim, dtype = wkv.shape[0] // of.coff, torch.promote_types(x.dtype, torch.float32)
     rows = x.flatten(0, -2)
     dkv, dz = (torch.zeros(len(rows), wkv.shape[0], dtype=dtype, device=x.device) for _ in range(2))

@@ -16,7 +16,10 @@ from fusion_attention.ops.shared.rules import invalid, meaning
 def lengths_of(
     x: torch.Tensor, cumulative: Sequence[int] | None, used: Sequence[int] | None, start: Sequence[int] | None
 ) -> tuple[list[int], list[int], list[int]]:
-    """(first row in x, tokens, position of the first token) of every sequence of a call whose lengths fit."""
+    """(first row in x, number of tokens, position of the first token) of every sequence of a call, three lists.
+
+    cumulative: ends of packed sequences, None if x is padded; used: tokens that count; start: position of the first.
+    """
     if cumulative is None:
         ends = [(b + 1) * x.shape[1] for b in range(x.shape[0])]
         first = [end - x.shape[1] for end in ends]

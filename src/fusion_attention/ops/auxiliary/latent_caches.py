@@ -11,7 +11,8 @@ MODES = "cache_mode in ('Norm', 'PA', 'PA_BNSD', 'PA_NZ', 'PA_BLK_BNSD', 'PA_BLK
 
 
 def index_fits(index: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, mode: str) -> bool:
-    """True if an index has an element for every token of kv [B, 1, S, ..], or (modes with BLK) for every page."""
+    """True if index, the places of rows in the cache, has an element for every token of kv [B, 1, S, ..], or in cache
+    modes with BLK for every page."""
     batch, tokens = kv.shape[0], kv.shape[2]
     if mode == "Norm":
         return tuple(index.shape) == (batch, tokens)
@@ -20,7 +21,7 @@ def index_fits(index: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, mode:
 
 
 def buffer(cache: torch.Tensor, mode: str) -> int:
-    """Upper bound, exclusive, of the indices of a cache."""
+    """Upper bound, exclusive, of the indices at which rows are stored in a cache in a cache mode."""
     return int(cache.shape[2] if mode == "Norm" else cache.shape[0] * cache.shape[1])
 
 

@@ -35,7 +35,10 @@ def vectors(given: Given, count: int) -> tuple[torch.Tensor, ...]:
 
 
 def fit(x: Given, weight: Given, group_type: int, one: bool) -> bool | str:
-    """True if x and weight can be multiplied in every group; one: all groups have one result tensor."""
+    """True if x and weight can be multiplied in every group; one: all groups have one result tensor.
+
+    group_type: the axis by which groups divide x: -1 none, 0 rows, 2 columns.
+    """
     results = matrices(weight)
     shapes_text = f"x {[list(t.shape) for t in x]}, weight {[list(t.shape) for t in weight]}"
     if not results or any(w.dim() != 2 for w in results) or any(not t.dim() for t in x):

@@ -31,7 +31,7 @@ def number_of(dtype: int | torch.dtype | None) -> int | None:
 
 
 def ends(group_index: torch.Tensor, rows: int) -> bool:
-    """True if cumulative ends ascend to the number of rows."""
+    """True if group_index, the cumulative ends of groups of rows, ascends to the number of rows."""
     return bool((group_index.diff() >= 0).all() and group_index[0] >= 0 and group_index[-1] == rows)
 
 
@@ -49,7 +49,7 @@ def broadcast(*shapes: tuple[int, ...] | torch.Size) -> tuple[int, ...] | None:
 
 
 def inner(x1: torch.Tensor) -> int:
-    """Number of elements of a row; an int32 stores eight int4."""
+    """Number of elements of a row of x1, over which a product sums; an int32 stores eight int4."""
     return x1.shape[-1] * (8 if x1.dtype == torch.int32 else 1)
 
 

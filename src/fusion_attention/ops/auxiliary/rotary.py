@@ -39,7 +39,10 @@ ROWS = {"input": "B S1 N1 W", "r1": "1 S1 1 W", "r2": "1 S1 1 W"}
 
 
 def angles(cos: str, sin: str, first: str, *rows: str) -> tuple[Rule, ...]:
-    """Rules: cosines broadcast to the tensors first and rows, and sines have the cosines' shape; all are names."""
+    """Rules: cosines broadcast to the tensors that are rotated, and sines have the cosines' shape.
+
+    All arguments are names of parameters: cosines, sines, and the rotated tensors first and rows.
+    """
     fit = invalid(
         f"expands_to({cos}, {first})",
         f"{cos}: a shape that broadcasts to that of {first} (axes of size 1 are repeated)",

@@ -29,7 +29,7 @@ class BlockForward(DenseForward):
         return {OUT: out, LSE: empty(lse, by_row(lse, self.call).shape, lse.dtype)}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """The call with its memory: views of its tensors, and `outputs` for the results."""
+        """Returns the call with its memory (a Filled): views of its tensors and of `outputs`, the results by name."""
         return _Run(self.call, outputs[OUT], outputs.get(LSE))
 
     def backward(
@@ -81,7 +81,7 @@ def by_head(lse: Tensor, call: DenseCall) -> Tensor:
 
 
 def lower(bound: Bound) -> BlockForward | BlockBackward:
-    """Lowers a checked call, a forward or a gradient."""
+    """Lowers a checked call (`bound`), a forward or a gradient."""
     n = bound.names
     problem, form, extents = bound.once(_without_tensors)
     extras = tuple(n[MASK] if name == "blocked_tiles" else None for name in EXTRAS)

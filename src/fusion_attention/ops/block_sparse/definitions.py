@@ -94,7 +94,8 @@ GRADS = (
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: lengths, axes of packed rows, (rows, keys) of a block, and counts of blocks."""
+    """Values derived from a call's arguments (`n`), by name: lengths per sequence, axes of packed rows, (rows, keys) of
+    a block, and counts of blocks."""
     q_len, kv_len, shape = n["actual_seq_lengths"], n["actual_seq_lengths_kv"], n["block_shape"]
     result: dict[str, Any] = {}
     if n["layout"] == "TND" and q_len is not None and kv_len is not None:

@@ -157,12 +157,15 @@ RULES = (
 
 
 def keys_closed(c_len: Any, kv_len: Any, ratio: int) -> bool:
-    """True if every sequence has kv_len // ratio compressed keys."""
+    """True if c_len, the number of compressed keys of each sequence, is kv_len // ratio."""
     return bool((c_len == kv_len // ratio).all())
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: lengths and axes of both sources; without a value tensor Dv is D."""
+    """Values derived from a call's arguments (`names`), by name: lengths and axes of both sources of keys.
+
+    Without a value tensor, Dv, the number of elements of a value, is D.
+    """
     result = sparse.derive(names | {"causal": True})
     given = names["compressed_len"]
     if given is None:

@@ -44,7 +44,7 @@ class Compressor(TensorCall):
         return _results(self.given("x"), self.given("wkv"), self.of, self.saves)
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Makes a Filled that computes to `outputs`."""
+        """Returns the call with its memory (a Filled), whose run computes to `outputs`, tensors by name."""
         return _Run(self, outputs)
 
 
@@ -77,7 +77,7 @@ class CompressorGrad(TensorCall):
         return _gradients({**self.tensors, "cmp_ratio": self.of.ratio})
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Makes a Filled that computes to `outputs`."""
+        """Returns the call with its memory (a Filled), whose run computes to `outputs`, tensors by name."""
         return _GradRun(self, outputs)
 
 
@@ -148,7 +148,7 @@ def layout_of(n: Mapping[str, Any]) -> str:
 
 
 def _derive(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: axes of the results; Rw is None if no rows are saved."""
+    """Values derived from a call's arguments (`n`), by name: axes of the results; Rw is None if no rows are saved."""
     x, wkv = n["x"], n["wkv"]
     if wkv.dim() != 2 or x.dim() != (3 if n["cu_seqlens"] is None else 2):
         return {}

@@ -134,7 +134,7 @@ def side_lengths(n: dict[str, Any], side: str, padded: int | None, count: int) -
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: lengths, axes, and the band of ori_mask_mode."""
+    """Values derived from a call's arguments (`n`), by name: lengths, axes, and the band of ori_mask_mode."""
     q_ends, packed = n["cu_seqlens_q"], n["layout"] == "TND"
     count = max(len(q_ends) - 1, 0) if packed and q_ends is not None else n["B"] or 0
     (q_len, q_start), (kv_len, kv_start), (c_len, c_start) = (
@@ -166,7 +166,7 @@ def derive_forward(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def lower(bound: Bound) -> FlashMla | FlashMlaBackward:
-    """Lowers a checked call, forward or gradient."""
+    """Lowers a checked call (`bound`), forward or gradient."""
     n = bound.names
     chosen = n["ori_sparse_indices"] is not None
     call = chosen_keys(bound) if chosen else call_of(bound, FlashMla)

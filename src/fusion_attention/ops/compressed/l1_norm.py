@@ -57,7 +57,7 @@ class L1Norm(TensorCall):
         return fresh(self.tensors, self.columns)
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Makes a Filled that computes to `outputs`."""
+        """Returns the call with its memory (a Filled), whose run computes to `outputs`, tensors by name."""
         return _Run(self, outputs[OUT])
 
 
@@ -78,7 +78,7 @@ class _Run(Filled):
 
 
 def fresh(n: Mapping[str, Any], columns: int) -> dict[str, torch.Tensor]:
-    """Allocates the result of a call from its arguments by name; columns: size of its last axis."""
+    """Allocates the result of a call from its arguments and derived values `n`; columns: size of its last axis."""
     q = n["query"]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return {OUT: empty(q, (*q.shape[:-2], 1, columns), dtype)}
@@ -91,7 +91,7 @@ def _columns(n: Mapping[str, Any]) -> int:
 
 
 def lower(bound: Bound) -> L1Norm:
-    """Lowers a checked call."""
+    """Lowers a checked call (`bound`)."""
     n = bound.names
     q_len, k_len, none = n["q_len"], n["kv_len"], np.zeros_like(n["q_len"])
     placed = Placed(q_len, k_len, none, none, none, none, starts=(n["q_start"], n["kv_start"]))
@@ -107,7 +107,8 @@ def lower(bound: Bound) -> L1Norm:
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: lengths, axes, tokens of the sequences, and columns of the result."""
+    """Values derived from a call's arguments (`n`), by name: lengths, axes, tokens of the sequences, and columns of the
+    result."""
     q_ends, packed = n["cu_seqlens_q"], n["layout"] == "TND"
     count = max(len(q_ends) - 1, 0) if packed and q_ends is not None else n["B"] or 0
     (q_len, q_start), (k_len, k_start) = (forward.side_lengths(n, side, n[rows], count) for side, _, rows, *_ in SIDES)

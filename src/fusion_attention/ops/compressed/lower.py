@@ -19,7 +19,7 @@ Call = TypeVar("Call", bound=Sparse)
 
 
 def lower(bound: Bound) -> Sparse:
-    """Lowers a checked call of compressed attention."""
+    """Lowers a checked call (`bound`) of compressed attention."""
     return call_of(bound, Sparse)
 
 
@@ -44,7 +44,10 @@ def call_of(bound: Bound, kind: type[Call]) -> Call:
 
 
 def chosen_keys(bound: Bound) -> FlashMla:
-    """Lowers a checked call with lists of keys (ori_sparse_indices): it has one source of keys and no causal band."""
+    """Lowers a checked call (`bound`) with lists of keys (ori_sparse_indices).
+
+    It has one source of keys and no causal band.
+    """
     n = bound.names
     problem, extents = bound.once(lambda n: (_problem_of_chosen(n), _extents_of_chosen(n)))
     tensors = {name: n[name] for name in (*DIFFERENTIABLE, *COMPRESSED)} | {COUNTS: n["ori_topk_length"]}

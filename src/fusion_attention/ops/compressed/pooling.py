@@ -57,7 +57,10 @@ class Pooling(TensorCall):
         return PoolingOperands(kv, gate, rows, None if bias is None else bias.contiguous())
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Makes a Filled (the call with its memory): views of the call's tensors and of `outputs`."""
+        """Returns the call with its memory (a Filled), which back ends run.
+
+        It has views of the call's tensors and of `outputs`, tensors for the results by name.
+        """
         out = buffer(outputs[OUT])
         clears = () if self.covers(out) else (out,)
         return Filled((self.operands(out),), (out,), (outputs[OUT],), clears)
@@ -92,7 +95,10 @@ class PoolingBackward(OfCall):
         return {name: empty(t, t.shape) for name, t in like.items()}
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Makes a Filled (the call with its memory): views of the call's tensors and of the gradients."""
+        """Returns the call with its memory (a Filled), which back ends run.
+
+        It has views of the call's tensors and of the gradients in `outputs`, tensors for the results by name.
+        """
         call, result = self.call, tuple(outputs.values())
         dkv, dgate, *dbias = (buffer(tensor) for tensor in result)
         # Back ends write the gradient of a bias in the precision of its sums.

@@ -33,7 +33,8 @@ def _layout(tensor: Tensor, layout: str, table: Tensor | None) -> str:
 def rows_fit(
     rows: Several, layout: str, heads: int, dim: int | None, table: Tensor | None, block_size: int = 0
 ) -> Outcome:
-    """True if key or value tensors have the layout's axes and the given heads and elements; dim None: any."""
+    """True if key or value tensors (rows) have the axes of an input_layout (with a page table, of pages of block_size
+    tokens), and the given key heads and elements; dim None: any number of elements."""
     for t in members(rows):
         layout_of_rows = _layout(t, layout, table)
         if not layout_of_rows:
@@ -48,7 +49,10 @@ def rows_fit(
 
 
 def counted(key: Several, layout: str, batch: int | None, heads: int, table: Tensor | None) -> Outcome:
-    """True if keys are one tensor for the batch, one tensor per sequence, or one pool of pages."""
+    """True if keys are one tensor for the batch, one tensor per sequence, or (with a page table) one pool of pages.
+
+    batch: the number of sequences that padded keys must have.
+    """
     forms = [form_of(t, _layout(t, layout, table), heads) or (0, 0, 0, 0) for t in members(key)]
     if table is not None or of_inputs(layout) not in ("BSH", "BSND", "BNSD"):
         return len(forms) == 1 or f"{len(forms)} tensors"
@@ -126,19 +130,20 @@ def one_per_sequence(lengths: np.ndarray, batch: int) -> Outcome:
 
 
 def ended(q_len: np.ndarray, rows: int, what: str) -> Outcome:
-    """True if packed lengths cover all rows of their tensor; what: its name in the text."""
+    """True if the lengths q_len of packed sequences add up to `rows`, the rows of their tensor; what: its name in the
+    error."""
     covered = int(q_len.sum())
     return covered == rows or f"{rows} {what} rows, lengths end at {covered}"
 
 
 def rows_within(q_len: np.ndarray, rows: int) -> Outcome:
-    """True if no sequence has more query rows than the tensor."""
+    """True if every length in q_len [B] is at most `rows`, the query rows of a sequence in the tensor."""
     bad = np.flatnonzero((q_len < 0) | (q_len > rows))
     return len(bad) == 0 or f"{q_len[bad[0]]} for sequence {bad[0]} of {rows} rows"
 
 
 def no_more_rows(q_len: np.ndarray, visible: np.ndarray) -> Outcome:
-    """True if no sequence has more query rows than keys."""
+    """True if no sequence has more query rows (q_len) than visible keys (visible), both [B]."""
     bad = np.flatnonzero(q_len > visible)
     return len(bad) == 0 or f"{q_len[bad[0]]} rows over {visible[bad[0]]} keys in sequence {bad[0]}"
 
@@ -186,7 +191,10 @@ def bias_fits(bias: Tensor, batch: int, heads: int, rows: int, columns: int) -> 
 
 
 def meets(mode: int, pre: int, next_: int, rows: np.ndarray, keys: np.ndarray) -> Outcome:
-    """True if a window intersects the score matrix of every sequence with query rows."""
+    """True if the window of pre and next_ tokens intersects the score matrix of every sequence with query rows.
+
+    mode: sparse_mode, which aligns the window; rows, keys: lengths per sequence.
+    """
     for b in np.flatnonzero(rows):
         beyond = -next_ >= (rows[b] if mode == 0 else keys[b]) if next_ < 0 else False
         before = -pre >= (keys[b] if mode == 0 else rows[b]) if pre < 0 else False
@@ -196,7 +204,10 @@ def meets(mode: int, pre: int, next_: int, rows: np.ndarray, keys: np.ndarray) -
 
 
 def may_empty(mode: int, kind: str, pre: int, next_: int, rows: np.ndarray, keys: np.ndarray) -> bool:
-    """True if mode and window may leave a row without a visible key."""
+    """True if the sparse mode and its window (pre and next_ tokens) may leave a row without a visible key.
+
+    kind: of the mask, from _mask_kind(); rows, keys: lengths per sequence.
+    """
     beyond = keys - rows
     match mode:
         case 0:
@@ -240,7 +251,8 @@ def integers(rows: Several) -> bool:
 
 
 def joint_fits(scale: Tensor, mode: int, heads: int, dim: int, dim_v: int, batch: int, columns: int) -> Outcome:
-    """True if a tensor of scales, keys (index 0) and values (index 1), has a shape that its mode accepts."""
+    """True if antiquant_scale, which has the scales of keys (index 0 of axis 0) and of values (index 1), has a shape
+    that antiquant_mode (mode) accepts."""
     shape = list(scale.shape)
     if mode == 1:
         fits = len(shape) == 3 and shape[:2] == [2, batch] and shape[2] >= columns
@@ -252,7 +264,10 @@ def joint_fits(scale: Tensor, mode: int, heads: int, dim: int, dim_v: int, batch
 def scale_fits(
     scale: Tensor, mode: int, heads: int, dim: int, batch: int, columns: int, blocks: int, slots: int
 ) -> Outcome:
-    """True if the scales of keys or of values have a shape that their mode accepts."""
+    """True if the dequantisation scales of keys or of values have a shape that their antiquant mode accepts.
+
+    heads, dim: key heads and elements; columns: keys per sequence; blocks, slots: pages, and tokens of a page.
+    """
     shape, size = list(scale.shape), scale.numel()
     wanted = {
         0: size in (1, heads * dim) and 1 <= len(shape) <= 4,

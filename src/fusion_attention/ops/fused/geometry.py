@@ -43,7 +43,7 @@ def of_inputs(layout: str) -> str:
 
 
 def of_output(layout: str) -> str:
-    """The layout of attention_out."""
+    """The layout of attention_out in an input_layout: "BNSD_BSND" returns "BSND", "BSH" returns "BSH"."""
     return layout.rpartition("_")[2]
 
 
@@ -108,12 +108,15 @@ def key_heads(n: Mapping[str, Any]) -> int:
 
 
 def _ends(given: np.ndarray) -> np.ndarray:
-    """Lengths from inclusive cumulative ends."""
+    """Lengths of sequences from their cumulative ends (the sums of lengths up to and including each sequence)."""
     return np.diff(given, prepend=0)
 
 
 def _spread(given: np.ndarray | None, most: np.ndarray) -> np.ndarray:
-    """A length per sequence: from a list, one number for all, or (also if the list is too short) the maximum `most`."""
+    """A length per sequence, from lengths in an argument, of which a single one counts for all sequences.
+
+    Sequences without a length (given is None, empty or too short) have that in `most`, the maximum per sequence.
+    """
     result = most.copy()
     if given is not None and len(given):
         result[: len(given) if len(given) > 1 else None] = given[: len(most)]
@@ -138,7 +141,10 @@ def _unused(padding: np.ndarray) -> int:
 
 
 def _rows(n: dict[str, Any], batch: int, one_token: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(query rows, slot of the first one) per sequence; the slot is negative if padding leaves too few slots."""
+    """(query rows, slot of the first one) per sequence, from the arguments `n`; a slot is a row of the padded tensor.
+
+    The slot is negative if left padding leaves too few. one_token: the rule for one-token queries applies.
+    """
     layout, given = n["input_layout"], n["actual_seq_lengths"]
     if layout == "SH":
         q_len = np.array([n["T1"]] if given is None else given, np.int64)
@@ -154,7 +160,10 @@ def _rows(n: dict[str, Any], batch: int, one_token: bool) -> tuple[np.ndarray, n
 
 
 def _keys(n: dict[str, Any], batch: int, q_len: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
-    """(keys, slot of the first key, number of slots) per sequence; tokens: slots of each key tensor."""
+    """(keys, slot of the first key, number of slots) per sequence, from the arguments `n`; a slot stores one key.
+
+    q_len: query rows per sequence; tokens: slots of a sequence in each key tensor.
+    """
     layout, given = n["input_layout"], n["actual_seq_lengths_kv"]
     first = np.zeros(batch, np.int64)
     if n["block_table"] is not None:
@@ -171,7 +180,7 @@ def _keys(n: dict[str, Any], batch: int, q_len: np.ndarray, tokens: np.ndarray) 
 
 
 def prefix_length(n: Mapping[str, Any], heads: int) -> tuple[int, int]:
-    """(used keys of the shared prefix, keys in its tensor)."""
+    """(used keys of the prefix that all sequences share, keys in its tensor); 0 and 0 without one. n: arguments."""
     prefix, given = n["key_shared_prefix"], n["actual_shared_prefix_len"]
     form = None if prefix is None else form_of(prefix, of_inputs(n["input_layout"]), heads)
     prefix_keys = form[2] if form else 0
@@ -189,7 +198,10 @@ def is_triangle(mask: torch.Tensor) -> bool:
 
 
 def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
-    """The kind of a mask: "none", "full" (an element per score), "triangle" (compressed), or "tree"."""
+    """The kind of a mask in a sparse mode: "none", "full" (an element per score), "triangle" (compressed), or "tree".
+
+    one_token: the rule for one-token queries applies, which read no compressed mask.
+    """
     if mask is None or (one_token and mode in (2, 3, 4) and is_triangle(mask)):
         return "none"
     if one_token:

@@ -29,7 +29,7 @@ RESULTS = ("attention_out", LSE)
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the results of a call from its arguments by name."""
+    """Allocates the results of a call from its arguments and derived values `n`."""
     q = n["query"]
     results = {"attention_out": empty(q, out_shape(n), out_dtype(n))}
     if n["has_lse"]:
@@ -53,7 +53,7 @@ class _Settled:
 
 
 def lower(bound: Bound) -> InferenceCall:
-    """Lowers a checked call to an InferenceCall."""
+    """Lowers a checked call (`bound`) to an InferenceCall."""
     n = bound.names
     settled: _Settled = bound.once(_settle)
     key, value = members(n["key"]), members(n["value"])
@@ -111,7 +111,7 @@ def _same_memory(key: tuple[Tensor, ...], value: tuple[Tensor, ...]) -> bool:
 
 
 def _blocked(n: Mapping[str, Any]) -> Tensor:
-    """atten_mask, which is not compressed, with four axes that broadcast to [B, N1, S1, S2]."""
+    """The call's atten_mask (not compressed), viewed with four axes that broadcast to [B, N1, S1, S2]; n: arguments."""
     mask: Tensor = n["atten_mask"]
     if mask.dim() == 4:
         return mask
@@ -126,7 +126,10 @@ def _extents(n: dict[str, Any]) -> Extents:
 
 
 def fused_band(n: Mapping[str, Any]) -> Band:
-    """The band of the sparse mode and its window; masks that are not compressed hide further keys as a matrix."""
+    """The band of keys that each row sees, from the sparse mode and window in `n`, the call's derived values.
+
+    Masks that are not compressed hide further keys as a matrix.
+    """
     match n["mode"]:
         case 2:
             return Band.causal("start")
@@ -144,12 +147,13 @@ def fused_band(n: Mapping[str, Any]) -> Band:
 
 
 def _is_full(n: Mapping[str, Any]) -> bool:
-    """True if query, keys, values and weights are all int8, with one scale each."""
+    """True if the call `n` computes with query, keys, values and weights that are all int8, with one scale each."""
     return n["query"].dtype == torch.int8 and n["query_quant_mode"] == 0
 
 
 def _kind(n: Mapping[str, Any], side: int) -> str:
-    """Problem.dequant_k (side 0) or dequant_v (1)."""
+    """Problem.dequant_k of keys (side 0) or dequant_v of values (side 1): "none", "channel" or "token", for one scale
+    per channel or per token; n: arguments and derived values of the call."""
     if members(n["key"])[0].dtype not in (torch.int8, torch.int32):
         return "none"
     if n["query"].dtype == torch.int8:
@@ -161,7 +165,11 @@ def _kind(n: Mapping[str, Any], side: int) -> str:
 
 
 def _scales(n: Mapping[str, Any], side: int) -> Scales:
-    """The scales of keys (side 0) or values (1), from the parameters that the call has."""
+    """The dequantisation scales of keys (side 0) or values (side 1); a call passes them in one of three ways.
+
+    n: arguments and derived values: dequant_scale1/2 (all int8), antiquant_scale (both sides in one tensor), or
+    key_antiquant_scale and value_antiquant_scale.
+    """
     kind, name = _kind(n, side), ("key", "value")[side]
     if kind == "none":
         return UNSCALED
@@ -185,7 +193,14 @@ def _scales(n: Mapping[str, Any], side: int) -> Scales:
 
 
 def _per_channel(n: Mapping[str, Any], side: int, scale: Tensor, offset: Tensor | None) -> Scales:
-    """Scales [N2, elements], broadcast from one number, one per head, or one per head and element."""
+    """Dequantisation scale and offset of keys (side 0) or values (side 1), both expanded to [N2, D or Dv].
+
+    Args:
+        n: arguments and derived values of the call, by name; N2, D and Dv are read.
+        side: 0 or 1.
+        scale: one number, one per key head, or one per key head and element, in any shape.
+        offset: likewise; None: no offset.
+    """
     heads, dim = n["N2"], (n["D"], n["Dv"])[side]
 
     def per_head(t: Tensor) -> Tensor:

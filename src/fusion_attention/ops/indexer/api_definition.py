@@ -23,7 +23,7 @@ from fusion_attention.ops.sparse.rules import LENGTHS, TABLES
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: lengths, axes, and the sparse_mode of `causal`."""
+    """Values derived from a call's arguments (`names`), by name: lengths, axes, and the sparse_mode of `causal`."""
     return sparse.derive(names) | {"K": names["sparse_count"]}
 
 

@@ -106,13 +106,18 @@ class Indexer(TensorCall):
         return offset.repeat_interleave(counts, output_size=len(self.given("query")))[:, None, None]
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled (the call with its memory): views of the call's tensors and these outputs."""
+        """Returns the call with its memory (a Filled), which back ends run.
+
+        It has views of the call's tensors and of `outputs`, tensors for the results by name.
+        """
         return _ForwardRun(self, outputs)
 
 
 def fresh(n: Mapping[str, Any], wide: bool = False) -> dict[str, Tensor]:
-    """Allocates the results of a forward call from its arguments by name; wide: values are float32, or float64 for a
-    float64 query; False: they have the query's dtype."""
+    """Allocates the results of a forward call from its arguments and derived values `n`.
+
+    wide: the selected scores ("values") are float32, or float64 for a float64 query; False: of the query's dtype.
+    """
     q = n["query"]
     shape = (*q.shape[:-2], 1, n["sparse_count"])
     results = {RESULTS[0]: empty(q, shape, torch.int32)}
@@ -162,7 +167,10 @@ class IndexerBackward(OfCall):
         return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled (the call with its memory): views of tensors, saved indices and gradients."""
+        """Returns the call with its memory (a Filled), which back ends run.
+
+        It has views of tensors, saved indices and of the gradients in `outputs`, tensors for the results by name.
+        """
         call, result = self.call, tuple(outputs[name] for name in GRADIENTS)
         dq, dk, dweights = buffers = tuple(buffer(tensor) for tensor in result)
         grads = IndexerGrads(

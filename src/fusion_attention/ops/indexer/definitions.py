@@ -189,7 +189,10 @@ NEUTRAL: dict[str, Any] = {
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: lengths and axes; the axis Kv is None if values are not returned."""
+    """Values derived from a call's arguments (`names`), by name: lengths and axes.
+
+    K: keys selected per row; Kv: K, or None if the call does not return their scores.
+    """
     count = names["sparse_count"]
     return lengths(names) | {"K": count, "Kv": count if names["return_values"] else None}
 

@@ -14,7 +14,7 @@ from fusion_attention.ops.sparse.lower import extents_of
 
 
 def indexer_call(bound: Bound) -> Indexer:
-    """Lowers a checked forward or gradient call of the indexer to its forward call."""
+    """Lowers a checked forward or gradient call (`bound`) of the indexer to its forward call."""
     n = bound.names
     problem, extents, capacities = bound.once(lambda n: (_problem(n), bounded_extents(n), capacities_of(n)))
     form = bound.op.layout_of(bound.op.by_name["key"], n)  # type: ignore[arg-type]  # a tensor
@@ -44,7 +44,7 @@ def capacities_of(n: Mapping[str, Any]) -> Extents | None:
 
 
 def lower(bound: Bound) -> Indexer | IndexerBackward:
-    """Lowers a checked call of the indexer, forward or gradient."""
+    """Lowers a checked call (`bound`) of the indexer, forward or gradient."""
     call = indexer_call(bound)
     if "dy" not in bound.op.by_name:
         return call

@@ -203,7 +203,8 @@ def tokens_fit(q_len: np.ndarray, kv_len: np.ndarray, ratio: int, residual: np.n
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: lengths, capacities and axes; axis Kv is None if values are not returned."""
+    """Values derived from a call's arguments (`n`), by name: lengths, rows and keys of sequences in memory (capacity),
+    and axes; axis Kv is None if the call does not return the selected scores."""
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
     q_capacity = cumulative.stored(n["cu_seqlens_q"], count, n["S1"])
     k_capacity = cumulative.stored(n["cu_seqlens_k"], count, n["S2"])

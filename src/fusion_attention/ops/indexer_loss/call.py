@@ -34,14 +34,14 @@ TARGET_RESULTS = (*RESULTS[:3], "softmax_out")
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the results of a loss from its arguments by name."""
+    """Allocates the results of a loss from its arguments and derived values `n`."""
     gradients = (empty(n[name], n[name].shape) for name in DIFFERENTIABLE)
     loss = empty(n["query"], (1,), torch.float32)
     return dict(zip(RESULTS, (*gradients, loss), strict=True))
 
 
 def fresh_target(n: Mapping[str, Any], names: tuple[str, ...] = TARGET_RESULTS) -> dict[str, Tensor]:
-    """Allocates the results of a loss against a target of the caller, from its arguments by name."""
+    """Allocates the results `names` of a loss against a target that the caller passes; n: the call's arguments."""
     results = fresh({**n, "query": n["query_index"]})
     if "loss" not in names:
         results["softmax_out"] = empty(n["target"], n["target"].shape)
@@ -49,7 +49,7 @@ def fresh_target(n: Mapping[str, Any], names: tuple[str, ...] = TARGET_RESULTS) 
 
 
 def fresh_statistics(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the softmax maximum and sum of the indexer's scores, from the call's arguments by name."""
+    """Allocates the softmax maximum and sum of the indexer's scores; n: the call's arguments and derived values."""
     q = n["query_index"]
     shape = (1, q.shape[0]) if n["layout"] == "TND" else (q.shape[0], 1, q.shape[1])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -57,7 +57,7 @@ def fresh_statistics(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def fresh_lse(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the log-sum-exp of the indexer's scores, from the call's arguments by name."""
+    """Allocates the log-sum-exp of the indexer's scores; n: the call's arguments and derived values."""
     return {"softmax_lse": fresh_statistics(n)[STATISTICS[0]]}
 
 
@@ -111,7 +111,10 @@ class Statistics(_Call):
         return fresh_statistics({**self.tensors, "layout": self.layout})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled (the call with its memory): views of the call's tensors and of `outputs`."""
+        """Returns the call with its memory (a Filled), which back ends run.
+
+        It has views of the call's tensors and of `outputs`, tensors for the results by name.
+        """
         return _StatisticsRun(self, outputs)
 
 
@@ -137,7 +140,10 @@ class LogSum(Statistics):
         return fresh_lse({**self.tensors, "layout": self.layout})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled (the call with its memory): views of the call's tensors and of `outputs`."""
+        """Returns the call with its memory (a Filled), which back ends run.
+
+        It has views of the call's tensors and of `outputs`, tensors for the results by name.
+        """
         return _LogSumRun(self, outputs)
 
 
@@ -186,7 +192,7 @@ class _AnyLoss(_Call):
         raise NotImplementedError
 
     def written(self, dq: Tensor, dk: Tensor, dweights: Tensor) -> tuple[IndexerGrads, list[Tensor]]:
-        """(views of the gradients, the gradients that have rows outside all sequences)."""
+        """(views of these gradients, those of them with rows outside all sequences, which must be cleared)."""
         grads = IndexerGrads(
             dq=self.rows(dq, self.problem.heads_index), dk=self.keys(dk), dweights=self.rows(dweights.unsqueeze(-2))
         )
@@ -208,7 +214,10 @@ class Loss(_AnyLoss):
         return None if max_ is None or sum_ is None else (max_, sum_)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled (the call with its memory): views of the call's tensors and of `outputs`."""
+        """Returns the call with its memory (a Filled), which back ends run.
+
+        It has views of the call's tensors and of `outputs`, tensors for the results by name.
+        """
         return _LossRun(self, outputs)
 
 
@@ -274,7 +283,10 @@ class TargetLoss(_AnyLoss):
         return None if lse is None else (lse, torch.ones_like(lse))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled (the call with its memory): views of the call's tensors and of `outputs`."""
+        """Returns the call with its memory (a Filled), which back ends run.
+
+        It has views of the call's tensors and of `outputs`, tensors for the results by name.
+        """
         result = tuple(outputs[name] for name in self.names)
         dq, dk, dweights, last = buffers = tuple(buffer(tensor) for tensor in result)
         grads, clears = self.written(dq, dk, dweights)

@@ -30,7 +30,10 @@ def _first(bad: torch.Tensor, listed: torch.Tensor, b: int) -> str:
 def keys_exist(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, q_capacity: np.ndarray | None, kv_len: np.ndarray
 ) -> Outcome:
-    """True if every entry is -1 or the index of a key of its row's sequence, or if stays_unread(indices)."""
+    """True if every entry of the lists of selected keys is -1 or the index of a key of its row's sequence.
+
+    They are not read if stays_unread(indices). q_len, kv_len: lengths per sequence; q_capacity: rows in memory.
+    """
     if stays_unread(indices):
         return True
     for b, listed in _lists(indices, layout, q_len, q_capacity):

@@ -71,7 +71,8 @@ RESULTS = (
 
 
 def derive(n: Mapping[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: lengths, rows and keys of sequences in memory (capacity), and axes."""
+    """Values derived from a call's arguments (`n`), by name: lengths, rows and keys of sequences in memory (capacity),
+    and axes."""
     count = n["B"] if n["cu_seqlens_q"] is None else len(n["cu_seqlens_q"]) - 1
     result: dict[str, Any] = {}
     for side, axis, length in (("q", "S1", "q_len"), ("k", "S2", "kv_len")):

@@ -52,7 +52,7 @@ STORED: dict[str, Any] = {
 
 
 def heads_of(k: tuple[torch.Tensor, ...], layout: str) -> int:
-    """Key heads of a cache; 0 if its first tensor does not have four axes."""
+    """Number of key heads of a KV cache k in a layout; 0 if its first tensor does not have four axes."""
     axis = LAYOUTS[layout][2]
     return int(k[0].shape[axis]) if k[0].dim() == 4 and axis is not None else 0
 
@@ -66,7 +66,10 @@ def groups(k: tuple[torch.Tensor, ...], layout: str, heads: int) -> bool | str:
 def stored_fits(
     tensors: tuple[torch.Tensor, ...], layout: str, heads: int, dim: int, batch: int, paged: bool
 ) -> bool | str:
-    """True if a cache is one tensor for the batch, one per sequence, or pages, with rows of dim elements."""
+    """True if a KV cache has one of the legal forms, with rows of `dim` elements for `heads` key heads.
+
+    The forms are one tensor for the batch, one tensor per sequence, or (paged) one tensor of pages.
+    """
     for t in tensors:
         size = sizes(t, layout, heads)
         elements = (dim + 1) // 2 if t.dtype == torch.uint8 else dim
@@ -116,7 +119,7 @@ def scales_fit(
 
 
 def rows_within(q_len: np.ndarray, rows: int) -> bool | str:
-    """True if no sequence has more query rows than the tensor."""
+    """True if every length in q_len [B] is at most `rows`, the query rows of a sequence in the tensor."""
     bad = np.flatnonzero((q_len < 0) | (q_len > rows))
     return len(bad) == 0 or f"{q_len[bad[0]]} for sequence {bad[0]} of {rows} rows"
 
@@ -227,7 +230,8 @@ RULES: tuple[Rule, ...] = (
 
 
 def geometry(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: the axes N2, S2 and Dv, lengths per sequence, and capacities of the cache."""
+    """Values derived from a call's arguments (`names`), by name: the axes N2, S2 and Dv, lengths per sequence, and the
+    number of tokens that the KV cache can store for each sequence (capacity)."""
     layout, batch = names["cache_layout"], names["B"]
     heads = heads_of(names["k"], layout)
     results = [sizes(t, layout, heads) or (0, 0, 0) for t in names["k"]]
@@ -266,7 +270,7 @@ def _scale_param(name: str, text: str) -> Tensor:
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Allocates the results of a call from its arguments by name."""
+    """Allocates the results of a call from its arguments and derived values `n`."""
     q, k, v = n["q"], n["k"], n["v"]
     dim_v = n["dim_v"]
     if v is not None:  # A uint8 stores two elements.
@@ -281,7 +285,7 @@ def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def lower(bound: Bound) -> InferenceCall:
-    """Lowers a checked decode_attention call to an InferenceCall."""
+    """Lowers a checked decode_attention call (`bound`) to an InferenceCall."""
     n = bound.names
     problem, extents, cache = bound.once(_without_tensors)
     call = InferenceCall(
@@ -301,7 +305,8 @@ def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Extents, Cache]:
 
 
 def _scales(n: dict[str, Any], side: str, dim: int) -> Scales:
-    """The scales of keys ("k") or values ("v"): per channel, expanded to [N2, dim]; per token, unchanged."""
+    """The scales with which keys (side "k") or values ("v") are dequantised: per channel, expanded to [N2, dim]; per
+    token, unchanged. n: arguments and derived values."""
     heads, kind = n["N2"], scale_kind(n[f"{side}_scale"], n["k"], n["N2"], dim)
 
     def viewed(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -65,7 +65,7 @@ class CacheViews:
     halves: bool = False
 
     def rows(self, tensors: tuple[Tensor, ...], dim: int) -> RowView | PagedView:
-        """View of the rows of keys or values; dim: elements of a row, also if a byte stores two."""
+        """View of the rows of keys or values in the KV cache; dim: elements of a row, also if a byte stores two."""
         tensors = tuple(map(_bytes_of, tensors))
         if any(t.stride(-1) != 1 and t.shape[-1] > 1 for t in tensors):
             tensors = tuple(t.contiguous() for t in tensors)  # Kernels read contiguous rows.
@@ -170,7 +170,7 @@ def as_float(scale: Tensor) -> Tensor:
 
 
 def stored_as(tensor: Tensor, dtype: torch.dtype) -> str:
-    """Problem.kv_dtype of a cache tensor in a call whose query has the given dtype."""
+    """Problem.kv_dtype of a tensor of the KV cache: "int8", "int4", or "" if not quantised; dtype: the query's."""
     return (
         {torch.int8: "int8", torch.uint8: "int4", torch.int32: "int4"}.get(tensor.dtype, "")
         if tensor.dtype != dtype

@@ -13,7 +13,14 @@ Tensor = torch.Tensor
 
 
 def sizes(tensor: Tensor, layout: str, heads: int) -> tuple[int, int, int] | None:
-    """(batch, tokens, elements of a row) of a cache tensor in a layout; None if its shape does not fit."""
+    """(axis of the batch or of pages, tokens, elements per head) of a tensor of a KV cache; None if no shape fits.
+
+    Args:
+        tensor: [B, S, heads * D] in layout "BSH", [B, heads, S, D] in "BNSD", [B, S, heads, D] in "BSND"; for a paged
+            cache, B counts pages and S the tokens of a page.
+        layout: the layout of the tensor.
+        heads: the number of key heads that it must have.
+    """
     shape = tuple(tensor.shape)
     if layout == "BSH":
         return (shape[0], shape[1], shape[2] // heads) if len(shape) == 3 and shape[2] % heads == 0 else None
@@ -23,8 +30,8 @@ def sizes(tensor: Tensor, layout: str, heads: int) -> tuple[int, int, int] | Non
 
 
 def page_layout(tensor: Tensor) -> str:
-    """The layout of a paged cache: "BSH" for [pages, page size, heads * dim], "BNSD" for [pages, heads, page size,
-    dim]."""
+    """The layout of a tensor of a paged KV cache: "BSH" if it is [pages, page size, heads * dim], "BNSD" if it is
+    [pages, heads, page size, dim]."""
     return "BSH" if tensor.dim() == 3 else "BNSD"
 
 
@@ -36,8 +43,11 @@ def heads_fit(num_key_value_heads: int, heads: int) -> bool:
 def cache_fits(
     key: tuple[Tensor, ...], layout: str, batch: int, heads: int, dim: int, table: Tensor | None, block_size: int
 ) -> bool | str:
-    """True if keys are one tensor for the batch, one tensor per sequence, or (with a page table) pages of block_size
-    tokens, with this number of heads and elements."""
+    """True if the keys of a KV cache have one of its legal forms, with this number of key heads and elements (dim).
+
+    The forms are one tensor for the batch, one tensor per sequence, or (with a page table) one tensor of pages of
+    block_size tokens.
+    """
     if heads < 1:
         return True
     paged = table is not None
@@ -55,7 +65,7 @@ def cache_fits(
 
 
 def same_shapes(value: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> bool | str:
-    """True if values have the shapes of keys."""
+    """True if there are as many value tensors as key tensors, each with the shape of its key tensor."""
     if len(value) != len(key):
         return f"{len(value)} tensors beside {len(key)}"
     wrong = next((i for i, (v, k) in enumerate(zip(value, key, strict=True)) if v.shape != k.shape), -1)
@@ -63,7 +73,7 @@ def same_shapes(value: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> bool | st
 
 
 def lengths_within(kv_len: np.ndarray, capacity: np.ndarray) -> bool | str:
-    """True if every length is between 0 and the sequence's capacity in the cache."""
+    """True if every length in kv_len [B] is between 0 and capacity [B], the tokens that the KV cache can store."""
     bad = np.flatnonzero((kv_len < 0) | (kv_len > capacity))
     if len(bad) == 0:
         return True
@@ -72,7 +82,7 @@ def lengths_within(kv_len: np.ndarray, capacity: np.ndarray) -> bool | str:
 
 
 def table_holds(table: Tensor, kv_len: np.ndarray, block_size: int) -> bool | str:
-    """True if the page table has an entry for every token."""
+    """True if the page table [B, pages] has enough pages of block_size tokens for the kv_len [B] keys of a sequence."""
     bad = np.flatnonzero(kv_len > table.shape[1] * block_size)
     if len(bad) == 0:
         return True
@@ -95,8 +105,8 @@ def columns_fit(tensor: Tensor, batch: int, heads: int, rows: int, columns: int,
 
 
 def scale_fits(scale: Tensor, heads: int, dim: int) -> bool | str:
-    """True if a tensor of scales, of keys (index 0) and values (index 1), has one number for each, or one per head and
-    element."""
+    """True if a tensor of dequantisation scales, of keys (index 0 of the first axis) and values (index 1), has one
+    number for each, or one per key head and element (dim)."""
     channels = ((2, heads, 1, dim), (2, heads, dim), (2, heads * dim), (2,))
     return tuple(scale.shape) in channels or f"{list(scale.shape)} with N={heads}, D={dim}"
 

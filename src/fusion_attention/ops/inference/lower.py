@@ -23,8 +23,8 @@ RESULTS = ("attention_out",)
 
 
 def geometry(n: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: heads, lengths, the index of each sequence's first token in the cache (first),
-    the lengths that are computed (used), and the columns of a mask."""
+    """Values derived from a call's arguments (`n`), by name: heads, lengths, the index of each sequence's first token
+    in the KV cache (first), the lengths that are computed (used), and the columns of a mask."""
     paged, batch = n["block_table"] is not None, n["B"]
     heads = n["num_key_value_heads"] or n["N1"]
     layout = page_layout(n["key"][0]) if paged else n["input_layout"]
@@ -57,13 +57,13 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Allocates the result of a call from its arguments by name."""
+    """Allocates the result of a call from its arguments and derived values `n`."""
     q = n["query"]
     return {"attention_out": empty(q, q.shape, q.dtype if n["quant_scale2"] is None else torch.int8)}
 
 
 def lower(bound: Bound) -> InferenceCall:
-    """Lowers a checked call to an InferenceCall."""
+    """Lowers a checked call (`bound`) to an InferenceCall."""
     n = bound.names
     problem, extents, cache, first = bound.once(_without_tensors)
     stored = n["key"], n["value"], n["block_table"]
@@ -92,7 +92,10 @@ def _blocked(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(n: dict[str, Any], side: int) -> Scales:
-    """Scales [N2, D] of keys (side 0) or values (1), expanded from one number or one per channel."""
+    """Dequantisation scales [N2, D] of keys (side 0) or values (side 1), expanded from one number or one per channel.
+
+    n: arguments and derived values of the call.
+    """
     heads, dim = n["N2"], n["D"]
 
     def viewed(tensor: torch.Tensor | None) -> torch.Tensor | None:

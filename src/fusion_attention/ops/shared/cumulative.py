@@ -12,13 +12,13 @@ from fusion_attention.ops.shared.rules import PACKED, meaning, needed, of_length
 
 
 def ends_param(side: str, of: str) -> Array:
-    """The parameter cu_seqlens_SIDE: ends of packed sequences."""
+    """The parameter cu_seqlens_SIDE ("q", "k"), the cumulative ends of packed sequences; of: a word for their rows."""
     text = f"0, then the cumulative ends of the sequences of {of}: required in layout TND, None in other layouts."
     return Array(f"cu_seqlens_{side}", text, True)
 
 
 def used_param(side: str, of: str) -> Array:
-    """The parameter seqused_SIDE: used tokens of each sequence."""
+    """The parameter seqused_SIDE ("q", "k"), the number of used tokens of each sequence; of: a word for them."""
     return Array(f"seqused_{side}", f"Number of leading {of} of each sequence that are used; None: all.", True)
 
 
@@ -49,7 +49,8 @@ def within(used: np.ndarray | None, capacity: np.ndarray) -> Outcome:
 
 
 def stored(ends: np.ndarray | None, count: int, padded: int | None) -> np.ndarray:
-    """Tokens of each sequence in memory, used or not: the distance of its ends if packed, else the padded length."""
+    """Tokens of each of `count` sequences in memory, used or not: the distance of its cumulative ends if sequences are
+    packed, else the padded length."""
     return np.full(count, padded or 0, np.int64) if ends is None else np.diff(ends)
 
 

@@ -71,7 +71,10 @@ def rows_shape(layout: str, batch: int, tokens: int, heads: int, dim: int) -> tu
 
 
 def to_float32(tensor: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """Converts a sink or slopes to float32, which kernels read; float64 tensors stay if q is float64 too."""
+    """Converts a tensor of attention sinks or ALiBi slopes to float32, which kernels read.
+
+    A float64 tensor stays float64 if the query q is float64.
+    """
     if tensor is None or tensor.dtype == torch.float32 or tensor.dtype == q.dtype == torch.float64:
         return tensor
     return tensor.float()
@@ -90,7 +93,7 @@ def row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, si
 
 
 def keep(extents: Extents, key: Any, result: Result) -> Result:
-    """Stores an object that depends only on lengths and strides in extents.call_cache, and returns it."""
+    """Stores `result`, which depends only on lengths and strides, under a key in extents.call_cache; returns it."""
     if len(extents.call_cache) >= _ENTRIES:
         extents.call_cache.clear()
     extents.call_cache[key] = result

@@ -9,7 +9,7 @@ def lengths_of(ends: np.ndarray) -> np.ndarray:
 
 
 def broken_end(ends: np.ndarray) -> int:
-    """Index of the first end that is below its predecessor and not in a tail of zeros; -1 if there is none."""
+    """Index of the first cumulative end in ends that is below its predecessor and not in a tail of zeros; else -1."""
     used = len(np.trim_zeros(ends, "b"))
     falls = np.flatnonzero(ends[:used] < np.append(0, ends[:used])[:used])  # a difference might overflow int64
     return int(falls[0]) if len(falls) else -1

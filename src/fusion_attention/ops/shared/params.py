@@ -15,7 +15,7 @@ OWN_FLOATS = f"{FLOATS} float64"  # in this library's functions
 
 
 def spelled(param: Any, name: str, **changes: Any) -> Any:
-    """A copy of a parameter with another spelling."""
+    """A copy of a parameter with another name, and further changed fields."""
     return replace(param, spelled=name, **changes)
 
 
@@ -40,7 +40,7 @@ def in_order(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def scale_of(given: float | None, dim: int, rope: int = 0) -> float:
-    """The scale of q . k: the given one, or 1 / sqrt(dim + rope)."""
+    """The scale of q . k: the caller's (given), or for None 1 / sqrt(dim + rope), from the elements of a row."""
     return (dim + rope) ** -0.5 if given is None else float(given)
 
 

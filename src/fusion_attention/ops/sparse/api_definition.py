@@ -59,7 +59,7 @@ SAMPLE = {"actual_seq_qlen": [3, 5], "actual_seq_kvlen": [5, 7]}
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: lengths, axes, and the sparse_mode of `causal`."""
+    """Values derived from a call's arguments (`names`), by name: lengths, axes, and the sparse_mode of `causal`."""
     return lengths(names) | {"sparse_mode": 3 if names["causal"] else 0}
 
 

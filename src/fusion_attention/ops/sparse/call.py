@@ -118,7 +118,10 @@ class Sparse(TensorCall):
         return result if self.stats else {RESULTS[0]: result[RESULTS[0]]}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled (the call with its memory): views of the call's tensors and these outputs."""
+        """Returns the call with its memory (a Filled), which back ends run.
+
+        It has views of the call's tensors and of `outputs`, tensors for the results by name.
+        """
         return SparseForward(self, outputs)
 
 
@@ -163,7 +166,7 @@ def page_table(table: Tensor | None) -> Tensor | None:
 
 
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates all results of a forward call from its arguments by name."""
+    """Allocates all results of a forward call from its arguments and derived values `n`."""
     q, k, v = (n[name] for name in ("query", "key", "value"))
     heads = k.shape[-2]
     out = empty(q, (*q.shape[:-1], (n["dim_v"] or k.shape[-1]) if v is None else v.shape[-1]))
@@ -231,7 +234,10 @@ class SparseBackward(OfCall):
         return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled (the call with its memory): views of tensors, saved results and gradients."""
+        """Returns the call with its memory (a Filled), which back ends run.
+
+        It has views of tensors, saved results and of the gradients in `outputs`, tensors for the results by name.
+        """
         return BackwardRun(self.call, self.saved, self.dlse, outputs)
 
 

@@ -41,7 +41,8 @@ def keys_fit(
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: lengths per sequence, and axes that tensors in this layout do not have."""
+    """Values derived from a call's arguments (`names`), by name: lengths per sequence, and axes that tensors in this
+    layout do not have."""
     form = keys_in(names["layout"], names["layout_kv"], names["block_table"])
     given, cumulative = names["actual_seq_qlen"], names["cumulative"]
     packed = names["layout"] == "TND"
@@ -84,7 +85,10 @@ def _first(bad: torch.Tensor, listed: torch.Tensor, b: int) -> str:
 
 
 def entries_fit(indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int) -> Outcome:
-    """True if every entry is -1 or a block of its sequence's keys, or if stays_unread(indices)."""
+    """True if every entry of the lists is -1 or the number of a block of its sequence's keys; block: keys of a block.
+
+    Lists are not checked if stays_unread(indices).
+    """
     if stays_unread(indices):
         return True
     for b, listed in _lists(indices, layout, q_len):
@@ -101,7 +105,7 @@ def unbroken(indices: torch.Tensor) -> bool:
 
 
 def _visible(mode: int, rows: int, keys: int, device: torch.device) -> torch.Tensor:
-    """Number of visible keys of each row, [rows, 1, 1]."""
+    """Number of visible keys of each row of a sequence, [rows, 1, 1]; mode: sparse_mode, 3 for causal."""
     row = torch.arange(rows, device=device)[:, None, None]
     return (row + keys - rows + 1).clamp(0, keys) if mode == 3 else torch.full_like(row, keys)
 
@@ -122,7 +126,7 @@ def few_enough(
 def in_the_past(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int, mode: int
 ) -> Outcome:
-    """True if every entry is a block with a key that is visible to its row."""
+    """True if every entry of a list is a block of `block` keys of which its row sees one or more; mode: sparse_mode."""
     for b, listed in _lists(indices, layout, q_len):
         bad = listed.long() * block >= _visible(mode, len(listed), int(kv_len[b]), listed.device)
         if bool(bad.any()):

@@ -239,7 +239,7 @@ RULES = LENGTHS + NEEDS_KEY_LENGTHS + PAGES + TABLES + TABLE_LIMITS + SHAPES + S
 
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: lengths and axes; without a value tensor Dv is D."""
+    """Values derived from a call's arguments (`names`), by name: lengths and axes; without a value tensor Dv is D."""
     result = lengths(names)
     if names["value"] is None and names["Dv"] is None:
         result["Dv"] = names["D"]

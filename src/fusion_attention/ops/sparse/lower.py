@@ -21,7 +21,7 @@ def extents_of(n: Mapping[str, Any]) -> Extents:
 
 
 def sparse_call(bound: Bound) -> Sparse:
-    """Lowers a checked forward or gradient call of sparse attention to its forward call."""
+    """Lowers a checked forward or gradient call (`bound`) of sparse attention to its forward call."""
     n = bound.names
     problem, extents = bound.once(lambda n: (_problem(n), extents_of(n)))
     form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
@@ -34,7 +34,7 @@ def sparse_call(bound: Bound) -> Sparse:
 
 
 def lower(bound: Bound) -> Sparse | SparseBackward:
-    """Lowers a checked call of sparse attention, forward or gradient."""
+    """Lowers a checked call (`bound`) of sparse attention, forward or gradient."""
     call = sparse_call(bound)
     if "dy" not in bound.op.by_name:
         return call

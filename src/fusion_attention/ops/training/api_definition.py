@@ -200,7 +200,8 @@ _NAMES += ("blocked_bits",)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: lengths per sequence, axes B, S1, S2 of packed rows, and rows of drop_bits."""
+    """Values derived from a call's arguments (`names`), by name: lengths per sequence, axes B, S1, S2 of packed rows,
+    and rows of drop_bits."""
     packed = names["layout"] == "TND"
     q_len, kv_len = names["q_len"], names["kv_len"]
     if packed:

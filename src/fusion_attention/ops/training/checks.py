@@ -18,7 +18,8 @@ TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Derived values of a call by name: lengths per sequence, axes B, S1, S2 of packed rows, and Form.bias of pse."""
+    """Values derived from a call's arguments (`names`), by name: lengths per sequence, axes B, S1, S2 of packed rows,
+    and Form.bias of pse."""
     results: dict[str, Any] = {}
     if names["input_layout"] == "TND":
         q_len, kv_len = lengths_of(names["actual_seq_qlen"]), lengths_of(names["actual_seq_kvlen"])
@@ -68,7 +69,8 @@ def dense_window(mode: int, pre: int, next_: int, rows: int, keys: int) -> bool 
 
 
 def packed_window(mode: int, pre: int, next_: int, q_len: np.ndarray, kv_len: np.ndarray) -> bool | str:
-    """True if mode and window of a packed call leave a key for every row of every sequence, as the chip requires."""
+    """True if the window of a packed call in a sparse mode leaves a key for every row of every sequence, as the chip
+    requires; pre, next_: pre_tokens and next_tokens; q_len, kv_len: lengths per sequence."""
     given = f"pre_tokens={pre}, next_tokens={next_}"
     pre, next_ = tokens(pre), tokens(next_)
     items = np.flatnonzero(q_len)
@@ -108,7 +110,7 @@ def prefix_fits(prefix: np.ndarray | None, q_len: np.ndarray, kv_len: np.ndarray
 
 
 def prefixes_differ(prefix: np.ndarray | None) -> bool:
-    """True if the prefixes of sequences differ in length."""
+    """True if the common prefixes of sequences, one number of keys per sequence, differ in length."""
     return prefix is not None and len(prefix) > 0 and bool(prefix.min() != prefix.max())
 
 
@@ -190,7 +192,7 @@ def is_compressed_mask(mask: torch.Tensor, mode: int) -> bool:
 
 
 def window_holds_mask(mask: torch.Tensor, pre: int, next_: int, q_len: np.ndarray, kv_len: np.ndarray) -> bool | str:
-    """True if every key that a mask leaves visible in mode 0 is inside the window."""
+    """True if every key that a mask leaves visible in mode 0 is inside the window of pre and next_ tokens."""
     pre, next_ = tokens(pre), tokens(next_)
     longest = q_len.max(initial=0), kv_len.max(initial=0)
     alike = mask.shape[-2:] == longest and (mask.dim() == 2 or mask.shape[0] == 1)

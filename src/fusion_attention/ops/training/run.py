@@ -50,7 +50,7 @@ def fresh_forward(
 
 
 def fresh_results(n: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Allocates the results of a forward operator's call from its arguments by name."""
+    """Allocates the results of a forward operator's call from its arguments and derived values `n`."""
     return fresh_forward(FORWARD, n["query"], n["key"], n["value"], n["input_layout"], n["head_num"], LANES)
 
 
@@ -85,7 +85,10 @@ class DenseForward(OfCall):
         return dict(zip(self.names, fresh(self.call, *((LANES,) if self.lanes else ())), strict=True))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled (the call with its memory): views of the call's tensors and these outputs."""
+        """Returns the call with its memory (a Filled), which back ends run.
+
+        It has views of the call's tensors and of `outputs`, tensors for the results by name.
+        """
         out, max_, sum_ = (outputs[name] for name in self.names)
         if self.lanes:
             return _ForwardRun(self.call, out, max_, sum_)
@@ -182,11 +185,14 @@ class DenseBackward(OfCall):
         return _like((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
 
     def kernel_statistics(self, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-        """Saved statistics in the kernels' format."""
+        """(max, sum) that a forward saved, in CANN's format, converted to the kernels' format (without lanes)."""
         return from_lanes(self.call, max_, sum_)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Makes a Filled (the call with its memory): views of tensors, saved results and gradients."""
+        """Returns the call with its memory (a Filled), which back ends run.
+
+        It has views of tensors, saved results and of the gradients in `outputs`, tensors for the results by name.
+        """
         return _BackwardRun(self, outputs)
 
 

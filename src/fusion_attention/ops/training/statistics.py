@@ -14,7 +14,7 @@ LANES = 8
 
 
 def to_lanes(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor]:
-    """Statistics in CANN's format: finite() values, repeated along a new last axis of eight lanes."""
+    """(max, sum) in CANN's format: finite() values, repeated along a new last axis of eight lanes."""
     lowest, one = _lanes(max_.device, max_.dtype)
     if not call.extents.keyless:
         return torch.maximum(max_.unsqueeze(-1), lowest), _finite_sum(call, max_, sum_).unsqueeze(-1) * one

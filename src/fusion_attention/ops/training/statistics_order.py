@@ -81,7 +81,7 @@ def _spread(count: int, most: int, device: torch.device) -> Tensor:
 
 
 def _of(parts: tuple[Tensor, Tensor | None], at: Tensor) -> Tensor:
-    """The rows `at` of a tensor and its rope tensor, concatenated: [rows, heads, elements] in float64."""
+    """The rows `at` of a tensor and its rope tensor (parts), concatenated: [rows, heads, elements] in float64."""
     return torch.cat([t[at].double() for t in parts if t is not None], -1)
 
 
