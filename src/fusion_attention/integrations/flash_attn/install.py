@@ -91,13 +91,14 @@ def uninstall() -> None:
 
 
 def _changed(version: str, changes: Changes) -> None:
+    """Applies the changes of a simulated release `version` of flash_attn."""
     changes.play(modules_of(version), version)
     changes.when_loaded("transformers.utils.import_utils", lambda module: _admit(changes, module))
     changes.when_loaded("transformers.modeling_flash_attention_utils", lambda module: _admit_devices(changes, module))
 
 
 def modules_of(version: str) -> dict[str, ModuleType]:
-    """Returns all modules of a release of flash_attn by full name, packages before their modules."""
+    """Returns the modules of flash_attn by name, for a release `version`."""
     modules = {name: _module(name, names) for name, names in _CONTENTS.items()}
     for name, module in modules.items():
         owner, _, last = name.rpartition(".")
