@@ -330,11 +330,12 @@ def _of_pages(
     attention().
 
     It returns (keys, values) in the first call of a sequence, whose rows see no stored keys (they are the call's own,
-    not a copy from the pages), and if the pages do not support the call.
+    not a
+    copy from the pages), if the pages do not support the call, and if `value` is not StoredRows.
 
     Args:
         q: the newest rows.
-        key, value: the layer's rows; a value that is not StoredRows was computed by the model from the keys.
+        key, value: the layer's rows; a value that is not StoredRows was computed by the model from the cache's values.
         given: attend()'s attention_mask.
         band: the layer's band.
         words: further arguments of attention(): scale, sink, softcap, ...

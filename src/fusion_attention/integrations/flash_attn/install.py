@@ -116,12 +116,14 @@ def _unpad_input_to_four(hidden_states: Any, attention_mask: Any) -> Any:
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
+    """Returns a new module with `names` as its content."""
     module = ModuleType(name, f"{name}, implemented by fusion_attention: the same calls on any machine.")
     vars(module).update(names, __path__=[], __getattr__=_absent(name))
     return module
 
 
 def _absent(module: str) -> Callable[[str], Any]:
+    """Returns a module's __getattr__, which raises AttributeError."""
     def __getattr__(name: str) -> Any:
         raise AttributeError(f"fusion_attention's {module} has no {name} (docs/with_flash_attn.md)")
 
@@ -129,6 +131,7 @@ def _absent(module: str) -> Callable[[str], Any]:
 
 
 def _always(*_: Any, **__: Any) -> bool:
+    """Returns True for any arguments."""
     return True
 
 
