@@ -124,6 +124,7 @@ def _module(name: str, names: dict[str, Any]) -> ModuleType:
 
 def _absent(module: str) -> Callable[[str], Any]:
     """Returns a module's __getattr__, which raises AttributeError."""
+
     def __getattr__(name: str) -> Any:
         raise AttributeError(f"fusion_attention's {module} has no {name} (docs/with_flash_attn.md)")
 

@@ -424,6 +424,7 @@ def _spread(values: Tensor, at: Shape) -> Tensor:
 
 def _visibility(bias: _Interpreted) -> mods.Mod:
     """Returns the mask function of a bias: True where it is not -inf."""
+
     def mask(b: Any, h: Any, row: Any, key: Any) -> Tensor:
         return bias(b, h, row, key) != -torch.inf
 

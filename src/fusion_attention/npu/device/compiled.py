@@ -59,6 +59,7 @@ def _results(model: Any) -> list[Any]:
 
 def _compiling(layer: Layer, base: str) -> Callable[..., Any]:
     """Wraps torch's compile_fx(): a graph on "npu" is compiled for the computing device `base`."""
+
     @functools.wraps(layer.below)
     def compile_fx(model: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         values = [*inputs, *(node.meta.get("example_value") for node in _nodes(model))]

@@ -22,6 +22,7 @@ def enter(changes: Changes) -> None:
 
 def _reducing(layer: Layer) -> Callable[[Tensor], Any]:
     """Wraps a pickler's reduction of tensors: one on "npu" is sent as its memory, which both processes then share."""
+
     @functools.wraps(layer.below)
     def reduce(tensor: Tensor) -> Any:
         if tensor.device.type != "npu":
