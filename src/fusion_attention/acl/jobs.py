@@ -152,7 +152,7 @@ def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Option
 
 
 def handles(value: Any) -> tuple[Any, ...]:
-    """The tensors in an acl.TensorList, or a tuple of one tensor."""
+    """Returns the tensors in an acl.TensorList, or a tuple of one tensor."""
     return value.tensors or () if type(value) is TensorList else (value,)
 
 

@@ -12,7 +12,7 @@ _WORK = 100_000
 
 @functools.lru_cache(maxsize=1024)
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """True if two elements of a strided view are the same memory."""
+    """True if two elements of a strided view of this shape are the same memory; strides: in elements."""
     reach, ordered = 1, True
     for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
         ordered = ordered and stride >= reach

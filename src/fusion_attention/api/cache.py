@@ -212,7 +212,7 @@ class PagedKVCache:
         return self._table(sequences).clone()
 
     def _table(self, sequences: Sequence[int] | None) -> Tensor:
-        """Returns block_table(); the tensor is cached until a sequence takes or releases a page."""
+        """Returns block_table(sequences); the tensor is cached until a sequence takes or releases a page."""
         selected = tuple(self._sequences) if sequences is None else self._named(sequences)
         if selected not in self._tables:
             rows = self._local_pages(selected)
@@ -234,7 +234,7 @@ class PagedKVCache:
         return [[p // self._ranks for p in self._of(s)[0] if p % self._ranks == self._rank] for s in sequences]
 
     def _lengths(self, sequences: Sequence[int] | None) -> list[int]:
-        """Returns the number of tokens of each sequence in this process's pool."""
+        """Returns the number of tokens of each sequence in this process's pool; None: of all sequences."""
         lengths = self.lengths(sequences)
         if self._ranks == 1:
             return lengths
@@ -308,14 +308,15 @@ class PagedKVCache:
             raise ValueError(f"PagedKVCache: sequences: expected a list of sequence numbers, got {got}") from None
 
     def _count(self, count: int) -> int:
-        """Returns a number of tokens or pages as an int; ValueError: it is not an integer >= 0."""
+        """Returns a number of tokens or pages, `count`, as an int; ValueError: it is not an integer >= 0."""
         is_integer = type(count) is int or isinstance(count, np.integer)
         if not is_integer or count < 0:
             raise ValueError(f"PagedKVCache: count: expected an integer >= 0, got {show(count)}")
         return int(count)
 
     def _keep(self, sequence: int, retained: slice, tokens: int) -> None:
-        """Reduces a sequence to a slice of its pages with `tokens` tokens, and releases the others."""
+        """Reduces a sequence to `retained`, a slice of its pages, with `tokens` tokens, and
+        releases the other pages."""
         pages, _ = self._sequences[sequence]
         remaining = pages[retained]
         if len(remaining) < len(pages):
@@ -331,7 +332,7 @@ class PagedKVCache:
             self._free[page % self._ranks].append(page)
 
     def _next_rank(self, sequence: int, pages: list[int]) -> int:
-        """Returns the rank of a sequence's next page; sequences start on different ranks."""
+        """Returns the rank of a sequence's next page, after `pages`; sequences start on different ranks."""
         return (pages[-1] + 1 if pages else sequence) % self._ranks
 
     def _of_rank(self, runs: list[_Slots]) -> tuple[list[_Slots], Tensor]:
@@ -387,6 +388,7 @@ class PagedKVCache:
         return runs
 
     def _take(self, rank: int) -> int:
+        """Takes a free page of a rank's pool, and returns its number."""
         page = self._free[rank].pop()
         self._tables.clear()
         self._shared[page] = 1

@@ -37,7 +37,10 @@ class CompressionState:
 
     def continued(self, args: dict[str, Any], backend: str) -> Tensor:
         """Returns the results of the windows that the rows of a call complete, and stores the rows of the unfinished
-        window and, with overlap, of the window before it."""
+        window and, with overlap, of the window before it.
+
+        args: compress()'s arguments by canonical name. backend: the back end's name.
+        """
         self._check(args)
         kv, gate, ratio, overlap = (args[name] for name in ("kv", "gate", "ratio", "overlap"))
         before = overlap and self.tokens >= ratio
@@ -52,7 +55,8 @@ class CompressionState:
         return result
 
     def _check(self, args: dict[str, Any]) -> None:
-        """Raises ContractError if earlier calls had rows of another shape, or other windows."""
+        """Raises ContractError if earlier calls had rows of another shape, or other windows, than a call with arguments
+        `args`."""
         windows = args["ratio"], args["overlap"]
         if args["layout"] != "BSND" or args["kv_len"] is not None:
             expected = "None for packed rows or with kv_len"

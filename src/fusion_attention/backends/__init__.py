@@ -38,13 +38,19 @@ Accepted = Any  # a problem that the back end computes
 class Backend(Protocol):
     """A back end: a module with these functions; for problems that it cannot compute only reasons_against() is called.
 
-    The properties are the operations by kind, functions of problem, extents, schedule, operands and gradients.
+    The properties are the operations by kind, functions of problem, extents, schedule, operands and gradients. In all
+    of
+    them, `problem` has what a kernel is chosen by (heads, dims, dtypes, modifiers), `extents` the lengths and bands of
+    the
+    sequences, `op_kind` is the name of an operation ("attention_forward"), `schedule` a result of schedule() for these
+    three, and `operands` and gradients are views of memory.
     """
 
     NAME: str
 
     def reasons_against(self, problem: AnyProblem, device: torch.device, op_kind: str = "", /) -> list[str]:
-        """Returns a sentence for each property of the problem that is not supported; op_kind "": by some operation."""
+        """Returns a sentence for each property of the problem that is not supported on the device; op_kind "": by some
+        operation."""
         ...
 
     def schedule(self, problem: Accepted, extents: Extents, op_kind: str, /) -> Any:
@@ -143,6 +149,12 @@ def load(name: str) -> Backend:
 def choose(problem: AnyProblem, device: torch.device, backend: str, op_kind: str = "") -> str:
     """Returns the back end's name for an operation ("": for all): the requested one, or the first suitable of AUTO.
 
+    Args:
+        problem: what is computed.
+        device: device of the tensors.
+        backend: a name of BACKENDS, or "auto".
+        op_kind: name of the operation, or "".
+
     Raises:
         ValueError: an unknown name.
         BackendError: no back end computes it; the message lists the reasons of each.
@@ -163,13 +175,16 @@ def choose(problem: AnyProblem, device: torch.device, backend: str, op_kind: str
 
 
 def _check_name(backend: str) -> None:
-    """Raises ValueError if no back end has this name."""
+    """Raises ValueError if no back end has the name `backend`, which may be "auto"."""
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"fusion_attention: backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
 
 
 def reasons_of(name: str, problem: AnyProblem, device: torch.device, op_kind: str = "") -> list[str]:
-    """Returns the reasons why a back end does not compute a problem on a device; none if it does."""
+    """Returns the reasons why the back end `name` does not compute a problem on a device; none if it does.
+
+    op_kind: name of an operation; "": all of them.
+    """
     try:
         module = load(name)
     except ImportError as error:

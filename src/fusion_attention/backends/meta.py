@@ -15,7 +15,7 @@ def reasons_against(problem: AnyProblem, device: torch.device, op_kind: str = ""
 
 
 def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
-    """Returns 0: nothing is allocated."""
+    """Returns 0: nothing is computed on the device "meta"."""
     return 0
 
 

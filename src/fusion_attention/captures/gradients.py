@@ -21,13 +21,16 @@ _NAMES = {"query": "dq", "key": "dk", "value": "dv", "query_rope": "dq_rope", "k
 
 
 def gradient_name(op: Op, name: str) -> str:
-    """Returns the name of an input's gradient, an output of the backward."""
+    """Returns the name of the gradient of an input `name` of `op`, an output of the backward."""
     is_dense = "keep_prob" in op.by_name or "block_mask" in op.by_name
     return _NAMES.get(name, f"d{name}") if is_dense else f"d{name}"
 
 
 def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], on_gradients: OnGradients) -> None:
-    """Calls on_gradients(upstream, gradients) each time autograd runs the backward of a call."""
+    """Calls on_gradients(upstream, gradients) each time autograd runs the backward of a call of `op`.
+
+    args, outputs: its arguments and results by name. upstream, gradients: of results and of inputs, by name.
+    """
     results = {n: t for n, t in outputs.items() if isinstance(t, Tensor) and t.grad_fn is not None}
     if not results:
         return

@@ -88,7 +88,7 @@ class _Fault(Exception):
 
 
 def packed_bits(mask: torch.Tensor) -> torch.Tensor:
-    """Returns the elements of a bool tensor as bits in a uint8 tensor, least significant bit first."""
+    """Returns the elements of a bool tensor `mask` as bits in a uint8 tensor, least significant bit first."""
     return torch.from_numpy(np.packbits(mask.reshape(-1).numpy(), bitorder="little"))
 
 
@@ -103,7 +103,8 @@ def _unpacked(text: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _taken(tensors: dict[str, torch.Tensor], prefix: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """Removes the tensors whose names begin with a prefix, and returns them by their names without the prefix."""
+    """Removes the tensors whose names begin with a prefix, and returns them on a device by their names without the
+    prefix."""
     names = [name for name in tensors if name.startswith(prefix)]
     return {name.removeprefix(prefix): tensors.pop(name).to(device) for name in names}
 
@@ -111,7 +112,7 @@ def _taken(tensors: dict[str, torch.Tensor], prefix: str, device: torch.device) 
 def _parts(
     op: Op, text: dict[str, str], tensors: dict[str, torch.Tensor], device: torch.device
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], int]:
-    """Returns (arguments, outputs, seed) from a file's metadata and tensors."""
+    """Returns (arguments, outputs, seed) of a call of `op` from a file's metadata `text` and its tensors."""
     recorded = {}
     _unpacked(text, tensors)
     for name in _json(text, "outputs", list):
@@ -144,7 +145,7 @@ def _parts(
 
 
 def _json(text: dict[str, str], field: str, wanted: type) -> Any:
-    """Returns the value of a metadata field, JSON of the expected type."""
+    """Returns the value of a field of the metadata `text`, JSON of the type `wanted`."""
     try:
         value = json.loads(text[field])
     except (ValueError, RecursionError) as error:
@@ -155,6 +156,7 @@ def _json(text: dict[str, str], field: str, wanted: type) -> Any:
 
 
 def _are_integers(values: Any, low: int, high: int) -> bool:
+    """True for a list of integers from `low` to `high` - 1."""
     return isinstance(values, list) and all(type(n) is int and low <= n < high for n in values)
 
 
@@ -184,7 +186,7 @@ def _lists(tensors: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
 
 
 def _attribute(name: str, p: Param, value: Any) -> Any:
-    """Returns a validated number or string, or the Band whose fields the value lists."""
+    """Returns a validated number or string, or the Band whose fields the value lists, for the parameter p."""
     assert isinstance(p, Attr)
     if p.type is not Band:
         if type(value) not in (bool, int, float, str):

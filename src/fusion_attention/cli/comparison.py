@@ -122,7 +122,10 @@ def draw_sentences(encoder: Encoder, texts: Sequence[str], count: int, seed: int
 def compare(
     encoder: Encoder, tokens: list[list[int]], attention: Attention, settings: Settings, progress: Progress
 ) -> Comparison:
-    """Runs both encoders once, for their embeddings and as warm-up, then times them alternately."""
+    """Runs both encoders once, for their embeddings and as warm-up, then times them alternately.
+
+    tokens: ids of each sentence. attention: computes the packed encoder's attention. progress: receives the steps done.
+    """
     batches = padded_batches([len(ids) for ids in tokens], settings.tokens_per_batch, by_length=True)
     task = progress.add_task("encoding", total=2 * (settings.runs + 1) * len(tokens))
 
@@ -145,21 +148,23 @@ def compare(
 
 
 def cosines(embeddings: Tensor) -> Tensor:
-    """Returns cosine similarities in float64, [sentences, sentences]; -inf on the diagonal."""
+    """Returns the cosine similarities of embeddings [sentences, dim] in float64, [sentences, sentences]; -inf on the
+    diagonal."""
     embeddings64 = embeddings.double()
     return (embeddings64 @ embeddings64.T).fill_diagonal_(-math.inf)
 
 
 def neighbours(similarity: Tensor) -> Tensor:
-    """Returns the numbers of each sentence's nearest other sentences, nearest first, [sentences, up to 3]."""
+    """Returns the numbers of each sentence's nearest other sentences, nearest first, [sentences, up to 3].
+
+    similarity: the result of cosines().
+    """
     return similarity.topk(min(NEIGHBOURS, len(similarity) - 1)).indices
 
 
 def rankings_agree(padded: Tensor, packed: Tensor) -> Tensor:
-    """Returns bool [sentences]: true if both similarities give the same nearest sentences, in the same order.
-
-    Sentences whose similarities differ by at most TOLERANCE may be exchanged.
-    """
+    """Returns bool [sentences]: true if both similarities, results of cosines(), give the same nearest sentences, in
+    the same order."""
     first, second = neighbours(padded), neighbours(packed)
     gap = (padded.gather(1, first) - padded.gather(1, second)).abs()
     return ((first == second) | (gap <= TOLERANCE)).all(dim=-1) & packed.isnan().logical_not().all(dim=-1)

@@ -15,7 +15,7 @@ _ANNOTATED = re.compile(r"Annotated\[(\w+(?:\[\w+\])?), [^]]*\]")  # marks tenso
 
 
 def signature(function: Callable[..., Any], name: str) -> str:
-    """Returns a function's signature as text in Python's syntax; long ones have several lines."""
+    """Returns a function's signature as text in Python's syntax, under a name; long ones have several lines."""
     try:
         result = inspect.signature(function)
     except (TypeError, ValueError):
@@ -34,7 +34,8 @@ def signature(function: Callable[..., Any], name: str) -> str:
 
 
 def filled(head: str, arguments: list[str], end: str = ")") -> list[str]:
-    """Returns the lines of a call or signature: one line, or lines of up to WIDTH characters with its arguments."""
+    """Returns the lines of a call or signature, `head` + arguments + `end`: one line, or lines of up to WIDTH
+    characters."""
     if len(head) + len(", ".join(arguments)) + len(end) <= WIDTH:
         return [f"{head}{', '.join(arguments)}{end}"]
     lines = [head]
@@ -83,7 +84,8 @@ def prose(text: str, root: str) -> str:
 
 
 def markdown(line: str, root: str) -> str:
-    """Escapes a line of text for Markdown, except `code` between backticks."""
+    """Escapes a line of text for Markdown, except `code` between backticks; root: relative path of the documentation's
+    root."""
     parts = re.split(r"(`[^`]*`)", line)
     return "".join(fragment if fragment.startswith("`") else _escaped(fragment, root) for fragment in parts)
 
@@ -135,7 +137,8 @@ def parameters(function: Any) -> list[str]:
 
 
 def body(function: Any, root: str) -> list[str]:
-    """Converts a complete docstring to lines of Markdown."""
+    """Converts the complete docstring of a function to lines of Markdown; root: relative path of the documentation's
+    root."""
     text, names = inspect.getdoc(function) or "", parameters(function)
     result = sections(text)
     lines = [prose(result[""], root), ""] if result[""] else []

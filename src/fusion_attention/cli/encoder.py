@@ -41,7 +41,7 @@ class Encoder:
         return int(self.model.config.hidden_size)
 
     def tokenize(self, sentences: Sequence[str]) -> list[list[int]]:
-        """Returns token ids of each sentence, special tokens included."""
+        """Returns lists of token ids, one for each of the sentences, special tokens included."""
         if not sentences:
             return []
         return self.tokenizer(list(sentences), truncation=True, max_length=self.max_tokens)["input_ids"]
@@ -116,12 +116,16 @@ def padded_batches(lengths: Sequence[int], budget: int, *, by_length: bool) -> l
 
 
 def padded_tokens(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> int:
-    """Returns the number of tokens in padded batches, padding included."""
+    """Returns the number of tokens in padded batches (lists of sentence numbers), padding included; lengths: of
+    sentences."""
     return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
 
 
 def packed_batches(lengths: Sequence[int], budget: int) -> Iterator[range]:
-    """Yields ranges of sentence numbers with at most `budget` tokens; a longer sentence is a batch alone."""
+    """Yields ranges of sentence numbers with at most `budget` tokens; a longer sentence is a batch alone.
+
+    lengths: tokens of each sentence.
+    """
     start, used = 0, 0
     for i, length in enumerate(lengths):
         if used and used + length > budget:
@@ -201,7 +205,10 @@ def encode_packed(
 
 
 def _packed_layer(layer: Any, hidden: Tensor, ends: list[int], attention: Attention) -> Tensor:
-    """Computes a BertLayer over packed tokens [T, H]; sentence b has the rows ends[b - 1] to ends[b] - 1."""
+    """Computes a BertLayer over packed tokens `hidden` [T, H]; sentence b has the rows ends[b - 1] to ends[b] - 1.
+
+    attention: computes packed attention.
+    """
     attention_layer = layer.attention.self
     heads, dim = attention_layer.num_attention_heads, attention_layer.attention_head_size
     query, key, value = (

@@ -14,7 +14,8 @@ CHIP = "the chip's page"
 
 
 def refusals(problem: Any, name: str) -> list[str]:
-    """Returns the reasons why a back end does not compute a problem, without those that concern this machine."""
+    """Returns the reasons why the back end `name` does not compute a problem, without those that
+    concern this machine."""
     import torch
 
     from fusion_attention.backends import load, triton
@@ -26,7 +27,11 @@ def refusals(problem: Any, name: str) -> list[str]:
 
 
 def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False, device: str = "cpu") -> Any | None:
-    """Returns the lowered sample call with given settings; None if the operator definition does not allow it."""
+    """Returns the lowered sample call of `op` with given settings on a device; None if the operator definition does not
+    allow it.
+
+    strict: CANN's limits apply too.
+    """
     import torch
 
     from fusion_attention.contract import ContractError, bind
@@ -45,10 +50,7 @@ def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False, device: s
 
 
 def on_device_of(backend: str, op: Op, settings: dict[str, Any]) -> Any | None:
-    """Returns the lowered sample call on the CPU, or for the GPU's back end on device meta.
-
-    The problem may depend on the device.
-    """
+    """Returns the lowered sample call of `op` on the CPU, or for the GPU's back end on device meta."""
     return lowered(op, settings, device="meta" if backend == "triton" else "cpu")
 
 
@@ -81,7 +83,7 @@ def _layouts(op: Op, computed: list[str]) -> str:
 
 
 def gaps(op: Op) -> dict[str, list[str]]:
-    """Returns for each back end its reasons against sample calls, which cover the features of the rules."""
+    """Returns for each back end its reasons against sample calls of `op`, which cover the features of the rules."""
     results: dict[str, list[str]] = {}
     for settings in _settings(op):
         for name in ("cpu", "triton"):

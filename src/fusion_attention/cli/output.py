@@ -18,7 +18,7 @@ BAD_INPUT = 2
 
 
 def refuse(command: str, sentence: object) -> NoReturn:
-    """Prints an error about invalid input on stderr, and ends the command with exit code 2."""
+    """Prints an error about invalid input, a sentence, on stderr, and ends the command with exit code 2."""
     line = " ".join(str(sentence).split())
     typer.echo(f"fusion-attention {command}: {_printable(line)}", err=True)
     raise typer.Exit(BAD_INPUT)
@@ -30,7 +30,7 @@ def show_json(value: Any) -> None:
 
 
 def device_of(text: str) -> torch.device:
-    """Returns the device that --device names; ValueError: this machine cannot compute on it."""
+    """Returns the device that --device names, `text`; ValueError: this machine cannot compute on it."""
     import torch
 
     device = torch.device(text)

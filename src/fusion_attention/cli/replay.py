@@ -119,7 +119,11 @@ def session(paths: list[Path]) -> list[Path]:
 def calls(
     files: list[Path], backend: str, device: Any, runs: int, advance: Callable[[float, str], None]
 ) -> Iterator[Call]:
-    """Yields the result of replaying every file; one call is in memory at a time."""
+    """Yields the result of replaying every file by a back end on a device, timed `runs` times; one call is in memory at
+    a time.
+
+    advance: receives the number of files done and a name.
+    """
     from fusion_attention.contract import BackendError
     from fusion_attention.judging.replay import CaptureError
 
@@ -134,7 +138,7 @@ def calls(
 
 
 def summary(results: list[Call]) -> dict[str, Any]:
-    """Returns the number of calls by verdict, and their total time."""
+    """Returns the number of calls by verdict, and their total time, from results of calls()."""
     counts = {verdict: sum(call.verdict == verdict for call in results) for verdict in _STYLES}
     return {**counts, "milliseconds": sum(call.milliseconds for call in results)}
 
@@ -151,7 +155,8 @@ def _replayed(file: Path, backend: str, device: Any, runs: int) -> Call:
 
 
 def _milliseconds(replayed: Replay, backend: str, runs: int) -> float:
-    """Returns the median time of a call: validation, lowering and computation, without reading the file."""
+    """Returns the median time of `runs` runs of a call: validation, lowering and computation,
+    without reading the file."""
     import statistics
 
     import torch

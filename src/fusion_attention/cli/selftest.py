@@ -110,7 +110,8 @@ def _of(backend: str) -> Iterator[Step]:
 
 
 def _dense(dtype: str) -> dict[str, Case]:
-    """Returns cases by name: every layout, most sparse modes, biases and masks, and sequences longer than a tile."""
+    """Returns cases of a dtype by name: every layout, most sparse modes, biases and masks, and sequences longer than a
+    tile."""
     small: dict[str, Any] = {"dtype": dtype, "q_len": (70,), "kv_len": (90,), "dim_qk": 64, "dim_v": 64, "scale": 0.125}
     packed = {**small, "layout": "TND", "q_len": (3, 0, 40), "kv_len": (5, 4, 61)}
     long_rows = {**small, "dim_qk": 128, "dim_v": 128, "q_len": (300,), "kv_len": (400,), "scale": 0.09}

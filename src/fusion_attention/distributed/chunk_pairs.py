@@ -47,20 +47,24 @@ class Chunks:
 
     @classmethod
     def packed(cls, seq: Any, first: Any, count: Any) -> Chunks:
-        """Makes chunks that are contiguous in tensors [1, tokens, heads, dim]."""
+        """Makes chunks that are contiguous in tensors [1, tokens, heads, dim], from lists of their sequence, first
+        token and number of tokens."""
         seq, first, count = (np.array(a, np.int64) for a in (seq, first, count))
         return cls(seq, first, count, np.zeros_like(seq), np.cumsum(count) - count)
 
     @classmethod
     def full(cls, lengths: np.ndarray) -> Chunks:
-        """Makes one chunk per sequence, packed."""
+        """Makes one chunk per sequence, packed; lengths: tokens of each sequence."""
         return cls.packed(np.arange(len(lengths)), np.zeros(len(lengths)), lengths)
 
     def __len__(self) -> int:
         return len(self.seq)
 
     def view(self, tensor: Tensor, chosen: np.ndarray, layer: np.ndarray | None = None) -> RowView:
-        """Returns a view of chosen chunks in tensors [batch, tokens, heads, dim], or [layers, batch, ...]."""
+        """Returns a view of chosen chunks in a tensor [batch, tokens, heads, dim], or [layers, batch, ...].
+
+        chosen: numbers of chunks. layer: index on the first axis for each of them; None: the tensor has no layers.
+        """
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             tensor = tensor.contiguous()
         *layers, batch, token, head, _ = tensor.stride()
@@ -166,7 +170,7 @@ class Pairs:
 
 
 def pairs(full: FullCall, rows: Chunks, keys: Chunks, *, partial: bool = False) -> Pairs:
-    """Returns the pairs of chunks of one sequence in which a row sees a key.
+    """Returns the pairs of chunks of one sequence in which a row of the call `full` sees a key.
 
     It returns all pairs if rows without keys return the mean of V, or if results are not partial and there is a sink.
     """
@@ -313,10 +317,12 @@ class _Sum:
 
 
 def _partial(problem: Problem) -> Problem:
+    """Returns the problem of a call whose results are merged later: float32 results, without a sink."""
     return replace(problem, wide_results=True, has_sink=False)
 
 
 def _rank_among_equals(values: np.ndarray) -> np.ndarray:
+    """Returns for each element the number of equal elements before it."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     rank = np.zeros_like(order)
@@ -325,7 +331,10 @@ def _rank_among_equals(values: np.ndarray) -> np.ndarray:
 
 
 def _extents(full: FullCall, rows: Chunks, keys: Chunks, row: np.ndarray, key: np.ndarray) -> Extents:
-    """Returns the extents of pairs as sequences, with bands and shifts relative to the chunks' first row and key."""
+    """Returns the extents of pairs as sequences, with bands and shifts relative to the chunks' first row and key.
+
+    row, key: numbers of the chunks of each pair.
+    """
     e, seq, first_row, first_key = full.extents, rows.seq[row], rows.first[row], keys.first[key]
     apart = first_row - first_key
     lo, hi = (np.where(np.abs(edge) < INFINITE, edge + apart, edge) for edge in (e.lo[seq], e.hi[seq]))
@@ -337,7 +346,7 @@ def _extents(full: FullCall, rows: Chunks, keys: Chunks, row: np.ndarray, key: n
 
 
 def _sees(e: Extents) -> np.ndarray:
-    """Returns bool [sequences], true if a row sees a key."""
+    """Returns bool [sequences], true for sequences of the extents `e` in which a row sees a key."""
     some = (e.q_len > 0) & (e.kv_len > 0)
     by_prefix = e.prefix > 0
     # A row sees a key if the first row whose band ends after key 0 has a band that begins before the last key.
@@ -347,16 +356,17 @@ def _sees(e: Extents) -> np.ndarray:
 
 
 def _fills(chunks: Chunks, chosen: np.ndarray, layers: int, tokens: int) -> bool:
-    """True if pairs write all tokens of a tensor."""
+    """True if the `chosen` chunks write all `tokens` tokens of a tensor with `layers` layers."""
     return layers == 1 and int(chunks.count[chosen].sum()) == tokens
 
 
 def _buffer(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, filled: bool, value: float) -> Tensor:
+    """Returns a new tensor, without initial values if `filled`, else filled with `value`."""
     return empty(like, shape, dtype) if filled else like.new_full(shape, value, dtype=dtype)
 
 
 def _runs(chunks: Chunks, chosen: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Yields runs of adjacent chunks as indices of a tensor's first two axes."""
+    """Yields runs of adjacent chunks among the `chosen` ones as indices of a tensor's first two axes."""
     batch, start, end = chunks.batch[chosen], chunks.start[chosen], (chunks.start + chunks.count)[chosen]
     order = np.lexsort((start, batch))
     batch, start, end = batch[order], start[order], end[order]
@@ -367,7 +377,8 @@ def _runs(chunks: Chunks, chosen: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def _matrix(tensor: Tensor, chunks: Chunks, met: Pairs) -> MatrixView:
-    """Returns a view of a bias or blocked matrix with the rows of chunks and the keys of unsharded sequences."""
+    """Returns a view of a bias or blocked matrix for the pairs `met`, with the rows of chunks and the keys of unsharded
+    sequences."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     tensor = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))

@@ -85,7 +85,8 @@ def attend(
     backend: str,
     own_heads: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns decode_attention()'s results from arguments by parameter name."""
+    """Returns decode_attention()'s results from arguments by parameter name, `args`; the other
+    parameters are its own."""
     q, layout, ranks = args["q"], args["layout"], cache.group.world
     if ranks == 1:
         result = dispatch.results(
@@ -209,7 +210,10 @@ def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int],
 
 
 def _here(token: np.ndarray, pages: list[list[int]], size: int) -> np.ndarray:
-    """Returns how many tokens of this rank are before each of the tokens [sequences, rows] of their sequences."""
+    """Returns how many tokens of this rank are before each of the tokens `token` [sequences, rows] of their sequences.
+
+    pages: for each sequence, the indices of its pages on this rank. size: tokens of a page.
+    """
     result = np.zeros_like(token)
     for b, local in enumerate(pages):
         page = token[b] // size
@@ -229,7 +233,10 @@ def _table(table: Tensor, gone: np.ndarray) -> Tensor:
 
 
 def _global_slots(pages: list[list[int]], slots: int, size: int, device: torch.device) -> Tensor:
-    """Returns int64 [sequences, slots]: the index in the unsharded sequence of each slot of this rank."""
+    """Returns int64 [sequences, slots] on a device: the index in the unsharded sequence of each slot of this rank.
+
+    pages, size: as in _here().
+    """
     result = np.zeros((len(pages), slots // size), np.int64)
     for row, local in zip(result, pages, strict=True):
         row[: len(local)] = local
@@ -237,7 +244,8 @@ def _global_slots(pages: list[list[int]], slots: int, size: int, device: torch.d
 
 
 def _columns(tensor: Tensor, place: Tensor) -> Tensor:
-    """Returns the columns of a mask or bias that belong to this rank's keys."""
+    """Returns the columns of a mask or bias that belong to this rank's keys; place: their indices, from
+    _global_slots()."""
     if tensor.shape[-1] == 1:
         return tensor
     full = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
@@ -251,7 +259,7 @@ def _columns(tensor: Tensor, place: Tensor) -> Tensor:
 
 
 def _mark(sequences: Sequence[int] | None, lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Returns a hash of sequences and lengths, 4 bytes, which is sent with every result.
+    """Returns a hash of sequences and lengths, 4 bytes on a device, which is sent with every result.
 
     Ranks compare it at every call, because lengths change with every token.
     """
@@ -260,7 +268,7 @@ def _mark(sequences: Sequence[int] | None, lengths: Sequence[int], device: torch
 
 
 def _same(call: Call, parts: Sequence[Tensor], mark: Tensor) -> None:
-    """Raises GroupError if the hash of a rank differs."""
+    """Raises GroupError if the hash at the end of a rank's bytes, `parts`, differs from this rank's, `mark`."""
     for rank, shard in enumerate(parts):
         if not torch.equal(shard[-len(mark) :], mark):
             what = f"rank {rank} decodes other sequences, or sequences of other lengths"
@@ -268,6 +276,7 @@ def _same(call: Call, parts: Sequence[Tensor], mark: Tensor) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
+    """Returns the elements of a tensor as uint8 [bytes]."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 

@@ -157,7 +157,10 @@ class _Options:
 
 
 def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (out, max, sum) of this rank's rows, with statistics as in fusion_attention.attention."""
+    """Returns (out, max, sum) of this rank's rows, with statistics as in fusion_attention.attention.
+
+    args: arguments by canonical name. ranks: the group.
+    """
     dispatch.autocast(args, _CAST)
     if dispatch.is_traced(args.values()):
         raise NotImplementedError(
@@ -188,7 +191,7 @@ def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str)
 
 
 def _full_args(args: dict[str, Any], options: _Options, ranks: Group) -> dict[str, Any]:
-    """Returns the arguments of the unsharded call; its tensors have no memory."""
+    """Returns the arguments of the unsharded call, from those of this rank's, `args`; its tensors have no memory."""
     layout = args["layout"]
     if not isinstance(layout, str) or layout not in record.RECORD.layouts:
         return args
@@ -205,7 +208,10 @@ def _full_args(args: dict[str, Any], options: _Options, ranks: Group) -> dict[st
 
 
 def _tokens(args: dict[str, Any], options: _Options, ranks: Group, token: int, *, packed: bool) -> tuple[Any, Any]:
-    """Returns the tokens of the unsharded query and key tensors; None if the arguments do not determine them."""
+    """Returns the tokens of the unsharded query and key tensors; None if the arguments `args` do not determine them.
+
+    token: axis of tokens in the layout. packed: it is packed.
+    """
     if packed:
         if options.tokens is not None:
             raise ValueError(
@@ -229,6 +235,7 @@ def _tokens(args: dict[str, Any], options: _Options, ranks: Group, token: int, *
 
 
 def _sum(lengths: Any) -> int | None:
+    """Returns the sum of lengths; None if they are invalid."""
     try:
         return int(sum(lengths.tolist() if isinstance(lengths, Tensor) else lengths))
     except (TypeError, ValueError):
@@ -246,7 +253,10 @@ def _blank(value: Any, axis: int, size: int | None) -> Any:
 
 
 def _words(full_args: dict[str, Any], bound: Any, options: _Options) -> dict[str, Any]:
-    """Returns the settings that must agree on all ranks; a matrix's number of rows is excluded: it may be 1 or many."""
+    """Returns the settings that must agree on all ranks; a matrix's number of rows is excluded: it may be 1 or many.
+
+    full_args: arguments of the unsharded call. bound: the checked ones.
+    """
     settings: dict[str, Any] = {"deterministic": options.deterministic, "grad": torch.is_grad_enabled()}
     for name, value in full_args.items():
         if isinstance(value, Tensor) and name in _TENSORS:
@@ -260,7 +270,7 @@ def _words(full_args: dict[str, Any], bound: Any, options: _Options) -> dict[str
 
 
 def _sides(lowered: DenseCall, options: _Options) -> tuple[Side, Side]:
-    """Returns the layouts of rows and keys on the ranks."""
+    """Returns the layouts of rows and keys of a lowered, unsharded call on the ranks."""
     e = lowered.extents
     batch, token, _ = LAYOUTS[lowered.form.layout]
 
@@ -286,7 +296,7 @@ def _full_call(args: dict[str, Any], lowered: DenseCall, call: Call) -> FullCall
 
 
 def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, sides: tuple[Side, Side]) -> None:
-    """Raises ValueError for a call that cannot be sharded, on every rank."""
+    """Raises ValueError for a call that cannot be sharded, on every rank; sides: the result of _sides()."""
     why, name = "", "schedule"
     moves = options.schedule.startswith("ulysses")
     if options.deterministic and options.schedule != "allgather":
@@ -307,7 +317,8 @@ def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, sides: 
 
 
 def _fault(args: dict[str, Any], lowered: DenseCall, options: _Options, sizes: Sequence[int]) -> str:
-    """Returns the error of this rank's shard in a valid call; empty if there is none."""
+    """Returns the error of this rank's shard in a valid call; empty if there is none; sizes: this
+    rank's rows and keys."""
     token = LAYOUTS[lowered.form.layout][1]
     for names, size in zip((_ROWS, _KEYS), sizes, strict=True):
         for name in names:
@@ -378,7 +389,7 @@ def _computed(m: ScheduleInputs, options: _Options, rows: Rows, keys: Keys, save
 
 
 def _canonical(m: ScheduleInputs, layout: str, tensors: Sequence[Any]) -> tuple[Rows, Keys]:
-    """Returns views of a rank's tensors as [batch, tokens, heads, dim]."""
+    """Returns views of a rank's tensors, given in a layout in the order of _TENSORS, as [batch, tokens, heads, dim]."""
     p, rank = m.full.problem, m.call.rank
     given: dict[str, Any] = dict(zip(_TENSORS, (None if t is None else t.detach() for t in tensors), strict=True))
     rows: dict[str, Any] = {n: _rows_of(given[n], layout, p.heads_q) for n in _ROWS}
@@ -390,7 +401,7 @@ def _canonical(m: ScheduleInputs, layout: str, tensors: Sequence[Any]) -> tuple[
 
 
 def _rows_of(t: Any, layout: str, count: int) -> Any:
-    """Returns [batch, tokens, heads, dim] of a tensor in a layout; None for None."""
+    """Returns [batch, tokens, heads, dim] of a tensor t in a layout, with `count` heads; None for None."""
     if t is None:
         return None
     batch, token, head = LAYOUTS[layout]
@@ -404,7 +415,7 @@ def _rows_of(t: Any, layout: str, count: int) -> Any:
 
 
 def _placement_rows(t: Tensor, layout: str) -> Tensor:
-    """Returns [batch, tokens, heads, dim] in a layout; the inverse of _rows_of()."""
+    """Returns t [batch, tokens, heads, dim] in a layout; the inverse of _rows_of()."""
     batch, token, head = LAYOUTS[layout]
     if batch is None:
         t = t[0]
@@ -416,11 +427,12 @@ def _placement_rows(t: Tensor, layout: str) -> Tensor:
 
 
 def _placement(partial: Partial, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns results with the axes of fusion_attention.attention."""
+    """Returns partial results in a layout, with the axes of fusion_attention.attention."""
     stats = (t[0] if LAYOUTS[layout][0] is None else t.transpose(1, 2) for t in (partial.max, partial.sum))
     max_, sum_ = stats
     return _placement_rows(partial.out, layout), max_, sum_
 
 
 def _as_given(gradient: Tensor | None, layout: str, like: Tensor | None) -> Tensor | None:
+    """Returns a gradient in the layout and dtype of the tensor `like`; None if either is None."""
     return None if gradient is None or like is None else _placement_rows(gradient.to(like.dtype), layout)

@@ -95,7 +95,8 @@ class Group:
         return result
 
     def crossed(self, other: Group, ranks: tuple[int, ...]) -> Group:
-        """Returns the mesh with this group along the first axis and another along the second."""
+        """Returns the mesh with this group along the first axis and another along the second; ranks: all its ranks, by
+        rows."""
         if (other, ranks) not in self._meshes:
             self._meshes[other, ranks] = Group(self._data, ranks, (self, other))
         return self._meshes[other, ranks]
@@ -175,7 +176,7 @@ class Group:
         return served.get(device.type, "" if served else config)
 
     def post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> list[Any]:
-        """Posts bytes to and from ranks of this group."""
+        """Posts sends and receives of bytes, pairs (rank of this group, tensor); tag: of all of them."""
         operations = [
             dist.P2POp(what, tensor, self.ranks[rank], self._data, tag)
             for what, pairs in ((dist.irecv, receives), (dist.isend, sends))
@@ -203,7 +204,7 @@ class Call:
         self._key = zlib.crc32(f"{self.function} {text}".encode(), key)
 
     def along(self, axis: int) -> Call:
-        """Returns the same call among the ranks along one dimension of a mesh."""
+        """Returns the same call among the ranks along one dimension, `axis`, of a mesh."""
         call = object.__new__(Call)
         call.__dict__.update(self.__dict__)
         call.group = self.group.axes[axis]
@@ -211,7 +212,8 @@ class Call:
         return call
 
     def error(self, step: str, what: str, advice: str) -> GroupError:
-        """Returns a GroupError with the call's function, rank and schedule."""
+        """Returns a GroupError with the call's function, rank and schedule; step: what was being
+        done; what: the error."""
         schedule = f", schedule {self.schedule}" if self.schedule else ""
         return GroupError(
             f"fusion_attention: distributed.{self.function}: rank {self.rank} of {self.world}{schedule}, {step}: "
@@ -227,7 +229,7 @@ class Call:
 
     @contextmanager
     def reporting(self, step: str) -> Iterator[None]:
-        """Converts errors of torch.distributed to GroupErrors."""
+        """Context that converts errors of torch.distributed during `step` to GroupErrors."""
         try:
             yield
         except GroupError:
@@ -281,7 +283,8 @@ class Call:
     ) -> Pending:
         """Starts sends and receives, lists of (rank, tensor); received tensors must be contiguous.
 
-        Empty tensors are not sent. Every rank must make the same number of exchanges, also without data.
+        Empty tensors are not sent. Every rank must make the same number of exchanges, also without data. step: what
+        they do, for errors, as in all methods of this class.
         """
         tag = zlib.crc32(b"%d" % next(self._steps), self._key) & 0x7FFFFFFF
         out = [(rank, _bytes(t.detach().contiguous())) for rank, t in sends if t.numel()]
@@ -322,17 +325,18 @@ class Call:
         return self.to_each(step, [tensor] * self.world, [(size, *tensor.shape[1:]) for size in sizes])
 
     def of_first(self, step: str, value: int) -> int:
-        """Returns rank 0's value on every rank."""
+        """Returns rank 0's `value` on every rank."""
         if self.group.axes:
             return self.along(1).of_first(step, self.along(0).of_first(step, value))
         return int(self.all_gather(step, torch.tensor([value], device=self.device), [1] * self.world)[0])
 
     def sum_to_each(self, step: str, parts: Sequence[Tensor]) -> Tensor:
-        """Returns the sum of all ranks' tensors for this rank, in the order of ranks: deterministic."""
+        """Returns the sum of all ranks' tensors for this rank, in the order of ranks: deterministic; parts: one tensor
+        for each rank."""
         return _summed(self.to_each(step, parts, [parts[self.rank].shape] * self.world))
 
     def sum_to_all(self, step: str, tensor: Tensor) -> Tensor:
-        """Returns the sum over ranks, in order, on every rank: the same bits everywhere."""
+        """Returns the sum of `tensor` over ranks, in order, on every rank: the same bits everywhere."""
         if self.group.axes and self.world > 1:
             row = self.along(1).sum_to_all(step, tensor)
             return self.along(0).sum_to_all(step, row)

@@ -60,7 +60,11 @@ class Layout:
 
 @functools.lru_cache(maxsize=256)
 def layout_of(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
-    """Returns the layout of sequences on a group of a shape: (ranks,), or (ring, ulysses) for "ulysses+ring"."""
+    """Returns the layout of a schedule's sequences on a group of a shape: (ranks,), or (ring, ulysses) for
+    "ulysses+ring".
+
+    lengths: tokens of each sequence.
+    """
     if schedule == "ulysses":  # heads are divided, so only tokens need balance
         ranks = _divided(tuple(Chunk(b, 0, n) for b, n in enumerate(lengths) if n), shape[0])
         return Layout(lengths, tuple(ranks))
@@ -95,7 +99,7 @@ class _Shares:
         return max(self.tokens[rank] * self.all_pairs, self.pairs[rank] * self.all_tokens)
 
     def divide(self, b: int, count: int) -> None:
-        """Assigns `count` chunks of a long sequence: one to every rank, or an early and a late chunk."""
+        """Assigns `count` chunks of a long sequence b: one to every rank, or an early and a late chunk."""
         ranks = len(self.chunks)
         owners = [*range(ranks), *reversed(range(ranks))][:count]
         tiles = -(-self.lengths[b] // CUT)
@@ -106,7 +110,7 @@ class _Shares:
         self._give(b, sizes, owners)
 
     def place(self, b: int) -> None:
-        """Assigns a short sequence to one rank; one longer than a rank's average load is split."""
+        """Assigns a short sequence b to one rank; one longer than a rank's average load is split."""
         length, ranks = self.lengths[b], len(self.chunks)
         tiles, parts = -(-length // CUT), -(-length * ranks // max(self.all_tokens, 1))
         parts = min(tiles, parts)
@@ -114,6 +118,7 @@ class _Shares:
         self._give(b, [tiles * (at + 1) // parts - tiles * at // parts for at in range(parts)], idle)
 
     def _give(self, b: int, sizes: list[int], owners: list[int]) -> None:
+        """Assigns chunks of sequence b, of these sizes in tiles of CUT tokens, to the ranks `owners`."""
         first = 0
         for size, rank in zip(sizes, owners, strict=False):
             end = min(first + size * CUT, self.lengths[b])

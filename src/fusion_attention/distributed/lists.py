@@ -13,7 +13,11 @@ _ROWS = 1024
 
 
 def invalid_entry(indices: Tensor, segments: Sequence[Segment], kv_len: np.ndarray, block: int) -> str:
-    """Returns a description of the first entry that is neither -1 nor a block of its sequence; "" if all are valid."""
+    """Returns a description of the first entry that is neither -1 nor a block of its sequence; "" if all are valid.
+
+    indices: lists [rows, heads, entries] of this rank. segments: its rows. kv_len: keys of each sequence. block: keys
+    of a block.
+    """
     for b, first, count, at in segments:
         entries, blocks = indices[at : at + count], -(-int(kv_len[b]) // block)
         if not entries.numel():

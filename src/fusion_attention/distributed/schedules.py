@@ -100,7 +100,10 @@ class ScheduleInputs:
 
 
 def gathered_forward(m: ScheduleInputs, rows: Rows, keys: Keys) -> Partial:
-    """Gathers all keys on every rank and computes this rank's rows over them, in the order of one process."""
+    """Gathers all keys on every rank and computes this rank's rows over them, in the order of one process.
+
+    m: the schedule's inputs, as in all functions of this module.
+    """
     everything = _gather_keys(m, keys)
     met = m.pairs("gathered", rows.chunks, everything.chunks)
     return chunk_pairs.forward(m.full, rows, everything, met, m.backend)
@@ -121,7 +124,7 @@ def gathered_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -
 
 
 def _owned(m: ScheduleInputs, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
-    """Returns the gradients of this rank's keys from all rows, rounded as in one process.
+    """Returns the gradients of this rank's keys from all rows, with their `saved` results, rounded as in one process.
 
     One chunk of each sequence is computed at a time, so that no gradient is a partial sum.
     """
@@ -145,6 +148,7 @@ def _owned(m: ScheduleInputs, rows: Rows, saved: Saved, keys: Keys) -> Gradients
 
 
 def _gather_keys(m: ScheduleInputs, keys: Keys) -> Keys:
+    """Returns the keys of all ranks, from those of this rank."""
     k, v, k_rope = _gather(m.call, "gathering keys", m.keys.placement, (keys.k, keys.v, keys.k_rope))
     assert k is not None
     assert v is not None
@@ -162,7 +166,10 @@ def _gather_rows(m: ScheduleInputs, rows: Rows, saved: Saved) -> tuple[Rows, Sav
 
 
 def _gather(call: Call, step: str, placement: Layout, tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Gathers tensors [batch, tokens, ...] from the shards of all ranks."""
+    """Gathers tensors [batch, tokens, ...] from the shards of all ranks; None for None.
+
+    step: what is done, for errors. placement: the layout of tokens on ranks.
+    """
     given = [t.contiguous() for t in tensors if t is not None]
     parts = call.all_to_each(
         step, [([t] * call.world, [(t.shape[0], n, *t.shape[2:]) for n in placement.sizes]) for t in given]
@@ -172,7 +179,8 @@ def _gather(call: Call, step: str, placement: Layout, tensors: Sequence[Tensor |
 
 
 def _placed(placement: Layout, shares: Sequence[Tensor]) -> Tensor:
-    """Assembles the shards [batch, tokens, ...] of all ranks."""
+    """Assembles the shards [batch, tokens, ...] of all ranks, `shares`, in the order of sequences; placement: their
+    layout."""
     like = shares[0]
     full = empty(like, (like.shape[0], sum(placement.sizes), *like.shape[2:]))
     starts = np.cumsum((0, *placement.lengths)).tolist()
@@ -184,7 +192,8 @@ def _placed(placement: Layout, shares: Sequence[Tensor]) -> Tensor:
 
 
 def _scatter(m: ScheduleInputs, step: str, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns this rank's shard of gathered tensors, summed over ranks in order."""
+    """Returns this rank's shard of gathered tensors of keys, summed over ranks in order; step: what is done, for
+    errors."""
     placement, call = m.keys.placement, m.call
     starts = np.cumsum((0, *placement.lengths)).tolist()
 
@@ -207,7 +216,7 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _sink(m: ScheduleInputs, rows: Rows, saved: Saved) -> Tensor | None:
-    """Returns the sink's gradient from this rank's rows; None without a sink."""
+    """Returns the sink's gradient from this rank's rows and their `saved` results; None without a sink."""
     return None if m.full.sink is None else chunk_pairs.sink_gradient(m.full, rows, saved, m.backend)
 
 
@@ -287,16 +296,18 @@ def ring_backward(m: ScheduleInputs, rows: Rows, keys: Keys, saved: Saved) -> Re
 
 
 def _met(m: ScheduleInputs, rows: Rows, source: int) -> Pairs:
-    """Returns the pairs of this rank's rows with the keys of another rank."""
+    """Returns the pairs of this rank's rows with the keys of rank `source`."""
     return m.pairs(("ring", source), rows.chunks, m.keys.chunks(source), partial=True)
 
 
 def _block(keys: Keys) -> list[Tensor]:
+    """Returns the tensors of keys that are sent to the next rank."""
     return [t.contiguous() for t in (keys.k, keys.v, keys.k_rope) if t is not None]
 
 
 def _next_block(m: ScheduleInputs, step: int, block: list[Tensor]) -> tuple[list[Tensor], Pending]:
-    """Sends a block of keys to the next rank and receives one from the previous rank."""
+    """Sends a block of keys to the next rank and receives one from the previous rank, in iteration
+    `step` of the ring."""
     call = m.call
     if step == call.world - 1:
         return [], Pending(call, "", [], [])
@@ -311,7 +322,10 @@ def _next_block(m: ScheduleInputs, step: int, block: list[Tensor]) -> tuple[list
 def _pass_on(
     m: ScheduleInputs, what: str, added: list[Tensor], block: list[Tensor], some: bool
 ) -> tuple[list[Tensor], Pending]:
-    """Sends gradients of keys to the next rank and receives those of a block from the previous rank."""
+    """Sends `added`, gradients of keys, to the next rank and receives those of a block from the previous rank.
+
+    what: what is done, for errors. some: False: nothing is sent.
+    """
     call = m.call
     if not some:
         return [], Pending(call, "", [], [])
@@ -321,6 +335,7 @@ def _pass_on(
 
 
 def _add(total: Gradients, more: Gradients) -> None:
+    """Adds the gradients of rows in `more` to those in `total`."""
     for name in ("dq", "dq_rope", "dbias"):
         ours, theirs = getattr(total, name), getattr(more, name)
         if ours is not None:

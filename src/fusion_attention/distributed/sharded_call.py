@@ -106,15 +106,15 @@ class Side:
         return tensor.unflatten(0, (len(self.lengths), len(tensor) // max(len(self.lengths), 1)))
 
     def gathered(self, call: Call, tensor: Tensor) -> Tensor:
-        """Gathers flat tokens of all ranks."""
+        """Gathers `tensor`, flat tokens of this rank, from all ranks."""
         return self.flat(gathered(self.unflattened(tensor), call, self.placement, int(self.padded)))
 
     def local(self, full: Tensor) -> Tensor:
-        """Returns this rank's part of flat tokens of all ranks."""
+        """Returns this rank's part of `full`, flat tokens of all ranks."""
         return self.flat(shard_of(self.unflattened(full), self.placement, self.rank, int(self.padded)))
 
     def summed(self, call: Call, full: Tensor) -> Tensor:
-        """Returns this rank's part of flat tokens of all ranks, summed over ranks in order."""
+        """Returns this rank's part of `full`, flat tokens of all ranks, summed over ranks in order."""
         parts = (
             shard_of(self.unflattened(full), self.placement, rank, int(self.padded))
             for rank in range(len(self.placement.ranks))
@@ -136,7 +136,7 @@ class ShardedCall:
         self.full, self.call, self.q, self.kv, self.backend = full, call, q, kv, backend
 
     def extents(self, segments: Sequence[Segment]) -> Placed:
-        """Returns lengths and bands of rows of this rank over all keys of their sequences."""
+        """Returns lengths and bands of segments, rows of this rank, over all keys of their sequences."""
         e: Extents = self.full.extents
         b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T
         # A segment's row 0 is its sequence's row `first`.
@@ -188,7 +188,8 @@ class ShardedCall:
         return results
 
     def keys(self, tensors: Given, names: Iterable[str]) -> dict[str, Tensor | None]:
-        """Gathers keys of all ranks by name, in one exchange; flat."""
+        """Gathers those of `tensors`, this rank's flat tensors by name, that `names` lists, from all ranks in one
+        exchange; flat."""
         given = {name: t for name in names if (t := tensors[name]) is not None}
         widths = [t[0].numel() if len(t) else t.shape[1:].numel() for t in given.values()]
         packed = self.kv.gathered(self.call, torch.cat([t.flatten(1) for t in given.values()], 1))
@@ -199,7 +200,7 @@ class ShardedCall:
         return {name: results.get(name) for name in names}
 
     def all_rows(self, tensors: Given) -> dict[str, Tensor | None]:
-        """Gathers rows of all ranks by name; flat."""
+        """Gathers `tensors`, this rank's flat rows by name, from all ranks; flat."""
         return {name: None if t is None else self.q.gathered(self.call, t) for name, t in tensors.items()}
 
 
@@ -218,7 +219,7 @@ class Sums:
         self._keys: dict[str, Tensor] = {}
 
     def add(self, segments: Sequence[Segment], results: Mapping[str, Tensor]) -> None:
-        """Adds the gradients of one round."""
+        """Adds the gradients of one round, by name; segments: its rows."""
         for name, tensor in results.items():
             if name not in self._names:
                 self._keys[name] = self._keys[name].add_(tensor) if name in self._keys else tensor
@@ -347,7 +348,7 @@ def _words(args: Mapping[str, Any], along: Sequence[str]) -> dict[str, Any]:
 
 
 def _axis(name: str, layout: str) -> int:
-    """Returns the axis of tokens; in an lse it follows the heads."""
+    """Returns the axis of tokens of the argument `name` in a layout; in an lse it follows the heads."""
     return 0 if layout == PACKED else 2 if name == "lse" else 1
 
 

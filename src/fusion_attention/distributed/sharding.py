@@ -68,13 +68,16 @@ def positions(group: AnyGroup, schedule: str, lengths: Lengths) -> Tensor:
 
 
 def group_and_placement(function: str, group: AnyGroup, schedule: str, lengths: Lengths) -> tuple[Group, Layout]:
-    """Returns a group and the layout of a schedule's sequences on it."""
+    """Returns a group and the layout of a schedule's sequences on it; function: the caller's name, for errors.
+
+    lengths: tokens of each sequence, or of one.
+    """
     ranks = group_of(group)
     return ranks, layout_of(schedule, _lengths(function, lengths), shape_of(function, ranks, schedule))
 
 
 def shape_of(function: str, ranks: Group, schedule: str) -> tuple[int, ...]:
-    """Returns the shape of a group; raises if it does not fit the schedule."""
+    """Returns the shape of a group, `ranks`; raises if it does not fit the schedule; function: the caller's name."""
     if schedule not in SCHEDULES:
         raise ValueError(
             f"fusion_attention: distributed.{function}: schedule: expected one of {', '.join(SCHEDULES)}, "
@@ -121,6 +124,7 @@ def _fits(function: str, x: Tensor, dim: int, tokens: int, why: str) -> None:
 
 
 def shard_of(x: Tensor, placement: Layout, rank: int, dim: int) -> Tensor:
+    """Returns a rank's tokens of x, which has all tokens along axis `dim`."""
     return x.index_select(dim, torch.from_numpy(placement.token_indices(rank)).to(x.device))
 
 
@@ -131,7 +135,8 @@ def _call(function: str, x: Tensor, ranks: Group, schedule: str, placement: Layo
 
 
 def gathered(x: Tensor, call: Call, placement: Layout, dim: int) -> Tensor:
-    """Returns complete sequences from all ranks' shards; a mesh gathers along its second dimension first."""
+    """Returns complete sequences from all ranks' shards x, with tokens along `dim`; a mesh gathers along its second
+    dimension first."""
     rows = x.movedim(dim, 0).contiguous()
     if call.world == 1:
         parts = [rows]
@@ -180,7 +185,10 @@ class _Unshard(torch.autograd.Function):
 
 
 def summed_shards(call: Call, parts: list[Tensor]) -> Tensor:
-    """Returns the sum over ranks of the tensors for this rank; on a mesh along a row, then along the column."""
+    """Returns the sum over ranks of the tensors for this rank; on a mesh along a row, then along the column.
+
+    parts: this rank's tensor for each rank.
+    """
     if call.world == 1:
         return parts[0]
     if not call.group.axes:

@@ -267,6 +267,7 @@ def _settings(args: Mapping[str, Any], deterministic: bool, trained: Sequence[st
 def _flat(
     sharded: ShardedCall, args: Mapping[str, Any], rows: Sequence[str], keys: Sequence[str]
 ) -> dict[str, Tensor | None]:
+    """Returns this rank's tensors by name with tokens on one axis; rows, keys: names of both kinds."""
     results: dict[str, Tensor | None] = {}
     for side, names in ((sharded.q, rows), (sharded.kv, keys)):
         results |= {name: None if args.get(name) is None else side.flat(args[name]) for name in names}
@@ -274,7 +275,10 @@ def _flat(
 
 
 def _check_lists(function: str, sharded: ShardedCall, flat: Mapping[str, Tensor | None], block: int) -> None:
-    """Raises for an invalid entry of this rank's lists, from which kernels compute addresses."""
+    """Raises for an invalid entry of this rank's lists, from which kernels compute addresses.
+
+    function: the caller's name, for the error. flat: this rank's flat tensors by name. block: keys of a block.
+    """
     indices = flat["sparse_indices"]
     if indices is not None and (got := invalid_entry(indices, sharded.q.segments, sharded.full.extents.kv_len, block)):
         text = "-1 or the number of a block of the row's sequence"
@@ -283,7 +287,7 @@ def _check_lists(function: str, sharded: ShardedCall, flat: Mapping[str, Tensor 
 
 
 def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
-    """Returns [B, N1, S1] or [T1, N1] from statistics with CANN's axes."""
+    """Returns [B, N1, S1] or [T1, N1] from statistics max_ and sum_ with CANN's axes in a layout."""
     lse = max_ + sum_.log()
     return lse.movedim(0, 1).flatten(1) if layout == "TND" else lse.mT.flatten(1, 2)
 
@@ -404,7 +408,11 @@ def _from_all_rows(
     dout: Tensor,
     saved: Sequence[Tensor],
 ) -> dict[str, Tensor]:
-    """Returns the gradients of this rank's keys from all rows, in the order of one process."""
+    """Returns the gradients of this rank's keys from all rows, in the order of one process.
+
+    given: this rank's flat tensors by name. full: the same with the keys of all ranks. dout: of this rank's rows.
+    saved: their results.
+    """
     out, max_, sum_ = saved
     # Statistics [N2, T1, G] are exchanged with rows first.
     beside = {"dout": dout, "out": out, "max": max_.transpose(0, 1), "sum": sum_.transpose(0, 1)}

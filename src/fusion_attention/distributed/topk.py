@@ -65,7 +65,10 @@ def _named(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
 
 
 def _chosen(sharded: ShardedCall, tensors: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Returns every row's candidates among this rank's keys: positions in unsharded sequences, and values."""
+    """Returns every row's candidates among this rank's keys: positions in unsharded sequences, and values.
+
+    tensors: flat queries and weights of all ranks and flat keys of this rank, by name.
+    """
     q, problem = tensors["query"], replace(sharded.full.problem, has_values=True, wide_values=True)
     assert q is not None
     count, values_dtype = problem.top_k, torch.promote_types(q.dtype, torch.float32)
@@ -85,7 +88,8 @@ def _chosen(sharded: ShardedCall, tensors: dict[str, Tensor | None]) -> tuple[Te
 
 
 def _best_of(indices: Sequence[Tensor], values: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """Returns best() of the candidates of several ranks or rounds."""
+    """Returns best() of the candidates of several ranks or rounds: the `count` largest of indices and values [rows,
+    heads, n]."""
     best_pairs = []
     for at in range(0, max(len(indices[0]), 1), _TOGETHER):
         some, more = (torch.cat([t[at : at + _TOGETHER] for t in offers], -1) for offers in (indices, values))
@@ -94,7 +98,7 @@ def _best_of(indices: Sequence[Tensor], values: Sequence[Tensor], count: int) ->
 
 
 def _exchanged(sharded: ShardedCall, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Exchanges candidates; returns the best candidates of this rank's rows."""
+    """Exchanges candidates, indices and values of all rows; returns the best candidates of this rank's rows."""
     side, count = sharded.q, indices.shape[-1]
     offers = torch.cat((indices.view(torch.uint8), values.view(torch.uint8)), -1)
     full = side.unflattened(offers)

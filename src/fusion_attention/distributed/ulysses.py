@@ -26,7 +26,7 @@ Some = Sequence[Tensor | None]
 
 
 def indivisible(problem: Problem, ranks: int) -> str:
-    """Returns the reason why heads cannot be divided among ranks; empty if they can."""
+    """Returns the reason why a problem's heads cannot be divided among ranks; empty if they can."""
     q, kv = problem.heads_q, problem.heads_kv
     if q % ranks or (kv % ranks and ranks % kv):
         return f"expected N1 a multiple of {ranks} ranks, and N2 a multiple or a divisor, got N1={q}, N2={kv}"
@@ -99,7 +99,7 @@ class Heads:
         return Gradients(dq, dk, dv, dq_rope, dk_rope, dbias), dsink
 
     def _given(self, rows: Rows, keys: Keys) -> tuple[Rows, Keys]:
-        """Returns all tokens of the line for this rank's heads."""
+        """Returns all tokens of the line for this rank's heads, from all heads of this rank's tokens."""
         q, q_rope = self._taken("exchanging rows", [rows.q, rows.q_rope], self.of_q, self.rows)
         k, v, k_rope = self._taken("exchanging keys", [keys.k, keys.v, keys.k_rope], self.of_kv, self.keys)
         bias, blocked = (self._matrix(t, rows.q.shape[1]) for t in (rows.bias, rows.blocked))
@@ -108,7 +108,8 @@ class Heads:
         return Rows(in_rows, q, q_rope, bias, blocked), Keys(in_keys, k, v, k_rope)
 
     def _matrix(self, t: Tensor | None, rows: int) -> Tensor | None:
-        """Returns a bias or blocked matrix with all rows of the line, for this rank's heads."""
+        """Returns a bias or blocked matrix t with all rows of the line, for this rank's heads; rows: this rank's
+        tokens."""
         if t is None:
             return None
         first, end = self.of_q[self.call.rank]
@@ -119,10 +120,12 @@ class Heads:
         return result
 
     def _heads_of(self, matrix: Tensor) -> Ranges:
+        """Returns the heads of each rank in a matrix, which may have one for all."""
         return self.of_q if matrix.shape[1] > 1 else [(0, 1)] * len(self.of_q)
 
     def _matrix_back(self, matrix: Tensor, like: Tensor, rows: int) -> Tensor:
-        """Returns this rank's rows of a matrix's gradient; the inverse of _matrix()."""
+        """Returns this rank's rows of a matrix's gradient; the inverse of _matrix(); like: this rank's matrix; rows:
+        its tokens."""
         if like.shape[-2] == 1 != rows:
             return matrix if like.shape[1] == 1 else self._among_all(matrix, 1)
         heads = self._heads_of(like)
@@ -131,7 +134,10 @@ class Heads:
         return result.movedim(1, 2)
 
     def _taken(self, step: str, tensors: Some, heads: Ranges, sizes: Sequence[int]) -> list[Any]:
-        """Exchanges [batch, local tokens, all heads, dim] for [batch, all tokens, local heads, dim]."""
+        """Exchanges [batch, local tokens, all heads, dim] for [batch, all tokens, local heads, dim].
+
+        step: what is done, for errors. heads: range of heads of each rank. sizes: tokens of each rank.
+        """
         first, end = heads[self.call.rank]
         passing = [
             ([t[:, :, a:b].contiguous() for a, b in heads], [(t.shape[0], n, end - first, t.shape[-1]) for n in sizes])
@@ -142,12 +148,14 @@ class Heads:
         return [None if t is None else torch.cat(next(result), 1) for t in tensors]
 
     def _back(self, step: str, tensors: Some) -> list[Any]:
-        """Returns results or gradients of rows to their ranks; the inverse of _taken()."""
+        """Returns results or gradients of rows, tensors of _taken()'s second form, to their ranks; the inverse of
+        _taken()."""
         returned = self._returned(step, tensors, self.of_q, self.rows)
         return [None if parts is None else torch.cat(parts, 2) for parts in returned]
 
     def _back_keys(self, step: str, tensors: Some) -> list[Any]:
-        """Returns gradients of keys to their ranks; those of a head from several ranks are added in order."""
+        """Returns gradients of keys, tensors of _taken()'s second form, to their ranks; those of a head from several
+        ranks are added in order."""
         results: list[Any] = []
         for parts in self._returned(step, tensors, self.of_kv, self.keys):
             if parts is None:
@@ -173,7 +181,7 @@ class Heads:
         return [None if t is None else next(result) for t in tensors]
 
     def _among_all(self, tensor: Tensor, axis: int) -> Tensor:
-        """Returns this rank's values at its heads, zeros at others."""
+        """Returns this rank's values at its heads along `axis`, zeros at others."""
         first, end = self.of_q[self.call.rank]
         pad = (0, 0) * (tensor.dim() - 1 - axis) + (first, self.of_q[-1][1] - end)
         return torch.nn.functional.pad(tensor, pad)

@@ -25,7 +25,7 @@ class TooLarge(ValueError):
 
 
 def item_cells(s: Setting, p: dict[str, Any], b: int) -> np.ndarray:
-    """Returns the kinds of the cells of sequence b, uint8 [q_len, kv_len]; p: the result of picture()."""
+    """Returns the kinds of the cells of sequence b of a setting, uint8 [q_len, kv_len]; p: the result of picture()."""
     rows, keys = p["q_len"][b], p["kv_len"][b]
     row, key = np.arange(rows)[:, None], np.arange(keys)[None]
     visible = (key >= row + p["lo"][b]) & (key < np.maximum(row + p["hi"][b], p["prefix"][b]))
@@ -36,7 +36,8 @@ def item_cells(s: Setting, p: dict[str, Any], b: int) -> np.ndarray:
 
 
 def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
-    """Returns bool [rows, keys]: true for cells of one sequence that the mask tensor removes."""
+    """Returns bool [rows, keys]: true for cells of one sequence that the setting's mask tensor removes; kind: its kind
+    in picture()."""
     removed = np.zeros((rows, keys), bool)
     if kind == "":
         return removed
@@ -52,13 +53,8 @@ def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
 
 
 def cells_of(s: Setting, api: str = "training") -> np.ndarray | None:
-    """Returns the kinds of the cells of all sequences, uint8 [rows, keys], with sequences along the diagonal.
-
-    None if no call of the interface has this mask.
-
-    Raises:
-        TooLarge: there are more than 16 million cells.
-    """
+    """Returns the kinds of the cells of all sequences of a setting in an interface, uint8 [rows, keys], with sequences
+    along the diagonal."""
     p = picture(s, api)
     if p is None:
         return None
@@ -107,7 +103,7 @@ def text(cells: np.ndarray, width: int, ascii_only: bool = False) -> list[str]:
 
 
 def runs(row: np.ndarray) -> list[tuple[int, int, int]]:
-    """Returns (kind, first, end) of each group of adjacent cells of the same kind."""
+    """Returns (kind, first, end) of each group of adjacent cells of the same kind in a row of cells, uint8 [keys]."""
     edges = np.flatnonzero(np.diff(row)) + 1
     starts, ends = [0, *edges.tolist()], [*edges.tolist(), len(row)]
     return [(int(row[a]), a, b) for a, b in zip(starts, ends, strict=True)] if len(row) else []
@@ -161,6 +157,7 @@ def _style() -> str:
 
 
 def _n(value: float) -> str:
+    """Returns a number as short text."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 

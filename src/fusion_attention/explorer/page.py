@@ -50,7 +50,10 @@ def rules() -> str:
 
 
 def _table(program: Program, api: str, packed: bool) -> str:
-    """Returns a JavaScript object with the rules of an interface's operator; expressions become functions."""
+    """Returns a JavaScript object with the rules of an interface's operator; expressions become functions of a program.
+
+    packed: for packed sequences.
+    """
     operator = violations.OPERATORS[api][packed]
     record = RECORDS[operator]
 
@@ -106,7 +109,7 @@ def server(port: int = 0) -> ThreadingHTTPServer:
 
 
 def address(running: ThreadingHTTPServer, s: visible.Setting | None = None) -> str:
-    """Returns the URL of a server's page that shows a setting."""
+    """Returns the URL of the page of a server, `running`, that shows a setting; None: the page's default one."""
     return f"http://127.0.0.1:{running.server_address[1]}/{fragment(s) if s else ''}"
 
 

@@ -89,12 +89,12 @@ class patched(Counted):
     """
 
     def begin(self, changes: Changes) -> None:
-        """Replaces scaled_dot_product_attention; called at the first entry."""
+        """Replaces scaled_dot_product_attention by a patch that `changes` records; called at the first entry."""
         changes.wrap(torch.nn.functional, "scaled_dot_product_attention", _wrapper)
 
 
 def _wrapper(layer: Layer) -> Any:
-    """Makes a scaled_dot_product_attention() that falls back to the function which it replaces."""
+    """Makes a scaled_dot_product_attention() that falls back to the function which it replaces, layer.below."""
 
     def scaled_dot_product_attention(
         query: Tensor,
@@ -123,7 +123,10 @@ def _ours(
     scale: float | None,
     grouped: bool,
 ) -> Tensor | None:
-    """Returns the result computed by attention(), or None if torch must compute or reject the call."""
+    """Returns the result computed by attention(), or None if torch must compute or reject the call.
+
+    The arguments are those of scaled_dot_product_attention(); grouped: its enable_gqa.
+    """
     if not 0 <= dropout_p < 1 or (is_causal and mask is not None) or _transformed():
         return None
     if scale is not None and not abs(scale) < _LARGEST:
@@ -168,7 +171,7 @@ def _transformed() -> bool:
 
 
 def _computed(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """True if this library supports the dtype, device and shape of the three tensors."""
+    """True if this library supports the dtype, device and shape of query, key and value."""
     if type(query) not in _TENSOR_TYPES or type(key) not in _TENSOR_TYPES or type(value) not in _TENSOR_TYPES:
         return False
     device, dtype = query.device, query.dtype
@@ -188,7 +191,10 @@ def _computed(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _batched(
     query: Tensor, key: Tensor, value: Tensor, grouped: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]] | None:
-    """Returns q, k, v as [B, N, S, E] with broadcast heads, and the leading axes; None if the shapes do not fit."""
+    """Returns q, k, v as [B, N, S, E] with broadcast heads, and the leading axes; None if the shapes do not fit.
+
+    grouped: True if key and value may have fewer heads than query (enable_gqa).
+    """
     if query.dim() == key.dim() == value.dim() == 4:  # a fast path for the usual case
         (batch, heads, *_), (batch_k, heads_k, *_), (batch_v, heads_v, *_) = query.shape, key.shape, value.shape
         fits = heads_k in (heads, 1) or (grouped and heads_k and not heads % heads_k)
@@ -224,7 +230,7 @@ def _batched(
 
 
 def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
-    """True if a mask has a supported dtype and broadcasts to the scores."""
+    """True if a mask has a supported dtype and broadcasts to the scores, whose shape is `shape`."""
     return (
         type(mask) in _TENSOR_TYPES
         and mask.dtype in (torch.bool, q.dtype)
@@ -234,14 +240,18 @@ def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def _same_lengths(one: Any, other: Any) -> bool:
-    """True if two nested tensors have equal lengths; in a trace, if both have one symbol for them."""
+    """True if two nested tensors, `one` and `other`, have equal lengths; in a trace, if both have
+    one symbol for them."""
     if one.shape[2] == other.shape[2]:
         return True
     return not torch.compiler.is_compiling() and torch.equal(one.offsets(), other.offsets())
 
 
 def _jagged(query: Any, key: Any, value: Any, grouped: bool, how: dict[str, Any]) -> Tensor | None:
-    """Computes nested tensors [B, N, j, E] with contiguous rows as packed sequences; None if torch must do it."""
+    """Computes nested tensors [B, N, j, E] with contiguous rows as packed sequences; None if torch must do it.
+
+    grouped: as in _batched(). how: further arguments of attention().
+    """
     three = (query, key, value)
     if not all(isinstance(t, Tensor) and t.is_nested and t.layout == torch.jagged and t.dim() == 4 for t in three):
         return None

@@ -74,7 +74,16 @@ def forward(
 
 
 def _index(code: ModuleType, module: Any, sequences: Sequences, inputs: Any, cache: Any, used: bool) -> Index | None:
-    """Returns the indexer's rows and keys, or None if not `used`; the cache stores the indexer's keys in both cases."""
+    """Returns the indexer's rows and keys, or None if not `used`; the cache stores the indexer's keys in both cases.
+
+    Args:
+        code: transformers' modeling module of the family.
+        module: the layer.
+        sequences: those of the call.
+        inputs: (hidden states, (cos, sin)) of the layer.
+        cache: transformers' cache, or None.
+        used: True if some rows of the call read chosen blocks.
+    """
     if cache is None and not used:
         return None
     hidden_states, (cos, sin) = inputs
@@ -140,9 +149,10 @@ def _lists(code: ModuleType, indexer: Any, index: Index, kv_len: Any, how: dict[
 def _attend(
     code: ModuleType, module: Any, sequences: Sequences, rows: Any, index: Index | None, first: int | None
 ) -> Tensor:
-    """Returns the attention output of all rows, [..., N, D].
+    """Returns the attention output of all rows, (q, k, v) in the form of the operators' calls, [..., N, D].
 
-    The first `first` rows of every sequence (None: all rows) read all visible keys, other rows the chosen blocks.
+    The first `first` rows of every sequence (None: all rows) read all visible keys, other rows the chosen blocks. code,
+    module, sequences: as in _index(), whose result is `index`.
     """
     q, k, v = rows
     how: dict[str, Any] = {"scale": module.scaling}

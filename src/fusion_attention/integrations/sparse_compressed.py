@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 class Call(NamedTuple):
-    """The sequences of one call.
+    """The sequences of one call of a layer's forward.
 
     Attributes:
         lengths: tokens of each packed sequence; None: a batch of sequences of equal length.
@@ -39,11 +39,12 @@ class Call(NamedTuple):
     cache: Any
 
     def rows(self, t: Tensor) -> Tensor:
-        """Returns rows [B, S, ...] as they are, or flattened to [B * S, ...] for packed sequences."""
+        """Returns rows t [B, S, ...] as they are, or flattened to [B * S, ...] for packed sequences."""
         return t if self.lengths is None else t.flatten(0, 1)
 
     def windows(self, ratio: int) -> Tensor:
-        """Returns the position of the first token of each compressed key that the call completes."""
+        """Returns int64 [n], the position of the first of the `ratio` tokens of each compressed key that the call
+        completes."""
         device = self.positions.device
         if self.lengths is None:
             first = (self.tokens - len(self.positions)) // ratio
@@ -51,7 +52,8 @@ class Call(NamedTuple):
         return torch.cat([torch.arange(n // ratio, device=device) * ratio for n in self.lengths])
 
     def length_arguments(self, batch: int, ratio: int) -> dict[str, Any]:
-        """Returns the layout and length arguments of lightning_indexer()."""
+        """Returns the layout and length arguments of lightning_indexer(); batch: number of items; ratio: tokens of a
+        compressed key."""
         if self.lengths is not None:
             kv_len = [n // ratio for n in self.lengths]
             return {
@@ -102,6 +104,8 @@ def forward(
 
 
 def _call(module: Any, rows: Tensor, mask: Tensor | None, position_ids: Tensor, cache: Any, others: Any) -> Call:
+    """Returns the sequences of a call: rows [B, S, ...], and the mask, position_ids, cache and further arguments of
+    forward()."""
     lengths = _lengths(rows, mask, position_ids, others, cache)
     first = 0 if cache is None else cache.get_seq_length(module.layer_idx)
     tokens = first + rows.shape[1]
@@ -117,7 +121,10 @@ def _call(module: Any, rows: Tensor, mask: Tensor | None, position_ids: Tensor, 
 
 
 def _lengths(rows: Tensor, mask: Tensor | None, position_ids: Tensor, others: Any, cache: Any) -> Any:
-    """Returns the lengths of packed sequences; None if the rows are not packed."""
+    """Returns the lengths of packed sequences, of rows [B, S, ...]; None if the rows are not packed.
+
+    others: further arguments of forward(), of which cu_seq_lens_q has cumulative lengths.
+    """
     if mask is not None and mask.dtype == torch.bool:
         return None
     fresh = cache is None or cache.get_seq_length() == 0
@@ -127,7 +134,7 @@ def _lengths(rows: Tensor, mask: Tensor | None, position_ids: Tensor, others: An
 
 
 def reason_against(layer: Any, given: dict[str, Any]) -> str:
-    """Returns the reason why forward() cannot compute a call; "" if it can."""
+    """Returns the reason why forward() cannot compute a call of `layer`; "" if it can. given: its arguments by name."""
     mask, positions, rows = given["attention_mask"], given["position_ids"], given["hidden_states"]
     cache, count = given.get("past_key_values"), given["hidden_states"].shape[1]
     if mask is not None and mask.dim() == 4:
@@ -153,7 +160,15 @@ def indexer_of(layer: Any) -> Any:
 
 
 def _attend(code: ModuleType, module: Any, call: Call, inputs: Any, projected: Any) -> Tensor:
-    """Returns the attention output of projected rows; stores the indexer's loss, if one is computed, on the layer."""
+    """Returns the attention output of projected rows; stores the indexer's loss, if one is computed, on the layer.
+
+    Args:
+        code: transformers' modeling module of the family.
+        module: the layer.
+        call: the sequences of the call.
+        inputs: (hidden states, latent queries, position_ids) of the layer.
+        projected: (q, k, real), in the form of Call.rows(), and real: bool [B, S], false for padding, or None.
+    """
     q, k, real = projected
     band, sink = Band.window(module.sliding_window - 1), module.sinks
     how: dict[str, Any] = {"band": band, "sink": sink, "scale": module.scaling}
@@ -220,7 +235,12 @@ def _entries(code: ModuleType, compressor: Any, name: str, call: Call, x: Tensor
 
 
 def _pooled(compressor: Any, name: str, call: Call, kv: Tensor, gate: Tensor, overlap: bool) -> Tensor:
-    """Returns the pooled rows of complete windows, [B, windows, D] or packed [windows, D], before normalization."""
+    """Returns the pooled rows of complete windows, [B, windows, D] or packed [windows, D], before normalization.
+
+    Args:
+        compressor, name, call, overlap: as in _entries().
+        kv, gate: outputs of kv_proj and gate_proj for the tokens to pool, [B, tokens, D], 2 * D with overlap.
+    """
     ratio, cache, dim = compressor.compress_rate, call.cache, compressor.head_dim
     bias = compressor.position_bias
     if cache is None:
@@ -245,7 +265,10 @@ def _pooled(compressor: Any, name: str, call: Call, kv: Tensor, gate: Tensor, ov
 def _index(
     code: ModuleType, indexer: Any, call: Call, inputs: Any, used: bool, trains: bool
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns the indexer's (rows, keys, weights), or None if not `used`; the cache stores the keys in both cases."""
+    """Returns the indexer's (rows, keys, weights), or None if not `used`; the cache stores the keys in both cases.
+
+    inputs: as in _attend(). trains: computes gradients of the indexer's parameters.
+    """
     if call.cache is None and not used:
         return None
     x, q_latent, position_ids = inputs
@@ -305,7 +328,11 @@ def _loss(module: Any, call: Call, rows: LossOperands, lists: Tensor | None, rea
 
 
 def _of_batch(rows: LossOperands, lists: Tensor | None, real: Tensor | None, ratio: int, tokens: int) -> Tensor:
-    """Returns the sum of the losses of rows [B, S, ...] whose sequences have `tokens` tokens."""
+    """Returns the sum of the losses of rows [B, S, ...] whose sequences have `tokens` tokens.
+
+    lists: chosen compressed keys of each row, or None. real: bool [B, S], false for padding, or None. ratio: tokens of
+    a compressed key.
+    """
     if not rows.entries.shape[1]:
         return rows.index_q.new_zeros((), dtype=torch.float32)
     target = probabilities(rows.q, rows.entries, rows.lse, lists, ratio, tokens % ratio)

@@ -87,7 +87,10 @@ def forward(
 
 
 def dense_rows(module: Any, sequences: Sequences, rows: int) -> int | None:
-    """Returns how many first rows of every sequence read all their visible keys; None: all rows do."""
+    """Returns how many first rows of every sequence read all their visible keys; None: all rows do.
+
+    module: the layer. sequences: those of the call. rows: S, the call's rows per batch item.
+    """
     top_k = module.config.index_topk
     if module.stage in ("dense", "warmup") or sequences.longest <= top_k:
         return None
@@ -96,7 +99,10 @@ def dense_rows(module: Any, sequences: Sequences, rows: int) -> int | None:
 
 
 def dense_positions(config: Any) -> int:
-    """Number of positions whose rows take fewer products dense, with a mask, than over chosen latents."""
+    """Returns the number of positions whose rows take fewer products dense, with a mask, than over chosen latents.
+
+    config: the model's configuration.
+    """
     top_k, rank, rope = config.index_topk, config.kv_lora_rank, config.qk_rope_head_dim
     return max(top_k, top_k * (2 * rank + rope) // (config.qk_nope_head_dim + rope + config.v_head_dim))
 
@@ -116,7 +122,16 @@ def _hidden(lists: Tensor, rows: int) -> Tensor:
 def _index(
     rotate: Callable[..., tuple[Tensor, Tensor]], module: Any, sequences: Sequences, inputs: Any, cache: Any, used: bool
 ) -> Index | None:
-    """Returns the indexer's rows, keys and weights, or None if not needed; the cache stores the keys in both cases."""
+    """Returns the indexer's rows, keys and weights, or None if not needed; the cache stores the keys in both cases.
+
+    Args:
+        rotate: the modeling module's rotary function for the indexer.
+        module: the layer.
+        sequences: those of the call.
+        inputs: (hidden states, latent queries, (cos, sin)) of the layer.
+        cache: transformers' cache, or None.
+        used: True if some rows of the call read chosen keys.
+    """
     trains = _trains(module)
     if cache is None and not used and not trains:
         return None
@@ -139,7 +154,7 @@ def _index(
 
 
 def _trains(module: Any) -> bool:
-    """True if a forward computes the indexer's loss."""
+    """True if a forward of the layer `module` computes the indexer's loss."""
     staged = module.stage in ("warmup", "sparse") and module.indexer is not None
     return staged and module.training and torch.is_grad_enabled()
 
@@ -147,7 +162,17 @@ def _trains(module: Any) -> bool:
 def _attend(
     module: Any, sequences: Sequences, rows: Latents, index: Index | None, first: int | None, lists: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns (output of all rows [..., N, v], lists of the rows that are not dense, sum of the indexer's losses)."""
+    """Returns (output of all rows [..., N, v], lists of the rows that are not dense, sum of the indexer's losses or
+    None).
+
+    Args:
+        module: the layer.
+        sequences: those of the call.
+        rows: queries, and latents of all keys.
+        index: the indexer's operands, or None.
+        first: the result of dense_rows(): the first row that reads chosen keys, or None.
+        lists: chosen keys [B, S - first, 1, K] of another layer, for a layer without an indexer.
+    """
     if first is None:
         out, loss = _of_rows(module, rows, index, None, sequences.lengths())
         return out, None, loss
@@ -179,10 +204,11 @@ def _attend(
 def _of_rows(
     module: Any, rows: Latents, index: Index | None, lists: Tensor | None, how: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (out [..., N, v], the indexer's loss) over the keys of lists [..., 1, K], or over all visible keys.
+    """Returns (out [..., N, v], the indexer's loss) over the keys of lists [..., 1, K], or, if None, over all visible
+    keys.
 
     With absorbed latents, a pair of row and key takes 2 rank + rope products instead of nope + rope + v, but kv_b_proj
-    is not applied to the keys.
+    is not applied to the keys. how: layout, lengths and blocked keys of the call.
     """
     trains, factors = _trains(module), _factors(module)
     if factors is not None and (lists is not None or _absorbs(module, rows)):
@@ -205,7 +231,8 @@ def _of_rows(
 
 
 def _factors(module: Any) -> tuple[Tensor, Tensor] | None:
-    """Returns the rows of kv_b_proj's weight for keys, [N, nope, rank], and for values, [N, v, rank].
+    """Returns the rows of kv_b_proj's weight for keys, [N, nope, rank], and for values, [N, v, rank], of the layer
+    `module`.
 
     None if kv_b_proj may compute more than a product with its weight: an adapter, a quantised layer, a layer with hooks
     or one whose weight is loaded at its call.
@@ -221,7 +248,7 @@ def _factors(module: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _absorbs(module: Any, rows: Latents) -> bool:
-    """True if dense attention takes fewer products over absorbed latents than over keys from kv_b_proj."""
+    """True if dense attention of `rows` takes fewer products over absorbed latents than over keys from kv_b_proj."""
     count, keys = (t.shape[-3] for t in (rows.q, rows.latent))
     rank, expanded = module.kv_lora_rank, module.qk_nope_head_dim + module.v_head_dim
     return bool(count * rank * expanded + count * keys * 2 * rank < keys * rank * expanded + count * keys * expanded)

@@ -49,7 +49,10 @@ class Family(NamedTuple):
 
 
 def _latent(module: ModuleType, index_rotation: str) -> Callable[..., Any]:
-    """Returns the function of layers with multi-head latent attention; it returns (out, chosen keys)."""
+    """Returns the function of layers with multi-head latent attention; it returns (out, chosen keys).
+
+    module: transformers' modeling module. index_rotation: name of its rotary function for the indexer.
+    """
 
     def compute(layer: Any, **given: Any) -> Any:
         return sparse_latent.forward(
@@ -75,7 +78,7 @@ def _glm_moe_dsa(module: ModuleType) -> Callable[..., Any]:
 
 
 def _latent_faults(config: Any) -> list[str]:
-    """Returns the contradictions of a configuration of DeepSeek-V3.2 or GLM-5."""
+    """Returns the contradictions of a configuration of DeepSeek-V3.2 or GLM-5, a sentence for each."""
     kinds = getattr(config, "indexer_types", ["full"] * config.num_hidden_layers)
     rules = {
         f"index_topk: expected at least 1, got {config.index_topk}": config.index_topk >= 1,
@@ -92,6 +95,8 @@ def _latent_faults(config: Any) -> list[str]:
 
 
 def _latent_reason(layer: Any, given: dict[str, Any]) -> str:
+    """Returns the reason why sparse_latent or sparse_blocks cannot compute a call with the arguments `given`; "" if it
+    can."""
     if not expressible(given["attention_mask"], given["hidden_states"].shape[1]):
         return "a four-dimensional attention_mask may hide any key"
     return ""
@@ -102,7 +107,7 @@ def _deepseek_v4(module: ModuleType) -> Callable[..., Any]:
 
 
 def _compressed_faults(config: Any) -> list[str]:
-    """Returns the contradictions of a configuration of DeepSeek-V4."""
+    """Returns the contradictions of a configuration of DeepSeek-V4, a sentence for each."""
     rates = {kind: config.compress_rates.get(kind, 0) for kind in {*config.layer_types} - {"sliding_attention"}}
     rules = {
         f"index_topk: expected at least 1, got {config.index_topk}": config.index_topk >= 1,
@@ -121,7 +126,8 @@ def _qwen4_exp(module: ModuleType) -> Callable[..., Any]:
 
 
 def _block_faults(config: Any) -> list[str]:
-    """Returns the contradictions of a configuration of Qwen4 for which transformers raises no error."""
+    """Returns the contradictions of a configuration of Qwen4 for which transformers raises no error, a sentence for
+    each."""
     if "indexed_attention" in config.layer_types and config.indexer_budget is None:
         return ["indexer_budget: expected a number for layers of indexed_attention, got None"]
     return []
@@ -194,6 +200,7 @@ def patch(changes: Changes, serves: Callable[[Any], bool]) -> None:
 
 
 def _patch(changes: Changes, family: Family, serves: Callable[[Any], bool], module: ModuleType) -> None:
+    """Patches a family's layer class in its modeling module; changes, serves: as in patch()."""
     owner, compute = getattr(module, family.layer), family.make(module)
     if family.stages:
         changes.set(owner, "stage", None)  # fusion_attention.nn.set_stage() sets it on a layer
@@ -205,7 +212,10 @@ def _patch(changes: Changes, family: Family, serves: Callable[[Any], bool], modu
 def _forward(
     layer: Layer, family: Family, compute: Callable[..., Any], serves: Callable[[Any], bool]
 ) -> Callable[..., Any]:
-    """Returns the forward that replaces that of a layer's class."""
+    """Returns the forward that replaces that of a layer's class, layer.below.
+
+    compute: the family's function of a layer and its arguments. serves: as in patch().
+    """
     original = layer.below
     names = original.__code__.co_varnames[1 : original.__code__.co_argcount]
 
@@ -231,7 +241,8 @@ def _forward(
 
 
 def _reason_against(family: Family, layer: Any, given: dict[str, Any]) -> str:
-    """Returns the reason why a call cannot be computed over chosen keys; "" if it can."""
+    """Returns the reason why a call of `layer` cannot be computed over chosen keys; "" if it can. given: its arguments
+    by name."""
     if asks_for_weights(layer, given):
         return "output_attentions asks for all weights"
     if layer.training and layer.attention_dropout:
@@ -240,7 +251,8 @@ def _reason_against(family: Family, layer: Any, given: dict[str, Any]) -> str:
 
 
 def _matrix(family: Family, layer: Any, given: dict[str, Any]) -> Tensor:
-    """Returns the mask of a call in the form that transformers' code of the layer reads."""
+    """Returns the mask of a call in the form that transformers' code of the layer reads; given: the call's arguments by
+    name."""
     rows_in, cache, mask = given["hidden_states"], given.get("past_key_values"), given["attention_mask"]
     rows = rows_in.shape[1]
     keys = rows if cache is None else cache.get_mask_sizes(rows, layer.layer_idx)[0]
@@ -259,7 +271,7 @@ def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def asks_for_weights(layer: Any, given: dict[str, Any]) -> bool:
-    """True if a call of a layer of these families must return attention weights."""
+    """True if a call of a layer of these families must return attention weights; given: its arguments by name."""
     config = getattr(layer, "config", None)
     wanted = given.get("output_attentions") or getattr(config, "output_attentions", False)
     return bool(wanted) and family_of(config) is not None

@@ -80,6 +80,7 @@ def paths(config: Any) -> Paths:
 
 
 def _latent(config: Any) -> list[str]:
+    """Describes each layer of a configuration of DeepSeek-V3.2 or GLM-5."""
     top_k = config.index_topk
     chosen = f"{top_k} of T latents a row; rows before position {top_k} read all keys, dense"
     if (end := dense_positions(config)) > top_k:
@@ -95,6 +96,7 @@ def _latent(config: Any) -> list[str]:
 
 
 def _compressed(config: Any) -> list[str]:
+    """Describes each layer of a configuration of DeepSeek-V4."""
     window = f"a window of {config.sliding_window} keys"
     layers = []
     for kind in config.layer_types:
@@ -108,6 +110,7 @@ def _compressed(config: Any) -> list[str]:
 
 
 def _blocks(config: Any) -> list[str]:
+    """Describes each layer of a configuration of Qwen4."""
     if "indexed_attention" not in config.layer_types:
         return [LINEAR] * len(config.layer_types)
     ratio = config.indexer_compress_ratio

@@ -29,16 +29,18 @@ class Sequences(NamedTuple):
     described: int
 
     def rows(self, t: Tensor) -> Tensor:
-        """Returns rows [B, S, ...] in the order of the calls: tokens first, or flattened for packed sequences."""
+        """Returns rows t [B, S, ...] as the operators' calls need them: tokens first, or flattened for packed
+        sequences."""
         return t.flatten(0, 1) if self.layout == "TND" else _ordered(t, self.q_order)
 
     def keys(self, t: Tensor) -> Tensor:
-        """Returns keys [B, T, ...] in the order of the calls."""
+        """Returns keys t [B, T, ...] as the operators' calls need them: tokens first, or flattened for packed
+        sequences."""
         t = t[:, : self.described]
         return t.flatten(0, 1) if self.layout == "TND" else _ordered(t, self.k_order)
 
     def back(self, t: Tensor, batch: int) -> Tensor:
-        """Returns rows of the calls in the model's order, [B, S, ...]; the inverse of rows()."""
+        """Returns results t of the operators' calls in the model's order, [batch, S, ...]; the inverse of rows()."""
         if self.layout == "TND":
             return t.unflatten(0, (batch, -1))
         return t if self.q_order is None else _ordered(t, self.q_order.argsort(1))
@@ -56,6 +58,7 @@ class Sequences(NamedTuple):
 
 
 def _ordered(t: Tensor, order: Tensor | None) -> Tensor:
+    """Returns t [B, L, ...] with the rows of each batch item in the given order, int64 [B, L]; None: as they are."""
     if order is None:
         return t
     first = torch.arange(len(t), device=t.device)[:, None] * t.shape[1]
@@ -72,7 +75,7 @@ def _between(lengths: Any, first: int, end: int | None) -> Any:
 
 
 def expressible(mask: Tensor | None, rows: int) -> bool:
-    """True if sequences_of() accepts a mask of the attention interface."""
+    """True if sequences_of() accepts a mask of the attention interface, for a call with `rows` rows per batch item."""
     if mask is None or mask.dim() == 2:
         return True
     return mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1 and mask.shape[2] == rows == 1
@@ -107,7 +110,7 @@ def sequences_of(
 
 
 def _read(mask: Tensor, batch: int, rows: int) -> Sequences:
-    """Returns the sequences of a bool mask [B, T'] or [B, 1, 1, T]."""
+    """Returns the sequences of a bool mask [B, T'] or [B, 1, 1, T], for `batch` items of `rows` rows."""
     keys = (mask[:, 0, 0] if mask.dim() == 4 else mask).expand(batch, -1)
     length = keys.shape[1]
     tokens = torch.ones_like(keys[:, :1]) if mask.dim() == 4 else keys[:, length - rows :]

@@ -100,7 +100,7 @@ def unregister(name: str = NAME) -> None:
 
 
 def _serves(config: Any) -> bool:
-    """True if a configuration's attention implementation is this module's."""
+    """True if a configuration's attention implementation is one that register() added."""
     return transformers.AttentionInterface._global_mapping.get(config._attn_implementation) is attend
 
 
@@ -108,7 +108,7 @@ class _Sparse(Counted):
     """Patches the layers of models with sparse attention while a name is registered."""
 
     def begin(self, changes: Changes) -> None:
-        """Patches the layers' classes."""
+        """Patches the classes of layers that sparse_models supports."""
         sparse_models.patch(changes, _serves)
 
 
@@ -126,7 +126,10 @@ class _Code(NamedTuple):
 
 
 def _read_code(configuration: str) -> _Code:
-    """Reads the properties from a modeling module's source; if it is not loaded, mask() makes masks of four axes."""
+    """Reads the properties from a modeling module's source; if it is not loaded, mask() makes masks of four axes.
+
+    configuration: name of the module of the model's configuration class, from which the modeling module's name follows.
+    """
     module = sys.modules.get(configuration.replace("configuration_", "modeling_"))
     if module is None or "modeling_" not in module.__name__:
         return _Code(uses_interface=True, names=False, describes=False, windows=False, both_sides=False)
@@ -140,6 +143,7 @@ _code_of = functools.cache(_read_code)
 
 
 def _code(configuration: str) -> _Code:
+    """Returns _read_code(configuration), cached; as a constant in a trace."""
     if torch.compiler.is_compiling():
         from fusion_attention.torch_ops import trace_constants
 
@@ -222,7 +226,11 @@ def _cacheable(mask: Tensor | None) -> Tensor | None:
 def _keys(
     padding: Tensor | None, batch: int, kv_length: int, kv_offset: int, end: int, device: torch.device | str
 ) -> Tensor | None:
-    """Returns bool [B, end - kv_offset], false for padding, of the keys before `end`; None if all T keys are tokens."""
+    """Returns bool [B, end - kv_offset], false for padding, of the keys before `end`; None if all T keys are tokens.
+
+    padding: transformers' 2-D attention_mask, true for tokens; None: no padding. batch: B. kv_length: T. kv_offset:
+    position of the first key.
+    """
     count = end - kv_offset
     if padding is None:
         return None if count == kv_length else torch.ones(1, 1, dtype=torch.bool, device=device).expand(batch, count)
@@ -235,13 +243,14 @@ def _keys(
 def _packs(function: Callable[..., Any], window: int | None, others: dict[str, Any]) -> bool:
     """True if a causal mask function without padding may be one of packed sequences, made by transformers' and_masks().
 
-    A window of one key is excluded, because _packed_ids() cannot derive the sequences from it.
+    A window of one key is excluded, because _packed_ids() cannot derive the sequences from it. others: further
+    arguments of mask().
     """
     return window != 1 and function.__name__ == "and_mask" and not others.get("use_vmap")
 
 
 def _packed_ids(function: Callable[..., Any], batch: int, length: int, device: torch.device | str) -> Tensor:
-    """Returns the sequence number of every packed token of a causal mask function."""
+    """Returns int64 [batch, length]: the sequence number of every packed token of a causal mask function."""
     items = torch.arange(batch, device=device)[:, None]
     rows = torch.arange(1, length, device=device)[None]
     starts = ~function(items, 0, rows, rows - 1)  # a token that does not see the one before it
@@ -269,7 +278,9 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns (one layer's attention [B, S, N, Dv], None), from query [B, N, S, D], key and value [B, Nkv, T, D].
 
-    The second result is the attention weights, if a sparse model's layer must return them.
+    The second result is the attention weights, if a sparse model's layer must return them. attention_mask is a mask of
+    this module's list; indices [B, S, K] are the keys that a sparse model's indexer chose; the other arguments are
+    those that transformers passes to an attention interface.
 
     Raises:
         ContractError, BackendError: as fusion_attention.attention().
@@ -315,14 +326,31 @@ def attend(
 def _of_pages(
     q: Tensor, key: StoredRows, value: Tensor, given: Tensor | None, band: Band | None, words: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns the attention output over a layer's pages, or (keys, values) if the pages do not support the call."""
+    """Returns the attention output of q [B, S, N, D] over a layer's pages, or (keys, values) [B, Nkv, T, D] for
+    attention().
+
+    It returns (keys, values) in the first call of a sequence, whose rows see no stored keys (they are the call's own,
+    not a
+    copy from the pages), if the pages do not support the call, and if `value` is not StoredRows.
+
+    Args:
+        q: the newest rows.
+        key, value: the layer's rows; a value that is not StoredRows was computed by the model from the cache's values.
+        given: attend()'s attention_mask.
+        band: the layer's band.
+        words: further arguments of attention(): scale, sink, softcap, ...
+    """
     if isinstance(value, StoredRows):
         return key.layer.attend(q, given, band, words)
     return key.layer.rows()[0], value  # the model computed the values from those of the cache
 
 
 def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | None:
-    """Returns a layer's band, aligned to the last key, or to the first key with row 0 at position `shift`."""
+    """Returns a layer's band, aligned to the last key, or, with `shift`, to the first key with row 0 at position
+    `shift`.
+
+    window: number of keys that a row sees, the diagonal included; None: no limit.
+    """
     if window is None and (shift is None or not causal):
         return _CAUSAL if causal else None
     lo = -INFINITE if window is None else 1 - window
@@ -331,7 +359,10 @@ def _band(causal: bool, window: int | None, shift: int | None = None) -> Band | 
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, q_len: Any, kv_len: Any, words: dict[str, Any]) -> Tensor:
-    """Computes packed sequences: the rows of all batch items, one after another, with lengths q_len and kv_len."""
+    """Computes packed sequences: the rows of all batch items, one after another, with lengths q_len and kv_len.
+
+    q, k, v: [B, S, heads, dim]. words: further arguments of attention(). Returns [B, S, N, Dv].
+    """
     flat = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
     out = attention(*flat, layout="TND", q_len=q_len, kv_len=kv_len, **words)
     return out.view(*q.shape[:2], *out.shape[1:])
@@ -340,7 +371,12 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, q_len: Any, kv_len: Any, words: dic
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, causal: bool, window: int | None, words: dict[str, Any]
 ) -> Tensor:
-    """Computes attention over the keys that are not padding; keys: bool [B, T], the last row has position T - 1."""
+    """Computes attention over the keys that are not padding; keys: bool [B, T], true for tokens, the last row has
+    position T - 1.
+
+    q, k, v: [B, S or T, heads, dim]; k and v may have unused rows after T. window: as in _band(). words: further
+    arguments of attention().
+    """
     rows, length = q.shape[1], keys.shape[1]
     k, v = k[:, :length], v[:, :length]
     one_sequence = rows == length and (causal or window is not None)  # else keys may belong to another sequence
@@ -362,7 +398,7 @@ def _padded(
 
 
 def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
-    """Adds a four-dimensional mask to the arguments `words` of attention()."""
+    """Adds a four-dimensional mask, `given`, to the arguments `words` of attention(): as bias, blocked or kv_len."""
     if given.is_floating_point():
         bias = given.to(q.dtype)
         words["bias"] = words["bias"] + bias if "bias" in words else bias
@@ -381,7 +417,11 @@ def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
 
 
 def _selected(q: Tensor, k: Tensor, v: Tensor, given: Tensor, indices: Tensor, words: dict[str, Any]) -> Tensor:
-    """Computes attention over the keys `indices` [B, S, K] that an indexer chose and the mask [B, 1, S, T] allows."""
+    """Computes attention over the keys `indices` [B, S, K] that an indexer chose and the mask `given` [B, 1, S, T]
+    allows.
+
+    words: further arguments of attention().
+    """
     visible = given[:, 0] if given.dtype == torch.bool else given[:, 0] > torch.finfo(given.dtype).min
     indices = indices.long()
     if not words.keys() <= {"scale", "sink"}:

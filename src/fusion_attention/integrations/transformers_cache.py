@@ -63,7 +63,7 @@ class PagedCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers' pages."""
+        """Number of bytes of all layers' pages."""
         return sum(layer.pool.nbytes for layer in self.layers if isinstance(layer, PagedLayer) and layer.pool)
 
     def reset(self) -> None:
@@ -83,12 +83,12 @@ class PagedCache(DynamicCache):
         self._present.change(lambda real: real[beam_idx.to(real.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each sequence; the copies share pages."""
+        """Repeats each sequence `repeats` times; the copies share pages."""
         super().batch_repeat_interleave(repeats)
         self._present.change(lambda real: real.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Selects sequences by index."""
+        """Replaces the batch by the sequences at `indices`, of int64 or bool."""
         super().batch_select_indices(indices)
         self._present.change(lambda real: real[indices])
 
@@ -160,7 +160,8 @@ class PagedLayer(CacheLayerMixin):
         self._new: tuple[Tensor, Tensor] | None = None  # rows [B, heads, new, dim], pending until a mask comes
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates pages for the first rows, with one more page per sequence, and empty sequences."""
+        """Allocates pages for the first rows, [B, heads, new, dim], with one more page per sequence, and empty
+        sequences."""
         batch, heads, tokens, dim = key_states.shape
         if self.pool is None:
             retained = min(tokens, self.sliding_window) if self.is_sliding else tokens
@@ -202,9 +203,17 @@ class PagedLayer(CacheLayerMixin):
     def attend(
         self, q: Tensor, mask: Tensor | None, band: Band | None, words: dict[str, Any]
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the attention output of the newest rows q [B, S, N, D] over all stored rows.
+        """Returns the attention output [B, S, N, Dv] of the newest rows q [B, S, N, D] over all stored rows.
 
-        If the pages do not support the call, returns (keys, values) [B, heads, tokens, dim] instead.
+        It returns (keys, values) [B, heads, tokens, dim] instead, for which the caller computes attention, in the first
+        call of a sequence (its own rows, not a copy from the pages) and if the pages do not support the call (a copy of
+        all rows).
+
+        Args:
+            q: the newest rows.
+            mask: the forward's mask, of the list in transformers.py.
+            band: the layer's band; None: all keys are visible.
+            words: further arguments of attention(): scale, sink, softcap, ...
         """
         if self._new is None:
             return self.rows()
@@ -235,7 +244,7 @@ class PagedLayer(CacheLayerMixin):
             self._slide()
 
     def _take(self, k: Tensor, v: Tensor, there: Tensor | None, slide: bool) -> None:
-        """Stores rows [B, new, heads, dim] except padding."""
+        """Stores rows [B, new, heads, dim] except padding; there, slide: as in settle()."""
         if there is not None:
             self.present.add(self._tokens, there)
         self._tokens += k.shape[1]
@@ -249,7 +258,10 @@ class PagedLayer(CacheLayerMixin):
         self._totals = [total + count for total, count in zip(self._totals, counts, strict=True)]
 
     def _store(self, sequences: Sequence[int], k: Tensor, v: Tensor, slide: bool) -> None:
-        """Appends tokens [sequences, tokens, heads, dim]; adds pages if all are in use."""
+        """Appends tokens [sequences, tokens, heads, dim]; adds pages if all are in use.
+
+        slide: before that, frees tokens and skips new ones that no later row's window has.
+        """
         pages, retained = self._pages, self.sliding_window - 1
         if slide and self._slides and k.shape[1] > retained:
             k, v = (t[:, t.shape[1] - retained :] for t in (k, v))
@@ -298,7 +310,10 @@ class PagedLayer(CacheLayerMixin):
         return self._tokens + (0 if self._new is None else self._new[0].shape[2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns (number of keys in the next forward's mask, 0: the first key's position); freed keys are included."""
+        """Returns (number of keys in the next forward's mask, 0: the first key's position); freed keys are included.
+
+        query_length: number of rows of that forward.
+        """
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -357,15 +372,15 @@ class PagedLayer(CacheLayerMixin):
         self.sequences, self._totals = chosen, [self._totals[i] for i in order]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorders the sequences, as PagedCache does."""
+        """Replaces sequence i by sequence beam_idx[i], as PagedCache does."""
         self._choose(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each sequence, as PagedCache does."""
+        """Repeats each sequence `repeats` times, as PagedCache does."""
         self._choose([i for i in range(len(self.sequences)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Selects sequences by index, as PagedCache does."""
+        """Replaces the batch by the sequences at `indices`, as PagedCache does."""
         self._choose(torch.arange(len(self.sequences))[indices].tolist())
 
 

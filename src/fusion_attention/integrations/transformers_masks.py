@@ -25,12 +25,12 @@ class Padding(NamedTuple):
 
 
 def padding_of(keys: Tensor) -> Padding:
-    """Returns the padding of a bool [B, T], true for tokens; cached for all layers."""
+    """Returns the padding of `keys`, bool [B, T], true for tokens; cached on the mask, for all layers."""
     return cached(keys, "padding", read_padding)
 
 
 def read_padding(keys: Tensor) -> Padding:
-    """Returns the padding of a bool [B, T], true for tokens."""
+    """Returns the padding of `keys`, bool [B, T], true for tokens."""
     length = keys.shape[1]
     if not keys.numel():
         return Padding("none", [0] * len(keys), [length] * len(keys))
@@ -47,7 +47,10 @@ def read_padding(keys: Tensor) -> Padding:
 
 
 def cached(tensor: Tensor, name: str, compute: Callable[[Tensor], Any]) -> Any:
-    """Returns compute(tensor), cached on the tensor until it changes, because all layers of a forward share a mask."""
+    """Returns compute(tensor), cached on the tensor until it changes, because all layers of a forward share a mask.
+
+    name: key of the result among those that are cached on the tensor.
+    """
     entries = tensor.__dict__.get("_fusion_attention")
     if tensor.is_inference() and entries is None:
         return compute(tensor)  # inference tensors have no version to compare
@@ -65,7 +68,7 @@ def hidden(tensor: Tensor) -> bool:
 
 
 def content_of(tensor: Tensor, name: str, compute: Callable[[Tensor], Any]) -> Any:
-    """Returns compute(tensor), cached except in a trace."""
+    """Returns compute(tensor), cached under `name` as by cached(), except in a trace."""
     return compute(tensor) if hidden(tensor) else cached(tensor, name, compute)
 
 
@@ -81,19 +84,21 @@ def run_lengths(ids: Tensor) -> Any:
 
 
 def _between(ends: Tensor) -> Any:
-    """Returns lengths from cumulative lengths with a leading 0."""
+    """Returns lengths [n] from cumulative lengths `ends` [n + 1] with a leading 0; a list, or a tensor in a trace."""
     lengths = ends[1:] - ends[:-1]
     return lengths if hidden(ends) else lengths.tolist()
 
 
 def _may_restart(position_ids: Tensor, q: Tensor, k: Tensor) -> bool:
-    """True if the call has the shapes of packed sequences: no cached keys, and one position per row."""
+    """True if position_ids have the shape of packed sequences for rows q and keys k: no cached keys, and one position
+    per row."""
     rows = q.shape[1]
     return position_ids.dim() == 2 and 1 < rows == k.shape[1] and rows == position_ids.shape[1]
 
 
 def _restarting(position_ids: Tensor, batch: int) -> Any:
-    """Returns the lengths of packed sequences, whose positions restart at 0; None if no batch item has several."""
+    """Returns the lengths of packed sequences, whose position_ids [B or 1, S] restart at 0; None if no batch item has
+    several."""
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
     packed = (~starts | (position_ids[:, 1:] == 0)).all()  # a jump to another position is within a sequence
     if position_ids.is_meta or (not hidden(position_ids) and not (starts.any() and packed)):
@@ -127,5 +132,5 @@ def packed_lengths(
 
 
 def _of_ends(ends: Tensor) -> Any:
-    """Returns lengths from cumulative ones; cached on a GPU only, as reading CPU memory is cheap."""
+    """Returns lengths from cumulative lengths `ends`, cached as by content_of()."""
     return _between(ends) if ends.device.type == "cpu" else content_of(ends, "between", _between)

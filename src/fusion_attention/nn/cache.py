@@ -85,7 +85,14 @@ class Cache:
         return (self._lengths[:, None] + torch.arange(x.shape[1], device="cpu")).to(x.device)
 
     def _check_rows(self, name: str, layer: nn.Module, x: Tensor, new: dict[str, Tensor]) -> None:
-        """Raises ValueError if rows do not match the stored ones in layer, names, shape, dtype or device."""
+        """Raises ValueError if rows do not match the stored ones in layer, names, shape, dtype or device.
+
+        Args:
+            name: the layer's name, for the error.
+            layer: the layer that calls.
+            x: hidden states of the new tokens, [B, S, dim].
+            new: rows to be stored by operand, [B, S, ...].
+        """
         if x.shape[0] != self.batch:
             raise ValueError(f"{name}: x: expected {self.batch} sequences, as its cache has, got {show(x)}")
         for operand, t in new.items():
@@ -161,7 +168,10 @@ def step(
 
 
 def _check_call(name: str, cache: Any, ranks: Ranks | None, x: Tensor, tensors: list[Tensor]) -> None:
-    """Raises ValueError if `cache` is not a Cache, or the call cannot use one (a group, packed rows, gradients)."""
+    """Raises ValueError if `cache` is not a Cache, or the call cannot use one (a group, packed rows, gradients).
+
+    name: the layer's name, for the error. x: hidden states. tensors: rows to be stored.
+    """
     if not isinstance(cache, Cache):
         raise ValueError(f"{name}: cache: expected a fusion_attention.nn.Cache, got {show(cache)}")
     if ranks is not None:
@@ -178,7 +188,11 @@ def _check_call(name: str, cache: Any, ranks: Ranks | None, x: Tensor, tensors: 
 
 
 def _added(name: str, x: Tensor, lengths: Lengths) -> Tensor:
-    """Returns the number of tokens that every sequence appends, int64 [B]; ValueError: invalid lengths."""
+    """Returns the number of tokens of x [B, S, dim] that every sequence appends, int64 [B]; ValueError: invalid
+    lengths.
+
+    name: the layer's name, for the error.
+    """
     batch, tokens = x.shape[:2]
     if lengths is None:
         return torch.full((batch,), tokens, device="cpu")

@@ -237,7 +237,7 @@ class CompressedAttention(StagedAttention):
 
     @untraced
     def _append(self, x: Tensor, rope: Rope, lengths: Any, cache: CompressedCache) -> tuple[Tensor, Tensor]:
-        """Computes a call with a cache, which changes only if the call succeeds."""
+        """Computes a call with a cache, which changes only if the call succeeds; x, rope, lengths: as in forward()."""
         if lengths is not None:
             raise ValueError(
                 f"{type(self).__name__}: lengths: expected None with a cache, got {show(lengths)} (all its sequences "
@@ -249,7 +249,7 @@ class CompressedAttention(StagedAttention):
         return result
 
     def _computed(self, x: Tensor, rope: Rope, lengths: Any, step: CompressedStep) -> tuple[Tensor, Tensor]:
-        """Returns forward()'s results for the tokens of a step."""
+        """Returns forward()'s results for the tokens of a step; x, rope, lengths: as in forward()."""
         self._check(x, rope, step)
         cos, sin = rope[0][step.first : step.tokens], rope[1][step.first : step.tokens]
         query, q, k = self.project(x, (cos, sin))
@@ -259,7 +259,7 @@ class CompressedAttention(StagedAttention):
         return self.o_b_proj(latent.flatten(-2)), loss
 
     def _check(self, x: Tensor, rope: Rope, step: CompressedStep) -> None:
-        """Raises ValueError if x is not padded rows, or rope has too few positions or too many columns."""
+        """Raises ValueError if x is not padded rows, or rope has too few positions for a step, or too many columns."""
         name = type(self).__name__
         if x.dim() != 3:
             raise ValueError(f"{name}: x: expected padded [B, S, dim], got {show(x)}")
@@ -273,7 +273,10 @@ class CompressedAttention(StagedAttention):
     def _attended(
         self, x: Tensor, query: Tensor, q: Tensor, k: Tensor, rope: Rope, lengths: Any, step: CompressedStep
     ) -> tuple[Tensor, Tensor]:
-        """Returns the attention [B, S, heads, head_dim] of projected rows, and the indexer's loss."""
+        """Returns the attention [B, S, heads, head_dim] of projected rows, and the indexer's loss.
+
+        x, rope, lengths: as in forward(). query, q, k: latent queries, queries and keys of the step's tokens.
+        """
         band, no_loss = Band.window(self.window - 1), x.new_zeros((), dtype=torch.float32)
         if self.ratio is None:
             return attention(q, k, k, band=band, sink=self.sinks), no_loss

@@ -114,7 +114,10 @@ class CompressedStep:
         return compress(kv, gate, **windows, state=state), before
 
     def all_entries(self, name: str, new: Tensor) -> Tensor:
-        """Returns the compressed keys of earlier calls, followed by `new`, those of the call: [B, windows, 1, D]."""
+        """Returns the compressed keys of earlier calls, followed by `new`, those of the call: [B, windows, 1, D].
+
+        name: whose keys they are, "compressor" or "indexer".
+        """
         if self.cache is None:
             return new
         if self.cache.tokens and name not in self.cache._entries:
@@ -129,7 +132,10 @@ class CompressedStep:
         return self.entries[name]
 
     def _check_rows(self, param: str, new: Tensor, old: Tensor) -> None:
-        """Raises ValueError if rows of the call have another batch, dtype or device than stored ones."""
+        """Raises ValueError if rows of the call, `new`, have another batch, dtype or device than stored ones, `old`.
+
+        param: the argument's name, for the error.
+        """
         if (len(new), new.dtype, new.device) != (len(old), old.dtype, old.device):
             raise ValueError(
                 f"{self.name}: {param}: expected rows of {len(old)} sequences in {old.dtype} on {old.device}, as its "

@@ -33,7 +33,8 @@ class _OneRank:
 
 
 def functions(ranks: Ranks | None) -> Any:
-    """Returns the namespace of attention functions: those of one process, or fusion_attention.distributed."""
+    """Returns the namespace of attention functions: those of one process (ranks None), or
+    fusion_attention.distributed."""
     if ranks is None:
         return _OneRank
 
@@ -49,7 +50,7 @@ def rows_of(x: Tensor, lengths: Lengths, ranks: Ranks | None, tokens: int | None
 
 
 def tokens_of(x: Tensor, lengths: Lengths, ranks: Ranks | None, tokens: int | None) -> int | Tensor:
-    """Returns the number of tokens on all ranks, without padding; at least 1."""
+    """Returns the number of tokens on all ranks, without padding; at least 1; the parameters are those of rows_of()."""
     if lengths is not None:
         return lengths.sum().clamp(min=1) if isinstance(lengths, Tensor) else max(1, sum(lengths))
     count = x.shape[:-1].numel()

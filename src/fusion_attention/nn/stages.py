@@ -67,7 +67,7 @@ def set_stage(model: nn.Module, stage: Stage) -> None:
 
 
 def checked(stage: Stage, caller: str) -> Stage:
-    """Returns the stage if it is one of STAGES.
+    """Returns the stage if it is one of STAGES; caller: the function's name, for the error.
 
     Raises:
         ValueError: an unknown stage.

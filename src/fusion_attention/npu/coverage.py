@@ -68,6 +68,7 @@ class Reading:
     device_tests: int = 0
 
     def _note(self, name: str, file: str, called: bool) -> None:
+        """Counts a use of a full name in a file if it is one of torch_npu's; called: the use is a call."""
         root = max((root for root in ROOTS if _inside(name, root)), key=len, default=None)
         if root is None or name == root:
             return
@@ -110,6 +111,7 @@ def read(path: Path) -> Reading:
 
 
 def _tree(text: bytes) -> ast.AST:
+    """Returns the syntax tree of a source."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about the source that is read
         return ast.parse(text)
@@ -142,14 +144,17 @@ def present(name: str, modules: dict[str, ModuleType]) -> bool:
 
 
 def _is_device(node: ast.AST) -> bool:
+    """True for the constant "npu"."""
     return isinstance(node, ast.Constant) and node.value == DEVICE
 
 
 def _inside(name: str, root: str) -> bool:
+    """True if `name` is the module `root` or a name inside it."""
     return name == root or name.startswith(root + ".")
 
 
 def _sources(path: Path) -> Iterator[Path]:
+    """Yields the Python files of a folder in order, without hidden folders and installed packages; or the one file."""
     if path.is_file():
         yield path
         return
@@ -159,6 +164,7 @@ def _sources(path: Path) -> Iterator[Path]:
 
 
 def _add(reading: Reading, other: Reading) -> None:
+    """Adds the uses of `other`, a reading of one file, to a reading."""
     reading.files += 1
     reading.device_tests += other.device_tests
     for name, use in other.uses.items():
@@ -206,6 +212,10 @@ class _File:
             self.reading._note(name, self.file, called=False)
 
     def _call(self, node: ast.Call, inner: set[int]) -> None:
+        """Notes the called name, tests of the device by startswith(), and names as text in getattr() and hasattr().
+
+        inner: ids of nodes inside collected chains; updated, as in all methods of this class.
+        """
         self._chain(node.func, inner, called=True)
         begins = isinstance(node.func, ast.Attribute) and node.func.attr == "startswith"
         self.reading.device_tests += begins and any(map(_is_device, node.args))
@@ -216,6 +226,7 @@ class _File:
                 self.reading._note(f"{owner}.{literal.value}", self.file, called=False)
 
     def _chain(self, node: ast.AST, inner: set[int], *, called: bool) -> None:
+        """Notes the full name of a chain a.b.c that begins at a node, unless it is part of a collected one."""
         if id(node) in inner or (isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)):
             return
         if isinstance(node, ast.Attribute) and node.attr == "is_npu":
@@ -238,6 +249,7 @@ class _File:
         return meaning and ".".join([meaning, *reversed(parts)])
 
     def _compared(self, node: ast.Compare) -> None:
+        """Counts a comparison with the device "npu"."""
         texts = [node.left, *node.comparators]
         texts += [e for t in texts if isinstance(t, (ast.Tuple, ast.List, ast.Set)) for e in t.elts]
         self.reading.device_tests += any(map(_is_device, texts))

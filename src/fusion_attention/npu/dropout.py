@@ -77,7 +77,7 @@ def _number(value: Any) -> Any:
 
 
 def _failures(input: Any, size: Any, p: Any, seed: Any, offset: Any) -> Iterator[tuple[str, str, str]]:
-    """Yields (parameter, expected, got) for each wrong argument."""
+    """Yields (parameter, expected, got) for each wrong argument of _npu_dropout_gen_mask()."""
 
     def is_integer(value: Any, low: int, high: int) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and low <= value < high
@@ -95,7 +95,7 @@ def _failures(input: Any, size: Any, p: Any, seed: Any, offset: Any) -> Iterator
 
 
 def glance_at_mask(op: str, call: DenseCall) -> None:
-    """Warns (strict: raises) if a given dropout mask differs from the mask drawn from the given seed.
+    """Warns (strict: raises) if the dropout mask of a call of `op` differs from the mask drawn from its seed.
 
     One row of each head is compared. Autograd saves the given mask, but the gradient functions draw a mask from the
     seed that the forward returns.

@@ -27,12 +27,13 @@ _NUMBERS = {dtype: number for number, dtype in OUT_DTYPES.items()}
 
 
 def numbered(args: Args) -> Args:
-    """Returns the arguments with torch's number of a dtype in out_dtype in place of the torch.dtype."""
+    """Returns the arguments `args` with torch's number of a dtype in out_dtype in place of the torch.dtype."""
     dtype = args.get("out_dtype")
     return {**args, "out_dtype": _NUMBERS.get(dtype, -1)} if isinstance(dtype, torch.dtype) else args
 
 
 def _pair(op: Op, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the two tensors of an argument `out`; raises ContractError for other values."""
     if isinstance(out, (list, tuple)) and len(out) == 2 and all(isinstance(t, torch.Tensor) for t in out):
         return out[0], out[1]
     raise ContractError([op.failure("out", "[attention_out, softmax_lse]", show(out))])
@@ -49,7 +50,7 @@ class WithOut(Protocol[P, R_co]):
     out: Callable[..., Any]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        """Calls the function."""
+        """Calls the function without tensors for its results."""
         ...
 
 
@@ -112,7 +113,10 @@ def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[
 
 
 def _dressed(out: Interface, function: Interface, op: Op, results: Sequence[str], rest: str) -> Interface:
-    """Sets signature and docstring of an `.out`, derived from its function's."""
+    """Sets signature and docstring of an `.out`, derived from its function's.
+
+    results: names of the results. rest: a further sentence about `out`.
+    """
     buffers = (
         inspect.Parameter("workspace", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=torch.Tensor | None),
         inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[Sequence[torch.Tensor], "a!"]),
@@ -161,7 +165,8 @@ Args: those of {function.__name__}. Source: {op.page}.
 
 
 def allocated(op: Op, given: Args) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns new tensors (attention_out, softmax_lse) for a call; the arguments determine their shapes."""
+    """Returns new tensors (attention_out, softmax_lse) for a call of `op`; the arguments `given` determine their
+    shapes."""
     args = {**op.neutral, **numbered(given)}
     layout, query, heads = args["input_layout"], args["query"], args["num_heads"]
 

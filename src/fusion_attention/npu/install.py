@@ -138,6 +138,7 @@ def install(device: str | torch.device = "cpu", *, strict: bool | None = None) -
 
 
 def _wanted(device: str | torch.device) -> _Way:
+    """Returns the way in which install() serves a device argument; raises ValueError for others."""
     name = str(device) if isinstance(device, (str, torch.device)) else ""
     kind = name.partition(":")[0]
     if kind not in _DEVICES or (kind == "cuda" and not torch.cuda.is_available()) or (kind == "host" and kind != name):

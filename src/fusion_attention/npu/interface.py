@@ -53,7 +53,10 @@ def reader(op: Op) -> Callable[..., Args]:
 
 
 def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R]:
-    """Returns a function that passes its arguments by name to a body; optimized, because every call uses it."""
+    """Returns a function that passes its arguments by name to a body; optimized, because every call uses it.
+
+    op: the operator definition. returns: annotation of the function's result.
+    """
     signature = signature_of(op, returns)
     parameters = signature.parameters.values()
     names = {p.shown: p.name for p in op.params}
@@ -97,7 +100,8 @@ def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R
 
 
 def signature_of(op: Op, returns: Any) -> inspect.Signature:
-    """Returns the signature of an operator definition's function: its inputs in order."""
+    """Returns the signature of an operator definition's function: its inputs in order; returns: annotation of its
+    result."""
     declared = [(p, *_declared(op, p)) for p in op.inputs]
     placed = next((at for at, (p, _, _) in enumerate(declared) if p.shown == op.keywords), len(declared))
     # Python forbids a positional parameter with a default before one without.
@@ -110,7 +114,8 @@ def signature_of(op: Op, returns: Any) -> inspect.Signature:
 
 
 def _declared(op: Op, p: Any) -> tuple[Any, Any]:
-    """Returns (type, default) of a parameter; a union's first member is the type in torch's schema (operators.py)."""
+    """Returns (type, default) of a parameter p of `op`; a union's first member is the type in torch's schema
+    (operators.py)."""
     default = _EMPTY if p.default is REQUIRED else p.default
     if (declared := op.declared.get(p.name)) is not None:
         return declared, default if default is not None or _NONE in get_args(declared) else _EMPTY

@@ -73,7 +73,10 @@ def npu_attention_update(args: Args) -> tuple[Tensor, Tensor | None]:
 
 
 def _head_major(ends: Sequence[int], heads: int) -> Tensor:
-    """Returns the position of each (token, head)'s statistic, [tokens * heads], if each sequence is head-major."""
+    """Returns int64 [tokens * heads]: the position of each (token, head)'s statistic, if each sequence is head-major.
+
+    ends: cumulative ends of the sequences. heads: number of heads.
+    """
     positions, start = [], 0
     for end in ends:
         token, head = torch.arange(end - start)[:, None], torch.arange(heads)
@@ -83,7 +86,10 @@ def _head_major(ends: Sequence[int], heads: int) -> Tensor:
 
 
 def _by_token(lanes: Tensor, order: Tensor | None) -> Tensor:
-    """Returns the first lane of a statistic, token-major: [S, B, N] or [T, N]."""
+    """Returns the first lane of a statistic [..., lanes], token-major: [S, B, N] or [T, N].
+
+    order: result of _head_major() for head-major statistics; None: token-major ones.
+    """
     one = lanes[..., 0]
     if one.dim() == 3:
         return one.permute(2, 0, 1)
@@ -95,7 +101,8 @@ def _by_token(lanes: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _in_lanes(one: Tensor, like: Tensor, order: Tensor | None) -> Tensor:
-    """Returns a statistic in the order of `like`, with lanes; the inverse of _by_token()."""
+    """Returns a statistic `one`, [S, B, N] or [T, N], in the order of `like`, with lanes; the
+    inverse of _by_token()."""
     if like.dim() == 4:
         one = one.permute(1, 2, 0)
     elif order is not None:
@@ -106,7 +113,8 @@ def _in_lanes(one: Tensor, like: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _partial(out: Tensor, max_: Tensor, sum_: Tensor, heads: int) -> Partial:
-    """Returns a partial result as float32 copies, with the kernels' statistics of empty rows (max -inf, sum 0)."""
+    """Returns out and its statistics max_ and sum_ as float32 copies, with the kernels' statistics of empty rows (max
+    -inf, sum 0)."""
     empty = max_ == _LOWEST
     total = torch.where(empty & (sum_ == _LARGEST), 0.0, sum_)
     peak = torch.where(empty | (total == 0), -torch.inf, max_)

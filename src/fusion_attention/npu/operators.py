@@ -66,7 +66,7 @@ def register_all(interfaces: Mapping[str, Interface], namespace: str = "") -> No
 
 
 def _changed(interface: Interface, types: Mapping[str, Any]) -> Interface:
-    """Returns a function with other types of some parameters in its signature; type None removes the parameter."""
+    """Returns `interface` with other types of some parameters in its signature; type None removes the parameter."""
 
     @functools.wraps(interface)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -80,6 +80,7 @@ def _changed(interface: Interface, types: Mapping[str, Any]) -> Interface:
 
 
 def _register(name: str, interface: Interface, library: torch.library.Library) -> None:
+    """Registers a function as the operator `name` of a library, with its fake implementation and its derivative."""
     schema = schema_of(interface, name)
     packet, _, overload = name.partition(".")
 
@@ -173,6 +174,7 @@ def _hints(function: Interface, signature: inspect.Signature) -> dict[str, Any]:
 
 
 def _parameter(name: str, default: Any, annotation: Any) -> str:
+    """Returns the text of a parameter in a schema."""
     if default is inspect.Parameter.empty:
         default_text = ""
     elif isinstance(default, str):
@@ -185,6 +187,7 @@ def _parameter(name: str, default: Any, annotation: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
+    """Returns the schema's text of a type; of a union, its first member's, with "?" if None is a member."""
     members: tuple[Any, ...] = (annotation,)
     if typing.get_origin(annotation) in (typing.Union, UnionType):
         members = typing.get_args(annotation)

@@ -20,7 +20,10 @@ _CAST = ("query", "key", "value", "query_rope", "key_rope", "pse")
 
 
 def forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, Any]:
-    """Returns (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels) of a forward call."""
+    """Returns (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels) of a forward call of `op`.
+
+    args: its arguments by canonical name.
+    """
     kind = args.get("pse_type", 1)
     dispatch.autocast(args, _CAST[:-1] if isinstance(kind, int) and kind in (2, 3) else _CAST)
     if dispatch.is_traced(args.values()):
@@ -54,7 +57,8 @@ def _traced_forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tenso
 
 
 def backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Returns (dq, dk, dv, dq_rope, dk_rope, dpse, dsink) of a gradient call."""
+    """Returns (dq, dk, dv, dq_rope, dk_rope, dpse, dsink) of a gradient call of `op`; args: its arguments by canonical
+    name."""
     for name in ("seed", "offset"):
         if not isinstance(op.by_name[name], Attr) and isinstance(args[name], Tensor) and args[name].dim() == 0:
             args[name] = args[name].reshape(1)  # bind() treats tensors without axes as absent

@@ -113,18 +113,19 @@ class Case(Named):
         return self.q_len if side == "q" else self.kv_len
 
     def tokens(self, side: str) -> int:
-        """Returns the size of the token axis of tensors: T packed, S padded (3 without sequences)."""
+        """Returns the size of the token axis of tensors of a side, "q" or "kv": T packed, S padded (3 without
+        sequences)."""
         rest, lengths = (self.q_rest if side == "q" else self.kv_rest), self.lengths(side)
         return rest + (sum(lengths) if self.packed else max(lengths, default=3))
 
     def longest(self, side: str) -> int:
-        """Returns the size S1 or S2 of masks and biases."""
+        """Returns the size of masks and biases along a side: S1 for "q", S2 for "kv"."""
         return max(self.lengths(side), default=0) if self.packed else self.tokens(side)
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns a tensor filled with NaN (integers: 255): a view into a larger buffer of NaN, with permuted axes, gaps
-    and an offset."""
+    """Returns a tensor of this shape and dtype filled with NaN (integers: 255): a view into a larger buffer of NaN,
+    with permuted axes, gaps and an offset."""
     fill: float = math.nan if dtype.is_floating_point else True if dtype == torch.bool else 255
     if len(shape) == 1:
         return torch.full((2 * shape[0] + 3,), fill, dtype=dtype)[3::2][: shape[0]]
@@ -140,7 +141,8 @@ def hostile(values: Tensor) -> Tensor:
 
 
 def part(case: Case, tensor: Tensor, side: str, heads: int, b: int) -> Tensor:
-    """Returns sequence b of a tensor in the case's layout as a view [heads, tokens, dim]."""
+    """Returns sequence b of a tensor in the case's layout as a view [heads, tokens, dim]; side: "q" or "kv", whose
+    tokens it has."""
     length = case.lengths(side)[b]
     if case.layout in ("BSH", "SBH"):
         tensor = tensor.unflatten(-1, (heads, tensor.shape[-1] // heads))
@@ -152,7 +154,8 @@ def part(case: Case, tensor: Tensor, side: str, heads: int, b: int) -> Tensor:
 
 
 def stats_part(case: Case, tensor: Tensor, b: int) -> Tensor:
-    """Returns sequence b of contiguous statistics [.., 8] as a view [heads_q, rows, 8]."""
+    """Returns sequence b of contiguous statistics, a tensor [.., 8] in the case's layout, as a view
+    [heads_q, rows, 8]."""
     rows, heads = case.q_len[b], case.heads_q
     if not case.packed:
         return tensor[b, :, :rows]
@@ -163,7 +166,8 @@ def stats_part(case: Case, tensor: Tensor, b: int) -> Tensor:
 
 
 def rows_shape(case: Case, side: str, heads: int, dim: int) -> tuple[int, ...]:
-    """Returns the shape of a tensor of rows in the case's layout."""
+    """Returns the shape of a tensor in the case's layout with a row of `heads` * `dim` elements per token of a side,
+    "q" or "kv"."""
     b, s = len(case.q_len), case.tokens(side)
     return {
         "BSND": (b, s, heads, dim),
@@ -175,7 +179,8 @@ def rows_shape(case: Case, side: str, heads: int, dim: int) -> tuple[int, ...]:
 
 
 def arguments(case: Case) -> dict[str, Any]:
-    """Returns the call's arguments by canonical name, and dy: strided views into memory, NaN outside of sequences."""
+    """Returns the arguments of a case's call by canonical name, and dy: strided views into memory, NaN outside of
+    sequences."""
     generator = case.generator()
     dtype: torch.dtype = getattr(torch, case.dtype)
 
@@ -218,6 +223,7 @@ def arguments(case: Case) -> dict[str, Any]:
 
 
 def _pse(case: Case, draw: Callable[..., Tensor], dtype: torch.dtype) -> Tensor | None:
+    """Returns the bias of a case in the form of case.pse, in a dtype; draw: returns random numbers of a shape."""
     batch, heads, s1, s2 = len(case.q_len) + case.disabled, case.heads_q, case.longest("q"), case.longest("kv")
     kind = case.pse.removeprefix("shared_")
     batch = 1 if kind != case.pse else batch
@@ -232,6 +238,7 @@ def _pse(case: Case, draw: Callable[..., Tensor], dtype: torch.dtype) -> Tensor 
 
 
 def _mask(case: Case, generator: torch.Generator) -> Tensor | None:
+    """Returns the attention mask of a case in the form of case.mask; None for "none"."""
     batch, heads, s1, s2 = len(case.q_len) + case.disabled, case.heads_q, case.longest("q"), case.longest("kv")
     dtype = torch.uint8 if case.mask_dtype == "uint8" else torch.bool
     if case.mask == "none":
@@ -257,7 +264,7 @@ def _mask(case: Case, generator: torch.Generator) -> Tensor | None:
 
 
 def _mask_part(case: Case, mask: Tensor, b: int) -> Tensor:
-    """Returns sequence b of a random mask as a view [1 or heads_q, rows, keys]."""
+    """Returns sequence b of a random mask of a case as a view [1 or heads_q, rows, keys]."""
     rows, keys = case.q_len[b], case.kv_len[b]
     if case.mask == "tokens":
         i, j = sum(case.q_len[:b]), sum(case.kv_len[:b])
@@ -267,13 +274,13 @@ def _mask_part(case: Case, mask: Tensor, b: int) -> Tensor:
 
 
 def drop_shape(case: Case, b: int) -> tuple[int, int, int]:
-    """Returns heads, rows and keys of sequence b's dropout bits."""
+    """Returns heads, rows and keys of sequence b's dropout bits in a case."""
     rows, keys = (case.q_len[b], case.kv_len[b]) if case.packed else (case.tokens("q"), case.tokens("kv"))
     return case.heads_q, rows, keys
 
 
 def _drop_mask(case: Case, generator: torch.Generator) -> Tensor:
-    """Returns random bits, least significant first, with extra bits at the end."""
+    """Returns the random dropout bits of a case, least significant first, with extra bits at the end."""
     count = sum(math.prod(drop_shape(case, b)) for b in range(len(case.q_len)))
     keep = torch.rand(count + 13, generator=generator) < case.keep_prob
     return hostile(torch.from_numpy(np.packbits(keep.numpy(), bitorder="little")))
@@ -283,14 +290,15 @@ def _drop_mask(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def prefix_fits(case: Case) -> bool:
-    """True if every prefix is in the range of mode 5, outside of which CANN ignores it."""
+    """True if every prefix of a case is in the range of mode 5, outside of which CANN ignores it."""
     prefix = case.prefix or ()
     bounds = zip(prefix, case.q_len, case.kv_len, strict=False)
     return len(prefix) == len(case.q_len) and all(max(0, keys - rows) <= n <= keys for n, rows, keys in bounds)
 
 
 def in_band(case: Case, b: int) -> Tensor:
-    """Returns bool [rows, keys] of sequence b: true for keys in the band of the sparse mode, ignoring masks."""
+    """Returns bool [rows, keys] of sequence b of a case: true for keys in the band of the sparse
+    mode, ignoring masks."""
     rows, keys = case.q_len[b], case.kv_len[b]
     i, j = torch.arange(rows)[:, None], torch.arange(keys)
     d, mode, everything = keys - rows, case.sparse_mode, torch.ones(rows, keys, dtype=torch.bool)
@@ -310,7 +318,8 @@ def in_band(case: Case, b: int) -> Tensor:
 
 
 def seen(case: Case, args: Mapping[str, Any], b: int) -> Tensor:
-    """Returns bool [heads_q, rows, keys] of sequence b: true for visible keys."""
+    """Returns bool [heads_q, rows, keys] of sequence b of a case: true for visible keys; args: the result of
+    arguments()."""
     visible = in_band(case, b).expand(case.heads_q, -1, -1)
     matrix = case.mask not in ("none", "compressed") and args["atten_mask"] is not None
     return visible & (_mask_part(case, args["atten_mask"], b) == 0) if matrix else visible

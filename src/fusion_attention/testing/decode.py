@@ -109,7 +109,8 @@ def logical(case: DecodeCase) -> dict[str, Any]:
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns a tensor filled with NaN (integers: with 99), a view with an offset into a larger buffer."""
+    """Returns a tensor of this shape and dtype filled with NaN (integers: with 99), a view with an offset into a larger
+    buffer."""
     fill: float = math.nan if dtype.is_floating_point else 99
     full = torch.full((math.prod(shape) + 24,), fill, dtype=dtype)
     return full[16 : 16 + math.prod(shape)].view(shape)
@@ -146,7 +147,8 @@ def place(case: DecodeCase, stored: list[Tensor], table: Tensor | None) -> Any:
 
 
 def pages_of(case: DecodeCase) -> Tensor | None:
-    """Returns a page table with pages in random order and invalid unused entries; None for a cache without pages."""
+    """Returns a case's page table with pages in random order and invalid unused entries; None for a cache without
+    pages."""
     if case.store not in ("pages", "headed"):
         return None
     count = case.columns // case.page_size
@@ -160,14 +162,14 @@ def pages_of(case: DecodeCase) -> Tensor | None:
 
 
 def query_of(case: DecodeCase, by_head: Tensor) -> Tensor:
-    """Returns a tensor [B, N1, rows, D] in the case's layout."""
+    """Returns `by_head`, a tensor [B, N1, rows, D], in the case's layout."""
     if case.layout == "BNSD":
         return by_head
     return by_head.transpose(1, 2).flatten(2) if case.layout == "BSH" else by_head.transpose(1, 2)
 
 
 def arguments(case: DecodeCase) -> Args:
-    """Returns the call's arguments by canonical name."""
+    """Returns the arguments of a case's call by canonical name."""
     n, table = logical(case), pages_of(case)
     valid_table = None if table is None else table.masked_fill(table == 1 << 30, 0)
     flat = case.layout == "BSH" and case.integers == "channel"
@@ -195,7 +197,8 @@ def arguments(case: DecodeCase) -> Args:
 
 
 def answer(case: DecodeCase) -> Tensor:
-    """Returns the output [B, N1, rows, D] in float64, computed from the formula with dense matrices."""
+    """Returns the output of a case's call, [B, N1, rows, D] in float64, computed from the formula
+    with dense matrices."""
     n = logical(case)
     out = torch.zeros(len(case.kv_len), case.heads_q, case.rows, case.dim, dtype=torch.float64)
     for item, length in enumerate(case.kv_len):
@@ -219,6 +222,8 @@ def answer(case: DecodeCase) -> Tensor:
 
 
 def _meaning(case: DecodeCase, n: Args, side: int, item: int) -> Tensor:
+    """Returns the keys (side 0) or values (side 1) of batch item `item`, dequantised to float64; n: the result of
+    logical()."""
     rows: Tensor = n["kv"[side]][item].double()
     if not case.integers:
         return rows
@@ -230,6 +235,7 @@ def _meaning(case: DecodeCase, n: Args, side: int, item: int) -> Tensor:
 
 
 def _narrow(case: DecodeCase, n: Args, out: Tensor) -> Tensor:
+    """Returns `out` as the case's int8 result; n: the result of logical()."""
     scale, offset = n["out_scale"].double(), n["out_offset"].double() if case.offsets else torch.zeros(1)
     if case.out == "channel":
         scale = scale.view(case.heads_q, 1, case.dim)

@@ -144,7 +144,7 @@ def attend(scores: Tensor, v: Tensor, again: Callable[[], Tensor]) -> Tensor:
 
 
 def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (name, leaf) for the leaves of a structure, without None."""
+    """Yields (name, leaf) for the leaves of a structure x, without None; name: prefix of their names."""
     if isinstance(x, dict):
         for key, item in x.items():
             yield from _leaves(item, f"{name}: {key}")
@@ -156,7 +156,7 @@ def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _rebuilt(x: Structure, leaves: dict[str, Any], name: str = "") -> Structure:
-    """Returns a structure with the leaves of a dictionary by name."""
+    """Returns a structure like x with `leaves`, by the names of _leaves(); name: as there."""
     if isinstance(x, dict):
         return {key: _rebuilt(item, leaves, f"{name}: {key}") for key, item in x.items()}
     if isinstance(x, tuple | list):

@@ -61,6 +61,7 @@ def sizes(
 
 
 def _outputs(operands: Operands, grads: Grads | None) -> list[Output]:
+    """Returns the outputs of a forward (grads None) or of a backward."""
     if grads is None:
         views = {"out": operands.out, "max": operands.stats.max, "sum": operands.stats.sum, "lse": operands.stats.max}
     else:

@@ -58,7 +58,7 @@ class LossCase(SparseCase):
 
 
 def arguments(case: LossCase) -> dict[str, Any]:
-    """Returns torch_npu's arguments by canonical name: strided views in memory filled with NaN."""
+    """Returns torch_npu's arguments for a case by canonical name: strided views in memory filled with NaN."""
     make = Maker(case)
     args = {
         "query": make.rows("q", case.heads_q, case.dim_qk),
@@ -102,14 +102,18 @@ def statistics(
 
 
 def tokens_of(case: LossCase, args: Mapping[str, Any], b: int, row: int) -> list[int]:
-    """Returns the keys that a row reads, in the order of its list; a repeated entry gives a repeated key."""
+    """Returns the keys that a row of sequence b reads, in the order of its list; a repeated entry gives a repeated key.
+
+    args: the result of arguments(), as in all functions of this module.
+    """
     if not case.count:
         return list(range(case.first(b, row), case.seen(b, row)))
     return selected(case, part(case, args["sparse_indices"], "q", b)[row, 0].tolist(), b, row)
 
 
 def _scores(case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype) -> Tensor:
-    """Returns the attention's scaled scores, [heads_q, tokens]."""
+    """Returns the attention's scaled scores of a row of sequence b for the keys `tokens`, [heads_q,
+    tokens] in a dtype."""
     total = torch.zeros(case.heads_q, len(tokens), dtype=dtype)
     for q, k in (("query", "key"), ("query_rope", "key_rope")):
         if args[q] is not None:
@@ -122,7 +126,8 @@ def _scores(case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: l
 def _index(
     case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the indexer's scores [tokens], products [heads, tokens], q, k and weights of a row."""
+    """Returns the indexer's scores [tokens], products [heads, tokens], q, k and weights of a row of sequence b, for the
+    keys `tokens`."""
     q, w = (part(case, args[name], "q", b)[row].to(dtype) for name in ("query_index", "weights"))
     k = keys_of(case, args, "key_index", b)[tokens, 0].to(dtype)
     dots = q @ k.mT
@@ -130,7 +135,8 @@ def _index(
 
 
 def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns the statistics (max, sum) of every head; 0 and 0 without scores."""
+    """Returns the statistics (max, sum) of scores [heads, keys] and a sink [heads] or None, of every head; 0 and 0
+    without scores."""
     extra = (
         torch.full((len(scores), 1), -math.inf, dtype=scores.dtype) if sink is None else sink[:, None].to(scores.dtype)
     )
@@ -144,7 +150,8 @@ def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
-    """Returns the lowered call of torch_npu's function, or of the Python API if torch_npu has no such call."""
+    """Returns the lowered call of torch_npu's function for a case, or of the Python API if
+    torch_npu has no such call."""
     if by_python(case):
         call = lower(bind(own_loss.RECORD, own(case, args)))
     else:
@@ -158,12 +165,12 @@ def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
 
 
 def by_python(case: LossCase) -> bool:
-    """True if only the Python API has such a call: the loss over all visible keys with a sink."""
+    """True if only the Python API has a case's call: the loss over all visible keys with a sink."""
     return case.sink and not case.count
 
 
 def own(case: LossCase, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of indexer_loss() by canonical name."""
+    """Returns the arguments of indexer_loss() by canonical name, from torch_npu's, `args`."""
     given = {p.name: args[p.name] for p in own_loss.RECORD.params if p.name in args}
     lse = args["softmax_max"] + args["softmax_sum"].log()
     lse = lse.movedim(0, 1).flatten(1) if case.packed else lse.mT.flatten(1, 2)
@@ -172,12 +179,13 @@ def own(case: LossCase, args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def golden(case: LossCase, args: Mapping[str, Any]) -> Results:
-    """Returns golden's results in float64; the loss is rounded to float32."""
+    """Returns golden's results of a case in float64; the loss is rounded to float32."""
     return run(in_float64(lowered(case, args)), "golden")
 
 
 def plain(case: LossCase, args: Mapping[str, Any]) -> Results:
-    """Returns the results by the formulas, row by row in float64, as a reference for golden; the loss is float32."""
+    """Returns the results of a case by the formulas, row by row in float64, as a reference for golden; the loss is
+    float32."""
     dtype = torch.float64
     results = {f"d{name}": torch.zeros(args[name].shape, dtype=dtype) for name in DIFFERENTIABLE}
     results["loss"] = torch.zeros(1, dtype=dtype)
@@ -194,7 +202,7 @@ def plain(case: LossCase, args: Mapping[str, Any]) -> Results:
 
 
 def each_row(case: LossCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, list[int]]]:
-    """Yields (sequence, row, keys) of every row that reads a key."""
+    """Yields (sequence, row, keys) of every row of a case that reads a key."""
     for b, rows in enumerate(case.q_len):
         for row in range(rows):
             if tokens := tokens_of(case, args, b, row):
@@ -204,7 +212,8 @@ def each_row(case: LossCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int
 def distributions(
     case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns (p, y) of a row: the probabilities of attention and of the indexer for its keys."""
+    """Returns (p, y) of a row of sequence b: the probabilities of attention and of the indexer for the keys `tokens`,
+    in a dtype."""
 
     def statistic(name: str) -> Tensor:
         stats = args[name].movedim(1, 0) if case.packed else args[name][b].movedim(1, 0)

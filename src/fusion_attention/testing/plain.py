@@ -43,7 +43,10 @@ def _pse_places(case: Case, pse: Tensor, b: int) -> Tensor:
 
 
 def _bias(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
-    """Returns the bias of the scores of sequence b, [heads_q, rows, keys]; 0.0 without a bias."""
+    """Returns the bias of the scores of sequence b of a case, [heads_q, rows, keys]; 0.0 without a bias.
+
+    args: the result of arguments(), as in all functions of this module.
+    """
     pse = args["pse"]
     if pse is None:
         return 0.0
@@ -59,7 +62,7 @@ def _bias(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
 
 
 def _capped(case: Case, scores: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Returns capped scores, and their derivative."""
+    """Returns scores beneath the case's softcap, and their derivative."""
     if not case.softcap:
         return scores, 1.0
     tanh = (scores / case.softcap).tanh()
@@ -67,7 +70,8 @@ def _capped(case: Case, scores: Tensor) -> tuple[Tensor, Tensor | float]:
 
 
 def _keep_mask(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
-    """Returns the dropout mask of sequence b, [heads_q, rows, keys]: 1 keeps a probability; 1.0 without dropout."""
+    """Returns the dropout mask of sequence b of a case, [heads_q, rows, keys]: 1 keeps a probability; 1.0 without
+    dropout."""
     rows, keys = case.q_len[b], case.kv_len[b]
     if case.dropout == "none":
         return 1.0
@@ -106,7 +110,7 @@ def _softmax(case: Case, args: Mapping[str, Any], b: int, scores: Tensor) -> tup
 
 
 def _results(case: Case, args: Mapping[str, Any]) -> Results:
-    """Returns a tensor of zeros for every output, by name."""
+    """Returns a tensor of zeros for every output of a case, by name."""
     stats = (len(case.q_len), case.heads_q, case.tokens("q"), 8)
     stats = (case.tokens("q"), case.heads_q, 8) if case.packed else stats  # type: ignore[assignment]
     like = {"out": "dy", "dq": "query", "dk": "key", "dv": "value", "dq_rope": "query_rope", "dk_rope": "key_rope"}
@@ -118,7 +122,7 @@ def _results(case: Case, args: Mapping[str, Any]) -> Results:
 
 
 def plain(case: Case, args: Mapping[str, Any]) -> Results:
-    """Returns every output and gradient in float64, by name as in run(), computed with dense matrices."""
+    """Returns every output and gradient of a case in float64, by name as in run(), computed with dense matrices."""
     results = _results(case, args)
     for b in range(len(case.q_len)):
         _plain_sequence(case, args, b, results)
@@ -126,7 +130,7 @@ def plain(case: Case, args: Mapping[str, Any]) -> Results:
 
 
 def _plain_sequence(case: Case, args: Mapping[str, Any], b: int, results: Results) -> None:
-    """Computes sequence b, and writes its part of the results."""
+    """Computes sequence b of a case, and writes its part of the results."""
     group, scale = case.heads_q // case.heads_kv, case.scale
 
     def rows(name: str) -> Tensor:

@@ -65,13 +65,14 @@ def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _tiles(mask: Tensor) -> dict[str, Tensor]:
+    """Returns the arguments blocked_tiles and blocked_bits for a mask [B, N1, S1, S2]."""
     return {f"blocked_{name}": hostile(t) for name, t in zip(("tiles", "bits"), cut_tiles(mask), strict=True)}
 
 
 def call_interface(function: Callable[..., Any], op: Op, args: Mapping[str, Any]) -> Any:
     """Returns the result of a function of fusion_attention.npu; arguments that it does not have are ignored.
 
-    args: arguments by canonical name.
+    op: its operator definition. args: arguments by canonical name.
     """
     given = {p.shown: args[p.name] for p in op.params if args.get(p.name) is not None}
     return function(**given)
@@ -87,7 +88,10 @@ def lowered(case: Case, args: Mapping[str, Any]) -> DenseCall:
 
 
 def run(call: DenseCall, dy: Tensor, backend: str) -> Results:
-    """Returns the outputs of forward and backward by name: out, max and sum (in eight lanes), and GRADIENTS."""
+    """Returns the outputs of forward and backward by name: out, max and sum (in eight lanes), and GRADIENTS.
+
+    dy: the gradient of out. backend: name of the back end that computes both.
+    """
     out, *stats = eager.run(DenseForward(call), backend).values()
     lanes = to_lanes(call, *stats)
     backward = DenseBackward(call, (dy, out, *lanes), call.extras[BIAS])
@@ -123,7 +127,7 @@ def attention_backward(
 
 
 def golden(case: Case, args: Mapping[str, Any]) -> Results:
-    """Returns golden's results of a case in float64, by name as in run(), for the same lowered call."""
+    """Returns golden's results of a case in float64, by name as in run(), for the lowered call of `args`."""
     call = lowered(case, args)
     problem = replace(call.problem, dtype="float64")
     extras = tuple(t.double() if t is not None and t.is_floating_point() else t for t in call.extras)

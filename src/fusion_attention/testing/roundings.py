@@ -84,6 +84,7 @@ _LEAST_BYTES = 2**24
 
 
 def _unchanged(x: Tensor) -> Tensor:
+    """Returns a tensor as it is."""
     return x
 
 
@@ -100,12 +101,12 @@ class Copies:
         self.bytes, self.most = 0, _LEAST_BYTES  # above `most` bytes, copies of freed storages are removed
 
     def of(self, t: Tensor) -> Tensor | None:
-        """Returns the tensor's elements in every copy, [copies, *shape]; None if all are equal to the tensor."""
+        """Returns the elements of a tensor t in every copy, [copies, *shape]; None if all are equal to the tensor."""
         entry = self.memory.get(t.untyped_storage()._cdata)
         return None if entry is None else self._view(entry[1], t)
 
     def writable(self, t: Tensor) -> Tensor:
-        """Returns the tensor's elements in every copy, [copies, *shape]; makes the copies if there are none."""
+        """Returns the elements of a tensor t in every copy, [copies, *shape]; makes the copies if there are none."""
         storage = t.untyped_storage()
         if storage._cdata not in self.memory:
             if self.bytes > self.most:
@@ -119,6 +120,7 @@ class Copies:
         return self._view(self.memory[storage._cdata][1], t)
 
     def _view(self, memory: Tensor, t: Tensor) -> Tensor:
+        """Returns the elements of a tensor t in `memory`, the copies of its storage."""
         elements = memory.view(t.dtype)
         return elements.as_strided((self.count, *t.shape), (elements.shape[1], *t.stride()), t.storage_offset())
 
@@ -291,6 +293,7 @@ class Roundings(TorchDispatchMode):
         return result.expand(self.copies.count, *result.shape) if isinstance(result, Tensor) else result
 
     def _has_copies(self, x: Any) -> bool:
+        """True if a tensor, or one in a list or dictionary, has copies."""
         if isinstance(x, dict):
             x = list(x.values())
         if isinstance(x, tuple | list):
@@ -368,7 +371,8 @@ class Noise:
 
 
 def _variance(x: Tensor, dims: list[int], correction: float = 1, **_: Any) -> Tensor:
-    """Computes the primitive prims.var, which torch's decompositions of norms use, from other operations."""
+    """Computes the primitive prims.var over the axes `dims`, which torch's decompositions of norms use, from other
+    operations."""
     squares = (x - x.mean(dims, keepdim=True)).square()
     return squares.sum(dims) / (math.prod(x.shape[d] for d in dims) - correction)
 
@@ -379,11 +383,12 @@ def quantum(dtype: torch.dtype) -> float:
 
 
 def _is_float(x: object) -> bool:
+    """True for a tensor of float64 or complex128."""
     return isinstance(x, Tensor) and x.dtype in (torch.float64, torch.complex128)
 
 
 def _floats(x: Any) -> bool:
-    """True if a float64 tensor is among the arguments."""
+    """True if x is a float64 tensor, or a list or dictionary with one."""
     if isinstance(x, dict):
         x = list(x.values())
     return any(map(_floats, x)) if isinstance(x, tuple | list) else _is_float(x)
@@ -395,15 +400,17 @@ def _aligned(copies: Tensor, rank: int) -> Tensor:
 
 
 def _mapped(args: Any, change: Callable[[Tensor], Tensor]) -> list[Any]:
+    """Returns arguments, float64 tensors changed by `change`."""
     return [change(x) if _is_float(x) else x for x in args]
 
 
 def _is_factor(name: str) -> bool:
+    """True for the name of a factor among an operation's keyword arguments."""
     return name in ("alpha", "beta")
 
 
 def _terms(func: Any, base: str, args: Any, kwargs: Any, result: Any) -> Any:
-    """Returns the number of terms of each sum."""
+    """Returns the number of terms of each sum in the result of an operation, `base` by name."""
     if base in ("mm", "bmm"):
         return args[1].shape[-2]
     if base == "sum":
@@ -425,6 +432,6 @@ def _exact(base: str, result: Any, args: Any) -> Any:
 
 
 def _is_power(x: Any) -> Tensor:
-    """True for plus or minus a power of two."""
+    """True for plus or minus a power of two, elementwise."""
     x = torch.as_tensor(x, dtype=torch.float64)
     return (x.view(torch.int64) & (2**52 - 1)) == 0  # no mantissa bits; true for 0 and infinity too

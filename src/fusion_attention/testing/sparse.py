@@ -155,7 +155,7 @@ class Maker:
         return poisoned((*outer, *inner), dtype)
 
     def rows(self, side: str, *inner: int, dtype: torch.dtype | None = None, whole: bool = False) -> Tensor:
-        """Draws the rows of every sequence."""
+        """Draws the rows of every sequence on a side, "q" or "kv", [..., *inner]; whole: integers from -2 to 2."""
         tensor = self.empty(side, *inner, dtype=dtype or self.dtype)
         for b in range(len(self.case.lengths(side))):
             sequence = part(self.case, tensor, side, b)
@@ -241,7 +241,7 @@ def arguments(case: SparseCase) -> dict[str, Any]:
 
 
 def lists_of(case: SparseCase, make: Maker, heads: int) -> Tensor:
-    """Returns sparse_indices of a case: a list for every row and head."""
+    """Returns sparse_indices of a case: a list for every row and each of `heads` heads; make: draws tensors."""
     dtype = torch.int64 if case.wide else torch.int32
     tensor = make.empty("q", heads, case.count, dtype=dtype)
     for b, rows in enumerate(case.q_len):
@@ -254,7 +254,7 @@ def lists_of(case: SparseCase, make: Maker, heads: int) -> Tensor:
 
 
 def _list(case: SparseCase, b: int, row: int, generator: torch.Generator) -> Tensor:
-    """Returns the blocks that a row selects, in list order."""
+    """Returns the blocks that a row of sequence b selects, in list order."""
     seen, all_ = -(-case.seen(b, row) // case.block), -(-case.kv_len[b] // case.block)
     mixed = torch.randperm(seen, generator=generator)
     if case.lists == "none" or not all_:
@@ -290,7 +290,7 @@ def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
 
 
 def lowered(args: Mapping[str, Any]) -> Sparse:
-    """Returns the lowered call: of npu_sparse_flash_attention, or of fa.sparse_attention() if it has dim_v."""
+    """Returns the lowered call of npu_sparse_flash_attention, or of fa.sparse_attention() if `args` have dim_v."""
     if not args["dim_v"]:
         return sparse_call(bind(sparse.TORCH, args))
     lengths = {
@@ -344,7 +344,7 @@ def lowered_indexer(args: Mapping[str, Any]) -> Indexer:
 
 
 def chosen(call: Indexer, backend: str) -> tuple[Tensor, Tensor]:
-    """Returns a back end's (indices, values) of an indexer's call."""
+    """Returns (indices, values) of an indexer's call by the named back end."""
     indices, values = run(call, backend).values()
     return indices, values
 
@@ -361,7 +361,7 @@ promoted = in_float64
 
 
 def selected(case: SparseCase, entries: list[int], b: int, row: int) -> list[int]:
-    """Returns the tokens that a row attends to, in list order, with multiplicity."""
+    """Returns the tokens that a row of sequence b attends to, in list order, with multiplicity; entries: its list."""
     seen, tokens = case.seen(b, row), []
     for slot, block in enumerate(entries):
         if slot >= math.ceil(seen / case.block) or block == -1:
@@ -390,7 +390,7 @@ def _each_row(case: SparseCase, args: Mapping[str, Any]) -> Iterator[tuple[int, 
 
 
 def _nothing(case: SparseCase, args: Mapping[str, Any]) -> Results:
-    """Returns the results of rows that attend to no key: zeros, except for the statistics of a sink."""
+    """Returns the results of a case if no row attends to a key: zeros, except for the statistics of a sink."""
     stats = (case.tokens("q"),) if case.packed else (len(case.q_len), case.tokens("q"))
     results: Results = {"out": torch.zeros(args["dy"].shape, dtype=WIDE)}
     results |= {name: torch.zeros(*stats, case.heads_q, dtype=WIDE) for name in ("max", "sum")}

@@ -35,7 +35,11 @@ class TargetCase(SparseCase):
 
 
 def slots_of(case: TargetCase, args: Mapping[str, Any], b: int, row: int) -> list[tuple[int, int]]:
-    """Returns (position in the list and the target, key) of each key that a row reads: of its list, or all visible."""
+    """Returns (position in the list and the target, key) of each key that a row of sequence b reads: of its list, or
+    all visible.
+
+    args: the result of arguments(), as in all functions of this module.
+    """
     visible = case.seen(b, row)
     if not case.count:
         return [(key, key) for key in range(visible)]
@@ -49,7 +53,8 @@ def slots_of(case: TargetCase, args: Mapping[str, Any], b: int, row: int) -> lis
 
 
 def arguments(case: TargetCase) -> dict[str, Any]:
-    """Returns the arguments of indexer_target_loss() by canonical name; targets that no row reads are NaN."""
+    """Returns the arguments of indexer_target_loss() for a case by canonical name; targets that no
+    row reads are NaN."""
     make = Maker(case)
     args = {
         "query_index": make.rows("q", case.heads, case.dim),
@@ -71,6 +76,7 @@ def arguments(case: TargetCase) -> dict[str, Any]:
 
 
 def _target(case: TargetCase, make: Maker, count: int, row: int) -> Tensor:
+    """Returns a target of `count` probabilities for a row, of the kind case.target."""
     p = (2 * make.draw(count)).softmax(-1) * {"zero": 0.0, "part": 0.6}.get(case.target, 1.0)
     if case.target == "nan" and row % 3 == 0:
         p[0] = torch.nan

@@ -70,6 +70,9 @@ def results(
 
 
 def in_order(op: Op, args: Mapping[str, Any], like: torch.Tensor) -> Any:
-    """The results of a call as a tuple in the operator's order; absent ones are empty, in the dtype of `like`."""
+    """The results of a call of `op` as a tuple in the operator's order; absent ones are empty, in the dtype of `like`.
+
+    args: arguments by canonical name.
+    """
     result = results(op, args)
     return tuple(result[name] if name in result else like.new_empty(0) for name in op.results)

@@ -84,7 +84,10 @@ def _trained(
 
 
 def _prepare(bound: Bound, call: Any, backend: str) -> None:
-    """Prepares a call at its second use; calls whose lengths always change are not prepared."""
+    """Prepares a checked call at its second use; calls whose lengths always change are not prepared.
+
+    bound: the checked call. call: the lowered one. backend: the back end's name, or "auto".
+    """
     prepared, cache = bound.call_cache.prepared, bound.call_cache
     if backend not in prepared:
         prepared[backend] = None

@@ -101,7 +101,7 @@ def prepare(bound: Bound, call: Repeatable, backend: str) -> Prepared | None:
 
 
 def _first(tensors: Any) -> Tensor:
-    """A tensor, or the first of a list."""
+    """The tensor, or the first of a list of tensors."""
     result: Tensor = tensors if isinstance(tensors, torch.Tensor) else tensors[0]
     return result
 
@@ -116,7 +116,8 @@ def _stand_in(tensors: Any, widened: bool) -> Any:
 
 
 def _narrow(given: Mapping[str, Any], names: Iterable[str]) -> frozenset[str]:
-    """The names of arguments with 16-bit floats, whose operands may be float32 copies."""
+    """The names of arguments with 16-bit floats, among `names`, whose operands may be float32 copies; given: arguments
+    by name."""
     return frozenset(name for name in names if _first(given[name]).dtype in (torch.float16, torch.bfloat16))
 
 
@@ -144,5 +145,5 @@ def _source(
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """A contiguous float32 tensor."""
+    """A contiguous float32 copy of a tensor."""
     return tensor.float().contiguous()

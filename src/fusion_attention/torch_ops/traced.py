@@ -28,13 +28,14 @@ def _arguments(tensors: Any, arrays: Any, ints: Any, floats: Any, seed: Any, cal
 
 
 def _lowered(text: Text, args: dict[str, Any], seed: Tensor | None) -> Any:
-    """Checks and lowers a call; seed: a tensor with the drawn seed, or None."""
+    """Checks and lowers a call; text: the result of read(); args: by canonical name; seed: a tensor with the drawn
+    seed, or None."""
     assert text.op.lower is not None
     return text.op.lower(bound(text, args), **({} if seed is None else {"seed": int(seed)}))
 
 
 def _listed(by_name: Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -> list[Tensor]:
-    """The tensors in the order of names; absent ones are empty tensors."""
+    """The tensors in the order of names; absent ones are empty tensors with the dtype and device of `like`."""
     return [by_name[name] if name in by_name else like.new_empty(0) for name in names]
 
 

@@ -50,7 +50,10 @@ Schedule = ForwardPlan | BackwardPlan | SparsePlan | IndexerPlan | decode.Schedu
 
 
 def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: str = "") -> list[str]:
-    """Returns a sentence for each property of the problem that this back end does not support."""
+    """Returns a sentence for each property of the problem, and for a device other than the CPU, that is not supported.
+
+    op_kind has no effect: all operations support the same properties.
+    """
     table: list[tuple[str, object, tuple[object, ...]]] = [
         ("device", torch.device(device).type, DEVICES),
         ("dtype", problem.dtype, DTYPES),
@@ -94,7 +97,10 @@ def schedule(problem: AnyProblem, extents: Extents, op_kind: str, variant: str |
 
 
 def reschedule(problem: Problem, extents: Extents, op_kind: str, planned: Schedule) -> Schedule:
-    """Returns the plan for other key lengths and bands of the same sequences: an updated decode plan, or a new plan."""
+    """Returns the plan for other key lengths and bands of the same sequences: an updated decode plan, or a new plan.
+
+    planned: the plan of the operation for the previous lengths.
+    """
     if isinstance(planned, decode.Schedule) and planned.update(problem, extents):
         return planned
     return schedule(problem, extents, op_kind)
@@ -130,7 +136,8 @@ def attention_forward(
 def prepare(problem: Any, schedule: Schedule, operands: Any, names: tuple[str, ...]) -> Callable[..., bool] | None:
     """Returns a function for repeated forward calls on other tensors of equal layouts; None if this plan has none.
 
-    The function returns False if it did not write the means of V for empty rows.
+    The function takes the tensors in the order of `names` (ir/places.py), and returns False if it did not write the
+    means of V for empty rows. operands: those of the first call.
     """
     prepared: PreparedForward | PreparedDecode | PreparedIndexer
     if isinstance(schedule, IndexerPlan):

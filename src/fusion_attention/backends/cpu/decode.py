@@ -31,14 +31,15 @@ _FEW_KEYS, _FEWER_TOKENS = 32, 2
 
 
 def needed(problem: Problem) -> bool:
-    """Returns true if only the decode kernel supports the layout of the keys or the format of the result."""
+    """Returns true if only the decode kernel supports the problem's layout of keys or format of the result."""
     p = problem
     common = p.common_keys > 0 or p.has_row_scale
     return p.page_size > 0 or p.kv_dtype != "" or p.shares_kv or p.out_quant != "none" or common
 
 
 def reasons_against(problem: Problem) -> list[str]:
-    """Returns a sentence for each property that the decode kernel does not support, if only it supports the rest."""
+    """Returns a sentence for each property that the decode kernel does not support, if the problem's other ones need
+    it."""
     p, reasons = problem, []
     if needed(p) and p.dropout != "none":
         reasons.append(
@@ -55,7 +56,8 @@ def reasons_against(problem: Problem) -> list[str]:
 def chosen(problem: Problem, extents: Extents) -> np.ndarray:
     """Returns bool [sequences], true for sequences that the decode kernel computes.
 
-    It depends only on the problem and the lengths of the complete sequence.
+    It depends only on the problem and on the lengths of the complete sequence (extents.chosen_by), not of a chunk of
+    it.
     """
     if problem.kv_dtype or problem.out_quant != "none":
         return np.ones(len(extents), bool)
@@ -87,12 +89,13 @@ class Schedule:
         return self.decode.variant
 
     def workspace_bytes(self, threads: int) -> int:
-        """Returns the bytes of scratch: the larger number of both plans, which run one after the other."""
+        """Returns the bytes of scratch for a number of threads: the larger one of both plans, which run one after the
+        other."""
         dense = self.dense.workspace_bytes(threads) if self.dense else 0
         return max(self.decode.workspace_bytes(threads), dense)
 
     def update(self, problem: Problem, extents: Extents) -> bool:
-        """Sets new key lengths and bands of the same sequences; False if they need another plan."""
+        """Sets the key lengths and bands of `extents`, for the same sequences; False if they need another plan."""
         if self.dense is not None or not (self.decodes_all or chosen(problem, extents).all()):
             return False
         self.decode.update(extents.kv_len, extents.lo, extents.hi)
@@ -100,7 +103,10 @@ class Schedule:
 
 
 def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | _native.ForwardPlan:
-    """Returns the plan of the decode kernel, of the dense forward, or of both if sequences need different ones."""
+    """Returns the plan of the decode kernel, of the dense forward, or of both if sequences need different ones.
+
+    variant: an instruction set of this machine, None: the fastest.
+    """
     decoded = chosen(problem, extents)
     if not decoded.any() and not needed(problem):
         return native.plan_forward(problem, extents, variant)
@@ -130,12 +136,17 @@ def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
 
 
 def prepare(schedule: Schedule, problem: Problem, operands: Operands, names: tuple[str, ...]) -> _native.PreparedDecode:
-    """Returns a function that repeats run() on other tensors, in the order of names, without the dense forward."""
+    """Returns a function that repeats run() on other tensors, in the order of names (ir/places.py), without the dense
+    forward.
+
+    operands: those of the first call, with equal layouts.
+    """
     with native.Floats() as floats:
         return schedule.decode.prepare(_operands(problem, operands, floats), names)
 
 
 def _operands(p: Problem, o: Operands, floats: native.Floats) -> tuple[Any, ...]:
+    """Returns the core's arguments for operands; floats: keeps float32 copies while the core reads them."""
     dtype = p.torch_dtype
     stored = _STORED.get(p.kv_dtype, dtype)
     return (
@@ -162,6 +173,7 @@ def _operands(p: Problem, o: Operands, floats: native.Floats) -> tuple[Any, ...]
 
 
 def _cache(view: RowView | PagedView | None, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Returns the core's arguments for a view of stored rows of the given dtype: in pages, or contiguous."""
     if isinstance(view, PagedView):
         pool, table = view.pool, view.table
         if pool.dtype is not dtype or table.dtype is not torch.int32:
@@ -174,6 +186,8 @@ def _cache(view: RowView | PagedView | None, dtype: torch.dtype) -> tuple[Any, .
 
 
 def _quantised(dequant: Dequant | None, kind: str) -> tuple[Any, Any]:
+    """Returns the core's arguments for (scales, offsets) of stored integers; None for absent ones. kind:
+    Problem.dequant_k or dequant_v."""
     if kind == "none" or dequant is None:
         return None, None
     offset = None if dequant.offset is None else _cache(dequant.offset, torch.float32)
@@ -181,6 +195,7 @@ def _quantised(dequant: Dequant | None, kind: str) -> tuple[Any, Any]:
 
 
 def _per_channel(values: torch.Tensor | None) -> tuple[int, int, int] | None:
+    """Returns (address, two strides) of float32 numbers [heads, channels]; None for None."""
     if values is None:
         return None
     if values.dtype is not torch.float32:

@@ -26,7 +26,7 @@ _BUFFERS = 5
 
 
 def reasons_against(problem: Problem) -> list[str]:
-    """Returns a sentence for each property that this kernel does not support."""
+    """Returns a sentence for each property of the problem that this kernel does not support."""
     p = problem
     table = (
         ("bias", p.bias, ("none", "matrix")),
@@ -45,7 +45,7 @@ def reasons_against(problem: Problem) -> list[str]:
 
 @dataclass(eq=False)
 class Schedule:
-    """The schedule of a call: the number of rows in a block."""
+    """The schedule of a call: the number of query rows in a block."""
 
     problem: Problem
     rows: int
@@ -74,7 +74,7 @@ def run(schedule: Schedule, problem: Problem, extents: Extents, operands: Operan
 
 
 class _Block:
-    """A block of rows of one sequence, for all heads."""
+    """A block of query rows of one sequence, for all heads; b: the sequence; rows: the range of its rows."""
 
     def __init__(self, problem: Problem, extents: Extents, operands: Operands, b: int, rows: slice) -> None:
         self.problem, self.operands, self.b, self.rows = problem, operands, b, rows
@@ -119,6 +119,7 @@ class _Block:
         return int(empty.sum())
 
     def _store(self, *results: torch.Tensor) -> None:
+        """Writes the block's results to out, max and sum."""
         o = self.operands
         for view, result in zip((o.out, o.stats.max, o.stats.sum), results, strict=True):
             view.sequence(self.b, self.problem.heads_q, self.rows.stop)[:, self.rows].copy_(result)
@@ -153,7 +154,8 @@ class _Block:
 
 
 def _common_scale(dequant: Dequant | None, b: int, p: Problem) -> float | None:
-    """Returns the scale of sequence b's keys if all have the same (integers are then multiplied), else None."""
+    """Returns the scale of sequence b's keys if all heads and channels have the same (integers are then multiplied),
+    else None."""
     if dequant is None:
         return 1.0
     if dequant.offset is not None or p.dequant_k != "channel":

@@ -21,7 +21,10 @@ from fusion_attention.memory import empty
 def plan_indexer(
     problem: IndexerProblem, extents: Extents, op_kind: str, variant: str | None
 ) -> _native.IndexerPlan | _native.SparsePlan:
-    """Returns the core's plan of an operation; variant: an instruction set of this machine, None: the fastest."""
+    """Returns the core's plan of an operation of the indexer: indexer_topk, indexer_lse or indexer_backward.
+
+    variant: an instruction set of this machine, None: the fastest.
+    """
     p = problem
     fields = _fields(p, p.heads, p.dim, 0 if op_kind == "indexer_lse" else p.top_k)
     if op_kind == "indexer_backward":
@@ -52,7 +55,7 @@ def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: st
 
 
 def run_indexer(plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands) -> None:
-    """Writes indices, and values if problem.has_values; with a plan of indexer_lse, statistics."""
+    """Writes operands.indices, and values if problem.has_values; with a plan of indexer_lse, operands.stats."""
     plan.run(torch.get_num_threads(), _lists(problem, operands))
 
 
@@ -71,7 +74,7 @@ def _lists(problem: IndexerProblem, operands: IndexerOperands) -> tuple[Any, ...
 def run_indexer_backward(
     plan: _native.SparsePlan, problem: IndexerProblem, operands: IndexerOperands, grads: IndexerGrads
 ) -> None:
-    """Writes dq, dk and dweights."""
+    """Writes dq, dk and dweights of `grads` from its dvalues and operands.indices."""
     dout = rows_of(grads.dvalues, problem.torch_dtype)
     plan.run(torch.get_num_threads(), _arguments(problem, operands, dout=dout, **_written(problem, grads)))
 
@@ -79,7 +82,7 @@ def run_indexer_backward(
 def run_indexer_loss(
     plan: _native.SparsePlan, problem: IndexerLossProblem, operands: IndexerLossOperands, grads: IndexerGrads
 ) -> None:
-    """Writes the loss, and dq, dk and dweights of the indexer."""
+    """Writes operands.loss, and dq, dk and dweights of the indexer in `grads`."""
     p, o, dtype = problem, operands, problem.torch_dtype
     q, k, q_rope, k_rope = (rows_of(view, dtype) if view else None for view in (o.q, o.k, o.q_rope, o.k_rope))
     views = (o.stats.max, o.stats.sum) if o.stats else (None, None)
@@ -101,12 +104,14 @@ def _weights_dtype(problem: IndexerProblem | IndexerLossProblem) -> torch.dtype:
 
 
 def _fields(p: IndexerProblem | IndexerLossProblem, heads: int, dim: int, count: int) -> tuple[Any, ...]:
+    """Returns the core's description of an indexer with `heads` heads of `dim` elements and lists of `count` keys."""
     dtype, weights_dtype = DTYPES[p.torch_dtype], DTYPES[_weights_dtype(p)]
     wide = isinstance(p, IndexerProblem) and p.wide_values
     return heads, 1, dim, 0, 0, dtype, 1.0, False, False, count, 1, True, weights_dtype, wide, 0, p.ratio
 
 
 def _arguments(p: IndexerProblem | IndexerLossProblem, o: IndexerOperands, **more: Any) -> tuple[Any, ...]:
+    """Returns the core's arguments for the operands `o`; more: further ones by name."""
     return arguments(
         q=rows_of(o.q, p.torch_dtype),
         k=key_rows(o.k, p.torch_dtype, len(o.q.address)),
@@ -119,6 +124,7 @@ def _arguments(p: IndexerProblem | IndexerLossProblem, o: IndexerOperands, **mor
 
 
 def _written(p: IndexerProblem | IndexerLossProblem, g: IndexerGrads) -> dict[str, Any]:
+    """Returns the core's arguments for the gradients `g`, by name."""
     wide = wide_keys(g.dk, p.torch_dtype)
     dq, dk = rows_of(g.dq, p.torch_dtype), rows_of(g.dk, wide or p.torch_dtype)
     return {"dq": dq, "dk": dk, "dweights": rows_of(g.dweights, _weights_dtype(p)), "wide_keys": wide is not None}

@@ -50,7 +50,7 @@ def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
 
 @torch.no_grad()
 def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, grads: Grads) -> None:
-    """Adds to dv the sum of the contributions of empty rows that return means; dv is rounded once more."""
+    """Adds to grads.dv the sum of the contributions of empty rows that return means; dv is rounded once more."""
     p, heads = problem, problem.heads_q
     for b, tiles in groupby(_tiles(extents), key=itemgetter(0)):
         kv_len, full = int(extents.kv_len[b]), int(extents.chosen_by[1][b])
@@ -77,6 +77,7 @@ def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, g
 
 
 def _steps(length: int, size: int) -> Iterator[slice]:
+    """Yields the ranges of at most `size` positions that `length` positions consist of."""
     return (slice(first, min(first + size, length)) for first in range(0, length, size))
 
 
@@ -84,7 +85,7 @@ def _tiles_of(first: int, length: int, full: int, size: int) -> Iterator[tuple[s
     """Yields (tile, overlap): tiles of a complete sequence that overlap a chunk of it, and the overlap.
 
     Positions count from the chunk's first token. Products are over complete tiles, because the bits of torch's products
-    depend on sizes.
+    depend on sizes. first, length: the chunk; full: length of the complete sequence; size: positions of a tile.
     """
     for start in range(first // size * size, first + length, size):
         tile = slice(start - first, min(start + size, full) - first)
@@ -92,7 +93,7 @@ def _tiles_of(first: int, length: int, full: int, size: int) -> Iterator[tuple[s
 
 
 def _tiles(extents: Extents) -> Iterator[tuple[int, slice, slice]]:
-    """Yields (sequence, tile, rows of the chunk in it), as _tiles_of(), for all sequences with keys."""
+    """Yields (sequence, tile, query rows of the chunk in it), as _tiles_of(), for all sequences with keys."""
     full = extents.chosen_by[0]
     for b in np.flatnonzero(extents.kv_len).tolist():
         first = 0 if extents.part is None else int(extents.part.first_row[b])
@@ -101,7 +102,10 @@ def _tiles(extents: Extents) -> Iterator[tuple[int, slice, slice]]:
 
 
 def _unmasked(problem: Problem, extents: Extents, operands: Operands, b: int, rows: slice, keys: slice) -> torch.Tensor:
-    """Returns bool [heads_q, rows, keys], true for pairs that dropout keeps."""
+    """Returns bool [heads_q, rows, keys], true for pairs of sequence b that dropout keeps.
+
+    rows, keys: ranges, counted from the first of the chunk.
+    """
     p = problem
     if p.dropout == "none":
         return torch.ones(1, 1, 1, dtype=torch.bool).expand(p.heads_q, rows.stop - rows.start, keys.stop - keys.start)

@@ -26,19 +26,20 @@ _Matrix = tuple[Any, ...]
 
 
 def plan_forward(problem: Problem, extents: Extents, variant: str | None) -> _native.ForwardPlan:
-    """Returns the core's plan of a forward; variant: an instruction set of this machine, None: the fastest."""
+    """Returns the core's plan of a dense forward; variant: an instruction set of this machine, None: the fastest."""
     t = by_query(extents, _native.TILE_ROWS)
     tiles = t.seq, t.row0, t.row1, t.begin, t.end
     return _native.ForwardPlan(problem_of(problem), extents_of(extents), tiles, variant)
 
 
 def plan_backward(problem: Problem, extents: Extents, variant: str | None) -> _native.BackwardPlan:
-    """Returns the core's plan of a backward; variant: as in plan_forward()."""
+    """Returns the core's plan of a dense backward; variant: as in plan_forward()."""
     return _native.BackwardPlan(problem_of(problem), extents_of(extents), variant)
 
 
 def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> int:
-    """Writes out and statistics of every row of every sequence, 0 for out of empty rows; returns their number."""
+    """Writes out and statistics of every row of every sequence, 0 for out of empty rows; returns the number of empty
+    rows."""
     with Floats() as floats:
         return plan.run(torch.get_num_threads(), core_arguments(_operands, problem, operands, floats))
 
@@ -46,13 +47,14 @@ def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands)
 def prepare_forward(
     plan: _native.ForwardPlan, problem: Problem, operands: Operands, names: tuple[str, ...]
 ) -> _native.PreparedForward:
-    """Returns a function that repeats run_forward() on other tensors of the same dtypes, in the order of names."""
+    """Returns a function that repeats run_forward() on other tensors of the same dtypes, in the order of names
+    (ir/places.py)."""
     with Floats() as floats:
         return plan.prepare(_operands(problem, operands, floats), names)
 
 
 def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:
-    """Writes the gradients (adds to dbias unless owns_dbias), without contributions of empty rows that return means.
+    """Writes `grads` (adds to dbias unless owns_dbias), without contributions of empty rows that return means.
 
     Returns the number of these rows.
     """
@@ -99,6 +101,7 @@ class Floats:
 
 
 def problem_of(p: Problem) -> tuple[Any, ...]:
+    """Returns the core's description of a problem of dense attention."""
     kinds = DTYPES[p.torch_dtype], p.scale, _BIASES[p.bias], p.bias_scaled, p.has_blocked, p.has_sink
     drops = _DROPOUTS[p.dropout], p.keep_prob, dropout.threshold(p.keep_prob)
     more = p.softcap, p.has_blocked_tiles, p.wide_results
@@ -106,6 +109,8 @@ def problem_of(p: Problem) -> tuple[Any, ...]:
 
 
 def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
+    """Returns the core's arrays of lengths: the rows of EXTENT_ROWS, then those of compressed keys or of a chunk, if
+    any."""
     rows = tuple(getattr(extents, name) for name in EXTENT_ROWS)
     if extents.compressed is not None:
         return *rows, extents.compressed.kv_len, extents.compressed.hi
@@ -122,7 +127,10 @@ class KeptOperands(Operands):
 def core_arguments(
     make: Callable[[Problem, Operands, Floats], tuple[Any, ...]], p: Problem, o: Operands, floats: Floats
 ) -> tuple[Any, ...]:
-    """Returns the core's arguments for operands, from make(); cached for KeptOperands."""
+    """Returns the core's arguments make(p, o, floats) for operands `o`; cached for KeptOperands.
+
+    floats: keeps float32 copies while the core reads them; arguments with copies are not cached.
+    """
     if not isinstance(o, KeptOperands):
         return make(p, o, floats)
     result = o.arguments.get(make)
@@ -134,7 +142,10 @@ def core_arguments(
 
 
 def _operands(p: Problem, o: Operands, floats: Floats, out: torch.dtype | None = None) -> tuple[Any, ...]:
-    """Returns the core's arguments for operands; out: the dtype of o.out, None: the problem's."""
+    """Returns the core's arguments for operands; out: the dtype of o.out, None: the problem's.
+
+    floats: keeps float32 copies while the core reads them.
+    """
     dtype = p.torch_dtype
     out = out or (torch.float32 if p.wide_results else dtype)
     return (
@@ -158,6 +169,7 @@ def _operands(p: Problem, o: Operands, floats: Floats, out: torch.dtype | None =
 
 
 def _tiles_of(tiles: MatrixView, bits: torch.Tensor | None) -> tuple[_Matrix, int, int]:
+    """Returns the core's arguments for blocked tiles: their numbers, and the bits of distinct tiles."""
     if tiles.keep.dtype is not torch.int32:
         raise TypeError(f"fusion_attention: native core: expected numbers of tiles in int32, got {tiles.keep.dtype}")
     if bits is None:
@@ -168,6 +180,7 @@ def _tiles_of(tiles: MatrixView, bits: torch.Tensor | None) -> tuple[_Matrix, in
 
 
 def rows_of(view: RowView | PagedView | None, dtype: torch.dtype) -> _Rows:
+    """Returns the core's arguments for a view of contiguous rows, which must have the given dtype."""
     if not isinstance(view, RowView):
         raise TypeError(f"fusion_attention: native core: expected a view of contiguous rows, got {type(view).__name__}")
     first, address = view.keep[0], view.address
@@ -180,5 +193,6 @@ def rows_of(view: RowView | PagedView | None, dtype: torch.dtype) -> _Rows:
 
 
 def matrix_of(view: MatrixView, dtype: int) -> _Matrix:
+    """Returns the core's arguments for a view of a matrix; dtype: the core's number of its dtype."""
     first = () if view.first is None else (view.first,)
     return view.keep.data_ptr(), view.address, view.stride_head, view.stride_row, view.stride_key, dtype, *first

@@ -36,7 +36,7 @@ class PoolingPlan:
 
 
 def plan_pooling(p: PoolingProblem, extents: Extents, op_kind: str, variant: str | None) -> PoolingPlan:
-    """Returns the core's plan of pooling or of its gradients."""
+    """Returns the core's plan of pooling or of its gradients, by op_kind; variant: as in PoolingPlan."""
     dtype = getattr(torch, p.dtype)
     # A ratio above all lengths is reduced, because products with it might exceed 64 bits; with a bias, which has a row
     # for each position of a window, it cannot be that large.
@@ -47,18 +47,20 @@ def plan_pooling(p: PoolingProblem, extents: Extents, op_kind: str, variant: str
 
 
 def run_pooling(plan: PoolingPlan, o: PoolingOperands) -> None:
-    """Writes the result of every window."""
+    """Writes `o.out`, the pooled row of every window."""
     kv, gate, out = (rows_of(view, plan.dtype) for view in (o.kv, o.gate, o.out))
     operands = kv, gate, _place(o.bias), out, None, None, 0
     _native.pool(torch.get_num_threads(), plan.problem, plan.lengths, operands, plan.variant)
 
 
 def run_pooling_backward(plan: PoolingPlan, o: PoolingOperands, g: PoolingGrads) -> None:
-    """Writes the gradients of all rows and gates, and of the bias if it is wanted."""
+    """Writes the gradients of all rows and gates, and of the bias if it is wanted, into the views
+    and tensors of `g`."""
     kv, gate, dout, dkv, dgate = (rows_of(view, plan.dtype) for view in (o.kv, o.gate, g.dout, g.dkv, g.dgate))
     operands = kv, gate, _place(o.bias), dout, dkv, dgate, _place(g.dbias)
     _native.pool_gradients(torch.get_num_threads(), plan.problem, plan.lengths, operands, plan.variant)
 
 
 def _place(tensor: torch.Tensor | None) -> int:
+    """Returns the address of a tensor's memory; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()

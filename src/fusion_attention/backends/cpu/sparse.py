@@ -13,7 +13,10 @@ from fusion_attention.memory import empty
 
 
 def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str | None) -> _native.SparsePlan:
-    """Returns the core's plan; variant: an instruction set of this machine, None: the fastest."""
+    """Returns the core's plan of attention to selected keys, of its backward or else its forward.
+
+    variant: an instruction set of this machine, None: the fastest.
+    """
     p, dtype = problem, DTYPES[problem.torch_dtype]
     sizes = p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope
     selection = p.has_sink, p.shares_kv, p.select_count, p.select_block
@@ -28,7 +31,7 @@ def run_sparse_forward(plan: _native.SparsePlan, problem: Problem, operands: Ope
 
 
 def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Operands, grads: Grads) -> None:
-    """Writes the gradients from the saved statistics and the saved out."""
+    """Writes the gradients `grads` from the saved statistics and the saved out in `operands`."""
     p, g, dtype = problem, grads, problem.torch_dtype
     wide = wide_keys(g.dk, dtype)
     dsink = empty(g.dout.keep[0], (p.heads_q,), torch.float32)
@@ -52,12 +55,13 @@ def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Op
 
 
 def wide_keys(dk: RowView, dtype: torch.dtype) -> torch.dtype | None:
-    """Returns float32 if the gradients of keys are float32 (partial sums) and rows have another dtype, else None."""
+    """Returns float32 if the gradients dk of keys are float32 (partial sums) and rows have another dtype, else None."""
     return torch.float32 if dk.keep[0].dtype == torch.float32 != dtype else None
 
 
 def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: int) -> tuple[Any, ...] | None:
-    """Returns the core's arguments for a view of keys, contiguous or in pages."""
+    """Returns the core's arguments for a view of keys of the given dtype, contiguous or in pages; sequences: their
+    number."""
     if view is None:
         return None
     if not isinstance(view, PagedView):
@@ -73,7 +77,7 @@ def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: in
 
 
 def _arguments(p: Problem, o: Operands, **more: Any) -> tuple[Any, ...]:
-    """Returns arguments() of the tensors of an attention call."""
+    """Returns arguments() for the operands `o`; more: further arguments by name."""
     dtype, sequences = p.torch_dtype, len(o.q.address)
     return arguments(
         q=rows_of(o.q, dtype),
@@ -99,7 +103,11 @@ def arguments(
     dweights: Any = None, sink: int = 0, dsink: int = 0, wide_keys: bool = False, k_compressed: Any = None,
     v_compressed: Any = None, dk_compressed: Any = None, dv_compressed: Any = None, target: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Returns the tensors of a call with selected keys or of the indexer, in the order of the core's arguments."""
+    """Returns the tensors of a call with selected keys or of the indexer, in the order of the core's arguments.
+
+    Each is a result of rows_of() or key_rows(); None for absent ones. sink, dsink: addresses of float32 numbers, 0:
+    none.
+    """
     read = q, q_rope, indices, k, k_rope, v, out, max_, sum_, weights, values
     written = dout, dlse, dq, dq_rope, dk, dk_rope, dv, dweights, sink, dsink, wide_keys
     return *read, *written, k_compressed, v_compressed, dk_compressed, dv_compressed, target

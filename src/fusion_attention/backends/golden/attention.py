@@ -40,14 +40,17 @@ class _Sequence:
 
 
 def _kv_heads(problem: Problem, device: torch.device) -> torch.Tensor:
-    """Returns the key head of each query head, [heads_q]."""
+    """Returns the key head of each of a problem's query heads, int64 [heads_q]."""
     return torch.arange(problem.heads_q, device=device) // problem.group
 
 
 def _visible(
     problem: Problem, extents: Extents, operands: Operands, b: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (visible [heads_q, q_len, keys], in_band [q_len, 1]) of sequence b, both bool."""
+    """Returns (visible [heads_q, q_len, keys], in_band [q_len, 1]) of sequence b, both bool.
+
+    keys: those of the sequence, then its compressed ones. A row is in_band if its band has a key, blocked or not.
+    """
     q_len, kv_len = int(extents.q_len[b]), int(extents.kv_len[b])
     row = np.arange(q_len)
     first, end = (torch.from_numpy(edge).to(device)[:, None] for edge in extents.row_interval(b, row))
@@ -68,7 +71,8 @@ def _visible(
 
 
 def _times(problem: Problem, extents: Extents, operands: Operands, b: int, device: torch.device) -> torch.Tensor:
-    """Returns how often each row's list selects each key of sequence b; 1 without a selection."""
+    """Returns how often each row's list selects each key of sequence b, [heads_q, q_len, keys]; [1, 1, 1] ones without
+    lists."""
     if not problem.select_count:
         return torch.ones(1, 1, 1, dtype=torch.float64, device=device)
     assert operands.indices is not None
@@ -104,7 +108,7 @@ def _bias(problem: Problem, extents: Extents, operands: Operands, b: int) -> tor
 def _keep(
     problem: Problem, extents: Extents, operands: Operands, b: int, device: torch.device
 ) -> tuple[torch.Tensor, float]:
-    """Returns (keep, keep_factor) of sequence b, as in _Sequence."""
+    """Returns (keep [heads_q, q_len, keys], keep_factor) of sequence b, as in _Sequence."""
     heads = problem.heads_q
     lengths = int(extents.q_len[b]), extents.all_keys(b)
     if problem.dropout == "none":
@@ -121,7 +125,7 @@ def _keep(
 
 
 def _stored(problem: Problem, view: RowView | PagedView, b: int, length: int) -> torch.Tensor:
-    """Returns stored rows [heads_kv, length, dim] of sequence b in float64; integers are not scaled."""
+    """Returns the rows [heads_kv, length, dim] of sequence b in a view, in float64; stored integers are not scaled."""
     if problem.kv_dtype == "int4":
         packed = replace(view, dim=-(-view.dim // 2)).sequence(b, problem.heads_kv, length).int()
         halves = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., : view.dim]
@@ -161,7 +165,10 @@ def _quantised(problem: Problem, operands: Operands, out: torch.Tensor) -> torch
 
 
 def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Sequence:
-    """Returns sequence b with scores scale * (q . k + q_rope . k_rope), capped if there is a softcap, plus bias."""
+    """Returns sequence b with scores scale * (q . k + q_rope . k_rope), capped if there is a softcap, plus bias.
+
+    Keys are dequantised first.
+    """
     device = operands.q.keep[0].device
     q_len, kv_len = int(extents.q_len[b]), int(extents.kv_len[b])
     kv_heads = _kv_heads(problem, device)
@@ -210,7 +217,8 @@ def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Se
 
 
 def _statistics(problem: Problem, operands: Operands, s: _Sequence) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (max, sum) [heads_q, q_len, 1] before dropout; an empty row's sum is kv_len for the mean of V, else 0."""
+    """Returns (max, sum) [heads_q, q_len, 1] of sequence s, before dropout; an empty row's sum is kv_len for the mean
+    of V, else 0."""
     heads, q_len, kv_len = s.scores.shape
     # A sink acts as an additional key without a value; without a sink its score is -inf, which has no effect.
     sink = s.scores.new_full((heads, q_len, 1), -_INF)
@@ -350,9 +358,9 @@ def _store_qk(
 def _store_shared(
     problem: Problem, views: tuple[RowView, RowView | None], b: int, kv_len: int, per_query_head: torch.Tensor
 ) -> None:
-    """Sums a gradient [heads_q, keys, dim] over the query heads of each key head and stores it.
+    """Sums a gradient [heads_q, keys, dim] of sequence b over the query heads of each key head and stores it.
 
-    The first view receives the first kv_len keys, the second view the keys of a second source.
+    The first of the views receives the first kv_len keys, the second one (or None) the compressed keys.
     """
     _, keys, dim = per_query_head.shape
     total = per_query_head.new_zeros(problem.heads_kv, keys, dim)
@@ -364,7 +372,7 @@ def _store_shared(
 
 
 def _add_bias_gradient(problem: Problem, grads: Grads, b: int, dscores: torch.Tensor) -> None:
-    """Adds dS (times scale if problem.bias_scaled) to the gradient of the bias."""
+    """Adds dscores, dS [heads_q, q_len, kv_len] of sequence b (times scale if problem.bias_scaled), to grads.dbias."""
     assert grads.dbias is not None
     gradient = problem.scale * dscores if problem.bias_scaled else dscores
     q_len, kv_len = gradient.shape[1:]

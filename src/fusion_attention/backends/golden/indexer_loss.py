@@ -40,12 +40,14 @@ class _Scores:
 
 
 def _scores(operands: IndexerOperands, extents: Extents, b: int, heads: int) -> _Scores:
+    """Returns the indexer's operands and scores of sequence b; heads: those of the indexer."""
     q, k, weights, dots = dots_of(heads, extents, operands, b)
     return _Scores(q, k, weights, dots, (weights * dots.clamp(min=0)).sum(0))
 
 
 def _shown(extents: Extents, b: int, ratio: int, device: torch.device) -> torch.Tensor:
-    """Returns a matrix [q_len, kv_len] float64: 1 for the keys in a row's band, else 0."""
+    """Returns a matrix [q_len, kv_len] float64 of sequence b: 1 for the keys in a row's band, else 0; ratio: tokens of
+    a key."""
     edges = extents.row_interval(b, np.arange(extents.q_len[b]), ratio)
     first, end = (torch.from_numpy(edge).to(device)[:, None] for edge in edges)
     key = torch.arange(int(extents.kv_len[b]), device=device)
@@ -53,7 +55,8 @@ def _shown(extents: Extents, b: int, ratio: int, device: torch.device) -> torch.
 
 
 def _statistics(scores: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (max, sum) [q_len, 1] of a softmax that counts each key `times`; (-inf, 0) for a row without keys."""
+    """Returns (max, sum) [q_len, 1] of a softmax of scores [q_len, kv_len] that counts each key `times` [q_len,
+    kv_len]; (-inf, 0) for a row without keys."""
     seen = scores.where(times > 0, -_INF)
     row_max = torch.cat((seen, seen.new_full((len(seen), 1), -_INF)), -1).amax(-1, keepdim=True)
     row_sum = (times * (seen - row_max).exp()).where(times > 0, 0).sum(-1, keepdim=True)
@@ -130,7 +133,8 @@ def _attended(
 def _entries(
     problem: IndexerLossProblem, extents: Extents, operands: IndexerLossOperands, b: int, target: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (key, read), both of the target's shape: each element's key, and True if the row's list reads it."""
+    """Returns (key, read), both of the shape of `target`, of sequence b: each element's key, and True if the row's list
+    reads it."""
     if not problem.select_count:
         key = torch.arange(target.shape[1], device=target.device).expand(len(target), -1)
         return key, key >= 0
@@ -148,7 +152,11 @@ def _given(
     y: torch.Tensor,
     times: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (loss, dI [q_len, kv_len]) with an operand as target; writes y of the target's elements if requested."""
+    """Returns (loss, dI [q_len, kv_len]) of sequence b with an operand as target; writes y of the target's elements if
+    requested.
+
+    y: the indexer's distribution [q_len, kv_len]. times: how often each key counts, [q_len, kv_len].
+    """
     assert operands.target is not None
     q_len, kv_len = y.shape
     target = operands.target.sequence(b, 1, q_len)[0].double()

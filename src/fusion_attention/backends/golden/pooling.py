@@ -11,7 +11,7 @@ Tensor = torch.Tensor
 def _windows(rows: Tensor, p: PoolingProblem, first: int, count: int, absent: float) -> Tensor:
     """Returns the rows of windows first to first + count - 1, [heads, windows, ratio or 2 ratio, dim].
 
-    absent: the value of rows before the first window.
+    rows: [heads, rows, channels] of a sequence. absent: the value of rows before the first window.
     """
     ratio = p.ratio
     own = rows[:, first * ratio : (first + count) * ratio].unflatten(1, (count, ratio))
@@ -23,7 +23,8 @@ def _windows(rows: Tensor, p: PoolingProblem, first: int, count: int, absent: fl
 
 
 def _inputs(p: PoolingProblem, o: PoolingOperands, b: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Returns rows, and gates with the bias, of a sequence, [heads, rows, channels] in float64."""
+    """Returns rows, and gates with the bias, of sequence b, each [heads, rows, channels] in float64; rows: their
+    number."""
     kv, z = (view.sequence(b, p.heads, rows).double() for view in (o.kv, o.gate))
     if o.bias is not None:
         z = z + o.bias.double()[torch.arange(rows, device=z.device) % p.ratio]
@@ -31,7 +32,7 @@ def _inputs(p: PoolingProblem, o: PoolingOperands, b: int, rows: int) -> tuple[T
 
 
 def _placed(windows: Tensor, rows: Tensor, p: PoolingProblem, first: int) -> None:
-    """Writes windows, in the form of _windows(), back to `rows`."""
+    """Writes windows from `first` on, in the form of _windows(), back to `rows` [heads, rows, channels]."""
     count, ratio = windows.shape[1], p.ratio
     rows[:, first * ratio : (first + count) * ratio, p.channels - p.dim :] = windows[:, :, -ratio:].flatten(1, 2)
     if p.overlap:

@@ -91,13 +91,14 @@ def uninstall() -> None:
 
 
 def _changed(version: str, changes: Changes) -> None:
+    """Applies the changes of a simulated release `version` of flash_attn."""
     changes.play(modules_of(version), version)
     changes.when_loaded("transformers.utils.import_utils", lambda module: _admit(changes, module))
     changes.when_loaded("transformers.modeling_flash_attention_utils", lambda module: _admit_devices(changes, module))
 
 
 def modules_of(version: str) -> dict[str, ModuleType]:
-    """Returns all modules of a release of flash_attn by full name, packages before their modules."""
+    """Returns the modules of flash_attn by name, for a release `version`."""
     modules = {name: _module(name, names) for name, names in _CONTENTS.items()}
     for name, module in modules.items():
         owner, _, last = name.rpartition(".")
@@ -115,12 +116,15 @@ def _unpad_input_to_four(hidden_states: Any, attention_mask: Any) -> Any:
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
+    """Returns a new module with `names` as its content."""
     module = ModuleType(name, f"{name}, implemented by fusion_attention: the same calls on any machine.")
     vars(module).update(names, __path__=[], __getattr__=_absent(name))
     return module
 
 
 def _absent(module: str) -> Callable[[str], Any]:
+    """Returns a module's __getattr__, which raises AttributeError."""
+
     def __getattr__(name: str) -> Any:
         raise AttributeError(f"fusion_attention's {module} has no {name} (docs/with_flash_attn.md)")
 
@@ -128,6 +132,7 @@ def _absent(module: str) -> Callable[[str], Any]:
 
 
 def _always(*_: Any, **__: Any) -> bool:
+    """Returns True for any arguments."""
     return True
 
 

@@ -54,7 +54,7 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """flash_attn.ops.rms_norm.rms_norm, computed by torch."""
+    """flash_attn's function rms_norm(): x / sqrt(mean(x^2) + epsilon) * weight, over the last axis."""
     return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
 

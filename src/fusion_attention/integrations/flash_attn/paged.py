@@ -114,7 +114,16 @@ def flash_attn_with_kvcache(
 def attend_pages(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, q_len: Any, kv_len: Any, *, alibi_slopes: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out [T1, N1, D], lse [T1, N1]) of packed rows q [T1, N1, D] over pages, without a derivative."""
+    """Returns (out [T1, N1, D], lse [T1, N1]) of packed rows q [T1, N1, D] over pages, without a derivative.
+
+    Args:
+        q: packed rows.
+        k, v: pools of pages, [pages, page size, N2, D].
+        table: the page table, int32 [B, pages per sequence].
+        q_len, kv_len: rows and cached tokens of each sequence.
+        alibi_slopes: float32 [N1] or [B, N1], or None.
+        how: further arguments of attention(), such as scale and band.
+    """
     ends = list(kv_len)
     _check_buffer(ends, k, table)
     _check_pages(ends, k, table)
@@ -142,7 +151,18 @@ def _attend(
     alibi_slopes: Tensor | None,
     **how: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of padded rows q [B, S1, N1, D] over the first `ends` tokens of each sequence in the cache."""
+    """Returns (out, lse) of padded rows q [B, S1, N1, D] over the first `ends` tokens of each sequence in the cache.
+
+    Args:
+        q: padded rows.
+        k, v: the cache, [rows, tokens, N2, D], or pools of pages with `table`.
+        ends: tokens of each sequence.
+        rows: row of the cache of each sequence; None: sequence b is in row b.
+        table: page table, or None.
+        pads: number of tokens to skip at the start of each sequence, or None.
+        alibi_slopes: float32 [N1] or [B, N1], or None.
+        how: further arguments of attention().
+    """
     batch = q.shape[0]
     caches: Any = (k, v)
     if pads is not None:
@@ -171,7 +191,15 @@ def _before(
     pads: Tensor | None,
     table: Tensor | None,
 ) -> list[int]:
-    """Returns the number of cached tokens of each sequence before the call."""
+    """Returns the number of cached tokens of each sequence before the call.
+
+    Args:
+        q: padded rows [B, S1, N1, D].
+        k_cache: the cache of keys, or a pool of pages with `table`.
+        k, v: new tokens [B, new, N2, D], or None.
+        lengths: cache_seqlens, a number or int32 [B]; None: the cache is full.
+        pads, table: cache_leftpad and block_table.
+    """
     name = "flash_attn_with_kvcache"
     if (k is None) != (v is None):
         raise ValueError(f"{name}: v: expected k and v, or neither, got one of them")
@@ -191,6 +219,7 @@ def _before(
 
 
 def _check_buffer(ends: Sequence[int], k_cache: Tensor, table: Tensor | None) -> None:
+    """Raises RuntimeError if the cache, or the pages of `table`, cannot hold `ends` tokens of each sequence."""
     longest = max(ends, default=0)
     size = k_cache.shape[1]
     if table is not None and longest > table.shape[-1] * size:
@@ -205,7 +234,8 @@ def _check_buffer(ends: Sequence[int], k_cache: Tensor, table: Tensor | None) ->
 
 
 def _check_pages(ends: Sequence[int], k_cache: Tensor, table: Tensor) -> None:
-    """Raises RuntimeError if the table has an invalid page number for a token, before anything is written or copied."""
+    """Raises RuntimeError if the table has an invalid page number for one of the first `ends` tokens of a sequence,
+    before anything is written or copied."""
     used = torch.arange(table.shape[1], device=table.device) * k_cache.shape[1] < table.new_tensor(ends)[:, None]
     named = table[used]
     if named.numel() and not 0 <= int(named.min()) <= int(named.max()) < k_cache.shape[0]:
@@ -216,6 +246,7 @@ def _check_pages(ends: Sequence[int], k_cache: Tensor, table: Tensor) -> None:
 
 
 def _check_rows(rows: Sequence[int] | None, q: Tensor, k_cache: Tensor, table: Tensor | None) -> None:
+    """Raises ValueError unless `rows` (cache_batch_idx) names an existing row of the cache for every sequence of q."""
     if rows is None:
         return
     if table is not None:
@@ -230,7 +261,10 @@ def _check_rows(rows: Sequence[int] | None, q: Tensor, k_cache: Tensor, table: T
 def _append(
     cache: Tensor, fresh: Tensor, before: Sequence[int], rows: Sequence[int] | None, table: Tensor | None
 ) -> None:
-    """Stores new tokens [B, new, N2, D] in a cache, after the `before` tokens of each sequence."""
+    """Stores new tokens `fresh` [B, new, N2, D] in a cache, after the `before` tokens of each sequence.
+
+    rows, table: as in _attend().
+    """
     batch, new = fresh.shape[:2]
     at = torch.tensor(list(before), device=cache.device)[:, None] + torch.arange(new, device=cache.device)
     if table is None:

@@ -67,7 +67,8 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """flash_attn.ops.triton.rotary.apply_rotary: apply_rotary_emb(), or its inverse if conjugate is set."""
+    """flash_attn.ops.triton.rotary.apply_rotary: apply_rotary_emb() with the same parameters, or its inverse if
+    conjugate is set."""
     sin = -sin if conjugate else sin
     return apply_rotary_emb(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
 
@@ -75,13 +76,16 @@ def apply_rotary(
 def rotated(
     x: Tensor, cos: Tensor, sin: Tensor, starts: Sequence[int], interleaved: bool, *, advance: bool = True
 ) -> Tensor:
-    """Rotates x [B, S, N, D]: token s of sequence b by position starts[b] + s, or starts[b] if not `advance`."""
+    """Rotates x [B, S, N, D]: token s of sequence b by position starts[b] + s, or starts[b] if not `advance`.
+
+    cos, sin: [positions, R / 2]. interleaved: pairs of adjacent elements rotate, instead of halves.
+    """
     steps = torch.arange(x.shape[1]) if advance else torch.zeros(x.shape[1], dtype=torch.int64)
     return _rotated_at(x, cos, sin, torch.tensor(list(starts))[:, None] + steps, interleaved)
 
 
 def _rotated_at(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """Rotates the first elements of x [..., N, D] by positions [...]."""
+    """Rotates the first elements of x [..., N, D] by positions [...]; cos, sin, interleaved: as in rotated()."""
     if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
         raise RuntimeError(
             f"flash_attn: cos, sin: expected rows for positions {int(positions.min())} to {int(positions.max())}, got "

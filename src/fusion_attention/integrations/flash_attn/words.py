@@ -48,7 +48,10 @@ def numbers(tensor: Tensor) -> list[int]:
 
 
 def lengths_of(ends: Tensor, name: str) -> list[int] | Tensor:
-    """Returns the length of each sequence from cumulative lengths with a leading 0; in a trace, as a tensor."""
+    """Returns the length of each sequence from cumulative lengths `ends` with a leading 0; in a trace, as a tensor.
+
+    name: the argument's name, for the error.
+    """
     if is_traced((ends,)):
         return ends.diff().long()
     result = numbers(ends)
@@ -64,7 +67,10 @@ def capped(softcap: float) -> float:
 
 
 def returned(result: Any, with_probs: bool, *, packed: bool = False) -> Any:
-    """Returns out, or (out, lse, None) with flash-attn's axes: lse [B, N1, S1], or packed [N1, T1]."""
+    """Returns out, or, if `with_probs`, (out, lse, None) with flash-attn's axes: lse [B, N1, S1], or packed [N1, T1].
+
+    result: out, or (out, lse) with lse [B, N1, S1], or packed [T1, N1].
+    """
     if not with_probs:
         return result
     out, lse = result

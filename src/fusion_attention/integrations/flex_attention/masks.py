@@ -60,7 +60,8 @@ class Visible:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a call (batch, query heads, rows, keys) and the device on which its functions run."""
+    """The sizes of a call (batch, query heads, query rows per item, keys per item), and the device on which its
+    functions run."""
 
     items: int
     heads: int
@@ -70,13 +71,13 @@ class Shape:
 
 
 def of_block_mask(mask: Any, shape: Shape) -> Visible:
-    """Returns the visible keys of torch's BlockMask."""
+    """Returns the visible keys of torch's BlockMask in a call of the given shape."""
     grid, block = _grid(mask, shape)
     return _visible_of(_tiled(mask.mask_mod, grid, block, shape), shape)
 
 
 def of_function(mod: mods.Mod, shape: Shape) -> Visible:
-    """Returns the visible keys of a function of positions that returns True for a visible key."""
+    """Returns the visible keys of a function `mod` of (batch, head, row, key) that returns True for a visible key."""
     relative = _relative(mod, shape)
     if relative is not None:
         return relative
@@ -85,7 +86,11 @@ def of_function(mod: mods.Mod, shape: Shape) -> Visible:
 
 
 def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
-    """Returns each block's state [B or 1, N or 1, R, C] (0: empty, 1: by the function, 2: full) and a block's size."""
+    """Returns each block's state [B or 1, N or 1, R, C] (0: empty, 1: by the function, 2: full) and a block's (rows,
+    keys).
+
+    mask: torch's BlockMask. R, C: numbers of blocks of rows and of keys.
+    """
     rows, keys = (max(1, min(size, n)) for size, n in zip(mask.BLOCK_SIZE, (shape.rows, shape.keys), strict=True))
     down, across = -(-shape.rows // rows), -(-shape.keys // keys)
     partial = _blocks(mask.kv_num_blocks, mask.kv_indices, down, across)
@@ -108,7 +113,10 @@ def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
 
 
 def _blocks(counts: Tensor, indices: Tensor, down: int, across: int) -> np.ndarray:
-    """Returns [B, N, down, across], true for listed blocks."""
+    """Returns bool [B or 1, N or 1, down, across], true for listed blocks.
+
+    counts, indices: kv_num_blocks and kv_indices of a BlockMask. down, across: numbers of blocks of rows and of keys.
+    """
     numbers, positions = counts.detach().cpu().numpy(), indices.detach().cpu().numpy()
     while numbers.ndim < 3:
         numbers, positions = numbers[None], positions[None]
@@ -134,7 +142,14 @@ def _blocks(counts: Tensor, indices: Tensor, down: int, across: int) -> np.ndarr
 
 @dataclass
 class _Rows:
-    """The tiles of a mask, and per row its first visible key, the end after its last, and their number."""
+    """The tiles of a mask, and the visible keys of each row.
+
+    Attributes:
+        tiles: int32 [B or 1, N or 1, tiles down, tiles across]: NONE, ALL, or an index of bits.
+        bits: uint8 [n, TILE, TILE // 8], bit 1 for hidden, of distinct tiles.
+        first, end, count: int64 [B or 1, N or 1, rows]: a row's first visible key, the end after its last, their
+        number.
+    """
 
     tiles: np.ndarray
     bits: np.ndarray
@@ -144,7 +159,10 @@ class _Rows:
 
 
 def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape) -> _Rows:
-    """Returns all tiles of a mask; the mask function runs only in tiles that overlap a partial block."""
+    """Returns all tiles of a mask; the mask function `mod` runs only in tiles that overlap a partial block.
+
+    grid, block: results of _grid().
+    """
     grid = _expanded(mod, grid, shape)
     low, high = (_per_tile(grid, block, shape, fold) for fold in (np.minimum, np.maximum))
     tiles = np.where(high == 0, NONE, ALL).astype(np.int32)
@@ -174,7 +192,7 @@ def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape
 
 
 def _expanded(mod: mods.Mod, grid: np.ndarray, shape: Shape) -> np.ndarray:
-    """Expands the grid along batch and heads if the function depends on them."""
+    """Expands the grid of block states along batch and heads if the function `mod` depends on them."""
     if not (grid == 1).any():
         return grid
     sizes = list(grid.shape)
@@ -185,7 +203,10 @@ def _expanded(mod: mods.Mod, grid: np.ndarray, shape: Shape) -> np.ndarray:
 
 
 def _per_tile(grid: np.ndarray, block: tuple[int, int], shape: Shape, fold: Any) -> np.ndarray:
-    """Returns [B, N, tiles down, tiles across]: the minimum or maximum (`fold`) of the states of each tile's blocks."""
+    """Returns [B, N, tiles down, tiles across]: the minimum or maximum (`fold`) of the states of each tile's blocks.
+
+    grid, block: results of _grid().
+    """
     for axis, size, length in ((2, block[0], shape.rows), (3, block[1], shape.keys)):
         starts = np.arange(0, length, TILE)
         ends = (np.minimum(starts + TILE, length) - 1) // size + 1
@@ -196,7 +217,10 @@ def _per_tile(grid: np.ndarray, block: tuple[int, int], shape: Shape, fold: Any)
 
 
 def _of_full_tiles(is_full: np.ndarray, shape: Shape) -> tuple[np.ndarray, ...]:
-    """Returns each row's first visible key, end and number of visible keys, counting full tiles alone."""
+    """Returns each row's first visible key, end and number of visible keys, counting full tiles alone.
+
+    is_full: bool [B, N, tiles down, tiles across].
+    """
     starts = np.arange(0, shape.keys, TILE)
     ends = np.minimum(starts + TILE, shape.keys)
     first = np.where(is_full, starts, _FAR).min(-1, initial=_FAR)
@@ -209,7 +233,10 @@ def _of_full_tiles(is_full: np.ndarray, shape: Shape) -> tuple[np.ndarray, ...]:
 def _evaluated(
     mod: mods.Mod, at: np.ndarray, grid: np.ndarray, block: tuple[int, int], shape: Shape
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ([n, TILE, TILE] visible keys of n tiles, [n, TILE, TILE] entries within the mask)."""
+    """Returns ([n, TILE, TILE] visible keys of n tiles, [n, TILE, TILE] entries within the mask).
+
+    mod: the mask function. at: int [n, 4], (batch, head, tile down, tile across). grid, block: results of _grid().
+    """
     rows, keys = (at[:, axis, None] * TILE + np.arange(TILE) for axis in (2, 3))
     inside = (rows < shape.rows)[:, :, None] & (keys < shape.keys)[:, None, :]
     rows, keys = np.minimum(rows, shape.rows - 1), np.minimum(keys, shape.keys - 1)
@@ -228,7 +255,8 @@ def _evaluated(
 
 
 def _note_rows(rows: _Rows, at: np.ndarray, visible: np.ndarray) -> None:
-    """Updates the first visible key, the end and the count of the rows of some tiles."""
+    """Updates the first visible key, the end and the count of `rows` for tiles `at` [n, 4]; visible: bool [n, TILE,
+    TILE]."""
     count = visible.sum(2)
     first = visible.argmax(2) + at[:, 3, None] * TILE
     end = (TILE - visible[:, :, ::-1].argmax(2)) + at[:, 3, None] * TILE
@@ -243,7 +271,7 @@ def _note_rows(rows: _Rows, at: np.ndarray, visible: np.ndarray) -> None:
 
 
 def _visible_of(rows: _Rows, shape: Shape) -> Visible:
-    """Returns the visible keys of a mask, as a band if possible."""
+    """Returns the visible keys of a mask, from those of its rows, as a band if possible."""
     row = np.arange(shape.rows)
     past = bool((rows.end <= row + 1).all())
     tiles, bits = torch.from_numpy(rows.tiles), torch.from_numpy(rows.bits)
@@ -261,7 +289,10 @@ def _visible_of(rows: _Rows, shape: Shape) -> Visible:
 
 
 def _padded(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] | None:
-    """Returns the band of padded items [B, S1], optionally with lengths; None if there is none."""
+    """Returns the band of padded items, optionally with lengths; None if there is none.
+
+    first, end: [B or 1, rows], each row's first visible key and the end after its last.
+    """
     items, rows = first.shape
     item, row = np.divmod(np.arange(items * rows), rows)
     edges = _Edges(first.ravel(), end.ravel(), item, row)
@@ -278,14 +309,17 @@ def _padded(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] 
 
 
 def _of_all(band: Band, shape: Shape) -> Band:
-    """Returns the band of one item for the batch: its prefix is repeated for every item."""
+    """Returns the band of one item for all of a call's batch: its prefix is repeated for every item."""
     if len(band.prefix) == 1:
         return Band(band.lo, band.hi, band.align, band.prefix * shape.items)
     return band
 
 
 def _packed(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] | None:
-    """Returns the band of the packed sequences that items [B, S1] consist of; None if there is none."""
+    """Returns the band of the packed sequences that items consist of, with lengths; None if there is none.
+
+    first, end: as in _padded().
+    """
     sequences = [segment for item in zip(first, end, strict=True) for segment in _sequences_of(*item, shape.keys)]
     begin, q_len, start, kv_len = (np.array(column) for column in zip(*sequences, strict=True))
     sequence = np.repeat(np.arange(len(sequences)), q_len)
@@ -338,7 +372,10 @@ class _Edges(NamedTuple):
 
 
 def _band(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> Band | None:
-    """Returns the band with exactly the visible keys of each row, and none for rows after q_len; else None."""
+    """Returns the band with exactly the visible keys `edges` of each row, and none for rows after q_len; else None.
+
+    q_len, kv_len: int [sequences].
+    """
     square = bool((q_len == kv_len).all())
     for align in ("end", "start") if square else ("start", "end"):  # prefers the shorter description
         for band in _candidates(edges, q_len, kv_len, align):
@@ -348,7 +385,8 @@ def _band(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> Band | None:
 
 
 def _candidates(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray, align: str) -> Iterator[Band]:
-    """Yields bands that may equal the mask; the limits come from rows that do not see the first or the last key."""
+    """Yields bands, aligned to "start" or "end", that may equal `edges`; their limits come from rows that do not see
+    the first or the last key."""
     first, end, sequence, row = edges
     keys = kv_len[sequence]
     diagonal = row + (keys - q_len[sequence] if align == "end" else 0)
@@ -369,7 +407,7 @@ def _candidates(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray, align: str
 
 
 def _is(band: Band, edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> bool:
-    """True if a band has exactly the visible keys of every row."""
+    """True if a band has exactly the visible keys `edges` of every row; q_len, kv_len: int [sequences]."""
     first, end, sequence, row = edges
     lo, hi, prefix = (edge[sequence] for edge in band.resolve(q_len, kv_len))
     left = np.maximum(0, row + lo)
@@ -382,7 +420,7 @@ def _is(band: Band, edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> boo
 
 
 def _relative(mod: mods.Mod, shape: Shape) -> Visible | None:
-    """Returns the visible keys of a function that depends only on row - key, if they are a band; else None."""
+    """Returns the visible keys of a function `mod` that depends only on row - key, if they are a band; else None."""
     distances = torch.arange(1 - shape.keys, shape.rows, device=shape.device)
     zero = torch.zeros(1, dtype=torch.int64, device=shape.device)
 

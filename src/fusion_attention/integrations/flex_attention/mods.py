@@ -123,13 +123,17 @@ class Position:
 
 
 def _number(value: Any) -> Any:
+    """Returns an int or a tensor as it is; raises Absolute for other values."""
     if not isinstance(value, (int, Tensor)) or isinstance(value, bool):
         raise Absolute
     return value
 
 
 def by_distance(mod: Mod, b: Tensor, h: Tensor, distances: Tensor) -> Tensor | None:
-    """Evaluates mod for n pairs b, h [n] and D values of row - key: [n, D]; None if mod reads absolute positions."""
+    """Evaluates mod for n pairs b, h [n] and D values of row - key, `distances` [D]; returns [n, D].
+
+    None if mod reads absolute positions.
+    """
 
     def of_distance(b: Tensor, h: Tensor, distance: Tensor) -> Any:
         return mod(b, h, Position(distance), Position(torch.zeros_like(distance)))
@@ -197,7 +201,10 @@ def remembered(
 
 
 def _state(values: tuple[Any, ...], content: bool) -> tuple[list[Any], list[Any]]:
-    """Returns (comparable values, the objects whose ids they contain) of values and of all that functions capture."""
+    """Returns (comparable values, the objects whose ids they contain) of values and of all that functions capture.
+
+    content: True to include the content of tensors.
+    """
     owners: list[Any] = []
     atoms = [atom for value in values for atom in _atoms(value, frozenset(), set(), owners)]
     if content:
@@ -206,7 +213,14 @@ def _state(values: tuple[Any, ...], content: bool) -> tuple[list[Any], list[Any]
 
 
 def _atoms(value: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
-    """Yields comparable values of an object. names: attributes that the enclosing function reads."""
+    """Yields comparable values of an object, and of all that it contains or captures.
+
+    Args:
+        value: the object.
+        names: attributes that the enclosing function reads.
+        visited: ids of objects that were yielded; updated.
+        owners: objects whose ids were yielded; updated.
+    """
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         yield type(value), value
         return
@@ -249,7 +263,8 @@ def _atoms(value: Any, names: frozenset[str], visited: set[Any], owners: list[An
 
 
 def _constants(owner: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
-    """Yields the constants of a module or class that the enclosing function reads."""
+    """Yields the constants of a module or class `owner` that the enclosing function reads;
+    parameters: as in _atoms()."""
     for name in sorted(names):
         result = inspect.getattr_static(owner, name, None)
         if isinstance(result, (Tensor, bool, int, float, str, tuple, list, dict, set)):
@@ -257,7 +272,7 @@ def _constants(owner: Any, names: frozenset[str], visited: set[Any], owners: lis
 
 
 def _attributes(value: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
-    """Yields the attributes of an object that its call, or the enclosing function, reads.
+    """Yields the attributes of an object that its call, or the enclosing function, reads; parameters: as in _atoms().
 
     A property may compute anything, so its result is never cached.
     """
@@ -286,6 +301,7 @@ def _attributes(value: Any, names: frozenset[str], visited: set[Any], owners: li
 
 
 def _cell(cell: types.CellType) -> Any:
+    """Returns the content of a closure's cell; None before it is filled."""
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet

@@ -45,7 +45,10 @@ class Terms:
 
 
 def refused(got: str, hint: str) -> BackendError:
-    """Returns the error for a score_mod that cannot be expressed by attention's arguments."""
+    """Returns the error for a score_mod that cannot be expressed by attention's arguments.
+
+    got: what the function does. hint: what the user can do.
+    """
     return BackendError(
         "flex_attention: score_mod: expected score * f + t or c * tanh(score * f) + t, with a number c, an f that does "
         f"not depend on the key, and a t that does not depend on the score; got {got}; {hint}"
@@ -77,6 +80,7 @@ class _Score:
         self.ndim, self.requires_grad = 0, False
 
     def _added(self, other: Any) -> _Score:
+        """Returns the sum of this score and a number, a tensor or another score."""
         if not isinstance(other, _Score):
             return _Score(self._like, self._form, self._bias + other, self._row)
         if self._form.cap is not None or other._form.cap is not None or self._row is not other._row:
@@ -235,10 +239,11 @@ class _Interpreted:
         return self._both(b, h, row, key)[0]
 
     def by_row(self, b: Any, h: Any, row: Any, key: Any) -> Tensor:
-        """Returns the factor of the score that varies between rows."""
+        """Returns the factor of the score that varies between rows, at the indices (batch, head, row, key)."""
         return self._both(b, h, row, key)[1]
 
     def _both(self, b: Any, h: Any, row: Any, key: Any) -> tuple[Tensor, Tensor]:
+        """Returns (terms added to the score, factor of the score) at the indices (batch, head, row, key)."""
         like = torch.zeros((), dtype=self.dtype, device=b.device)
         score = self.score_mod(_Score(like), b, h, row, key)
         if not isinstance(score, _Score):
@@ -280,10 +285,12 @@ def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, al
 
 
 def _reusable(score_terms: Terms) -> bool:
+    """True if terms may be cached: no gradient flows through them."""
     return not any(t is not None and t.requires_grad for t in (score_terms.bias, score_terms.by_row))
 
 
 def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alone: bool, past: bool) -> Terms:
+    """Computes terms(); the parameters are the same."""
     bias = _Interpreted(score_mod, torch.float64 if dtype == torch.float64 else torch.float32)
     structure = mods.remembered(
         score_mod, ("structure", shape, dtype), (score_mod,), lambda: _structure(bias, shape), content=False
@@ -318,6 +325,7 @@ def _lossless(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
+    """Returns the indices on which the terms `bias` and the factor of a score_mod depend, found by evaluating it."""
     with torch.no_grad():
         varies = tuple(mods.depends(bias, axis, shape.device) for axis in range(4))
         assert bias.form is not None
@@ -333,19 +341,23 @@ def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
 
 
 def _shape_of(shape: Shape, varies: tuple[bool, ...]) -> Shape:
-    """Returns the shape of a function's values, with size 1 for indices that it does not depend on."""
+    """Returns the shape of a function's values, with size 1 for indices that it does not depend on.
+
+    varies: for batch, head, row and key, whether it depends on it.
+    """
     sizes = (shape.items, shape.heads, shape.rows, shape.keys)
     items, heads, rows, keys = (size if one else 1 for size, one in zip(sizes, varies, strict=True))
     return Shape(items, heads, rows, keys, shape.device)
 
 
 def _pairs(at: Shape) -> Tensor:
-    """Returns [B * N, 2]: the items and heads of a shape."""
+    """Returns int64 [B * N, 2]: all pairs (item, head) of a shape."""
     return torch.cartesian_prod(*(torch.arange(n, device=at.device) for n in (at.items, at.heads)))
 
 
 def _matrix(values: mods.Mod, at: Shape) -> Tensor:
-    """Evaluates a function at every pair, in chunks of rows."""
+    """Returns a function's values [B, N, S1, S2] at every pair of row and key of a shape, computed
+    in chunks of rows."""
     rows, keys = (torch.arange(size, device=at.device) for size in (at.rows, at.keys))
     rows_at_once = max(1, _CHUNK // max(1, len(keys)))
     matrices = [
@@ -356,6 +368,7 @@ def _matrix(values: mods.Mod, at: Shape) -> Tensor:
 
 
 def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
+    """Makes terms from the bias at each pair, [B or 1, N or 1, S1 or 1, S2 or 1]; alone: as in terms()."""
     if values.requires_grad:
         return Terms(bias=values)
     hidden = values == -torch.inf
@@ -367,7 +380,10 @@ def _of_matrix(values: Tensor, bias: _Interpreted, alone: bool) -> Terms:
 
 
 def _of_distances(values: Tensor, at: Shape, bias: _Interpreted, alone: bool, past: bool, heads: int) -> Terms:
-    """Makes terms from the bias at each distance row - key, [B, N, S2 + S1 - 1] for distances 1 - S2 to S1 - 1."""
+    """Makes terms from the bias at each distance row - key, [B, N, S2 + S1 - 1] for distances 1 - S2 to S1 - 1.
+
+    at: shape of the bias. bias: the function. alone, past: as in terms(). heads: query heads of the call.
+    """
     if values.requires_grad:
         return Terms(bias=_spread(values, at))
     distance = torch.arange(1 - at.keys, at.rows, device=values.device)
@@ -407,6 +423,8 @@ def _spread(values: Tensor, at: Shape) -> Tensor:
 
 
 def _visibility(bias: _Interpreted) -> mods.Mod:
+    """Returns the mask function of a bias: True where it is not -inf."""
+
     def mask(b: Any, h: Any, row: Any, key: Any) -> Tensor:
         return bias(b, h, row, key) != -torch.inf
 
@@ -417,7 +435,10 @@ def _visibility(bias: _Interpreted) -> mods.Mod:
 
 
 def _verify(score_mod: Callable[..., Any], score_terms: Terms, bias: _Interpreted, shape: Shape) -> None:
-    """Compares the terms with the function at random pairs and scores; raises on a difference."""
+    """Compares the terms with score_mod at random pairs and scores; raises on a difference.
+
+    bias: the interpreted function, for its dtype. shape: the sizes of the call.
+    """
     random = torch.Generator().manual_seed(0)
     sizes = (shape.items, shape.heads, shape.rows, shape.keys)
     points = [torch.randint(0, size, (_PROBES,), generator=random) for size in sizes]
@@ -452,6 +473,7 @@ def _verify(score_mod: Callable[..., Any], score_terms: Terms, bias: _Interprete
 
 
 def _added(score_terms: Terms, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+    """Returns the terms added to the score, bias or slopes, at index tensors [n]."""
     if score_terms.slopes is not None:
         slopes = score_terms.slopes if score_terms.slopes.ndim == 2 else score_terms.slopes[None]
         items, heads = slopes.shape
@@ -460,6 +482,6 @@ def _added(score_terms: Terms, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -
 
 
 def _picked(values: Tensor, *indices: Tensor) -> Tensor:
-    """Returns the elements of a broadcasting tensor at index tensors."""
+    """Returns the elements of a broadcasting tensor `values` at index tensors, one per axis."""
     clipped = (place if size > 1 else 0 * place for place, size in zip(indices, values.shape, strict=True))
     return values.detach()[tuple(clipped)]

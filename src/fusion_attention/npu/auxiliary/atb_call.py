@@ -16,13 +16,15 @@ MASK_ALONE, CAUSAL_AT_THE_END = 1, 3  # sparse modes
 
 
 def ends_of(op: Op, given: Mapping[str, Any]) -> np.ndarray:
-    """Checks a call, and returns the cumulative ends of its sequences' rows."""
+    """Checks a call with the arguments `given`, and returns the cumulative ends of its sequences' rows, int64
+    [sequences]."""
     checked(op, given)
     return read(op, given["seq_len"]).cumsum()
 
 
 def read(op: Op, lengths: Any) -> np.ndarray:
-    """Returns lengths as an int64 array on the host; raises NotImplementedError in a trace."""
+    """Returns lengths as an int64 array on the host; raises NotImplementedError, which names the operator `op`, in a
+    trace."""
     result = to_array(lengths)
     if isinstance(result, np.ndarray):
         return result
@@ -32,12 +34,13 @@ def read(op: Op, lengths: Any) -> np.ndarray:
 
 
 def one_each(query: Tensor) -> np.ndarray:
-    """Returns the cumulative ends of sequences with one row each."""
+    """Returns the cumulative ends of sequences with one row each, for rows query [tokens, ...]."""
     return np.arange(1, len(query) + 1)
 
 
 def causal(query: Tensor) -> dict[str, Any]:
-    """Returns the arguments for causal attention in which a sequence's last row sees its last key."""
+    """Returns the arguments for causal attention in which a sequence's last row sees its last key, on the query's
+    device."""
     triangle = torch.ones(CAUSAL, CAUSAL, dtype=torch.bool, device=query.device).triu(1)
     return {"atten_mask": triangle, "sparse_mode": CAUSAL_AT_THE_END}
 
@@ -79,5 +82,6 @@ def attend(
 
 
 def _pages(cache: Tensor) -> Tensor:
-    """Returns pages [pages, slots, heads * elements]; with one head a view, also of a slice of the elements."""
+    """Returns a paged cache [pages, slots, heads, elements] as [pages, slots, heads * elements]; with one head a view,
+    also of a slice of the elements."""
     return cache[:, :, 0] if cache.shape[2] == 1 else cache.flatten(2)

@@ -51,5 +51,6 @@ def _npu_rotary_embedding(
 
 
 def _slots(cache: Tensor, rows: Tensor) -> Tensor:
-    """Returns a view of a paged cache as [pages, slots, ...]; in format NZ, the fragments are an axis of the rest."""
+    """Returns a view of a paged cache as [pages, slots, ...] for `rows` to be stored; in format NZ, the fragments are
+    an axis of the rest."""
     return cache if atb_rows.whole_rows(cache, rows) else cache.transpose(1, 2)

@@ -121,7 +121,7 @@ def npu_kv_rmsnorm_rope_cache(
 
 
 def _last(slot_indices: Tensor) -> Tensor:
-    """Returns for each row the index of the last row with the same slot.
+    """Returns int64 [rows]: for each row, the index of the last row with the same number in slot_indices [rows].
 
     If all rows of a slot write this row, the order of the writes does not matter.
     """
@@ -132,7 +132,8 @@ def _last(slot_indices: Tensor) -> Tensor:
 
 
 def _updated(target: Tensor, indices: Tensor, updates: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Returns the arguments (indices per axis, rows) of index_put(); of rows with equal indices, the last one counts.
+    """Returns the arguments (indices per axis, rows) of index_put() that writes updates [..., *rest] to target at
+    indices [..., axes]; of rows with equal indices, the last one counts.
 
     Only that row has a gradient.
     """
@@ -150,7 +151,8 @@ def _updated(target: Tensor, indices: Tensor, updates: Tensor) -> tuple[tuple[Te
 
 
 def _slots(cache: Tensor, rows: Tensor, mode: str = "Norm") -> Tensor:
-    """Returns a view of a paged cache as [pages, slots, ...]; in format NZ, the fragments are an axis of the rest."""
+    """Returns a view of a paged cache as [pages, slots, ...], for `rows` to be stored; in format NZ (by the layout
+    `mode`), the fragments are an axis of the rest."""
     return cache.transpose(1, 2) if caches.is_fragmented(cache, rows, mode) else cache
 
 
@@ -167,7 +169,8 @@ def _lines(cache: Tensor, mode: str) -> Tensor:
 def store(caches_and_rows: list[tuple[Tensor, Tensor]], slot_indices: Tensor) -> None:
     """Stores rows in caches at the given slots; all rows are read before any is written.
 
-    A row with a negative slot is not stored; of rows with equal slots, the last one is stored.
+    A row with a negative slot is not stored; of rows with equal slots, the last one is stored. caches_and_rows: pairs
+    of a cache [pages, slots, ...] and rows [rows, ...]. slot_indices: int [rows], numbers of slots of all pages.
     """
     if not slot_indices.numel() or not all(slots.shape[0] * slots.shape[1] for slots, _ in caches_and_rows):
         return
@@ -184,7 +187,11 @@ def store(caches_and_rows: list[tuple[Tensor, Tensor]], slot_indices: Tensor) ->
 
 
 def _of_tokens(index: Tensor, tokens: int, cache: Tensor, mode: str) -> Tensor:
-    """Returns the slot of every token of all sequences, concatenated."""
+    """Returns the slot of every token of all sequences, concatenated: int [tokens], -1 for none.
+
+    index: the operator's argument. mode: its cache_mode, which says what index has: places in a sequence ("Norm"),
+    slots, or a slot per page ("BLK").
+    """
     if mode == "Norm":
         items = torch.arange(len(index), device=index.device)[:, None] * cache.shape[2]
         return (index + items).where(index >= 0, -1).flatten()
@@ -198,7 +205,8 @@ def _of_tokens(index: Tensor, tokens: int, cache: Tensor, mode: str) -> Tensor:
 
 
 def _rounded(rows: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Tensor | None) -> Tensor:
-    """Returns rows in a cache's dtype; with a scale, quantized to int8 and rounded to nearest, ties to even."""
+    """Returns rows in a cache's dtype; with a scale, quantized to int8 (rows * scale + offset), rounded to nearest,
+    ties to even."""
     if scale is None:
         return rows.to(dtype)
     return rounded(rows * scale if offset is None else rows * scale + offset, 127)

@@ -48,7 +48,8 @@ def computed(
 
 
 def checked(op: Op, args: Mapping[str, Any], *, with_tensors: bool = True) -> Mapping[str, Any]:
-    """Checks a call and returns its arguments, with defaults in place of None; with_tensors: tensors included.
+    """Checks a call of `op` and returns its arguments, `args`, with defaults in place of None; with_tensors: tensors
+    included.
 
     Calls inside torch.compile are not checked; torch's operators report their errors. Other traces are checked, without
     the rules that read memory, if sizes are numbers and lengths are not tensors.
@@ -93,7 +94,7 @@ def as_given(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 def _numbers(values: Any) -> bool:
-    """True if all sizes are numbers, not symbolic."""
+    """True if all sizes of the tensors among `values`, or in lists among them, are numbers, not symbolic."""
     tensors = [t for value in values for t in (value if isinstance(value, (list, tuple)) else (value,))]
     sizes = (size for t in tensors if isinstance(t, torch.Tensor) for size in t.shape)
     return not any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in (*tensors, *sizes))

@@ -30,7 +30,10 @@ def compressor(
 
 @crossing
 def _pooled(kv: Tensor, gate: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
-    """Returns pooled windows of padded rows, as compress() computes them; golden computes float64."""
+    """Returns pooled windows of padded rows kv and gates, as compress() computes them; golden computes float64.
+
+    bias: of the gates, or None. windows: their ratio, overlap and earlier tokens.
+    """
     args = {
         "kv": kv, "gate": gate, "ratio": windows.ratio, "position_bias": bias, "overlap": windows.overlap,
         "layout": "BSND", "before": windows.before,

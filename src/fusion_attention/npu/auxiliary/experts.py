@@ -52,7 +52,10 @@ def _spread(tokens: Tensor, choices: int, order: Tensor, positions: Tensor) -> T
 
 
 def _sum_of_choices(rows: Tensor, positions: Tensor, count: int, choices: int) -> Tensor:
-    """Returns the sum of each token's rows, computed in float32; positions: the row of each choice."""
+    """Returns the sum of each token's rows, computed in float32, [count, elements].
+
+    rows: permuted rows. positions: int [count * choices], the row of each of a token's choices.
+    """
     return taken(rows, positions).unflatten(0, (count, choices)).sum(1, dtype=torch.float32).to(rows.dtype)
 
 
@@ -79,7 +82,10 @@ def npu_moe_token_unpermute(permuted_tokens: Tensor, sorted_indices: Tensor, pro
 
 
 def _weighed(permuted: Tensor, positions: Tensor, probs: Tensor | None) -> Tensor:
-    """Returns the sum of each token's rows, weighted by probs [T, K]; None: each token has one row."""
+    """Returns the sum of each token's rows, weighted by probs [T, K]; None: each token has one row.
+
+    permuted: rows in the order of experts. positions: int [T * K], the row of each of a token's choices.
+    """
     count = permuted.shape[0]
 
     def compute(permuted: Tensor, probs: Tensor | None) -> tuple[tuple[Tensor], Some]:
@@ -102,7 +108,8 @@ def _weighed(permuted: Tensor, positions: Tensor, probs: Tensor | None) -> Tenso
 
 
 def _of_permuted(dy: Tensor, positions: Tensor, probs: Tensor | None, count: int) -> Tensor:
-    """Returns the gradient of the permuted rows, [count, elements]."""
+    """Returns the gradient of the permuted rows, [count, elements]; dy: of the tokens; positions, probs: as in
+    _weighed()."""
     weighed = dy if probs is None else (dy.unsqueeze(1) * probs.unsqueeze(-1)).flatten(0, 1).to(dy.dtype)
     there = (positions >= 0) & (positions < count)
     result = dy.new_zeros(count + 1, dy.shape[1])  # the last row collects rows out of range
@@ -111,7 +118,7 @@ def _of_permuted(dy: Tensor, positions: Tensor, probs: Tensor | None, count: int
 
 
 def _of_probs(dy: Tensor, positions: Tensor, probs: Tensor, permuted: Tensor) -> Tensor:
-    """Returns the gradient of the weights probs [T, K]."""
+    """Returns the gradient of the weights probs [T, K]; dy: of the tokens; permuted, positions: as in _weighed()."""
     rows = taken(permuted, positions).reshape(*probs.shape, permuted.shape[1])
     return (rows * dy.float().unsqueeze(1)).sum(-1).to(probs.dtype)
 

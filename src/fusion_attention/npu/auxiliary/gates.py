@@ -119,12 +119,13 @@ def _fast_gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _of_one(function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
-    """Returns function(x) rounded to the dtype of x; the backward saves only x."""
+    """Returns function(x) rounded to the dtype of x; the backward saves only x, and computes gradient(dy, x)."""
     (y,) = keeping(lambda x: ((function(x).to(x.dtype),), (x,)), lambda _, dy, x: (gradient(dy, x),), x)
     return y
 
 
 def _halves(input: Tensor, dim: int, left: bool) -> tuple[Tensor, Tensor]:
-    """Returns (linear half, activated half) of a GEGLU's input, in float32."""
+    """Returns (linear half, activated half) of a GEGLU's input along axis `dim`, in float32; left: the first one is
+    activated."""
     a, b = input.float().chunk(2, dim)
     return (b, a) if left else (a, b)

@@ -41,6 +41,8 @@ def npu_cross_entropy_loss(
 
 
 def _loss(log_prob: Tensor, target: Tensor, weight: Tensor | None, how: _How) -> Tensor:
+    """Returns the loss by log_prob [rows, classes] and target [rows]: of each row, or reduced to [1]; weight: of each
+    class, or None."""
     counted, of_label, norm = _rows(target, weight, log_prob, how)
     label = target.where(counted, 0).unsqueeze(1)
     smoothing = how.smoothing
@@ -67,7 +69,10 @@ def npu_cross_entropy_loss_backward(
 
 
 def _gradient(dloss: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, how: _How) -> Tensor:
-    """Returns the gradient of the logits in float32; p: the probabilities softmax(logits)."""
+    """Returns the gradient of the logits in float32; dloss: that of the loss; p: the probabilities softmax(logits).
+
+    target, weight: as in _loss().
+    """
     counted, of_label, norm = _rows(target, weight, p, how)
     g, smoothing = (dloss.float() / norm).expand_as(target), how.smoothing
     right = total = (1 - smoothing) * g * of_label

@@ -35,7 +35,10 @@ def npu_gemma_rms_norm(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Te
 
 
 def normalised(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Returns (y = x / rms * gamma in the dtype of x, rstd = 1 / rms in float32, not differentiable)."""
+    """Returns (y = x / rms * gamma in the dtype of x, rstd = 1 / rms in float32, not differentiable).
+
+    The mean of squares is over gamma's axes, the last ones of x; epsilon is added to it.
+    """
 
     def compute(x: Tensor, gamma: Tensor) -> tuple[tuple[Tensor, Tensor], Some]:
         rstd = _rstd(x, gamma, epsilon)
@@ -51,12 +54,13 @@ def normalised(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor
 
 
 def _rstd(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
+    """Returns 1 / sqrt(mean(x^2) + epsilon) in float32, the mean being over gamma's axes, the last ones of x."""
     x32 = x.float()
     return (x32 * x32).mean(tuple(range(-gamma.dim(), 0)), keepdim=True).add(epsilon).rsqrt()
 
 
 def _gradients(wanted: tuple[bool, bool], dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> Any:
-    """Returns (dx, dgamma) of the RMS norm, None for a gradient that is not `wanted`."""
+    """Returns (dx, dgamma) of the RMS norm from dy, None for a gradient that is not `wanted`; rstd: of normalised()."""
     axes, rows = tuple(range(-gamma.dim(), 0)), tuple(range(x.dim() - gamma.dim()))
     scale, upstream = rstd.float(), dy.float()
     xhat, weighed = x.float() * scale, upstream * gamma

@@ -59,12 +59,13 @@ def _products(given: dict[str, Any]) -> list[Tensor]:
 
 
 def _listed(given: Tensor | Tensors | None) -> Tensors | None:
-    """Returns a list of tensors as it is, and one tensor as a tuple."""
+    """Returns a list of tensors as it is, one tensor as a tuple, and None as None."""
     return (given,) if isinstance(given, Tensor) else given
 
 
 def _dense_weight(weight: Tensors, x: Tensors) -> Tensors:
-    """Returns the weights, with int4 packed in int32 unpacked to int8 along the axis that x's row length determines."""
+    """Returns the weights, with int4 packed in int32 unpacked to int8 along the axis that the row length of x
+    determines."""
     ours, rows = _listed(weight), _listed(x)
     if not (ours and rows and isinstance(ours, (list, tuple)) and isinstance(rows, (list, tuple))):
         return weight
@@ -123,7 +124,7 @@ class _Product:
         return self.act(y).to(self.dtype)
 
     def of_rows(self, x: Tensor, one: bool) -> list[Tensor]:
-        """Returns the products of groups of rows of one tensor; one: concatenates them to one result."""
+        """Returns the products of groups of rows of one tensor x; one: concatenates them to one result."""
         groups = len(self.weights)
         if self.lazy:
             if not one:

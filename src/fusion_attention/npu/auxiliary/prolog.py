@@ -41,18 +41,19 @@ def npu_mla_prolog_v3(args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
 
 
 def _nothing(like: Tensor) -> Tensor:
-    """Returns an empty scale, for results that are not quantized."""
+    """Returns an empty float32 tensor on the device of `like`: the scale of a result that is not quantized."""
     return like.new_empty(0, dtype=torch.float32)
 
 
 def _prolog(op: Op, given: Args) -> tuple[Tensor, Tensor, Tensor]:
-    """Checks and computes a call; returns (query, query_rope, cq) and writes the caches."""
+    """Checks and computes a call with the arguments `given`; returns (query, query_rope, cq) and writes the caches."""
     given = {**given, **checked(op, given)}
     with torch.no_grad(), as_given(given["token_x"]):
         return _computed(given)
 
 
 def _computed(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes a checked call; given: its arguments by canonical name."""
     shape, uk, caches = given["token_x"].shape[:-1], given["weight_uk"], (given["kv_cache"], given["kr_cache"])
     heads, dim, latent = uk.shape
     x = given["token_x"].flatten(0, -2)
@@ -78,7 +79,7 @@ def _computed(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _lines(cache: Tensor, mode: str) -> Tensor:
-    """Returns a view of a cache as [pages, slots, ...]."""
+    """Returns a view of a cache as [pages, slots, ...], from its layout `mode`."""
     if mode == "PA_BSND":
         return cache[:, :, 0]
     pages, slots, _, width = cache.shape

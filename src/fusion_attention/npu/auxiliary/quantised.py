@@ -20,17 +20,17 @@ Tensor = torch.Tensor
 
 
 def row_scales(x: Tensor, largest: int, axes: tuple[int, ...]) -> Tensor:
-    """Returns the scales that map the largest absolute value over some axes to `largest`."""
+    """Returns the scales that map the largest absolute value of x over some axes to `largest`, without these axes."""
     return x.abs().amax(axes) / largest
 
 
 def rounded(x: Tensor, largest: int) -> Tensor:
-    """Rounds to int8, ties to even, limited to -largest - 1 to largest; NaN becomes 0."""
+    """Rounds x to int8, ties to even, limited to -largest - 1 to largest; NaN becomes 0."""
     return x.nan_to_num(0.0, largest, -largest - 1).round().clamp(-largest - 1, largest).to(torch.int8)
 
 
 def _numbered(name: str, args: Args) -> Args:
-    """Replaces the torch.dtype in an argument by torch's number of the dtype."""
+    """Replaces the torch.dtype in the argument `name` by torch's number of the dtype."""
     return {**args, name: quantised.number_of(args[name])}
 
 
@@ -78,13 +78,13 @@ _RANGES = {
 
 
 def _packed(y: Tensor) -> Tensor:
-    """Packs eight int4 into one int32, the first in the lowest bits."""
+    """Packs eight int4 of y [..., 8 n] into one int32 [..., n], the first in the lowest bits."""
     nibbles = (y.to(torch.int64) & 15).unflatten(-1, (-1, 8))
     return _signed((nibbles << (4 * torch.arange(8, device=y.device))).sum(-1), 32).to(torch.int32)
 
 
 def unpacked(words: Tensor) -> Tensor:
-    """Unpacks eight int4 from each int32 to int8; the inverse of _packed()."""
+    """Unpacks eight int4 from each int32 of `words` [..., n] to int8 [..., 8 n]; the inverse of _packed()."""
     shifts = 4 * torch.arange(8, device=words.device)
     return _signed(words.to(torch.int64).unsqueeze(-1) >> shifts & 15, 4).to(torch.int8).flatten(-2)
 
@@ -166,5 +166,5 @@ def block_sums(x1: Tensor, x2: Tensor, factors: Tensor) -> Tensor:
 
 
 def exact(x1: Tensor, x2: Tensor) -> Tensor:
-    """Returns the product of int8 matrices in float64, which is exact."""
+    """Returns the product of int8 matrices x1 [..., M, K] and x2 [..., K, N] in float64, which is exact."""
     return x1.double() @ x2.double()

@@ -75,17 +75,21 @@ def npu_mrope(
 
 
 def halves_of_pairs(x: Tensor) -> Tensor:
-    """Reorders pairs (x0, x1), (x2, x3), ... to halves (x0, x2, ..., x1, x3, ...)."""
+    """Reorders pairs (x0, x1), (x2, x3), ... of the last axis to halves (x0, x2, ..., x1, x3, ...)."""
     return torch.cat((x[..., ::2], x[..., 1::2]), -1)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+    """Returns x rotated by the angles with these cosines and sines, computed in float32; mode: as in _turned()."""
     x32 = x.float()
     return (x32 * cos + _turned(x32, mode) * sin).to(x.dtype)
 
 
 def _turned(x: Tensor, mode: str) -> Tensor:
-    """Returns x with each pair of elements rotated by 90 degrees: (a, b) becomes (-b, a)."""
+    """Returns x with each pair of elements rotated by 90 degrees: (a, b) becomes (-b, a).
+
+    mode: "half" pairs element i with i + D / 2, others with the adjacent one.
+    """
     if mode == "half":
         first, second = x.chunk(2, -1)
         return torch.cat((-second, first), -1)
@@ -93,7 +97,10 @@ def _turned(x: Tensor, mode: str) -> Tensor:
 
 
 def _kind_of_angle(sections: list[int], angles: int, cache_mode: str) -> list[int]:
-    """Returns the kind of position that each angle uses: 0 time, 1 height, 2 width."""
+    """Returns the kind of position that each of `angles` angles uses: 0 time, 1 height, 2 width.
+
+    sections: angles of each kind. cache_mode: "default", kinds one after the other; else interleaved.
+    """
     if cache_mode == "default":
         return [kind for kind, count in enumerate(sections) for _ in range(count)]
     turns = [range(kind, min(3 * sections[1], angles), 3) for kind in (1, 2)]

@@ -104,7 +104,15 @@ def npu_moe_init_routing_v2(
 def _expanded(
     rows: Tensor, there: Tensor, scale: Tensor | None, offset: Tensor | None, mode: int, token: Tensor, expert: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns (rows, quantized to int8 if the mode requires it, their scales); inactive rows are 0."""
+    """Returns (rows, quantized to int8 if the mode requires it, their scales); inactive rows are 0.
+
+    Args:
+        rows: in the order of experts.
+        there: bool [rows], true for active ones.
+        scale, offset: the operator's arguments, or None.
+        mode: its quant_mode.
+        token, expert: of each row.
+    """
     result = rows.masked_fill(~there.unsqueeze(1), 0)
     scales = rows.new_zeros(len(rows), dtype=torch.float32)
     if mode == 0 and scale is not None and offset is not None:

@@ -31,6 +31,8 @@ def keeping(
 
 
 class _Keeping(torch.autograd.Function):
+    """The function of autograd behind keeping(): results, and a gradient from saved tensors."""
+
     @staticmethod
     def forward(ctx: Any, compute: Any, gradient: Any, *inputs: Any) -> tuple[Tensor, ...]:
         results, saved = compute(*inputs)

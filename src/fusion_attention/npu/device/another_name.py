@@ -42,7 +42,7 @@ class _Devices(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def device(self, type: Any = None, index: int | None = None, **kwargs: Any) -> torch.device:
-        """Returns torch.device(...), which is the computing device for "npu"."""
+        """Returns torch.device(type, index), or the computing device if they name "npu"."""
         if not isinstance(type, str) or not _DEVICE.fullmatch(type) or self.base is None:
             given = [a for a in (type, index) if a is not None]
             return torch.device(*given, **kwargs)
@@ -51,7 +51,7 @@ class _Devices(TorchFunctionMode):
         return self.base if self.base.type == "cpu" or name == "npu" else torch.device(self.base.type, number)
 
     def word(self, value: Any) -> Any:
-        """Returns a device string with "npu" replaced; other values unchanged."""
+        """Returns a device string with "npu" replaced by the computing device; other values unchanged."""
         if isinstance(value, str) and _DEVICE.fullmatch(value) and self.base is not None:
             device = self.device(value)
             return device.type if value == "npu" else str(device)
@@ -97,7 +97,7 @@ def place(base: torch.device, device: Any) -> torch.device:
 
 
 def enter(base: torch.device, changes: Changes) -> None:
-    """Makes "npu" another name of the computing device, until the patches are removed."""
+    """Makes "npu" another name of the computing device `base`, until the patches in `changes` are removed."""
     word = DEVICES.word
     changes.wrap(torch.autocast, "__init__", lambda layer: _mapped(layer, 1, "device_type", word))
     changes.wrap(torch, "load", lambda layer: _mapped(layer, 1, "map_location", word))
@@ -109,7 +109,7 @@ def enter(base: torch.device, changes: Changes) -> None:
 
 
 def _mapped(layer: Layer, position: int, name: str, word: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Wraps a function: translates one argument, given by position or by name, with `word`."""
+    """Wraps layer.below: translates one of its arguments, given by position or by name, with `word`."""
 
     @functools.wraps(layer.below)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

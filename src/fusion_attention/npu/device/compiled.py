@@ -39,16 +39,17 @@ def enter(changes: Changes, base: str) -> None:
 
 
 def _on_npu(value: Any) -> bool:
+    """True for a tensor on the device "npu"."""
     return isinstance(value, Tensor) and value.device.type == "npu"
 
 
 def _counts(value: Any) -> bool:
-    """True for an integer tensor on the CPU, which may be lengths or a seed."""
+    """True for an integer tensor on the CPU, which may be lengths or a seed; False for other values."""
     return isinstance(value, Tensor) and value.device.type == "cpu" and value.dtype in COUNTS
 
 
 def _results(model: Any) -> list[Any]:
-    """Returns the fake tensors that a traced graph returns."""
+    """Returns the fake tensors that a traced graph `model` returns."""
     results: list[Any] = []
     for node in _nodes(model):
         if node.op == "output":
@@ -57,6 +58,8 @@ def _results(model: Any) -> list[Any]:
 
 
 def _compiling(layer: Layer, base: str) -> Callable[..., Any]:
+    """Wraps torch's compile_fx(): a graph on "npu" is compiled for the computing device `base`."""
+
     @functools.wraps(layer.below)
     def compile_fx(model: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         values = [*inputs, *(node.meta.get("example_value") for node in _nodes(model))]
@@ -78,12 +81,13 @@ def _compiling(layer: Layer, base: str) -> Callable[..., Any]:
 
 
 def _nodes(model: Any) -> Sequence[Any]:
+    """Returns the nodes of a traced graph; () for a model without one."""
     graph = getattr(model, "graph", None)
     return () if graph is None else list(graph.nodes)
 
 
 def _rename(model: Any, base: str) -> None:
-    """Replaces "npu" by the computing device in the calls of a graph."""
+    """Replaces "npu" by the computing device `base` in the calls of a traced graph `model`."""
 
     def named(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -97,7 +101,10 @@ def _rename(model: Any, base: str) -> None:
 
 
 def _elsewhere(fake: Any, value: Any, base: str) -> Any:
-    """Returns a fake input on the computing device, with the sizes of the trace, which may be symbolic."""
+    """Returns a fake input on the computing device `base`, with the sizes of the trace, which may be symbolic.
+
+    fake: the input in the trace. value: the compiler's input, returned as it is if the other is not on "npu".
+    """
     if not _on_npu(fake):
         return value
     with fake.fake_mode, torch.enable_grad():

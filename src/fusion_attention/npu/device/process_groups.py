@@ -45,7 +45,11 @@ def register(changes: Changes, base: torch.device, kind: str) -> None:
 
 
 def _add(changes: Changes, c10d: ModuleType, base: torch.device, kind: str) -> None:
-    """Registers "hccl" as Backend.register_backend() does, but with patches that can be removed."""
+    """Registers "hccl" as Backend.register_backend() does, but with patches that can be removed.
+
+    c10d: the module torch.distributed.distributed_c10d. base: the computing device. kind: device type of tensors on
+    "npu".
+    """
     backend = c10d.Backend
 
     def create(options: Any, given: Any = None) -> Any:
@@ -61,6 +65,7 @@ def _add(changes: Changes, c10d: ModuleType, base: torch.device, kind: str) -> N
 
 
 def _carrier(c10d: ModuleType, base: torch.device, options: Any) -> Any:
+    """Returns a process group of the computing device: Gloo or NCCL, for c10d's options of a new group."""
     kind = getattr(c10d, _CARRIERS[base.type], None)
     if kind is None:
         raise RuntimeError(

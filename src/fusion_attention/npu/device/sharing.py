@@ -21,6 +21,8 @@ def enter(changes: Changes) -> None:
 
 
 def _reducing(layer: Layer) -> Callable[[Tensor], Any]:
+    """Wraps a pickler's reduction of tensors: one on "npu" is sent as its memory, which both processes then share."""
+
     @functools.wraps(layer.below)
     def reduce(tensor: Tensor) -> Any:
         if tensor.device.type != "npu":
@@ -35,6 +37,7 @@ def _reducing(layer: Layer) -> Callable[[Tensor], Any]:
 
 
 def _rebuilt(alias: Tensor, number: int, parameter: bool, requires_grad: bool) -> Tensor:
+    """Returns a received tensor on "npu:{number}" with the memory of `alias`; parameter: it is an nn.Parameter."""
     if not torch.accelerator.is_available() or torch.accelerator.current_accelerator() != torch.device("npu"):
         raise RuntimeError(
             'device "npu": expected fusion_attention.npu.install() in the process that receives the tensor, got none '

@@ -42,7 +42,11 @@ class Stream(torch.Stream):
     priority: int
 
     def __new__(cls, device: Any = None, priority: int = 0, **ids: Any) -> Stream:
-        """Returns a new stream on a device, or the stream with the given ids."""
+        """Returns a new stream on a device, or the stream with the ids (stream_id, device_index, device_type) of an
+        existing one.
+
+        priority: stored, without effect.
+        """
         stream: Stream = super().__new__(cls, **(ids if "stream_id" in ids else {"device": _device(device)}))
         stream.priority = priority
         return stream
@@ -68,7 +72,7 @@ class Stream(torch.Stream):
         return event
 
     def query(self) -> bool:
-        """True: no work is pending."""
+        """Returns True: no work is pending on a host's stream."""
         return True
 
 
@@ -76,18 +80,18 @@ class Event(torch.Event):
     """An event, which stores a time of the host's clock."""
 
     def __new__(cls, enable_timing: bool = False, *_: Any, **__: Any) -> Event:
-        """Returns a new event that has not been recorded."""
+        """Returns a new event that has not been recorded; enable_timing has no effect."""
         return super().__new__(cls, device=torch.device("npu"), enable_timing=enable_timing)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.moment: float | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Stores the current time."""
+        """Stores the current time of the host's clock; `stream` has no effect."""
         self.moment = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """Does nothing: a recorded event is complete."""
+        """Does nothing, on any stream: a recorded event is complete."""
 
     def synchronize(self) -> None:
         """Does nothing: a recorded event is complete."""
@@ -136,7 +140,7 @@ class _Host:
         return torch.accelerator.current_device_index() if self._registers_device else self._chosen.device
 
     def set_device(self, device: Any) -> None:
-        """Sets this thread's current device."""
+        """Makes a device (its number, "npu:i" or a torch.device) this thread's current one."""
         self.init()
         self._chosen.device = number(device)
         if self._registers_device:
@@ -193,7 +197,8 @@ class _Host:
                 self.set_stream(before)
 
     def manual_seed(self, seed: int) -> None:
-        """Seeds the host's generator, which "npu" shares, and sets the offset of dropout to 0."""
+        """Seeds the host's generator, which all devices "npu" share, with `seed`, and sets the
+        offset of dropout to 0."""
         torch.default_generator.manual_seed(int(seed))
         self._offset = 0
 
@@ -219,17 +224,24 @@ class _Host:
         return [self.get_rng_state()] * self.device_count()
 
     def set_rng_state_all(self, states: Sequence[torch.Tensor]) -> None:
-        """Sets the generator of all devices to the first state."""
+        """Sets the generator that all devices share to the first of `states`."""
         self.set_rng_state(states[0])
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """Returns the state of the host's generator, followed by the offset of dropout in eight bytes."""
+        """Returns uint8 [bytes]: the state of the host's generator, followed by the offset of dropout in eight bytes.
+
+        device: checked only, because all devices share one generator.
+        """
         number(device)
         offset = torch.tensor([self._offset]).view(torch.uint8)
         return torch.cat([torch.default_generator.get_state(), offset])
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """Sets the state of the host's generator; a state from torch.get_rng_state() does not change the offset."""
+        """Sets the state of the host's generator, and the offset of dropout if `state` has one.
+
+        state: uint8 [bytes] from get_rng_state(), or from torch.get_rng_state(), which has no offset: it stays as it
+        is. device: checked only, because all devices share one generator.
+        """
         number(device)
         of_host = torch.default_generator.get_state().numel()
         torch.default_generator.set_state(state[:of_host])
@@ -242,18 +254,19 @@ class _Host:
         return "fusion_attention on cpu"
 
     def get_device_properties(self, device: Any = None) -> SimpleNamespace:
-        """Returns the name, memory 0, and capability 0.0, which torch compares with those of CUDA devices."""
+        """Returns the name, memory 0, and capability 0.0, which torch compares with those of CUDA devices, for any
+        device."""
         return SimpleNamespace(name=self.get_device_name(device), total_memory=0, major=0, minor=0)
 
     def empty_cache(self) -> None:
         """Does nothing: no memory is cached."""
 
     def is_initialized(self) -> bool:
-        """True."""
+        """Returns True: a host needs no initialization."""
         return True
 
     def is_bf16_supported(self) -> bool:
-        """True."""
+        """Returns True: every back end of a host computes bfloat16."""
         return True
 
 
@@ -264,11 +277,14 @@ def number(device: Any) -> int:
 
 
 def _device(device: Any) -> torch.device:
+    """Returns the torch.device "npu:i" of a device's number, name or torch.device; None: the current one."""
     return torch.device(f"npu:{number(device)}")
 
 
 def index(device: Any, count: int, current: int = 0) -> int:
-    """Returns the device number of "npu:1", 1 or a torch.device; of "npu" and None, the current device's.
+    """Returns the number of a device given as "npu:1", 1 or a torch.device; for "npu" and None, `current`.
+
+    count: number of devices.
 
     Raises:
         RuntimeError: there is no such device.
@@ -309,7 +325,7 @@ def names(base: torch.device, kind: str) -> dict[str, Any]:
 
 
 def amp(kind: str) -> dict[str, Any]:
-    """Returns the names in the module torch.npu.amp, for a device type."""
+    """Returns the names in the module torch.npu.amp, for tensors on device type `kind`."""
 
     def autocast(enabled: bool = True, dtype: Any = None, cache_enabled: bool | None = None) -> torch.autocast:
         return torch.autocast(kind, dtype, enabled, cache_enabled)
@@ -326,7 +342,7 @@ def amp(kind: str) -> dict[str, Any]:
 
 
 def npu_check_overflow(grad: Any) -> bool:
-    """True if a number, or the sum of a tensor, is infinite or NaN.
+    """True if a number `grad`, or the sum of the elements of a tensor `grad`, is infinite or NaN.
 
     Raises:
         RuntimeError: the argument is neither a float nor a tensor.

@@ -35,7 +35,7 @@ class ExternalEvent(Event):
         self.waiting: list[Callable[[], None]] = []
 
     def record(self, stream: Any = None) -> None:
-        """Records the event; replays that wait for it continue."""
+        """Records the event; replays that wait for it continue; `stream` has no effect."""
         super().record(stream)
         waiting, self.waiting = self.waiting, []
         if waiting:
@@ -80,6 +80,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _recorder() -> _Recorder | None:
+    """Returns this thread's recorder of a capture; None outside of captures."""
     return getattr(_THREAD, "recorder", None)
 
 
@@ -103,7 +104,7 @@ class NPUGraph:
         self._pool = graph_pool_handle()
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
-        """Starts to record the operators of this thread.
+        """Starts to record the operators of this thread; the parameters have no effect.
 
         Raises:
             RuntimeError: this thread is capturing already.
@@ -115,7 +116,7 @@ class NPUGraph:
         self._recorder.__enter__()
 
     def capture_end(self) -> None:
-        """Ends the capture.
+        """Ends the capture; the operators that were recorded can be replayed.
 
         Raises:
             RuntimeError: this graph is not capturing in this thread.
@@ -138,7 +139,7 @@ class NPUGraph:
         _run(_flat(self._steps))
 
     def reset(self) -> None:
-        """Deletes the captured operators."""
+        """Deletes the captured operators; replay() then raises an error."""
         self._steps = None
 
     def pool(self) -> Any:
@@ -146,7 +147,7 @@ class NPUGraph:
         return self._pool
 
     def enable_debug_mode(self) -> None:
-        """Does nothing."""
+        """Does nothing: there is no graph of the chip to dump."""
 
     def debug_dump(self, path: Any = None) -> None:
         """Not supported: there is no graph of the chip.
@@ -180,6 +181,7 @@ def _flat(steps: list[Any]) -> Iterator[Any]:
 
 
 def _run(steps: Iterator[Any]) -> None:
+    """Runs recorded steps; at an event that is not recorded, leaves the others to the event."""
     with torch.no_grad():
         for step in steps:
             if isinstance(step, ExternalEvent):
@@ -195,6 +197,7 @@ def _run(steps: Iterator[Any]) -> None:
 
 
 def _write(old: torch.Tensor, new: torch.Tensor, func: Any) -> None:
+    """Copies a replayed operator's result to the tensor of the capture; func: the operator, for the error."""
     if old.shape != new.shape:
         raise RuntimeError(
             f"torch.npu.NPUGraph: replay: expected {func._schema.name} to return {list(old.shape)} as when it was "
@@ -231,11 +234,12 @@ def is_current_stream_capturing() -> bool:
 
 
 def make_graphed_callables(callables: Any, sample_args: Any = (), *_: Any, **__: Any) -> Any:
-    """Returns the callables: graphs are not faster on a host."""
+    """Returns the callables unchanged: graphs are not faster on a host."""
     return callables
 
 
 def _capturing(what: str) -> _Recorder:
+    """Returns this thread's recorder; raises RuntimeError outside of captures; what: the calling function's name."""
     recorder = _recorder()
     if recorder is None:
         raise RuntimeError(f"torch.npu.{what}: expected an active capture in this thread, got none")
@@ -259,7 +263,7 @@ def graph_task_group_end(stream: Any = None) -> Tasks:
 
 
 def graph_task_update_begin(stream: Any, handle: Tasks) -> None:
-    """Starts the replacement of a graph's tasks by the following operators of this thread, which also run."""
+    """Starts the replacement of the tasks `handle` by the following operators of this thread, which also run."""
     if not isinstance(handle, Tasks):
         raise RuntimeError(
             f"torch.npu.graph_task_update_begin: expected a result of graph_task_group_end, got {handle!r}"
@@ -271,7 +275,7 @@ def graph_task_update_begin(stream: Any, handle: Tasks) -> None:
 
 
 def graph_task_update_end(stream: Any = None) -> None:
-    """Ends the replacement of tasks."""
+    """Ends the replacement of tasks that graph_task_update_begin() started."""
     recorder = _recorder()
     if recorder is None or recorder.replaced is None:
         raise RuntimeError(

@@ -38,6 +38,7 @@ def metadata(of: str, parameters: str, elements: int = 1024) -> Callable[..., Te
 
 
 def _parameters(words: str) -> list[inspect.Parameter]:
+    """Returns the parameters of a signature from `words`, the argument `parameters` of metadata()."""
     if words == "...":
         return [
             inspect.Parameter("given", inspect.Parameter.VAR_POSITIONAL),

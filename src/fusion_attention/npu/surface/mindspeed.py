@@ -20,7 +20,7 @@ _ROTARY = {0: "half", 1: "interleave"}
 
 
 def _former(op: Op, name: str, *changed: Param, without: str) -> Op:
-    """Returns MindSpeed's definition of torch_npu's operator, with `changed` parameters and without others."""
+    """Returns MindSpeed's definition `name` of torch_npu's operator, with `changed` parameters and without others."""
     others = {p.name: p for p in changed}
     params = tuple(others.get(p.name, p) for p in op.params if p.name not in without.split())
     return op.version(name, op.summary, params=params, rules=(), source="MindSpeed", example="")

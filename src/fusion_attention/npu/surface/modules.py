@@ -123,6 +123,7 @@ def beside(interfaces: dict[str, Any]) -> dict[str, ModuleType]:
 
 
 def _modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
+    """Returns modules by name with their contents, submodules as attributes of their packages."""
     modules = {name: _module(name, names) for name, names in contents.items()}
     for name, module in modules.items():
         owner, _, last = name.rpartition(".")
@@ -132,6 +133,7 @@ def _modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
+    """Returns a new module with `names` as its content."""
     module = ModuleType(name, f"{name}, implemented by fusion_attention: the same calls on any machine.")
     vars(module).update(names, __path__=[], __getattr__=_absent(module))
     return module

@@ -55,6 +55,8 @@ class _ExperimentalConfig(SimpleNamespace):
 
 
 def _activities(given: Iterable[Any] | None) -> list[Any] | None:
+    """Returns torch's activities for torch_npu's `given` ones: of the device, CUDA's if there is a
+    GPU, else the CPU's."""
     if given is None:
         return None
     cpu, cuda = torchs.ProfilerActivity.CPU, torchs.ProfilerActivity.CUDA
@@ -110,7 +112,7 @@ def tensorboard_trace_handler(
 
 
 def analyse(profiler_path: str, max_process_number: int = 0, **_: Any) -> None:
-    """Does nothing: traces need no further analysis."""
+    """Does nothing: traces need no further analysis; the parameters are torch_npu's."""
 
 
 NAMES: dict[str, Any] = {

@@ -54,13 +54,13 @@ class mstx:
 
     @staticmethod
     def mark(message: str = "", stream: Any = None, domain: str = "default") -> None:
-        """Marks a point in time."""
+        """Marks a point in time in torch's profile, with a message."""
         with torch.profiler.record_function(message):
             pass
 
     @staticmethod
     def range_start(message: str, stream: Any = None, domain: str = "default") -> int:
-        """Starts a range, and returns its number; 0 for an empty message."""
+        """Starts a range in torch's profile, and returns its number; 0 for an empty message."""
         if not message or not isinstance(message, str):
             return 0
         result = next(_NUMBERS)
@@ -70,7 +70,7 @@ class mstx:
 
     @staticmethod
     def range_end(range_id: int, domain: str = "default") -> None:
-        """Ends a range; unknown numbers are ignored."""
+        """Ends the range with the number range_id; unknown numbers are ignored."""
         if (result := _OPEN.pop(range_id, None)) is not None:
             result.__exit__(None, None, None)
 
@@ -107,7 +107,7 @@ class FlopsCounter:
         self.pause()
 
     def start(self) -> None:
-        """Starts counting from 0."""
+        """Starts counting floating-point operations from 0."""
         self.stop()
         self.resume()
 
@@ -124,7 +124,7 @@ class FlopsCounter:
             self._mode = None
 
     def resume(self) -> None:
-        """Continues counting."""
+        """Continues counting, after pause()."""
         if self._mode is None:
             from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
 

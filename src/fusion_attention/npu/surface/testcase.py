@@ -47,7 +47,7 @@ class SupportedDevices:
         self.supported_devices = supported_devices
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the test."""
+        """Returns the test, `function`, unchanged: it runs on every device."""
         return function
 
 
@@ -58,11 +58,12 @@ class SkipIfNotGteCANNVersion:
         self.version = version
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the test."""
+        """Returns the test, `function`, unchanged: it always runs."""
         return function
 
 
 def _values(given: Any) -> np.ndarray:
+    """Returns a tensor's or an object's values as an array; bfloat16 as float32."""
     if isinstance(given, torch.Tensor):
         given = given.detach().cpu()
         return (given.float() if given.dtype == torch.bfloat16 else given).numpy()
@@ -78,7 +79,7 @@ class TestCase(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Sets the current device."""
+        """Makes the device of tests the current one, and stores its name."""
         cls.npu_device = set_npu_device()
 
     def setUp(self) -> None:

@@ -45,7 +45,7 @@ class Finder:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Applies the patches."""
+        """Applies the patches, when transfer_to_npu is imported; module: an empty one."""
         self.changes.after(sys.modules.pop, NAME, None)
         _transfer(self.changes)
 
@@ -62,11 +62,12 @@ def _npu(value: Any) -> Any:
 
 
 def _hccl(value: Any) -> Any:
+    """Returns a string with "hccl" and "npu" in place of "nccl" and "cuda"; other values unchanged."""
     return value.replace("nccl", "hccl").replace("cuda", "npu") if isinstance(value, str) else value
 
 
 def _translating(layer: Layer, word: Callable[[Any], Any] = _npu, *, numbers: bool = False) -> Callable[..., Any]:
-    """Wraps a function: its arguments are translated by `word`; numbers: integers are indices of devices."""
+    """Wraps layer.below: its arguments are translated by `word`; numbers: integers are indices of devices."""
 
     def translate(value: Any) -> Any:
         return f"npu:{value}" if numbers and type(value) is int else word(value)
@@ -92,6 +93,7 @@ def _translating_class(layer: Layer) -> type:
 
 
 def _transfer(changes: Changes) -> None:
+    """Makes the names of torch.cuda those of torch.npu, and "cuda" another name of "npu", by patches."""
     npu: Any = sys.modules["torch_npu.npu"]
     given = {
         name: value for name, value in vars(npu).items() if not name.startswith("_") and not name.startswith("npu_")

@@ -1,6 +1,10 @@
 """Kernel functions for addresses, visible keys, dropout, and rows in blocks of columns.
 
 Indices of rows and keys broadcast, with either axis first, so the functions serve scores and transposed scores.
+
+Common parameters: `strides` is the layout table (layout_table.py) of `count` sequences, VIEW the index of a view in it
+(layout_index.py), b a sequence, h a head; ALIGN is the alignment of rows in elements. `there`, bool, masks invalid
+elements. A row of DIM elements is a tuple of three column blocks of widths W0, W1 and W2 (0: unused).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,7 +28,8 @@ DROPOUTS = {"none": 0, "bits": 1, "philox": 2}
 
 @triton.jit
 def heads_at(strides, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (first element, stride of a head, stride of a token) of a view, which are multiples of ALIGN."""
+    """Returns (first element, stride of a head, stride of a token) of sequence b in a view, which are multiples of
+    ALIGN."""
     at = strides + VIEW * PER_VIEW * count + b
     first, head, token = tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
     if ALIGN > 1:
@@ -35,21 +40,21 @@ def heads_at(strides, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def rows_at(strides, count, b, h, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (first element of head h, stride of a token) of a view."""
+    """Returns (first element of head h, stride of a token) of sequence b in a view."""
     first, head, token = heads_at(strides, count, b, VIEW, ALIGN)
     return first + h * head, token
 
 
 @triton.jit
 def matrix_at(strides, count, b, h, VIEW: tl.constexpr):
-    """Returns (first element of head h, stride of a row, stride of a key) of a matrix."""
+    """Returns (first element of head h, stride of a row, stride of a key) of sequence b in the view of a matrix."""
     at = strides + VIEW * PER_VIEW * count + b
     return tl.load(at) + h * tl.load(at + count), tl.load(at + 2 * count), tl.load(at + 3 * count)
 
 
 @triton.jit
 def lengths_at(lengths, count, b):
-    """Returns (q_len, kv_len, lo, hi, prefix, shift) of sequence b."""
+    """Returns (q_len, kv_len, lo, hi, prefix, shift) of sequence b, from the table of lengths of `count` sequences."""
     at = lengths + b
     q_len, kv_len, lo = tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
     return q_len, kv_len, lo, tl.load(at + 3 * count), tl.load(at + 4 * count), tl.load(at + 5 * count)
@@ -57,7 +62,11 @@ def lengths_at(lengths, count, b):
 
 @triton.jit
 def interval(row, valid, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
-    """Returns int32 (first, end) of rows' visible keys, none for an invalid row; RATIO: tokens of a compressed key."""
+    """Returns int32 (first, end) of the visible keys of each row, none for an invalid row; RATIO: tokens of a
+    compressed key.
+
+    kv_len, lo, hi, prefix: the sequence's, from lengths_at().
+    """
     row64 = row.to(tl.int64)
     first = tl.minimum(tl.maximum(row64 + lo, 0), kv_len)
     end = tl.minimum(tl.maximum((row64 + hi) // RATIO, prefix), kv_len)
@@ -66,7 +75,8 @@ def interval(row, valid, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
 
 @triton.jit
 def band_at(extents):
-    """Returns (q_len, kv_len, lo, hi, prefix) in int32; edges are clamped to the numbers of rows and keys.
+    """Returns (q_len, kv_len, lo, hi, prefix) in int32, from the result of lengths_at(); edges are clamped to the
+    numbers of rows and keys.
 
     Sums of an edge and a row or key therefore do not overflow int32.
     """
@@ -78,7 +88,8 @@ def band_at(extents):
 
 @triton.jit
 def load_part(base, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Loads columns [FIRST, FIRST + WIDTH) of rows at `offset`; zeros from DIM on and, if MASKED, in invalid rows."""
+    """Loads columns [FIRST, FIRST + WIDTH) of the rows at base + offset; zeros from DIM on and, if MASKED, in invalid
+    rows."""
     d = FIRST + tl.arange(0, WIDTH)
     at = base + offset[:, None] + d[None, :]
     if FIRST + WIDTH > DIM:
@@ -91,7 +102,7 @@ def load_part(base, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM
 
 @triton.jit
 def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Stores columns [FIRST, FIRST + WIDTH) of rows, as load_part() loads them."""
+    """Stores `value` to the columns [FIRST, FIRST + WIDTH) of the rows at base + offset, except invalid rows."""
     d = FIRST + tl.arange(0, WIDTH)
     mask = there[:, None] & (d < DIM)[None, :]
     tl.store(base + offset[:, None] + d[None, :], value.to(base.dtype.element_ty), mask=mask)
@@ -99,7 +110,8 @@ def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def not_blocked(blocked, strides, count, b, h, row, key, there):
-    """Returns true for pairs that the blocked matrix does not remove."""
+    """Returns true for pairs (row, key) of head h that the matrix `blocked` does not remove; false
+    for invalid pairs."""
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BLOCKED)
     at = blocked + first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     return tl.load(at, mask=there, other=1) == 0
@@ -107,7 +119,7 @@ def not_blocked(blocked, strides, count, b, h, row, key, there):
 
 @triton.jit
 def kept_bits(bits, strides, count, b, h, row, key, there):
-    """Returns true for pairs that the caller's dropout bits keep; addresses count bits."""
+    """Returns true for pairs (row, key) of head h that the caller's dropout bits keep; addresses count bits."""
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BITS)
     bit = first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     byte = tl.load(bits + (bit >> 3), mask=there, other=0).to(tl.int32)
@@ -116,7 +128,11 @@ def kept_bits(bits, strides, count, b, h, row, key, there):
 
 @triton.jit
 def kept_drawn(seed, offset, threshold, stream, row, j0, KEYS: tl.constexpr):
-    """Draws the dropout mask [rows, KEYS] bool for keys from j0 on, a multiple of 8; one draw gives eight keys."""
+    """Draws the dropout mask [rows, KEYS] bool for keys from j0 on, a multiple of 8; one draw gives eight keys.
+
+    seed, offset: of the generator. threshold: draws below it are kept. stream: number of the head among all heads. row:
+    [rows].
+    """
     draw = (j0 // 8 + tl.arange(0, KEYS // 8))[None, :]
     zero = tl.zeros([row.shape[0], KEYS // 8], tl.int32)
     c0, c1, c2, c3 = zero + draw, zero + row[:, None], zero + stream, zero + offset
@@ -129,17 +145,23 @@ def kept_drawn(seed, offset, threshold, stream, row, j0, KEYS: tl.constexpr):
 
 @triton.jit
 def _low(word):
+    """Returns the low 16 bits of a word."""
     return (word & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
 def _high(word):
+    """Returns the high 16 bits of a word."""
     return (word >> 16).to(tl.int32)
 
 
 @triton.jit
 def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl.constexpr):
-    """Returns bool [rows, KEYS], true for kept pairs, of the keys from j0 on; drop = (seed, offset, threshold)."""
+    """Returns bool [rows, KEYS], true for pairs that dropout keeps, of the keys from j0 on.
+
+    bits: the caller's dropout bits, or None. where: (strides, count, b, h, _). drop: (seed, offset, threshold).
+    DROPOUT: BITS or PHILOX.
+    """
     strides, count, b, h, _ = where
     if DROPOUT == PHILOX:
         seed, offset, threshold = drop
@@ -156,7 +178,8 @@ def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl
 @triton.jit
 def load_three(base, offset, there, MASKED: tl.constexpr,
                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Loads rows as three column blocks of widths W0, W1, W2; a block of width 0 repeats the first, and is not used."""
+    """Loads the rows at base + offset as three column blocks of widths W0, W1, W2; a block of width 0 repeats the
+    first, and is not used."""
     x0 = load_part(base, offset, there, 0, W0, DIM, MASKED)
     x1, x2 = x0, x0
     if W1:
@@ -171,7 +194,7 @@ def rows_of(base, stride, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.co
             DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """Returns the source for load_rows(): (first element, stride), or with TMA descriptors of the column blocks.
 
-    Descriptors read zeros for rows from `count` on.
+    base: address of the first row. stride: from a row to the next. Descriptors read zeros for rows from `count` on.
     """
     if TMA:
         count = count.to(tl.int32)
@@ -189,7 +212,10 @@ def rows_of(base, stride, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.co
 @triton.jit
 def load_rows(rows, j0, inside, MASKED: tl.constexpr, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
               W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Loads ROWS rows from j0 on as column blocks, like load_three(); rows: result of rows_of()."""
+    """Loads ROWS rows from j0 on as column blocks, like load_three(); rows: result of rows_of().
+
+    inside: mask of the rows, used without TMA if MASKED.
+    """
     if TMA:
         x0 = rows[0].load([j0, 0])
         x1, x2 = x0, x0
@@ -207,7 +233,8 @@ def load_rows(rows, j0, inside, MASKED: tl.constexpr, ROWS: tl.constexpr, W0: tl
 @triton.jit
 def rows_of_group(base, head, stride, heads, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
                   W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Returns the source for load_group(): as rows_of(), with an axis of heads."""
+    """Returns the source for load_group(): as rows_of(), with an axis of `heads` heads; head: stride from one to the
+    next."""
     if TMA:
         count = count.to(tl.int32)
         x0 = tl.make_tensor_descriptor(base, [heads, count, DIM], [head, stride, 1], [1, ROWS, W0])
@@ -224,7 +251,8 @@ def rows_of_group(base, head, stride, heads, count, ROWS: tl.constexpr, W0: tl.c
 @triton.jit
 def load_group(rows, h, first, inside, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
                DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Loads ROWS rows of head h from `first` on as column blocks; rows: result of rows_of_group()."""
+    """Loads ROWS rows of head h from `first` on as column blocks; rows: result of rows_of_group(); inside: mask of the
+    rows."""
     if TMA:
         x0 = rows[0].load([h, first, 0]).reshape(ROWS, W0)
         x1, x2 = x0, x0
@@ -241,7 +269,7 @@ def load_group(rows, h, first, inside, ROWS: tl.constexpr, W0: tl.constexpr, W1:
 @triton.jit
 def store_three(base, offset, there, parts, factor,
                 W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Stores rows in column blocks, like load_three(), multiplied by a factor per row."""
+    """Stores rows in column blocks, `parts`, as load_three() loads them, multiplied by a factor per row."""
     store_part(base, offset, there, parts[0] * factor, 0, W0, DIM)
     if W1:
         store_part(base, offset, there, parts[1] * factor, W0, W1, DIM)
@@ -251,7 +279,7 @@ def store_three(base, offset, there, parts, factor,
 
 @triton.jit
 def zeros_three(ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns accumulators of zeros [ROWS, W] in float32, one per column block."""
+    """Returns accumulators of zeros [ROWS, W] in float32, one for each of the column blocks of widths W0, W1, W2."""
     x0 = tl.zeros([ROWS, W0], tl.float32)
     x1, x2 = x0, x0
     if W1:
@@ -263,7 +291,7 @@ def zeros_three(ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.c
 
 @triton.jit
 def inner_three(a, b, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns a b^T for rows in column blocks."""
+    """Returns a b^T for rows a and b in column blocks: [rows of a, rows of b]."""
     x = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
     if W1:
         x = tl.dot(a[1], tl.trans(b[1]), x, input_precision="ieee")
@@ -274,7 +302,7 @@ def inner_three(a, b, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def products(a, b, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns the dot products [rows] float32 of the rows of a and b, in column blocks."""
+    """Returns the dot products [rows] float32 of row i of a and row i of b, in column blocks."""
     x = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
     if W1:
         x += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
@@ -285,7 +313,8 @@ def products(a, b, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def add_three(acc, p, x, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns acc + p x for rows x in column blocks; p is rounded to the dtype of x."""
+    """Returns acc + p x for rows x in column blocks, with weights p [rows of acc, rows of x], rounded to the dtype of
+    x."""
     acc0, acc1, acc2 = acc
     p = p.to(x[0].dtype)
     acc0 = tl.dot(p, x[0], acc0, input_precision="ieee")

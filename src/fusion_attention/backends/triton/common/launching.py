@@ -32,11 +32,11 @@ class Launch:
     scratch: bool  # the kernel has tensor descriptors, for which Triton allocates memory
 
     def argument(self, name: str) -> Any:
-        """Returns the value of a fixed argument."""
+        """Returns the value of the fixed argument `name`."""
         return self.arguments[self.kernel.arg_names.index(name)]
 
     def start(self, given: dict[str, Any]) -> None:
-        """Launches the kernel with the arguments of a run, by name."""
+        """Launches the kernel; given: the arguments of this run, tensors and numbers by kernel argument name."""
         arguments = self.arguments.copy()
         for at, name in self.given:
             arguments[at] = given[name]
@@ -44,14 +44,18 @@ class Launch:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: list[Any], options: dict[str, int]) -> None:
-    """Launches a kernel."""
+    """Launches a kernel on a grid, with arguments in the kernel's order and Triton's options
+    (num_warps, num_stages)."""
     kernel[grid](*arguments, **options)
 
 
 def launch_named(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], constexprs: Constants, tile: shapes.Tile
 ) -> None:
-    """Launches a kernel without descriptors once, with arguments by name."""
+    """Launches a kernel without descriptors once.
+
+    arguments, constexprs: values of run-time and compile-time arguments, by name. tile: its warps and stages.
+    """
     values = arguments | constexprs
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     launch(kernel, grid, [values[name] for name in kernel.arg_names], options)
@@ -60,7 +64,8 @@ def launch_named(
 def launch_some(
     kernel: Any, grid: tuple[int, ...], given: dict[str, Any], constexprs: Constants, tile: shapes.Tile
 ) -> None:
-    """Launches a kernel as launch_named(); arguments that the kernel does not have are omitted."""
+    """Launches a kernel as launch_named() does, except that `given` may have arguments which the
+    kernel does not have."""
     arguments = {name: given[name] for name in kernel.arg_names if name not in constexprs}
     launch_named(kernel, grid, arguments, constexprs, tile)
 
@@ -75,7 +80,17 @@ class Family:
         self, kernel: Any, grid: tuple[int, ...], fixed: dict[str, Any], given: Iterable[str], constexprs: Constants,
         tile: shapes.Tile, **options: int,
     ) -> Launch:  # fmt: skip
-        """Returns a Launch with the arguments that the kernel has; some kernel of the group must have each argument."""
+        """Returns a Launch with the arguments that the kernel has; some kernel of the group must have each argument.
+
+        Args:
+            kernel: a kernel of the group.
+            grid: numbers of programs.
+            fixed: run-time arguments that are equal in all runs, by name.
+            given: names of the arguments that each run passes.
+            constexprs: compile-time arguments, by name.
+            tile: the kernel's warps, stages and use of tensor descriptors.
+            options: further launch options of Triton.
+        """
         names = set(given)
         if strangers := {*fixed, *names} - self._taken:
             raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(strangers))}")
@@ -88,9 +103,12 @@ class Family:
 
 @dataclass(eq=False)
 class Ready:
-    """An operation on one memory layout.
+    """An operation on one memory layout, ready to run on tensors at other addresses.
 
-    launches: in order. tables: read by the launches. scratch: shapes of float32 scratch tensors, by argument.
+    Attributes:
+        launches: in order.
+        tables: tables on the device that the launches read.
+        scratch: kernel argument -> shape of its float32 scratch tensor.
     """
 
     launches: list[Launch]
@@ -143,12 +161,13 @@ class Schedule:
         return result
 
     def update(self, extents: Extents) -> None:
-        """Sets other key lengths of the same rows."""
+        """Adapts the schedule to `extents` with other key lengths of the same query rows."""
         if extents.part is not self.device_tables.extents.part:  # positions of drawn dropout are in the layout tables
             self.by_layout.clear()
         self.device_tables.update(extents)
 
 
 def plan(extents: Extents, op_kind: str, decodes: bool = False) -> Schedule:
-    """Makes the schedule of an operation; tiles are planned by the first run on a device."""
+    """Makes the schedule of an operation; tiles are planned by the first run on a device. decodes: decode kernels
+    compute it."""
     return Schedule(op_kind, layout_table.DeviceTables(extents), int(extents.q_len.sum()), decodes)

@@ -51,7 +51,7 @@ def tensor_of(view: View) -> torch.Tensor:
 
 
 def _columns(view: View, count: int) -> tuple[np.ndarray | int, ...]:
-    """Returns the four rows of a view in the layout table."""
+    """Returns the four rows of a view in the layout table of `count` sequences: numbers, or arrays [count]."""
     if isinstance(view, PagedView):
         return 0, view.stride_head, view.stride_token, view.stride_page
     if isinstance(view, MatrixView):
@@ -86,7 +86,8 @@ def strides(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarra
 
 
 def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
-    """Returns the alignment of all rows of all views, in elements of q: at most 16 bytes."""
+    """Returns the alignment of all rows of all views, in elements of q, at most 16 bytes; table: the views' layout
+    table."""
     q = views["q"]
     smallest = _LOAD_BYTES if q is None else tensor_of(q).element_size()
     result = _LOAD_BYTES
@@ -102,7 +103,7 @@ def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
 
 
 def layout(views: Mapping[str, View | None], tensors: Mapping[str, torch.Tensor | None]) -> tuple[Any, ...]:
-    """Returns the key of a memory layout.
+    """Returns the key of a memory layout: that of a call's views and tensors, by name.
 
     Two calls with equal keys, problems and lengths differ only in addresses, so they use the same tables, tiles and
     constants.
@@ -146,7 +147,8 @@ def on(device: torch.device) -> Iterator[None]:
 
 
 def apart(views: Mapping[str, View | None]) -> bool:
-    """Returns True if rows do not overlap (those of expanded tensors do), as tensor descriptors require."""
+    """Returns True if rows of the views do not overlap (those of expanded tensors do), as tensor
+    descriptors require."""
     result = (views.get(name) for name in ROWS)
     return all(view.stride_token >= view.dim for view in result if isinstance(view, RowView))
 
@@ -188,13 +190,13 @@ class Copied:
 
     @classmethod
     def of(cls, values: np.ndarray, device: torch.device) -> Copied:
-        """Copies an array to a device."""
+        """Copies an array, `values`, to a new tensor on a device."""
         result = cls(torch.empty(values.shape, dtype=torch.from_numpy(values).dtype, device=device))
         result.write(values)
         return result
 
     def write(self, values: np.ndarray) -> None:
-        """Overwrites the table, in the order of the current stream.
+        """Overwrites the table by `values`, of the same shape, in the order of the current stream.
 
         Raises:
             BackendError: a CUDA graph is being captured, in which the copy would only be recorded.
@@ -244,14 +246,15 @@ class DeviceTables:
         return self._lists[key][1]
 
     def update(self, extents: Extents) -> None:
-        """Rewrites all tables for other key lengths of the same rows, in the memory that captured CUDA graphs read."""
+        """Rewrites all tables for `extents`, with other key lengths of the same rows, in the memory that captured CUDA
+        graphs read."""
         self.extents = extents
         for make, table in self._lists.values():
             with on(table.tensor.device):
                 self._rewrite(make, table)
 
     def _rewrite(self, make: Maker, table: Copied) -> None:
-        """Rewrites a table; unused entries are zeros, which are tiles without rows and keys."""
+        """Rewrites a table by make(extents); unused entries are zeros, which are tiles without rows and keys."""
         values = make(self.extents)
         buffer = np.zeros(table.tensor.shape, values.dtype)
         buffer[: len(values)] = values
@@ -264,7 +267,7 @@ def padded(table: np.ndarray, rows: int) -> np.ndarray:
 
 
 def lengths(extents: Extents) -> np.ndarray:
-    """Returns the table of lengths [6, sequences] int64, in the order of EXTENT_ROWS.
+    """Returns the table of lengths of all sequences, int64 [6, sequences], in the order of EXTENT_ROWS.
 
     With a second source of keys it is [8, sequences], with the source's kv_len and hi last.
     """

@@ -1,6 +1,12 @@
-"""Kernel functions that read cached rows, paged or contiguous, and dequantize stored integers.
+"""Kernel functions that read rows of a KV cache, paged or contiguous, and dequantize stored integers.
 
 Page numbers are clamped, so that kernels read only the pool, whatever the page table contains.
+
+Common parameters: those of kernels.py; `cache` is a result of cache_at(), PAGE the tokens of a page (0: contiguous
+rows),
+`page` page numbers, KIND is NO_SCALE, PER_CHANNEL or PER_TOKEN. A tile has the BN keys from j0 on; WITHIN is true if
+all
+of them are in one page.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,7 +22,8 @@ NO_SCALE, PER_CHANNEL, PER_TOKEN = (tl.constexpr(n) for n in range(3))
 
 @triton.jit
 def cache_at(strides, count, b, hk, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (first element of head hk, stride of a token, stride of a page) of a cache."""
+    """Returns (first element of head hk, stride of a token, stride of a page) of sequence b in the
+    view of a KV cache."""
     first, token = rows_at(strides, count, b, hk, VIEW, ALIGN)
     page = tl.load(strides + (VIEW * PER_VIEW + 3) * count + b)
     if ALIGN > 1:
@@ -26,7 +33,7 @@ def cache_at(strides, count, b, hk, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def offset_of(cache, page, j, PAGE: tl.constexpr):
-    """Offsets of the rows of keys j in a cache; page: their page numbers."""
+    """Returns the offsets, in elements, of the rows of keys j in a KV cache; page: their page numbers."""
     first, token, stride_page = cache
     if PAGE:
         return first + page * stride_page + (j % PAGE).to(tl.int64) * token
@@ -45,8 +52,12 @@ def dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, FIRST: 
                     DIM: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """Returns (scale, offset) of a column block: per channel [1, WIDTH] or per token [rows, 1].
 
-    in_loop: a condition that is always true but unknown to the compiler before the loop, so that factors of channels
-    are loaded inside the loop; loaded before it, those of 512 channels would spill registers.
+    scale, offset: memory of the numbers, offset may be None; at_scale, at_offset: the places in it, results of
+    scale_offset(); inside: mask of the tokens. in_loop: a condition that is always true but unknown to the compiler
+    before
+    the loop, so that factors of channels are loaded inside the loop; loaded before it, those of 512 channels would
+    spill
+    registers.
     """
     wanted, added = 1.0, 0.0
     if KIND == PER_CHANNEL:
@@ -64,7 +75,7 @@ def dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, FIRST: 
 @triton.jit
 def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop, KIND: tl.constexpr,
                       W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns dequantised() for rows in column blocks."""
+    """Returns dequantised() for rows in column blocks, `parts`; the other parameters are those of dequant_factors()."""
     s, o = dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, 0, W0, DIM, KIND)
     x0 = dequantised(parts[0], s, o)
     x1, x2 = x0, x0
@@ -79,7 +90,8 @@ def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop
 
 @triton.jit
 def scale_offset(strides, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.constexpr, PAGE: tl.constexpr):
-    """Returns the memory offsets, in elements, of the quantisation scales (or offsets) of keys j."""
+    """Returns the memory offsets, in elements, of the quantisation scales (or offsets, by VIEW) of
+    keys j of head hk."""
     cache = cache_at(strides, count, b, hk, VIEW, 1)
     if KIND == PER_TOKEN:
         return offset_of(cache, page, j, PAGE)
@@ -89,13 +101,16 @@ def scale_offset(strides, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.co
 
 @triton.jit
 def clamped(page, last):
-    """Returns a page number clamped to the pool's pages."""
+    """Returns a page number as int64, clamped to the pool's pages 0 to `last`."""
     return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)
 
 
 @triton.jit
 def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
-    """Returns the page numbers of keys j, int64; step: stride of the table's rows."""
+    """Returns the page numbers of keys j of sequence b, int64; 0 for keys from `end` on.
+
+    table: the page table, whose rows have the stride `step`. last: the pool's last page.
+    """
     if PAGE:
         return clamped(tl.load(table + b * step + j // PAGE, mask=j < end, other=0), last)
     else:
@@ -107,7 +122,11 @@ def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
 
 @triton.jit
 def page_ahead(table, row, last, j0, end, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """Returns the page number of a tile of keys if it is WITHIN one page, else of each key; row: offset in table."""
+    """Returns the page number of a tile of keys if it is WITHIN one page, else of each key.
+
+    table: the page table; row: offset of the sequence's row in it. last: the pool's last page. end: end of the visible
+    keys.
+    """
     if PAGE and WITHIN:
         return clamped(tl.load(table + row + j0 // PAGE, mask=j0 < end, other=0), last)
     else:
@@ -116,7 +135,8 @@ def page_ahead(table, row, last, j0, end, PAGE: tl.constexpr, WITHIN: tl.constex
 
 @triton.jit
 def tile_at(cache, page, j0, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """Returns (first element, offsets of rows from it) of a tile of keys; int32 offsets if it is WITHIN one page."""
+    """Returns (first element, offsets [BN] of rows from it) of a tile of keys; int32 offsets if it
+    is WITHIN one page."""
     first, token, stride_page = cache
     n = tl.arange(0, BN)
     if not WITHIN:
@@ -130,21 +150,23 @@ def tile_at(cache, page, j0, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.co
 @triton.jit
 def load_rows(base, cache, page, j0, inside, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr,
               W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Loads the rows of a tile of keys as column blocks."""
+    """Loads the rows of a tile of keys at `base` as column blocks; inside: bool [BN], false for
+    keys that are not read."""
     first, offset = tile_at(cache, page, j0, PAGE, WITHIN, BN)
     return load_three(base + first, offset, inside, True, W0, W1, W2, DIM)
 
 
 @triton.jit
 def tokens_at(base, cache, page, j0, inside, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
-    """Loads one number per key of a tile, [BN]."""
+    """Loads one number per key of a tile, [BN], such as its scale; inside: bool [BN], false for
+    keys that are not read."""
     first, offset = tile_at(cache, page, j0, PAGE, WITHIN, BN)
     return tl.load(base + first + offset, mask=inside, other=0.0)
 
 
 @triton.jit
 def stored(values, like):
-    """Converts int8 to the dtype of `like`, exactly; other dtypes are unchanged."""
+    """Converts int8 values to the dtype of `like`, exactly; other dtypes are unchanged."""
     if values.dtype != tl.int8:
         return values
     elif like.dtype == tl.float16:
@@ -157,7 +179,7 @@ def stored(values, like):
 
 @triton.jit
 def stored_three(parts, like, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns stored() for rows in column blocks."""
+    """Returns stored() for rows in column blocks, `parts`."""
     x0 = stored(parts[0], like)
     x1, x2 = x0, x0
     if W1:
@@ -169,7 +191,7 @@ def stored_three(parts, like, W1: tl.constexpr, W2: tl.constexpr):
 
 @triton.jit
 def rows_summed(parts, W1: tl.constexpr, W2: tl.constexpr):
-    """Sums of the elements of rows, [rows] float32."""
+    """Returns the sum of the elements of each row, [rows] float32; parts: column blocks."""
     x = tl.sum(parts[0].to(tl.float32), 1)
     if W1:
         x += tl.sum(parts[1].to(tl.float32), 1)
@@ -186,14 +208,19 @@ def safe_unit(largest):
 
 @triton.jit
 def of_channels(base, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Loads one number per channel of a column block, [1, WIDTH]."""
+    """Loads one number per channel of a column block, [1, WIDTH], such as its scale, from `base`; cache: of that
+    memory."""
     d = FIRST + tl.arange(0, WIDTH)
     return tl.load(base + cache[0] + d, mask=d < DIM, other=0.0)[None, :]
 
 
 @triton.jit
 def channel_product(values, unit, offset, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, like):
-    """Returns (x = values / unit in the dtype of `like`, sum of x times the channels' offsets) of a column block."""
+    """Returns (x = values / unit in the dtype of `like`, sum of x times the channels' offsets) of a column block.
+
+    values: float32 [rows, WIDTH]. unit: [rows]. offset: memory of the channels' offsets, or None; cache: of that
+    memory.
+    """
     x = (values / unit[:, None]).to(like.dtype)
     added = tl.zeros([values.shape[0]], tl.float32)
     if offset is not None:
@@ -206,7 +233,9 @@ def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1:
                     DIM: tl.constexpr):  # fmt: skip
     """Returns (rows x, a, u) such that x . stored * u + a is the product of query rows with dequantised keys.
 
-    u is the row's largest product of element and scale, so that small scales do not underflow in any dtype.
+    u is the row's largest product of element and scale, so that small scales do not underflow in any dtype. query: rows
+    in
+    column blocks. scale, offset: memory of the channels' numbers; scales, offsets: results of cache_at() for them.
     """
     x0 = query[0].to(tl.float32) * of_channels(scale, scales, 0, W0, DIM)
     largest = tl.max(tl.abs(x0), 1)
@@ -234,7 +263,10 @@ def scaled_weights(p, fade, scales, unit, like):
     """Returns (weights times their keys' scales / unit, factor on the sums so far, unit).
 
     In float16, weights times small scales would underflow, so the unit is the largest scale so far / 2^14. Scales of
-    keys without weight are ignored, because those of masked keys are arbitrary.
+    keys
+    without weight are ignored, because those of masked keys are arbitrary. p: weights [rows, keys]. fade: factor on the
+    sums
+    so far without scales. scales: [keys]. unit: the one before these keys. like: has the dtype of the products.
     """
     if like.dtype == tl.float16:
         scales = tl.where(tl.max(p, 0) > 0.0, scales, 0.0)
@@ -248,7 +280,7 @@ def scaled_weights(p, fade, scales, unit, like):
 @triton.jit
 def lifted_part(acc, lifted, unit, scale, offset, scales, offsets, FIRST: tl.constexpr, WIDTH: tl.constexpr,
                 DIM: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
-    """Returns lifted_three() for one column block."""
+    """Returns lifted_three() for one column block, FIRST to FIRST + WIDTH."""
     if KIND == NO_SCALE:
         return acc
     elif KIND == PER_CHANNEL:
@@ -262,9 +294,10 @@ def lifted_part(acc, lifted, unit, scale, offset, scales, offsets, FIRST: tl.con
 @triton.jit
 def lifted_three(acc, lifted, unit, scale, offset, scales, offsets, KIND: tl.constexpr, W0: tl.constexpr,
                  W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns weighted sums of values, computed from weighted sums of integers.
+    """Returns weighted sums of values, computed from weighted sums `acc` of stored integers, in column blocks.
 
-    lifted: sum of weights (scales per channel), or of weights times the tokens' offsets (scales per token).
+    lifted: sum of weights (scales per channel), or of weights times the tokens' offsets (scales per token). unit: of
+    scaled_weights(). scale, offset: memory of the channels' numbers; scales, offsets: results of cache_at() for them.
     """
     acc0, acc1, acc2 = acc
     acc0 = lifted_part(acc0, lifted, unit, scale, offset, scales, offsets, 0, W0, DIM, KIND)
@@ -284,5 +317,5 @@ def pairs_at(cache):
 
 @triton.jit
 def unpaired(pairs, like):
-    """Returns (integers of even columns, of odd ones) in the dtype of `like`."""
+    """Returns (integers of even columns, of odd ones) in the dtype of `like`, from int16 pairs of int8."""
     return stored(pairs.to(tl.int8), like), stored((pairs >> 8).to(tl.int8), like)

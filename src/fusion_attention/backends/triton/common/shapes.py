@@ -52,7 +52,8 @@ def parts(dim: int) -> tuple[int, int, int]:
 
 
 def spans(problem: Problem) -> tuple[int, int]:
-    """Returns the numbers of columns of a query row, rope included, and of a value row, padded to column blocks."""
+    """Returns the numbers of columns of a problem's query row, rope included, and of a value row, padded to column
+    blocks."""
     rope = power(problem.dim_rope) if problem.dim_rope else 0
     return sum(parts(problem.dim_qk)) + rope, sum(parts(problem.dim_v))
 
@@ -221,7 +222,7 @@ CHIPS = {90: (9, 227), 80: (8, 163), 86: (8, 99)}
 
 @functools.lru_cache(maxsize=16)
 def shared_memory(index: int) -> int:
-    """Returns KB of shared memory per program on a GPU."""
+    """Returns the KB of shared memory per program on the GPU with number `index`."""
     from triton.runtime import driver
 
     return int(driver.active.utils.get_device_properties(index)["max_shared_mem"]) >> 10
@@ -236,12 +237,12 @@ def chip_of(device: torch.device) -> int | None:
 
 
 def index_of(device: torch.device) -> int:
-    """Returns the number of a GPU."""
+    """Returns the number of a GPU; of "cuda", the current one's."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def recompute_tile(kernel: str, problem: Problem) -> Tile:
-    """Returns the tile shape of a kernel that recomputes rows."""
+    """Returns the tile shape of a kernel, by name, that recomputes rows which are not finite."""
     return RECOMPUTE[kernel][max(spans(problem)) > WIDEST_PART]
 
 
@@ -261,7 +262,8 @@ def has_no_modifiers(problem: Problem) -> bool:
 
 
 def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] | None:
-    """Returns (tile, tile of a heavy problem, KB of shared memory) of a kernel; None for unsupported sizes."""
+    """Returns (tile, tile of a heavy problem, KB of shared memory) of a kernel, by name, on a chip of CHIPS; None for
+    unsupported sizes."""
     if max(problem.dim_qk, problem.dim_v) > MOST_PARTS * WIDEST_PART:
         return None
     width = 4 if problem.dtype == "float32" else 2
@@ -281,7 +283,8 @@ def halved(tile: Tile) -> Tile:
 
 
 def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None:
-    """Returns the tile shape of a kernel; align: alignment of rows in elements. None for unsupported sizes.
+    """Returns the tile shape of a kernel, by name, on a chip of CHIPS; align: alignment of rows in elements. None for
+    unsupported sizes.
 
     Rows that are not aligned to 16 bytes are loaded in smaller units, which needs registers like a heavy problem.
     """

@@ -49,7 +49,10 @@ AT_ONCE = tl.constexpr(16)  # partial results that join() sums as one tile
 
 @triton.jit
 def share_at(slot, hk, rows, row, heads_kv, BUFFER: tl.constexpr):
-    """Returns the offset of a row's partial result; slot: index of the partial result in the work list."""
+    """Returns the offset of a row's partial result in `partials`, of BUFFER numbers per row.
+
+    slot: index of the range of keys among partial results. hk: key head, of heads_kv. row: row of the tile, of `rows`.
+    """
     return ((slot.to(tl.int64) * heads_kv + hk) * rows + row) * BUFFER
 
 
@@ -57,7 +60,11 @@ def share_at(slot, hk, rows, row, heads_kv, BUFFER: tl.constexpr):
 def write_rows(out, max_, sum_, sink, strides, count, b, h, row, valid, acc, m, l, unit, SINK: tl.constexpr,
                V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
                ALIGN: tl.constexpr):  # fmt: skip
-    """Writes out, max and sum of rows from their accumulators over all keys."""
+    """Writes out, max and sum of rows of head h from acc (weighted values in column blocks), m and l (running max and
+    sum).
+
+    unit: factor on maxima. valid: mask of the rows.
+    """
     top, l, fade = finish(m, l, sink, h, unit, SINK)
     none = top == -float("inf")
     l = tl.where(none, 0.0, l)
@@ -220,7 +227,11 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
 
 @triton.jit
 def joined(partials, at, apart, shares, top, exponent, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Returns one column block [1, WIDTH] of a row, summed over its partial results."""
+    """Returns one column block [1, WIDTH] of a row, summed over its `shares` partial results.
+
+    at: offset of the first in `partials`; apart: from one to the next. top: maximum of the row. exponent: factor on
+    maxima in base 2.
+    """
     d = FIRST + tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.float32)
     for first in tl.range(0, shares, AT_ONCE):

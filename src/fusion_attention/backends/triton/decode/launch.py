@@ -1,4 +1,7 @@
-"""Launches of the decode kernels: the work list of key ranges, page tables, and scratch of partial results."""
+"""Launches of the decode kernels: the work list of key ranges, page tables, and scratch of partial results.
+
+A row here is a pair (query row, query head of a key head), numbered row * group + head: all of them read the same keys.
+"""
 
 import functools
 from typing import Any
@@ -29,8 +32,8 @@ BY_TOKEN = ("k", "v", "k_rope")  # stored per token; with dequant_k or dequant_v
 
 
 def serves(problem: Problem, extents: Extents) -> bool:
-    """Returns True if the decode kernels compute a forward: caches require them, and they are faster for few rows with
-    many keys."""
+    """Returns True if the decode kernels compute a forward: KV caches in pages or int8 require them, and they are
+    faster for few rows with many keys."""
     p = problem
     if p.page_size or p.kv_dtype:
         return True
@@ -41,7 +44,7 @@ def serves(problem: Problem, extents: Extents) -> bool:
 
 
 def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
-    """Names of the tables with tiles for a number of rows per key head, in order of preference."""
+    """Returns the names of the tables with tiles for a number of rows per key head, in order of preference."""
     int8 = problem.kv_dtype == "int8"
     if shapes_sparse.shared(problem) and not int8:
         return "latent", "decode"
@@ -50,7 +53,10 @@ def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
 
 
 def tile_for(problem: Problem, extents: Extents, device: torch.device, align: int) -> shapes.Tile:
-    """Returns the tile of the first table with an entry for the problem; BM is reduced to the rows of a key head."""
+    """Returns the tile shape of decode() for the chip of `device`: of the first table with an entry for the problem.
+
+    BM is reduced to the rows of a key head. align: alignment of rows, in elements of q.
+    """
     chip, most = shapes.chip_of(device), int(extents.q_len.max(initial=1)) * problem.group
     assert chip is not None  # reasons_against() has looked
     result = (shapes.tile_of(table, problem, chip, align) for table in tables_for(problem, most))
@@ -61,7 +67,10 @@ def tile_for(problem: Problem, extents: Extents, device: torch.device, align: in
 def decode_constants(
     problem: Problem, tile: shapes.Tile, align: int, within: bool = True
 ) -> tuple[launching.Constants, launching.Constants]:
-    """Returns the compile-time arguments of decode and join."""
+    """Returns the compile-time arguments of decode and join.
+
+    tile: tile shape of decode. align: alignment of rows, in elements of q. within: the result of within().
+    """
     p = problem
     constexprs = launch_dense.constants(p, tile, align) | launch_dense.cache_constants(p, align)
     constexprs |= {
@@ -73,7 +82,7 @@ def decode_constants(
 
 
 def buffer(problem: Problem) -> int:
-    """Floats per row of a partial result: values, maximum and sum, padded to 16 bytes."""
+    """Returns the float32 numbers per row of a partial result: values, maximum and sum, padded to 16 bytes."""
     return -(-(problem.dim_v + 2) // 4) * 4
 
 
@@ -102,7 +111,7 @@ def shares_wanted(problem: Problem, device: torch.device) -> int:
 
 
 def rows_of(problem: Problem, extents: Extents, tile: shapes.Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (sequence, first row, end) of tiles of the rows that share a key head: row * group + head."""
+    """Returns int [tiles] arrays (sequence, first row, end) of the tiles of at most BM rows."""
     most = extents.q_len * problem.group
     tiles = -(-most // tile.BM)
     seq = np.repeat(np.arange(len(extents)), tiles)
@@ -111,12 +120,13 @@ def rows_of(problem: Problem, extents: Extents, tile: shapes.Tile) -> tuple[np.n
 
 
 def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> np.ndarray:
-    """Returns the work list [wanted + tiles of rows, 8] int32, with an entry per range of keys of a tile of rows.
+    """Returns the work list, int32 [wanted + tiles of rows, 8], with an entry per range of keys of a tile of rows.
 
     An entry has the sequence, first row and end, first key and end, and the number of ranges of its tile. The last two
     columns of entry n have the first entry and the number of ranges of the n-th tile with several ranges. Entries whose
     results are merged are first, then the longest. Ranges have about equal numbers of keys, so only long sequences are
-    split. Unused entries have no rows; they are used by other key lengths of the same rows.
+    split. Unused entries have no rows; they are used by other key lengths of the same rows. tile: BM rows and BN keys;
+    wanted: the result of shares_wanted().
     """
     e, size = extents, tile.BN
     seq, row0, row1 = rows_of(problem, e, tile)
@@ -141,14 +151,18 @@ def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> 
 
 
 def buffer_for_shares(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> tuple[int, int]:
-    """Returns (most tiles of rows that are split, most ranges of those tiles): a split tile is longer than a range."""
+    """Returns (most tiles of rows that are split, most ranges of those tiles): a split tile is longer than a range.
+
+    wanted: the number of ranges that work() gets.
+    """
     tiles = len(rows_of(problem, extents, tile)[0])
     split_tiles = min(wanted, tiles)
     return split_tiles, min(wanted + split_tiles, tiles * MOST_SHARES.value)
 
 
 def within(problem: Problem, views: dict[str, layout_table.View | None], tile: shapes.Tile) -> bool:
-    """Returns True if each tile of keys is within one page, with offsets below 2^31 elements."""
+    """Returns True if each tile of keys is within one page, with offsets below 2^31 elements; views: by name, of the KV
+    cache."""
     token_strides = [
         abs(view.stride_token) for name in CACHES if isinstance(view := views.get(name), RowView | PagedView)
     ]
@@ -156,7 +170,11 @@ def within(problem: Problem, views: dict[str, layout_table.View | None], tile: s
 
 
 def pool_of(view: PagedView, heads: int) -> int:
-    """Returns the number of the last page that is completely in a pool's memory, or -1; LAST_PAGE if expanded."""
+    """Returns the number of the last page that is completely in the memory of a view's pool, or -1; LAST_PAGE if the
+    pool is expanded (all pages are one).
+
+    heads: key heads in a page.
+    """
     pool = view.pool
     elements = pool.untyped_storage().nbytes() // pool.element_size() - pool.storage_offset()
     row_end = (heads - 1) * view.stride_head + (view.page_size - 1) * view.stride_token + view.dim
@@ -166,7 +184,8 @@ def pool_of(view: PagedView, heads: int) -> int:
 
 
 def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple[torch.Tensor | None, int]:
-    """Returns (page table, last page that all pools have, -1: none) of the caches.
+    """Returns (page table, last page that all pools have, -1: none) of the KV caches among `views`; (None, 0) without
+    pages.
 
     Raises:
         BackendError: caches with different tables, with pages that contradict the problem, or with fragmented rows.
@@ -197,7 +216,7 @@ def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple
 
 
 def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
-    """Launches decode, join, and the kernel that recomputes rows that are not finite."""
+    """Writes out and the statistics: decode, join, and the kernel that recomputes rows which are not finite."""
     p = problem
     views = launch_dense.views_of(p, o) | dict.fromkeys(FACTORS)
     for name, dequant in (("k", o.dequant_k), ("v", o.dequant_v)):
@@ -217,7 +236,7 @@ def ready(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> launching.Ready:
-    """Returns the kernel launches of run() for the memory layout of these views and arguments."""
+    """Returns the kernel launches of run() for the memory layout of `views` and the tensors `given`."""
     table, last = pages(p, views)
     device = layout_table.one_device(given)
     if not schedule.rows:

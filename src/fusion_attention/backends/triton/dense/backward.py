@@ -10,6 +10,10 @@ second copy of such a large loop would spill registers. Hidden keys have a score
 
 dS is rounded to the rows' dtype before it is multiplied, and may exceed float16's range if the loss is scaled. If some
 |dout| of a key head's rows exceeds 256, dS is therefore divided by 256, and dq and dk are multiplied at the end.
+
+Parameters that kernels of this package share: `strides`, `count`, VIEW, ALIGN and the widths of column blocks are those
+of common/kernels.py; `lengths` and `tiles` are tables of dense/launch.py; `flat` is the memory of lse and D, two planes
+of `plane` numbers; GROUP query heads share a key head; BM and BN are rows and keys of a tile.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -49,7 +53,7 @@ HUGE, HUGE_BITS = tl.constexpr(2.0**29), tl.constexpr(2.0**-21)
 
 @triton.jit
 def largest(parts, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns the largest absolute value of rows in column blocks."""
+    """Returns the largest absolute value of all elements of rows in column blocks, `parts`, in float32."""
     magnitude = tl.max(tl.max(tl.abs(parts[0]).to(tl.float32), 1), 0)
     if W1:
         magnitude = tl.maximum(magnitude, tl.max(tl.max(tl.abs(parts[1]).to(tl.float32), 1), 0))
@@ -111,14 +115,18 @@ def prepare(out, dout, dlse, max_, sum_, flat, large, sink, partials, strides, t
 
 @triton.jit
 def row_notes(flat, plane, at, stride, row, valid):
-    """Loads (lse, D) of rows, which prepare() wrote; invalid rows are empty (inf, 0)."""
+    """Loads (lse, D) of rows of a head, which prepare() wrote from flat + at on, `stride` apart; invalid rows are empty
+    (inf, 0)."""
     at = flat + at + row.to(tl.int64) * stride
     return tl.load(at, mask=valid, other=float("inf")), tl.load(at + plane, mask=valid, other=0.0)
 
 
 @triton.jit
 def shrinking(large, b, hk, heads):
-    """Returns the factor on dS before it is rounded: SHRINK if dout is large, else 1."""
+    """Returns the factor on dS of key head hk in sequence b before it is rounded: SHRINK if its dout is large, else 1.
+
+    large: flags of prepare(), [sequences, heads]; None: there are none.
+    """
     if large is None:
         return 1.0
     else:
@@ -127,7 +135,11 @@ def shrinking(large, b, hk, heads):
 
 @triton.jit
 def load_notes(notes, h, row0, valid, PLANE: tl.constexpr, BM: tl.constexpr, TMA: tl.constexpr):
-    """Loads lse (PLANE 0) or D (1) of rows of head h; notes: (descriptor or address, heads, stride of a head)."""
+    """Loads lse (PLANE 0) or D (1) of the BM rows of head h from row0 on; notes: (descriptor or address, heads, stride
+    of a head).
+
+    valid: mask of the rows.
+    """
     base, heads, head = notes
     if TMA:
         return base.load([PLANE * heads + h, row0]).reshape(BM)
@@ -140,7 +152,11 @@ def load_notes(notes, h, row0, valid, PLANE: tl.constexpr, BM: tl.constexpr, TMA
 def add_means(dv, do_rows, notes, turns, head, rows, j0, inside, bits, where, drop, GROUP: tl.constexpr,
               DROPOUT: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
               BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Adds to dv the contributions of empty rows that return the mean of V; turns: iterations, 0 without such rows."""
+    """Adds to dv the contributions of empty rows that return the mean of V, for the keys from j0 on.
+
+    do_rows: source of rows of dout. notes: as in load_notes(). turns: iterations over rows, 0 without such rows.
+    inside: mask of the keys. bits, where, drop: as in kept_keys().
+    """
     dv0, dv1, dv2 = dv
     strides, count, b, heads = where
     for turn in tl.range(0, turns * GROUP):
@@ -172,7 +188,8 @@ def weights(x, lse, masked, row, key, band, numbers, extras, where, lengths, RAW
             BLOCKED: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """Returns (P, S) of a tile of products x, with scores -inf for keys that are not visible; axes in either order.
 
-    masked: True if some key of the tile is not visible to some row.
+    lse: of the rows. masked: True if some key of the tile is not visible to some row. band: result of band_at().
+    numbers: factors of scores. extras: (bias, slopes, blocked), None for absent ones.
     """
     scale, factor, exponent = numbers
     bias, slopes, blocked = extras

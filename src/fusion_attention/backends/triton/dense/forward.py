@@ -32,7 +32,10 @@ from fusion_attention.backends.triton.common.kernels import (
 
 @triton.jit
 def weigh(s, m, l, exponent):
-    """Computes a step of the online softmax: (weights of scores s, factor on earlier sums, maxima, sums)."""
+    """Computes a step of the online softmax: (weights of scores s [rows, keys], factor on earlier sums, maxima, sums).
+
+    m, l: maxima and sums [rows] so far. exponent: factor on scores in base 2.
+    """
     now = tl.maximum(m, tl.max(s, 1))
     # A row without visible keys so far has max -inf; 0 in its place gives weights 0, not NaN.
     base = tl.where(now == -float("inf"), 0.0, now)
@@ -48,9 +51,18 @@ def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbe
            D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
            DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
            BN: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Runs one loop over `left` tiles of keys from `begin` on, then `right` tiles from `again` on.
+    """Runs one loop over `left` tiles of keys from `begin` on, then `right` tiles from `again` on; returns the new
+    state.
 
-    keys = (begin, left, again, right).
+    Args:
+        state: (accumulators in column blocks, maxima, sums) of an online softmax.
+        query, rope: the rows, and their rope part or None.
+        memory: sources of keys, values and rope parts.
+        extras: memory of the bias, slopes, blocked matrix and dropout bits; None for absent ones.
+        where: (strides, count, b, h, heads).
+        row, edges: the rows, and (first, end) of their visible keys.
+        lengths, numbers, drop: lengths of the sequence, factors of scores, (seed, offset, threshold).
+        keys: (begin, left, again, right).
     """
     acc0, acc1, acc2, m, l = state
     k, v, kr = memory
@@ -95,7 +107,11 @@ def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbe
 def add_means(acc, mean, v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.constexpr,
               V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, BN: tl.constexpr,
               TMA: tl.constexpr):  # fmt: skip
-    """Adds to acc the sums of values for empty rows that return the mean of V, over all keys that dropout keeps."""
+    """Adds to acc the sums of values for empty rows (`mean`) that return the mean of V, over all kv_len keys that
+    dropout keeps.
+
+    v: source of rows of V. bits, where, drop: as in kept_keys(). valid: mask of the rows.
+    """
     acc0, acc1, acc2 = acc
     end = tl.where(tl.max(mean.to(tl.int32), 0) > 0, kv_len, 0).to(tl.int32)
     for j0 in tl.range(0, end, BN):
@@ -112,7 +128,10 @@ def add_means(acc, mean, v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.c
 
 @triton.jit
 def finish(m, l, sink, h, unit, SINK: tl.constexpr):
-    """Converts running maxima to natural-logarithm units and adds the sink: (max, sum, factor on the accumulator)."""
+    """Returns (max, sum, factor on the accumulator): m in natural-logarithm units, and the sink of head h in both.
+
+    m, l: running maxima and sums [rows]. unit: factor on maxima.
+    """
     nothing = m == -float("inf")
     top = tl.where(nothing, -float("inf"), m * unit)
     fade = tl.where(nothing, 0.0, 1.0)

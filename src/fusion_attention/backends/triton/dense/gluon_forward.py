@@ -33,7 +33,11 @@ LOADER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def key_of(i, walk, BN: gl.constexpr):
-    """Returns the first key of iteration i: masked tiles at the left edge, then at the right edge, then full tiles."""
+    """Returns the first key of iteration i: masked tiles at the left edge, then at the right edge, then full tiles.
+
+    walk: (first key, tiles at the left edge, first key of full tiles, first key at the right edge, masked tiles, all
+    tiles).
+    """
     begin, left, full, again, masked_tiles, _ = walk
     right = gl.where(i < masked_tiles, again + (i - left) * BN, full + (i - masked_tiles) * BN)
     return gl.where(i < left, begin + i * BN, right)
@@ -41,7 +45,8 @@ def key_of(i, walk, BN: gl.constexpr):
 
 @gluon.jit
 def ring(rows, STAGES: gl.constexpr):
-    """Allocates (buffers for tiles of rows, their `full` barriers, their `empty` barriers)."""
+    """Allocates (STAGES buffers for tiles of rows, their `full` barriers, their `empty` barriers); rows: a tensor
+    descriptor."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -56,7 +61,7 @@ def ring(rows, STAGES: gl.constexpr):
 
 @gluon.jit
 def fill(rows, ring, i, j0, STAGES: gl.constexpr):
-    """Copies rows from j0 on into buffer i of a ring, once it is empty."""
+    """Copies the rows of a descriptor from j0 on into the buffer of use i of a ring, once it is empty."""
     buffers, full, empty = ring
     s = i % STAGES
     mbarrier.wait(empty.index(s), (i // STAGES & 1) ^ 1)
@@ -66,7 +71,8 @@ def fill(rows, ring, i, j0, STAGES: gl.constexpr):
 
 @gluon.jit
 def load(keys, values, key_ring, value_ring, walk, BN: gl.constexpr, STAGES: gl.constexpr):
-    """Loads all tiles of keys and values; runs in the loading warp."""
+    """Loads all tiles of keys and values, tensor descriptors, into their rings; runs in the loading warp; walk: as in
+    key_of()."""
     for i in range(walk[5]):
         j0 = key_of(i, walk, BN)
         fill(keys, key_ring, i, j0, STAGES)
@@ -83,13 +89,16 @@ def taken(ring, i, STAGES: gl.constexpr):
 
 @gluon.jit
 def give_back(ring, i, STAGES: gl.constexpr):
-    """Signals that this warpgroup has read buffer i."""
+    """Signals that this warpgroup has read the buffer of use i of a ring."""
     mbarrier.arrive(ring[2].index(i % STAGES), count=1)
 
 
 @gluon.jit
 def masked(s, i, walk, first, end, BN: gl.constexpr, SCORES: gl.constexpr):
-    """Scores of iteration i, with -inf for keys that are not visible in masked tiles."""
+    """Returns the scores s [rows, BN] of iteration i, with -inf for keys that are not visible in masked tiles.
+
+    walk: as in key_of(). first, end: range of the visible keys of each row. SCORES: the layout of s.
+    """
     if i < walk[4]:
         j = key_of(i, walk, BN) + gl.arange(0, BN, gl.SliceLayout(0, SCORES))
         s = gl.where((j[None, :] >= first[:, None]) & (j[None, :] < end[:, None]), s, -float("inf"))

@@ -1,6 +1,9 @@
 """Launches of the dense kernels: compile-time constants, lists of tiles, and arguments.
 
-Tests compile kernels ahead of time with the constants made here.
+Tests compile kernels ahead of time with the constants made here. Common parameters: `tile` is the tile shape of the
+named
+kernel, `align` layout_table.alignment(), in elements of q; `views` and `given` are the views (by their names in the
+layout table) and the tensors and numbers (by kernel argument name) of a call.
 """
 
 from collections.abc import Iterable
@@ -41,7 +44,8 @@ ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum":
 
 
 def widths(problem: Problem) -> Constants:
-    """Returns the compile-time widths of column blocks, by the kernels' names."""
+    """Returns the compile-time widths of column blocks of q and k (D0 to D2), of values (V0 to V2) and of the rotary
+    part (R), and the dims DIM, DIM_V and DIM_ROPE."""
     d, v = shapes.parts(problem.dim_qk), shapes.parts(problem.dim_v)
     rope = shapes.power(problem.dim_rope) if problem.dim_rope else 0
     sizes = {"DIM": problem.dim_qk, "R": rope, "DIM_ROPE": problem.dim_rope, "DIM_V": problem.dim_v}
@@ -49,7 +53,8 @@ def widths(problem: Problem) -> Constants:
 
 
 def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """Returns the compile-time arguments of all dense kernels; align: alignment of rows in elements.
+    """Returns the compile-time arguments of all dense kernels, for a kernel's tile shape; align: alignment of rows in
+    elements.
 
     MEAN depends on the problem, not on the batch, so that a later batch of a training needs no other kernel.
     """
@@ -73,16 +78,17 @@ def raw(problem: Problem) -> bool:
 
 
 def forward_constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """Returns the compile-time arguments of the forward kernel."""
+    """Returns the compile-time arguments of the forward kernel, for its tile shape."""
     constexprs = constants(problem, tile, align)
     return constexprs | {"RAW": raw(problem), "SINK": problem.has_sink, "TMA": tile.TMA}
 
 
 def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.ndarray:
-    """Returns the list of tiles of rows [tiles, 8] int32, the longest first, so that the last ones to start are short.
+    """Returns the list of tiles of query rows, int32 [tiles, 8], the longest first, so that the last ones to start are
+    short.
 
     An entry has the sequence, the first row and the end, and the tiles of keys: `left` masked tiles from `begin`, full
-    tiles from `full` to `again`, and `right` masked tiles from `again`.
+    tiles from `full` to `again`, and `right` masked tiles from `again`. tile: BM rows and BN keys.
     """
     t, size = tiles.by_query(extents, tile.BM), tile.BN
     begin = t.begin // size * size
@@ -99,9 +105,9 @@ def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.n
 
 
 def query_tiles(extents: Extents, tile: shapes.Tile) -> np.ndarray:
-    """Returns the list of tiles of rows [tiles, 8] int32, the longest first.
+    """Returns the list of tiles of query rows, int32 [tiles, 8], the longest first, for prepare() and backward_query().
 
-    An entry has the sequence, the first row and the end, the first key and the number of tiles of keys.
+    An entry has the sequence, the first row and the end, the first key and the number of tiles of keys; the rest is 0.
     """
     t = tiles.by_query(extents, tile.BM)
     begin = t.begin // tile.BN * tile.BN
@@ -109,10 +115,12 @@ def query_tiles(extents: Extents, tile: shapes.Tile) -> np.ndarray:
 
 
 def key_tiles(extents: Extents, tile: shapes.Tile, mean: bool) -> np.ndarray:
-    """Returns the list of tiles of keys [tiles, 8] int32, the longest first.
+    """Returns the list of tiles of keys, int32 [tiles, 8], the longest first, for backward_key().
 
-    An entry has the sequence, the first key and the end, the first row and the number of tiles of rows, and the number
-    of tiles that may have empty rows which return the mean of V, to which every key contributes.
+    An entry has the sequence, the first key and the end, the first query row and the number of tiles of rows that see
+    it,
+    and, if `mean`, the number of tiles that may have empty rows which return the mean of V, to which every key
+    contributes.
     """
     t = tiles.by_key(extents, tile.BN)
     begin = t.begin // tile.BM * tile.BM
@@ -121,6 +129,8 @@ def key_tiles(extents: Extents, tile: shapes.Tile, mean: bool) -> np.ndarray:
 
 
 def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int, means: np.ndarray | int = 0) -> np.ndarray:
+    """Returns the entries of query_tiles() and key_tiles(), sorted; begin, end: range of the other axis that each tile
+    reads, in tiles of `size`."""
     none = np.zeros_like(begin)
     turns = -(-(end - begin) // size)
     order = np.argsort(-turns, kind="stable")
@@ -136,7 +146,7 @@ def may_be_empty(problem: Problem, extents: Extents) -> bool:
 
 
 def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> shapes.Tile:
-    """Returns the tile shape of a kernel on a device."""
+    """Returns the tile shape of a kernel, by its name in shapes.TABLES, for the chip of `device`."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else shapes.tile_of(kernel, problem, chip, align)
     assert tile is not None  # reasons_against() ensures it
@@ -159,7 +169,7 @@ def noted(extents: Extents) -> np.ndarray:
 
 
 def bytes_of(view: Any) -> torch.Tensor | None:
-    """Returns the tensor of a matrix of bool or uint8, as uint8."""
+    """Returns the tensor of a matrix view of bool or uint8, as uint8; None for None."""
     if view is None:
         return None
     tensor = view.keep
@@ -190,7 +200,7 @@ def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
 
 
 def given_by(problem: Problem, o: Operands, views: dict[str, layout_table.View | None]) -> dict[str, Any]:
-    """Returns the kernel arguments of a run: its tensors, without those that the problem lacks."""
+    """Returns the tensors of a run by kernel argument name, without those that the problem lacks."""
     p = problem
     given: dict[str, Any] = {
         ARGUMENTS[name]: layout_table.tensor_of(view) for name, view in views.items() if view is not None
@@ -205,7 +215,7 @@ def given_by(problem: Problem, o: Operands, views: dict[str, layout_table.View |
 
 
 def draws(o: Operands) -> dict[str, int]:
-    """Returns the seed and offset of dropout as signed integers for kernels."""
+    """Returns the seed and offset of drawn dropout as signed int64 and int32, which kernels take."""
     seed = o.seed & (1 << 64) - 1
     return {
         "seed": seed - (1 << 64) if seed >> 63 else seed,
@@ -234,13 +244,14 @@ def numbers(problem: Problem) -> dict[str, Any]:
 
 
 def recompute_constants(kernel: str, problem: Problem, align: int) -> Constants:
-    """Returns the compile-time arguments of a kernel that recomputes rows."""
+    """Returns the compile-time arguments of a kernel that recomputes rows which are not finite; kernel: its name."""
     constexprs = constants(problem, shapes.recompute_tile(kernel, problem), align)
     return {name: value for name, value in constexprs.items() if name != "MEAN"}
 
 
 def cache_constants(problem: Problem, align: int) -> Constants:
-    """Returns the compile-time arguments of caches; ALIGN_KV: alignment of the cache's rows in its elements."""
+    """Returns the compile-time arguments of kernels that read a KV cache: its page size, how K and V are dequantised,
+    and ALIGN_KV, the alignment of its rows in its own elements."""
     p = problem
     return {
         "PAGE": p.page_size,
@@ -251,7 +262,7 @@ def cache_constants(problem: Problem, align: int) -> Constants:
 
 
 def recompute_out_constants(problem: Problem, align: int) -> Constants:
-    """Returns the compile-time arguments of recompute_out, whose keys may be in a cache."""
+    """Returns the compile-time arguments of recompute_out, whose keys may be in a KV cache."""
     return recompute_constants("recompute_out", problem, align) | cache_constants(problem, align)
 
 
@@ -259,7 +270,15 @@ def launch_recompute(
     kernel: Any, p: Problem, lengths: np.ndarray, heads: int, fixed: dict[str, Any], given: Iterable[str],
     constexprs: Constants,
 ) -> list[Launch]:  # fmt: skip
-    """Returns the launch of a kernel that recomputes rows (or keys), a program per block; no launch without rows."""
+    """Returns [the launch of a kernel that recomputes query rows (or keys)], a program per block; [] without rows.
+
+    Args:
+        kernel: recompute_out, recompute_query or recompute_key.
+        p: the problem.
+        lengths: rows (or keys) of each sequence.
+        heads: heads of the rows (or keys).
+        fixed, given, constexprs: as in launching.Family.launch().
+    """
     tile = shapes.recompute_tile(kernel.__name__, p)
     blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is recompute_key else tile.BM))
     grid = blocks * len(lengths), heads
@@ -280,21 +299,22 @@ def enlarge(tensor: torch.Tensor, by: float) -> None:
 
 
 def enlarge_rows(view: RowView | None, heads: int, lengths: np.ndarray, by: float) -> None:
-    """Returns enlarge() of the rows of a view."""
+    """Multiplies the rows of a view in memory by a factor, as enlarge(); lengths: rows of each
+    sequence. None: nothing."""
     for b, length in enumerate(lengths.tolist() if view is not None else ()):
         assert view is not None
         enlarge(view.sequence(b, heads, length), by)
 
 
 def reduced(view: RowView, heads: int, lengths: np.ndarray, by: float) -> RowView:
-    """Returns a float32 copy of rows, divided by a number."""
+    """Returns a float32 copy of the rows of a view, divided by `by`; lengths: rows of each sequence."""
     rows = [(view.sequence(b, heads, n).double() / by).float().flatten() for b, n in enumerate(lengths.tolist())]
     sizes = heads * lengths * view.dim
     return RowView((torch.cat(rows),), np.cumsum(sizes) - sizes, view.dim, lengths * view.dim, view.dim)
 
 
 def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands) -> None:
-    """Launches the forward kernel, and the kernel that recomputes rows that are not finite."""
+    """Writes out and the statistics: the forward kernel, then the kernel that recomputes rows which are not finite."""
     views = views_of(problem, o)
     given = given_by(problem, o, views)
     ready = schedule.once(
@@ -311,7 +331,7 @@ def ready_forward(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Ready:
-    """Returns the kernel launches of run_forward() for the memory layout of these views and arguments."""
+    """Returns the kernel launches of run_forward() for the memory layout of `views` and the tensors `given`."""
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e), drawn(p, e))
     align = layout_table.alignment(views, table)
     tile = tile_on("forward", p, device, align if layout_table.apart(views) else 1)
@@ -336,7 +356,8 @@ def ready_forward(
 
 
 def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """Returns the compile-time arguments of prepare, backward_query and backward_key; tile: that of one of them."""
+    """Returns the compile-time arguments of prepare, backward_query and backward_key, with the tile shape of one of
+    them."""
     constexprs = constants(problem, tile, align) | {"RAW": raw(problem), "TMA": tile.TMA}
     names = ("GROUP", "V0", "V1", "V2", "DIM_V", "ALIGN", "BM", "MEAN")
     of_prepare = {name: constexprs[name] for name in names} | {"SINK": problem.has_sink}
@@ -344,7 +365,7 @@ def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple
 
 
 def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Launches the three kernels of the backward, and those that recompute rows that are not finite.
+    """Writes the gradients `g`: the three kernels of the backward, then those that recompute rows which are not finite.
 
     If keep_prob is tiny, the kernels compute gradients divided by keep_rest(): dP * M - D with M = 1 / keep_prob would
     overflow.
@@ -371,7 +392,7 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
 
 
 def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Launches the kernels of run_backward()."""
+    """Launches the kernels of run_backward(), without its correction for a tiny keep_prob."""
     p = problem
     views = views_of(p, o) | {
         "dout": g.dout, "dlse": g.dlse, "dq": g.dq, "dk": g.dk, "dv": g.dv,
@@ -399,7 +420,7 @@ def ready_backward(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Ready:
-    """Returns the kernel launches of run_backward() for the memory layout of these views and arguments."""
+    """Returns the kernel launches of launch_backward() for the memory layout of `views` and the tensors `given`."""
     device, rows, count = layout_table.one_device(given), noted(e), len(e)
     buffer = int(rows.sum())
     # Only the strides of this view are used.

@@ -48,7 +48,8 @@ def wrong(x, INF: tl.constexpr):
 @triton.jit
 def wrong_three(base, offset, there, INF: tl.constexpr,
                 W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns 1 for rows in column blocks with a wrong() element, else 0."""
+    """Returns 1 for rows at base + offset, in column blocks, with a wrong() element, else 0; there:
+    mask of the rows."""
     parts = load_three(base, offset, there, True, W0, W1, W2, DIM)
     flagged = tl.max(wrong(parts[0], INF).to(tl.int32), 1)
     if W1:
@@ -60,14 +61,15 @@ def wrong_three(base, offset, there, INF: tl.constexpr,
 
 @triton.jit
 def left(acc, old, INF: tl.constexpr):
-    """Returns 1 if a row has a wrong() element whose new sum is not NaN, so that the sum must continue; else 0."""
+    """Returns 1 if the row `old` has a wrong() element whose new sum in `acc` is not NaN, so that the sum must
+    continue; else 0."""
     return tl.max(tl.max((wrong(old, INF) & (acc == acc)).to(tl.int32), 1), 0)
 
 
 @triton.jit
 def left_three(acc, base, offset, there, INF: tl.constexpr,
                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns left() of a row in column blocks."""
+    """Returns left() of the row at base + offset, in column blocks; acc: its new sums."""
     old = load_three(base, offset, there, True, W0, W1, W2, DIM)
     flagged = left(acc[0], old[0], INF)
     if W1:
@@ -80,7 +82,8 @@ def left_three(acc, base, offset, there, INF: tl.constexpr,
 @triton.jit
 def recomputed(base, offset, there, acc, factor, INF: tl.constexpr, FIRST: tl.constexpr, W: tl.constexpr,
                DIM: tl.constexpr):  # fmt: skip
-    """Overwrites the wrong() elements of a column block; the sums of others may be incomplete."""
+    """Overwrites the wrong() elements of a column block at base + offset by acc * factor; the sums of others may be
+    incomplete."""
     old = load_part(base, offset, there, FIRST, W, DIM, True)
     store_part(base, offset, there, tl.where(wrong(old, INF), acc * factor, old.to(tl.float32)), FIRST, W, DIM)
 
@@ -88,7 +91,7 @@ def recomputed(base, offset, there, acc, factor, INF: tl.constexpr, FIRST: tl.co
 @triton.jit
 def recomputed_three(base, offset, there, acc, factor, INF: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
                      W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Returns recomputed() of a row in column blocks."""
+    """Overwrites the wrong() elements of a row at base + offset, in column blocks, by acc * factor."""
     recomputed(base, offset, there, acc[0], factor, INF, 0, W0, DIM)
     if W1:
         recomputed(base, offset, there, acc[1], factor, INF, W0, W1, DIM)
@@ -104,7 +107,7 @@ def outlasting(weight):
 
 @triton.jit
 def product(weight, x):
-    """Returns weight * x, where an underflowed weight times an infinity is infinite."""
+    """Returns weight * x, where an underflowed weight (0) times an infinity is infinite."""
     return tl.where(tl.abs(x) < float("inf"), weight, outlasting(weight)) * x
 
 

@@ -4,6 +4,10 @@ A row's candidates are int64 numbers in the order of their keys: the high half i
 the order of float32 scores), the low half is the largest key minus this key, so that a descending sort breaks ties by
 the lower key. When the buffer of candidates is full, only the top_k largest remain; a later key loses a tie, so scores
 not above the smallest of them are dropped. The result does not depend on the block size.
+
+Common parameters: `scores`, `entries` and `counts` are the scratch of a chunk (launch.py): scores and candidates of its
+rows, and numbers of candidates; TOP is top_k, BUFFER the capacity of a row's candidates; `tiles` is the result of
+row_tiles(), `begin` the chunk's first tile, BT its rows; BN keys are read at a time.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -39,13 +43,16 @@ def score_of(rank):
 
 @triton.jit
 def seen_ranks(scores, j, first, end):
-    """Ranks of keys j; UNSEEN for keys outside [first, end)."""
+    """Returns the ranks of keys j from the row `scores`; UNSEEN for keys outside [first, end)."""
     return rank_of(tl.load(scores + j, mask=(j >= first) & (j < end), other=-float("inf")))
 
 
 @triton.jit
 def floor_of(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
-    """Returns (the TOP-th largest rank of `entry_count` candidates, number of candidates with a larger rank)."""
+    """Returns (the TOP-th largest rank of the first `entry_count` candidates, number of candidates with a larger rank).
+
+    entries: address of the row's candidates.
+    """
     floor = tl.full([], NO_RANK, tl.int64)
     n = tl.arange(0, BN)
     larger = tl.full([], 0, tl.int64)
@@ -69,7 +76,11 @@ def floor_of(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def prune(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
-    """Keeps the TOP largest of `entry_count` candidates, the first among equals; returns the smallest rank kept."""
+    """Keeps the TOP largest of the first `entry_count` candidates, the first among equals; returns the smallest rank
+    kept.
+
+    entries: address of the row's candidates.
+    """
     floor, larger = floor_of(entries, entry_count, TOP, BN)
     written, equals = tl.full([], 0, tl.int32), TOP - larger
     n = tl.arange(0, BN)

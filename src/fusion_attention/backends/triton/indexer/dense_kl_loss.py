@@ -158,7 +158,10 @@ def target(q, k, q_rope, k_rope, notes, plane, strides, count, b, heads, row, va
 
 @triton.jit
 def block_at(differences, tile, turn, BM: tl.constexpr, BN: tl.constexpr):
-    """Returns (address of the differences of a tile of rows and a tile of keys, stride of rows)."""
+    """Returns (address of the differences of a tile of rows and a tile of keys, stride of rows).
+
+    tile: address of the entry of the tile of rows in its table. turn: number of the tile of keys among those it reads.
+    """
     turns = tl.load(tile + 4)
     return differences + tl.load(tile + 5).to(tl.int64) * (BM * BN) + turn * BN, turns * BN
 

@@ -33,7 +33,7 @@ from fusion_attention.backends.triton.selected.selection import SCANNED, token_a
 
 @triton.jit
 def largest_of(dscores, slots):
-    """Returns the largest finite magnitude of the first `slots` numbers; 1 if it is zero."""
+    """Returns the largest finite magnitude of the first `slots` numbers from dscores on; 1 if it is zero."""
     magnitude = tl.full([], 0.0, tl.float32)
     for n0 in tl.range(0, slots, SCANNED):
         n = n0 + tl.arange(0, SCANNED)
@@ -44,7 +44,7 @@ def largest_of(dscores, slots):
 
 @triton.jit
 def slots_ahead(keys, dscores, n, slots, THREADS: tl.constexpr):
-    """Returns (keys, dI in float32) of slots n.
+    """Returns (keys, dI in float32) of slots n; -1 and 0 from `slots` on.
 
     Keys and dI are loaded in several copies, one element per thread: with fewer elements, Triton repeats the loads for
     each layout (half of all instructions of an iteration); more would need registers.
@@ -58,7 +58,10 @@ def slots_ahead(keys, dscores, n, slots, THREADS: tl.constexpr):
 
 @triton.jit
 def dscores_at(dscores, strides, count, b, row, list_index, SLOTS: tl.constexpr, VIEWED: tl.constexpr):
-    """Returns the address of dI of a token; VIEWED: in a view of the caller, else in scratch memory of the chunk."""
+    """Returns the address of dI of a token; VIEWED: in a view of the caller, else in scratch memory of the chunk.
+
+    b, row: the token's sequence and row. list_index: the token's number in the chunk. SLOTS: slots per token.
+    """
     if VIEWED:
         at, token = rows_at(strides, count, b, 0, layout_index.DVALUES, 1)
         return dscores + at + row * token
@@ -68,7 +71,7 @@ def dscores_at(dscores, strides, count, b, row, list_index, SLOTS: tl.constexpr,
 
 @triton.jit
 def strange_three(x, W1: tl.constexpr, W2: tl.constexpr):
-    """Returns 1 if an element of these rows, given as up to three column blocks, is not finite, else 0."""
+    """Returns 1 if an element of the rows x, given as up to three column blocks, is not finite, else 0."""
     strange = tl.max(tl.max((~is_finite(x[0])).to(tl.int32), 1), 0)
     if W1:
         strange = tl.maximum(strange, tl.max(tl.max((~is_finite(x[1])).to(tl.int32), 1), 0))

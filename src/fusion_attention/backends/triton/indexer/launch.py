@@ -2,6 +2,9 @@
 
 Scores and candidates of a chunk are in a workspace of bounded size. A row's selection depends on its scores only, and
 sums per key continue from chunk to chunk in the same order, so results do not depend on the number of chunks.
+
+Common parameters: `align` is layout_table.alignment(), in elements of q; `given` has the tensors of a call by kernel
+argument name; `fixed` and `names` are those of launching.Family.launch().
 """
 
 from collections.abc import Callable
@@ -49,12 +52,17 @@ GRADIENT = launching.Family(read_lists, index_gradient, recompute_gradient)
 
 
 def candidates(top_k: int, block: int) -> int:
-    """Returns the capacity of a row's buffer of candidates; when it is full, all but the top_k largest are removed."""
+    """Returns the capacity, in keys, of a query row's buffer of candidates; when it is full, all but the top_k largest
+    are removed.
+
+    block: number of keys that index_choice scans per iteration (BN of its tile).
+    """
     return -(-(top_k + max(shapes_sparse.CANDIDATES, top_k // 2, block)) // block) * block
 
 
 def row_tiles(extents: Extents) -> np.ndarray:
-    """Returns [tiles, 8] int32: sequence, first row and end of tiles of SCORED rows."""
+    """Returns int32 [tiles, 8], a tile being at most SCORED query rows of one sequence: columns 0 to 2 are the
+    sequence, the first row and the end; the others are 0."""
     size = shapes_sparse.SCORED
     turns = -(-extents.q_len // size)
     seq = np.repeat(np.arange(len(extents)), turns)
@@ -65,19 +73,25 @@ def row_tiles(extents: Extents) -> np.ndarray:
 
 
 def ends_of(extents: Extents, tiles: np.ndarray, ratio: int) -> np.ndarray:
-    """Returns the end of the keys that are visible to any row of each tile."""
+    """Returns int [tiles]: the end of the keys that any query row of a tile sees.
+
+    tiles: the result of row_tiles(). ratio: IndexerProblem.ratio, tokens per key.
+    """
     e, seq = extents, tiles[:, 0]
     return np.clip(np.maximum((tiles[:, 2] - 1 + e.hi[seq]) // ratio, e.prefix[seq]), 0, e.kv_len[seq])
 
 
 def tiles_per_chunk(problem: IndexerProblem, pitch: int) -> int:
-    """Returns the number of tiles of rows in a chunk; pitch: scores per row."""
+    """Returns the number of tiles of query rows per chunk, for CHUNK bytes of scores and candidates.
+
+    pitch: float32 elements that a row's scores occupy, the most visible keys rounded up to tiles.
+    """
     each = shapes_sparse.SCORED * (4 * pitch + 8 * candidates(problem.top_k, shapes_sparse.CHOICE.BN))
     return min(max(1, CHUNK // each), MOST)
 
 
 def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """Returns the compile-time arguments of index_scores, index_choice and index_write."""
+    """Returns the compile-time arguments of index_scores, index_choice and index_write; tile: that of index_scores."""
     p, block = problem, shapes_sparse.CHOICE.BN
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(p.dim))}
     of_all, resident_heads = {"BT": shapes_sparse.SCORED}, shapes_sparse.heads_held(p.heads, tile.BM)
@@ -97,19 +111,20 @@ def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constant
 
 @dataclass(eq=False)
 class Choice(launching.Ready):
-    """The launches of the selection; buffer: shape and dtype of scratch tensors."""
+    """The launches of the selection; buffer: argument name of each scratch tensor -> (shape, dtype)."""
 
     buffer: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
     def run(self, given: dict[str, Any]) -> None:
-        """Allocates the scratch tensors and runs the launches."""
+        """Allocates the scratch tensors, adds them to `given` (the tensors of this run by argument name), and runs the
+        launches."""
         given |= {name: empty(given["q"], shape, dtype) for name, (shape, dtype) in self.buffer.items()}
         super().run(given)
 
 
 @dataclass(eq=False)
 class Sorting:
-    """A launch of index_write after torch.sort(), for lists with more entries than a program can sort."""
+    """A launch of index_write after torch.sort(), for lists with more entries (top_k) than a program can sort."""
 
     written: launching.Launch
     top_k: int
@@ -120,7 +135,8 @@ class Sorting:
         return self.written.scratch
 
     def start(self, given: dict[str, Any]) -> None:
-        """Sorts the candidates of each row in descending order, and launches index_write."""
+        """Sorts the candidates `given["entries"]` of each row in descending order, and launches index_write with the
+        result."""
         entries, counts = given["entries"][:, : self.top_k], given["counts"]
         there = torch.arange(self.top_k, device=counts.device) < counts[:, None]
         result = entries.where(there, NO_ENTRY.value).sort(dim=-1, descending=True).values
@@ -128,7 +144,11 @@ class Sorting:
 
 
 def tile_on(table: Callable[..., Tile | None], problem: Any, device: torch.device, *more: int) -> Tile:
-    """Returns the entry of a table of tiles for a problem on a device."""
+    """Returns table(problem, chip, *more), the tile shape of a kernel, for the chip of `device`.
+
+    table: a function such as scores_tile() that returns None for problems that it does not support; more: the
+    alignment.
+    """
     chip = shapes.chip_of(device)
     tile = None if chip is None else table(problem, chip, *more)
     assert tile is not None  # reasons_against() ensures it
@@ -136,7 +156,7 @@ def tile_on(table: Callable[..., Tile | None], problem: Any, device: torch.devic
 
 
 def pages_of(k: Any) -> tuple[torch.Tensor | None, int]:
-    """Returns (page table, last page of the pool), or (None, 0) for keys that are not in pages."""
+    """Returns (page table, last page of the pool) of the view `k`, or (None, 0) if its keys are not in pages."""
     if not isinstance(k, PagedView):
         return None, 0
     if k.fragment:
@@ -145,7 +165,7 @@ def pages_of(k: Any) -> tuple[torch.Tensor | None, int]:
 
 
 def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands) -> None:
-    """Computes scores and selects the top_k keys, chunk by chunk of rows."""
+    """Computes scores, and writes indices (and values) of the top_k keys of every query row, chunk by chunk of rows."""
     views: dict[str, layout_table.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "values": o.values,
     }  # fmt: skip
@@ -162,7 +182,8 @@ def ready_topk(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Choice:
-    """Returns the kernel launches of run_topk() for the memory layout of these views."""
+    """Returns the kernel launches of run_topk() for the memory layout of `views`, by their names in
+    the layout table."""
     table, last = pages_of(views["k"])
     device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment({name: views[name] for name in ("q", "k")}, where)
@@ -204,7 +225,7 @@ def ready_topk(
 
 
 def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> int:
-    """Returns the most bytes of scratch that an operation of the schedule's kind allocates."""
+    """Returns the most bytes of scratch that the schedule's operation, indexer_topk or indexer_backward, allocates."""
     p, e = problem, schedule.device_tables.extents
     if schedule.op_kind == "indexer_backward":
         keys, most = int(e.kv_len.sum()), tokens_per_chunk(p, schedule.rows)
@@ -223,25 +244,31 @@ def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> in
 
 
 def row_type(sizes: Sizes) -> torch.dtype:
-    """Returns the dtype of the gradient rows of selected keys: float32 if float16 might overflow or if several launches
-    add to them."""
+    """Returns the dtype of the gradient rows of dk, one per selected key of a token: bfloat16 for bfloat16 operands
+    whose heads all fit into one launch; else float32, because float16 might overflow or several launches add to a row.
+    """
     full = sizes.heads <= shapes_sparse.ONE_LAUNCH
     return torch.bfloat16 if sizes.dtype == "bfloat16" and full else torch.float32
 
 
 def bytes_of_token(sizes: Sizes) -> int:
-    """Bytes of scratch per token for gradients: rows, keys and ids of its list, its length and its flag."""
+    """Returns the bytes of scratch per token of the gradient's chunks.
+
+    Each of the `sizes.slots` selected keys has a gradient row of dk, a key, and an id with its sort (BYTES_OF_ENTRY);
+    the token has the used length of its list and the flag of a recomputation, 4 bytes each.
+    """
     return sizes.slots * (BYTES_OF_ENTRY + 4 + sizes.dim * row_type(sizes).itemsize) + 8
 
 
 def tokens_per_chunk(problem: IndexerProblem, tokens: int) -> int:
-    """Returns the number of tokens in a chunk of the gradient, at most `tokens`."""
+    """Returns the number of tokens per chunk of the gradient, for CHUNK bytes; tokens: those of all sequences, the
+    upper limit."""
     most = CHUNK // bytes_of_token(shapes_sparse.sizes_of_gradient(problem))
     return max(1, min(whole_blocks(most, problem.top_k), tokens))
 
 
 def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, tuple[int, torch.dtype]]:
-    """Returns the scratch buffers of a chunk of the gradient: name -> (elements, dtype)."""
+    """Returns the scratch buffers of a chunk of `tokens` tokens: kernel argument -> (number of elements, dtype)."""
     entries = tokens * sizes.slots
     lists = {"keys": entries, "ids": entries, "used": tokens, "noted": tokens}
     return {name: (count, torch.int32) for name, count in lists.items()} | {
@@ -250,13 +277,13 @@ def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, tuple[int, torch.dt
 
 
 def list_constants(slots: int, ratio: int) -> Constants:
-    """Returns the compile-time arguments of read_lists for lists of `slots` tokens."""
+    """Returns the compile-time arguments of read_lists for lists of `slots` keys; ratio: IndexerProblem.ratio."""
     widths = {"SLOTS": slots, "N": min(ENTRIES, shapes.power(slots))}
     return {"SELECT": slots, "BLOCK": 1, "RATIO": ratio, "COMPRESSED": 0, "BAND": 0} | widths
 
 
 def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
-    """Returns the compile-time arguments of index_gradient."""
+    """Returns the compile-time arguments of index_gradient, of which `tile` is the tile shape."""
     q, k = ("q", "k") if sizes.viewed else ("index_q", "index_k")
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(sizes.dim))}
     return d | {
@@ -267,7 +294,8 @@ def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
 
 
 def recompute_constants(sizes: Sizes, align: int) -> Constants:
-    """Returns the compile-time arguments of recompute_gradient."""
+    """Returns the compile-time arguments of recompute_gradient, those of index_gradient that it
+    has, for its own tile."""
     constexprs = gradient_constants(sizes, shapes_sparse.RECOMPUTE_GRADIENT, align)
     return {name: value for name, value in constexprs.items() if name in recompute_gradient.arg_names}
 
@@ -275,9 +303,19 @@ def recompute_constants(sizes: Sizes, align: int) -> Constants:
 def gradient_launches(
     family: launching.Family, sizes: Sizes, tile: Tile, align: int, tokens: int, fixed: dict[str, Any], names: list[str]
 ) -> list[launching.Launch]:
-    """Returns the launches that compute dq, dweights and a gradient row for every selected key of a chunk of tokens.
+    """Returns the launches that compute dq, dweights and a gradient row of dk for every selected key of a chunk of
+    tokens.
 
-    They read dI and the results of read_lists(), which must run before.
+    They read dI (the gradient of the scores) and the results of read_lists(), which must run before.
+
+    Args:
+        family: the group of kernels with the arguments `fixed` and `names`.
+        sizes: of the indexer.
+        tile: tile shape of index_gradient; BM heads per launch.
+        align: alignment of rows, in elements of q.
+        tokens: number of tokens of the chunk.
+        fixed: arguments that are equal in all runs, by name.
+        names: names of the arguments of each run.
     """
     constexprs, recompute = gradient_constants(sizes, tile, align), shapes_sparse.RECOMPUTE_GRADIENT
     launches = [
@@ -294,7 +332,16 @@ def gradient_launches(
 
 @dataclass(eq=False)
 class Gradient(launching.Ready):
-    """The launches of the gradient for chunks of tokens, and the sum of their rows per key."""
+    """The launches of the gradient for chunks of tokens, and the sum of their gradient rows per key.
+
+    Attributes:
+        chunks: (number of tokens, launches) of each chunk; `launches` of Ready run once, before them.
+        buffers: the scratch that all chunks use: kernel argument -> (number of elements, dtype).
+        where: arguments of KeySum.write() for dk; None: nothing is written.
+        keys: number of keys of all sequences.
+        slots: selected keys per token.
+        dim: elements of a key.
+    """
 
     chunks: list[tuple[int, list[launching.Launch]]] = field(default_factory=list)  # tokens, launches
     buffers: dict[str, tuple[int, torch.dtype]] = field(default_factory=dict)
@@ -304,7 +351,11 @@ class Gradient(launching.Ready):
     dim: int = 0
 
     def run(self, given: dict[str, Any]) -> None:
-        """Launches chunk after chunk, and adds the rows of each to the sums of their keys."""
+        """Launches chunk after chunk, and adds the gradient rows of each to the sums of their keys; writes the sums to
+        dk.
+
+        given: the tensors of this run by kernel argument name, to which scratch is added.
+        """
         for table in self.tables:
             table.read()
         like = given["index_q"]
@@ -325,7 +376,7 @@ class Gradient(launching.Ready):
 def run_backward(
     problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands, g: IndexerGrads
 ) -> None:
-    """Computes the gradient of the indexer's values, chunk by chunk of tokens."""
+    """Writes dq, dk and dweights from dvalues, the gradient of the scores of selected keys, in chunks of tokens."""
     views: dict[str, layout_table.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "dvalues": g.dvalues, "dq": g.dq, "dk": g.dk,
         "dweights": g.dweights,
@@ -340,7 +391,8 @@ def ready_backward(
     p: IndexerProblem, e: Extents, schedule: launching.Schedule, views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Gradient:  # fmt: skip
-    """Returns the kernel launches of run_backward() for the memory layout of these views and arguments."""
+    """Returns the kernel launches of run_backward() for the memory layout of `views` (by their names in the layout
+    table)."""
     device_tables, capacity = schedule.device_tables, schedule.device_tables.capacity
     device = layout_table.one_device(given)
     where = layout_table.strides(views | {"ids": numbered(given["q"], capacity.kv_len, 1)}, len(e))

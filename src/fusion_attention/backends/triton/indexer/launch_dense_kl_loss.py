@@ -39,7 +39,8 @@ class WithScratch(Ready):
     buffers: Buffers = field(default_factory=dict)
 
     def run(self, given: dict[str, Any]) -> None:
-        """Allocates the scratch and runs the launches."""
+        """Allocates the scratch, adds it to `given` (the tensors of this run by argument name), and
+        runs the launches."""
         for name, (count, dtype, cleared) in self.buffers.items():
             given[name] = empty(given["like"], (count,), dtype)
             if cleared:
@@ -48,7 +49,8 @@ class WithScratch(Ready):
 
 
 def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device, align: int = 8) -> shapes_loss.Warm:
-    """Returns the tile shapes of the kernels over all keys for a problem on a device."""
+    """Returns the tile shapes of the kernels over all keys, for the chip of `device`; align: of
+    rows, in elements of q."""
     chip = shapes.chip_of(device)
     result = None if chip is None else shapes_loss.warm_tiles(problem, chip, align)
     assert result is not None  # reasons_against() ensures it
@@ -56,19 +58,22 @@ def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device,
 
 
 def given_by(views: dict[str, layout_table.View | None]) -> dict[str, Any]:
-    """Tensors of the views that are not None, by the kernels' argument names."""
+    """Returns the tensors of the views that are not None, by the kernels' argument names."""
     return {ARGUMENTS[name]: layout_table.tensor_of(view) for name, view in views.items() if view is not None}
 
 
 def turns_of(e: Extents, tile: shapes.Tile, ratio: int = 1) -> tuple[tiles.Tiles, np.ndarray, np.ndarray]:
-    """Returns (tiles of rows, first key that each reads, number of tiles of keys that each reads)."""
+    """Returns (tiles of query rows, first key that each reads, number of tiles of keys that each reads).
+
+    tile: BM rows and BN keys. ratio: IndexerProblem.ratio, tokens per key.
+    """
     t = tiles.by_query(e, tile.BM, ratio)
     begin = t.begin // tile.BN * tile.BN
     return t, begin, np.where(t.end > t.begin, -(-(t.end - begin) // tile.BN), 0)
 
 
 def most_turns(capacity: Extents, tile: shapes.Tile, ratio: int = 1) -> np.ndarray:
-    """Returns the most tiles of keys that each tile of rows can need after any Plan.update().
+    """Returns int [tiles]: the most tiles of keys that each tile of query rows can need after any Schedule.update().
 
     Bands move with the last key and get no wider, but a band with a lower limit may then touch one more tile.
     """
@@ -94,17 +99,19 @@ def run_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, o: In
 
 
 def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants]:
-    """Returns the compile-time arguments of warm_lse and join_lse."""
+    """Returns the compile-time arguments of warm_lse and join_lse, with the tile shape of the first."""
     constexprs = {"E": shapes.power(p.dim), "DIM": p.dim, "RATIO": p.ratio, "ALIGN": align}
     constexprs |= {"BM": tile.BM, "BN": tile.BN}
     return constexprs, {"BM": tile.BM}
 
 
 def key_ranges(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two tables of the work: a row for every range of keys of every tile of rows, and a row for every tile.
+    """Returns two tables, int32 [.., 8]: an entry for every range of keys of every tile of rows, and one for every
+    tile.
 
-    A row has the sequence, first and last token, first key, number of iterations, number of the range (in the second
-    table, number of ranges), 0, and the tile's first row among all rows.
+    An entry has the sequence, first row and end, first key, number of iterations, number of the range (in the second
+    table,
+    number of ranges), 0, and the tile's first row among the rows of all sequences.
     """
     (t, begin, turns), most = turns_of(e, tile, ratio), max(KEYS_PER_SPLIT // tile.BN, 1)
     count = -(-turns // most)
@@ -119,7 +126,7 @@ def key_ranges(e: Extents, tile: shapes.Tile, ratio: int) -> tuple[np.ndarray, n
 
 
 def most_ranges(capacity: Extents, tile: shapes.Tile, ratio: int) -> np.ndarray:
-    """Returns the most ranges of keys per tile of rows after any Plan.update()."""
+    """Returns int [tiles]: the most ranges of keys per tile of query rows after any Schedule.update()."""
     return -(-most_turns(capacity, tile, ratio) // max(KEYS_PER_SPLIT // tile.BN, 1))
 
 
@@ -129,7 +136,7 @@ def ready_lse(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> WithScratch:
-    """Returns the kernel launches of run_lse() for the memory layout of these views."""
+    """Returns the kernel launches of run_lse() for the memory layout of `views` and their tensors `given`."""
     e = device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
@@ -163,7 +170,8 @@ def ready_lse(
 
 
 def lse_buffers(p: IndexerProblem, capacity: Extents, tile: shapes.Tile) -> Buffers:
-    """Returns the scratch buffers of indexer_lse: statistics of every range of a row's keys."""
+    """Returns the scratch of indexer_lse, the statistics of every range of a query row's keys, for warm_lse's tile
+    shape."""
     most = int(most_ranges(capacity, tile, p.ratio).max(initial=0))
     return {"partial": (2 * int(capacity.q_len.sum()) * most, torch.float32, False)}
 
@@ -217,7 +225,11 @@ class Work:
         return cls(tile, ratio, buffer, ranges, block.astype(np.int64), np.cumsum(lines) - lines, int(lines.sum()))
 
     def rows(self, e: Extents) -> np.ndarray:
-        """Returns the table of tiles of rows, [tiles, 8] int32."""
+        """Returns the table of tiles of query rows, int32 [tiles, 8], for lengths within the planned capacity.
+
+        Columns: sequence, first row, end, first key, tiles of keys, first block of differences in the chunk, place of
+        the first key in the sums of keys, and the first row's number among the rows of all sequences.
+        """
         t, begin, turns = turns_of(e, self.tile, self.ratio)
         assert (turns <= self.buffer).all()  # more would write into the blocks of other tiles
         at = self.key_at[t.seq] + begin
@@ -225,7 +237,11 @@ class Work:
         return np.stack(rows, 1).astype(np.int32)
 
     def keys(self, e: Extents) -> np.ndarray:
-        """Returns the table of tiles of keys, [tiles, 8] int32."""
+        """Returns the table of tiles of keys, int32 [tiles, 8], for lengths within the planned capacity.
+
+        Columns: sequence, first key, end, the tiles of rows that see it (first and end), its place in the sums of keys,
+        BN, 0.
+        """
         t, k = tiles.by_query(e, self.tile.BM, self.ratio), tiles.by_key(e, self.tile.BN, self.ratio)
         stride = np.int64(1) << 32
         starts = t.seq * stride + t.row0
@@ -238,7 +254,10 @@ class Work:
 
 
 def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> dict[str, Constants]:
-    """Returns the compile-time arguments of each kernel of a loss without selection."""
+    """Returns kernel name -> compile-time arguments, of each kernel of a loss without selection.
+
+    t: the kernels' tile shapes. align: alignment of rows, in elements of q.
+    """
     index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index}
     tile = {"BM": t.target.BM, "BN": t.target.BN}
     return {
@@ -264,7 +283,8 @@ def ready_warm(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> WithScratch:
-    """Returns the launches of launch_loss.run_loss() without selection, for the layout of these views."""
+    """Returns the launches of launch_loss.run_loss() without selection, for the memory layout of `views` and their
+    tensors."""
     e = device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
@@ -332,17 +352,18 @@ def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int,
 
 
 def bytes_of(buffers: Buffers) -> int:
-    """Returns the sum of the bytes of scratch buffers."""
+    """Returns the total bytes of scratch buffers."""
     return sum(count * dtype.itemsize for count, dtype, _ in buffers.values())
 
 
 def lse_bytes(p: IndexerProblem, e: Extents) -> int:
-    """Bytes of scratch of indexer_lse."""
+    """Returns the bytes of scratch of indexer_lse for the planned lengths `e`."""
     return bytes_of(lse_buffers(p, e, tiles_on(p, torch.device("cuda")).lse))
 
 
 def warm_bytes(p: IndexerLossProblem, e: Extents) -> int:
-    """Returns the most bytes of scratch of a loss without selection; its tiles depend on the alignment of rows."""
+    """Returns the most bytes of scratch of a loss without selection for the planned lengths `e`; its tiles depend on
+    the alignment of rows."""
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
     served = {tiles_on(p, torch.device("cuda"), align).target for align in (8, 1)}
     return max(bytes_of(buffers_of(p, Work.of(e, tile, p.ratio), tile, width, rows)) for tile in served)

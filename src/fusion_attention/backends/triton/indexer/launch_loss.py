@@ -54,7 +54,7 @@ FAMILY = Family(
 def run_loss(
     problem: IndexerLossProblem, extents: Extents, schedule: Schedule, o: IndexerLossOperands, g: IndexerGrads
 ) -> None:
-    """Writes the loss and its gradients."""
+    """Writes the indexer's loss `o.loss` [1] and its gradients dq, dk and dweights (`g`)."""
     p, index = problem, o.index
     stats = o.stats or index.stats  # a given target needs no attention statistics, and note() then reads none
     views: dict[str, layout_table.View | None] = {
@@ -100,12 +100,15 @@ def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Sche
 
 
 def rows_of_chunk(p: IndexerLossProblem) -> int:
-    """Returns the number of rows per chunk."""
+    """Returns the number of query rows per chunk of a loss over selected keys: BUFFER elements of gradient rows."""
     return launch_key_sum.whole_blocks(min(BUFFER // (p.select_count * p.dim_index), MOST), p.select_count)
 
 
 def row_table(e: Extents) -> np.ndarray:
-    """Returns [tiles, 8] int32: the table of tiles of rows for note()."""
+    """Returns int32 [tiles, 8] for note(), a tile being at most ROWS query rows of one sequence.
+
+    Columns: sequence, first row, end, four zeros, and the first row's number among the rows of all sequences.
+    """
     t = tiles.by_query(e, ROWS)
     none = np.zeros_like(t.seq)
     rows = t.seq, t.row0, t.row1, none, none, none, none, e.q_start[t.seq] + t.row0
@@ -113,7 +116,10 @@ def row_table(e: Extents) -> np.ndarray:
 
 
 def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: int) -> dict[str, Constants]:
-    """Returns the compile-time arguments of each kernel of a loss over selected keys."""
+    """Returns kernel name -> compile-time arguments, of each kernel of a loss over selected keys.
+
+    t: the kernels' tile shapes. align: alignment of rows, in elements of q.
+    """
     index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index, "ALIGN": align}
     group, slots = p.heads_q // max(p.heads_kv, 1), min(SLOTS, shapes.power(p.select_count))
     heads = shapes.power(p.heads_index)
@@ -130,7 +136,8 @@ def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: in
 
 
 def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, tuple[int, torch.dtype]]:
-    """Returns the scratch buffers of a loss over selected keys, without the sums per key."""
+    """Returns the scratch of a loss over selected keys: kernel argument -> (number of elements, dtype); KeySum's is not
+    included."""
     accum_dtype, rows = torch.float32, int(e.q_len.sum())
     tokens = min(rows, rows_of_chunk(p))
     entries = tokens * p.select_count
@@ -148,7 +155,11 @@ def ready_selected(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Gradient:
-    """Returns the kernel launches of run_loss() over selected keys, for the layout of these views."""
+    """Returns the kernel launches of run_loss() over selected keys for the memory layout of `views`.
+
+    views: by their names in the layout table, those of run_loss(). given: their tensors, and the sink, by argument
+    name.
+    """
     e, device = device_tables.capacity, layout_table.one_device(given)
     table = layout_table.strides(views | {"ids": launch_key_sum.numbered(given["q"], e.kv_len, 1)}, len(e))
     t, align = tiles_on(p, device), layout_table.alignment(views, table)
@@ -194,7 +205,7 @@ def ready_selected(
 
 
 def tiles_on(problem: IndexerLossProblem, device: torch.device) -> shapes_loss.Selected:
-    """Returns the tile shapes of a loss over selected keys on a device."""
+    """Returns the tile shapes of the kernels of a loss over selected keys, for the chip of `device`."""
     chip = shapes.chip_of(device)
     result = None if chip is None else shapes_loss.selected_tiles(problem, chip)
     assert result is not None  # reasons_against() has looked

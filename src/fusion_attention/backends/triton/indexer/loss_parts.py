@@ -35,7 +35,7 @@ def is_finite(x):
 
 @triton.jit
 def finite_rows(x):
-    """Replaces rows with a non-finite element by zeros.
+    """Replaces rows of x [rows, elements] with a non-finite element by zeros.
 
     Products of these rows are then 0, so no gradient flows through the rows, as the formulas require: a product that is
     NaN or -inf is not positive. Scores are computed from the original rows.
@@ -46,7 +46,7 @@ def finite_rows(x):
 
 @triton.jit
 def finite_weights(w):
-    """Replaces non-finite weights by 1; the differences of such a row are NaN for every visible key."""
+    """Replaces non-finite weights w by 1; the differences of such a row are NaN for every visible key."""
     return tl.where(is_finite(w), w, 1.0)
 
 
@@ -67,7 +67,10 @@ def unit_of(largest):
 @triton.jit
 def difference(p, x, top, total, visible, SELECTED: tl.constexpr):
     """Returns (y - p, terms of the loss), where y is the softmax of scores x with maximum `top` and sum `total`; 0 for
-    hidden keys."""
+    hidden keys.
+
+    p: the attention's probabilities. visible: mask of keys. SELECTED: the loss is over lists, whose terms clamp p.
+    """
     y = tl.exp2((x - top) * LOG2E) / total
     log_y = (x - top) - tl.log(total)
     clamped = at_least(p, LEAST)
@@ -78,7 +81,7 @@ def difference(p, x, top, total, visible, SELECTED: tl.constexpr):
 
 @triton.jit
 def given_difference(p, mass, y, visible):
-    """Returns (y * mass - p, terms of the loss) for a target p that sums to `mass`; 0 for hidden keys."""
+    """Returns (y * mass - p, terms of the loss) for a target p that sums to `mass`; 0 for keys that are not visible."""
     loss = p * (tl.log(at_least(p, LEAST)) - tl.log(at_least(y, LEAST)))
     return tl.where(visible, y * mass - p, 0.0), tl.where(visible, loss, 0.0)
 

@@ -18,7 +18,7 @@ from fusion_attention.backends.triton.common.pages import cache_at, offset_of, p
 
 @triton.jit
 def columns_ahead(at, within, there):
-    """Returns the weights of columns (token, head).
+    """Returns the weights of columns (token, head), at address `at` + `within`; 0 for missing ones (`there` is false).
 
     They are loaded in two copies; with one, Triton would repeat the load in the layout of the product, with 32 loads
     per thread in place of one, and 60 registers.
@@ -29,7 +29,8 @@ def columns_ahead(at, within, there):
 
 @triton.jit
 def index_product(keys, rows, D1: tl.constexpr, D2: tl.constexpr):
-    """Returns max(0, keys . rows); NaN for NaN."""
+    """Returns max(0, keys . rows) [keys, rows]; NaN for NaN; both are in column blocks (D1, D2: widths of the last
+    two)."""
     return tl.maximum(inner_three(keys, rows, D1, D2), 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -25,7 +25,7 @@ from fusion_attention.backends.triton.selected.selection import token_at
 
 @triton.jit
 def listed(keys, k, slots):
-    """Keys of the entries k of a list; -1 for invalid entries and those from `slots` on."""
+    """Returns the keys of the entries k of a list, from `keys` on; -1 for invalid entries and those from `slots` on."""
     return tl.load(keys + k, mask=k < slots, other=-1)
 
 

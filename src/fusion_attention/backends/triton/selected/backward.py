@@ -29,7 +29,8 @@ from fusion_attention.backends.triton.selected.selection import token_at
 
 @triton.jit
 def load_tile(base, offset, there, c, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Columns c of rows at `offset`; zeros in missing rows and, if MASKED, from column DIM on."""
+    """Returns columns c of the rows at base + offset; zeros in missing rows (`there` is false) and, if MASKED, from
+    column DIM on."""
     at = base + offset[:, None] + c[None, :]
     if MASKED:
         return tl.load(at, mask=there[:, None] & (c < DIM)[None, :], other=0.0)
@@ -50,14 +51,14 @@ def inner(acc, a, b, FIRST: tl.constexpr, DIM: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def heads_of(strides, count, b, row, head, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Offsets of the rows of heads of one token in a view."""
+    """Returns the offsets of the rows of heads `head` of the token `row` of sequence b in a view."""
     at, stride_head, stride = heads_at(strides, count, b, VIEW, ALIGN)
     return at + row.to(tl.int64) * stride + head * stride_head
 
 
 @triton.jit
 def keys_of(strides, count, b, hk, j, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Offsets of the rows of keys j of one head in a view; j = -1 must not be loaded."""
+    """Returns the offsets of the rows of keys j of key head hk in sequence b in a view; j = -1 must not be loaded."""
     at, stride = rows_at(strides, count, b, hk, VIEW, ALIGN)
     return at + j.to(tl.int64) * stride
 
@@ -65,7 +66,11 @@ def keys_of(strides, count, b, hk, j, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 @triton.jit
 def sources_of(rows, rows_compressed, strides, count, b, hk, RATIO: tl.constexpr, VIEW: tl.constexpr,
                VIEW_COMPRESSED: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """Returns (memory of a head's rows, stride of a token) for both sources of keys; twice the same with one source."""
+    """Returns (memory of key head hk's rows, stride of a token) for both sources of keys; twice the same with one
+    source.
+
+    rows, rows_compressed: memory of the views VIEW and VIEW_COMPRESSED.
+    """
     at, stride = rows_at(strides, count, b, hk, VIEW, ALIGN)
     first, second = (rows + at, stride), (rows + at, stride)
     if RATIO:
@@ -76,7 +81,8 @@ def sources_of(rows, rows_compressed, strides, count, b, hk, RATIO: tl.constexpr
 
 @triton.jit
 def source_of(sources, slot, RATIO: tl.constexpr, BAND: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (memory, stride of a token) of the source of the tile of slots from `slot` on."""
+    """Returns (memory, stride of a token) of the source of the tile of slots from `slot` on; sources: result of
+    sources_of()."""
     memory, stride = sources[0]
     if RATIO:
         memory = tl.where(slot < BAND, memory, sources[1][0])
@@ -192,7 +198,10 @@ def backward_rows(k, k_compressed, out, large, keys, used, ds, strides, tokens, 
 
 @triton.jit
 def add_heads(acc, weights, at, stride, slot, h, c, GROUP: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr):
-    """Returns acc + weights^T x, summed over heads h, for slots and for columns c of the heads' rows x at `at`."""
+    """Returns acc + weights^T x, summed over heads h, for slots and for columns c of the heads' rows x at `at`.
+
+    stride: from a head's row in x to the next.
+    """
     there = h < GROUP
     weight = tl.load(weights + h[None, :] * SLOTS + slot[:, None], mask=there[None, :], other=0.0)
     return tl.dot(weight, load_tile(at, h * stride, there, c, DIM, True), acc, input_precision="ieee")

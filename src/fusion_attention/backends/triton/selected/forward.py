@@ -47,7 +47,7 @@ COPIES = tl.constexpr(4)  # loads of each entry
 
 @triton.jit
 def entry_once(entries, n, slots, BLOCK: tl.constexpr):
-    """Returns entry_ahead() with several copies of each entry.
+    """Returns entry_ahead() of slots n with several copies of each entry.
 
     With fewer elements than threads, Triton repeats the loads for each layout of an iteration, a fifth of all
     instructions. Not for 16 entries, where multiply-adds need the registers, nor for 64, where products of sm_90 would
@@ -62,7 +62,11 @@ def entry_once(entries, n, slots, BLOCK: tl.constexpr):
 
 @triton.jit
 def page_of(table, key, there, last, PAGE: tl.constexpr):
-    """Returns int64 page numbers of keys; table: the row of a sequence in the page table; unused without pages."""
+    """Returns int64 page numbers of keys, clamped to `last`; table: the row of a sequence in the page table; unused
+    without pages.
+
+    there: mask of the keys. PAGE: tokens of a page, 0 without pages.
+    """
     if PAGE:
         return clamped(tl.load(table + key // PAGE, mask=there, other=0), last)
     else:
@@ -71,7 +75,10 @@ def page_of(table, key, there, last, PAGE: tl.constexpr):
 
 @triton.jit
 def offset_within(cache, key, page, PAGE: tl.constexpr, NEAR: tl.constexpr):
-    """Offsets of keys' rows from the first element of their cache; NEAR: they fit into int32."""
+    """Returns the offsets of keys' rows from the first element of their cache; NEAR: they fit into int32.
+
+    cache: (first element, stride of a token, stride of a page). page: result of page_of().
+    """
     _, token, stride_page = cache
     if NEAR:
         token, stride_page, page = token.to(tl.int32), stride_page.to(tl.int32), page.to(tl.int32)
@@ -111,7 +118,16 @@ def attend(state, query, rope, memory, caches, entries, table, last, first, end,
            R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
            DIM_V: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Returns the state of an online softmax (weighted values in three parts, max, sum) after slots [begin, slots) of
-    one source of keys, whose rows are in `memory` (k, v, k_rope) at `caches`."""
+    one source of keys, whose rows are in `memory` (k, v, k_rope) at `caches`.
+
+    Args:
+        state: before these slots.
+        query, rope: the rows of a token's heads, and their rope part or None.
+        entries: the token's list (LISTED), else slots are keys from `first` on.
+        table, last: the sequence's row of the page table, and the pool's last page.
+        first, end: range of the visible keys.
+        scale, exponent: factors on scores, the latter in base 2.
+    """
     acc0, acc1, acc2, m, l = state
     k, v, k_rope = memory
     cache_k, cache_v, cache_r = caches

@@ -20,7 +20,7 @@ TURN = tl.constexpr(8)  # number of rows that are loaded at once
 
 @triton.jit
 def _listed(marked, e, end):
-    """Returns the next TURN entries of a sorted list from e on."""
+    """Returns the next TURN entries of a sorted list `marked` from e on; those from `end` on are not read."""
     return (
         tl.load(marked + e, mask=e < end, other=0), tl.load(marked + e + 1, mask=e + 1 < end, other=0),
         tl.load(marked + e + 2, mask=e + 2 < end, other=0), tl.load(marked + e + 3, mask=e + 3 < end, other=0),
@@ -37,7 +37,10 @@ def _row_of(mark):
 
 @triton.jit
 def _added(acc, rows, marked, begin, end, c, there, COLUMNS: tl.constexpr):
-    """Returns acc plus the sums of the blocks of entries [begin, end) of a sorted list, added one after the other."""
+    """Returns acc plus the sums of the blocks of entries [begin, end) of a sorted list, added one after the other.
+
+    rows: the gradient rows. marked: result of mark(). c, there: columns, and their mask.
+    """
     segment = tl.zeros_like(acc)
     # Entries are loaded one iteration ahead, so that the addresses of rows are known.
     ahead = _listed(marked, begin, end)
@@ -54,7 +57,7 @@ def _added(acc, rows, marked, begin, end, c, there, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _first_of(marked, row, begin, end):
-    """Returns the first of a key's entries [begin, end) whose row is at least `row`."""
+    """Returns the first of a key's entries [begin, end) of `marked` whose row is at least `row`."""
     while begin < end:
         middle = (begin + end) // 2
         is_before = _row_of(tl.load(marked + middle)) < row

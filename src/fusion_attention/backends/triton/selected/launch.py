@@ -1,6 +1,11 @@
 """Launches of attention to selected keys: one program per token and a few heads.
 
-Several programs share a token if there would otherwise be too few programs for the GPU.
+Several programs share a token if there would otherwise be too few programs for the GPU. A slot is a place for a key
+that
+a token reads: an entry's token in its list, or a key of its band.
+
+Common parameters: `align` is layout_table.alignment(), in elements of q; `views` and `given` are the views (by their
+names in the layout table) and the tensors and numbers (by kernel argument name) of a call.
 """
 
 from __future__ import annotations
@@ -31,14 +36,15 @@ KEYS = ("k", "v", "k_rope", "k_compressed", "v_compressed")
 
 
 def tokens(extents: Extents) -> np.ndarray:
-    """Returns [tokens, 2] int32: (sequence, row) of every token of all sequences."""
+    """Returns int32 [tokens, 2]: (sequence, query row in it) of every token of all sequences."""
     seq = np.repeat(np.arange(len(extents)), extents.q_len)
     row = np.arange(len(seq)) - np.repeat(np.cumsum(extents.q_len) - extents.q_len, extents.q_len)
     return np.stack((seq, row), 1).astype(np.int32)
 
 
 def slots(problem: Problem, extents: Extents) -> tuple[int, int]:
-    """Returns the most keys that a row reads (from the band; from its list or compressed keys)."""
+    """Returns (most keys of the band, most keys of the list or of compressed keys) that a query row reads; the first is
+    0 without a second source of keys."""
     p, listed = problem, problem.select_count * problem.select_block
     e, second = extents, extents.compressed
     if second is None:
@@ -48,7 +54,8 @@ def slots(problem: Problem, extents: Extents) -> tuple[int, int]:
 
 
 def near(views: dict[str, layout_table.View | None], extents: Extents) -> bool:
-    """Returns True if offsets of keys from the first row of their sequence, or of the pool of pages, fit into int32."""
+    """Returns True if int32 can hold the offsets, in elements, of keys from their sequence's first row or from the
+    first page."""
     most = int(extents.kv_len.max(initial=0))
     if extents.compressed is not None:
         most = max(most, int(extents.compressed.kv_len.max(initial=0)))
@@ -62,7 +69,8 @@ def near(views: dict[str, layout_table.View | None], extents: Extents) -> bool:
 
 
 def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
-    """Returns the views of operands that the problem uses; None for values that are the first column blocks of keys."""
+    """Returns the views of operands that the problem uses, by name; "v" is None if values are the first columns of
+    keys."""
     p = problem
     return {
         "q": o.q, "k": o.k, "v": None if shapes_sparse.shared(p) else o.v, "out": o.out,
@@ -76,7 +84,7 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
 
 
 def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Constants:
-    """Returns the compile-time arguments of all kernels with lists."""
+    """Returns the compile-time arguments that all kernels with lists have in common, for a kernel's tile shape."""
     p = problem
     return launch_dense.widths(p) | {
         "GROUP": p.group,
@@ -93,9 +101,10 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Cons
 def forward_constants(
     problem: Problem, tile: shapes.Tile, align: int, is_near: bool = True, split: bool = False, page_compressed: int = 0
 ) -> launching.Constants:
-    """Returns the compile-time arguments of the forward kernel.
+    """Returns the compile-time arguments of the forward kernel, for its tile shape.
 
-    split: several programs compute a token; page_compressed: tokens of a page of compressed keys, 0 without pages.
+    is_near: the result of near(). split: several programs compute a token. page_compressed: tokens of a page of
+    compressed keys, 0 without pages.
     """
     p = problem
     more = {"SINK": p.has_sink, "SHARED": shapes_sparse.shared(p), "PAGE": p.page_size, "NEAR": is_near}
@@ -104,7 +113,7 @@ def forward_constants(
 
 
 def join_constants(problem: Problem, align: int) -> launching.Constants:
-    """Returns the compile-time arguments of join()."""
+    """Returns the compile-time arguments of join(), which merges the partial results of the programs of a token."""
     constexprs = forward_constants(problem, launch_decode.JOIN, align)
     return {name: constexprs[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
 
@@ -112,21 +121,22 @@ def join_constants(problem: Problem, align: int) -> launching.Constants:
 def recompute_constants(
     problem: Problem, align: int, is_near: bool = True, page_compressed: int = 0
 ) -> launching.Constants:
-    """Returns the compile-time arguments of recompute_lists()."""
+    """Returns the compile-time arguments of recompute_lists(); the parameters are those of forward_constants()."""
     tile = shapes.recompute_tile("recompute_out", problem)
     constexprs = forward_constants(problem, tile, align, is_near, page_compressed=page_compressed)
     return {name: value for name, value in constexprs.items() if name not in ("RAW", "SINK", "BUFFER", "SPLIT")}
 
 
 def programs(problem: Problem, tile: shapes.Tile) -> int:
-    """Programs per token."""
+    """Returns the number of programs for the heads of a token, each with at most BM query heads of one key head."""
     return problem.heads_kv * -(-problem.group // tile.BM)
 
 
 def slots_per_program(problem: Problem, most: int, rows: int, tile: shapes.Tile, processors: int) -> int:
-    """Returns the number of slots per program for `rows` tokens with `most` slots each.
+    """Returns the number of slots per program for `rows` tokens with at most `most` slots each.
 
-    With few tokens it is less than `most`, so that the programs, which take equal times, fill the GPU once.
+    With few tokens it is less than `most`, so that the programs, which take equal times, fill the GPU once. tile: of
+    the forward kernel. processors: number of the GPU's streaming multiprocessors.
     """
     p = problem
     turns = -(-most // tile.BN)
@@ -135,15 +145,15 @@ def slots_per_program(problem: Problem, most: int, rows: int, tile: shapes.Tile,
 
 
 def programs_per_token(most: int, keys_per_split: int) -> int:
-    """Returns the number of programs for a token with `most` slots."""
+    """Returns the number of programs for a token with `most` slots, with `keys_per_split` slots per program."""
     return -(-most // keys_per_split)
 
 
 def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
-    """Returns the work list of join(), [tokens * shares, 8] int32; shares: ranges of slots per token.
+    """Returns the work list of join(), int32 [tokens * shares, 8]; shares: number of ranges of slots per token.
 
-    The row of a token's first range has its sequence, first row and end (counted as row * group). Row n also has the
-    first range of token n and its number of ranges.
+    The entry of a token's first range has its sequence, first row and end (query rows that share a key head, counted as
+    row * group). The last two columns of entry n have the first range of token n and its number of ranges.
     """
     listed, group = tokens(extents), problem.group
     result = np.zeros((len(listed) * shares, layout_table.TILE_FIELDS), np.int32)
@@ -154,7 +164,8 @@ def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
 
 
 def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
-    """Returns the most bytes of scratch: of the tile with the most ranges per list, on the largest GPU."""
+    """Returns the most bytes of scratch (partial results), for the tile with the most ranges per token and the largest
+    GPU."""
     p = problem
     tile, most = shapes.Tile(64, shapes.NARROWEST, 0, 0), sum(slots(p, schedule.device_tables.capacity))
     shares = programs_per_token(most, slots_per_program(p, most, schedule.rows, tile, launch_decode.MOST_PROCESSORS))
@@ -162,7 +173,7 @@ def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
 
 
 def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
-    """Computes the forward of attention to selected keys."""
+    """Writes out and the statistics of attention to selected keys."""
     views = views_of(problem, o)
     given = launch_dense.given_by(problem, o, views)
     if isinstance(o.k, PagedView):
@@ -177,7 +188,14 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
 
 @dataclass(frozen=True)
 class Pages:
-    """Arguments of kernels for the page table of one source of keys; a table without pages has no keys."""
+    """Arguments of kernels for the page table of one source of keys; a table without pages has no keys.
+
+    Attributes:
+        size: tokens of a page; 0: keys are not in pages.
+        width: pages per sequence in the table, [sequences, width].
+        step: elements from a sequence's row in the table to the next one's.
+        last: the last page number in the pool's memory; -1: none.
+    """
 
     size: int
     width: int
@@ -186,7 +204,8 @@ class Pages:
 
     @classmethod
     def of(cls, size: int, table: torch.Tensor | None, last: int) -> Pages:
-        """Returns the arguments for a page table with page numbers up to `last`; table None: rows without pages."""
+        """Returns the arguments for a page table with pages of `size` tokens and page numbers up to `last`; table None:
+        keys are not in pages."""
         if table is None:
             return cls(0, 0, 0, last)
         return cls(size, table.shape[1] if last >= 0 else 0, table.stride(0), last)
@@ -197,7 +216,7 @@ class Pages:
 
 
 def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple[Pages, Pages]:
-    """Arguments for the page tables of keys and of compressed keys."""
+    """Returns the arguments for the page tables of keys and of compressed keys."""
     p, second = problem, views["k_compressed"]
     first = Pages.of(p.page_size, *launch_decode.pages(p, views))
     if not isinstance(second, PagedView):
@@ -214,7 +233,7 @@ def ready(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> launching.Ready:
-    """Returns the kernel launches of run() for the memory layout of these views and arguments."""
+    """Returns the kernel launches of run() for the memory layout of `views` and the tensors `given`."""
     first, second = pages(p, views)
     device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, where)
@@ -253,7 +272,7 @@ def ready(
 
 
 def tile_on(problem: Problem, device: torch.device, align: int) -> shapes.Tile:
-    """Returns the tile shape of the forward kernel on a device."""
+    """Returns the tile shape of the forward kernel for the chip of `device`."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else shapes_sparse.forward_tile(problem, chip, align)
     assert tile is not None  # reasons_against() ensures it

@@ -2,6 +2,9 @@
 
 A chunk has P, dS and a row of gradients for each slot of its tokens. BUDGET determines its number of tokens, on which
 results do not depend: tokens are computed separately, and key_sum.py adds rows to sums of keys in the order of tokens.
+
+A slot is a place for a key that a token reads (launch.py). A gradient row is what a slot adds to its key's gradients:
+the columns of dk, dk_rope and dv, one after the other.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ ALIGNED_COLUMNS = 16  # the sections of a row (dk, dk_rope, dv) begin at multipl
 
 
 def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
-    """Returns (first column of each gradient in a row of dk, dk_rope and dv, columns of a row)."""
+    """Returns (gradient's name -> its first column in a gradient row, number of columns of a gradient row)."""
     p = problem
     dims = {"dk": p.dim_qk} | ({"dk_rope": p.dim_rope} if p.dim_rope else {}) | ({} if p.shares_kv else {"dv": p.dim_v})
     result, columns = {}, 0
@@ -52,7 +55,8 @@ def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
 
 
 def slots_of(problem: Problem, extents: Extents, tiles: dict[str, SlotTile]) -> tuple[int, int]:
-    """Returns (slots for keys of the band, all slots) per token, rounded up to tiles.
+    """Returns (slots for keys of the band, all slots) per token, rounded up to the largest BN of `tiles` (by kernel
+    name).
 
     Both numbers are compile-time values. Numbers that follow from lengths are rounded up to powers of two, so that few
     kernels are compiled.
@@ -67,12 +71,15 @@ def slots_of(problem: Problem, extents: Extents, tiles: dict[str, SlotTile]) -> 
 
 
 def rows_dtype(problem: Problem, float32_rows: bool) -> torch.dtype:
-    """Returns the dtype of slots' gradient rows, bfloat16 or float32; float16 overflows with a scaled loss."""
+    """Returns the dtype of gradient rows, bfloat16 or float32; float16 overflows with a scaled loss.
+
+    float32_rows: the gradients of keys are float32, as their rows then must be.
+    """
     return torch.bfloat16 if problem.dtype == "bfloat16" and not float32_rows else torch.float32
 
 
 def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
-    """Bytes of scratch per token."""
+    """Returns the bytes of scratch per token of a chunk; slots: slots per token; row: dtype of gradient rows."""
     p = problem
     weights = 2 * p.heads_q * slots * p.torch_dtype.itemsize
     rows = 0 if ATOMIC else columns_of(p)[1] * row.itemsize + launch_key_sum.BYTES_OF_ENTRY
@@ -80,13 +87,13 @@ def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
 
 
 def tokens_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> int:
-    """Returns the number of tokens per chunk, at most `tokens`."""
+    """Returns the number of tokens per chunk, at most `tokens` (all tokens); slots, row: as in bytes_of_token()."""
     most = min(BUDGET // bytes_of_token(problem, slots, row), MOST_PROGRAMS // problem.heads_kv)
     return max(1, min(launch_key_sum.whole_blocks(most, problem.heads_kv * slots), tokens))
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
-    """Bytes of scratch of the backward, without the tables of a schedule."""
+    """Returns the bytes of scratch of the backward, without the tables of a schedule."""
     p, e = problem, schedule.device_tables.extents
     if not schedule.rows:
         return 0
@@ -107,7 +114,7 @@ def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
 
 
 def keys_of(extents: Extents) -> int:
-    """Returns the number of keys of all sequences and both sources."""
+    """Returns the number of keys of all sequences, from the cache and from the compressed keys."""
     return sum(extents.all_keys(b) for b in range(len(extents)))
 
 
@@ -131,7 +138,18 @@ def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Prepared:
-    """The launches of a run on one memory layout: tables, tiles of rows, and compile-time values."""
+    """The parts of a run that depend on the memory layout only: tables, tile shapes, and compile-time values.
+
+    Attributes:
+        strides: the layout table.
+        lengths: the table of lengths.
+        by_row: tiles of query rows, for prepare().
+        tokens: (sequence, row) of every token.
+        by_key, by_compressed_key: key_tiles() of keys and of compressed keys.
+        align: alignment of rows, in elements of q.
+        cuts: the tile shape of each kernel, by name.
+        slots: the result of slots_of().
+    """
 
     strides: layout_table.Copied
     lengths: layout_table.Copied
@@ -158,7 +176,8 @@ def prepare_layout(
     views: dict[str, Any],
     given: dict[str, Any],
 ) -> Prepared:
-    """Returns the kernel launches of run() for the memory layout of these views."""
+    """Returns the tables, tile shapes and constants of run() for the memory layout of `views` and their tensors
+    `given`."""
     p, count = problem, len(extents)
     device, like = layout_table.one_device(given), given["q"]
     total = np.full(count, 1, np.int64)
@@ -189,7 +208,7 @@ def prepare_layout(
 
 
 def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Writes the gradients of attention to selected keys, from the saved statistics and out."""
+    """Writes the gradients `g` of attention to selected keys, from the saved statistics and out in `o`."""
     p, result = problem, views_of(problem, o, g)
     given: dict[str, Any] = {name: None if v is None else layout_table.tensor_of(v) for name, v in result.items()}
     prepared = schedule.once(
@@ -219,7 +238,10 @@ def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: 
 
 
 def note_rows(problem: Problem, prepared: Prepared, given: dict[str, Any], o: Operands) -> torch.Tensor | None:
-    """Computes lse and D of every row and head by prepare(); returns contributions of tiles to dsink, or None."""
+    """Computes lse and D of every query row and head by prepare(), into given["flat"].
+
+    Returns float32 [tiles of rows, heads_q], what each tile adds to dsink; None without a sink or without rows.
+    """
     p, tiles = problem, prepared.by_row.tensor
     if not len(tiles):
         return None
@@ -232,7 +254,17 @@ def note_rows(problem: Problem, prepared: Prepared, given: dict[str, Any], o: Op
 
 @dataclass(eq=False)
 class Buffer:
-    """The scratch memory of a chunk, through which its kernels pass results to each other."""
+    """The scratch memory of a chunk, through which its kernels pass results to each other.
+
+    Attributes:
+        tokens: number of tokens of a chunk.
+        slots: slots per token.
+        keys, ids: key (in its sequence) and id (in the sums) of every slot, -1 for none.
+        used: end of the slots with a key, per token and key head.
+        noted: flag of a recomputation, per token and key head.
+        weights, ds: P and dS of every slot and query head.
+        rows: gradient rows [slots of all tokens and key heads, columns]; None if ATOMIC.
+    """
 
     tokens: int
     slots: int
@@ -246,7 +278,11 @@ class Buffer:
 
     @classmethod
     def of(cls, p: Problem, tokens: int, slots: int, row: torch.dtype, like: torch.Tensor) -> Buffer:
-        """Allocates the scratch of a chunk; all chunks use the same memory one after the other."""
+        """Allocates the scratch of a chunk; all chunks use the same memory one after the other.
+
+        tokens: all tokens, the upper limit of a chunk. slots: slots per token. row: dtype of gradient rows. like: a
+        tensor on the device, with the dtype of P and dS.
+        """
         tokens_in_chunk = tokens_of(p, tokens, slots, row)
         lists, pairs = tokens_in_chunk * p.heads_kv * slots, tokens_in_chunk * p.heads_q * slots
         keys, ids = (empty(like, (lists,), torch.int32) for _ in range(2))
@@ -257,7 +293,10 @@ class Buffer:
 
 
 def run_chunk(p: Problem, prepared: Prepared, buffer: Buffer, sums: KeySum, given: dict[str, Any], tokens: int) -> None:
-    """Computes the gradients of the rows of a chunk, and adds those of their keys to `sums`."""
+    """Computes the gradients of the query rows of a chunk of `tokens` tokens, and adds those of their keys to `sums`.
+
+    given: kernel arguments by name; "first" is the chunk's first token.
+    """
     rows = sums.total if buffer.rows is None else buffer.rows
     given = given | {name: getattr(buffer, name) for name in ("keys", "ids", "used", "noted", "weights", "ds")}
     given |= {"rows": rows, "scale": p.scale, "exponent": p.scale * common.LOG2E.value}
@@ -275,9 +314,10 @@ def run_chunk(p: Problem, prepared: Prepared, buffer: Buffer, sums: KeySum, give
 
 @dataclass(frozen=True)
 class Step:
-    """A launch for a chunk; words in its grid represent numbers of tokens and heads.
+    """A launch for a chunk; the words tokens, heads_kv and token_heads in `grid` represent numbers that run_chunk()
+    knows.
 
-    renamed: argument name of the kernel -> name in the layout table.
+    renamed: argument name of the kernel -> name of the tensor in the arguments of the chunk.
     """
 
     kernel: Any
@@ -290,7 +330,10 @@ class Step:
 def launches(
     problem: Problem, tiles: dict[str, SlotTile], align: int, slots: tuple[int, int], atomic: bool = False
 ) -> list[Step]:
-    """Returns the launches of a chunk, in order; slots: the result of slots_of()."""
+    """Returns the launches of a chunk, in order.
+
+    tiles: tile shape by kernel name. slots: the result of slots_of(). atomic: as ATOMIC.
+    """
     p, (band, slots_of_token) = problem, slots
     shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots_of_token, "ALIGN": align}
     sources = {"RATIO": p.compressed_ratio, "BAND": band}
@@ -321,7 +364,8 @@ def launches(
 
 
 def recomputed(steps: list[Step], atomic: bool) -> list[Step]:
-    """Returns the launches that recompute the results of `steps` for flagged tokens, one launch per result."""
+    """Returns the launches that recompute the results of `steps` for flagged tokens, one launch per result; atomic: as
+    ATOMIC."""
     recomputes = {backward_rows: recompute_rows} | ({} if atomic else {backward_slots: recompute_slots})
     first = [one for one in steps if one.kernel in recomputes and one.constexprs["FIRST"] == 0]
     results = []
@@ -333,7 +377,11 @@ def recomputed(steps: list[Step], atomic: bool) -> list[Step]:
 
 
 def slot_launches(p: Problem, tile: SlotTile, shared: Constants, slots: int, atomic: bool) -> list[Step]:
-    """Returns the launches that write gradient rows of slots: dk, dk_rope, dv; if values are keys, dk is their sum."""
+    """Returns the launches that write gradient rows of slots: dk, dk_rope, dv; if values are keys, dk is the sum of
+    both.
+
+    shared: compile-time arguments of all kernels. slots: slots per token. atomic: as ATOMIC.
+    """
     (starts, columns), result = columns_of(p), []
     parts = [("dk", "q", "ds", p.dim_qk), ("dk_rope", "q_rope", "ds", p.dim_rope)]
     if not p.shares_kv:

@@ -1,11 +1,13 @@
-"""Launches of the sums of rows per key: sorting of lists, sums in float32, and the gradients written from them.
+"""Launches of the sums of gradient rows per key: sorting of lists, sums in float32, and the gradients written from
+them.
 
     total = KeySum(like, keys, columns)
     for chunk in chunks:            with a multiple of whole_blocks() tokens
         total.add(rows, ids, of_token)        [entries, columns] and int32 [entries], -1 for none
-    total.write(dk, "dk", 0, where)
+    total.write(dk, "dk", 0, dim, heads, where)
 
-The id of a key numbers the keys of all sequences and heads: numbered().
+An entry is one gradient row with the id of its key; a token has `of_token` entries. The id of a key numbers the keys of
+all sequences and heads: numbered().
 """
 
 from dataclasses import dataclass, replace
@@ -31,8 +33,14 @@ HOT = 1024  # number of rows of a key in a chunk above which several programs su
 
 @dataclass(frozen=True, eq=False)
 class Where:
-    """Arguments of KeySum.write(): the layout table with the ids and the written views, key_tiles(), and the number of
-    sequences; ids: name of the view of the ids."""
+    """Arguments of KeySum.write(), for one source of keys.
+
+    Attributes:
+        strides: the layout table, with the ids and the written views.
+        tiles: the result of key_tiles(), on the device.
+        count: number of sequences.
+        ids: name of the view of ids in the layout table.
+    """
 
     strides: torch.Tensor
     tiles: torch.Tensor
@@ -43,20 +51,21 @@ class Where:
 def numbered(like: torch.Tensor, lengths: np.ndarray, heads: int, first: int = 0) -> RowView:
     """Returns the view `ids`, where key j of head h of sequence b has the id (first + start[b] + j) * heads + h.
 
-    lengths: the most keys of the sequences (DeviceTables.capacity), so that ids stay the same for other lengths.
+    like: a tensor on the device. lengths: int [sequences], the most keys of each (DeviceTables.capacity), so that ids
+    stay the same for other lengths; start is their exclusive sum. first: number of keys before those of this source.
     """
     start = first + np.cumsum(lengths) - lengths
     return RowView((like,), start * heads, heads, np.ones(len(lengths), np.int64), 1)
 
 
 def compressed_tiles(extents: Extents) -> np.ndarray:
-    """Returns key_tiles() of the compressed keys."""
+    """Returns key_tiles() of the compressed keys of all sequences."""
     assert extents.compressed is not None
     return key_tiles(replace(extents, kv_len=extents.compressed.kv_len))
 
 
 def key_tiles(extents: Extents) -> np.ndarray:
-    """Returns [tiles, 8] int32: sequence, first key and end of tiles of keys."""
+    """Returns int32 [tiles, 8]: columns 0 to 2 are the sequence, the first key and the end of each tile of keys."""
     turns = -(-extents.kv_len // WRITE.BN)
     seq = np.repeat(np.arange(len(extents)), turns)
     key0 = (np.arange(len(seq)) - np.repeat(np.cumsum(turns) - turns, turns)) * WRITE.BN
@@ -71,24 +80,30 @@ def block_of(of_token: int) -> int:
 
 
 def whole_blocks(tokens: int, of_token: int) -> int:
-    """Returns the number of tokens of a chunk: complete blocks of at most `tokens` tokens, or one block."""
+    """Returns the number of tokens of a chunk: complete blocks of at most `tokens` tokens, or one block.
+
+    of_token: entries per token.
+    """
     block = block_of(of_token)
     return max(tokens // block, 1) * block
 
 
 def parts_of(entries: int, of_token: int) -> tuple[int, int]:
-    """Returns (the most keys with more than HOT of `entries` entries, number of blocks)."""
+    """Returns (the most keys that can have more than HOT of `entries` entries, number of blocks of these entries)."""
     return entries // (HOT + 1), -(-entries // (block_of(of_token) * of_token))
 
 
 def workspace_bytes(keys: int, columns: int, entries: int, of_token: int) -> int:
-    """Bytes of a KeySum for chunks of `entries` entries, without rows and lists (BYTES_OF_ENTRY)."""
+    """Returns the bytes of a KeySum, without the rows and lists of entries (BYTES_OF_ENTRY).
+
+    keys, columns: as in KeySum. entries: entries of a chunk. of_token: entries per token.
+    """
     hot, blocks = parts_of(entries, of_token)
     return 4 * keys * columns + 12 * (keys + 1) + 4 * (hot + 1) + 4 * hot * blocks * columns
 
 
 def panel_of(columns: int) -> int:
-    """Returns the number of columns per program."""
+    """Returns the number of columns per program, for rows of `columns` elements."""
     return min(PANEL, shapes.power(columns))
 
 
@@ -131,7 +146,16 @@ class KeySum:
         launch_some(add_rows, (keys, panels), given, constexprs, ADD)
 
     def write(self, out: torch.Tensor, name: str, first: int, dim: int, heads: int, where: Where) -> None:
-        """Writes the columns from `first` on to the view `name` of the layout table, which is in memory `out`."""
+        """Writes columns of the sums to the gradient of keys, converted to its dtype.
+
+        Args:
+            out: the gradient's memory.
+            name: the gradient's view in the layout table.
+            first: first column of the sums.
+            dim: number of columns.
+            heads: number of key heads.
+            where: the source of keys.
+        """
         if not len(where.tiles) or not heads:
             return
         w = min(PANEL, shapes.power(dim))

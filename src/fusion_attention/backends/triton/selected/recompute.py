@@ -41,7 +41,7 @@ from fusion_attention.backends.triton.selected.selection import (
 
 @triton.jit
 def row_of(strides, count, b, row, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Returns (offset of a token's rows, stride of a head) in a view."""
+    """Returns (offset of the rows of the token `row` of sequence b, stride of a head) in a view."""
     at, head, token = heads_at(strides, count, b, VIEW, ALIGN)
     return at + row * token, head
 

@@ -29,7 +29,10 @@ def token_at(tokens, n):
 
 @triton.jit
 def band_of(row, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
-    """Returns int32 (first, end) of the keys that are visible to one row. RATIO: IndexerProblem.ratio."""
+    """Returns int32 (first, end) of the keys that are visible to one row. RATIO: IndexerProblem.ratio.
+
+    kv_len, lo, hi, prefix: the sequence's, from lengths_at().
+    """
     first = tl.minimum(tl.maximum(row + lo, 0), kv_len)
     end = tl.minimum(tl.maximum((row + hi) // RATIO, prefix), kv_len)
     return first.to(tl.int32), tl.maximum(end, 0).to(tl.int32)
@@ -37,22 +40,28 @@ def band_of(row, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
 
 @triton.jit
 def compressed_end(lengths, count, b, row, RATIO: tl.constexpr):
-    """Returns the int32 number of compressed keys that are visible to a row, as in Extents.compressed_end()."""
+    """Returns the int32 number of compressed keys that are visible to a row of sequence b, as Extents.compressed_end().
+
+    lengths: the table of lengths of `count` sequences. RATIO: tokens of a compressed key.
+    """
     kv_len, hi = tl.load(lengths + 6 * count + b), tl.load(lengths + 7 * count + b)
     return tl.minimum(tl.maximum((row + hi) // RATIO, 0), kv_len).to(tl.int32)
 
 
 @triton.jit
 def list_at(indices, strides, count, b, hk, row):
-    """Returns the address of the list of a row."""
+    """Returns the address of the list of a row of key head hk in sequence b; indices: memory of all lists."""
     first, token = rows_at(strides, count, b, hk, layout_index.INDICES, 1)
     return indices + first + row * token
 
 
 @triton.jit
 def slots_read(entries, end, SELECT: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the int32 number of slots of a row: those of its entries before the first negative one, at most
-    ceil(end / BLOCK) entries."""
+    """Returns the int32 number of slots of a row: those of its entries before the first negative one, at most ceil(end
+    / BLOCK) entries.
+
+    entries: address of the row's list, of SELECT entries. end: end of the visible keys.
+    """
     most = tl.minimum((end + (BLOCK - 1)) // BLOCK, SELECT)
     for n0 in tl.range(0, most, SCANNED):
         n = n0 + tl.arange(0, SCANNED)
@@ -115,6 +124,10 @@ def read_lists(indices, keys, ids, used, noted, strides, lengths, tokens, count:
     """Writes the key and id of every slot, or -1, the number of used slots, and a 0 to the flag of the token.
 
     With a second source, the first BAND slots are for keys of the band. Grid (tokens of a chunk, heads_kv).
+
+    indices: the lists, or None (SELECT 0). keys, ids, used, noted: results. first: the chunk's first token. RATIO,
+    COMPRESSED:
+    tokens of a key of the first and of the second source (0: none). SLOTS: slots per token. N: slots per iteration.
     """
     token_head, hk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     b, row = token_at(tokens, first + token_head)

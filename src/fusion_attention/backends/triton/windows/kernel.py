@@ -3,6 +3,11 @@
 A window with overlap pools the first channels of the previous window's rows, and the last channels of its rows. Each
 half of a row is pooled by one window, so no two programs write to the same element. The gradient of a bias is a sum
 over windows: each program adds a fixed range of them, in order.
+
+Common parameters: q and k are the memory of rows and gates; at_x, step_x, at_z and step_z are their first elements and
+strides of a row; w is a window of RATIO rows, d its channels (of DIM), `half` 0 for the previous window's rows (if
+HALVES
+is 2), r0 the first of BR rows; top and total are the results of _softmax().
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,7 +26,10 @@ LEAST = tl.constexpr(-745.0)  # the logarithm of float64's smallest positive num
 
 @triton.jit
 def _window(tokens, lengths, count, n):
-    """Returns int64 (sequence, row in its results, window) of result n of all sequences."""
+    """Returns int64 (sequence, row in its results, window) of result n of all sequences.
+
+    tokens: (sequence, row) of every result. lengths: the table of lengths of `count` sequences.
+    """
     b, row = token_at(tokens, n)
     return b, row, row + tl.load(lengths + 2 * count + b)
 
@@ -37,7 +45,10 @@ def _rows(w, r0, half, d, RATIO: tl.constexpr, HALVES: tl.constexpr, DIM: tl.con
 @triton.jit
 def _gates(k, bias, at, step, position, row, column, there, RATIO: tl.constexpr, HALVES: tl.constexpr,
            DIM: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
-    """Gates of rows with the bias in float32; -inf outside of the mask."""
+    """Returns the gates of rows with the bias in float32, [rows, channels]; -inf outside of the mask `there`.
+
+    position: of each row in its window. at, step: the first element, and the stride of a row.
+    """
     z = tl.load(k + at + row[:, None] * step + column[None, :], mask=there, other=-INFINITE).to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias + position[:, None] * (HALVES * DIM) + column[None, :], mask=there, other=0.0)
@@ -88,7 +99,10 @@ def _pooled(q, k, bias, at_x, step_x, at_z, step_z, top, total, w, d, RATIO: tl.
 def _delta(q, k, bias, at_x, step_x, at_z, step_z, top, total, upstream, acc, w, d, RATIO: tl.constexpr,
            HALVES: tl.constexpr, DIM: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr,
            BD: tl.constexpr):  # fmt: skip
-    """Returns the sum of weights times gradients of weights: upstream * acc, or term by term for infinite upstream."""
+    """Returns the sum of weights times gradients of weights: upstream * acc, or term by term for infinite upstream.
+
+    upstream: the gradient of the window's result, [channels]. acc: the result.
+    """
     infinite = tl.abs(upstream) == INFINITE
     delta = upstream * acc
     if tl.max(infinite.to(tl.int32), 0) > 0:

@@ -17,7 +17,7 @@ RANGES = 64  # ranges of results; different programs add up their gradients of t
 
 
 def constants_of(p: PoolingProblem, align: int) -> dict[str, Constants]:
-    """Returns the compile-time arguments of each kernel."""
+    """Returns kernel name -> compile-time arguments; align: alignment of rows, in elements."""
     channels = {"BD": min(TILE.BN, shapes.power(p.dim)), "ALIGN": align if p.dim % align == 0 else 1}
     window = {"RATIO": p.ratio, "HALVES": 1 + p.overlap, "DIM": p.dim}
     rows = {"BR": min(TILE.BM, 1 << (p.ratio - 1).bit_length()), "HAS_BIAS": p.has_bias}
@@ -25,13 +25,13 @@ def constants_of(p: PoolingProblem, align: int) -> dict[str, Constants]:
 
 
 def buffers_of(p: PoolingProblem, e: Extents) -> dict[str, tuple[int, ...]]:
-    """Returns the float32 scratch of a backward with a bias."""
+    """Returns the float32 scratch of a backward with a bias: kernel argument -> shape."""
     results = int(e.q_len.sum())
     return {"notes": (3, results, p.heads, p.dim), "added": (RANGES, p.ratio, p.channels)}
 
 
 def workspace_bytes(p: PoolingProblem, schedule: Schedule) -> int:
-    """Returns the most bytes of scratch."""
+    """Returns the most bytes of scratch that the schedule's operation, pooling or pooling_backward, allocates."""
     if schedule.op_kind == "pooling" or not p.has_bias:
         return 0
     elements = 0
@@ -41,12 +41,12 @@ def workspace_bytes(p: PoolingProblem, schedule: Schedule) -> int:
 
 
 def run(p: PoolingProblem, extents: Extents, schedule: Schedule, o: PoolingOperands) -> None:
-    """Writes the result of every window."""
+    """Writes `o.out`, the pooled row of every window of every sequence."""
     _ready(p, schedule, {"q": o.kv, "k": o.gate, "out": o.out}, {"bias": o.bias}, ("pool",))
 
 
 def run_backward(p: PoolingProblem, extents: Extents, schedule: Schedule, o: PoolingOperands, g: PoolingGrads) -> None:
-    """Writes the gradients of all rows and gates, and of the bias."""
+    """Writes the gradients of all rows (g.dkv) and gates (g.dgate), and of the bias if g.dbias is given."""
     for view in (g.dkv, g.dgate):
         view.keep[0].zero_()  # rows that no window pools
     views: dict[str, layout_table.View | None] = {"q": o.kv, "k": o.gate, "dout": g.dout, "dq": g.dkv, "dk": g.dgate}
@@ -63,7 +63,11 @@ def _ready(
     more: dict[str, Any],
     kernels: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Runs kernels on these views; returns their arguments, with scratch."""
+    """Runs kernels, by name, on `views`, by their names in the layout table; returns all arguments by name, with
+    scratch.
+
+    more: further arguments by kernel argument name.
+    """
     given = {name: layout_table.tensor_of(view) for name, view in views.items() if view is not None} | more
     key = kernels, layout_table.layout(views, given)
     ready = schedule.once(key, lambda: _launches(p, schedule, views, given, kernels))
@@ -78,6 +82,7 @@ def _launches(
     given: dict[str, Any],
     kernels: tuple[str, ...],
 ) -> Ready:
+    """Returns the launches of the named kernels for the memory layout of `views` and the tensors `given`."""
     e = schedule.device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     constexprs = constants_of(p, layout_table.alignment(views, table))
