@@ -179,8 +179,9 @@ def countable(offset: torch.Tensor | None) -> bool | str:
 
 
 def is_compressed_mask(mask: torch.Tensor, mode: int) -> bool:
-    """True if a compressed mask has the documented content, or is not read (stays_unread)."""
-    if stays_unread(mask):
+    """True if a compressed mask has the documented content, is not read (stays_unread), or has no shape of one, which
+    another rule names."""
+    if stays_unread(mask) or mask.shape[:-2].numel() != 1:
         return True
     matrix = mask.reshape(mask.shape[-2:]) != 0
     triangle = torch.ones(TRIANGLE, dtype=torch.bool, device=mask.device).triu(1)
