@@ -50,6 +50,29 @@ def test_calls_with_a_state_give_the_bits_of_one_call(overlap: bool) -> None:
     same_bits(torch.cat(parts, 1), want, "rows")
 
 
+@pytest.mark.parametrize(("ratio", "dim", "overlap"), [(24, 488, False), (12, 256, True), (4, 256, True)])
+def test_large_calls_give_the_gradients_of_small_ones(ratio: int, dim: int, overlap: bool) -> None:
+    """Gradients of more than 8 MB are written past the caches; windows without overlap do not depend on others."""
+    channels, tokens = dim * (1 + overlap), 4416
+    kv, gate = (drawn(1, tokens, 1, channels, seed=n, dtype=torch.bfloat16) for n in range(2))
+    dout = drawn(1, tokens // ratio, 1, dim, seed=2, dtype=torch.bfloat16)
+
+    def gradients(first: int, count: int) -> tuple[Tensor, ...]:
+        part = slice(first * ratio, (first + count) * ratio)
+        leaves = [t[:, part].clone().requires_grad_() for t in (kv, gate)]
+        out = fa.compress(leaves[0], leaves[1], ratio=ratio, overlap=overlap)
+        return torch.autograd.grad(out, leaves, dout[:, first : first + count])
+
+    large = gradients(0, tokens // ratio)
+    assert sum(t.nbytes for t in large) > 8 << 20
+    for first in (0, 7, tokens // ratio - 12):
+        # With overlap a window's rows also count in the next one, and the first window of a call pools its own alone.
+        inside = slice(ratio * overlap * (first > 0), -ratio if overlap else None)
+        for one, small in zip(large, gradients(first, 12), strict=True):
+            begin = slice(first * ratio, (first + 12) * ratio)
+            same_bits(one[:, begin][:, inside], small[:, inside])
+
+
 def test_packed_and_padded_sequences_give_equal_bits_and_nothing_behind_them_counts() -> None:
     lengths = [9, 0, 3, 8]
     kv, gate, bias = drawn(4, 9, 1, 8), drawn(4, 9, 1, 8, seed=1), drawn(RATIO, 8, seed=2)
