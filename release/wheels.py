@@ -9,6 +9,7 @@ import re
 import shutil
 import struct
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -166,6 +167,8 @@ def main() -> None:
     parser.add_argument("--test", nargs="*", default=[], help="Pythons to install a wheel for, with torch, and run it")
     parser.add_argument("--pip", default="", help="options of these installations")
     given = parser.parse_args()
+    # pip builds each wheel in a new temporary folder: ccache must compare paths below it.
+    os.environ.setdefault("CCACHE_BASEDIR", tempfile.gettempdir())
     pythons, tests = [interpreter(name) for name in given.pythons], [interpreter(name) for name in given.test]
     work, dist = ROOT / "build/wheels", ROOT / "dist"
     for folder in (work, dist):

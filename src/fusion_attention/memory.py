@@ -7,6 +7,7 @@ therefore come from a free list by size, to which a block returns when its stora
 """
 
 import ctypes
+import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -48,6 +49,18 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     if type(fresh) is torch.Tensor and fresh.is_cpu and fresh.nbytes >= LARGE:
         _ask(fresh)
     return fresh.zero_()
+
+
+def of_machine() -> tuple[int, int]:
+    """Returns (free, total) bytes of the machine's memory; macOS does not tell Python its free pages: free is total."""
+    if sys.platform == "win32":
+        # MEMORYSTATUSEX has 64 bytes: its size and the load in four bytes each, then the total, the free bytes, others.
+        status = (ctypes.c_uint64 * 8)(64)
+        ctypes.windll.kernel32.GlobalMemoryStatusEx(status)
+        return status[2], status[1]
+    page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+    free = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else pages
+    return page * min(free, pages), page * pages
 
 
 def _ready(fresh: torch.Tensor) -> torch.Tensor:

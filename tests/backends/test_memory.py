@@ -1,10 +1,13 @@
 """Large results ask for huge pages, inside their own memory alone, and take over what earlier ones left."""
 
+import ctypes
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,3 +271,21 @@ def test_results_and_gradients_take_over_memory() -> None:
     assert strides == {tensor.data_ptr() for tensor in third}
     for results in (second, third):
         same_bits(results, expected)
+
+
+def test_memory_of_the_machine_on_each_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, total = memory.of_machine()
+    assert 0 < free <= total == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    monkeypatch.setattr(os, "sysconf_names", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 2})  # macOS's Python
+    assert memory.of_machine() == (total, total)
+
+    def status(out: Any) -> int:
+        assert out[0] == 64  # Windows refuses another size.
+        out[1], out[2] = 16 << 30, 5 << 30
+        return 1
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    windll = SimpleNamespace(kernel32=SimpleNamespace(GlobalMemoryStatusEx=status))
+    monkeypatch.setattr(ctypes, "windll", windll, raising=False)
+    assert memory.of_machine() == (5 << 30, 16 << 30)

@@ -14,7 +14,6 @@ allocations is an error and is never accessed.
 """
 
 import enum
-import os
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ import torch
 from fusion_attention.acl import state
 from fusion_attention.acl.state import STATE, Context, Memory, Refusal, Stream, coded, integer, valued
 from fusion_attention.contract import lost
+from fusion_attention.memory import of_machine
 
 RT = state.RT_INVALID_PARAM
 
@@ -238,7 +238,7 @@ def get_mem_info(attr: int = 1) -> tuple[int, int, int]:
     if STATE.device.type == "cuda":
         total = torch.cuda.get_device_properties(STATE.device).total_memory
     else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total = of_machine()[1]
     allocated = sum(memory.bytes.numel() for memory in STATE.memories.values() if not memory.host)
     return total - allocated, total, state.SUCCESS
 

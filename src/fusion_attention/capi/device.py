@@ -4,11 +4,11 @@ Arguments and results are numbers, failures are exceptions. The C library valida
 """
 
 import ctypes
-import os
 
 import torch
 
 from fusion_attention.acl.state import Memory, State
+from fusion_attention.memory import of_machine
 
 # Values of aclrtMemcpyKind with the source, and with the target, on the device.
 _FROM_DEVICE, _TO_DEVICE = (2, 3), (1, 3)
@@ -59,7 +59,7 @@ class DeviceMemory:
         """Returns the device's memory in bytes."""
         if self._device.type == "cuda":
             return int(torch.cuda.get_device_properties(self._device).total_memory)
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return of_machine()[1]
 
     def _bytes(self, address: int, count: int, on_device: bool) -> torch.Tensor:
         if not on_device:

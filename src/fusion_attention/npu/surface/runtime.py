@@ -9,7 +9,6 @@ import contextlib
 import enum
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils import collect_env
 
+from fusion_attention import memory
 from fusion_attention.npu.surface import graphs
 from fusion_attention.npu.surface.device_module import number
 
@@ -142,8 +142,7 @@ class FlopsCounter:
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     """Returns (free, total) bytes of the machine's memory."""
     number(device)
-    page, total = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
-    return page * min(os.sysconf("SC_AVPHYS_PAGES"), total), page * total
+    return memory.of_machine()
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
