@@ -33,23 +33,23 @@ std::size_t loss_bytes(const SparseProblem &attention, const SparseProblem &inde
     return gradient_scratch<Format>(index, index.heads_q).bytes + TileScratch<Format>(attention, index, nullptr).bytes;
 }
 
-template <class Format> std::size_t notes_bytes(const SparseProblem &p, std::int64_t heads) {
+template <class Format> std::size_t contribution_bytes(const SparseProblem &p, std::int64_t heads) {
     const auto gradient = gradient_scratch<Format>(p, heads);
-    if (p.indexes) return IndexNotes<Format>(p, gradient, nullptr).bytes;
-    return GradientNotes<Format>(p, Sizes<Format>(p), gradient, nullptr).bytes;
+    if (p.indexes) return IndexContributions<Format>(p, gradient, nullptr).bytes;
+    return GradientContributions<Format>(p, Sizes<Format>(p), gradient, nullptr).bytes;
 }
 
 template <class Format, class T>
-void gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, float *dsink, void *scratch) {
-    if (job.problem->indexes) return index_gradient<Format, T>(job, item, notes, scratch);
-    select_gradient<Format, T>(job, item, notes, dsink, scratch);
+void gradient(const SparseJob &job, const SparseItem &item, const Contributions &stored, float *dsink, void *scratch) {
+    if (job.problem->indexes) return index_gradient<Format, T>(job, item, stored, scratch);
+    select_gradient<Format, T>(job, item, stored, dsink, scratch);
 }
 
 template <class Format>
-void add_keys(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *next,
+void add_keys(const SparseJob &job, const SparseItem &item, const Contributions &stored, const Contributions *next,
               const KeyRange &range, const KeySums &sums, void *scratch) {
     const auto add = job.problem->indexes ? add_index_gradient<Format> : add_gradient<Format>;
-    add(job, item, notes, next, range, sums, scratch);
+    add(job, item, stored, next, range, sums, scratch);
 }
 
 template <class Format> std::size_t index_scratch_bytes(const SparseProblem &p, std::int64_t rows) {
@@ -61,7 +61,7 @@ template <class Format> constexpr SparseKernels kernels() {
             scratch_bytes<Format>,
             FUSION_KERNEL(select_attend),
             gradient_bytes<Format>,
-            notes_bytes<Format>,
+            contribution_bytes<Format>,
             sum_columns<Format>,
             FUSION_KERNEL(gradient),
             FUSION_KERNEL(list_loss),

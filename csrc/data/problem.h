@@ -131,7 +131,7 @@ struct KeyTile {  // keys [key0, key1) of one key/value head, and a thread's mem
     void *memory;
 };
 
-struct RowNotes {        // results of packing a tile of rows
+struct PackedRows {      // results of packing a tile of rows
     std::int64_t means;  // empty rows in mean form
     float dsink;
 };

@@ -79,7 +79,7 @@ struct Turn {
 
 // The contributions of an item with a list to the sums of keys, stored until they are added, a range of keys at a time.
 // Ranges consist of strips of `strip_keys` contiguous keys.
-struct Notes {
+struct Contributions {
     void *memory;
     std::int32_t *starts;  // [strips + 1]: number of keys of the list, in ascending order, before each strip
     std::int64_t strip_keys;

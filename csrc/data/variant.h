@@ -33,7 +33,7 @@ struct GradientKernels {
     std::int64_t tile_keys;
     std::size_t (*row_bytes)(const Problem &, std::int64_t rows);  // of a packed tile of rows
     std::size_t (*key_bytes)(const Problem &);                     // of a tile of keys and scratch of a thread
-    RowNotes (*pack_rows)(const Job &, const RowTile &);
+    PackedRows (*pack_rows)(const Job &, const RowTile &);
     void (*load_keys)(const Job &, const KeyTile &);
     void (*accumulate)(const Job &, const RowTile &, const KeyTile &, const RowTurn &, const Prefetches &);
     void (*store_keys)(const Job &, const KeyTile &);

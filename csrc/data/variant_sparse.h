@@ -12,16 +12,17 @@ struct SparseKernels {  // sizes are bytes and multiples of 64
     std::size_t (*scratch_bytes)(const SparseProblem &, std::int64_t heads);
     std::int64_t (*attend)(const SparseJob &, const SparseItem &,
                            void *scratch);  // returns 1 if the row has no visible key
-    // The backward, and the loss with lists: contributions of an item to sums of keys are stored in notes and added by
-    // add_keys, a range of keys at a time, which also prefetches the notes that are added next, unless they are null.
+    // The backward, and the loss with lists: contributions of an item to sums of keys are stored, and added by
+    // add_keys, a range of keys at a time, which also prefetches the contributions that are added next, unless they are
+    // null.
     std::size_t (*gradient_bytes)(const SparseProblem &, std::int64_t heads);
-    std::size_t (*notes_bytes)(const SparseProblem &, std::int64_t heads);  // without Notes::starts
-    std::int64_t (*sum_columns)(const SparseProblem &);                     // floats per row of KeySums
+    std::size_t (*contribution_bytes)(const SparseProblem &, std::int64_t heads);  // without Contributions::starts
+    std::int64_t (*sum_columns)(const SparseProblem &);                            // floats per row of KeySums
     // dsink_share: [heads of the item], the row's contribution to dsink.
-    void (*gradient)(const SparseJob &, const SparseItem &, const Notes &, float *dsink_share, void *scratch);
-    void (*list_loss)(const SparseJob &, const SparseItem &, const Notes &, double *loss, void *scratch);
-    void (*add_keys)(const SparseJob &, const SparseItem &, const Notes &, const Notes *next, const KeyRange &,
-                     const KeySums &, void *scratch);
+    void (*gradient)(const SparseJob &, const SparseItem &, const Contributions &, float *dsink_share, void *scratch);
+    void (*list_loss)(const SparseJob &, const SparseItem &, const Contributions &, double *loss, void *scratch);
+    void (*add_keys)(const SparseJob &, const SparseItem &, const Contributions &, const Contributions *next,
+                     const KeyRange &, const KeySums &, void *scratch);
     void (*store_keys)(const SparseJob &, std::int64_t seq, std::int64_t head_kv, const KeySums &, std::int64_t first,
                        std::int64_t end);
     std::size_t (*loss_bytes)(const SparseProblem &attention, const SparseProblem &index);

@@ -193,7 +193,7 @@ template <class Format> bool sees_nonfinite(const Work<Format> &w, const Block &
 
 // Sets the bits of visible keys before weights overwrite scores: those whose score is not -inf, which hide() has set
 // for all hidden keys.
-template <class Format> void note_seen(const Work<Format> &w, const Block &b) {
+template <class Format> void record_seen(const Work<Format> &w, const Block &b) {
     for (std::int64_t i = 0; i < b.rows; ++i) {
         std::uint8_t *bits = w.s.seen + i * (most_step / 8);
         std::memset(bits, 0xff, most_step / 8);
@@ -252,7 +252,7 @@ void attend_block(const Work<Format> &w, const Block &b, bool first, bool &met_n
     raise_peaks(w, b, met_nonfinite, fade);
     if (w.p.dropout != Dropout::none) mark_kept(w.s.keep, bits_of(w, b), w.p, w.o, w.seq);
     const bool nonfinite = sees_nonfinite(w, b);
-    if (nonfinite) note_seen(w, b);
+    if (nonfinite) record_seen(w, b);
     weigh_block(w, b, fade);
     with_height(b.rows, [&](auto height) { value_rows<Format, height()>(w, b, first ? nullptr : fade); });
     if (nonfinite) {

@@ -229,7 +229,7 @@ template <class Format> GradientBlock cut(const GradientWork<Format> &w, std::in
 }
 
 // Extends, for each panel, the range of rows of the tile with visible keys; other rows in the range have zero weights.
-template <class Format> void note_rows(const GradientWork<Format> &w, const GradientBlock &b) {
+template <class Format> void extend_ranges(const GradientWork<Format> &w, const GradientBlock &b) {
     constexpr std::int64_t depth = Format::depth;
     for (std::int64_t at = b.at; at < b.at + b.count; at += panel) {
         const std::int64_t key = w.key_tile.key0 + at, row0 = w.row_tile.row0;
@@ -293,7 +293,7 @@ template <class Format> bool accumulate_block(const GradientWork<Format> &w, Gra
     if (!wait_for_turn(w, b)) return false;
     if (w.g.dbias.base && !w.g.owns_dbias) add_dbias(w, b);
     add_dq(w, b);
-    note_rows(w, b);
+    extend_ranges(w, b);
     if (b.nonfinite) with_stored<Format>(w.p.dtype, [&](auto x) { add_nonfinite<Format, decltype(x)>(w, b); });
     return true;
 }

@@ -224,7 +224,7 @@ Floats pack_words(const Job &job, const Sizes<Format> &sizes, const RowPart<Form
 // Packs the statistics of `here` rows from i on, at most a vector of rows; missing rows count as empty.
 template <class Format>
 void pack_statistics(const Job &job, const RowPart<Format> &part, const RowTile &tile, std::int64_t i,
-                     std::int64_t here, Floats delta, RowNotes &notes) {
+                     std::int64_t here, Floats delta, PackedRows &packed) {
     const Operands &o = *job.operands;
     Floats peaks = all(-infinity), sums = all(1.0f);
     for (int e = 0; e < here; ++e) {
@@ -254,14 +254,14 @@ void pack_statistics(const Job &job, const RowPart<Format> &part, const RowTile 
         store(part.shift + i, peak * log2_e + Format::log2(sums));
     }
     for (int e = 0; e < here; ++e) {
-        if (empty[e]) notes.means += sums[e] > 0.0f;
+        if (empty[e]) packed.means += sums[e] > 0.0f;
         else if (job.problem->has_sink)
-            notes.dsink -= delta[e] * (__builtin_expf(o.sink[tile.head] - peak[e]) / sums[e]);
+            packed.dsink -= delta[e] * (__builtin_expf(o.sink[tile.head] - peak[e]) / sums[e]);
     }
 }
 
 template <class Format, class T>
-void note_nonfinite_rows(const Job &job, const RowTile &tile, const RowPart<Format> &part) {
+void record_nonfinite_rows(const Job &job, const RowTile &tile, const RowPart<Format> &part) {
     const Problem &p = *job.problem;
     const Operands &o = *job.operands;
     for (std::int64_t i = 0; i < tile.row1 - tile.row0; ++i) {
@@ -274,7 +274,7 @@ void note_nonfinite_rows(const Job &job, const RowTile &tile, const RowPart<Form
     }
 }
 
-template <class Format, class T> RowNotes pack_rows(const Job &job, const RowTile &tile) {
+template <class Format, class T> PackedRows pack_rows(const Job &job, const RowTile &tile) {
     const Problem &p = *job.problem;
     const Operands &o = *job.operands;
     const Rows &dout = job.gradients->dout;
@@ -282,10 +282,10 @@ template <class Format, class T> RowNotes pack_rows(const Job &job, const RowTil
     const std::int64_t rows = tile.row1 - tile.row0;
     const RowPart<Format> part(sizes, rows, tile.memory);
     const std::int64_t b = tile.seq, h = tile.head;
-    RowNotes notes = {};
+    PackedRows packed = {};
     for (std::int64_t i = 0; i < rows; i += lanes) {
         const std::int64_t here = least<std::int64_t>(lanes, rows - i);
-        pack_statistics(job, part, tile, i, here, pack_words<Format, T>(job, sizes, part, tile, i, here), notes);
+        pack_statistics(job, part, tile, i, here, pack_words<Format, T>(job, sizes, part, tile, i, here), packed);
     }
     std::memset(part.q + rows * sizes.words, 0, (part.padded - rows) * sizes.words * sizeof *part.q);
     std::memset(part.dout + rows * sizes.value_words, 0, (part.padded - rows) * sizes.value_words * sizeof *part.dout);
@@ -297,8 +297,8 @@ template <class Format, class T> RowNotes pack_rows(const Job &job, const RowTil
     }
     nonfinite |= pack_transposed<Format>(row_of<const T>(dout, b, h, tile.row0), dout.stride_token, rows, p.dim_v,
                                          part.deep, part.dout_rows);
-    if (nonfinite) note_nonfinite_rows<Format, T>(job, tile, part);
-    return notes;
+    if (nonfinite) record_nonfinite_rows<Format, T>(job, tile, part);
+    return packed;
 }
 
 // -------------------------------------------------------------------------------------------------------------- keys

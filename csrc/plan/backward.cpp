@@ -46,14 +46,14 @@ struct BackwardPlan::State {
     std::atomic<std::size_t> next = 0;     // task
     std::unique_ptr<Counter[]> met;        // per tile of rows: finished tiles of keys; -1: not packed
     std::unique_ptr<Counter[]> left;       // per unit: unfinished items
-    std::vector<RowNotes> notes;           // per tile of rows
+    std::vector<PackedRows> packed_rows;   // per tile of rows
     std::int64_t first_watched;            // first tile of keys that a thread may wait for
     std::unique_ptr<Progress[]> progress;  // per tile of keys from first_watched on
 
     State(const BackwardPlan &plan, const Job &job, const BiasOrder &order, const BackwardSchedule &schedule,
           char *memory)
         : job(job), order(order), schedule(schedule), packed(memory), met(new Counter[plan.row_tiles_]),
-          left(new Counter[plan.units_.size()]), notes(plan.row_tiles_), first_watched(plan.key_tiles_) {
+          left(new Counter[plan.units_.size()]), packed_rows(plan.row_tiles_), first_watched(plan.key_tiles_) {
         for (std::int64_t i = 0; i < plan.row_tiles_; ++i) met[i] = -1;
         for (std::size_t u = 0; u < plan.units_.size(); ++u) {
             left[u] = plan.units_.group * plan.units_[u].row_tiles + plan.units_[u].key_tiles;
@@ -227,9 +227,9 @@ std::int64_t BackwardPlan::run(const Operands &operands, const Gradients &gradie
     std::int64_t means = 0;
     for (const GradientUnit &unit : units_.units) {
         for (std::int64_t i = 0; i < units_.group * unit.row_tiles; ++i) {
-            const RowNotes &notes = state.notes[unit.first_row_tile + i];
-            dsink[unit.head * units_.group + i / unit.row_tiles] += notes.dsink;
-            means += notes.means;
+            const PackedRows &rows = state.packed_rows[unit.first_row_tile + i];
+            dsink[unit.head * units_.group + i / unit.row_tiles] += rows.dsink;
+            means += rows.means;
         }
     }
     for (std::int64_t h = 0; problem_.has_sink && h < problem_.heads_q; ++h)
@@ -359,7 +359,7 @@ bool BackwardPlan::pack_rows(const GradientItem &item, State &state, const Team 
     }
     RowTile rows = row_tile(item.unit, item.tile, memory);
     const MetKeys keys = units_.met(item.unit, tile);
-    state.notes[unit.first_row_tile + item.tile] = kernels_.pack_rows(state.job, rows);
+    state.packed_rows[unit.first_row_tile + item.tile] = kernels_.pack_rows(state.job, rows);
     rows.fresh = true;
     if (keys.first == keys.end) kernels_.store_rows(state.job, rows);
     met->store(0, std::memory_order_release);

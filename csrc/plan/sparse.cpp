@@ -19,8 +19,8 @@ constexpr std::size_t wave_bytes = std::size_t{256} << 20;
 constexpr std::int64_t keys_per_item = 64;
 // Items of a batch, unless the team is larger; sums of a range are loaded into a cache once per batch.
 constexpr std::int64_t least_batch = 32;
-// Most bytes of notes in memory, unless those of one item take more; a larger team has more items in progress.
-constexpr std::size_t most_notes = std::size_t{64} << 20, most_notes_per_thread = std::size_t{8} << 20;
+// Most bytes of contributions in memory, unless those of one item take more; a larger team has more items in progress.
+constexpr std::size_t most_stored = std::size_t{64} << 20, most_stored_per_thread = std::size_t{8} << 20;
 // Approximate number of keys of a range, so that their sums stay in a cache.
 constexpr std::int64_t range_keys = 1024;
 // Least average number of keys of a row in a range, so that reading the row's heads pays off.
@@ -35,7 +35,7 @@ std::size_t lines(std::size_t bytes) { return round_up(bytes, cache_line); }
 // Ranges of a batch follow as many items later as there are threads, so that threads rarely wait.
 Batches::Pace pace_of(int team, std::size_t bytes) {
     const std::int64_t members = team > 1 ? team : 0;  // one thread computes items in order and never runs ahead
-    const std::size_t capacity = std::max(most_notes, most_notes_per_thread * static_cast<std::size_t>(team)) / bytes;
+    const std::size_t capacity = std::max(most_stored, most_stored_per_thread * static_cast<std::size_t>(team)) / bytes;
     const auto slots = std::max<std::int64_t>(static_cast<std::int64_t>(capacity), 1);
     const std::int64_t wanted = std::max<std::int64_t>(least_batch, team);
     const std::int64_t lag = std::min(members, slots / 3);
@@ -55,7 +55,7 @@ struct Progress {
 
 struct SparsePlan::State {
     SparseJob job;
-    char *sums, *notes;
+    char *sums, *contributions;
     float *shares = nullptr;   // [item][most_heads_] contributions to dsink
     double *losses = nullptr;  // [item]
     Progress *progress = nullptr;
@@ -209,15 +209,15 @@ SparsePlan::Layout SparsePlan::layout(int threads) const {
     const auto edges = static_cast<std::size_t>(ceil_div(longest_, at.strip_keys) + 1);
     at.starts = lines(edges * sizeof(std::int32_t));
     at.scratch = std::max(at.scratch, lines(edges * sizeof(std::int64_t)));  // scratch of Batches::work()
-    at.notes = at.starts + kernels_.notes_bytes(problem_, most_heads_);
-    at.pace = pace_of(at.team, at.notes);
+    at.contributions = at.starts + kernels_.contribution_bytes(problem_, most_heads_);
+    at.pace = pace_of(at.team, at.contributions);
     at.pace.slots = std::min(at.pace.slots, std::max<std::int64_t>(most_items_, 1));
     return at;
 }
 
 std::size_t SparsePlan::workspace_bytes(int threads) const {
     const Layout at = layout(threads);
-    return at.sums + at.shares + at.progress + at.notes * static_cast<std::size_t>(at.pace.slots) +
+    return at.sums + at.shares + at.progress + at.contributions * static_cast<std::size_t>(at.pace.slots) +
            at.scratch * static_cast<std::size_t>(at.team);
 }
 
@@ -254,9 +254,10 @@ void SparsePlan::run_backward(const SparseJob &job, int threads, float *loss) co
     const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
     const Layout at = layout(threads);
     char *const found = memory.data() + at.sums, *const progress = found + at.shares;
-    char *const notes = progress + at.progress, *const scratch =
-                                                    notes + at.notes * static_cast<std::size_t>(at.pace.slots);
-    State state{.job = job, .sums = memory.data(), .notes = notes};
+    char *const contributions = progress + at.progress, *const scratch =
+                                                            contributions +
+                                                            at.contributions * static_cast<std::size_t>(at.pace.slots);
+    State state{.job = job, .sums = memory.data(), .contributions = contributions};
     state.shares = reinterpret_cast<float *>(found);
     state.losses = reinterpret_cast<double *>(found);
     state.progress = reinterpret_cast<Progress *>(progress);
@@ -342,27 +343,27 @@ void SparsePlan::descend_tiles(const Team &team, const Wave &wave, State &state,
 
 void SparsePlan::descend_lists(const Team &team, const Wave &wave, State &state, Batches &batches, const Layout &at,
                                char *scratch) const {
-    const auto notes_of = [&](std::int64_t i) {
-        char *const slot = state.notes + at.notes * static_cast<std::size_t>(i % at.pace.slots);
-        return Notes{slot + at.starts, reinterpret_cast<std::int32_t *>(slot), at.strip_keys};
+    const auto contributions_of = [&](std::int64_t i) {
+        char *const slot = state.contributions + at.contributions * static_cast<std::size_t>(i % at.pace.slots);
+        return Contributions{slot + at.starts, reinterpret_cast<std::int32_t *>(slot), at.strip_keys};
     };
-    const auto note = [&](std::int64_t i) {
+    const auto compute = [&](std::int64_t i) {
         const Unit &unit = unit_of(wave, i);
         const SparseItem item = item_at(unit, i - unit.first_item);
-        if (attention_) kernels_.list_loss(state.job, item, notes_of(i), state.losses + i, scratch);
-        else kernels_.gradient(state.job, item, notes_of(i), state.shares + i * most_heads_, scratch);
+        if (attention_) kernels_.list_loss(state.job, item, contributions_of(i), state.losses + i, scratch);
+        else kernels_.gradient(state.job, item, contributions_of(i), state.shares + i * most_heads_, scratch);
     };
     const auto add = [&](const Batches::Batch &batch, const KeyRange &range) {
         const Unit &unit = units_[wave.first + batch.unit];
         const KeySums sums = {reinterpret_cast<float *>(state.sums + unit.offset)};
         for (std::int64_t i = batch.first; i < batch.end && !team.cancelled(); ++i) {
-            const Notes next = notes_of(i + 1);
-            kernels_.add_keys(state.job, item_at(unit, i - unit.first_item), notes_of(i),
+            const Contributions next = contributions_of(i + 1);
+            kernels_.add_keys(state.job, item_at(unit, i - unit.first_item), contributions_of(i),
                               i + 1 < batch.end ? &next : nullptr, range, sums, scratch);
         }
     };
-    const auto starts_of = [&](std::int64_t i) { return notes_of(i).starts; };
-    batches.work(team, note, starts_of, add, reinterpret_cast<std::int64_t *>(scratch));
+    const auto starts_of = [&](std::int64_t i) { return contributions_of(i).starts; };
+    batches.work(team, compute, starts_of, add, reinterpret_cast<std::int64_t *>(scratch));
 }
 
 std::vector<Batches::Unit> SparsePlan::work_of(const Wave &wave, const Layout &at) const {

@@ -3,10 +3,10 @@
 //
 // An item is a row and some or all heads that share a key head; in a loss without selection, a tile of rows. In the
 // backward, items of one sequence and key head add to the same sums of key gradients, always in the same order, so
-// results do not depend on the number of threads. Items store their contributions in notes, which are added batch by
-// batch (plan/sparse_batches.h), because a row selects keys anywhere in a sequence and would wait for all earlier rows.
-// Tiles of a loss without selection process keys in order and wait for their turn. Compiled for the baseline
-// instruction set.
+// results do not depend on the number of threads. Items store their contributions to sums of keys, which are added
+// batch by batch (plan/sparse_batches.h), because a row selects keys anywhere in a sequence and would wait for all
+// earlier rows. Tiles of a loss without selection process keys in order and wait for their turn. Compiled for the
+// baseline instruction set.
 
 #pragma once
 
@@ -54,7 +54,7 @@ private:
     };
     struct Layout {  // of the workspace
         std::size_t sums = 0, shares = 0, progress = 0, scratch = 0;
-        std::size_t notes = 0, starts = 0;  // bytes per item: all notes, and Notes::starts
+        std::size_t contributions = 0, starts = 0;  // bytes per item: all contributions, and Contributions::starts
         int team = 1;
         std::int64_t strip_keys = 1;
         Batches::Pace pace{};

@@ -1,7 +1,6 @@
-// The order of work of items whose contributions to sums of keys are stored in notes. Items of a unit are grouped into
-// batches. When all items of a batch have written their notes, its keys are divided into ranges of equal work, and
-// notes are added range by range, item after item: a sum has the order of items for any thread and any division of
-// keys.
+// The order of work of items whose contributions to sums of keys are stored. Items of a unit are grouped into batches.
+// When all items of a batch have stored their contributions, its keys are divided into ranges of equal work, and they
+// are added range by range, item after item: a sum has the order of items for any thread and any division of keys.
 //
 // Tasks are in one list, and threads take them in order. The ranges of a batch follow `lag` items after its last item,
 // which is usually computed by then, and the same range of the previous batch is a complete batch earlier, so threads
@@ -25,7 +24,7 @@ public:
     struct Pace {
         std::int64_t items;  // most items of a batch
         std::int64_t lag;
-        std::int64_t slots;       // items with memory for notes: at least items + lag; more let threads run ahead
+        std::int64_t slots;  // items with memory for contributions: at least items + lag; more let threads run ahead
         std::int64_t least_keys;  // least average number of keys of an item in a range
     };
     struct Unit {
@@ -61,17 +60,18 @@ public:
         }
     }
 
-    // The work of one thread. note(item) writes the notes of an item, add(batch, range) adds notes, and starts_of(item)
-    // returns Notes::starts. capacity: private memory of this thread for one more number than a unit has strips, which
-    // note and add may use too.
-    template <class Note, class StartsOf, class Add>
-    void work(const Team &team, const Note &note, const StartsOf &starts_of, const Add &add, std::int64_t *capacity) {
+    // The work of one thread. compute(item) stores the contributions of an item, add(batch, range) adds those of a
+    // batch, and starts_of(item) returns Contributions::starts. capacity: private memory of this thread for one more
+    // number than a unit has strips, which compute and add may use too.
+    template <class Compute, class StartsOf, class Add>
+    void work(const Team &team, const Compute &compute, const StartsOf &starts_of, const Add &add,
+              std::int64_t *capacity) {
         for (std::int64_t task; (task = team.take(taken_)) < tasks_;) {
             const auto after = [](std::int64_t t, const Segment &segment) { return t < segment.task; };
             const Segment &found = *(std::upper_bound(segments_.begin(), segments_.end(), task, after) - 1);
             const std::int64_t index = task - found.task;
             if (found.adds) add_range(team, found.first, index, add);
-            else note_item(team, found.first + index, note, starts_of, capacity);
+            else compute_item(team, found.first + index, compute, starts_of, capacity);
         }
     }
 
@@ -104,14 +104,14 @@ private:
         return std::upper_bound(batches_.begin(), batches_.end(), item, after) - batches_.begin() - 1;
     }
 
-    template <class Note, class StartsOf>
-    void note_item(const Team &team, std::int64_t item, const Note &note, const StartsOf &starts_of,
-                   std::int64_t *capacity) {
-        if (item >= slots_) {  // waits until the previous notes of its slot have been added
+    template <class Compute, class StartsOf>
+    void compute_item(const Team &team, std::int64_t item, const Compute &compute, const StartsOf &starts_of,
+                      std::int64_t *capacity) {
+        if (item >= slots_) {  // waits until the previous contributions of its slot have been added
             const std::atomic<std::int64_t> &ranges = left_[batch_of(item - slots_)].ranges;
             if (!team.wait_until([&] { return ranges.load(std::memory_order_acquire) == 0; })) return;
         }
-        note(item);
+        compute(item);
         const std::int64_t b = batch_of(item);
         if (left_[b].items.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
         divide(batches_[b], starts_of, capacity);

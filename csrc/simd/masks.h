@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "simd/blocked_tiles.h"
+#include "simd/mask_tiles.h"
 
 namespace fusion {
 namespace {

@@ -3,18 +3,18 @@
 //   S = k q^T, dP = v dout^T                                           [key][head]
 //   P = exp(S - max) / sum, dS = P * (dP - D)                          from the saved max, sum and out
 //   dq += dS^T k                                                       [head][column], private to a thread
-//   dk += scale * dS q, dv += P dout                                   added to sums of keys later, from notes
+//   dk += scale * dS q, dv += P dout                                   stored, and added to sums of keys later
 //
-// Sums of keys are shared by all rows of a sequence. A row stores P and dS in notes; when a batch of rows is computed,
-// their notes are added to a range of keys, row after row. A key's sum thus has the order of rows for any thread, and
-// the sums of a range stay in a cache. Start reading at select_gradient() and add_gradient(). The indexer's gradient,
-// which has only dq and dk and other weights, is in sparse/index_gradient.h.
+// Sums of keys are shared by all rows of a sequence. A row stores P and dS, its contributions; when a batch of rows is
+// computed, they are added to a range of keys, row after row. A key's sum thus has the order of rows for any thread,
+// and the sums of a range stay in a cache. Start reading at select_gradient() and add_gradient(). The indexer's
+// gradient, which has only dq and dk and other weights, is in sparse/index_gradient.h.
 
 #pragma once
 
 #include "simd/statistics.h"
 #include "sparse/not_finite.h"
-#include "sparse/notes.h"
+#include "sparse/contributions.h"
 #include "sparse/stream.h"
 
 namespace fusion {
@@ -199,10 +199,10 @@ __attribute__((noinline)) void weigh_chunk(const GradientScratch<Format> &s, std
     }
 }
 
-// ------------------------------------------------------------------------------------------------------------- notes
+// ----------------------------------------------------------------------------------------------------- contributions
 
-// The notes of a row of attention: its contributions to sums of keys.
-template <class Format> struct GradientNotes {
+// The contributions of a row of attention to sums of keys.
+template <class Format> struct GradientContributions {
     using Word = typename Format::Word;
     std::int64_t q_words, dout_words, head_words;
     std::int32_t *keys;        // ascending
@@ -211,7 +211,8 @@ template <class Format> struct GradientNotes {
     bool *nonfinite;           // true if elements of heads were not finite and have been replaced by zeros
     std::size_t bytes;
 
-    GradientNotes(const SparseProblem &p, const Sizes<Format> &sizes, const GradientScratch<Format> &s, void *memory)
+    GradientContributions(const SparseProblem &p, const Sizes<Format> &sizes, const GradientScratch<Format> &s,
+                          void *memory)
         : q_words(s.padded_heads / Format::depth * sizes.columns),
           dout_words(s.padded_heads / Format::depth * sizes.value_columns), head_words(s.head_words) {
         Carver carver(memory);
@@ -227,13 +228,13 @@ template <class Format> struct GradientNotes {
     }
 };
 
-// Adds the contributions of non-finite elements of heads to the sums of keys in notes.
+// Adds the contributions of non-finite elements of heads to the sums of keys.
 template <class Format, class T>
-FUSION_RARE void add_nonfinite_heads(const SparseGradientWork<Format> &w, const GradientNotes<Format> &own,
-                                     const NotedKeys &noted, const KeySums &table) {
+FUSION_RARE void add_nonfinite_heads(const SparseGradientWork<Format> &w, const GradientContributions<Format> &own,
+                                     const KeysInRange &in_range, const KeySums &table) {
     const auto &item = w.item;
     const auto scale = static_cast<float>(w.p.scale);
-    for (std::int64_t at = noted.first; at < noted.stop; ++at) {
+    for (std::int64_t at = in_range.first; at < in_range.stop; ++at) {
         float *const sums = table.memory + own.keys[at] * sum_columns<Format>(w.p);
         for (std::int64_t i = 0; i < item.heads; ++i) {
             const float prob = Format::get(own.probs + at * own.head_words, i);
@@ -249,9 +250,9 @@ FUSION_RARE void add_nonfinite_heads(const SparseGradientWork<Format> &w, const 
     }
 }
 
-// Adds a row's notes for a range of keys to their sums. next: notes that are added next, or null.
+// Adds a row's contributions for a range of keys to their sums. next: contributions that are added next, or null.
 template <class Format>
-void add_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *next,
+void add_gradient(const SparseJob &job, const SparseItem &item, const Contributions &stored, const Contributions *next,
                   const KeyRange &range, const KeySums &table, void *scratch) {
     [[maybe_unused]] const ProductRegion<Format> region;
     const SparseGradientWork<Format> w(job, item, scratch);
@@ -259,22 +260,22 @@ void add_gradient(const SparseJob &job, const SparseItem &item, const Notes &not
     const std::int64_t main = w.sizes.main_columns, hw = s.head_words;
     const std::int64_t depth = words_of<Format>(item.heads);
     const auto scale = static_cast<float>(w.p.scale);
-    const GradientNotes<Format> own(w.p, w.sizes, s, notes.memory);
-    const NotedKeys noted(notes, range);
-    PrefetchQueue queue;  // other cores may have written the notes that are added next
+    const GradientContributions<Format> own(w.p, w.sizes, s, stored.memory);
+    const KeysInRange in_range(stored, range);
+    PrefetchQueue queue;  // other cores may have written the contributions that are added next
     const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { queue.step(); };
     if (next) {
-        const GradientNotes<Format> other(w.p, w.sizes, s, next->memory);
-        const NotedKeys there(*next, range);
+        const GradientContributions<Format> other(w.p, w.sizes, s, next->memory);
+        const KeysInRange there(*next, range);
         queue.add(other.q_rows, other.q_words * sizeof *other.q_rows);
         queue.add(other.dout_rows, other.dout_words * sizeof *other.dout_rows);
         queue.add(other.keys + there.first, there.count() * sizeof *other.keys);
         queue.add(other.dscores + there.first * hw, there.count() * hw * sizeof *other.dscores);
         queue.add(other.probs + there.first * hw, there.count() * hw * sizeof *other.probs);
-        queue.spread(noted.blocks() * (panels_of(w.sizes.columns) + panels_of(w.sizes.value_columns)));
+        queue.spread(in_range.blocks() * (panels_of(w.sizes.columns) + panels_of(w.sizes.value_columns)));
     }
-    by_noted_blocks(
-        own.keys, noted, table, sum_columns<Format>(w.p), s.nowhere,
+    by_key_blocks(
+        own.keys, in_range, table, sum_columns<Format>(w.p), s.nowhere,
         [&](auto height, std::int64_t at, float *const *sums, float *const *after) __attribute__((always_inline)) {
             constexpr int M = height();
             const auto *dscores = own.dscores + at * hw;
@@ -287,7 +288,7 @@ void add_gradient(const SparseJob &job, const SparseItem &item, const Notes &not
                                          w.p.shares_kv ? 0 : w.sizes.columns, w.sizes.value_columns, 1.0f, meanwhile);
         });
     if (!*own.nonfinite) return;
-    by_dtype(w.p.dtype, [&](auto kind) { add_nonfinite_heads<Format, decltype(kind)>(w, own, noted, table); });
+    by_dtype(w.p.dtype, [&](auto kind) { add_nonfinite_heads<Format, decltype(kind)>(w, own, in_range, table); });
 }
 
 // ----------------------------------------------------------------------------------------------------- from end to end
@@ -378,10 +379,10 @@ template <class Format> std::int64_t order_keys(const SparseGradientWork<Format>
 }
 
 // For a row with non-finite elements: computes heads of dq that are NaN again, without keys whose dS is 0, and its
-// notes.
+// contributions.
 template <class Format, class T>
 FUSION_RARE void form_row_anew(const SparseGradientWork<Format> &w, std::int64_t count,
-                               const GradientNotes<Format> &left) {
+                               const GradientContributions<Format> &left) {
     const std::int64_t columns = w.sizes.columns;
     for (std::int64_t i = 0; i < w.item.heads; ++i) {
         float *const dq = w.s.dq + i * columns;
@@ -401,15 +402,16 @@ FUSION_RARE void form_row_anew(const SparseGradientWork<Format> &w, std::int64_t
     *left.nonfinite |= clear_nonfinite<Format>(left.dout_rows, w.item.heads, w.sizes.value_columns);
 }
 
-// Computes the gradients of a row except sums of keys, whose contributions it stores in notes.
+// Computes the gradients of a row except sums of keys, whose contributions it stores.
 template <class Format, class T>
-void select_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, float *dsink, void *scratch) {
+void select_gradient(const SparseJob &job, const SparseItem &item, const Contributions &stored, float *dsink,
+                     void *scratch) {
     [[maybe_unused]] const ProductRegion<Format> region;
     const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
-    const GradientNotes<Format> left(w.p, w.sizes, s, notes.memory);
+    const GradientContributions<Format> left(w.p, w.sizes, s, stored.memory);
     const std::int64_t count = order_keys(w), rounded = round_up<std::int64_t>(s.pitch, block_rows);
-    find_strips(notes, s.keys, count, all_keys(job.sequences[item.seq]));
+    find_strips(stored, s.keys, count, all_keys(job.sequences[item.seq]));
     std::memcpy(left.keys, s.keys, count * sizeof *s.keys);
     std::memset(s.dq, 0, rounded * w.sizes.columns * sizeof *s.dq);
     load_statistics<Format, T>(w, dsink);

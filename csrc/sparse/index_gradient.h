@@ -4,7 +4,7 @@
 //   S = k q^T                       [key][head], for all keys of the list
 //   dw = sum_j dI * max(0, S), dS = dI * w * [S > 0]
 //   dq += dS^T k                    private to a thread
-//   dk += dS q                      added to sums of keys later, from notes, as in sparse/gradient.h
+//   dk += dS q                      stored, and added to sums of keys later, as in sparse/gradient.h
 //
 // Start reading at index_gradient() and add_index_gradient().
 
@@ -16,8 +16,8 @@
 namespace fusion {
 namespace {
 
-// The notes of a row. They have dI and the signs of S instead of dS, which would be eight times larger.
-template <class Format> struct IndexNotes {
+// The contributions of a row. They have dI and the signs of S instead of dS, which would be eight times larger.
+template <class Format> struct IndexContributions {
     using Word = typename Format::Word;
     std::int64_t q_words;
     std::int32_t *keys;      // ascending
@@ -27,7 +27,7 @@ template <class Format> struct IndexNotes {
     bool *nonfinite;         // true if elements of heads were not finite and have been replaced by zeros
     std::size_t bytes;
 
-    IndexNotes(const SparseProblem &index, const GradientScratch<Format> &s, void *memory)
+    IndexContributions(const SparseProblem &index, const GradientScratch<Format> &s, void *memory)
         : q_words(s.padded_heads / Format::depth * Sizes<Format>(index).columns) {
         const std::int64_t most = index.most_keys;
         Carver carver(memory);
@@ -60,11 +60,11 @@ template <class Format> struct IndexListScratch {  // in addition to GradientScr
 template <class Format> struct IndexListWork {  // a row with its parameters and scratch
     const SparseGradientWork<Format> gradient;
     const IndexListScratch<Format> list;
-    const IndexNotes<Format> left;
+    const IndexContributions<Format> left;
 
-    IndexListWork(const SparseJob &job, const SparseItem &item, const Notes &notes, void *scratch)
+    IndexListWork(const SparseJob &job, const SparseItem &item, const Contributions &stored, void *scratch)
         : gradient(job, item, scratch), list(gradient.p, gradient.s, static_cast<char *>(scratch) + gradient.s.bytes),
-          left(gradient.p, gradient.s, notes.memory) {}
+          left(gradient.p, gradient.s, stored.memory) {}
 
     std::size_t bytes() const { return gradient.s.bytes + list.bytes; }
 };
@@ -145,12 +145,12 @@ void transpose_weights(const GradientScratch<Format> &s, std::int64_t count, con
 
 // Calls body(dS) for key `at` of a list and head i if the score is positive.
 template <class Format, class Body>
-void where_positive(const SparseGradientWork<Format> &w, const IndexNotes<Format> &notes, std::int64_t at,
+void where_positive(const SparseGradientWork<Format> &w, const IndexContributions<Format> &stored, std::int64_t at,
                     std::int64_t i, Body body) {
-    if (bit_of(notes.positive + at * w.s.pitch / 8, i)) body(notes.given[at] * w.s.share[i]);
+    if (bit_of(stored.positive + at * w.s.pitch / 8, i)) body(stored.given[at] * w.s.share[i]);
 }
 
-// As in sparse/gradient.h: computes heads of dq that are NaN again, and the notes.
+// As in sparse/gradient.h: computes heads of dq that are NaN again, and the contributions.
 template <class Format, class T>
 FUSION_RARE void form_row_anew(const IndexListWork<Format> &work, std::int64_t count) {
     const auto &w = work.gradient;
@@ -167,7 +167,7 @@ FUSION_RARE void form_row_anew(const IndexListWork<Format> &work, std::int64_t c
     *work.left.nonfinite = clear_nonfinite<Format>(work.left.q_rows, w.item.heads, w.sizes.columns);
 }
 
-// Computes dq and dweights from dI in the notes, chunk by chunk.
+// Computes dq and dweights from the stored dI, chunk by chunk.
 template <class Format, class T> void descend_list(const IndexListWork<Format> &work, std::int64_t count) {
     const auto &w = work.gradient;
     const auto &s = w.s;
@@ -200,15 +200,15 @@ template <class Format, class T> void descend_list(const IndexListWork<Format> &
     store_head_gradients<Format, T>(w, s.dq, s.delta);
 }
 
-// Computes the gradients of a row from dI of the caller, except sums of keys, whose contributions it stores in notes.
+// Computes the gradients of a row from dI of the caller, except sums of keys, whose contributions it stores.
 template <class Format, class T>
-void index_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, void *scratch) {
+void index_gradient(const SparseJob &job, const SparseItem &item, const Contributions &stored, void *scratch) {
     [[maybe_unused]] const ProductRegion<Format> region;
-    const IndexListWork<Format> work(job, item, notes, scratch);
+    const IndexListWork<Format> work(job, item, stored, scratch);
     const auto &w = work.gradient;
     std::uint64_t *sorted;
     const std::int64_t count = sort_keys(w, sorted);
-    find_strips(notes, w.s.keys, count, job.sequences[item.seq].kv_len);
+    find_strips(stored, w.s.keys, count, job.sequences[item.seq].kv_len);
     if (count) score_list<Format, T>(work, count);
     const T *given = row_of<const T>(w.o.dout, item.seq, 0, item.row);
     for (std::int64_t i = 0; i < count; ++i) {
@@ -217,29 +217,29 @@ void index_gradient(const SparseJob &job, const SparseItem &item, const Notes &n
     descend_list<Format, T>(work, count);
 }
 
-// ---------------------------------------------------------------------------------------------------------- from notes
+// ------------------------------------------------------------------------------------------- from stored contributions
 
-// Computes dS of a chunk of keys from notes, with the same bits as before: [key][head_words].
+// Computes dS of a chunk of keys from contributions, with the same bits as before: [key][head_words].
 template <class Format>
-void recall_weights(const IndexNotes<Format> &notes, std::int64_t first, std::int64_t count,
+void recall_weights(const IndexContributions<Format> &stored, std::int64_t first, std::int64_t count,
                     const GradientScratch<Format> &s) {
     for (std::int64_t h = 0; h < s.pitch; h += 2 * lanes) {
         const Floats weights[2] = {load<Floats>(s.share + h), load<Floats>(s.share + h + lanes)};
         for (std::int64_t i = 0; i < count; ++i) {
-            const std::uint8_t *const row = notes.positive + (first + i) * s.pitch / 8;
+            const std::uint8_t *const row = stored.positive + (first + i) * s.pitch / 8;
             Floats dscore[2];
-            spread_weights(lane_bits(row, h) | lane_bits(row, h + lanes) << lanes, all(notes.given[first + i]), weights,
-                           dscore);
+            spread_weights(lane_bits(row, h) | lane_bits(row, h + lanes) << lanes, all(stored.given[first + i]),
+                           weights, dscore);
             Format::store_elements(s.dscores + i * s.head_words, h, dscore[0], dscore[1]);
         }
     }
 }
 
-// Adds the contributions of non-finite elements of heads to the sums of keys in notes.
+// Adds the contributions of non-finite elements of heads to the sums of keys.
 template <class Format, class T>
-FUSION_RARE void add_nonfinite_heads(const SparseGradientWork<Format> &w, const IndexNotes<Format> &own,
-                                     const NotedKeys &noted, const KeySums &table) {
-    for (std::int64_t at = noted.first; at < noted.stop; ++at) {
+FUSION_RARE void add_nonfinite_heads(const SparseGradientWork<Format> &w, const IndexContributions<Format> &own,
+                                     const KeysInRange &in_range, const KeySums &table) {
+    for (std::int64_t at = in_range.first; at < in_range.stop; ++at) {
         float *const sums = table.memory + own.keys[at] * w.sizes.columns;
         for (std::int64_t i = 0; i < w.item.heads; ++i) {
             where_positive(w, own, at, i, [&](float dscore) {
@@ -249,39 +249,39 @@ FUSION_RARE void add_nonfinite_heads(const SparseGradientWork<Format> &w, const 
     }
 }
 
-// Adds a row's notes for a range of keys to their sums. next: notes that are added next, or null.
+// Adds a row's contributions for a range of keys to their sums. next: contributions that are added next, or null.
 template <class Format>
-void add_index_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *next,
-                        const KeyRange &range, const KeySums &table, void *scratch) {
+void add_index_gradient(const SparseJob &job, const SparseItem &item, const Contributions &stored,
+                        const Contributions *next, const KeyRange &range, const KeySums &table, void *scratch) {
     [[maybe_unused]] const ProductRegion<Format> region;
     const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
     const std::int64_t columns = w.sizes.columns;
     const std::int64_t depth = words_of<Format>(item.heads);
-    const IndexNotes<Format> own(w.p, s, notes.memory);
-    const NotedKeys noted(notes, range);
-    PrefetchQueue queue;  // other cores may have written the notes that are added next
+    const IndexContributions<Format> own(w.p, s, stored.memory);
+    const KeysInRange in_range(stored, range);
+    PrefetchQueue queue;  // other cores may have written the contributions that are added next
     const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { queue.step(); };
     if (next) {
-        const IndexNotes<Format> other(w.p, s, next->memory);
-        const NotedKeys there(*next, range);
+        const IndexContributions<Format> other(w.p, s, next->memory);
+        const KeysInRange there(*next, range);
         queue.add(other.q_rows, other.q_words * sizeof *other.q_rows);
         queue.add(other.keys + there.first, there.count() * sizeof *other.keys);
         queue.add(other.given + there.first, there.count() * sizeof *other.given);
         queue.add(other.positive + there.first * s.pitch / 8, there.count() * s.pitch / 8);
-        queue.spread(noted.blocks() * panels_of(columns));
+        queue.spread(in_range.blocks() * panels_of(columns));
     }
     load_weights(w.p, w.o.weights, item.seq, item.row, s.pitch, s.share);
-    by_noted_blocks(own.keys, noted, table, sum_columns<Format>(w.p), s.nowhere,
-                    [&](auto height, std::int64_t at, float *const *sums, float *const *after)
-                        __attribute__((always_inline)) {
-                            constexpr int M = height();
-                            recall_weights(own, at, M, s);
-                            add_block_to_sums<Format, M>(s.dscores, s.head_words, own.q_rows, depth, sums, after, 0,
-                                                         columns, 1.0f, meanwhile);
-                        });
+    by_key_blocks(own.keys, in_range, table, sum_columns<Format>(w.p), s.nowhere,
+                  [&](auto height, std::int64_t at, float *const *sums, float *const *after)
+                      __attribute__((always_inline)) {
+                          constexpr int M = height();
+                          recall_weights(own, at, M, s);
+                          add_block_to_sums<Format, M>(s.dscores, s.head_words, own.q_rows, depth, sums, after, 0,
+                                                       columns, 1.0f, meanwhile);
+                      });
     if (!*own.nonfinite) return;
-    by_dtype(w.p.dtype, [&](auto kind) { add_nonfinite_heads<Format, decltype(kind)>(w, own, noted, table); });
+    by_dtype(w.p.dtype, [&](auto kind) { add_nonfinite_heads<Format, decltype(kind)>(w, own, in_range, table); });
 }
 
 }  // namespace

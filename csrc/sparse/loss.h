@@ -255,18 +255,18 @@ inline void store_likelihood(const SparseOperands &o, const SparseItem &item, co
     });
 }
 
-// Computes loss and gradients of a row except sums of keys, whose contributions it stores in notes.
+// Computes loss and gradients of a row except sums of keys, whose contributions it stores.
 template <class Format, class T>
-void list_loss(const SparseJob &job, const SparseItem &item, const Notes &notes, double *loss, void *scratch) {
+void list_loss(const SparseJob &job, const SparseItem &item, const Contributions &stored, double *loss, void *scratch) {
     [[maybe_unused]] const ProductRegion<Format> region;
-    const IndexListWork<Format> work(job, item, notes, scratch);
+    const IndexListWork<Format> work(job, item, stored, scratch);
     const auto &w = work.gradient;
     const ListScratch<Format> s(*job.attention, w.p, static_cast<char *>(scratch) + work.bytes());
     float *const given = work.left.given;
     const bool attends = job.attention->heads_q;
     std::uint64_t *sorted;
     const std::int64_t count = attends ? order_keys(w) : sort_keys(w, sorted);
-    find_strips(notes, w.s.keys, count, job.sequences[item.seq].kv_len);
+    find_strips(stored, w.s.keys, count, job.sequences[item.seq].kv_len);
     *loss = 0.0;
     if (count) {
         const SparseJob attention = {job.attention, job.attended, job.sequences};

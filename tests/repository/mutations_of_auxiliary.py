@@ -27,7 +27,7 @@ AUXILIARY = [
     package("a mode says nothing", "ops/auxiliary/caches.py",
           'return mode == "PA_NZ" and chips_width', "return chips_width",
           "npu/test_auxiliary.py::test_a_mode_says_how_a_cache_lies_whose_shape_allows_both"),
-    package("a permutation goes the other way back", "npu/auxiliary/shapes.py",
+    package("a permutation goes the other way back", "npu/auxiliary/transposes.py",
           "back = sorted(range(len(order)), key=order.__getitem__)", "back = order",
           "npu/test_auxiliary.py::test_shapes_go_there_and_back"),
     package("autocast rounds what an auxiliary operator multiplies", "npu/auxiliary/call.py",

@@ -58,7 +58,7 @@ LONG_CALLS = [
     core("core: a list's entries from 1024 on are not read", "sparse/attend.h",
          "for (std::int64_t at = 0; at < count; at += s.chunk) {",
          "for (std::int64_t at = 0; at < least<std::int64_t>(count, 1024); at += s.chunk) {"),
-    core("core: what rows give to keys from 2048 on is lost", "sparse/notes.h",
+    core("core: what rows give to keys from 2048 on is lost", "sparse/contributions.h",
          "next[i] = at + i < end ?", "next[i] = at + i < end && keys[at + i] < 2048 ?"),
     core("core: the indexer chooses no key from 1024 on", "sparse/indexer.h",
          "for (std::int64_t at = 0; at < last; at += index_chunk) {",

@@ -73,7 +73,7 @@ std::size_t key_bytes(const Problem &p) {
                  2 * keys * gradient_rows * item(p.dtype));
 }
 
-RowNotes pack_rows(const Job &job, const RowTile &rows) {
+PackedRows pack_rows(const Job &job, const RowTile &rows) {
     advance(backward_row / 2 * beside_measured(*job.problem) * static_cast<double>(rows.row1 - rows.row0));
     return {0, 0};
 }
@@ -187,17 +187,17 @@ std::int64_t sum_columns(const SparseProblem &p) { return p.dim_qk + p.dim_rope 
 
 std::int64_t chunk_of(Dtype dtype) { return dtype == Dtype::bfloat16 ? 96 : 48; }
 
-void find_strips(const SparseJob &job, const SparseItem &item, const Notes &notes) {
+void find_strips(const SparseJob &job, const SparseItem &item, const Contributions &stored) {
     const std::int32_t *const list = list_of(job, item), *const stop = list + listed(job, item);
-    const std::int64_t strips = ceil_div(job.sequences[item.seq].kv_len, notes.strip_keys);
+    const std::int64_t strips = ceil_div(job.sequences[item.seq].kv_len, stored.strip_keys);
     for (std::int64_t i = 0; i <= strips; ++i) {
-        notes.starts[i] = static_cast<std::int32_t>(std::lower_bound(list, stop, i * notes.strip_keys) - list);
+        stored.starts[i] = static_cast<std::int32_t>(std::lower_bound(list, stop, i * stored.strip_keys) - list);
     }
 }
 
 // All but the products of key gradients.
-void sparse_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, float *, void *) {
-    find_strips(job, item, notes);
+void sparse_gradient(const SparseJob &job, const SparseItem &item, const Contributions &stored, float *, void *) {
+    find_strips(job, item, stored);
     const SparseProblem &p = *job.problem;
     const double pairs = static_cast<double>(listed(job, item) * item.heads);
     advance(products(p.dtype, pairs * (2 * dims(p) + static_cast<double>(p.dim_v)), sparse_backward_share));
@@ -217,16 +217,16 @@ std::int64_t multiplied_keys(std::int64_t first, std::int64_t stop) {
 
 double index_products(const SparseProblem &p) { return static_cast<double>(p.heads_q) * dims(p); }
 
-void add_keys(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *, const KeyRange &range,
-              const KeySums &, void *) {
+void add_keys(const SparseJob &job, const SparseItem &item, const Contributions &stored, const Contributions *,
+              const KeyRange &range, const KeySums &, void *) {
     const SparseProblem &p = *job.problem;
-    const auto keys = static_cast<double>(multiplied_keys(notes.starts[range.first], notes.starts[range.end]));
+    const auto keys = static_cast<double>(multiplied_keys(stored.starts[range.first], stored.starts[range.end]));
     if (p.indexes) return advance(products(p.dtype, keys * index_products(p), 0.72));
     const double columns = dims(p) + static_cast<double>(p.dim_v);
     advance(products(p.dtype, keys * static_cast<double>(item.heads) * columns, sparse_backward_share));
 }
 
-std::size_t notes_bytes(const SparseProblem &p, std::int64_t heads) {
+std::size_t contribution_bytes(const SparseProblem &p, std::int64_t heads) {
     const std::int64_t keys = p.most_keys;
     const std::int64_t a_key = p.indexes ? 8 + heads / 8 : 4 + 2 * heads * item(p.dtype);
     const std::int64_t columns = p.dim_qk + p.dim_rope + p.dim_v;
@@ -274,8 +274,8 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
 }
 
 // All but the products of key gradients.
-void list_loss(const SparseJob &job, const SparseItem &item, const Notes &notes, double *loss, void *) {
-    find_strips(job, item, notes);
+void list_loss(const SparseJob &job, const SparseItem &item, const Contributions &stored, double *loss, void *) {
+    find_strips(job, item, stored);
     const double keys = static_cast<double>(listed(job, item));
     const double columns = attended_products(job) + 2 * index_products(*job.problem);
     advance(products(job.problem->dtype, keys * columns, list_loss_share));
@@ -330,7 +330,7 @@ SparseKernels sparse_kernels() {
     k.scratch_bytes = sparse_scratch;
     k.attend = sparse_attend;
     k.gradient_bytes = sparse_scratch;
-    k.notes_bytes = notes_bytes;
+    k.contribution_bytes = contribution_bytes;
     k.sum_columns = sum_columns;
     k.gradient = sparse_gradient;
     k.add_keys = add_keys;

@@ -25,8 +25,8 @@ from fusion_attention.npu.auxiliary import (
     quantised_sparse,
     rotary,
     routing,
-    shapes,
     softmax,
+    transposes,
 )
 from fusion_attention.npu.device import process_groups
 from fusion_attention.npu.surface import cann_ops, device_module, mindspeed, profiler, runtime, testcase, torchair
@@ -41,7 +41,7 @@ INTERFACES = (
         gates,
         rotary,
         caches,
-        shapes,
+        transposes,
         softmax,
         experts,
         routing,

@@ -20,12 +20,12 @@ from fusion_attention.ops.auxiliary import (
     quantised_sparse,
     rotary,
     routing,
-    shapes,
     softmax,
+    transposes,
 )
 
 FAMILIES = (
-    *(norms, gates, rotary, caches, latent_caches, shapes, softmax, experts, routing, quantised, products),
+    *(norms, gates, rotary, caches, latent_caches, transposes, softmax, experts, routing, quantised, products),
     *(losses, atb, atb_rows, block_scores, compressor, quantised_sparse, merging, prolog),
 )
 AUXILIARY: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}

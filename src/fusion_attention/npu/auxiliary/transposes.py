@@ -9,7 +9,7 @@ from fusion_attention.contract import Op
 from fusion_attention.npu.auxiliary.call import as_given, checked, computed
 from fusion_attention.npu.auxiliary.quantised import read_scale, rounded
 from fusion_attention.npu.interface import Args, from_record
-from fusion_attention.ops.auxiliary import shapes
+from fusion_attention.ops.auxiliary import transposes
 
 __all__ = [
     "get_npu_format",
@@ -25,14 +25,14 @@ _ND, _BASE = 2, {4: 0, 5: 30}  # the default format by rank: NCHW, NCDHW, else N
 _BASES = (_ND, *_BASE.values())
 
 
-@computed(shapes.CONFUSION_TRANSPOSE)
+@computed(transposes.CONFUSION_TRANSPOSE)
 def npu_confusion_transpose(input: Tensor, perm: Sequence[int], shape: Sequence[int], transpose_first: bool) -> Tensor:
     order, sizes = _ints(perm), _ints(shape)
     result = input.permute(order).reshape(sizes) if transpose_first else input.reshape(sizes).permute(order)
     return result.clone(memory_format=torch.contiguous_format)
 
 
-@computed(shapes.CONFUSION_TRANSPOSE_BACKWARD)
+@computed(transposes.CONFUSION_TRANSPOSE_BACKWARD)
 def npu_confusion_transpose_backward(
     grad: Tensor, perm: Sequence[int], shape: Sequence[int], transpose_first: bool
 ) -> Tensor:
@@ -45,9 +45,9 @@ def npu_confusion_transpose_backward(
     return result.clone(memory_format=torch.contiguous_format)
 
 
-@from_record(shapes.FORMAT_CAST, host=None)
+@from_record(transposes.FORMAT_CAST, host=None)
 def npu_format_cast(args: Args) -> Tensor:
-    input, wanted = args["input"], _wanted(shapes.FORMAT_CAST, args)
+    input, wanted = args["input"], _wanted(transposes.FORMAT_CAST, args)
     if wanted == get_npu_format(input):
         return input
     result = input.clone()
@@ -56,9 +56,9 @@ def npu_format_cast(args: Args) -> Tensor:
     return result
 
 
-@from_record(shapes.FORMAT_CAST_, host=None)
+@from_record(transposes.FORMAT_CAST_, host=None)
 def npu_format_cast_(args: Args) -> Annotated[Tensor, "a!"]:
-    args["input"]._npu_format = _wanted(shapes.FORMAT_CAST_, args)
+    args["input"]._npu_format = _wanted(transposes.FORMAT_CAST_, args)
     return args["input"]
 
 
@@ -93,7 +93,7 @@ def get_npu_format(input: Tensor) -> int:
     return int(getattr(input, "_npu_format", _format_of(input)))
 
 
-@computed(shapes.TRANSPOSE_BATCHMATMUL)
+@computed(transposes.TRANSPOSE_BATCHMATMUL)
 def npu_transpose_batchmatmul(
     input: Tensor,
     weight: Tensor,

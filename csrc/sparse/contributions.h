@@ -1,7 +1,7 @@
-// Notes: contributions of rows to gradients of keys, stored until they are added to the sums of keys.
+// Contributions of rows to gradients of keys, stored until they are added to the sums of keys.
 //
 // Rows can thus be computed in any order, and their contributions to a range of keys are added later, row after row.
-// This file has the functions that all kinds of notes share.
+// This file has the functions that attention and the indexer share.
 
 #pragma once
 
@@ -11,39 +11,40 @@ namespace fusion {
 namespace {
 
 // Writes the position of the first key of each strip of `kv_len` keys in a list with ascending keys.
-inline void find_strips(const Notes &notes, const std::int32_t *keys, std::int64_t count, std::int64_t kv_len) {
+inline void find_strips(const Contributions &stored, const std::int32_t *keys, std::int64_t count,
+                        std::int64_t kv_len) {
     std::int64_t strip = 0;
     for (std::int64_t i = 0; i < count; ++i) {
-        for (; strip * notes.strip_keys <= keys[i]; ++strip) notes.starts[strip] = static_cast<std::int32_t>(i);
+        for (; strip * stored.strip_keys <= keys[i]; ++strip) stored.starts[strip] = static_cast<std::int32_t>(i);
     }
-    for (; (strip - 1) * notes.strip_keys < kv_len; ++strip) notes.starts[strip] = static_cast<std::int32_t>(count);
+    for (; (strip - 1) * stored.strip_keys < kv_len; ++strip) stored.starts[strip] = static_cast<std::int32_t>(count);
 }
 
-struct NotedKeys {  // keys of a list, from its `first` on, that are in a range
+struct KeysInRange {  // keys of a list, from its `first` on, that are in a range
     std::int64_t first, stop;
 
-    NotedKeys(const Notes &notes, const KeyRange &range)
-        : first(notes.starts[range.first]), stop(notes.starts[range.end]) {}
+    KeysInRange(const Contributions &stored, const KeyRange &range)
+        : first(stored.starts[range.first]), stop(stored.starts[range.end]) {}
 
     std::int64_t count() const { return stop - first; }
     std::int64_t blocks() const { return most<std::int64_t>(count() / block_rows, 1); }  // approximate
 };
 
-// Calls body(height, first key of a block in the list, its rows of sums, those of the next block) for the notes of a
-// row in a range. The blocks of a list do not depend on ranges of keys, because a key that occurs twice is added block
-// by block.
+// Calls body(height, first key of a block in the list, its rows of sums, those of the next block) for the contributions
+// of a row in a range. The blocks of a list do not depend on ranges of keys, because a key that occurs twice is added
+// block by block.
 template <class Body>
-FUSION_INLINE void by_noted_blocks(const std::int32_t *keys, const NotedKeys &noted, const KeySums &table,
-                                   std::int64_t pitch, float *nowhere, Body body) {
+FUSION_INLINE void by_key_blocks(const std::int32_t *keys, const KeysInRange &in_range, const KeySums &table,
+                                 std::int64_t pitch, float *nowhere, Body body) {
     float *rows[block_rows], *next[block_rows];
     const auto point = [&](std::int64_t at, std::int64_t end) {
         for (std::int64_t i = 0; i < block_rows; ++i) {
             next[i] = at + i < end ? table.memory + keys[at + i] * pitch : nowhere;
         }
     };
-    const auto end_of = [&](std::int64_t at) { return least(noted.stop, (at / block_rows + 1) * block_rows); };
-    std::int64_t at = noted.first, end = end_of(at);
-    for (point(at, end); at < noted.stop; at = end, end = end_of(at)) {
+    const auto end_of = [&](std::int64_t at) { return least(in_range.stop, (at / block_rows + 1) * block_rows); };
+    std::int64_t at = in_range.first, end = end_of(at);
+    for (point(at, end); at < in_range.stop; at = end, end = end_of(at)) {
         std::memcpy(rows, next, sizeof rows);
         point(end, end_of(end));
         with_height(end - at, [&](auto height) __attribute__((always_inline)) { body(height, at, rows, next); });
