@@ -67,6 +67,7 @@ class Layer:
         for parameter in self.module.parameters():
             if parameter.dim() == 2:
                 torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+        self.module.indexer.weights_proj.float()  # transformers loads these weights in float32
         self.hidden = torch.randn(1, tokens, self.config.hidden_size, dtype=dtype, requires_grad=True)
         self.positions = torch.arange(tokens)[None]
         self.turns = code.DeepseekV32RotaryEmbedding(self.config)(self.hidden, self.positions)
@@ -137,13 +138,14 @@ class Original:
         self.attention = transformers.AttentionInterface().get_interface(peer, code.eager_attention_forward)
         tokens, heads = layer.hidden.shape[1], module.num_heads
         sizes = (rows, module.qk_head_dim), (tokens, module.qk_head_dim), (tokens, module.v_head_dim)
-        self.operands = [torch.randn(1, heads, *size, requires_grad=True) for size in sizes]
-        self.index_keys = torch.randn(1, tokens, module.indexer.head_dim)
-        self.latent = torch.randn(1, rows, module.q_lora_rank)
+        dtype = layer.hidden.dtype
+        self.operands = [torch.randn(1, heads, *size, dtype=dtype, requires_grad=True) for size in sizes]
+        self.index_keys = torch.randn(1, tokens, module.indexer.head_dim, dtype=dtype)
+        self.latent = torch.randn(1, rows, module.q_lora_rank, dtype=dtype)
         position = torch.arange(tokens - rows, tokens)[:, None]
         self.mask = (torch.arange(tokens) <= position)[None, None]
         if peer == "eager":
-            self.mask = _added(self.mask)
+            self.mask = _added(self.mask, dtype)
         self.lists = torch.rand(1, rows, tokens).topk(layer.config.index_topk).indices
 
     def seconds(self) -> float:
@@ -191,12 +193,18 @@ def _rate() -> float:
 
 @app.command()
 def layer(
-    tokens: Tokens = 8192, top_k: TopK = 2048, peer: str = "sdpa", index_heads: int = 64, turns: int = 3, rows: int = 0
+    tokens: Tokens = 8192,
+    top_k: TopK = 2048,
+    peer: str = "sdpa",
+    index_heads: int = 64,
+    turns: int = 3,
+    rows: int = 0,
+    dtype: str = "float32",
 ) -> None:
     """Times the forward and backward of a layer; one turn has no warm-up."""
-    ours = Layer(tokens, top_k, index_heads)
+    ours = Layer(tokens, top_k, index_heads, getattr(torch, dtype))
     original = Original(ours, peer, rows)
-    name = f"DeepSeek-V3.2 layer, S {tokens}, top {top_k}"
+    name = f"DeepSeek-V3.2 layer, {dtype}, S {tokens}, top {top_k}"
     goal = GOALS.get((peer, tokens), 0.0) if top_k == 2048 else 0.0
     times = []
     for turn in range(turns + (turns > 1)):
@@ -302,7 +310,6 @@ def generate(
 def choices(tokens: Tokens = 4096, top_k: TopK = 2048, index_heads: int = 8) -> None:
     """Counts the keys that our layer and the original select differently in bfloat16."""
     one = Layer(tokens, top_k, index_heads, torch.bfloat16)
-    one.module.indexer.weights_proj.float()
     ours, rows = one.lists()[0], one.hidden.shape[1]
     with torch.no_grad():
         latent = one.module.q_a_layernorm(one.module.q_a_proj(one.hidden))
