@@ -6,6 +6,7 @@ Runs in an environment that holds the wheel and torch, outside the repository; p
 import ctypes
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 
 
@@ -42,34 +43,37 @@ def main(first: str) -> None:
     for name in names if first == "torch" else reversed(names):
         importlib.import_module(name)
     import torch
-    from torch.nn.functional import scaled_dot_product_attention
 
     import fusion_attention as fa
     from fusion_attention import _native
-    from fusion_attention.testing.compare import compare
+    from fusion_attention.testing.drawn import attend, compare_with
 
     torch.set_num_threads(2)
     torch.manual_seed(0)
     torch.ones(1 << 22).sum()  # torch's threads
-    drawn = [torch.randn(2, heads, 300, 64) for heads in (8, 2, 2, 8)]
 
-    def results(attend: object, dtype: torch.dtype) -> list[torch.Tensor]:
-        q, k, v, dout = (x.to(dtype) for x in drawn)
-        rows = [x.requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
-        out = attend(*rows)  # type: ignore[operator]
-        return [out.detach(), *torch.autograd.grad(out, rows, dout)]
+    def results(attention: object, drawn: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        q, k, v, dout = drawn
+        rows = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attention(*rows)  # type: ignore[operator]
+        return dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, rows, dout)), strict=True))
 
     def ours(q, k, v):  # type: ignore[no-untyped-def]
         return fa.attention(q, k, v, layout="BNSD", band=fa.Band.causal())
 
     def theirs(q, k, v):  # type: ignore[no-untyped-def]
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        k, v = (x.repeat_interleave(4, 1) for x in (k, v))
+        hidden = torch.ones(300, 300, dtype=torch.bool).triu(1)
 
-    golden = results(theirs, torch.float64)
+        def scores():  # type: ignore[no-untyped-def]
+            return (q @ k.mT / 8).masked_fill(hidden, -torch.inf)
+
+        return attend(scores(), v, scores)
+
     for dtype in (torch.float32, torch.bfloat16):
-        all_three = zip(("out", "dq", "dk", "dv"), results(ours, dtype), golden, results(theirs, dtype), strict=True)
-        for name, mine, exact, baseline in all_three:
-            compare(f"{name}, {dtype}", mine, exact, baseline, 300)
+        drawn = [torch.randn(2, heads, 300, 64).to(dtype) for heads in (8, 2, 2, 8)]
+        exact = [x.double() for x in drawn]
+        compare_with(str(dtype), results(ours, drawn), partial(results, theirs, exact))
     check_c_api()
     result = runtimes()
     assert len(result) == 1, f"one OpenMP runtime serves torch and the core, but there are {result}"
