@@ -118,7 +118,7 @@ def _wait() -> None:
 
 
 def _handle(value: Any, kind: type[Context] | type[Stream], name: str) -> Any:
-    """The context or stream, checked to be of the given kind and open."""
+    """Returns a context or stream; raises Refusal for a value of another kind than `kind`, or a closed one."""
     if not isinstance(value, kind):
         raise Refusal(state.INVALID_PARAM, f"{name}: expected an acl {kind.__name__}, got {type(value).__name__}")
     if not value.usable:
@@ -207,14 +207,14 @@ def _release(address: Any, host: bool, malloc: str) -> None:
 
 @valued(0)
 def malloc(size: int, policy: int = MallocPolicy.ACL_MEM_MALLOC_HUGE_FIRST) -> int:
-    """(address of `size` new bytes on the device, ret)."""
+    """Returns (address of `size` new bytes on the device, ret); `policy` has no effect."""
     _current()
     return _allocate(size, STATE.device, host=False)
 
 
 @coded
 def free(address: int) -> None:
-    """Frees device memory; returns ret."""
+    """Frees the device memory at an address of malloc(); returns ret."""
     _release(address, False, "malloc")
 
 
@@ -226,12 +226,12 @@ def malloc_host(size: int) -> int:
 
 @coded
 def free_host(address: int) -> None:
-    """Frees host memory; returns ret."""
+    """Frees the host memory at an address of malloc_host(); returns ret."""
     _release(address, True, "malloc_host")
 
 
 def get_mem_info(attr: int = 1) -> tuple[int, int, int]:
-    """(free, total, ret) in bytes; free: the device's memory without live allocations of acl.rt.malloc."""
+    """(free, total, ret) in bytes; free: total without live allocations of acl.rt.malloc; `attr` has no effect."""
     if STATE.device is None:
         state.note("acl: get_mem_info: called before acl.init() or after acl.finalize()")
         return 0, 0, state.UNINITIALIZED
@@ -250,7 +250,7 @@ class Pointer(int):
 
 
 def _host_bytes(value: Any, count: int, written: bool) -> torch.Tensor:
-    """The first `count` bytes of an array, a tensor or a bytes-like object, as a uint8 tensor."""
+    """The first `count` bytes of an array, a tensor or a bytes-like object as a uint8 tensor; `written`: not a copy."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu" or not value.is_contiguous():
             raise Refusal(RT, "a host tensor must be contiguous and lie on the CPU")
@@ -274,7 +274,10 @@ def _host_bytes(value: Any, count: int, written: bool) -> torch.Tensor:
 
 
 def bytes_at(place: Any, count: int, written: bool = False) -> tuple[torch.Tensor, bool]:
-    """(uint8 view of `count` bytes at an address or in host data, True if they are host memory)."""
+    """(uint8 view of `count` bytes, True if they are host memory) of `place`, an address or host data.
+
+    written: True if the caller writes them, so read-only data is refused.
+    """
     if isinstance(place, Pointer):
         return _host_bytes(place.owner, count, written), True
     if not isinstance(place, (int, np.integer)) or isinstance(place, bool):
@@ -318,7 +321,7 @@ def memcpy(dst: Any, dest_max: int, src: Any, count: int, kind: int) -> None:
 
 @coded
 def memset(address: int, max_count: int, value: int, count: int) -> None:
-    """Sets `count` bytes to a value; returns ret."""
+    """Sets `count` bytes at an address to a value; max_count: size of the memory there in bytes; returns ret."""
     size, buffer = integer(count, "count"), integer(max_count, "max_count")
     if size < 0 or size > buffer:
         raise Refusal(RT, f"count: expected 0 to max_count={buffer}, got {size}")

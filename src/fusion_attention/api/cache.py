@@ -395,7 +395,9 @@ class PagedKVCache:
         return page
 
     def arguments(self, sequences: Sequence[int] | None = None) -> dict[str, Any]:
-        """Returns arguments of decode_attention's operator definition; with a group, for this rank's pool."""
+        """Returns the arguments of decode_attention's operator definition for `sequences`; with a group, for this
+        rank's pool.
+        """
         named: dict[str, Any] = {
             "k": self._pools[0],
             "v": None if self.shares_kv else self._pools[1],
@@ -432,7 +434,7 @@ def _store(pool: Tensor, rows: Tensor, runs: list[_Slots], slots: Tensor | None)
 
 
 def _widen(numbers: Tensor, stored: str, dim: int) -> Tensor:
-    """Converts stored integers to float32 [.., dim], without multiplying by the scale."""
+    """Converts stored integers (`numbers`) to float32 [.., dim], without multiplying by the scale."""
     if stored == "int4":  # A byte stores two elements, the even one in the low half.
         both = numbers.view(torch.int8)
         numbers = torch.stack(((both << 4) >> 4, both >> 4), -1).flatten(-2)[..., :dim]
@@ -440,7 +442,7 @@ def _widen(numbers: Tensor, stored: str, dim: int) -> Tensor:
 
 
 def _quantise(rows: Tensor, stored: str) -> tuple[Tensor, Tensor]:
-    """Quantizes rows [tokens, heads, dim]; returns (integers, scale [tokens, heads]), scaled by the largest element."""
+    """Quantizes rows [tokens, heads, dim] to `stored`, "int8" or "int4"; returns (integers, scale [tokens, heads])."""
     largest = _LARGEST[stored]
     rows32 = rows.float()
     scale = rows32.abs().amax(-1) / largest

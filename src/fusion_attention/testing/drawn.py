@@ -97,7 +97,7 @@ def expected_of(
 
 
 def compare_with(name: str, ours: Structure, program: Callable[[], Structure], **how: Any) -> None:
-    """Asserts by compare() that results differ from those of a float64 program only by rounding errors.
+    """Asserts by compare() that results (`ours`) differ from those of a float64 program only by rounding errors.
 
     how: options of expected_of().
     """

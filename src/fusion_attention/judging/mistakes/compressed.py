@@ -21,7 +21,7 @@ RESIDUAL = (
 
 
 def bounds(hi: np.ndarray, ratio: int) -> Edges:
-    """Yields (detail, other hi) for the bound (row + hi) // ratio of a row's visible compressed keys."""
+    """Yields (detail, other hi) for the bound (row + hi) // ratio of visible compressed keys of `ratio` tokens."""
     yield "position // ratio: a token late", hi - 1
     yield "position // ratio + 1: before their last token", hi + ratio - 1
     if ratio > 2:
@@ -43,7 +43,7 @@ def residuals(hi: np.ndarray, q_len: np.ndarray, keys: np.ndarray, ratio: int) -
 
 
 def _bounded(s: Setting, hi: np.ndarray) -> Iterator[Setting]:
-    """Yields the setting with another upper edge of the band over compressed keys, if any row then sees other keys."""
+    """Yields the call s with another upper edge `hi` of the band over compressed keys, if a row then sees others."""
     changed, ratio = s.of_compressed(hi), s.problem.compressed_ratio
     for b, rows in enumerate(s.extents.q_len.tolist()):
         row = np.arange(rows)

@@ -1,4 +1,7 @@
-"""Operator definitions of CANN's transformer library (ATB) that store rows in caches and apply rotary embedding."""
+"""The definition of an attention function that writes to `out`; visible: words for the visible keys.
+
+sample: shapes of the default sample call; more: other fields of Op.
+"""
 
 from typing import Any
 
@@ -39,7 +42,7 @@ STORED = "what is stored in a cache has no derivative: call it under torch.no_gr
 
 
 def stores(name: str, summary: str, names: tuple[str, ...], **more: Any) -> Op:
-    """The operator definition of a function that stores rows in caches; names: the tensors of rows."""
+    """The definition of a function that stores rows in caches; names: the tensors of rows; more: other fields of Op."""
     caches, sizes = tuple(f"{n}_cache" for n in names), {"key": (6, 2, 16), "value": (6, 2, 8)}
     paged = {"key_cache": "P Ps N2 D", "value_cache": "P Ps N2 Dv"}
     pages = {c: tuple(SIZES[word] for word in paged[c].split()) for c in caches}

@@ -29,13 +29,13 @@ class BlockForward(DenseForward):
         return {OUT: out, LSE: empty(lse, by_row(lse, self.call).shape, lse.dtype)}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled): views of its tensors and of `outputs`, the results by name."""
+        """The call (a Filled) with views of its tensors and of `outputs`, the results by name, for back ends."""
         return _Run(self.call, outputs[OUT], outputs.get(LSE))
 
     def backward(
         self, results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], wanted: Collection[str] | None = None
     ) -> DenseBackward:
-        """The gradient call, from results and their gradients (upstream)."""
+        """The gradient call, from results and their gradients (upstream); it computes all, whatever is wanted."""
         out, lse, dout, dlse = results[OUT], results[LSE], upstream.get(OUT), upstream.get(LSE)
         dlse = None if dlse is None else by_head(dlse, self.call)
         return BlockBackward(self.call, torch.zeros_like(out) if dout is None else dout, out, lse, dlse)

@@ -76,10 +76,7 @@ class FlashMla(Sparse):
         return replace(self, stats=True)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), which back ends run.
-
-        It has views of the call's tensors and of `outputs`, tensors for the results by name.
-        """
+        """The call (a Filled) with views of its tensors and of `outputs`, the results by name, for back ends."""
         return _Run(self, outputs)
 
     def backward(self, results: Results, upstream: Results) -> SparseBackward:
@@ -89,8 +86,7 @@ class FlashMla(Sparse):
         return SparseBackward(self, dout, out, lse, self.divisors(lse), upstream.get(LSE))
 
     def gradient(self, out: Tensor, lse: Tensor, dout: Tensor, entries: int | None) -> FlashMlaBackward:
-        """The gradient operator's call; if `entries` is not None, it also returns the probabilities of so many entries
-        of each list."""
+        """The gradient operator's call; entries: of how many entries of a list it returns probabilities, or None."""
         result = FlashMlaBackward(self, dout, out, lse, self.divisors(lse))
         result.entries = entries
         return result
@@ -146,7 +142,7 @@ class FlashMla(Sparse):
 
 
 def replace_statistics(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Replaces maximum and sum in the results by softmax_lse."""
+    """Replaces "max" and "sum" in a dictionary of results by softmax_lse."""
     out, top, *_ = (results.get(name) for name in RESULTS)
     assert out is not None
     return {OUT: out} if top is None else {OUT: out, LSE: empty(top, top.shape, top.dtype)}
@@ -170,10 +166,7 @@ class FlashMlaBackward(SparseBackward):
         return super().results() | ({} if self.entries is None else {self.norm: empty(q, shape, torch.float32)})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), which back ends run.
-
-        It has views of tensors, saved results and `outputs`, tensors for the results by name.
-        """
+        """Returns the call (a Filled) with views of its tensors, saved results and `outputs`, the results by name."""
         gradients = {name: tensor for name, tensor in outputs.items() if name != self.norm}
         if self.call.second is not None:  # The operator does not return the gradient of empty compressed keys.
             compressed = self.call.given("key_compressed")

@@ -48,7 +48,7 @@ def of_output(layout: str) -> str:
 
 
 def words(side: str, dim: str, output: bool = False) -> dict[str, str]:
-    """Axis words of query (side "1") or key (side "2") rows by input_layout; dim: axis word of their elements."""
+    """Axis words of query (side "1") or key (side "2") rows by input_layout, or of the output; dim: a word."""
     results = {}
     for layout in (*LAYOUTS, "SH"):
         letters = WORDS[of_output(layout) if output else of_inputs(layout)]
@@ -95,7 +95,7 @@ def form_of(tensor: torch.Tensor, layout: str, heads: int) -> tuple[int, int, in
 
 
 def key_layout(n: Mapping[str, Any], tensor: torch.Tensor) -> str:
-    """The layout of a call's key or value tensor."""
+    """The layout of a key or value tensor of a call with arguments `n`."""
     return of_inputs(n["input_layout"]) if n["block_table"] is None else page_layout(tensor)
 
 
@@ -108,7 +108,7 @@ def key_heads(n: Mapping[str, Any]) -> int:
 
 
 def _ends(given: np.ndarray) -> np.ndarray:
-    """Lengths of sequences from their cumulative ends (the sums of lengths up to and including each sequence)."""
+    """Lengths of sequences from their cumulative ends `given` (sums of lengths up to and including each sequence)."""
     return np.diff(given, prepend=0)
 
 
@@ -124,7 +124,7 @@ def _spread(given: np.ndarray | None, most: np.ndarray) -> np.ndarray:
 
 
 def _sizes(n: dict[str, Any]) -> dict[str, Any]:
-    """Axes that lengths determine, for a sample call, whose tensors are made from these axes."""
+    """Axes that the lengths in `n` determine, for a sample call, whose tensors are made from these axes."""
     layout = n["input_layout"]
     results: dict[str, Any] = {}
     for side, name in (("1", "actual_seq_lengths"), ("2", "actual_seq_lengths_kv")):
@@ -180,7 +180,7 @@ def _keys(n: dict[str, Any], batch: int, q_len: np.ndarray, tokens: np.ndarray) 
 
 
 def prefix_length(n: Mapping[str, Any], heads: int) -> tuple[int, int]:
-    """(used keys of the prefix that all sequences share, keys in its tensor); 0 and 0 without one. n: arguments."""
+    """(used keys of the prefix that all sequences share, keys in its tensor) of a call `n`; heads: key heads."""
     prefix, given = n["key_shared_prefix"], n["actual_shared_prefix_len"]
     form = None if prefix is None else form_of(prefix, of_inputs(n["input_layout"]), heads)
     prefix_keys = form[2] if form else 0
@@ -289,7 +289,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dim_v(n: Mapping[str, Any]) -> Any:
-    """Elements of a value row; sizes of the arguments may be symbolic."""
+    """Elements of a value row of a call with arguments `n`, whose sizes may be symbolic."""
     value, heads = members(n["value"])[0], n["num_key_value_heads"] or n["num_heads"]
     each = 8 if value.dtype == torch.int32 else 1
     if n["block_table"] is not None and value.dim() == 5:
@@ -299,7 +299,7 @@ def _dim_v(n: Mapping[str, Any]) -> Any:
 
 
 def out_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The shape of attention_out; sizes of the arguments may be symbolic."""
+    """The shape of attention_out of a call with arguments `n`, whose sizes may be symbolic."""
     layout, query, heads = n["input_layout"], n["query"], n["num_heads"]
     size = dict(zip(WORDS[of_inputs(layout)].split(), query.shape, strict=True))
     dim = _dim_v(n)
@@ -318,7 +318,7 @@ def lse_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def out_dtype(n: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of attention_out if the call allocates it."""
+    """The dtype of attention_out if the call, with arguments `n`, allocates it."""
     query: torch.dtype = n["query"].dtype
     requested: torch.dtype | None = OUT_DTYPES.get(n["out_dtype"])
     if n["quant_scale2"] is not None:

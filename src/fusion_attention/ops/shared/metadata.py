@@ -43,7 +43,7 @@ class Metadata:
         return {OUT: empty(torch.empty(0, device=self.device), (self.elements,), torch.int32)}
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """The call with its memory: it only clears the result."""
+        """The call (a Filled) with the memory `outputs` of its result, which it only clears."""
         return Filled((), (outputs[OUT],), (outputs[OUT],), (outputs[OUT],))
 
 
