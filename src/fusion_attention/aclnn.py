@@ -246,8 +246,7 @@ def _check_there(op: Op, position: int, tensor: acl.Tensor) -> None:
 
 
 def _changed(op: Op, position: int, value: Any, read: np.ndarray | None) -> bool:
-    """True if a tensor of lengths (`value`, at `position`) has other numbers than `read`, those of phase 1.
-    """
+    """True if a tensor of lengths (`value`, at `position`) has other numbers than `read`, those of phase 1."""
     if type(value) is not acl.Tensor:
         return False
     _check_there(op, position, value)

@@ -395,9 +395,7 @@ class PagedKVCache:
         return page
 
     def arguments(self, sequences: Sequence[int] | None = None) -> dict[str, Any]:
-        """Returns the arguments of decode_attention's operator definition for `sequences`; with a group, for this
-        rank's pool.
-        """
+        """Returns the arguments of a decode_attention() call over `sequences`; with a group, in this rank's pool."""
         named: dict[str, Any] = {
             "k": self._pools[0],
             "v": None if self.shares_kv else self._pools[1],
