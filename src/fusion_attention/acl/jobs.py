@@ -174,7 +174,7 @@ def _written(bound: Bound, args: dict[str, Any], strict: bool) -> tuple[str, ...
         if not absent:
             strides = tuple(value.stride())
             if overlaps_itself(tuple(value.shape), strides):
-                raise refusal(op, p.shown, "memory of its own for every element", f"strides {list(strides)}")
+                raise refusal(op, p.shown, "a separate memory address for every element", f"strides {list(strides)}")
             written.append(p.name)
     return tuple(written)
 

@@ -55,7 +55,7 @@ def waits_for_none(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
 def own_memory(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
     """Rules: tensors `names`, written in place, have no elements that share memory; shape: of invalid samples."""
     expanded = torch.zeros(shape[0], *(1,) * (len(shape) - 1), dtype=torch.float16).expand(shape)
-    advice, text = "an expanded tensor cannot be written: clone() it", "memory of its own for every element"
+    advice, text = "an expanded tensor cannot be written: clone() it", "a separate memory address for every element"
     return tuple(invalid(f"apart({name})", f"{name}: {text} ({advice})", invalid={name: expanded}) for name in names)
 
 
@@ -310,7 +310,7 @@ SCATTER_ND_ = SCATTER_ND.version(
         ),
         invalid(
             "apart(input)",
-            "input: memory of its own for every element (an expanded tensor cannot be written: clone() it)",
+            "input: a separate memory address for every element (an expanded tensor cannot be written: clone() it)",
             invalid={"input": torch.zeros(5, 1).expand(5, 8)},
         ),
     ),
