@@ -57,12 +57,12 @@ def set_acl_op_executor_repeatable(executor: Executor) -> None:
 
 @coded
 def destroy_acl_op_executor(executor: Executor) -> None:
-    """aclDestroyAclOpExecutor: destroys an executor, as needed for a repeatable one; returns ret."""
+    """aclDestroyAclOpExecutor: destroys an executor, as needed for a repeatable one; returns an error code."""
     _live(executor).end()
 
 
 def _move(executor: Any, index: Any, tensor: Any, data: Any, sides: tuple[bool, ...]) -> None:
-    """Moves a tensor of an executor to the memory `data`; index: among its inputs (sides False) and outputs (True)."""
+    """Moves a tensor of an executor to the memory `data`; index: its position in inputs, outputs or both (sides)."""
     live = _live(executor)
     if tensor is None:
         raise Refusal(INNER_NULL, "tensor: expected the one to move, got null")

@@ -69,14 +69,14 @@ def _current() -> Context:
 
 @coded
 def set_device(device_id: int) -> None:
-    """Makes a device id current, with its default context; returns ret."""
+    """Makes a device id current, with its default context; returns an error code."""
     number = _device_id(device_id)
     STATE.context = STATE.contexts.setdefault(number, [Context(number)])[0]
 
 
 @coded
 def reset_device(device_id: int) -> None:
-    """Closes all contexts and streams of a device id in use; memory stays until it is freed; returns ret."""
+    """Closes all contexts and streams of a device id in use; memory stays until it is freed; returns an error code."""
     number = _device_id(device_id)
     if number not in STATE.contexts:
         raise Refusal(state.RT_CONTEXT_NULL, f"device_id: {number} is not in use (acl.rt.set_device was not called)")
@@ -104,7 +104,7 @@ def get_run_mode() -> RunMode:
 
 @coded
 def synchronize_device() -> None:
-    """Waits for the device's work; returns ret."""
+    """Waits for the device's work; returns an error code."""
     _current()
     _wait()
 
@@ -137,13 +137,13 @@ def create_context(device_id: int) -> Context:
 
 @coded
 def destroy_context(context: Context) -> None:
-    """Ends a context and its streams; returns ret."""
+    """Ends a context and its streams; returns an error code."""
     _handle(context, Context, "context").open = False
 
 
 @coded
 def set_context(context: Context) -> None:
-    """Makes a context current; returns ret."""
+    """Makes a context current; returns an error code."""
     STATE.context = _handle(context, Context, "context")
 
 
@@ -161,13 +161,13 @@ def create_stream() -> Stream:
 
 @coded
 def destroy_stream(stream: Stream) -> None:
-    """Ends a stream; returns ret."""
+    """Ends a stream; returns an error code."""
     _handle(stream, Stream, "stream").open = False
 
 
 @coded
 def synchronize_stream(stream: Stream | None) -> None:
-    """Waits for a stream's work (None or 0: the default stream); returns ret."""
+    """Waits for a stream's work (None or 0: the default stream); returns an error code."""
     check_stream(stream)
     _wait()
 
@@ -214,7 +214,7 @@ def malloc(size: int, policy: int = MallocPolicy.ACL_MEM_MALLOC_HUGE_FIRST) -> i
 
 @coded
 def free(address: int) -> None:
-    """Frees the device memory at an address of malloc(); returns ret."""
+    """Frees the device memory at an address of malloc(); returns an error code."""
     _release(address, False, "malloc")
 
 
@@ -226,7 +226,7 @@ def malloc_host(size: int) -> int:
 
 @coded
 def free_host(address: int) -> None:
-    """Frees the host memory at an address of malloc_host(); returns ret."""
+    """Frees the host memory at an address of malloc_host(); returns an error code."""
     _release(address, True, "malloc_host")
 
 

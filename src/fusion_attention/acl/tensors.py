@@ -351,19 +351,19 @@ def _owned(value: Any, kind: type, owned: str, name: str) -> Any:
 
 @coded
 def destroy_tensor(tensor: Tensor) -> None:
-    """aclDestroyTensor: destroys a handle, not its memory; returns ret."""
+    """aclDestroyTensor: destroys a handle, not its memory; returns an error code."""
     _owned(tensor, Tensor, "view", "tensor").destroy()
 
 
 @coded
 def destroy_int_array(array: IntArray) -> None:
-    """aclDestroyIntArray: destroys an array; returns ret."""
+    """aclDestroyIntArray: destroys an array; returns an error code."""
     _owned(array, IntArray, "values", "array").values = None
 
 
 @coded
 def destroy_tensor_list(tensors: TensorList) -> None:
-    """aclDestroyTensorList: destroys a list and its tensors; returns ret."""
+    """aclDestroyTensorList: destroys a list and its tensors; returns an error code."""
     owned = _owned(tensors, TensorList, "tensors", "tensors")
     for tensor in owned.tensors:
         tensor.destroy()

@@ -131,7 +131,7 @@ class Further(NamedTuple):
 
 
 class Repeatable(Lowered, Protocol):
-    """A lowered forward call that can be prepared once and run on other memory.
+    """A lowered forward call of which one run's plan and views serve later runs on other memory.
 
     Attributes:
         names: names of the results; the caller may not need the last ones.

@@ -352,8 +352,9 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
 
 
 def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, error_dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns (variance of dS without those of delta and divisor, dS, P times the cap's slope), [heads, rows, keys],
-    and the relative variance of the divisor [heads, rows, 1], in error_dtype; g: gradients of block x; e: see scores().
+    """Returns (variance of dS, the gradient of a score, without the errors of delta and of the sum of weights; dS; P
+    times the cap's slope), [heads, rows, keys], and the relative variance of this sum [heads, rows, 1]. g: gradients of
+    block x; e: see scores().
     """
     dtype, s = x.problem.torch_dtype, g.softmax
     a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)

@@ -305,7 +305,7 @@ def _of_rows(x: Spread, by_y: Tensor, by_p: Tensor, live: Tensor, k: Tensor) -> 
 
 
 def _of_keys(pairs: Tensor, weights: Tensor, q: Tensor) -> Tensor:
-    """Returns [keys, dim]: sum_i var(dI) (sum_h w_h q)^2; weights: w_h [heads, rows, keys], 0 unless a pair is live."""
+    """Returns the variance of an indexer's key gradients [keys, dim] from that of dI, `pairs`; weights: w_h, or 0."""
     result = q.new_zeros(pairs.shape[1], q.shape[-1])
     step = max(1, _BUFFER // max(result.numel(), 1))
     for i in range(0, len(pairs), step):

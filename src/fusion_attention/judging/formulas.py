@@ -43,7 +43,7 @@ GOLDEN = Precision()
 
 
 def baseline(dtype: torch.dtype) -> Precision:
-    """Returns the precision of a baseline program with results of a dtype."""
+    """Returns the precision of a program that computes in float32 and rounds weights and results to a dtype."""
     return Precision(torch.float64 if dtype == torch.float64 else torch.float32, dtype)
 
 

@@ -87,7 +87,8 @@ def _trained(
 
 
 def _prepare(bound: Bound, call: Any, backend: str) -> None:
-    """Prepares a checked call at its second use; calls whose lengths always change are not prepared.
+    """Plans and views of a call are stored at its second use for later calls on other memory, unless lengths always
+    change.
 
     bound: the checked call. call: the lowered one. backend: the back end's name, or "auto".
     """

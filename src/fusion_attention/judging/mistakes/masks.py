@@ -129,7 +129,8 @@ def window_by_one(case: Case) -> Iterator[Try]:
 
 @dataclass(frozen=True)
 class _Tiled:
-    """A band in tiles of `rows` x `keys` pairs: tiles without a visible key are skipped.
+    """The mask of a kernel that skips tiles of `rows` x `keys` pairs without a visible key, and moves the band in
+    others.
 
     Attributes:
         left, right: number of keys by which an edge is moved in tiles that it crosses; None: it is not applied there.

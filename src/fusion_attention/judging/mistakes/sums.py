@@ -68,7 +68,7 @@ class Sample:
     last: int
 
     def of(self, subset: Subset, by: int = 0) -> Tensor:
-        """Returns the sum of a subset of contributions [elements], with vectors from `by` keys (or rows) before."""
+        """Returns the sum of a subset of contributions [elements], with the vectors of keys (rows) `by` before."""
         terms = self.moved[by] if by else self.terms
         terms = terms if subset.head < 0 else terms[subset.head : subset.head + 1]
         if subset.tiles == "all":

@@ -175,7 +175,10 @@ def attends(
     sample: Mapping[str, Any],
     **more: Any,
 ) -> Op:
-    """The definition of an attention function that writes to `out`; visible: words for the visible keys."""
+    """The definition of an attention function that writes to `out`; visible: words for the visible keys.
+
+    sample: shapes of the default sample call; more: other fields of Op.
+    """
     may_be_none = {p.name: p.type | None for p in inputs if isinstance(p, Attr) and p.default is not REQUIRED}
     shapes = {p.name: tuple(SIZES[word] for word in p.words("")) for p in inputs if isinstance(p, Tensor)}
     floating = {n: shapes[n] for n in ("query", "key", "value", "key_cache", "value_cache") if n in shapes}

@@ -1,7 +1,4 @@
-"""The definition of an attention function that writes to `out`; visible: words for the visible keys.
-
-sample: shapes of the default sample call; more: other fields of Op.
-"""
+"""Operator definitions of CANN's transformer library (ATB) that store rows in caches and apply rotary embedding."""
 
 from typing import Any
 

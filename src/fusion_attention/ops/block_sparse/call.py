@@ -29,7 +29,7 @@ class BlockForward(DenseForward):
         return {OUT: out, LSE: empty(lse, by_row(lse, self.call).shape, lse.dtype)}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """The call (a Filled) with views of its tensors and of `outputs`, the results by name, for back ends."""
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _Run(self.call, outputs[OUT], outputs.get(LSE))
 
     def backward(

@@ -76,7 +76,7 @@ class FlashMla(Sparse):
         return replace(self, stats=True)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """The call (a Filled) with views of its tensors and of `outputs`, the results by name, for back ends."""
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _Run(self, outputs)
 
     def backward(self, results: Results, upstream: Results) -> SparseBackward:
@@ -166,7 +166,7 @@ class FlashMlaBackward(SparseBackward):
         return super().results() | ({} if self.entries is None else {self.norm: empty(q, shape, torch.float32)})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call (a Filled) with views of its tensors, saved results and `outputs`, the results by name."""
+        """Makes the views that back ends run on: of tensors, saved results and `outputs`, the results by name."""
         gradients = {name: tensor for name, tensor in outputs.items() if name != self.norm}
         if self.call.second is not None:  # The operator does not return the gradient of empty compressed keys.
             compressed = self.call.given("key_compressed")

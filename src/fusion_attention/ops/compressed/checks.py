@@ -44,7 +44,7 @@ def tokens_agree(kv_len: Lengths, c_len: Lengths, ratio: int, residual: Lengths)
 
 
 def rows_of(b: int, layout: str, q_len: Lengths, q_start: Lengths) -> Any:
-    """An index that selects the rows of sequence b in a tensor of query rows; q_start: of packed sequences."""
+    """An index that selects the rows of sequence b in a tensor of query rows; q_start: its first row if packed."""
     if layout == "TND":
         return slice(int(q_start[b]), int(q_start[b] + q_len[b]))
     return b, slice(0, int(q_len[b]))

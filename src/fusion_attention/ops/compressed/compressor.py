@@ -44,7 +44,7 @@ class Compressor(TensorCall):
         return _results(self.given("x"), self.given("wkv"), self.of, self.saves)
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), whose run computes to `outputs`, tensors by name."""
+        """Returns a Filled that computes the results by torch to `outputs`, tensors by name."""
         return _Run(self, outputs)
 
 
@@ -77,7 +77,7 @@ class CompressorGrad(TensorCall):
         return _gradients({**self.tensors, "cmp_ratio": self.of.ratio})
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), whose run computes to `outputs`, tensors by name."""
+        """Returns a Filled that computes the gradients by torch to `outputs`, tensors by name."""
         return _GradRun(self, outputs)
 
 

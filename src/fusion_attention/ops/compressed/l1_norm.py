@@ -56,7 +56,7 @@ class L1Norm(TensorCall):
         return fresh(self.tensors, self.columns)
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """Returns the call with its memory (a Filled), whose run computes to `outputs`, tensors by name."""
+        """Returns a Filled that computes the result by torch to `outputs`, tensors by name."""
         return _Run(self, outputs[OUT])
 
 

@@ -57,7 +57,7 @@ class Pooling(TensorCall):
         return PoolingOperands(kv, gate, rows, None if bias is None else bias.contiguous())
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """The call (a Filled) with views of its tensors and of `outputs`, the results by name, for back ends."""
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         out = buffer(outputs[OUT])
         clears = () if self.covers(out) else (out,)
         return Filled((self.operands(out),), (out,), (outputs[OUT],), clears)
@@ -92,7 +92,7 @@ class PoolingBackward(OfCall):
         return {name: empty(t, t.shape) for name, t in like.items()}
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
-        """The call (a Filled) with views of its tensors and of `outputs`, the gradients by name, for back ends."""
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the gradients by name."""
         call, result = self.call, tuple(outputs.values())
         dkv, dgate, *dbias = (buffer(tensor) for tensor in result)
         # Back ends write the gradient of a bias in the precision of its sums.

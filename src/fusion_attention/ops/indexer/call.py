@@ -108,7 +108,7 @@ class Indexer(TensorCall):
         return offset.repeat_interleave(counts, output_size=len(self.given("query")))[:, None, None]
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """The call (a Filled) with views of its tensors and of `outputs`, the results by name, for back ends."""
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _ForwardRun(self, outputs)
 
 
@@ -166,7 +166,7 @@ class IndexerBackward(OfCall):
         return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call (a Filled) with views of its tensors, saved indices and `outputs`, the gradients by name."""
+        """Makes the views that back ends run on: of tensors, saved results and `outputs`, the gradients by name."""
         call, result = self.call, tuple(outputs[name] for name in GRADIENTS)
         dq, dk, dweights = buffers = tuple(buffer(tensor) for tensor in result)
         grads = IndexerGrads(

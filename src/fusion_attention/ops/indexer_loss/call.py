@@ -111,7 +111,7 @@ class Statistics(_Call):
         return fresh_statistics({**self.tensors, "layout": self.layout})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """The call (a Filled) with views of its tensors and of `outputs`, the results by name, for back ends."""
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _StatisticsRun(self, outputs)
 
 
@@ -137,7 +137,7 @@ class LogSum(Statistics):
         return fresh_lse({**self.tensors, "layout": self.layout})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """The call (a Filled) with views of its tensors and of `outputs`, the results by name, for back ends."""
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _LogSumRun(self, outputs)
 
 
@@ -208,7 +208,7 @@ class Loss(_AnyLoss):
         return None if max_ is None or sum_ is None else (max_, sum_)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """The call (a Filled) with views of its tensors and of `outputs`, the results by name, for back ends."""
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return _LossRun(self, outputs)
 
 
@@ -274,7 +274,7 @@ class TargetLoss(_AnyLoss):
         return None if lse is None else (lse, torch.ones_like(lse))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """The call (a Filled) with views of its tensors and of `outputs`, the results by name, for back ends."""
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         result = tuple(outputs[name] for name in self.names)
         dq, dk, dweights, last = buffers = tuple(buffer(tensor) for tensor in result)
         grads, clears = self.written(dq, dk, dweights)

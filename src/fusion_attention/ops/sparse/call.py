@@ -116,7 +116,7 @@ class Sparse(TensorCall):
         return result if self.stats else {RESULTS[0]: result[RESULTS[0]]}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """The call (a Filled) with views of its tensors and of `outputs`, the results by name, for back ends."""
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         return SparseForward(self, outputs)
 
 
@@ -229,7 +229,7 @@ class SparseBackward(OfCall):
         return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call (a Filled) with views of its tensors, saved results and `outputs`, the gradients by name."""
+        """Makes the views that back ends run on: of tensors, saved results and `outputs`, the gradients by name."""
         return BackwardRun(self.call, self.saved, self.dlse, outputs)
 
 

@@ -200,7 +200,7 @@ _NAMES += ("blocked_bits",)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`names`), by name: lengths, packed rows' B, S1, S2; rows of drop_bits."""
+    """Values derived from the arguments `names` of a call: lengths, axes B, S1, S2 if packed, and rows of drop_bits."""
     packed = names["layout"] == "TND"
     q_len, kv_len = names["q_len"], names["kv_len"]
     if packed:

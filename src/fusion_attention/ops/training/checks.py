@@ -17,7 +17,7 @@ TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
 
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Values derived from a call's arguments (`names`): lengths, packed rows' B, S1, S2, and Form.bias of pse."""
+    """Values derived from the arguments `names` of a call: lengths, axes B, S1, S2 of packed rows, Form.bias of pse."""
     results: dict[str, Any] = {}
     if names["input_layout"] == "TND":
         q_len, kv_len = lengths_of(names["actual_seq_qlen"]), lengths_of(names["actual_seq_kvlen"])

@@ -85,7 +85,7 @@ class DenseForward(OfCall):
         return dict(zip(self.names, fresh(self.call, *((LANES,) if self.lanes else ())), strict=True))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """The call (a Filled) with views of its tensors and of `outputs`, the results by name, for back ends."""
+        """Makes the views that back ends run on: of the call's tensors and of `outputs`, the results by name."""
         out, max_, sum_ = (outputs[name] for name in self.names)
         if self.lanes:
             return _ForwardRun(self.call, out, max_, sum_)
@@ -186,7 +186,7 @@ class DenseBackward(OfCall):
         return from_lanes(self.call, max_, sum_)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Returns the call (a Filled) with views of its tensors, saved results and `outputs`, the gradients by name."""
+        """Makes the views that back ends run on: of tensors, saved results and `outputs`, the gradients by name."""
         return _BackwardRun(self, outputs)
 
 
