@@ -158,7 +158,7 @@ def _view(op: Op, position: int, value: Any) -> torch.Tensor:
 
 
 def _integers(op: Op, position: int, view: torch.Tensor) -> Any:
-    """Returns the integers of a tensor argument, or None if it is empty, which counts as absent."""
+    """Returns integers of a tensor argument (`view`, at `position`); None if it is empty, so it counts as absent."""
     return array_of(op, position, view if view.dim() else view.new_empty(0))
 
 
@@ -184,7 +184,7 @@ def _lost(op: Op, param: str, value: acl.Tensor, code: int = INVALID) -> Refusal
 
 
 def _second(op: Op, workspace: Any, workspace_size: Any, executor: Any, stream: Any) -> int:
-    """Runs phase 2 of an operator, an executor's call, and returns its code; checks everything before it writes."""
+    """Runs phase 2 of an operator: checks everything, then runs the executor's call; returns its code."""
     try:
         ready = _check_executor(op, executor)
         _check_stream(op, stream)

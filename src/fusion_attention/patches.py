@@ -293,7 +293,7 @@ class Player:
             module.__loader__ = self  # type: ignore[assignment]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Returns the spec of the module `name` if it is one of the modules, or None."""
+        """Returns the spec of the module `name` if this finder provides it, else None."""
         module = self.modules.get(name)
         return None if module is None else module.__spec__
 

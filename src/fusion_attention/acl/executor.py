@@ -48,7 +48,7 @@ def _live(executor: Any) -> Executor:
 
 @coded
 def set_acl_op_executor_repeatable(executor: Executor) -> None:
-    """aclSetAclOpExecutorRepeatable: allows any number of runs; must be called before the first; returns ret."""
+    """aclSetAclOpExecutorRepeatable: allows any number of runs, if called before the first; returns an error code."""
     live = _live(executor)
     if live.used:
         raise Refusal(RUNTIME, f"executor: {live.op.name}: used before it was made repeatable")

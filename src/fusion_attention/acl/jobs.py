@@ -123,7 +123,7 @@ def job_of(layout: Layout, call: Lowered, args: dict[str, Any]) -> Job:
 
 
 def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Options) -> Layout:
-    """Checks the outputs of the first call (`bound`) of a signature, plans it, and computes its workspace size."""
+    """Checks the outputs of a call (`bound`), plans it, and returns what calls of the same shapes and lengths share."""
     op = bound.op
     if call.device != options.device:
         first = op.tensors()[0].shown

@@ -86,19 +86,19 @@ def reset_device(device_id: int) -> None:
 
 @valued(-1)
 def get_device() -> int:
-    """(device id, ret) of the current context."""
+    """(device id of the current context, error code)."""
     return _current().device_id
 
 
 @valued(0)
 def get_device_count() -> int:
-    """The number of device ids, always 8: (8, ret)."""
+    """The number of device ids, always 8: (8, error code)."""
     return state.DEVICE_COUNT
 
 
 @valued(-1)
 def get_run_mode() -> RunMode:
-    """(ACL_HOST, ret): host and device memory count as different, even if the device is the CPU."""
+    """(ACL_HOST, error code): host and device memory count as different, even if the device is the CPU."""
     return RunMode.ACL_HOST
 
 
@@ -128,7 +128,7 @@ def _handle(value: Any, kind: type[Context] | type[Stream], name: str) -> Any:
 
 @valued()
 def create_context(device_id: int) -> Context:
-    """(a new context on a device id, ret); it becomes current."""
+    """(a new context on a device id, error code); it becomes current."""
     number = _device_id(device_id)
     STATE.context = Context(number)
     STATE.contexts.setdefault(number, [Context(number)]).append(STATE.context)
@@ -149,13 +149,13 @@ def set_context(context: Context) -> None:
 
 @valued()
 def get_context() -> Context:
-    """(the current context, ret)."""
+    """(the current context, error code)."""
     return _current()
 
 
 @valued()
 def create_stream() -> Stream:
-    """(a new stream in the current context, ret)."""
+    """(a new stream in the current context, error code)."""
     return Stream(_current())
 
 
@@ -207,7 +207,7 @@ def _release(address: Any, host: bool, malloc: str) -> None:
 
 @valued(0)
 def malloc(size: int, policy: int = MallocPolicy.ACL_MEM_MALLOC_HUGE_FIRST) -> int:
-    """Returns (address of `size` new bytes on the device, ret); `policy` has no effect."""
+    """Returns (address of `size` new bytes on the device, error code); `policy` has no effect."""
     _current()
     return _allocate(size, STATE.device, host=False)
 
@@ -220,7 +220,7 @@ def free(address: int) -> None:
 
 @valued(0)
 def malloc_host(size: int) -> int:
-    """(address of `size` new bytes on the host, ret)."""
+    """(address of `size` new bytes on the host, error code)."""
     return _allocate(size, torch.device("cpu"), host=True)
 
 
@@ -321,7 +321,7 @@ def memcpy(dst: Any, dest_max: int, src: Any, count: int, kind: int) -> None:
 
 @coded
 def memset(address: int, max_count: int, value: int, count: int) -> None:
-    """Sets `count` bytes at an address to a value; max_count: size of the memory there in bytes; returns ret."""
+    """Sets `count` bytes at an address to a value; max_count: size of the memory there; returns an error code."""
     size, buffer = integer(count, "count"), integer(max_count, "max_count")
     if size < 0 or size > buffer:
         raise Refusal(RT, f"count: expected 0 to max_count={buffer}, got {size}")

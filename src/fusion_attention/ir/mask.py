@@ -95,7 +95,7 @@ class Band:
         return cls(hi=1, prefix=tuple(int(n) for n in prefix))
 
     def resolve(self, q_len: np.ndarray, kv_len: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(lo, hi, prefix) of Extents: int64, a number per sequence; edges are relative to key = row, or infinite."""
+        """(lo, hi, prefix) for sequences of these lengths, int64; edges are relative to key = row, or infinite."""
         shift = kv_len - q_len if self.align == "end" else np.zeros_like(q_len)
         prefix = np.zeros_like(q_len)
         if self.prefix:

@@ -56,7 +56,7 @@ def quantum(dtype: torch.dtype) -> float:
 
 
 def underflow(n: float | Tensor) -> Any:
-    """Returns the variance of a sum of n products whose subnormal values are flushed, all with one sign."""
+    """Returns the variance of a sum of n products whose subnormal values are flushed to 0, all of one sign."""
     return n**2 * quantum(torch.float32)
 
 
@@ -199,7 +199,7 @@ def faint(pairs: Tensor) -> bool:
 
 
 def _of_weights(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype) -> Tensor | float:
-    """Returns e (see scores()), increased by 1 for weights below LEAST_WEIGHT, which a kernel may round to 0."""
+    """Returns e, the relative variance of weights (see scores()), plus 1 for weights that a kernel may round to 0."""
     e, tiny = scores(x, s, grade, error_dtype), (s.weights < LEAST_WEIGHT) & (s.weights > 0)
     return e + tiny.to(error_dtype) if bool(tiny.any()) else e
 
@@ -378,7 +378,7 @@ def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, error_dtype
 
 
 def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
-    """Returns the variance of the gradient of scores (or of a bias), [heads, rows, keys]; of_delta: of delta."""
+    """Returns the variance of dS, the gradient of scores or a bias, [heads, rows, keys]; of_delta: of dout . out."""
     error_dtype = torch.float64
     e = _of_weights(x, g.softmax, grade, error_dtype)
     before = replace(g, softmax=replace(g.softmax, slope=1.0))

@@ -89,8 +89,7 @@ def uncertain(s: Scored, dtype: torch.dtype, grade: Grade, dscores: Tensor | Non
 
 
 def statistics(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wanted]:
-    """Returns max and sum of the scores of rows of sequence b, [1, rows, 1], with their variances before they are
-    stored.
+    """Returns max and sum of the scores of rows of sequence b, [1, rows, 1], with variances before they are stored.
 
     max   var(I) at the maximum
     sum   sum^2 (sum_j y^2 (var(I) + x) + (1 - 2 y_max) var(I at the maximum) + a n / 3 + r)
@@ -150,7 +149,7 @@ class Spread:
 
 
 def spread(c: Compared, u: Uncertain, dtype: torch.dtype, grade: Grade) -> Spread:
-    """Returns the variances of the indexer's distribution y and of its target p, both [rows, keys]; u: of the scores.
+    """Returns the variances of the distributions c, the indexer's y and its target p, [rows, keys]; u: of the scores.
 
     of_y    var(I) + a (2 (I - max)^2 + 8) + r ((I - max)^2 + 4)
     y_row   (a + r) (2 + log(sum)^2), plus a n / 3 if the call computes the sum

@@ -146,7 +146,7 @@ def saved_softmax(x: Block) -> Softmax:
 
 
 def _with_means(x: Block, s: Softmax) -> Softmax:
-    """Sets the weights of rows that return the mean of V to 1, and rounds the weights of int8 queries to integers."""
+    """Sets the weights `s` of block x to 1 in rows that return the mean of V, and rounds those of int8 queries."""
     mean = s.keyless & (s.total > 0)
     weights, live = s.weights, s.live
     if mean.any():

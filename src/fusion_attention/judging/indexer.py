@@ -99,7 +99,7 @@ _LISTS = tuple(
 
 
 def setting_of(lowered: Any) -> Index:
-    """Returns the call of an indexer, its statistics or its loss as an Index, whose fields can reproduce mistakes."""
+    """Returns the lowered call of an indexer, its statistics or its loss as an Index, with fields for mistakes."""
     filled = lowered.fill(lowered.results())
     if filled.first is not None:
         from fusion_attention.plan import compute
@@ -176,7 +176,7 @@ def _sum(terms: Sequence[Wanted]) -> Wanted:
 
 
 def _with_baseline(x: Index, b: int, rows: slice, expected: Mapping[str, Wanted]) -> dict[str, Wanted]:
-    """Adds to golden's values `expected` (by kind, of some rows of sequence b) the results of a float32 program."""
+    """Adds to golden's values `expected` (by kind, of rows of sequence b of x) the results of a float32 program."""
     narrow, dtype = torch.float32, x.problem.torch_dtype
     if x.op_kind == "indexer_topk":
         _, values, indices = chosen(x, x.scored(b, rows, narrow), x.visible(b, rows))

@@ -127,7 +127,7 @@ def of_total(setting: Setting, o: Output, wanted: Wanted) -> Tally:
 
 
 def _of_total(o: Output, wanted: Wanted) -> tuple[Tensor, Wanted]:
-    """Returns an output without rows (a sum over sequences), and its expected values, both as [1, rows, columns]."""
+    """Returns output o, which has no rows (a sum over sequences), and its expected values as [1, rows, columns]."""
     shape = (1, -1, o.tensor.shape[-1] if o.tensor.dim() > 1 else 1)
     value, variance = (t.reshape(shape) for t in (wanted.value, wanted.variance))
     return o.tensor.reshape(shape), Wanted(value, variance, None if wanted.baseline is None else value)

@@ -417,7 +417,7 @@ def _of_block(
 
 
 def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
-    """Returns the expected gradient of sinks [heads] or of a bias (in its shape) , a sum over all sequences."""
+    """Returns the expected gradient of sinks [heads] or of a bias (in its shape): output o, summed over sequences."""
     p, e, grads = setting.problem, setting.extents, setting.grads
     assert grads is not None
     if o.kind == "dsink":

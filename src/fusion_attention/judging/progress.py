@@ -16,7 +16,7 @@ PATIENCE = 2.0  # seconds without a bar
 
 
 def silent(words: str, done: int, steps: int) -> None:
-    """A Watch that reports no progress."""
+    """Ignores the progress of a search."""
 
 
 def over(watch: Watch, words: str, items: Sequence[Item]) -> Iterator[Item]:

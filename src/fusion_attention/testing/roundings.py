@@ -310,7 +310,7 @@ class Roundings(TorchDispatchMode):
         return [x if c is None else _aligned(c, rank) for x, c in zip(args, copies, strict=True)]
 
     def _error(self, size: Tensor) -> Tensor:
-        """Returns size * uniform(-1, 1), in place."""
+        """Replaces `size` by random errors between -size and size, and returns them."""
         return size.mul_(self.noise(size.numel()).view(size.shape))
 
     def _rounded(self, moved: Tensor, exact: Tensor | None = None, added: float = 0.0) -> Tensor:

@@ -25,12 +25,12 @@ def whole_rows(cache: torch.Tensor, rows: torch.Tensor) -> bool:
 
 
 def holds_rows(cache: torch.Tensor, rows: torch.Tensor) -> bool:
-    """True if a cache can store such rows, contiguous or in fragments (NZ)."""
+    """True if a cache can store `rows`, contiguous or in fragments (NZ)."""
     return whole_rows(cache, rows) or (rows.dim() > 1 and stores_fragments(cache, rows))
 
 
 def capacity(cache: torch.Tensor, rows: torch.Tensor) -> int:
-    """Number of slots in a cache that can store such rows."""
+    """Number of slots of a cache, each of which stores one of `rows`."""
     return int(cache.shape[0] * cache.shape[1 if whole_rows(cache, rows) else 2])
 
 

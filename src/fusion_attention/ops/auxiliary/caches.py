@@ -26,7 +26,7 @@ def is_fragmented(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -
 
 
 def holds(cache: torch.Tensor, rows: torch.Tensor, fragments: bool = True) -> bool:
-    """True if a paged cache can store such rows, contiguous or (if `fragments`) in fragments."""
+    """True if a paged cache can store `rows`, contiguous or (if `fragments`) in fragments."""
     if cache.dim() != 4 or rows.dim() != 3:
         return False
     return cache.shape[2:] == rows.shape[1:] or (fragments and stores_fragments(cache, rows))

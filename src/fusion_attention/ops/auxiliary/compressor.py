@@ -93,7 +93,9 @@ def positions_fit(
 
 
 def shapes_fit(x: torch.Tensor, weight: torch.Tensor, coff: int) -> bool:
-    """True if the weight of a projection is [coff * D, H], where rows of x have H elements."""
+    """True if a projection's weight is [coff * D, H], for rows of x with H elements; coff: 2 if windows overlap, else
+    1.
+    """
     sized = weight.dim() == 2 and weight.shape[1] == x.shape[-1]
     return sized and weight.shape[0] >= coff and weight.shape[0] % coff == 0
 

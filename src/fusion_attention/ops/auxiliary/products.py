@@ -74,7 +74,7 @@ def sizes_of(group_list: np.ndarray, kind: int) -> np.ndarray:
 
 
 def groups_of(group_list: np.ndarray, kind: int) -> list[int]:
-    """Index of the group that each size in sizes_of(), which has the same arguments, belongs to."""
+    """The group index of each size that sizes_of() returns for the same group list and kind (group_list_type)."""
     results: list[int] = group_list[::2].tolist() if kind == 2 else list(range(len(group_list)))
     return results
 

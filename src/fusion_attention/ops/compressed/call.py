@@ -86,7 +86,7 @@ class FlashMla(Sparse):
         return SparseBackward(self, dout, out, lse, self.divisors(lse), upstream.get(LSE))
 
     def gradient(self, out: Tensor, lse: Tensor, dout: Tensor, entries: int | None) -> FlashMlaBackward:
-        """The gradient operator's call; entries: of how many entries of a list it returns probabilities, or None."""
+        """The gradient operator's call, from out, lse and dout; entries: probabilities per list to return, or None."""
         result = FlashMlaBackward(self, dout, out, lse, self.divisors(lse))
         result.entries = entries
         return result
