@@ -143,8 +143,7 @@ class _Tiled:
     right: int | None = 0
 
     def visible(self, b: int, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Returns the pairs of rows and keys of sequence b that a kernel with this wrong mask sees: bool [rows, keys].
-        """
+        """Returns the pairs of rows and keys of sequence b that a kernel with this mask sees: bool [rows, keys]."""
         count, length = int(self.extents.q_len[b]), int(self.extents.kv_len[b])
         edges = self.extents.row_interval(b, np.arange(count))
         some = edges[0] < edges[1]
