@@ -315,8 +315,7 @@ class PagedKVCache:
         return int(count)
 
     def _keep(self, sequence: int, retained: slice, tokens: int) -> None:
-        """Reduces a sequence to `retained`, a slice of its pages, with `tokens` tokens, and
-        releases the other pages."""
+        """Reduces a sequence to `retained`, a slice of its pages with `tokens` tokens; releases the other pages."""
         pages, _ = self._sequences[sequence]
         remaining = pages[retained]
         if len(remaining) < len(pages):
@@ -418,7 +417,7 @@ def _slots_of(runs: list[_Slots], device: torch.device) -> Tensor:
 
 
 def _store(pool: Tensor, rows: Tensor, runs: list[_Slots], slots: Tensor | None) -> None:
-    """Stores rows [tokens, heads, ..] in a pool [pages, heads, page size, ..].
+    """Stores rows [tokens, heads, ..] in the slots `runs` of a pool [pages, heads, page size, ..].
 
     slots: the page and the slot of every token; None: one copy per run is made.
     """

@@ -54,7 +54,7 @@ def to_array(value: Any) -> Any:
 
 
 def array_of(op: Op, position: int, value: Any) -> Any:
-    """Returns to_array() of the argument at a position in op.params; None if it is optional and an empty tensor."""
+    """Returns the argument at a position in op.params as an int64 array; None if it is optional and an empty tensor."""
     if isinstance(value, torch.Tensor) and value.numel() == 0 and op.blank_is_absent and op.params[position].optional:
         return None
     return to_array(value)

@@ -296,7 +296,7 @@ def _of_logarithm(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
 
 
 def _flips(c: Tensor, s: Softmax, e: Tensor | float, step: float, error_dtype: torch.dtype) -> Tensor:
-    """Returns 1 / sum^2 for int8 weights round(c exp(s - max)) that an error may change by one, 0 for others.
+    """Returns the variance of int8 weights round(c exp(s - max)): 1 / sum^2 if an error may change them by one, else 0.
 
     Those are near the middle of two integers. e: variance of s; step: of rounding c exp(s - max). The maximum is exact.
     """

@@ -157,7 +157,7 @@ class Roundings(TorchDispatchMode):
         return self._result(func, base, args, kwargs)
 
     def _in_place(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
-        """Runs torch's operation that writes to an argument (`base`: its name); another variant computes copies."""
+        """Runs a torch operation that writes to an argument; its copies come from the variant that returns a result."""
         target = kwargs["out"] if "out" in kwargs else args[0]
         if base in _RANDOM or (not self._has_copies((args, kwargs)) and (base in _EXACT or not _is_float(target))):
             result = func(*args, **kwargs)

@@ -93,8 +93,7 @@ def positions_fit(
 
 
 def shapes_fit(x: torch.Tensor, weight: torch.Tensor, coff: int) -> bool:
-    """True if a projection's weight is [coff * D, H], and rows of x have H elements; coff 2: windows overlap, else 1.
-    """
+    """True if a projection's weight is [coff * D, H], for rows of x with H elements; coff: 2 if windows overlap."""
     sized = weight.dim() == 2 and weight.shape[1] == x.shape[-1]
     return sized and weight.shape[0] >= coff and weight.shape[0] % coff == 0
 

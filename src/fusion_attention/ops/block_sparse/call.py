@@ -21,7 +21,7 @@ _NAMES = ("query", "key", "value", *(MASK if name == "blocked_tiles" else "" for
 
 
 class BlockForward(DenseForward):
-    """A lowered forward call. softmax_lse is log(sum(exp(s))) of a row, -inf in a row without visible keys."""
+    """A lowered forward call of BlockSparseAttention; softmax_lse: log(sum(exp(s))), -inf in a row without keys."""
 
     def results(self) -> dict[str, Tensor]:
         """Allocates the output and softmax_lse."""
@@ -42,7 +42,7 @@ class BlockForward(DenseForward):
 
 
 class BlockBackward(DenseBackward):
-    """A lowered gradient call, from the forward's output and its softmax_lse."""
+    """A lowered gradient call of BlockSparseAttention, from the forward's output and its softmax_lse."""
 
     def __init__(self, call: DenseCall, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> None:
         super().__init__(call, (dout, out, lse, lse), None, dlse)

@@ -51,7 +51,7 @@ def placed(extents: Extents, q_start: np.ndarray, kv_start: np.ndarray) -> Place
 
 
 class FlashMla(Sparse):
-    """A lowered forward call.
+    """A lowered forward call of SparseFlashMla.
 
     softmax_lse is log(sum(exp(s))) over the keys of both sources and the sink, in CANN's order of statistics. In a row
     without visible keys, out and softmax_lse are 0, also with a sink. Lists select keys of the second source; if there
@@ -149,7 +149,7 @@ def replace_statistics(results: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class FlashMlaBackward(SparseBackward):
-    """A lowered gradient call that also returns the probabilities of selected keys, averaged over heads."""
+    """A lowered gradient call of SparseFlashMla that also returns selected keys' probabilities, averaged over heads."""
 
     call: FlashMla
     entries: int | None = None

@@ -25,7 +25,7 @@ GRADIENTS = ("dx", "dwkv", "dwgate", "dape")
 
 @dataclass(frozen=True, eq=False)
 class Compressor(TensorCall):
-    """A lowered forward call, which finish() computes by torch: its extents have no sequence, so no back end runs.
+    """A lowered call of CANN's compressor, computed by torch in finish(); no back end runs.
 
     Args:
         of: the sequences.
@@ -66,7 +66,7 @@ class _Run(Filled):
 
 @dataclass(frozen=True, eq=False)
 class CompressorGrad(TensorCall):
-    """A lowered gradient call, which finish() computes by torch: no back end runs."""
+    """A lowered gradient call of CANN's compressor, computed by torch in finish(); no back end runs."""
 
     of: Sequences
     problem: Problem = NO_ATTENTION

@@ -32,7 +32,7 @@ SIDES: tuple[Side, ...] = (("q", "query", "S1", "T1", "", ""), ("k", "key", "S2"
 
 @dataclass(frozen=True, eq=False)
 class L1Norm(TensorCall):
-    """A lowered call, which finish() computes by torch: its extents have no sequence, so no back end runs.
+    """A lowered call of SparseFlashMlaSoftmaxL1Norm, computed by torch in finish(); no back end runs.
 
     Args:
         problem: the attention whose probabilities are computed.

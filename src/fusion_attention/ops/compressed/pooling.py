@@ -28,7 +28,7 @@ DIFFERENTIABLE = ("kv", "gate", "position_bias")
 
 @dataclass(frozen=True, eq=False)
 class Pooling(TensorCall):
-    """A lowered forward call.
+    """A lowered forward call of compress(), which pools windows of rows.
 
     Args:
         layout: of the rows and of the results.
@@ -75,7 +75,7 @@ class Pooling(TensorCall):
 
 
 class PoolingBackward(OfCall):
-    """A lowered gradient call; of_bias: the gradient of position_bias is wanted."""
+    """A lowered gradient call of compress(); of_bias: the gradient of position_bias is wanted."""
 
     call: Pooling
     op_kind = "pooling_backward"

@@ -155,7 +155,7 @@ def mask_fits(
     """True if a mask has a shape that its mode accepts; kind: as _mask_kind() in geometry.py.
 
     rows, columns: the least sizes of its last axes; packed: sequences are packed; q_len: their query rows.
-    one_token: the rule for one-token queries applies.
+    one_token: True for a query of one token whose mode and window CANN ignores.
     """
     shape = list(mask.shape)
     if kind == "triangle":

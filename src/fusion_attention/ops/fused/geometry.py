@@ -48,7 +48,7 @@ def of_output(layout: str) -> str:
 
 
 def words(side: str, dim: str, output: bool = False) -> dict[str, str]:
-    """Axis words of query (side "1") or key (side "2") rows by input_layout, or of the output; dim: a word."""
+    """Axis words of query (side "1"), key (side "2") or output rows by input_layout; dim: of their elements."""
     results = {}
     for layout in (*LAYOUTS, "SH"):
         letters = WORDS[of_output(layout) if output else of_inputs(layout)]
@@ -143,7 +143,8 @@ def _unused(padding: np.ndarray) -> int:
 def _rows(n: dict[str, Any], batch: int, one_token: bool) -> tuple[np.ndarray, np.ndarray]:
     """(query rows, slot of the first one) per sequence, from the arguments `n`; a slot is a row of the padded tensor.
 
-    The slot is negative if left padding leaves too few. one_token: the rule for one-token queries applies.
+    The slot is negative if left padding leaves too few. one_token: True for queries of one token whose lengths CANN
+    ignores.
     """
     layout, given = n["input_layout"], n["actual_seq_lengths"]
     if layout == "SH":
@@ -200,7 +201,7 @@ def is_triangle(mask: torch.Tensor) -> bool:
 def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
     """The kind of a mask in a sparse mode: "none", "full" (an element per score), "triangle" (compressed), or "tree".
 
-    one_token: the rule for one-token queries applies, which read no compressed mask.
+    one_token: True for a query of one token for which CANN reads no compressed mask.
     """
     if mask is None or (one_token and mode in (2, 3, 4) and is_triangle(mask)):
         return "none"
@@ -210,7 +211,7 @@ def _mask_kind(mask: torch.Tensor | None, mode: int, one_token: bool) -> str:
 
 
 def visibility(n: Mapping[str, Any], one_token: bool) -> dict[str, Any]:
-    """The mode, pre, next and mask_kind of geometry(); one_token: the rule for one-token queries applies."""
+    """The mode, pre, next and mask_kind of geometry(); one_token: CANN ignores mode and window."""
     mode, mask = n["sparse_mode"] % 10 if n["sparse_mode"] >= 10 else n["sparse_mode"], n["atten_mask"]
     windowed = not one_token and (mode == 4 or (mode == 0 and mask is not None))
     pre, next_ = (n["pre_tokens"], n["next_tokens"]) if windowed else (UNLIMITED, UNLIMITED)
@@ -230,7 +231,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
     * q_len, kv_len: lengths per sequence in the arguments; capacity: slots per sequence; q_first, kv_first: slots of
       the first row and key; q_used, kv_used: lengths, but 0 if left padding leaves too few slots for the sequence.
     * common, prefix_keys: used keys of the shared prefix, and keys in its tensor.
-    * one_token: the rule for one-token queries applies: mode, window, and the query's lengths and padding are ignored.
+    * one_token: True if the query has one token, and CANN ignores mode, window, and the query's lengths and padding.
     * mode, pre, next, mask_kind: sparse mode (10 to 14 are 0 to 4), window and kind of mask, with the rule for
       one-token queries applied. Without a mask, mode 4 has its window and mode 0 has none.
     * columns, rows: the smallest legal sizes of masks and biases.

@@ -152,7 +152,7 @@ def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 class IndexerBackward(OfCall):
-    """A lowered gradient call, from the gradient of the values and the indices that the forward selected."""
+    """A lowered gradient call of the indexer, from the values' gradient and the indices that the forward selected."""
 
     call: Indexer
     op_kind = "indexer_backward"

@@ -40,7 +40,7 @@ _ROWS = 256
 
 @dataclass(eq=False)
 class InferenceCall:
-    """A lowered inference call (ir.call.Lowered).
+    """A lowered call of attention over a KV cache.
 
     Args:
         layout: layout of q and q_rope.

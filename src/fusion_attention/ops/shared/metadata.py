@@ -25,7 +25,7 @@ NO_ATTENTION = Problem(1, 1, 1, 1)
 
 @dataclass(frozen=True, eq=False)
 class Metadata:
-    """A lowered call that writes zeros.
+    """A lowered call of a metadata function, which writes zeros.
 
     Args:
         elements: size of the result.

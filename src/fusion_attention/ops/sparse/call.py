@@ -213,7 +213,7 @@ def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 class SparseBackward(OfCall):
-    """A lowered gradient call, from the saved output and statistics; statistics and dlse are in CANN's order."""
+    """A lowered gradient call of sparse attention; the saved statistics and dlse are in CANN's order."""
 
     call: Sparse
     op_kind = "attention_backward"
