@@ -31,7 +31,8 @@ def bounds(hi: np.ndarray, ratio: int) -> Edges:
 
 
 def residuals(hi: np.ndarray, q_len: np.ndarray, keys: np.ndarray, ratio: int) -> Edges:
-    """Yields (detail, wrong upper edge of the band over compressed keys), computed with another residual of tokens.
+    """Yields (detail, wrong upper edge of the band over compressed keys), from a wrong number of tokens after the last
+    one.
 
     All arrays have a number per sequence: hi is the correct edge, tokens - q_len + 1; keys: numbers of compressed keys,
     of `ratio` tokens each.

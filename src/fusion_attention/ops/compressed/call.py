@@ -67,7 +67,7 @@ class FlashMla(Sparse):
         return lists.where(slots < counts[..., None], -1)  # Kernels read lists to their first -1.
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         result = replace_statistics(super().results())
         return result if self.stats else {OUT: result[OUT]}
 
@@ -160,7 +160,7 @@ class FlashMlaBackward(SparseBackward):
         return NORM_OF_KEYS if self.call.second is None else NORM
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         q = self.call.given("query")
         shape = (*q.shape[:-2], 1, self.entries or 0)
         return super().results() | ({} if self.entries is None else {self.norm: empty(q, shape, torch.float32)})

@@ -40,7 +40,7 @@ class Compressor(TensorCall):
     op_kind = "attention_forward"
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         return _results(self.given("x"), self.given("wkv"), self.of, self.saves)
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
@@ -73,7 +73,7 @@ class CompressorGrad(TensorCall):
     op_kind = "attention_backward"
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the gradients."""
+        """Allocates the call's gradients, by name."""
         return _gradients({**self.tensors, "cmp_ratio": self.of.ratio})
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:

@@ -52,7 +52,7 @@ class L1Norm(TensorCall):
         return row_view(tensor, self.layout, heads, self.placed, "q")
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the result."""
+        """Allocates the call's result, by name."""
         return fresh(self.tensors, self.columns)
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:

@@ -40,7 +40,7 @@ class Pooling(TensorCall):
     op_kind = "pooling"
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         kv = self.given("kv")
         return {OUT: empty(kv, (*kv.shape[:-3], self.windows, self.problem.heads, self.problem.dim))}
 
@@ -86,7 +86,7 @@ class PoolingBackward(OfCall):
         self.bias = bias if of_bias else None
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the gradients."""
+        """Allocates the call's gradients, by name."""
         like = {"dkv": self.call.given("kv"), "dgate": self.call.given("gate")}
         like |= {} if self.bias is None else {"dposition_bias": self.bias}
         return {name: empty(t, t.shape) for name, t in like.items()}

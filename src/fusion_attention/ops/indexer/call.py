@@ -162,7 +162,7 @@ class IndexerBackward(OfCall):
         self.dvalues, self.indices = dvalues, indices
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the gradients."""
+        """Allocates the call's gradients, by name."""
         return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:

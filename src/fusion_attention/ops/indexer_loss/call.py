@@ -107,7 +107,7 @@ class Statistics(_Call):
     op_kind = "indexer_lse"
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         return fresh_statistics({**self.tensors, "layout": self.layout})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
@@ -133,7 +133,7 @@ class LogSum(Statistics):
     """The lowered call of the log-sum-exp, max + log(sum), of the indexer's scores."""
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         return fresh_lse({**self.tensors, "layout": self.layout})
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
@@ -199,7 +199,7 @@ class Loss(_AnyLoss):
     """The lowered call of a loss against the attention's probabilities, computed from query and key."""
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         return fresh(self.tensors)
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:
@@ -265,7 +265,7 @@ class TargetLoss(_AnyLoss):
     names: tuple[str, ...] = RESULTS
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         return fresh_target(self.tensors, self.names)
 
     def given_statistics(self) -> tuple[Tensor, Tensor] | None:

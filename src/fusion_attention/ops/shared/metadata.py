@@ -39,7 +39,7 @@ class Metadata:
     op_kind: str = "attention_forward"
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Allocates the result."""
+        """Allocates the call's result, by name."""
         return {OUT: empty(torch.empty(0, device=self.device), (self.elements,), torch.int32)}
 
     def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:

@@ -111,7 +111,7 @@ class Sparse(TensorCall):
         return {t: result[name] for t, name in GRADIENT_OF.items() if name in result}
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the results."""
+        """Allocates the call's results, by name."""
         result = fresh({**self.tensors, "layout": self.layout, "dim_v": self.problem.dim_v})
         return result if self.stats else {RESULTS[0]: result[RESULTS[0]]}
 
@@ -225,7 +225,7 @@ class SparseBackward(OfCall):
         self.saved, self.dlse = (dout, out, max_, sum_), dlse
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the gradients of the call's inputs."""
+        """Allocates the gradients of the call's inputs, by name."""
         return fresh_gradients(self.call.tensors)
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:

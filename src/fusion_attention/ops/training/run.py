@@ -177,7 +177,7 @@ class DenseBackward(OfCall):
         self.saved, self.pse, self.dlse, self.lanes = saved, pse, dlse, lanes
 
     def results(self) -> dict[str, Tensor]:
-        """Allocates the gradients of the call's inputs."""
+        """Allocates the gradients of the call's inputs, by name."""
         q_rope, k_rope, _, _, _, _, sink, *_ = self.call.extras
         return _like((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
 
